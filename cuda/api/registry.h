@@ -1,0 +1,50 @@
+// registry.h: every kernel of this build, best first on each device, and what each can serve.
+#pragma once
+
+#include <cstddef>
+
+#include "attention/params.h"
+#include "flash_attn.h"
+
+namespace fa {
+
+struct DeviceInfo {
+    int index;             // CUDA device, -1 for the CPU
+    int compute;           // 90 for sm_90
+    int multiprocessors;
+    size_t shared_memory;  // bytes one block can opt in to
+};
+
+struct Kernel {
+    const char* name;
+    const char* summary;
+    fa_device device;
+    // nullptr when the kernel serves the call on that device, else the reason; `text` is room for one that quotes values.
+    const char* (*refuses)(const AttentionParams&, const DeviceInfo&, char* text, size_t size);
+    size_t (*workspace)(const AttentionParams&, const DeviceInfo&);
+    // Returns FA_OK or records the error.
+    fa_status (*launch)(const AttentionParams&, const DeviceInfo&, void* stream);
+};
+
+int kernel_count();
+const Kernel* kernel_at(int index);  // nullptr outside 0 .. kernel_count() - 1
+
+// The device that runs the call; for CUDA the one owning `q` (the current one when q is null).
+fa_status find_device(fa_device device, const void* q, DeviceInfo* info);
+
+// Makes a device current for the enclosing scope, when it is not already.
+class CurrentDevice {
+public:
+    explicit CurrentDevice(int index);
+    ~CurrentDevice();
+    CurrentDevice(const CurrentDevice&) = delete;
+    CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+private:
+    int previous_ = -1;
+};
+
+fa_status launch_merge(const MergeParams&, fa_device device, void* stream);
+int cuda_device_count();
+
+}  // namespace fa

@@ -1,0 +1,232 @@
+#include "validate.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "attention/philox.h"
+#include "status.h"
+
+namespace fa {
+namespace {
+
+constexpr int64_t kMaxLength = (int64_t(1) << 31) - 4096;  // tile arithmetic may step a tile beyond the end in int32
+constexpr int32_t kMaxHeadDim = 512;
+
+const char* dtype_name(int32_t dtype) {
+    switch (dtype) {
+        case FA_FLOAT32: return "float32";
+        case FA_FLOAT16: return "float16";
+        case FA_BFLOAT16: return "bfloat16";
+        case FA_FLOAT8_E4M3: return "float8_e4m3";
+    }
+    return "unknown";
+}
+
+size_t dtype_size(int32_t dtype) { return dtype == FA_FLOAT32 ? 4 : dtype == FA_FLOAT8_E4M3 ? 1 : 2; }
+
+fa_status check_pointer(const char* name, const void* data, size_t alignment, bool required) {
+    if (!data) return required ? fail(FA_BAD_ARGUMENT, "%s.data is NULL", name) : FA_OK;
+    if (reinterpret_cast<uintptr_t>(data) % alignment)
+        return fail(FA_BAD_ARGUMENT, "%s.data=%p is not aligned to its element size of %zu bytes", name, data, alignment);
+    return FA_OK;
+}
+
+// An output may not map two elements to one place through a zero stride.
+fa_status check_output_strides(const char* name, const fa_tensor& t, int64_t batch, int64_t rows, int64_t heads, bool varlen) {
+    if (!varlen && batch > 1 && t.batch_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.batch_stride=0 with batch=%" PRId64 ": an output cannot be broadcast", name, batch);
+    if (rows > 1 && t.row_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.row_stride=0 with %" PRId64 " rows: an output cannot be broadcast", name, rows);
+    if (heads > 1 && t.head_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.head_stride=0 with nheads=%" PRId64 ": an output cannot be broadcast", name, heads);
+    return FA_OK;
+}
+
+fa_status check_bool(const char* name, int32_t value) {
+    return value == 0 || value == 1 ? FA_OK : fail(FA_BAD_ARGUMENT, "%s=%d is neither 0 nor 1", name, value);
+}
+
+fa_status check_length(const char* name, int64_t value) {
+    if (value < 0) return fail(FA_BAD_ARGUMENT, "%s=%" PRId64 " is negative", name, value);
+    if (value > kMaxLength) return fail(FA_UNSUPPORTED, "%s=%" PRId64 " is above %" PRId64, name, value, kMaxLength);
+    return FA_OK;
+}
+
+fa_status check_cu_seqlens(const char* name, const int32_t* cu, int32_t batch, int64_t total, int64_t longest, const char* longest_name) {
+    if (cu[0] != 0) return fail(FA_BAD_ARGUMENT, "%s[0]=%d is not 0", name, cu[0]);
+    for (int32_t b = 0; b < batch; ++b) {
+        const int64_t length = int64_t(cu[b + 1]) - cu[b];
+        if (length < 0) return fail(FA_BAD_ARGUMENT, "%s[%d]=%d is below %s[%d]=%d: it must not decrease", name, b + 1, cu[b + 1], name, b, cu[b]);
+        if (length > longest) return fail(FA_BAD_ARGUMENT, "%s: sequence %d has %" PRId64 " rows, more than %s=%" PRId64, name, b, length, longest_name, longest);
+    }
+    if (cu[batch] > total) return fail(FA_BAD_ARGUMENT, "%s[%d]=%d is above the %" PRId64 " rows there are", name, batch, cu[batch], total);
+    return FA_OK;
+}
+
+int32_t default_threads() {
+    if (const char* text = std::getenv("FLASH_ATTN_NUM_THREADS")) {
+        const long n = std::strtol(text, nullptr, 10);
+        if (n >= 1 && n <= 4096) return int32_t(n);
+    }
+    return int32_t(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+// A caller compiled against an older, shorter struct: the fields it does not know are zero, which means the default.
+template <typename Args>
+fa_status copy_args(const Args* args, const char* name, size_t smallest, Args* full) {
+    if (!args) return fail(FA_BAD_ARGUMENT, "%s is NULL", name);
+    if (args->struct_size < smallest || args->struct_size > 65536)
+        return fail(FA_BAD_ARGUMENT, "%s.struct_size=%zu: set it to sizeof(%s) = %zu", name, args->struct_size, name, sizeof(Args));
+    std::memset(full, 0, sizeof(Args));
+    std::memcpy(full, args, std::min(args->struct_size, sizeof(Args)));
+    const auto* bytes = reinterpret_cast<const unsigned char*>(args);
+    for (size_t i = sizeof(Args); i < args->struct_size; ++i)
+        if (bytes[i]) return fail(FA_UNSUPPORTED, "%s sets a field this library (%s) does not know: byte %zu is not zero", name, fa_version(), i);
+    return FA_OK;
+}
+
+#define FA_RETURN_IF_ERROR(call)                                             \
+    do {                                                                     \
+        if (const fa_status status_ = (call); status_ != FA_OK) return status_; \
+    } while (0)
+
+TensorView view(const fa_tensor& t) { return {t.data, t.batch_stride, t.row_stride, t.head_stride}; }
+ScoreView view(const fa_score_tensor& t) { return {t.data, t.batch_stride, t.head_stride, t.row_stride}; }
+
+fa_status check_device(int32_t device) {
+    if (device == FA_CPU || device == FA_CUDA) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "device=%d is neither FA_CPU (1) nor FA_CUDA (2)", device);
+}
+
+}  // namespace
+
+fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params) {
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_args", sizeof(fa_attention_args), full));
+    const fa_attention_args& a = *full;
+    const bool need = pointers == Pointers::kRequired;
+
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    if (a.dtype < FA_FLOAT32 || a.dtype > FA_FLOAT8_E4M3) return fail(FA_BAD_ARGUMENT, "dtype=%d is not an fa_dtype", a.dtype);
+    if (a.out_dtype && (a.out_dtype < FA_FLOAT32 || a.out_dtype > FA_FLOAT8_E4M3)) return fail(FA_BAD_ARGUMENT, "out_dtype=%d is not an fa_dtype", a.out_dtype);
+    if (a.dtype == FA_FLOAT8_E4M3) return fail(FA_UNSUPPORTED, "dtype=float8_e4m3 is not served by any kernel of this release");
+    if (a.out_dtype && a.out_dtype != a.dtype) return fail(FA_UNSUPPORTED, "out_dtype=%s differs from dtype=%s: not served by any kernel of this release", dtype_name(a.out_dtype), dtype_name(a.dtype));
+
+    if (a.batch < 0) return fail(FA_BAD_ARGUMENT, "batch=%d is negative", a.batch);
+    if (a.nheads < 1) return fail(FA_BAD_ARGUMENT, "nheads=%d is below 1", a.nheads);
+    if (a.nheads_k < 1) return fail(FA_BAD_ARGUMENT, "nheads_k=%d is below 1", a.nheads_k);
+    if (a.nheads % a.nheads_k) return fail(FA_BAD_ARGUMENT, "nheads=%d is not a multiple of nheads_k=%d", a.nheads, a.nheads_k);
+    if (a.headdim < 1 || a.headdim > kMaxHeadDim) return fail(FA_BAD_ARGUMENT, "headdim=%d is outside 1 .. %d", a.headdim, kMaxHeadDim);
+    if (a.headdim_v < 0 || a.headdim_v > kMaxHeadDim) return fail(FA_BAD_ARGUMENT, "headdim_v=%d is outside 1 .. %d", a.headdim_v, kMaxHeadDim);
+    FA_RETURN_IF_ERROR(check_length("seqlen_q", a.seqlen_q));
+    FA_RETURN_IF_ERROR(check_length("seqlen_k", a.seqlen_k));
+
+    const bool varlen = a.cu_seqlens_q || a.cu_seqlens_k;
+    if (varlen) {
+        if (!a.cu_seqlens_q || !a.cu_seqlens_k) return fail(FA_BAD_ARGUMENT, "%s is NULL and %s is not: a varlen call needs both", a.cu_seqlens_q ? "cu_seqlens_k" : "cu_seqlens_q", a.cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k");
+        FA_RETURN_IF_ERROR(check_length("total_q", a.total_q));
+        FA_RETURN_IF_ERROR(check_length("total_k", a.total_k));
+        FA_RETURN_IF_ERROR(check_pointer("cu_seqlens_q", a.cu_seqlens_q, 4, need));
+        FA_RETURN_IF_ERROR(check_pointer("cu_seqlens_k", a.cu_seqlens_k, 4, need));
+        if (a.device == FA_CPU && need) {
+            FA_RETURN_IF_ERROR(check_cu_seqlens("cu_seqlens_q", a.cu_seqlens_q, a.batch, a.total_q, a.seqlen_q, "seqlen_q"));
+            FA_RETURN_IF_ERROR(check_cu_seqlens("cu_seqlens_k", a.cu_seqlens_k, a.batch, a.total_k, a.seqlen_k, "seqlen_k"));
+        }
+    } else if (a.total_q || a.total_k) {
+        return fail(FA_BAD_ARGUMENT, "total_q=%" PRId64 ", total_k=%" PRId64 " without cu_seqlens_q and cu_seqlens_k", a.total_q, a.total_k);
+    }
+
+    const int32_t headdim_v = a.headdim_v ? a.headdim_v : a.headdim;
+    const int64_t rows_q = varlen ? a.total_q : a.seqlen_q, rows_k = varlen ? a.total_k : a.seqlen_k;
+    const bool has_q = need && a.batch > 0 && rows_q > 0, has_k = has_q && rows_k > 0;
+    const size_t element = dtype_size(a.dtype);
+    FA_RETURN_IF_ERROR(check_pointer("q", a.q.data, element, has_q));
+    FA_RETURN_IF_ERROR(check_pointer("k", a.k.data, element, has_k));
+    FA_RETURN_IF_ERROR(check_pointer("v", a.v.data, element, has_k));
+    FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, element, has_q));
+    FA_RETURN_IF_ERROR(check_pointer("lse", a.lse, 4, false));
+    FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, rows_q, a.nheads, varlen));
+
+    if (a.has_softmax_scale != 0) {
+        FA_RETURN_IF_ERROR(check_bool("has_softmax_scale", a.has_softmax_scale));
+        if (!std::isfinite(a.softmax_scale)) return fail(FA_BAD_ARGUMENT, "softmax_scale=%g is not finite", a.softmax_scale);
+    } else if (a.softmax_scale != 0) {
+        return fail(FA_BAD_ARGUMENT, "softmax_scale=%g is set but has_softmax_scale is 0", a.softmax_scale);
+    }
+    if (!std::isfinite(a.softcap) || a.softcap < 0) return fail(FA_BAD_ARGUMENT, "softcap=%g is not a finite number >= 0", a.softcap);
+    FA_RETURN_IF_ERROR(check_pointer("alibi_slopes", a.alibi_slopes, 4, false));
+    if (a.bias_dtype && a.bias_dtype != FA_FLOAT32 && a.bias_dtype != a.dtype)
+        return fail(FA_BAD_ARGUMENT, "bias_dtype=%s (%d) is neither float32 nor dtype=%s", dtype_name(a.bias_dtype), a.bias_dtype, dtype_name(a.dtype));
+    const int32_t bias_dtype = a.bias_dtype ? a.bias_dtype : a.dtype;
+    FA_RETURN_IF_ERROR(check_pointer("bias", a.bias.data, dtype_size(bias_dtype), false));
+    FA_RETURN_IF_ERROR(check_pointer("sinks", a.sinks, 4, false));
+    FA_RETURN_IF_ERROR(check_bool("causal", a.causal));
+    FA_RETURN_IF_ERROR(check_bool("top_left", a.top_left));
+    FA_RETURN_IF_ERROR(check_bool("has_window", a.has_window));
+    FA_RETURN_IF_ERROR(check_bool("deterministic", a.deterministic));
+    FA_RETURN_IF_ERROR(check_bool("allow_tf32", a.allow_tf32));
+    if (a.has_window) {
+        if (a.window_left < -1) return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 " is below -1 (open)", a.window_left);
+        if (a.window_right < -1) return fail(FA_BAD_ARGUMENT, "window_right=%" PRId64 " is below -1 (open)", a.window_right);
+    } else if (a.window_left || a.window_right) {
+        return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 ", window_right=%" PRId64 " are set but has_window is 0", a.window_left, a.window_right);
+    }
+    if (!(a.dropout_p >= 0 && a.dropout_p < 1)) return fail(FA_BAD_ARGUMENT, "dropout_p=%g is outside 0 <= p < 1", a.dropout_p);
+    if (a.num_threads < 0 || a.num_threads > 4096) return fail(FA_BAD_ARGUMENT, "num_threads=%d is outside 0 .. 4096", a.num_threads);
+    if (a.reserved0 || a.reserved1) return fail(FA_BAD_ARGUMENT, "reserved0=%d, reserved1=%d must be 0", a.reserved0, a.reserved1);
+
+    AttentionParams& p = *params;
+    p = {};
+    p.q = view(a.q), p.k = view(a.k), p.v = view(a.v), p.out = view(a.out);
+    p.lse = a.lse;
+    p.dtype = DType(a.dtype), p.out_dtype = DType(a.out_dtype ? a.out_dtype : a.dtype);
+    p.batch = a.batch, p.nheads = a.nheads, p.nheads_k = a.nheads_k, p.group = a.nheads / a.nheads_k;
+    p.headdim = a.headdim, p.headdim_v = headdim_v;
+    p.seqlen_q = int32_t(a.seqlen_q), p.seqlen_k = int32_t(a.seqlen_k);
+    p.cu_seqlens_q = a.cu_seqlens_q, p.cu_seqlens_k = a.cu_seqlens_k;
+    p.total_q = int32_t(a.total_q), p.total_k = int32_t(a.total_k);
+    p.scale = a.has_softmax_scale ? a.softmax_scale : float(1.0 / std::sqrt(double(a.headdim)));
+    p.softcap = a.softcap;
+    p.alibi_slopes = a.alibi_slopes, p.alibi_batch = a.alibi_batch_stride;
+    p.bias = view(a.bias), p.bias_dtype = DType(bias_dtype), p.mask = view(a.mask);
+    p.top_left = a.top_left;
+    const auto edge = [](int64_t w) { return int32_t(std::min<int64_t>(w, INT32_MAX)); };
+    p.window_left = a.has_window ? edge(a.window_left) : -1;
+    p.window_right = a.causal ? 0 : a.has_window ? edge(a.window_right) : -1;
+    p.sinks = a.sinks;
+    if (a.dropout_p > 0) {
+        p.dropout_threshold = uint32_t(std::lround(double(a.dropout_p) * 65536));
+        p.dropout_threshold = std::clamp(p.dropout_threshold, 1u, 65535u);
+        p.dropout_scale = float(65536.0 / (65536.0 - p.dropout_threshold));
+        dropout_key(a.dropout_seed, a.dropout_offset, p.dropout_key);
+    }
+    p.allow_tf32 = a.allow_tf32;
+    p.num_threads = a.num_threads ? a.num_threads : a.device == FA_CPU ? default_threads() : 1;
+    p.workspace = a.workspace;
+    return FA_OK;
+}
+
+fa_status validate(const fa_merge_args* args, MergeParams* params) {
+    fa_merge_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_merge_args", sizeof(fa_merge_args), &a));
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    if (a.dtype < FA_FLOAT32 || a.dtype > FA_BFLOAT16) return fail(FA_BAD_ARGUMENT, "dtype=%d is none of float32 (1), float16 (2), bfloat16 (3)", a.dtype);
+    if (a.batch < 0) return fail(FA_BAD_ARGUMENT, "batch=%d is negative", a.batch);
+    if (a.nheads < 1) return fail(FA_BAD_ARGUMENT, "nheads=%d is below 1", a.nheads);
+    if (a.headdim_v < 1 || a.headdim_v > kMaxHeadDim) return fail(FA_BAD_ARGUMENT, "headdim_v=%d is outside 1 .. %d", a.headdim_v, kMaxHeadDim);
+    FA_RETURN_IF_ERROR(check_length("seqlen", a.seqlen));
+    if (a.reserved) return fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", a.reserved);
+    const bool any = a.batch > 0 && a.seqlen > 0;
+    const size_t element = dtype_size(a.dtype);
+    FA_RETURN_IF_ERROR(check_pointer("out_a", a.out_a.data, element, any));
+    FA_RETURN_IF_ERROR(check_pointer("out_b", a.out_b.data, element, any));
+    FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, element, any));
+    FA_RETURN_IF_ERROR(check_pointer("lse_a", a.lse_a, 4, any));
+    FA_RETURN_IF_ERROR(check_pointer("lse_b", a.lse_b, 4, any));
+    FA_RETURN_IF_ERROR(check_pointer("lse", a.lse, 4, any));
+    FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, a.seqlen, a.nheads, false));
+    *params = {view(a.out_a), view(a.out_b), view(a.out), a.lse_a, a.lse_b, a.lse, DType(a.dtype), a.batch, a.nheads, a.headdim_v, int32_t(a.seqlen), default_threads()};
+    return FA_OK;
+}
+
+}  // namespace fa

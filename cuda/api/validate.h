@@ -1,0 +1,14 @@
+// validate.h: from the C structs to the kernels' parameters. Every argument is checked here, before any launch, and nowhere below.
+#pragma once
+
+#include "attention/params.h"
+#include "flash_attn.h"
+
+namespace fa {
+
+enum class Pointers { kRequired, kOptional };  // a query may leave data pointers NULL
+
+fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params);
+fa_status validate(const fa_merge_args* args, MergeParams* params);
+
+}  // namespace fa

@@ -1,0 +1,63 @@
+// online_softmax.cuh: the running softmax of one row, and the reductions over the threads that share the row.
+#pragma once
+
+#include <cmath>
+
+namespace fa {
+
+// Maximum or sum over `kWidth` neighbouring lanes (a power of two); every one of them gets the result.
+template <int kWidth>
+__device__ __forceinline__ float reduce_max(float x) {
+#pragma unroll
+    for (int lane = kWidth / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, lane));
+    return x;
+}
+template <int kWidth>
+__device__ __forceinline__ float reduce_sum(float x) {
+#pragma unroll
+    for (int lane = kWidth / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lane);
+    return x;
+}
+
+// e^x for x <= 0 through the hardware's 2^x: 2 ulp, e^-inf = 0, NaN stays NaN.
+__device__ __forceinline__ float exp_nonpositive(float x) { return exp2f(x * 1.4426950408889634f); }
+
+// One row as one of its threads sees it: `max` is the row's, `sum` this thread's share of the row's.
+struct SoftmaxRow {
+    float max = -INFINITY;
+    float sum = 0;
+
+    // S, this thread's scores of a new tile, becomes P = exp(S - new maximum); returns what earlier sums must be multiplied by.
+    template <int kCount, typename Reduce>
+    __device__ float update(float (&S)[kCount], const Reduce& reduce_row_max) {
+        float new_max = max;
+#pragma unroll
+        for (int x = 0; x < kCount; ++x) new_max = fmaxf(new_max, S[x]);
+        new_max = reduce_row_max(new_max);
+        const float base = new_max == -INFINITY ? 0.0f : new_max;  // nothing visible yet: -inf - -inf would be NaN
+        const float scale = exp_nonpositive(max - base);
+        max = new_max;
+        sum *= scale;
+#pragma unroll
+        for (int x = 0; x < kCount; ++x) sum += S[x] = exp_nonpositive(S[x] - base);
+        return scale;
+    }
+
+    // Takes the whole row's sum and an optional sink, a logit that joins the denominator alone. Returns 1 / sum in units of O.
+    __device__ float finish(float row_sum, const float* sink) {
+        sum = row_sum;
+        float scale = 1;
+        if (sink && *sink != -INFINITY) {
+            const float new_max = fmaxf(max, *sink);
+            scale = exp_nonpositive(max - new_max);
+            sum = sum * scale + exp_nonpositive(*sink - new_max);
+            max = new_max;
+        }
+        return sum == 0 ? 0.0f : scale / sum;  // an empty row is zero
+    }
+
+    // Natural logarithm of the sum of exponentials, after finish(); -inf for an empty row.
+    __device__ float lse() const { return sum == 0 ? -INFINITY : max + logf(sum); }
+};
+
+}  // namespace fa

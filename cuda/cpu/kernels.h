@@ -1,0 +1,22 @@
+// kernels.h: the CPU backend's entries. Same contract as the GPU kernels, on host pointers; scratch comes from the caller's workspace.
+#pragma once
+
+#include <cstddef>
+
+#include "attention/params.h"
+
+namespace fa::cpu {
+
+enum class Isa { kPortable, kAvx2, kAvx512, kNeon };
+
+bool isa_available(Isa isa);  // compiled in, and this processor has it
+
+void forward(const AttentionParams& params, Isa isa);  // tiled online softmax, O(1) memory per thread in seqlen
+size_t forward_workspace(const AttentionParams& params, Isa isa);
+
+void forward_naive(const AttentionParams& params);  // three steps with S in workspace: what "standard attention" means
+size_t forward_naive_workspace(const AttentionParams& params);
+
+void merge(const MergeParams& params);
+
+}  // namespace fa::cpu

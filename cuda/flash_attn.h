@@ -1,0 +1,170 @@
+/* flash_attn.h: the whole C ABI of flash-attn-minimal. Plain C, no CUDA types; readable on its own.
+ *
+ *     out = softmax(softmax_scale * q k^T + ...) v          exact attention, one call, no S in memory
+ *
+ * Layout       q   (batch, seqlen_q, nheads,   headdim)      out (batch, seqlen_q, nheads, headdim_v)
+ *              k   (batch, seqlen_k, nheads_k, headdim)      lse (batch, nheads, seqlen_q) float32, natural log, contiguous
+ *              v   (batch, seqlen_k, nheads_k, headdim_v)
+ * Varlen       q, out (total_q, nheads, .), k, v (total_k, nheads_k, .), lse (nheads, total_q); sequence b owns the rows
+ *              cu_seqlens[b] .. cu_seqlens[b + 1] - 1 (int32, batch + 1 entries, in the same memory as q).
+ * Strides      in elements, 64-bit, free (negative and 0 = broadcast allowed for inputs); the last axis is contiguous.
+ *
+ * Rules that hold for every function
+ *   - A call returns FA_OK or a status; fa_last_error() then has this thread's text. On an error no output is touched.
+ *   - The library allocates no device memory, never synchronises, prints nothing and never exits.
+ *   - All GPU work goes to `stream` (a cudaStream_t, NULL = legacy default stream); the device is the one that owns q.
+ *   - Structs start with struct_size = sizeof(the struct); clear the rest with memset: zero always means the default.
+ *   - Same arguments, same bits: the forward pass is reproducible on one machine.
+ */
+#ifndef FLASH_ATTN_H
+#define FLASH_ATTN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define FA_VERSION_MAJOR 0
+#define FA_VERSION_MINOR 1
+#define FA_VERSION_PATCH 0
+
+#if defined(__GNUC__)
+#define FA_API __attribute__((visibility("default")))
+#else
+#define FA_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum fa_status {
+    FA_OK = 0,
+    FA_BAD_ARGUMENT = 1,        /* an argument is wrong for every kernel: the text names it and quotes its value */
+    FA_UNSUPPORTED = 2,         /* legal, but no kernel here (or not the forced one) serves it: the text says why */
+    FA_WORKSPACE_TOO_SMALL = 3, /* ask fa_attention_query for the size */
+    FA_CUDA_ERROR = 4,          /* the CUDA runtime refused: no device, failed launch, an earlier asynchronous fault */
+    FA_OUT_OF_MEMORY = 5        /* the host has no memory left to start threads */
+} fa_status;
+
+typedef enum fa_device { FA_CPU = 1, FA_CUDA = 2 } fa_device;
+typedef enum fa_dtype { FA_FLOAT32 = 1, FA_FLOAT16 = 2, FA_BFLOAT16 = 3, FA_FLOAT8_E4M3 = 4 } fa_dtype;
+
+/* A 4-D array seen as data[b * batch_stride + row * row_stride + head * head_stride + d]; varlen ignores batch_stride. */
+typedef struct fa_tensor {
+    void *data;
+    int64_t batch_stride;
+    int64_t row_stride;
+    int64_t head_stride;
+} fa_tensor;
+
+/* A (batch, nheads, seqlen_q, seqlen_k) array added to or selecting scores; stride 0 broadcasts an axis, columns are contiguous.
+ * In a varlen call rows and columns count from the start of each sequence. */
+typedef struct fa_score_tensor {
+    const void *data;
+    int64_t batch_stride;
+    int64_t head_stride;
+    int64_t row_stride;
+} fa_score_tensor;
+
+typedef struct fa_attention_args {
+    size_t struct_size;
+    int32_t device;    /* fa_device: where every pointer below lives */
+    int32_t dtype;     /* fa_dtype of q, k, v */
+    int32_t out_dtype; /* fa_dtype of out; 0 = dtype */
+
+    int32_t batch;
+    int32_t nheads;
+    int32_t nheads_k;   /* nheads % nheads_k == 0; query head h reads key head h / (nheads / nheads_k) */
+    int32_t headdim;    /* 1 .. 512 */
+    int32_t headdim_v;  /* 1 .. 512; 0 = headdim */
+    int64_t seqlen_q;   /* varlen: the longest sequence or more. On the GPU, where cu_seqlens cannot be read before the */
+    int64_t seqlen_k;   /*   launch, nothing past these lengths or past total_q, total_k is touched */
+
+    fa_tensor q, k, v, out;
+    float *lse;         /* log of the sum of exponentials of each row, -inf for an empty row; NULL = not wanted */
+
+    const int32_t *cu_seqlens_q; /* both or neither; non-decreasing, starting at 0, at most total_q (total_k) */
+    const int32_t *cu_seqlens_k;
+    int64_t total_q;
+    int64_t total_k;
+
+    /* Scores, in this order: scale, softcap, ALiBi, bias, mask, causal and window, sinks, dropout. */
+    float softmax_scale;           /* read when has_softmax_scale, else 1 / sqrt(headdim) */
+    int32_t has_softmax_scale;
+    float softcap;                 /* s = softcap * tanh(s / softcap); 0 = off */
+    const float *alibi_slopes;     /* (nheads), or (batch, nheads) with alibi_batch_stride; s -= slope * |i_aligned - j| */
+    int64_t alibi_batch_stride;
+    fa_score_tensor bias;          /* data NULL = none */
+    int32_t bias_dtype;            /* fa_dtype; 0 = dtype */
+    int32_t reserved0;
+    fa_score_tensor mask;          /* uint8, non-zero = attend; data NULL = none */
+    int32_t top_left;              /* i_aligned = i + seqlen_k - seqlen_q (0, the default: bottom-right corner) or i (1: top-left) */
+    int32_t causal;                /* row i sees j <= i_aligned */
+    int32_t has_window;            /* row i sees i_aligned - window_left <= j <= i_aligned + window_right, -1 = open */
+    int32_t reserved1;
+    int64_t window_left;           /* with causal the right edge is i_aligned whatever window_right says */
+    int64_t window_right;
+    const float *sinks;            /* (nheads) one more logit in every row's denominator; NULL = none. lse includes it. */
+    float dropout_p;               /* 0 <= p < 1, used as round(65536 p) / 65536 on the normalised probabilities */
+    int32_t deterministic;         /* forward is always reproducible; accepted for symmetry with the backward pass */
+    uint64_t dropout_seed;         /* Philox4x32-10, see attention/philox.h for which bits decide which element */
+    uint64_t dropout_offset;
+
+    int32_t allow_tf32;            /* fp32 inputs may use tf32 tensor cores; otherwise real fp32 arithmetic */
+    int32_t num_threads;           /* CPU: 0 = one per available core */
+    const char *kernel;            /* force a kernel by name; NULL = environment FLASH_ATTN_KERNEL, else the best one */
+    void *workspace;               /* any alignment; contents are scratch */
+    size_t workspace_bytes;
+} fa_attention_args;
+
+/* What a call with these arguments would do. */
+typedef struct fa_attention_plan {
+    size_t struct_size;
+    int32_t status;           /* the status a launch would return, workspace aside */
+    int32_t reserved;
+    size_t workspace_bytes;
+    char kernel[32];          /* the kernel that would run; empty when status is not FA_OK */
+    char why_not[1472];       /* one line for each kernel preferred to it: "name: reason" */
+} fa_attention_plan;
+
+/* out = attention of q over k and v. Errors: every fa_status. */
+FA_API fa_status fa_attention_forward(const fa_attention_args *args, void *stream);
+
+/* Fills *plan without launching; NULL data pointers are allowed. Returns plan->status. */
+FA_API fa_status fa_attention_query(const fa_attention_args *args, fa_attention_plan *plan);
+
+/* Merges two attention results over disjoint keys into the result over their union (out may be out_a, lse may be lse_a):
+ *     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+ * out_* (batch, seqlen, nheads, headdim_v) of `dtype`, lse_* (batch, nheads, seqlen) float32 contiguous.
+ * lse = -inf marks a side with nothing in it: the identity, whatever its out holds. */
+typedef struct fa_merge_args {
+    size_t struct_size;
+    int32_t device;
+    int32_t dtype;
+    int32_t batch;
+    int32_t nheads;
+    int32_t headdim_v;
+    int32_t reserved;
+    int64_t seqlen;
+    fa_tensor out_a, out_b, out;
+    const float *lse_a, *lse_b;
+    float *lse;
+} fa_merge_args;
+
+FA_API fa_status fa_attention_merge(const fa_merge_args *args, void *stream);
+
+/* The kernels in this build, best first on each device: index 0 .. fa_kernel_count() - 1, NULL beyond. */
+FA_API int32_t fa_kernel_count(void);
+FA_API const char *fa_kernel_name(int32_t index);
+FA_API const char *fa_kernel_summary(int32_t index);
+FA_API int32_t fa_kernel_device(int32_t index); /* fa_device */
+
+FA_API const char *fa_status_name(fa_status status); /* "FA_BAD_ARGUMENT" */
+FA_API const char *fa_last_error(void);              /* this thread's last failure, never NULL */
+FA_API const char *fa_version(void);                 /* "0.1.0" */
+FA_API const char *fa_build_info(void);              /* compiler, CUDA version and GPU targets of this build */
+FA_API int32_t fa_cuda_device_count(void);           /* 0 without a GPU, a driver, or CUDA in the build; never fails */
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* FLASH_ATTN_H */
