@@ -1,0 +1,113 @@
+// forward_naive.cpp: standard attention, S whole in the workspace. Three loops that say what attention is; the slow yardstick.
+#include <algorithm>
+#include <cmath>
+
+#include "attention/mask.h"
+#include "attention/philox.h"
+#include "half.h"
+#include "kernels.h"
+#include "parallel.h"
+
+namespace fa::cpu {
+namespace {
+
+// The score of a pair that causal and window leave visible. -inf hides it: a masked pair, or a bias of -inf, whatever the product was.
+float transform(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j, float dot) {
+    float score = dot * p.scale;
+    if (p.softcap != 0) score = p.softcap * std::tanh(score / p.softcap);
+    if (p.alibi_slopes) score -= p.alibi_slopes[b * p.alibi_batch + head] * std::fabs(float(int64_t(i) + s.shift - j));
+    if (p.bias.data) {
+        const float bias = load(p.bias.data, b * p.bias.batch + head * p.bias.head + i * p.bias.row + j, p.bias_dtype);
+        score = bias == -INFINITY ? bias : score + bias;
+    }
+    if (p.mask.data && !static_cast<const uint8_t*>(p.mask.data)[b * p.mask.batch + head * p.mask.head + i * p.mask.row + j])
+        score = -INFINITY;
+    return score;
+}
+
+// Eight partial sums: the compiler may keep them in one vector without changing the order of any addition.
+template <DType dtype>
+float dot_product(const float* q, const void* k, int64_t k0, int32_t headdim) {
+    float part[8] = {}, sum = 0;
+    int32_t d = 0;
+    for (; d + 8 <= headdim; d += 8)
+        for (int32_t l = 0; l < 8; ++l) part[l] += q[d + l] * load(k, k0 + d + l, dtype);
+    for (; d < headdim; ++d) sum += q[d] * load(k, k0 + d, dtype);
+    for (float x : part) sum += x;
+    return sum;
+}
+
+// Row i of S = scores of q k^T; `q` is scratch for one row of Q in float32.
+template <DType dtype>
+void scores(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, float* q, float* row) {
+    const int64_t q0 = s.q + head * p.q.head + i * p.q.row, k0 = s.k + head / p.group * p.k.head;
+    const KeyRange range = key_range(p, s, i);
+    for (int32_t d = 0; d < p.headdim; ++d) q[d] = load(p.q.data, q0 + d, p.dtype);
+    for (int32_t j = 0; j < s.seqlen_k; ++j) {
+        row[j] = -INFINITY;
+        if (j < range.begin || j >= range.end) continue;
+        row[j] = transform(p, s, b, head, i, j, dot_product<dtype>(q, p.k.data, k0 + j * p.k.row, p.headdim));
+    }
+}
+
+// A row of S becomes a row of P. A hidden key keeps its -inf, so that 0 x NaN cannot bring its value into the output.
+void softmax(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, float* row) {
+    float row_max = p.sinks ? p.sinks[head] : -INFINITY;
+    for (int32_t j = 0; j < s.seqlen_k; ++j) row_max = std::fmax(row_max, row[j]);
+    if (row_max == -INFINITY) row_max = 0;
+    float row_sum = p.sinks ? std::exp(p.sinks[head] - row_max) : 0;
+    for (int32_t j = 0; j < s.seqlen_k; ++j)
+        if (row[j] != -INFINITY) row_sum += row[j] = std::exp(row[j] - row_max);
+    for (int32_t j = 0; j < s.seqlen_k; ++j) {
+        if (row[j] == -INFINITY) continue;
+        row[j] /= row_sum;
+        if (p.dropout_threshold) row[j] = dropped(p, dropout_block(p, b, head, i, j), j) ? 0 : row[j] * p.dropout_scale;
+    }
+    if (p.lse) p.lse[lse_offset(p, s, head) + i] = row_sum == 0 ? -INFINITY : row_max + std::log(row_sum);
+}
+
+// Row i of out = P v; `out` is scratch for it in float32.
+template <DType dtype>
+void output(const AttentionParams& p, const Sequence& s, int32_t head, int32_t i, const float* row, float* out) {
+    const int64_t out0 = s.out + head * p.out.head + i * p.out.row, v0 = s.v + head / p.group * p.v.head;
+    for (int32_t d = 0; d < p.headdim_v; ++d) out[d] = 0;
+    for (int32_t j = 0; j < s.seqlen_k; ++j) {
+        if (row[j] == -INFINITY) continue;
+        for (int32_t d = 0; d < p.headdim_v; ++d) out[d] += row[j] * load(p.v.data, v0 + j * p.v.row + d, dtype);
+    }
+    for (int32_t d = 0; d < p.headdim_v; ++d) store(p.out.data, out0 + d, p.out_dtype, out[d]);
+}
+
+// Floats of one thread: S, and a row of Q or out.
+size_t scratch_size(const AttentionParams& p) { return size_t(p.seqlen_q) * p.seqlen_k + std::max(p.headdim, p.headdim_v); }
+
+template <DType dtype>
+void attend(const AttentionParams& p, int32_t b, int32_t head, float* scratch) {
+    const Sequence s = sequence_of(p, b);
+    float *const S = scratch, *const line = scratch + size_t(p.seqlen_q) * p.seqlen_k;
+    const int64_t n = s.seqlen_k;
+    for (int32_t i = 0; i < s.seqlen_q; ++i) scores<dtype>(p, s, b, head, i, line, S + i * n);
+    for (int32_t i = 0; i < s.seqlen_q; ++i) softmax(p, s, b, head, i, S + i * n);
+    for (int32_t i = 0; i < s.seqlen_q; ++i) output<dtype>(p, s, head, i, S + i * n, line);
+}
+
+}  // namespace
+
+size_t forward_naive_workspace(const AttentionParams& p) {
+    return size_t(p.num_threads) * scratch_size(p) * sizeof(float) + alignof(float);
+}
+
+void forward_naive(const AttentionParams& p) {
+    float* const workspace =
+        reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p.workspace) + alignof(float) - 1) & ~uintptr_t(alignof(float) - 1));
+    const double work = double(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * (p.headdim + p.headdim_v);  // multiply-adds
+    const int threads = work < 1e6 ? 1 : p.num_threads;                                                    // too little to share
+    const auto attend_as = p.dtype == DType::kFloat32   ? attend<DType::kFloat32>
+                           : p.dtype == DType::kFloat16 ? attend<DType::kFloat16>
+                                                        : attend<DType::kBFloat16>;
+    parallel_for(int64_t(p.batch) * p.nheads, threads, [&](int64_t task, int thread) {
+        attend_as(p, int32_t(task / p.nheads), int32_t(task % p.nheads), workspace + thread * scratch_size(p));
+    });
+}
+
+}  // namespace fa::cpu

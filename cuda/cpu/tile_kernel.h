@@ -1,0 +1,536 @@
+// tile_kernel.h: one tile of queries against its keys, the inner part of the CPU's tiled online softmax. Compiled once per
+// instruction set by forward_<isa>.cpp, which says
+//     FA_ISA            the namespace
+//     FA_LANES          floats per vector
+//     FA_QUERY_VECTORS  query vectors in a group, the width of a register tile: 4 where there are 32 registers, 2 where 16
+//     FA_TILE           the TileKernel to define
+//
+// Everything is transposed so that queries lie in the lanes: S^T[key][query] and O^T[d][query] are sums of (one number of K or V,
+// broadcast) x (a vector of queries), a matrix product with no horizontal operation in it, and row_max, row_sum and the
+// rescaling are plain vertical vectors. Tiles of K and V are first copied to float32 scratch: contiguous whatever the strides.
+// Bounded by the multiply-add units: 24 (12) accumulators per 10 (8) loads.
+//
+// No function defined outside this file and simd.h is called: an inline function compiled here for AVX-512 could become the
+// program's only copy.
+#include <stddef.h>
+#include <stdint.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "tile.h"
+
+namespace fa::cpu::FA_ISA {
+namespace {
+
+#include "simd.h"
+
+constexpr int kQueryVectors = FA_QUERY_VECTORS;
+constexpr int kMaxVectors = kMaxTileRows / L;
+static_assert(kMaxTileRows % (kQueryVectors * L) == 0, "only the last group of a tile may be narrower");
+
+// Height of a register tile of this width: as many accumulators as the registers hold beside the operands.
+constexpr int height(int width) { return width == 4 ? 6 : width == 3 ? 8 : width == 2 && kQueryVectors == 2 ? 6 : 12; }
+
+// Products summed up in one register before the sum is added to the rest. Without a fused multiply-add every product is rounded
+// too, and sums of short sums make up for that.
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+constexpr int kSumLength = 512;
+#else
+constexpr int kSumLength = 16;
+#endif
+
+// ---- loads and stores of rows in the caller's dtype ----
+
+FA_INLINE int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+FA_INLINE const char* address(const void* data, int64_t index, DType dtype) {
+    return static_cast<const char*>(data) + index * element_size(dtype);
+}
+
+template <DType dtype>
+FA_INLINE Vec load_vector(const char* from) {
+    if constexpr (dtype == DType::kFloat32) return load_unaligned<Vec>(from);
+    if constexpr (dtype == DType::kFloat16) return float16_to_float(load_unaligned<HalfVec>(from));
+    if constexpr (dtype == DType::kBFloat16) return bfloat16_to_float(load_unaligned<HalfVec>(from));
+}
+template <DType dtype>
+FA_INLINE Vec load_partial(const char* from, int count) {  // the first `count` lanes; the others 0
+    char bytes[4 * L] = {};
+    __builtin_memcpy(bytes, from, size_t(count) * (dtype == DType::kFloat32 ? 4 : 2));
+    return load_vector<dtype>(bytes);
+}
+FA_INLINE Vec load_any(const char* from, int count, DType dtype) {
+    if (dtype == DType::kFloat32) return count >= L ? load_vector<DType::kFloat32>(from) : load_partial<DType::kFloat32>(from, count);
+    if (dtype == DType::kFloat16) return count >= L ? load_vector<DType::kFloat16>(from) : load_partial<DType::kFloat16>(from, count);
+    return count >= L ? load_vector<DType::kBFloat16>(from) : load_partial<DType::kBFloat16>(from, count);
+}
+FA_INLINE void store_any(char* to, int count, DType dtype, Vec x) {
+    if (dtype == DType::kFloat32) {
+        if (count >= L) __builtin_memcpy(to, &x, sizeof x);
+        else __builtin_memcpy(to, &x, size_t(count) * 4);
+    } else {
+        const HalfVec half = dtype == DType::kFloat16 ? float_to_float16(x) : float_to_bfloat16(x);
+        __builtin_memcpy(to, &half, size_t(count < L ? count : L) * 2);
+    }
+}
+
+// `rows` rows of `dim` elements to contiguous float32. Returns whether all of them are finite.
+template <DType dtype>
+bool copy_rows(const char* from, int64_t row_bytes, int rows, int dim, float* to, int64_t ld) {
+    constexpr int size = dtype == DType::kFloat32 ? 4 : 2;
+    constexpr int kAhead = 8;  // rows; when they do not touch each other, the processor does not prefetch them by itself
+    Vec poison = {};           // x * 0 is NaN for an infinity or a NaN, and stays in the sum
+    for (int i = 0; i < rows; ++i, from += row_bytes, to += ld) {
+        if (i + kAhead < rows && row_bytes != dim * size)
+            for (int byte = 0; byte < dim * size; byte += 64) __builtin_prefetch(from + kAhead * row_bytes + byte);
+        int d = 0;
+        for (; d + L <= dim; d += L) {
+            const Vec x = load_vector<dtype>(from + int64_t(d) * size);
+            poison += x * 0.0f;
+            *(Vec*)(to + d) = x;
+        }
+        if (d < dim) {
+            const Vec x = load_partial<dtype>(from + int64_t(d) * size, dim - d);
+            poison += x * 0.0f;
+            *(Vec*)(to + d) = x;  // ld is a whole number of vectors
+        }
+    }
+    bool finite = true;
+    for (int l = 0; l < L; ++l) finite &= poison[l] == 0.0f;
+    return finite;
+}
+bool copy_rows(const TensorView& t, int64_t first, int rows, int dim, DType dtype, float* to, int64_t ld) {
+    const char* from = address(t.data, first, dtype);
+    const int64_t row_bytes = t.row * element_size(dtype);
+    if (dtype == DType::kFloat32) return copy_rows<DType::kFloat32>(from, row_bytes, rows, dim, to, ld);
+    if (dtype == DType::kFloat16) return copy_rows<DType::kFloat16>(from, row_bytes, rows, dim, to, ld);
+    return copy_rows<DType::kBFloat16>(from, row_bytes, rows, dim, to, ld);
+}
+
+// Asks for the next tile's rows of K and V while this one is computed, a few at a time.
+struct Prefetch {
+    const char *k, *v;
+    int64_t k_row, v_row;  // bytes from row to row
+    int k_bytes, v_bytes;  // of one row
+    int rows, step;        // rows still to come, and how many at a time
+
+    void advance() {
+        for (int i = rows < step ? rows : step; i > 0; --i, --rows, k += k_row, v += v_row) {
+            for (int byte = 0; byte < k_bytes; byte += 64) __builtin_prefetch(k + byte, 0, 2);
+            for (int byte = 0; byte < v_bytes; byte += 64) __builtin_prefetch(v + byte, 0, 2);
+        }
+    }
+};
+
+// ---- the two matrix products, by register tiles of kHeight x kWidth vectors; kWidth * L queries side by side ----
+
+// S^T (keys, queries) = K (keys, headdim) Q^T (headdim, queries)
+template <int kHeight, int kWidth>
+FA_INLINE void scores_block(const float* k, int64_t ld_k, const float* q, int headdim, float* s) {
+    for (int d0 = 0; d0 < headdim; d0 += kSumLength) {
+        const int d1 = headdim - d0 < kSumLength ? headdim : d0 + kSumLength;
+        Vec acc[kHeight][kWidth] = {};
+        for (int d = d0; d < d1; ++d, q += kWidth * L) {
+            Vec query[kWidth];
+#pragma GCC unroll 4
+            for (int n = 0; n < kWidth; ++n) query[n] = *(const Vec*)(q + n * L);
+#pragma GCC unroll 12
+            for (int j = 0; j < kHeight; ++j) {
+                const Vec key = splat(k[j * ld_k + d]);
+#pragma GCC unroll 4
+                for (int n = 0; n < kWidth; ++n) acc[j][n] += key * query[n];
+            }
+        }
+#pragma GCC unroll 12
+        for (int j = 0; j < kHeight; ++j)
+#pragma GCC unroll 4
+            for (int n = 0; n < kWidth; ++n) {
+                Vec& sum = *(Vec*)(s + (j * kWidth + n) * L);
+                sum = d0 == 0 ? acc[j][n] : sum + acc[j][n];
+            }
+    }
+}
+template <int kWidth>
+void scores(const float* k, int64_t ld_k, int keys, const float* q, int headdim, float* s, Prefetch& prefetch) {
+    constexpr int kHeight = height(kWidth), ld = kWidth * L;
+    int j = 0;
+    for (; j + kHeight <= keys; j += kHeight) {
+        scores_block<kHeight, kWidth>(k + j * ld_k, ld_k, q, headdim, s + j * ld);
+        prefetch.advance();
+    }
+    for (; j + 2 <= keys; j += 2) scores_block<2, kWidth>(k + j * ld_k, ld_k, q, headdim, s + j * ld);
+    for (; j < keys; ++j) scores_block<1, kWidth>(k + j * ld_k, ld_k, q, headdim, s + j * ld);
+}
+
+// O^T (headdim_v, queries) = O^T * correction + V^T (headdim_v, keys) P^T (keys, queries)
+template <int kHeight, int kWidth>
+FA_INLINE void output_block(const float* v, int64_t ld_v, int keys, const float* p, const Vec* correction, float* out) {
+    Vec acc[kHeight][kWidth];
+#pragma GCC unroll 12
+    for (int d = 0; d < kHeight; ++d)
+#pragma GCC unroll 4
+        for (int n = 0; n < kWidth; ++n) acc[d][n] = *(const Vec*)(out + (d * kWidth + n) * L) * correction[n];
+    for (int j = 0; j < keys; ++j, p += kWidth * L, v += ld_v) {
+        Vec probability[kWidth];
+#pragma GCC unroll 4
+        for (int n = 0; n < kWidth; ++n) probability[n] = *(const Vec*)(p + n * L);
+#pragma GCC unroll 12
+        for (int d = 0; d < kHeight; ++d) {
+            const Vec value = splat(v[d]);
+#pragma GCC unroll 4
+            for (int n = 0; n < kWidth; ++n) acc[d][n] += value * probability[n];
+        }
+    }
+#pragma GCC unroll 12
+    for (int d = 0; d < kHeight; ++d)
+#pragma GCC unroll 4
+        for (int n = 0; n < kWidth; ++n) *(Vec*)(out + (d * kWidth + n) * L) = acc[d][n];
+}
+template <int kWidth>
+void output(const float* v, int64_t ld_v, int keys, int headdim_v, const float* p, const Vec* correction, float* out) {
+    constexpr int kHeight = height(kWidth), ld = kWidth * L;
+    int d = 0;
+    for (; d + kHeight <= headdim_v; d += kHeight) output_block<kHeight, kWidth>(v + d, ld_v, keys, p, correction, out + d * ld);
+    for (; d + 2 <= headdim_v; d += 2) output_block<2, kWidth>(v + d, ld_v, keys, p, correction, out + d * ld);
+    for (; d < headdim_v; ++d) output_block<1, kWidth>(v + d, ld_v, keys, p, correction, out + d * ld);
+}
+
+// ---- the same two products for a few rows, as in decoding: vectors lie along headdim, where a lane per query would be wasted ----
+
+constexpr int kNarrowRows = L / 4;
+
+// q_rows (rows, ld_k); K and Q are zero from headdim to the next whole vector.
+FA_INLINE void scores_narrow(const float* k, int64_t ld_k, int keys, const float* q_rows, int rows, int headdim, float* s) {
+    for (int r = 0; r < rows; ++r, q_rows += ld_k)
+        for (int j = 0; j < keys; j += L) {
+            Vec acc[L] = {};
+            for (int d = 0; d < headdim; d += L)
+#pragma GCC unroll 16
+                for (int i = 0; i < L; ++i)
+                    acc[i] += *(const Vec*)(k + (j + i < keys ? j + i : keys - 1) * ld_k + d) * *(const Vec*)(q_rows + d);
+            transpose(acc);
+            Vec sum = acc[0];
+            for (int i = 1; i < L; ++i) sum += acc[i];
+            for (int i = 0; i < L && j + i < keys; ++i) s[(j + i) * L + r] = sum[i];
+        }
+}
+
+template <int kVectors>
+FA_INLINE void output_narrow_block(const float* v, int64_t ld_v, int keys, int dims, const float* p, float correction, float* out) {
+    Vec acc[kVectors] = {};
+    for (int j = 0; j < keys; ++j, v += ld_v)
+#pragma GCC unroll 4
+        for (int n = 0; n < kVectors; ++n) acc[n] += p[j * L] * *(const Vec*)(v + n * L);
+    for (int d = 0; d < kVectors * L && d < dims; ++d) out[d * L] = out[d * L] * correction + acc[d / L][d % L];
+}
+FA_INLINE void output_narrow(const float* v, int64_t ld_v, int keys, int headdim_v, const float* p, int rows, Vec correction, float* out) {
+    for (int r = 0; r < rows; ++r) {
+        int d = 0;
+        for (; d + 3 * L < headdim_v; d += 4 * L)
+            output_narrow_block<4>(v + d, ld_v, keys, headdim_v - d, p + r, correction[r], out + d * L + r);
+        for (; d < headdim_v; d += L) output_narrow_block<1>(v + d, ld_v, keys, headdim_v - d, p + r, correction[r], out + d * L + r);
+    }
+}
+
+// ---- a group: the kWidth vectors of queries that go through the products together ----
+
+struct Group {
+    const QueryTile& t;
+    const AttentionParams& p;
+    const int lane0, width;  // first lane in the tile, number of vectors
+    float *const q, *const out, *const s;
+    const Vec *row_max, *row_sum;
+
+    // The row in a lane; lanes past the end repeat the last row, and their results are not stored.
+    const QueryRow& row(int lane) const { return t.row[lane0 + lane < t.rows ? lane0 + lane : t.rows - 1]; }
+    int rows() const { return t.rows - lane0 < width * L ? t.rows - lane0 : width * L; }
+    const QueryRow& first() const { return row(0); }
+    const QueryRow& last() const { return row(width * L - 1); }
+    Vec& score(int j, int n) const { return *(Vec*)(s + (j * width + n) * L); }
+
+    void load_queries() const {
+        for (int n = 0; n < width; ++n)
+            for (int d = 0; d < p.headdim; d += L) {
+                Vec x[L];
+                for (int l = 0; l < L; ++l) {
+                    const QueryRow& r = row(n * L + l);
+                    const int64_t offset = t.sequence.q + r.head * p.q.head + r.query * p.q.row + d;
+                    x[l] = load_any(address(p.q.data, offset, p.dtype), p.headdim - d, p.dtype) * p.scale;
+                }
+                transpose(x);
+                for (int i = 0; i < L && d + i < p.headdim; ++i) *(Vec*)(q + ((d + i) * width + n) * L) = x[i];
+            }
+    }
+
+    void load_narrow_queries() const {  // out of Q^T
+        for (int r = 0; r < rows(); ++r)
+            for (int d = 0; d < (p.headdim + L - 1) / L * L; ++d)
+                t.scratch.q_rows[r * t.scratch.ld_k + d] = d < p.headdim ? q[d * L + r] : 0;
+    }
+
+    // Scores begin .. end - 1 of the key tile that starts at `key`, in the contract's order.
+    void transform(int key, int begin, int end) const {
+        if (p.softcap != 0) softcap(begin, end);
+        if (p.alibi_slopes) alibi(key, begin, end);
+        if (p.bias.data) bias(key, begin, end);
+        if (p.mask.data) mask(key, begin, end);
+        if (key + begin < last().key_begin || key + end > first().key_end) causal_and_window(key, begin, end);
+    }
+
+    void softcap(int begin, int end) const {
+        const Vec cap = splat(p.softcap), inverse = splat(1 / p.softcap);
+        for (int j = begin; j < end; ++j)
+            for (int n = 0; n < width; ++n) score(j, n) = cap * tanh(score(j, n) * inverse);
+    }
+
+    void alibi(int key, int begin, int end) const {
+        for (int n = 0; n < width; ++n) {
+            Vec slope, distance;
+            for (int l = 0; l < L; ++l) {
+                const QueryRow& r = row(n * L + l);
+                slope[l] = p.alibi_slopes[t.batch * p.alibi_batch + r.head];
+                distance[l] = float(int64_t(r.query) + t.sequence.shift - key);
+            }
+            for (int j = begin; j < end; ++j) score(j, n) -= slope * abs(distance - float(j));
+        }
+    }
+
+    // A block of L rows x L keys of bias or mask at a time, turned to have the rows in the lanes.
+    template <typename Load, typename Apply>
+    void for_score_blocks(const ScoreView& view, int64_t size, int key, int begin, int end, const Load& load, const Apply& apply) const {
+        for (int n = 0; n < width; ++n)
+            for (int j = begin; j < end; j += L) {
+                Vec x[L];
+                for (int l = 0; l < L; ++l) {
+                    const QueryRow& r = row(n * L + l);
+                    const int64_t offset = t.batch * view.batch + r.head * view.head + r.query * view.row + key + j;
+                    x[l] = load(static_cast<const char*>(view.data) + offset * size, end - j);
+                }
+                transpose(x);
+                for (int i = 0; i < L && j + i < end; ++i) apply(score(j + i, n), x[i]);
+            }
+    }
+    // A bias of -inf hides its key like a mask does, whatever the score was.
+    void bias(int key, int begin, int end) const {
+        const DType dtype = p.bias_dtype;
+        for_score_blocks(
+            p.bias, element_size(dtype), key, begin, end, [dtype](const char* from, int count) { return load_any(from, count, dtype); },
+            [](Vec& score, Vec b) { score = b == -kInfinity ? b : score + b; });
+    }
+    void mask(int key, int begin, int end) const {
+        for_score_blocks(
+            p.mask, 1, key, begin, end,
+            [](const char* from, int count) {
+                char bytes[L] = {};
+                __builtin_memcpy(bytes, from, size_t(count < L ? count : L));
+                return (Vec) __builtin_convertvector(load_unaligned<ByteVec>(bytes), IVec);
+            },
+            [](Vec& score, Vec m) { score = (IVec)m == 0 ? splat(-kInfinity) : score; });
+    }
+
+    void causal_and_window(int key, int begin, int end) const {
+        for (int n = 0; n < width; ++n) {
+            IVec key_begin, key_end;
+            for (int l = 0; l < L; ++l) key_begin[l] = row(n * L + l).key_begin, key_end[l] = row(n * L + l).key_end;
+            for (int j = begin; j < end; ++j) {
+                const IVec column = splat(key + j);
+                score(j, n) = ((column >= key_begin) & (column < key_end)) ? score(j, n) : splat(-kInfinity);
+            }
+        }
+    }
+
+    void dropout(int key, int begin, int end) const {
+        for (int n = 0; n < width; ++n) {
+            UVec query, head;
+            for (int l = 0; l < L; ++l) query[l] = uint32_t(row(n * L + l).query), head[l] = uint32_t(row(n * L + l).head);
+            for (int j = begin - (key + begin) % 8; j < end; j += 8) {  // Philox decides eight columns at a time, from column 0 on
+                UVec word[4];
+                philox(uint32_t(key + j) / 8 + UVec{}, query, head, uint32_t(t.batch) + UVec{}, p.dropout_key, word);
+                for (int i = j < begin ? begin - j : 0; i < 8 && j + i < end; ++i) {
+                    const UVec bits = i % 2 ? word[i / 2] >> 16 : word[i / 2] & 0xFFFFu;
+                    score(j + i, n) = bits < p.dropout_threshold ? Vec{} : score(j + i, n);
+                }
+            }
+        }
+    }
+
+    // out = O / row_sum, back to one row per query.
+    void store_output() const {
+        for (int n = 0; n < width; ++n) {
+            const Vec weight = row_sum[n] == 0.0f ? Vec{} : (p.dropout_threshold ? p.dropout_scale : 1.0f) / row_sum[n];
+            for (int d = 0; d < p.headdim_v; d += L) {
+                Vec x[L] = {};
+                for (int i = 0; i < L && d + i < p.headdim_v; ++i) x[i] = *(const Vec*)(out + ((d + i) * width + n) * L) * weight;
+                transpose(x);
+                for (int l = 0; l < L && lane0 + n * L + l < t.rows; ++l) {
+                    const QueryRow& r = row(n * L + l);
+                    const int64_t offset = t.sequence.out + r.head * p.out.head + r.query * p.out.row + d;
+                    store_any(const_cast<char*>(address(p.out.data, offset, p.out_dtype)), p.headdim_v - d, p.out_dtype, x[l]);
+                }
+            }
+        }
+    }
+};
+
+// ---- the tile ----
+
+template <int n>
+struct Width {
+    static constexpr int value = n;
+};
+
+struct Tile {
+    QueryTile& t;
+    const AttentionParams& p;
+    const Scratch& scratch;
+    const int vectors;
+    Vec row_max[kMaxVectors], row_sum[kMaxVectors];
+
+    explicit Tile(QueryTile& tile) : t(tile), p(*tile.params), scratch(tile.scratch), vectors((tile.rows + L - 1) / L) {}
+
+    // Calls body(width, n) for the group of vectors n .. n + width - 1; only the last group may be narrower than kQueryVectors.
+    template <typename Body>
+    void for_groups(const Body& body) {
+        int n = 0;
+        for (; n + kQueryVectors <= vectors; n += kQueryVectors) body(Width<kQueryVectors>(), n);
+        if (kQueryVectors > 3 && vectors - n == 3) body(Width<(kQueryVectors > 3 ? 3 : 1)>(), n);
+        if (kQueryVectors > 2 && vectors - n == 2) body(Width<(kQueryVectors > 2 ? 2 : 1)>(), n);
+        if (kQueryVectors > 1 && vectors - n == 1) body(Width<1>(), n);
+    }
+    Group group(int n, int width) {
+        float *const q = scratch.q + int64_t(n) * L * p.headdim, *const out = scratch.out + int64_t(n) * L * p.headdim_v;
+        return {t, p, n * L, width, q, out, scratch.s, row_max + n, row_sum + n};
+    }
+
+    void start_rows() {
+        for (int n = 0; n < vectors; ++n) {
+            row_max[n] = splat(-kInfinity), row_sum[n] = Vec{};
+            if (!p.sinks) continue;
+            for (int l = 0; l < L; ++l) {  // a sink is a key without a value
+                const float sink = p.sinks[t.row[n * L + l < t.rows ? n * L + l : 0].head];
+                row_max[n][l] = sink;
+                row_sum[n][l] = sink == -kInfinity ? 0 : sink == sink ? 1 : sink;
+            }
+        }
+        for (int64_t i = 0; i < int64_t(p.headdim_v) * vectors; ++i) *(Vec*)(scratch.out + i * L) = Vec{};
+    }
+
+    // Rows of V with an infinity or NaN in them are taken out of the product, where 0 x NaN would reach queries that cannot see
+    // them, and added afterwards to the queries that can.
+    void take_out_special_values(int keys, bool* special) const {
+        for (int j = 0; j < keys; ++j) {
+            float* v = scratch.v + j * scratch.ld_v;
+            special[j] = false;
+            for (int d = 0; d < p.headdim_v; ++d) special[j] |= !(v[d] * 0.0f == 0.0f);
+            for (int d = 0; special[j] && d < p.headdim_v; ++d) v[d] = 0;
+        }
+    }
+    void add_special_values(const Group& g, int64_t v_offset, int begin, int end, const bool* special) const {
+        float* v = scratch.v + kTileKeys * scratch.ld_v;  // one row beyond the tile
+        for (int j = begin; j < end; ++j) {
+            if (!special[j]) continue;
+            copy_rows(p.v, v_offset + j * p.v.row, 1, p.headdim_v, p.dtype, v, scratch.ld_v);
+            for (int n = 0; n < g.width; ++n) {
+                const auto visible = *(const Vec*)(scratch.seen + (j * g.width + n) * L) != -kInfinity;
+                for (int d = 0; d < p.headdim_v; ++d) *(Vec*)(g.out + (d * g.width + n) * L) += visible ? g.score(j, n) * v[d] : Vec{};
+            }
+        }
+    }
+
+    // S of keys begin .. end - 1 becomes P: new row_max and row_sum, and what the old O has to be multiplied with.
+    template <int kWidth>
+    void softmax(float* s, int begin, int end, Vec* row_max, Vec* row_sum, Vec* correction) {
+        Vec new_max[kWidth], shift[kWidth], sum[kWidth];
+        for (int n = 0; n < kWidth; ++n) new_max[n] = row_max[n];
+        for (int j = begin; j < end; ++j)
+            for (int n = 0; n < kWidth; ++n) new_max[n] = max(*(const Vec*)(s + (j * kWidth + n) * L), new_max[n]);
+        for (int n = 0; n < kWidth; ++n) {
+            // A row that saw nothing yet has row_max = -inf; -inf - -inf would be NaN, so it subtracts 0 instead.
+            shift[n] = new_max[n] == -kInfinity ? Vec{} : new_max[n];
+            sum[n] = Vec{};
+        }
+        for (int j = begin; j < end; ++j)
+            for (int n = 0; n < kWidth; ++n) {
+                Vec& x = *(Vec*)(s + (j * kWidth + n) * L);
+                x = exp(x - shift[n]);
+                sum[n] += x;
+            }
+        for (int n = 0; n < kWidth; ++n) {
+            correction[n] = exp(row_max[n] - shift[n]);
+            row_sum[n] = row_sum[n] * correction[n] + sum[n];
+            row_max[n] = new_max[n];
+        }
+    }
+
+    Prefetch prefetch_tile(int64_t k0, int64_t v0, int64_t first) const {
+        const int size = int(element_size(p.dtype));
+        const int64_t left = t.key_end - first;
+        const int rows = left < 0 ? 0 : left < kTileKeys ? int(left) : kTileKeys;
+        const int steps = (vectors + kQueryVectors - 1) / kQueryVectors * (kTileKeys / height(kQueryVectors));
+        return {address(p.k.data, k0 + first * p.k.row, p.dtype),
+                address(p.v.data, v0 + first * p.v.row, p.dtype),
+                p.k.row * size,
+                p.v.row * size,
+                p.headdim * size,
+                p.headdim_v * size,
+                rows,
+                (rows + steps - 1) / steps};
+    }
+
+    void run() {
+        start_rows();
+        if (t.key_begin < t.key_end)
+            for_groups([&](auto width, int n) {
+                const Group g = group(n, width.value);
+                g.load_queries();
+                if (g.rows() <= kNarrowRows) g.load_narrow_queries();
+            });
+
+        const int64_t k0 = t.sequence.k + t.head_k * p.k.head, v0 = t.sequence.v + t.head_k * p.v.head;
+        // Key tiles start at multiples of kTileKeys, so that a row's result does not depend on the rows it shares a tile with.
+        for (int64_t first = t.key_begin, next; first < t.key_end; first = next) {
+            next = (first / kTileKeys + 1) * kTileKeys;
+            const int key = int(first), keys = int((next < t.key_end ? next : t.key_end) - first);
+            const int64_t v_offset = v0 + key * p.v.row;
+            copy_rows(p.k, k0 + key * p.k.row, keys, p.headdim, p.dtype, scratch.k, scratch.ld_k);
+            const bool finite = copy_rows(p.v, v_offset, keys, p.headdim_v, p.dtype, scratch.v, scratch.ld_v);
+            bool special[kTileKeys];
+            if (!finite) take_out_special_values(keys, special);
+
+            Prefetch prefetch = prefetch_tile(k0, v0, next);
+            for_groups([&](auto width, int n) {
+                constexpr int kWidth = decltype(width)::value;
+                const Group g = group(n, kWidth);
+                const int begin = g.first().key_begin > key ? g.first().key_begin - key : 0;
+                const int end = g.last().key_end < key + keys ? g.last().key_end - key : keys;
+                if (begin >= end) return;
+                const int64_t s0 = int64_t(begin) * kWidth * L;
+                const bool narrow = kWidth == 1 && g.rows() <= kNarrowRows;
+                const float *const k = scratch.k + begin * scratch.ld_k, *const v = scratch.v + begin * scratch.ld_v;
+                if (narrow) scores_narrow(k, scratch.ld_k, end - begin, scratch.q_rows, g.rows(), p.headdim, g.s + s0);
+                else scores<kWidth>(k, scratch.ld_k, end - begin, g.q, p.headdim, g.s + s0, prefetch);
+                g.transform(key, begin, end);
+                if (!finite) __builtin_memcpy(scratch.seen + s0, g.s + s0, size_t(end - begin) * kWidth * L * sizeof(float));
+                Vec correction[kWidth];
+                softmax<kWidth>(g.s, begin, end, row_max + n, row_sum + n, correction);
+                if (p.dropout_threshold) g.dropout(key, begin, end);
+                if (narrow) output_narrow(v, scratch.ld_v, end - begin, p.headdim_v, g.s + s0, g.rows(), correction[0], g.out);
+                else output<kWidth>(v, scratch.ld_v, end - begin, p.headdim_v, g.s + s0, correction, g.out);
+                if (!finite) add_special_values(g, v_offset, begin, end, special);
+            });
+        }
+
+        for_groups([&](auto width, int n) { group(n, width.value).store_output(); });
+        for (int n = 0; n < vectors; ++n)
+            for (int l = 0; l < L; ++l) t.row_max[n * L + l] = row_max[n][l], t.row_sum[n * L + l] = row_sum[n][l];
+    }
+};
+
+void run_tile(QueryTile& tile) { Tile(tile).run(); }
+
+}  // namespace
+}  // namespace fa::cpu::FA_ISA
+
+namespace fa::cpu {
+const TileKernel FA_TILE = {FA_LANES, FA_ISA::run_tile};
+}
