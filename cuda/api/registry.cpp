@@ -11,6 +11,7 @@
 #include <cuda_runtime_api.h>
 
 #include "attention/kernels.h"
+#include "attention/tiles.h"
 #endif
 
 namespace fa {
@@ -73,6 +74,76 @@ fa_status minimal_launch(const AttentionParams& p, const DeviceInfo&, void* stre
     return launched("minimal", forward_minimal(p, static_cast<cudaStream_t>(stream)));
 }
 
+#if FA_WITH_WGMMA_SM90
+// What the copy engine can walk: 16-byte aligned, strides in 1 .. 2^40 bytes and multiples of 16.
+const char* no_tensor_map(const char* name, const TensorView& t, int64_t batch, int64_t rows, int64_t heads, char* text, size_t size) {
+    if (reinterpret_cast<uintptr_t>(t.data) % 16) {
+        std::snprintf(text, size, "%s.data=%p is not aligned to 16 bytes", name, t.data);
+        return text;
+    }
+    const struct {
+        const char* axis;
+        int64_t extent, stride;
+    } axes[] = {{"batch", batch, t.batch}, {"row", rows, t.row}, {"head", heads, t.head}};
+    for (const auto& [axis, extent, stride] : axes)
+        if (extent > 1 && (stride <= 0 || stride % 8 || stride >= int64_t(1) << 39)) {
+            std::snprintf(text, size, "%s.%s_stride=%lld: TMA takes positive multiples of 8 elements below 2^39", name, axis, static_cast<long long>(stride));
+            return text;
+        }
+    return nullptr;
+}
+
+const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (device.compute != 90) {
+        std::snprintf(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
+        return text;
+    }
+    if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
+    if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim || p.headdim % 8 || p.headdim_v % 8) {
+        std::snprintf(text, size, "headdim=%d, headdim_v=%d: multiples of 8 up to %d", p.headdim, p.headdim_v, kWgmmaMaxHeadDim);
+        return text;
+    }
+    const bool varlen = p.cu_seqlens_q;
+    const int64_t batch = varlen ? 1 : p.batch, rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
+    if (p.seqlen_k == 0 || rows_k == 0) return "there are no keys to load";
+    if (wgmma_items(p, 64) > kMaxGrid || rows_q + rows_k > kMaxGrid - 1024) {
+        std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads, p.seqlen_q, p.seqlen_k);
+        return text;
+    }
+    const char* reason = no_tensor_map("q", p.q, batch, rows_q, p.nheads, text, size);
+    if (!reason) reason = no_tensor_map("k", p.k, batch, rows_k, p.nheads_k, text, size);
+    if (!reason) reason = no_tensor_map("v", p.v, batch, rows_k, p.nheads_k, text, size);
+    if (!reason && (reinterpret_cast<uintptr_t>(p.out.data) % 16 || p.out.batch % 8 || p.out.row % 8 || p.out.head % 8)) {
+        std::snprintf(text, size, "out.data=%p with strides (%lld, %lld, %lld): it stores 16 bytes at a time", p.out.data, static_cast<long long>(p.out.batch),
+                      static_cast<long long>(p.out.row), static_cast<long long>(p.out.head));
+        reason = text;
+    }
+    return reason;
+}
+size_t wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) { return forward_wgmma_sm90_workspace(p, device.multiprocessors); }
+fa_status wgmma_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
+    return launched("wgmma_sm90", forward_wgmma_sm90(p, device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
+}
+#endif
+
+#if FA_WITH_MMA_SM80
+const char* mma_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (device.compute < 80) {
+        std::snprintf(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
+        return text;
+    }
+    if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
+    if (p.headdim > 256 || p.headdim_v > 256) {
+        std::snprintf(text, size, "headdim=%d, headdim_v=%d: at most 256", p.headdim, p.headdim_v);
+        return text;
+    }
+    return minimal_refuses(p, device, text, size);  // the grid: tiles of 64 rows too
+}
+fa_status mma_sm80_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
+    return launched("mma_sm80", forward_mma_sm80(p, device.multiprocessors, device.shared_memory, static_cast<cudaStream_t>(stream)));
+}
+#endif
+
 const char* naive_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     const int64_t tiles = ((int64_t(p.seqlen_q) + 15) / 16) * ((int64_t(p.seqlen_k > p.headdim_v ? p.seqlen_k : p.headdim_v) + 15) / 16);
     const int64_t heads = int64_t(p.batch) * p.nheads;
@@ -89,6 +160,12 @@ fa_status naive_launch(const AttentionParams& p, const DeviceInfo&, void* stream
 // Best first within a device.
 constexpr Kernel kKernels[] = {
 #if FA_WITH_CUDA
+#if FA_WITH_WGMMA_SM90
+    {"wgmma_sm90", "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option", FA_CUDA, wgmma_sm90_refuses, wgmma_sm90_workspace, wgmma_sm90_launch},
+#endif
+#if FA_WITH_MMA_SM80
+    {"mma_sm80", "tensor cores (mma.sync): float16, bfloat16, head dims to 256, every option", FA_CUDA, mma_sm80_refuses, no_workspace, mma_sm80_launch},
+#endif
     {"minimal", "online softmax on CUDA cores: any head dim, dtype, mask and option", FA_CUDA, minimal_refuses, no_workspace, minimal_launch},
     {"naive", "standard attention in three steps, S in the workspace", FA_CUDA, naive_refuses, naive_workspace, naive_launch},
 #endif

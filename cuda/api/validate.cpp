@@ -37,6 +37,7 @@ fa_status check_pointer(const char* name, const void* data, size_t alignment, bo
 
 // An output may not map two elements to one place through a zero stride.
 fa_status check_output_strides(const char* name, const fa_tensor& t, int64_t batch, int64_t rows, int64_t heads, bool varlen) {
+    if (batch == 0 || rows == 0) return FA_OK;
     if (!varlen && batch > 1 && t.batch_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.batch_stride=0 with batch=%" PRId64 ": an output cannot be broadcast", name, batch);
     if (rows > 1 && t.row_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.row_stride=0 with %" PRId64 " rows: an output cannot be broadcast", name, rows);
     if (heads > 1 && t.head_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.head_stride=0 with nheads=%" PRId64 ": an output cannot be broadcast", name, heads);

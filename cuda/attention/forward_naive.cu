@@ -98,10 +98,12 @@ unsigned tiles(int64_t columns, const AttentionParams& p) {
 }  // namespace
 
 size_t forward_naive_workspace(const AttentionParams& p) {
-    return size_t(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * sizeof(float);
+    return size_t(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * sizeof(float) + alignof(float);
 }
 
-cudaError_t forward_naive(const AttentionParams& p, cudaStream_t stream) {
+cudaError_t forward_naive(const AttentionParams& params, cudaStream_t stream) {
+    AttentionParams p = params;
+    p.workspace = align_up(p.workspace, alignof(float));
     return with_dtype(p.dtype, [&](auto zero) {
         using T = decltype(zero);
         cudaError_t error = cudaSuccess;

@@ -14,6 +14,13 @@ size_t forward_naive_workspace(const AttentionParams& params);  // bytes: the wh
 
 cudaError_t forward_minimal(const AttentionParams& params, cudaStream_t stream);
 
+// fp16 and bf16, head dims up to 256, sm_80 and newer. The device decides between tiles.
+cudaError_t forward_mma_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
+
+// fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; q, k, v as tensor maps can describe them.
+cudaError_t forward_wgmma_sm90(const AttentionParams& params, int device, int multiprocessors, cudaStream_t stream);
+size_t forward_wgmma_sm90_workspace(const AttentionParams& params, int multiprocessors);  // bytes: the counter of dynamic scheduling, or none
+
 cudaError_t merge(const MergeParams& params, cudaStream_t stream);
 
 }  // namespace fa

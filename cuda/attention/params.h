@@ -96,6 +96,11 @@ FA_HOST_DEVICE int64_t lse_offset(const AttentionParams& p, const Sequence& s, i
     return s.lse + int64_t(head) * (p.cu_seqlens_q ? p.total_q : p.seqlen_q);
 }
 
+// A workspace may start anywhere: a kernel that wants an alignment asks for as many bytes more.
+inline void* align_up(void* pointer, uintptr_t alignment) {
+    return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(pointer) + alignment - 1) / alignment * alignment);
+}
+
 struct MergeParams {
     TensorView out_a, out_b, out;  // (batch, seqlen, nheads, headdim_v)
     const float *lse_a, *lse_b;    // (batch, nheads, seqlen)

@@ -1,0 +1,83 @@
+// general_scores.cuh: the options of a score, applied to a thread's fragment of S (the accumulator layout of wgmma and of mma.m16n8k16):
+// element i is row + 8 (i / 2 % 2), key + 8 (i / 4) + i % 2. The same arithmetic as transform_score in mask.h, one option at a time so
+// that each test runs once a tile.
+#pragma once
+
+#include "attention/mask.h"
+#include "attention/philox.h"
+#include "device/launch.h"
+#include "device/ptx.cuh"
+
+namespace fa {
+
+// tanh to a few 1e-7 absolute, which softcap times that keeps; |x| large gives +-1, NaN stays NaN.
+__device__ __forceinline__ float tanh_fast(float x) { return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x)); }
+
+struct FragmentPlace {
+    int batch, head;
+    int row, key;  // of element 0, counted from the start of the sequence
+    int seqlen_q, seqlen_k;
+    int shift;     // i_aligned = i + shift
+};
+
+// S = bias + alibi + softcap(scale S), -inf where the boolean mask or a bias of -inf hides the pair. Natural units.
+template <typename T, int kCount>
+__device__ __forceinline__ void transform_fragment(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) S[i] *= p.scale;
+    if (p.softcap != 0) {
+        const float inverse = 1.0f / p.softcap;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) S[i] = p.softcap * tanh_fast(S[i] * inverse);
+    }
+    if (p.alibi_slopes) {
+        const float slope = p.alibi_slopes[at.batch * p.alibi_batch + at.head];
+        const int distance = at.row + at.shift - at.key;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) S[i] -= slope * fabsf(float(distance + i / 2 % 2 * 8 - i / 4 * 8 - i % 2));
+    }
+    const int rows = at.seqlen_q - at.row, keys = at.seqlen_k - at.key;  // elements inside these may be read
+    if (p.bias.data) {
+        const int64_t first = at.batch * p.bias.batch + at.head * p.bias.head + at.row * p.bias.row + at.key;
+        const auto add = [&](const auto* bias) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                const int r = i / 2 % 2 * 8, j = i / 4 * 8 + i % 2;
+                const float b = r < rows && j < keys ? to_float(bias[r * p.bias.row + j]) : 0.0f;
+                S[i] = b == -INFINITY ? b : S[i] + b;  // also when S is NaN or infinite: the pair is hidden
+            }
+        };
+        if (p.bias_dtype == DType::kFloat32) add(static_cast<const float*>(p.bias.data) + first);
+        else add(static_cast<const T*>(p.bias.data) + first);
+    }
+    if (p.mask.data) {
+        const uint8_t* mask = static_cast<const uint8_t*>(p.mask.data) + at.batch * p.mask.batch + at.head * p.mask.head + at.row * p.mask.row + at.key;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const int r = i / 2 % 2 * 8, j = i / 4 * 8 + i % 2;
+            if (r < rows && j < keys && !mask[r * p.mask.row + j]) S[i] = -INFINITY;
+        }
+    }
+}
+
+// Zeroes the dropped probabilities. One Philox call decides eight columns, two for each lane of a quad: every lane makes the call
+// of one of four neighbouring column groups, and the quad exchanges the words.
+template <int kCount>
+__device__ __forceinline__ void drop_fragment(const AttentionParams& p, const FragmentPlace& at, int quad, float (&P)[kCount]) {
+    static_assert(kCount % 16 == 0, "column groups are shared out four at a time");
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int group = 0; group < kCount / 4; group += 4) {
+            Philox4 block = dropout_block(p, at.batch, at.head, at.row + 8 * r, at.key - 2 * quad + 8 * (group + quad));
+            transpose_quad(block.word, quad);
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                float* pair = P + 4 * (group + x) + 2 * r;
+                if ((block.word[x] & 0xFFFFu) < p.dropout_threshold) pair[0] = 0.0f;
+                if (block.word[x] >> 16 < p.dropout_threshold) pair[1] = 0.0f;
+            }
+        }
+}
+
+}  // namespace fa

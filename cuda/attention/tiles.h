@@ -1,0 +1,122 @@
+// tiles.h: the launch shapes of the tensor-core kernels, chosen in one place, with the reason beside each number.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace fa {
+
+// ---- forward_wgmma_sm90 ----
+
+// The instantiations. General ones take every option of a score and windows with a left edge; the others causal or full attention.
+enum class WgmmaPlanId { kD64Short, kD64Long, kD64General, kD96, kD96General, kD128Short, kD128Middle, kD128Long, kD128General, kD192V128, kD192, kD192General, kD256, kD256General };
+
+// What to do about the running row maximum. Any value gives the right answer while nothing overflows, so it need not be the maximum:
+enum class RowMaximum {
+    kLazy,         // raised only when a tile exceeds it by 2^8
+    kSpeculative,  // not even computed after the first tile, unless a row sum overflows: then the warp repeats its tile exactly
+    kSpeculativeUnmasked  // the same, but exact on tiles with a mask, which may hide a whole row: blocks taller than a key tile
+};
+
+struct WgmmaPlan {
+    int headdim, headdim_v;  // the largest it serves; smaller ones are padded with zeros by the copy engine
+    int block_n;             // keys per tile
+    int warpgroups;          // consumer warpgroups, 64 query rows each
+    int stages;              // K and V tiles in flight
+    bool ping_pong;          // the warpgroups take turns to issue products, one's softmax under the other's products
+    bool q_in_registers;     // frees the Q buffer for the next item at once
+    RowMaximum maximum;
+    bool general;
+
+    FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
+    FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory: chunks of 64
+    FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
+};
+
+// Numbers measured on one H200 with CUDA 13.0, bf16, 16384 tokens, heads x headdim = 2048, with this kernel's loop.
+FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
+    switch (id) {
+        // 2 warpgroups with Q in registers: short items, where prologue and epilogue decide; 2 .. 30 % over 192 rows up to 1k full, 4k causal.
+        case WgmmaPlanId::kD64Short: return {64, 64, 128, 2, 4, true, true, RowMaximum::kSpeculative, false};
+        // 192 rows read K and V a third less often.
+        case WgmmaPlanId::kD64Long: return {64, 64, 128, 3, 4, true, false, RowMaximum::kSpeculativeUnmasked, false};
+        case WgmmaPlanId::kD64General: return {64, 64, 128, 2, 4, false, false, RowMaximum::kLazy, true};
+        // As 128, with a quarter less work; Q in registers and 3 stages fit.
+        case WgmmaPlanId::kD96: return {96, 96, 128, 2, 3, true, true, RowMaximum::kLazy, false};
+        case WgmmaPlanId::kD96General: return {96, 96, 128, 2, 3, false, false, RowMaximum::kLazy, true};
+        // The speculative path's extra code costs more than the maximum on items of a few tiles.
+        case WgmmaPlanId::kD128Short: return {128, 128, 128, 2, 3, true, true, RowMaximum::kLazy, false};
+        // The third stage pays for K staying until the softmax knows that it needs no second look: +7 .. 10 % over lazy at 16k.
+        case WgmmaPlanId::kD128Middle: return {128, 128, 128, 2, 3, true, false, RowMaximum::kSpeculative, false};
+        // A third less traffic from L2: +5 % at the power limit. 96 keys would spill.
+        case WgmmaPlanId::kD128Long: return {128, 128, 80, 3, 4, true, false, RowMaximum::kSpeculativeUnmasked, false};
+        case WgmmaPlanId::kD128General: return {128, 128, 128, 2, 2, false, false, RowMaximum::kLazy, true};
+        // No turns from here on: the softmax is short beside the products. Tiles fill shared memory with two stages.
+        case WgmmaPlanId::kD192V128: return {192, 128, 128, 2, 2, false, false, RowMaximum::kLazy, false};
+        case WgmmaPlanId::kD192: return {192, 192, 112, 2, 2, false, false, RowMaximum::kLazy, false};
+        case WgmmaPlanId::kD192General: return {192, 192, 96, 2, 2, false, false, RowMaximum::kLazy, true};
+        // 64 keys beat 80 by 2 .. 5 % up to 4k and equal it beyond.
+        case WgmmaPlanId::kD256: return {256, 256, 64, 2, 2, false, false, RowMaximum::kLazy, false};
+        case WgmmaPlanId::kD256General: return {256, 256, 64, 2, 2, false, false, RowMaximum::kLazy, true};
+    }
+    return {};
+}
+
+constexpr int kWgmmaMaxHeadDim = 256;
+
+// The scale is folded into the exponential's base, except for scores that are more than scale * (q . k) or scales that turn the order.
+FA_HOST_DEVICE bool wgmma_scores_are_natural(const AttentionParams& p) { return p.general_scores() || !(p.scale > 0); }
+inline bool wgmma_needs_general(const AttentionParams& p) { return wgmma_scores_are_natural(p) || p.window_left >= 0; }
+
+inline WgmmaPlanId wgmma_choose(const AttentionParams& p) {
+    const bool general = wgmma_needs_general(p), causal = p.window_right >= 0;
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v, keys = p.seqlen_k;
+    // With rows and keys 128 by 128 every row sees a key of its first tile when the diagonal starts at a multiple of 128. A row that
+    // does not would send its warp down the slow path of the speculative maximum.
+    const bool aligned = !causal || p.cu_seqlens_q || p.top_left || (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0;
+    if (d <= 64) {
+        if (general) return WgmmaPlanId::kD64General;
+        return aligned && keys <= (causal ? 4096 : 1024) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
+    }
+    if (d <= 96) return general ? WgmmaPlanId::kD96General : WgmmaPlanId::kD96;
+    if (d <= 128) {
+        if (general) return WgmmaPlanId::kD128General;
+        if (keys >= (causal ? 8192 : 2048)) return WgmmaPlanId::kD128Long;
+        return !aligned || keys <= (causal ? 1024 : 512) ? WgmmaPlanId::kD128Short : WgmmaPlanId::kD128Middle;
+    }
+    if (d <= 192) {
+        if (general) return WgmmaPlanId::kD192General;
+        return p.headdim_v <= 128 ? WgmmaPlanId::kD192V128 : WgmmaPlanId::kD192;
+    }
+    return general ? WgmmaPlanId::kD256General : WgmmaPlanId::kD256;
+}
+
+// How the blocks, one on each multiprocessor, come by their items, which are ordered longest first when they differ.
+enum class WorkOrder {
+    kStride,   // block i takes items i, i + blocks, ...: nothing to set up; right when all items are equally long
+    kSnake,    // the same, every second round backwards: evens out falling lengths without a counter
+    kCounter,  // a counter in the workspace, zeroed before every launch: whoever is free takes the longest item left
+};
+inline WorkOrder wgmma_order(const AttentionParams& p, int64_t items, int blocks) {
+    if (items <= blocks) return WorkOrder::kStride;
+    // Causal, 16k: fixed stride 539, counter 625 TFLOP/s. Full: equal.
+    const bool uneven = p.cu_seqlens_q || p.window_left >= 0 || p.window_right >= 0;
+    return uneven ? WorkOrder::kCounter : WorkOrder::kStride;
+}
+
+// Work items: query blocks of every head. A varlen call cannot know its sequences' lengths here and counts a few that turn out empty.
+inline int64_t wgmma_items(const AttentionParams& p, int block_m) {
+    const int64_t blocks = p.cu_seqlens_q ? int64_t(p.total_q) / block_m + p.batch : (int64_t(p.seqlen_q) + block_m - 1) / block_m * p.batch;
+    return blocks * p.nheads;
+}
+
+// Query heads whose K and V are walked together so that they stay in L2: 32 of its 50 MB.
+inline int64_t wgmma_section_heads(const AttentionParams& p) {
+    const int64_t bytes = 2 * int64_t(p.seqlen_k) * (p.headdim + p.headdim_v), all = int64_t(p.batch) * p.nheads;
+    int64_t heads = 1;
+    while (2 * heads * bytes <= (int64_t(32) << 20) && heads < all) heads *= 2;
+    return heads * p.group < all ? heads * p.group : all;
+}
+
+}  // namespace fa

@@ -1,0 +1,96 @@
+// ptx.cuh: Hopper's asynchronous copies and barriers, one instruction a function, its mnemonic as the name.
+// Shared-memory addresses are uint32_t. Whatever orders memory says so to the compiler with a "memory" clobber.
+// https://docs.nvidia.com/cuda/parallel-thread-execution: mbarrier, cp.async.bulk.tensor, barrier, setmaxnreg.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace fa {
+
+// ---- mbarrier: a phase ends when `count` arrivals and every announced byte have come in ----
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+// Makes initialised barriers visible to the copy engine; a block barrier must follow before other threads use them.
+__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// One arrival that also announces bytes still to be written by copies.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Until the phase with this parity has completed. A fresh barrier counts its previous phase, parity 1, as complete.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "retry:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"  // suspends in hardware for a while, then says how it stands
+        "@!done bra retry;\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// ---- named barriers: 1 .. 15, 0 is __syncthreads; `threads` counts those expected, waiting and only arriving ----
+
+__device__ __forceinline__ void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// ---- tensor memory access ----
+
+// createpolicy.fractional of the whole access: what is read once should leave L2 first, what many blocks read should stay.
+constexpr uint64_t kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull;
+
+// A box of a five-dimensional tensor map to shared memory; the barrier receives the box's bytes, also those out of bounds.
+__device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4,
+                                         uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], "
+        "[%2], %8;" ::"r"(shared),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
+        : "memory");
+}
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Orders this thread's ordinary writes to shared memory before later reads by wgmma and the copy engine.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- registers: the whole warpgroup moves its share of the register file; freed registers feed the inc of the others ----
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- compiler and lanes ----
+
+// The same value in a register the compiler knows nothing of: addresses built from it stay in the branch that uses them
+// instead of being hoisted out of the loop around it.
+__device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// 4 x 4 transpose among the four lanes of a quad: x[j] of lane `quad` becomes x[quad] of lane j.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int quad) {
+    const bool odd = quad & 1, high = quad & 2;
+    const uint32_t a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
+    if (odd) x[0] = a, x[2] = b;
+    else x[1] = a, x[3] = b;
+    const uint32_t c = __shfl_xor_sync(~0u, high ? x[0] : x[2], 2), d = __shfl_xor_sync(~0u, high ? x[1] : x[3], 2);
+    if (high) x[0] = c, x[1] = d;
+    else x[2] = c, x[3] = d;
+}
+
+}  // namespace fa

@@ -1,0 +1,26 @@
+// tensor_map.h: how the copy engine sees a strided tensor. Built on the host for every call: under a microsecond, nothing cached.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace fa {
+
+// (batch, heads, rows, columns) of 16-bit elements; columns contiguous, the other strides in bytes, positive multiples of 16.
+struct TensorTiles {
+    const void* data;
+    bool half;  // __half, else __nv_bfloat16
+    int64_t columns, rows, heads, batch;
+    int64_t row_stride, head_stride, batch_stride;
+    int box_rows;       // rows of a tile
+    int padded_columns; // columns of a tile, a multiple of 64; those past `columns` read as zero
+};
+
+// The map's coordinates are {column, row, chunk, head, batch}, its boxes chunks of 64 columns in the 128-byte swizzle of wgmma.cuh.
+// Returns in *loads how many boxes make a tile: 1 when a box holds every chunk (columns = padded_columns), else one per chunk, at
+// columns 64 c and chunk 0. Rows and columns out of bounds arrive as zeros.
+cudaError_t encode_tiles(const TensorTiles& tiles, CUtensorMap* map, int* loads);
+
+}  // namespace fa
