@@ -1,0 +1,240 @@
+// problem.h: a case made into arrays on the device. Whatever the library must not read is NaN, whatever it must not write is watched.
+#pragma once
+
+#include "cases.h"
+
+constexpr int64_t kGuard = 64;               // elements watched before and after an output
+constexpr uint32_t kCanary32 = 0x7FC0BEEFu;  // both are NaNs that no arithmetic produces
+constexpr uint16_t kCanary16 = 0x7FCDu;
+
+inline void fill_with_canary(void* data, int64_t elements, size_t element) {
+    for (int64_t i = 0; i < elements; ++i)
+        if (element == 4) static_cast<uint32_t*>(data)[i] = kCanary32;
+        else static_cast<uint16_t*>(data)[i] = kCanary16;
+}
+inline bool is_canary(const void* data, int64_t i, size_t element) {
+    return element == 4 ? static_cast<const uint32_t*>(data)[i] == kCanary32 : static_cast<const uint16_t*>(data)[i] == kCanary16;
+}
+
+// A (batch, rows, heads, dim) array in some layout: its image on this side and its place on the device.
+struct Tensor {
+    int32_t dtype = FA_FLOAT32;
+    int64_t batch = 0, rows = 0, heads = 0, dim = 0;
+    int64_t batch_stride = 0, row_stride = 0, head_stride = 0, origin = 0;
+    std::vector<unsigned char> host;
+    Buffer device;
+
+    Tensor() = default;
+    Tensor(int32_t dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim, Layout layout, int64_t guard)
+        : dtype(dtype), batch(batch), rows(rows), heads(heads), dim(dim), origin(guard) {
+        head_stride = dim, row_stride = heads * dim, batch_stride = rows * row_stride;
+        int64_t elements = batch * batch_stride;
+        if (layout == Layout::kHeadsFirst) row_stride = dim, head_stride = rows * dim;
+        if (layout == Layout::kPadded) {
+            head_stride = dim + 3, row_stride = heads * head_stride + 5, batch_stride = rows * row_stride + 7;
+            elements = 1 + batch * batch_stride, origin += 1;
+        }
+        if (layout == Layout::kBroadcast) batch_stride = 0, head_stride = 0, row_stride = dim, elements = rows * dim;
+        if (layout == Layout::kReversed && rows > 0) origin += (rows - 1) * row_stride, row_stride = -row_stride;
+        host.resize(size_t(elements + 2 * guard) * element_size(dtype));
+        fill_with_canary(host.data(), elements + 2 * guard, element_size(dtype));
+    }
+    int64_t at(int64_t b, int64_t row, int64_t head, int64_t d = 0) const {
+        return origin + b * batch_stride + row * row_stride + head * head_stride + d;
+    }
+    float value(int64_t b, int64_t row, int64_t head, int64_t d) const { return get(host.data(), at(b, row, head, d), dtype); }
+    void set(int64_t b, int64_t row, int64_t head, int64_t d, double value) { put(host.data(), at(b, row, head, d), dtype, value); }
+    int64_t elements() const { return int64_t(host.size() / element_size(dtype)); }
+    void place(fa_device where) { device = Buffer(where, host.data(), host.size()); }
+    fa_tensor view() const {
+        return {device.as<unsigned char>() + size_t(origin) * element_size(dtype), batch_stride, row_stride, head_stride};
+    }
+
+    // Normal numbers; beyond a million of them the same ones again, from another place in the row.
+    void fill(Random& random, double magnitude) {
+        const int64_t count = std::min<int64_t>(batch * rows * heads * dim, 1048573);
+        const size_t element = element_size(dtype);
+        std::vector<unsigned char> pool(size_t(count) * element);
+        for (int64_t i = 0; i < count; ++i) put(pool.data(), i, dtype, magnitude * random.normal());
+        int64_t next = 0;
+        for (int64_t b = 0; b < batch; ++b)
+            for (int64_t i = 0; i < rows; ++i)
+                for (int64_t h = 0; h < heads; ++h)
+                    for (int64_t d = 0, n; d < dim; d += n) {
+                        n = std::min(dim - d, count - next);
+                        std::memcpy(host.data() + size_t(at(b, i, h, d)) * element, pool.data() + size_t(next) * element,
+                                    size_t(n) * element);
+                        if ((next += n) == count) next = 0;
+                    }
+    }
+    void fill_row(int64_t b, int64_t row, int64_t head, double value) {
+        for (int64_t d = 0; d < dim; ++d) set(b, row, head, d, value);
+    }
+};
+
+// Sequence `index` of a dense or varlen problem: where its rows lie in the tensors.
+struct Span {
+    int64_t index, tensor_batch, q_begin, q_rows, k_begin, k_rows;
+};
+
+struct Scores {  // bias or mask: (batch, nheads, rows, columns), strides as the library gets them
+    std::vector<unsigned char> host;
+    int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
+    Buffer device;
+    int64_t at(int64_t b, int64_t h, int64_t i, int64_t j) const { return b * batch_stride + h * head_stride + i * row_stride + j; }
+    fa_score_tensor view() const { return {device.data(), batch_stride, head_stride, row_stride}; }
+};
+
+class Problem {
+public:
+    const Case c;
+    const fa_device device;
+    std::vector<Span> spans;
+    Tensor q, k, v, out;
+    std::vector<float> slopes, sinks;
+    Scores bias, mask;
+    Buffer lse_device, slopes_device, sinks_device, cu_q_device, cu_k_device;
+    int64_t lse_elements = 0;
+    int32_t bias_dtype = FA_FLOAT32;
+    int32_t num_threads = 0;
+
+    Problem(const Case& which, fa_device where, uint64_t seed) : c(which), device(where) {
+        Random random(hash_name(c.name) ^ seed * 0x9E3779B97F4A7C15u);
+        const int64_t spare = c.varlen() ? 3 : 0;  // rows that belong to no sequence
+        std::vector<int32_t> cu_q = {0}, cu_k = {0};
+        for (int64_t b = 0; b < c.batch; ++b) {
+            if (c.varlen()) {
+                spans.push_back({b, 0, cu_q.back(), c.lengths_q[b], cu_k.back(), c.lengths_k[b]});
+                cu_q.push_back(cu_q.back() + c.lengths_q[b]), cu_k.push_back(cu_k.back() + c.lengths_k[b]);
+            } else {
+                spans.push_back({b, b, 0, c.seqlen_q, 0, c.seqlen_k});
+            }
+        }
+        const int64_t tensors = c.varlen() ? 1 : c.batch;
+        const int64_t rows_q = c.varlen() ? cu_q.back() + spare : c.seqlen_q, rows_k = c.varlen() ? cu_k.back() + spare : c.seqlen_k;
+        const bool out_is_plain = c.layout == Layout::kBroadcast || c.layout == Layout::kReversed;
+        q = Tensor(c.dtype, tensors, rows_q, c.nheads, c.headdim, c.layout, 0);
+        k = Tensor(c.dtype, tensors, rows_k, c.nheads_k, c.headdim, c.layout, 0);
+        v = Tensor(c.dtype, tensors, rows_k, c.nheads_k, c.dim_v(), c.layout, 0);
+        out = Tensor(c.dtype, tensors, rows_q, c.nheads, c.dim_v(), out_is_plain ? Layout::kContiguous : c.layout, kGuard);
+        q.fill(random, c.constant ? 0 : c.magnitude);
+        k.fill(random, c.magnitude);
+        v.fill(random, 1);
+        if (c.varlen()) {
+            for (int64_t h = 0; h < c.nheads; ++h)
+                for (int64_t i = rows_q - spare; i < rows_q; ++i) q.fill_row(0, i, h, NAN);
+            for (int64_t h = 0; h < c.nheads_k; ++h)
+                for (int64_t j = rows_k - spare; j < rows_k; ++j) k.fill_row(0, j, h, NAN), v.fill_row(0, j, h, NAN);
+            cu_q_device = Buffer(device, cu_q.data(), cu_q.size() * 4), cu_k_device = Buffer(device, cu_k.data(), cu_k.size() * 4);
+        }
+        make_options(random);
+        if (c.layout != Layout::kBroadcast && c.pairs() / c.headdim < 1 << 23) poison_unseen_keys();
+        if (c.visible_nan) {
+            k.set(0, rows_k / 2, 0, c.headdim / 2, NAN);
+            v.set(tensors - 1, rows_k / 4, c.nheads_k - 1, c.dim_v() - 1, NAN);
+        }
+        lse_elements = tensors * rows_q * c.nheads;
+        for (Tensor* t : {&q, &k, &v, &out}) t->place(device);
+        lse_device = Buffer(device, size_t(lse_elements + 2 * kGuard) * 4);
+        reset();
+    }
+
+    // Whether row i may attend to key j, by the words of flash_attn.h.
+    bool sees(const Span& s, int64_t head, int64_t i, int64_t j) const {
+        const int64_t aligned = c.top_left ? i : i + s.k_rows - s.q_rows;
+        if (c.causal && j > aligned) return false;
+        if (c.has_window && c.window_left >= 0 && j < aligned - c.window_left) return false;
+        if (c.has_window && c.window_right >= 0 && j > aligned + c.window_right) return false;
+        return mask.host.empty() || mask.host[size_t(mask.at(s.index, head, i, j))];
+    }
+
+    // Outputs back to the state in which every element is a canary.
+    void reset() {
+        fill_with_canary(out.host.data(), out.elements(), element_size(c.dtype));
+        out.device.upload(out.host.data());
+        std::vector<uint32_t> lse(size_t(lse_elements + 2 * kGuard), kCanary32);
+        lse_device.upload(lse.data());
+    }
+
+    fa_attention_args args() const {
+        fa_attention_args a;
+        std::memset(&a, 0, sizeof a);
+        a.struct_size = sizeof a;
+        a.device = device, a.dtype = c.dtype;
+        a.batch = c.batch, a.nheads = c.nheads, a.nheads_k = c.nheads_k, a.headdim = c.headdim, a.headdim_v = c.headdim_v;
+        a.seqlen_q = c.seqlen_q, a.seqlen_k = c.seqlen_k;
+        a.q = q.view(), a.k = k.view(), a.v = v.view(), a.out = out.view();
+        if (c.want_lse) a.lse = lse_device.as<float>() + kGuard;
+        if (c.varlen()) {
+            a.cu_seqlens_q = cu_q_device.as<int32_t>(), a.cu_seqlens_k = cu_k_device.as<int32_t>();
+            a.total_q = q.rows, a.total_k = k.rows;
+            a.q.batch_stride = a.k.batch_stride = a.v.batch_stride = a.out.batch_stride = -987654321;  // varlen ignores it
+        }
+        a.has_softmax_scale = c.has_scale, a.softmax_scale = c.scale, a.softcap = c.softcap;
+        a.alibi_slopes = slopes_device.as<float>(), a.alibi_batch_stride = c.alibi == 2 ? c.nheads : 0;
+        if (c.bias) a.bias = bias.view(), a.bias_dtype = c.bias_is_fp32 ? FA_FLOAT32 : 0;
+        if (c.mask != Mask::kNone) a.mask = mask.view();
+        a.sinks = sinks_device.as<float>();
+        a.causal = c.causal, a.top_left = c.top_left, a.has_window = c.has_window;
+        a.window_left = c.window_left, a.window_right = c.window_right;
+        a.dropout_p = c.dropout_p, a.dropout_seed = c.dropout_seed, a.dropout_offset = c.dropout_offset;
+        a.num_threads = num_threads;
+        return a;
+    }
+
+private:
+    void make_options(Random& random) {
+        if (c.alibi) {
+            for (int64_t h = 0; h < c.nheads * (c.alibi == 2 ? c.batch : 1); ++h) slopes.push_back(float(std::exp2(-8 * random.uniform())));
+            slopes_device = Buffer(device, slopes.data(), slopes.size() * 4);
+        }
+        if (c.sinks) {
+            for (int64_t h = 0; h < c.nheads; ++h) sinks.push_back(c.sinks == 2 && h % 2 ? -INFINITY : float(2 * random.normal()));
+            sinks_device = Buffer(device, sinks.data(), sinks.size() * 4);
+        }
+        const int64_t sq = c.seqlen_q, sk = c.seqlen_k, pad = 5;
+        if (c.bias) {
+            bias_dtype = c.bias_is_fp32 ? FA_FLOAT32 : c.dtype;
+            bias.row_stride = sk + pad;
+            if (c.bias != 2) bias.head_stride = (c.bias == 3 ? 1 : sq) * bias.row_stride, bias.batch_stride = c.nheads * bias.head_stride;
+            if (c.bias == 3) bias.row_stride = 0;
+            const int64_t slabs = c.bias == 2 ? 1 : int64_t(c.batch) * c.nheads, rows = c.bias == 3 ? 1 : sq;
+            bias.host.resize(size_t(slabs * rows * (sk + pad)) * element_size(bias_dtype));
+            int64_t next = 0;
+            for (int64_t row = 0; row < slabs * rows; ++row)
+                for (int64_t j = 0; j < sk + pad; ++j)
+                    put(bias.host.data(), next++, bias_dtype,
+                        j >= sk                                       ? NAN
+                        : c.bias_has_infinities && random.chance(0.3) ? -INFINITY
+                                                                      : random.normal());
+            bias.device = Buffer(device, bias.host.data(), bias.host.size());
+        }
+        if (c.mask != Mask::kNone) {
+            const bool per_head = c.mask == Mask::kFull;
+            mask.row_stride = sk + pad;
+            if (per_head) mask.head_stride = sq * mask.row_stride, mask.batch_stride = c.nheads * mask.head_stride;
+            const int64_t slabs = per_head ? int64_t(c.batch) * c.nheads : 1;
+            const int64_t never = random.integer(0, std::max<int64_t>(sk - 1, 0));  // one key that nobody sees
+            for (int64_t row = 0; row < slabs * sq; ++row) {
+                const bool hole = c.mask == Mask::kNothing || (c.mask == Mask::kHoles && row % 3 == 1);
+                for (int64_t j = 0; j < sk + pad; ++j)
+                    mask.host.push_back(j >= sk ? 1 : hole || j == never || random.chance(0.3) ? 0 : uint8_t(random.integer(1, 255)));
+            }
+            mask.device = Buffer(device, mask.host.data(), mask.host.size());
+        }
+    }
+
+    void poison_unseen_keys() {
+        const int64_t group = c.nheads / c.nheads_k;
+        for (const Span& s : spans)
+            for (int64_t head_k = 0; head_k < c.nheads_k; ++head_k)
+                for (int64_t j = 0; j < s.k_rows; ++j) {
+                    bool seen = false;
+                    for (int64_t h = head_k * group; h < (head_k + 1) * group && !seen; ++h)
+                        for (int64_t i = 0; i < s.q_rows && !seen; ++i) seen = sees(s, h, i, j);
+                    if (seen) continue;
+                    k.fill_row(s.tensor_batch, s.k_begin + j, head_k, j % 2 ? NAN : INFINITY);
+                    v.fill_row(s.tensor_batch, s.k_begin + j, head_k, j % 2 ? NAN : -INFINITY);
+                }
+    }
+};
