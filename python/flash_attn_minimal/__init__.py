@@ -1,0 +1,38 @@
+"""FlashAttention without a framework: exact attention for NumPy, PyTorch, CuPy, JAX, Numba and any DLPack array, on
+CPU and GPU.
+
+>>> import numpy as np
+>>> from flash_attn_minimal import flash_attn_func
+>>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 100, 8, 64), dtype=np.float32)
+>>> flash_attn_func(q, k, v, causal=True).shape  # (batch, seqlen, nheads, headdim)
+(2, 100, 8, 64)
+"""
+
+from ._library import (
+    BadArgument,
+    CudaError,
+    FlashAttnError,
+    LibraryNotFound,
+    OutOfMemory,
+    Unsupported,
+    WorkspaceTooSmall,
+)
+from .attention import Plan, flash_attn_func, flash_attn_varlen_func, kernels, merge, query
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BadArgument",
+    "CudaError",
+    "FlashAttnError",
+    "LibraryNotFound",
+    "OutOfMemory",
+    "Plan",
+    "Unsupported",
+    "WorkspaceTooSmall",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "kernels",
+    "merge",
+    "query",
+]

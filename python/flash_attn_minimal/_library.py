@@ -1,0 +1,198 @@
+"""Finds and loads libflash_attn_minimal.so, mirrors cuda/flash_attn.h, and turns statuses into exceptions.
+
+The structs are the header's with nested fields written flat: `q.row_stride` is `q_row_stride` here, at the same offset
+(tests/test_library.py compares every offset with what a C compiler says).
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import functools
+import os
+from pathlib import Path
+
+LIBRARY_NAME = "libflash_attn_minimal.so"
+
+
+class FlashAttnError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class BadArgument(FlashAttnError, ValueError):
+    """An argument is wrong for every kernel; the text names it and quotes its value."""
+
+
+class Unsupported(FlashAttnError, NotImplementedError):
+    """Legal, but no kernel here (or not the forced one) serves it; the text says why."""
+
+
+class WorkspaceTooSmall(FlashAttnError, ValueError):
+    """The scratch memory handed to a launch is below what the query asked for."""
+
+
+class CudaError(FlashAttnError, RuntimeError):
+    """The CUDA runtime refused: no device, a failed launch, or an earlier asynchronous fault."""
+
+
+class OutOfMemory(FlashAttnError, MemoryError):
+    """The host has no memory left to start threads."""
+
+
+class LibraryNotFound(FlashAttnError, ImportError):
+    """There is no shared library to load, or it does not load."""
+
+
+OK = 0
+_ERRORS = {1: BadArgument, 2: Unsupported, 3: WorkspaceTooSmall, 4: CudaError, 5: OutOfMemory}
+
+CPU, CUDA = 1, 2
+DEVICES = {CPU: "cpu", CUDA: "cuda"}
+DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
+
+
+def _tensor(name: str) -> list[tuple[str, type]]:
+    return [(f"{name}_data", ct.c_void_p)] + [
+        (f"{name}_{axis}_stride", ct.c_int64) for axis in ("batch", "row", "head")
+    ]
+
+
+def _score_tensor(name: str) -> list[tuple[str, type]]:
+    return [(f"{name}_data", ct.c_void_p)] + [
+        (f"{name}_{axis}_stride", ct.c_int64) for axis in ("batch", "head", "row")
+    ]
+
+
+class AttentionArgs(ct.Structure):
+    """fa_attention_args. A fresh one is all zero, and zero always means the default."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("device", ct.c_int32),
+        ("dtype", ct.c_int32),
+        ("out_dtype", ct.c_int32),
+        ("batch", ct.c_int32),
+        ("nheads", ct.c_int32),
+        ("nheads_k", ct.c_int32),
+        ("headdim", ct.c_int32),
+        ("headdim_v", ct.c_int32),
+        ("seqlen_q", ct.c_int64),
+        ("seqlen_k", ct.c_int64),
+        *_tensor("q"),
+        *_tensor("k"),
+        *_tensor("v"),
+        *_tensor("out"),
+        ("lse", ct.c_void_p),
+        ("cu_seqlens_q", ct.c_void_p),
+        ("cu_seqlens_k", ct.c_void_p),
+        ("total_q", ct.c_int64),
+        ("total_k", ct.c_int64),
+        ("softmax_scale", ct.c_float),
+        ("has_softmax_scale", ct.c_int32),
+        ("softcap", ct.c_float),
+        ("alibi_slopes", ct.c_void_p),
+        ("alibi_batch_stride", ct.c_int64),
+        *_score_tensor("bias"),
+        ("bias_dtype", ct.c_int32),
+        ("reserved0", ct.c_int32),
+        *_score_tensor("mask"),
+        ("top_left", ct.c_int32),
+        ("causal", ct.c_int32),
+        ("has_window", ct.c_int32),
+        ("reserved1", ct.c_int32),
+        ("window_left", ct.c_int64),
+        ("window_right", ct.c_int64),
+        ("sinks", ct.c_void_p),
+        ("dropout_p", ct.c_float),
+        ("deterministic", ct.c_int32),
+        ("dropout_seed", ct.c_uint64),
+        ("dropout_offset", ct.c_uint64),
+        ("allow_tf32", ct.c_int32),
+        ("num_threads", ct.c_int32),
+        ("kernel", ct.c_char_p),
+        ("workspace", ct.c_void_p),
+        ("workspace_bytes", ct.c_size_t),
+    ]
+
+
+class AttentionPlan(ct.Structure):
+    """fa_attention_plan."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("status", ct.c_int32),
+        ("reserved", ct.c_int32),
+        ("workspace_bytes", ct.c_size_t),
+        ("kernel", ct.c_char * 32),
+        ("why_not", ct.c_char * 1472),
+    ]
+
+
+class MergeArgs(ct.Structure):
+    """fa_merge_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("device", ct.c_int32),
+        ("dtype", ct.c_int32),
+        ("batch", ct.c_int32),
+        ("nheads", ct.c_int32),
+        ("headdim_v", ct.c_int32),
+        ("reserved", ct.c_int32),
+        ("seqlen", ct.c_int64),
+        *_tensor("out_a"),
+        *_tensor("out_b"),
+        *_tensor("out"),
+        ("lse_a", ct.c_void_p),
+        ("lse_b", ct.c_void_p),
+        ("lse", ct.c_void_p),
+    ]
+
+
+def path() -> Path:
+    """The shared library: $FLASH_ATTN_LIBRARY, else the one inside the package folder."""
+    named = os.environ.get("FLASH_ATTN_LIBRARY")
+    found = Path(named) if named else Path(__file__).with_name(LIBRARY_NAME)
+    if not found.is_file():
+        where = f"FLASH_ATTN_LIBRARY={named}: no such file" if named else f"no {LIBRARY_NAME} in {found.parent}"
+        raise LibraryNotFound(
+            f"{where}. Install the package (pip install .), "
+            "or build the library with CMake and set FLASH_ATTN_LIBRARY to its path"
+        )
+    return found.resolve()
+
+
+@functools.cache
+def load() -> ct.CDLL:
+    """The library with every function typed; fa_attention_forward and fa_attention_merge raise on a bad status."""
+    file = path()
+    try:
+        lib = ct.CDLL(str(file))
+    except OSError as error:
+        raise LibraryNotFound(f"{file} does not load: {error}") from error
+
+    def declare(name: str, result: type | None, *arguments: type) -> None:
+        function = getattr(lib, name, None)
+        if function is None:
+            raise LibraryNotFound(f"{file} has no function {name}: it belongs to another release")
+        function.restype, function.argtypes = result, list(arguments)
+
+    declare("fa_attention_forward", ct.c_int, ct.POINTER(AttentionArgs), ct.c_void_p)
+    declare("fa_attention_query", ct.c_int, ct.POINTER(AttentionArgs), ct.POINTER(AttentionPlan))
+    declare("fa_attention_merge", ct.c_int, ct.POINTER(MergeArgs), ct.c_void_p)
+    declare("fa_kernel_count", ct.c_int32)
+    declare("fa_kernel_name", ct.c_char_p, ct.c_int32)
+    declare("fa_kernel_summary", ct.c_char_p, ct.c_int32)
+    declare("fa_kernel_device", ct.c_int32, ct.c_int32)
+    declare("fa_status_name", ct.c_char_p, ct.c_int)
+    declare("fa_last_error", ct.c_char_p)
+    declare("fa_version", ct.c_char_p)
+    declare("fa_build_info", ct.c_char_p)
+    declare("fa_cuda_device_count", ct.c_int32)
+
+    def raise_on_error(status: int, function: object, arguments: tuple) -> None:
+        if status != OK:
+            raise _ERRORS.get(status, FlashAttnError)(lib.fa_last_error().decode(errors="replace"))
+
+    lib.fa_attention_forward.errcheck = raise_on_error
+    lib.fa_attention_merge.errcheck = raise_on_error
+    return lib

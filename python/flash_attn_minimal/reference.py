@@ -1,0 +1,346 @@
+"""Attention in NumPy float64, written to be read: the standard three steps, and FlashAttention v1 and v2 block by
+block.
+
+All three take the same arguments as flash_attn_func and return (out, lse) in float64. They share one thing,
+`Head.scores`: the tile of S for some rows and columns with every option applied, -inf where a row may not look. What
+differs is the order of the loops:
+
+    standard_attention   S whole, softmax of each row, times V: (seqlen_q, seqlen_k) numbers in memory
+    flash_attention_v1   keys outside, queries inside; out is normalised after every block      (Dao et al. 2022,
+    algorithm 1) flash_attention_v2   queries outside, keys inside; out is normalised once, at the end       (Dao 2023,
+    algorithm 1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# ---- one (batch, head): what a score is ----
+
+
+@dataclass
+class Head:
+    """One head of one sequence; q (seqlen_q, headdim), k (seqlen_k, headdim), v (seqlen_k, headdim_v)."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    softmax_scale: float
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    top_left: bool = False
+    softcap: float = 0.0
+    slope: float = 0.0
+    bias: np.ndarray | None = None  # broadcasts to (seqlen_q, seqlen_k)
+    mask: np.ndarray | None = None
+    sink: float = -np.inf  # one more logit in the denominator; -inf adds nothing
+    dropout: dict[str, Any] = field(default_factory=dict)  # p, seed, offset, batch, head
+
+    def visible(self, rows: slice, columns: slice) -> np.ndarray:
+        """True where row i may look at column j."""
+        i, j = self._indices(rows, columns)
+        aligned = i if self.top_left else i + len(self.k) - len(self.q)
+        left, right = self.window_size
+        seen = np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
+        if self.causal:
+            right = 0
+        if right >= 0:
+            seen &= j <= aligned + right
+        if left >= 0:
+            seen &= j >= aligned - left
+        if self.mask is not None:
+            seen &= _broadcast(self.mask, self)[rows, columns] != 0
+        return seen
+
+    def scores(self, rows: slice, columns: slice) -> np.ndarray:
+        """The tile of S: scale, softcap, ALiBi, bias, then -inf where the row may not look."""
+        i, j = self._indices(rows, columns)
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf in the inputs go where they go
+            s = self.softmax_scale * (self.q[rows] @ self.k[columns].T)
+            if self.softcap:
+                s = self.softcap * np.tanh(s / self.softcap)
+            if self.slope:
+                aligned = i if self.top_left else i + len(self.k) - len(self.q)
+                s = s - self.slope * np.abs(aligned - j)
+            if self.bias is not None:
+                s = s + _broadcast(self.bias, self)[rows, columns]
+        return np.where(self.visible(rows, columns), s, -np.inf)
+
+    def kept(self, rows: slice, columns: slice) -> np.ndarray | float:
+        """Factor on the probabilities: 0 where dropout strikes, 1 / (1 - p) elsewhere."""
+        if not self.dropout:
+            return 1.0
+        i, j = self._indices(rows, columns)
+        threshold = dropout_threshold(self.dropout["p"])
+        bits = dropout_bits(
+            self.dropout["seed"], self.dropout["offset"], self.dropout["batch"], self.dropout["head"], i, j
+        )
+        return np.where(bits < threshold, 0.0, 65536 / (65536 - threshold))
+
+    def _indices(self, rows: slice, columns: slice) -> tuple[np.ndarray, np.ndarray]:
+        return np.arange(len(self.q))[rows, None], np.arange(len(self.k))[None, columns]
+
+
+def _broadcast(array: np.ndarray, head: Head) -> np.ndarray:
+    return np.broadcast_to(array, (len(head.q), len(head.k)))
+
+
+def _or_zero(row_max: np.ndarray) -> np.ndarray:
+    """An empty row has row_max = -inf, and -inf - -inf is NaN: such rows subtract 0 instead."""
+    return np.where(np.isneginf(row_max), 0.0, row_max)
+
+
+def _times_values(p: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """p @ v, in which p = 0 (masked) silences its value even if that is NaN or Inf: 0 * NaN would be NaN."""
+    out = p @ np.where(np.isfinite(v), v, 0)
+    for j in np.flatnonzero(~np.isfinite(v).all(axis=1)):
+        seen = p[:, j] != 0
+        out[seen] += p[seen, j, None] * np.where(np.isfinite(v[j]), 0, v[j])
+    return out
+
+
+def _divide(x: np.ndarray, row_sum: np.ndarray) -> np.ndarray:
+    """x / row_sum, 0 for an empty row."""
+    return np.divide(x, row_sum, out=np.zeros(np.broadcast_shapes(x.shape, row_sum.shape)), where=row_sum != 0)
+
+
+# ---- three ways to compute one head: out (seqlen_q, headdim_v), lse (seqlen_q) ----
+
+
+def _standard(head: Head) -> tuple[np.ndarray, np.ndarray]:
+    everything = slice(None)
+    s = head.scores(everything, everything)
+    row_max = _or_zero(np.max(s, axis=1, initial=head.sink))
+    with np.errstate(invalid="ignore"):
+        p = np.exp(s - row_max[:, None])
+    row_sum = p.sum(axis=1) + np.exp(head.sink - row_max)
+    with np.errstate(divide="ignore"):
+        lse = row_max + np.log(row_sum)  # log(0) = -inf is what an empty row returns
+    p = _divide(p, row_sum[:, None]) * head.kept(everything, everything)
+    return _times_values(p, head.v), lse
+
+
+def _flash_v1(head: Head, block_q: int, block_k: int) -> tuple[np.ndarray, np.ndarray]:
+    seqlen_q, seqlen_k = len(head.q), len(head.k)
+    out = np.zeros((seqlen_q, head.v.shape[1]))
+    row_max = np.full(seqlen_q, head.sink)  # m: the sink is there before any key
+    row_sum = np.full(seqlen_q, 1.0 if head.sink > -np.inf else 0.0)  # l: exp(sink - m) = 1
+    for j in range(0, seqlen_k, block_k):
+        columns = slice(j, j + block_k)
+        for i in range(0, seqlen_q, block_q):
+            rows = slice(i, i + block_q)
+            s = head.scores(rows, columns)
+            new_max = np.maximum(row_max[rows], s.max(axis=1))
+            with np.errstate(invalid="ignore"):
+                p = np.exp(s - _or_zero(new_max)[:, None])
+                correction = np.exp(row_max[rows] - _or_zero(new_max))
+            new_sum = correction * row_sum[rows] + p.sum(axis=1)
+            # `out` is normalised by the old sum: undo that, add this block, divide by the new sum.
+            block = _times_values(p * head.kept(rows, columns), head.v[columns])
+            out[rows] = _divide((correction * row_sum[rows])[:, None] * out[rows] + block, new_sum[:, None])
+            row_max[rows], row_sum[rows] = new_max, new_sum
+    with np.errstate(divide="ignore"):
+        return out, row_max + np.log(row_sum)
+
+
+def _flash_v2(head: Head, block_q: int, block_k: int) -> tuple[np.ndarray, np.ndarray]:
+    seqlen_q, seqlen_k = len(head.q), len(head.k)
+    out, lse = np.zeros((seqlen_q, head.v.shape[1])), np.full(seqlen_q, -np.inf)
+    for i in range(0, seqlen_q, block_q):
+        rows = slice(i, i + block_q)
+        height = len(lse[rows])
+        acc = np.zeros((height, head.v.shape[1]))
+        row_max = np.full(height, head.sink)
+        row_sum = np.full(height, 1.0 if head.sink > -np.inf else 0.0)
+        for j in range(0, seqlen_k, block_k):
+            columns = slice(j, j + block_k)
+            s = head.scores(rows, columns)
+            new_max = np.maximum(row_max, s.max(axis=1))
+            with np.errstate(invalid="ignore"):
+                p = np.exp(s - _or_zero(new_max)[:, None])
+                correction = np.exp(row_max - _or_zero(new_max))
+            row_sum = correction * row_sum + p.sum(axis=1)
+            acc = correction[:, None] * acc + _times_values(p * head.kept(rows, columns), head.v[columns])
+            row_max = new_max
+        out[rows] = _divide(acc, row_sum[:, None])  # the only division
+        with np.errstate(divide="ignore"):
+            lse[rows] = row_max + np.log(row_sum)
+    return out, lse
+
+
+# ---- whole arrays ----
+
+
+def standard_attention(q, k, v, **options):
+    """Standard attention with S in memory. q (batch, seqlen_q, nheads, headdim), k and v as in flash_attn_func; see
+    `heads` for the options. Returns out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q),
+    float64.
+
+    >>> import numpy as np
+    >>> q = k = np.zeros((1, 3, 1, 4))
+    >>> v = np.arange(3.0).reshape(1, 3, 1, 1)
+    >>> out, lse = standard_attention(q, k, v, causal=True)
+    >>> out.ravel(), np.exp(lse).ravel().round(12)
+    (array([0. , 0.5, 1. ]), array([1., 2., 3.]))
+    """
+    return _over_heads(_standard, q, k, v, options)
+
+
+def flash_attention_v1(q, k, v, *, block_q=32, block_k=32, **options):
+    """FlashAttention as first published: keys and values outside, so each block of out is read and written once per
+    block of keys.
+
+    >>> import numpy as np
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 50, 4, 8))
+    >>> bool(np.allclose(flash_attention_v1(q, k, v)[0], standard_attention(q, k, v)[0], atol=1e-12))
+    True
+    """
+    return _over_heads(lambda head: _flash_v1(head, block_q, block_k), q, k, v, options)
+
+
+def flash_attention_v2(q, k, v, *, block_q=32, block_k=32, **options):
+    """FlashAttention-2: queries outside, so out stays in registers until its row is done and is divided by its sum
+    once.
+
+    >>> import numpy as np
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 50, 4, 8))
+    >>> bool(np.allclose(flash_attention_v2(q, k, v)[0], standard_attention(q, k, v)[0], atol=1e-12))
+    True
+    """
+    return _over_heads(lambda head: _flash_v2(head, block_q, block_k), q, k, v, options)
+
+
+def varlen(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
+    """Any of the three over packed sequences: q (total_q, nheads, headdim). Returns out (total_q, nheads, headdim_v)
+    and lse (nheads, total_q); rows that belong to no sequence have out = 0, lse = -inf."""
+    out = np.zeros((q.shape[0], q.shape[1], v.shape[2]))
+    lse = np.full((q.shape[1], q.shape[0]), -np.inf)
+    for b in range(len(cu_seqlens_q) - 1):
+        rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+        columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+        o, l = attention(q[None, rows], k[None, columns], v[None, columns], sequence=b, **options)  # noqa: E741
+        out[rows], lse[:, rows] = o[0], l[0]
+    return out, lse
+
+
+def heads(
+    q,
+    k,
+    v,
+    *,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    bias=None,
+    mask=None,
+    sinks=None,
+    top_left=False,
+    dropout_seed=0,
+    dropout_offset=0,
+    sequence=None,
+):
+    """Yields (b, h, Head) for every batch and query head. `sequence` is the index of the one sequence in a varlen
+    batch: it selects its slopes, bias and mask, and its place in the dropout pattern."""
+    batch, seqlen_q, nheads, headdim = q.shape
+    seqlen_k, nheads_k = k.shape[1:3]
+    scale = headdim**-0.5 if softmax_scale is None else softmax_scale
+    slopes = np.zeros((1, nheads)) if alibi_slopes is None else np.atleast_2d(alibi_slopes)
+    for b in range(batch):
+        index = b if sequence is None else sequence
+
+        def part(array, h, index=index):  # the (seqlen_q, seqlen_k) part of a bias or mask that belongs to this head
+            if array is None:
+                return None
+            array = np.reshape(array, (1,) * (4 - np.ndim(array)) + np.shape(array))
+            array = array[index if len(array) > 1 else 0]
+            array = array[h if len(array) > 1 else 0]
+            return array[:seqlen_q, :seqlen_k]
+
+        for h in range(nheads):
+            yield (
+                b,
+                h,
+                Head(
+                    q=np.asarray(q[b, :, h], np.float64),
+                    k=np.asarray(k[b, :, h // (nheads // nheads_k)], np.float64),
+                    v=np.asarray(v[b, :, h // (nheads // nheads_k)], np.float64),
+                    softmax_scale=scale,
+                    causal=causal,
+                    window_size=window_size,
+                    top_left=top_left,
+                    softcap=softcap,
+                    slope=float(slopes[index if len(slopes) > 1 else 0, h]),
+                    bias=None if bias is None else np.asarray(part(bias, h), np.float64),
+                    mask=part(mask, h),
+                    sink=-np.inf if sinks is None else float(sinks[h]),
+                    dropout={"p": dropout_p, "seed": dropout_seed, "offset": dropout_offset, "batch": index, "head": h}
+                    if dropout_p
+                    else {},
+                ),
+            )
+
+
+def _over_heads(one_head, q, k, v, options):
+    batch, seqlen_q, nheads, _ = q.shape
+    out = np.zeros((batch, seqlen_q, nheads, v.shape[-1]))
+    lse = np.full((batch, nheads, seqlen_q), -np.inf)
+    for b, h, head in heads(q, k, v, **options):
+        out[b, :, h], lse[b, h] = one_head(head)
+    return out, lse
+
+
+def merge(out_a, lse_a, out_b, lse_b):
+    """Attention over the union of two disjoint sets of keys. out (batch, seqlen, nheads, headdim_v), lse (batch,
+    nheads, seqlen)."""
+    lse_a, lse_b = np.asarray(lse_a, np.float64), np.asarray(lse_b, np.float64)
+    lse = np.logaddexp(lse_a, lse_b)
+    out = np.zeros(np.shape(out_a))
+    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
+        weight = np.exp(part_lse - _or_zero(lse)).swapaxes(-1, -2)[..., None]
+        out += np.where(
+            weight == 0, 0, weight * np.where(weight == 0, 0, part)
+        )  # weight 0: the identity, whatever its out holds
+    return out, lse
+
+
+# ---- dropout: cuda/attention/philox.h in NumPy ----
+
+
+def philox(counter, key):
+    """Philox4x32-10 (Salmon et al., SC 2011): four 32-bit words from four words of counter and two of key; arrays
+    broadcast.
+
+    >>> [hex(word) for word in philox((0, 0, 0, 0), (0, 0))]
+    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    low = np.uint64(0xFFFFFFFF)
+    c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in counter)
+    k0, k1 = int(key[0]), int(key[1])
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1 = (b >> np.uint64(32)) ^ c1 ^ np.uint64(k0), b & low
+        c2, c3 = (a >> np.uint64(32)) ^ c3 ^ np.uint64(k1), a & low
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def dropout_threshold(p: float) -> int:
+    """An element is dropped iff its 16 random bits are below this."""
+    return 0 if p == 0 else min(max(int(np.floor(float(np.float32(p)) * 65536 + 0.5)), 1), 65535)
+
+
+def dropout_bits(seed: int, offset: int, batch: int, head: int, row: np.ndarray, column: np.ndarray) -> np.ndarray:
+    """The 16 random bits of each (row, column): one Philox block for 8 neighbouring columns, its words split low half
+    first."""
+    words = (offset & 0xFFFFFFFF, offset >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32)
+    key = [int(word) for word in philox(*words)[:2]]
+    row, column = np.broadcast_arrays(row, column)
+    block = np.stack(philox((column // 8, row, head, batch), key))
+    word = np.take_along_axis(block, (column % 8 // 2)[None], axis=0)[0].astype(np.int64)
+    return np.where(column % 2 == 1, word >> 16, word & 0xFFFF)

@@ -1,0 +1,173 @@
+"""Which library, which devices, which kernels; and how arrays reach a device.
+
+The library is $FLASH_ATTN_LIBRARY with the sources beside this folder, else an installed package, else the sources
+alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+if "FLASH_ATTN_LIBRARY" in os.environ or importlib.util.find_spec("flash_attn_minimal") is None:
+    sys.path.insert(0, str(ROOT / "python"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [sys.path[0], os.environ.get("PYTHONPATH")])
+    )  # subprocesses
+os.environ.pop("FLASH_ATTN_KERNEL", None)
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory at once
+
+import accuracy  # noqa: E402
+
+import flash_attn_minimal as fa  # noqa: E402
+from flash_attn_minimal import _library  # noqa: E402
+
+SEED = int(os.environ.get("FLASH_ATTN_TEST_SEED") or np.random.SeedSequence().generate_state(1)[0])
+
+
+def _module(name: str):
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+ml_dtypes, torch, cupy, jax = (_module(name) for name in ("ml_dtypes", "torch", "cupy", "jax"))
+try:
+    CUDA_DEVICES = _library.load().fa_cuda_device_count()
+except fa.LibraryNotFound as error:
+    pytest.exit(str(error), returncode=4)
+if not CUDA_DEVICES:
+    NO_CUDA = "no CUDA device, or a build without CUDA"
+elif not (torch and torch.cuda.is_available()) and not cupy:
+    NO_CUDA = "neither PyTorch with CUDA nor CuPy to hold the arrays"
+else:
+    NO_CUDA = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Arrays on one device through one framework."""
+
+    name: str
+    framework: str
+
+    def array(self, x: np.ndarray, dtype: str | None = None):
+        """A NumPy array on this device, as `dtype`."""
+        dtype = dtype or x.dtype.name
+        if dtype == "bfloat16" and self.framework != "torch" and ml_dtypes is None:
+            pytest.skip("bfloat16 needs ml_dtypes")
+        if self.framework == "torch":
+            return torch.tensor(x, device=self.name).to(getattr(torch, dtype))
+        native = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+        return cupy.asarray(x).astype(native) if self.framework == "cupy" else x.astype(native)
+
+    def nans(self, shape, dtype: str):
+        return self.array(np.full(shape, np.nan, np.float32), dtype)
+
+    def numpy(self, array) -> np.ndarray:
+        """Back to NumPy, 16-bit floats as float32."""
+        if self.framework == "torch":
+            return (array.float() if array.dtype in (torch.float16, torch.bfloat16) else array).cpu().numpy()
+        array = array.get() if self.framework == "cupy" else array
+        return array.astype(np.float32) if array.dtype.itemsize == 2 else array
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel on one device."""
+
+    device: Device
+    name: str
+
+    @property
+    def general(self) -> bool:
+        """Serves every call, so that a refusal is a failure and not a skip."""
+        return self.name.startswith("cpu_") or self.name in ("minimal", "naive")
+
+    def __call__(self, q, k, v, dtype="float32", cu_seqlens=None, **options):
+        """Attention over NumPy arrays; out, pre-filled with NaN, and lse as NumPy."""
+        arrays, options = self.arguments(q, k, v, dtype, cu_seqlens, options)
+        plan = fa.query(*arrays, **options)
+        if plan.status == "FA_UNSUPPORTED" and not self.general:
+            pytest.skip(plan.error)
+        assert plan.status == "FA_OK", plan
+        assert plan.kernel == self.name
+        shape = (*q.shape[:-1], v.shape[-1])
+        options["out"] = self.device.nans(shape, dtype)
+        out, lse = (fa.flash_attn_func if cu_seqlens is None else fa.flash_attn_varlen_func)(
+            *arrays, return_lse=True, **options
+        )
+        assert out is options["out"]
+        return self.device.numpy(out), self.device.numpy(lse)
+
+    def arguments(self, q, k, v, dtype, cu_seqlens, options):
+        arrays = [self.device.array(x, dtype) for x in (q, k, v)]
+        options = {"kernel": self.name, **options}
+        for name in ("alibi_slopes", "sinks", "mask"):
+            if name in options:
+                options[name] = self.device.array(options[name])
+        if "bias" in options:
+            bias = options["bias"]
+            exact = np.array_equal(accuracy.round_to(bias, dtype), bias)
+            options["bias"] = self.device.array(bias, dtype if exact else "float32")
+        if cu_seqlens is not None:
+            for name, cu, longest in zip(("q", "k"), cu_seqlens[:2], cu_seqlens[2:], strict=True):
+                options[f"cu_seqlens_{name}"] = self.device.array(np.array(cu, np.int32))
+                options[f"max_seqlen_{name}"] = longest
+        return arrays, options
+
+    def check(self, case: accuracy.Case) -> tuple[np.ndarray, np.ndarray]:
+        """Runs a case and compares it with float64; returns what the kernel said."""
+        (q, k, v, options), exact, plain = accuracy.expected(case)
+        cu = (case.cu_seqlens_q, case.cu_seqlens_k, case.seqlen_q, case.seqlen_k) if case.varlen else None
+        out, lse = self(q, k, v, case.dtype, cu, **options)
+        floor = accuracy.rounding_floor(q, k, case.softmax_scale)
+        accuracy.check("lse", lse, exact[1], plain[1], "float32", floor=floor)
+        accuracy.check("out", out, exact[0], plain[0], case.dtype, floor=floor)
+        return out, lse
+
+
+CPU = Device("cpu", "numpy")
+CUDA = Device("cuda", "torch" if torch and torch.cuda.is_available() else "cupy")
+
+
+def _cpu_kernels() -> list[str]:
+    q = np.zeros((1, 1, 1, 8), np.float32)
+    names = [kernel["name"] for kernel in fa.kernels() if kernel["device"] == "cpu"]
+    return [name for name in names if fa.query(q, q, q, kernel=name).status == "FA_OK"]
+
+
+no_cuda = pytest.param(None, id="cuda", marks=pytest.mark.skip(reason=NO_CUDA))
+_devices = [pytest.param(CPU, id="cpu"), no_cuda if NO_CUDA else pytest.param(CUDA, id="cuda")]
+_kernels = [pytest.param(Kernel(CPU, name), id=name) for name in _cpu_kernels()]
+if NO_CUDA:
+    _kernels.append(no_cuda)
+else:
+    _names = [kernel["name"] for kernel in fa.kernels() if kernel["device"] == "cuda"]
+    _kernels += [pytest.param(Kernel(CUDA, name), id=name) for name in _names]
+
+
+@pytest.fixture(params=_devices)
+def device(request) -> Device:
+    return request.param
+
+
+@pytest.fixture(params=_kernels)
+def kernel(request) -> Kernel:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _no_forced_kernel(monkeypatch):
+    monkeypatch.delenv("FLASH_ATTN_KERNEL", raising=False)
+
+
+def pytest_report_header(config):
+    return [
+        f"library: {_library.path()} ({_library.load().fa_build_info().decode()})",
+        f"fuzz seed: {SEED} (FLASH_ATTN_TEST_SEED={SEED} repeats this run); cuda: {NO_CUDA or CUDA.framework}",
+    ]
