@@ -1,0 +1,428 @@
+"""The three places arrays come from (NumPy, PyTorch, CuPy) behind one interface: make inputs, read rows back, time
+launches.
+
+A framework is imported when its machine is opened, never before. `burst(launch, count, us)` returns a callable that
+queues launches 0 .. count - 1; `seconds(burst)` says how long the device takes for it:
+
+    CPU    the calls one after the other between two readings of a steady clock
+    GPU    CUDA events around a replayed CUDA graph of the launches (short kernels: the host is out of the picture),
+           or around plain launches (long kernels: the host keeps ahead by itself)
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from .._library import FlashAttnError
+
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+GRAPH_BELOW_US = 200  # a launch that takes longer hides the host's work for the next one
+CAPTURE_FAILED = "timed without a CUDA graph"
+
+
+class BenchError(FlashAttnError):
+    """This machine cannot do what was asked; the text says why."""
+
+
+class CpuClock:
+    device = "cpu"
+    l2_bytes = 0  # inputs are not rotated: a caller on the CPU has them in cache as often as not
+    gpu_id = None
+
+    def burst(self, launch, count, us):
+        def run():
+            for i in range(count):
+                launch(i)
+
+        return run
+
+    def seconds(self, burst, repeat=1, warm=True):
+        time.sleep(0.005)  # threads of the system before stop spinning
+        if warm:
+            burst()
+        start = time.perf_counter()
+        for _ in range(repeat):
+            burst()
+        return time.perf_counter() - start
+
+    def synchronize(self):
+        pass
+
+    def release(self):
+        pass
+
+    def describe(self):
+        return {"cpu": cpu_model()}
+
+    @property
+    def title(self):
+        return f"{cpu_model()}, {cores()} cores"
+
+
+class Numpy(CpuClock):
+    framework = "numpy"
+
+    def random(self, shape, dtype, seed):
+        values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+        return values.astype(self._dtype(dtype), copy=False)
+
+    def nans(self, shape, dtype):
+        return np.full(shape, np.nan, self._dtype(dtype))
+
+    def int32(self, values):
+        return np.asarray(values, np.int32)
+
+    def host(self, array):
+        """A float32 NumPy copy."""
+        return np.asarray(array).astype(np.float32)
+
+    def finite(self, array):
+        return bool(np.isfinite(array).all())
+
+    @staticmethod
+    def _dtype(dtype):
+        if dtype == "bfloat16":
+            try:
+                import ml_dtypes
+            except ImportError:
+                raise BenchError(
+                    "--dtype bfloat16 on the CPU needs PyTorch or ml_dtypes, and neither is installed"
+                ) from None
+            return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(dtype)
+
+
+class _Torch:
+    framework = "torch"
+
+    def __init__(self):
+        import torch
+
+        self.torch = torch
+
+    def random(self, shape, dtype, seed):
+        generator = self.torch.Generator(self.device).manual_seed(seed)
+        values = self.torch.randn(shape, generator=generator, device=self.device, dtype=self.torch.float32)
+        return values.to(getattr(self.torch, dtype))
+
+    def nans(self, shape, dtype):
+        return self.torch.full(shape, float("nan"), dtype=getattr(self.torch, dtype), device=self.device)
+
+    def int32(self, values):
+        return self.torch.tensor(values, dtype=self.torch.int32, device=self.device)
+
+    def host(self, array):
+        return array.float().cpu().numpy()
+
+    def finite(self, array):
+        return bool(self.torch.isfinite(array).all())
+
+
+class TorchCpu(_Torch, CpuClock):
+    pass
+
+
+class TorchCuda(_Torch):
+    device = "cuda"
+
+    def __init__(self):
+        super().__init__()
+        if not self.torch.cuda.is_available():
+            raise BenchError("PyTorch sees no CUDA device")
+        properties = self.torch.cuda.get_device_properties(self.torch.cuda.current_device())
+        self.name = properties.name
+        self.l2_bytes = getattr(properties, "L2_cache_size", 50 << 20)
+        uuid = getattr(properties, "uuid", None)
+        self.gpu_id = None if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
+        self._start, self._end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def burst(self, launch, count, us):
+        if us < GRAPH_BELOW_US:
+            graph = self.torch.cuda.CUDAGraph()
+            try:
+                with self.torch.cuda.graph(graph):
+                    for i in range(count):
+                        launch(i)
+                return graph.replay
+            except RuntimeError as error:
+                self.torch.cuda.synchronize()
+                print(f"  {CAPTURE_FAILED}: {first_line(error)}", file=sys.stderr)
+
+        def run():
+            for i in range(count):
+                launch(i)
+
+        return run
+
+    def seconds(self, burst, repeat=1, warm=True):
+        if warm:
+            burst()  # keeps the device busy while the host queues the timed ones
+        self._start.record()
+        for _ in range(repeat):
+            burst()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) * 1e-3
+
+    def synchronize(self):
+        self.torch.cuda.synchronize()
+
+    def release(self):
+        self.torch.cuda.empty_cache()
+
+    def describe(self):
+        about = {"gpu": self.name, "cuda": self.torch.version.cuda, "torch": self.torch.__version__}
+        return about | {"cudnn": self.torch.backends.cudnn.version()}
+
+    @property
+    def title(self):
+        return self.name
+
+
+class Cupy:
+    device = "cuda"
+    framework = "cupy"
+
+    def __init__(self):
+        import cupy
+
+        self.cupy = cupy
+        try:
+            number = cupy.cuda.runtime.getDevice()
+            properties = cupy.cuda.runtime.getDeviceProperties(number)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise BenchError(f"CuPy sees no CUDA device: {first_line(error)}") from None
+        self.name = properties["name"].decode()
+        self.l2_bytes = properties.get("l2CacheSize", 50 << 20)
+        raw = properties.get("uuid")
+        digits = bytes(raw).hex() if raw else ""
+        groups = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
+        self.gpu_id = f"GPU-{'-'.join(groups)}" if len(digits) == 32 else None
+        # Captures need a stream of their own, and launches go to the current one: everything happens on this one.
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._stream.use()
+        self._start, self._end = cupy.cuda.Event(), cupy.cuda.Event()
+
+    def random(self, shape, dtype, seed):
+        values = self.cupy.random.RandomState(seed).standard_normal(shape, dtype=self.cupy.float32)
+        return values.astype(self._dtype(dtype), copy=False)
+
+    def nans(self, shape, dtype):
+        return self.cupy.full(shape, float("nan"), self._dtype(dtype))
+
+    def int32(self, values):
+        return self.cupy.asarray(values, dtype=self.cupy.int32)
+
+    def host(self, array):
+        return array.astype(self.cupy.float32).get()
+
+    def finite(self, array):
+        return bool(self.cupy.isfinite(array.astype(self.cupy.float32)).all())
+
+    def _dtype(self, dtype):
+        if dtype == "bfloat16":  # this CuPy may or may not know ml_dtypes' type
+            try:
+                return (
+                    self.cupy.zeros(1, Numpy._dtype(dtype)).astype(self.cupy.float32).astype(Numpy._dtype(dtype)).dtype
+                )
+            except (BenchError, TypeError, ValueError) as error:
+                raise BenchError(
+                    f"this CuPy has no bfloat16 ({first_line(error)}): install PyTorch, or use --dtype float16"
+                ) from None
+        return self.cupy.dtype(dtype)
+
+    def burst(self, launch, count, us):
+        if us < GRAPH_BELOW_US:
+            stream = self._stream
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                try:
+                    for i in range(count):
+                        launch(i)
+                finally:
+                    graph = stream.end_capture()
+                return lambda: graph.launch(stream)
+            except (RuntimeError, FlashAttnError) as error:
+                print(f"  {CAPTURE_FAILED}: {first_line(error)}", file=sys.stderr)
+
+        def run():
+            for i in range(count):
+                launch(i)
+
+        return run
+
+    def seconds(self, burst, repeat=1, warm=True):
+        if warm:
+            burst()
+        self._start.record(self._stream)
+        for _ in range(repeat):
+            burst()
+        self._end.record(self._stream)
+        self._end.synchronize()
+        return self.cupy.cuda.get_elapsed_time(self._start, self._end) * 1e-3
+
+    def synchronize(self):
+        self._stream.synchronize()
+
+    def release(self):
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
+    def describe(self):
+        version = self.cupy.cuda.runtime.runtimeGetVersion()
+        return {"gpu": self.name, "cuda": f"{version // 1000}.{version % 1000 // 10}", "cupy": self.cupy.__version__}
+
+    @property
+    def title(self):
+        return self.name
+
+
+FRAMEWORKS = {"numpy": [Numpy], "torch": [TorchCuda, TorchCpu], "cupy": [Cupy]}
+
+
+def open_machine(device: str | None, framework: str | None):
+    """A machine on `device` (None: a GPU if there is one) with arrays of `framework` (None: PyTorch, whose peers can
+    be timed beside, else CuPy on the GPU, NumPy on the CPU)."""
+    reasons = []
+    for kind in (TorchCuda, Cupy, TorchCpu, Numpy):
+        if device not in (None, kind.device) or framework not in (None, kind.framework):
+            continue
+        if kind.device == "cuda" and not library_has_cuda():
+            reasons.append("the library sees no GPU")
+            continue
+        try:
+            return kind()
+        except ImportError:
+            reasons.append(f"{kind.framework} is not installed")
+        except BenchError as error:
+            reasons.append(str(error))
+    wanted = " ".join(filter(None, (device and f"--device {device}", framework and f"--framework {framework}")))
+    reasons = list(dict.fromkeys(reasons)) or ["there is no such combination"]
+    raise BenchError(f"{wanted}: {'; '.join(reasons)}")
+
+
+def library_has_cuda() -> bool:
+    from .._library import load
+
+    return load().fa_cuda_device_count() > 0
+
+
+# ---- what the hardware is and how it feels ----
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_average() -> float | None:
+    """Processes that ran or waited for a core over the last minute."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def cpu_model() -> str:
+    """`Intel Xeon Platinum 8480C`, never a host name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2] for line in lines if line.startswith(("model name", "Model")))
+    except (OSError, StopIteration):
+        name = f"{platform.machine()} processor"
+    for noise in ("(R)", "(TM)", "(r)", "(tm)", "CPU", "Processor"):
+        name = name.replace(noise, " ")
+    return " ".join(name.partition("@")[0].split())
+
+
+def device_slug(machine) -> str:
+    """`NVIDIA H200` is h200, `Intel(R) Xeon(R) Processor` is intel-xeon: the folder of this device's results."""
+    name = machine.name if machine.device == "cuda" else cpu_model()
+    words = [word for word in name.lower().replace("/", " ").split() if word not in ("nvidia", "geforce", "tesla")]
+    return "-".join(words) or machine.device
+
+
+def first_line(error) -> str:
+    """The first line of a message, for a list of reasons."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+class Meter:
+    """Samples the SM clock and the board's power in a thread while the block runs; silent where neither NVML nor
+    nvidia-smi answers."""
+
+    def __init__(self, machine):
+        self.samples = []  # (time, MHz, W)
+        self.driver = None
+        self._pause = 0.02
+        self._read = self._open(machine.gpu_id) if machine.device == "cuda" else None
+        self._stop = threading.Event()
+        self._thread = None
+
+    def __enter__(self):
+        if self._read:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+
+    def between(self, start=0.0, end=float("inf")):
+        """Medians of (MHz, W) over a stretch of time.perf_counter(), or None."""
+        inside = [sample for sample in list(self.samples) if start <= sample[0] <= end]
+        return (median(s[1] for s in inside), median(s[2] for s in inside)) if inside else None
+
+    def _run(self):
+        while not self._stop.wait(self._pause):
+            try:
+                mhz, watts = self._read()
+            except Exception:  # whatever the driver's library raises, a missing reading must not end a benchmark
+                return
+            self.samples.append((time.perf_counter(), mhz, watts))
+
+    def _open(self, gpu_id):
+        for opener in (self._open_nvml, self._open_smi):
+            try:
+                read = opener(gpu_id)
+                read()
+                return read
+            except Exception:  # not installed, no driver, or a card that does not tell: the next way
+                continue
+        return None
+
+    def _open_nvml(self, gpu_id):
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu_id) if gpu_id else pynvml.nvmlDeviceGetHandleByIndex(0)
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        self.driver = driver.decode() if isinstance(driver, bytes) else driver
+
+        def watts():  # the plain reading is an average over a second on some cards; the instant one is newer
+            instant = getattr(pynvml, "NVML_FI_DEV_POWER_INSTANT", None)
+            if instant is not None:
+                field = pynvml.nvmlDeviceGetFieldValues(handle, [instant])[0]
+                if field.nvmlReturn == 0:
+                    return field.value.uiVal / 1e3
+            return pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+
+        return lambda: (pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM), watts())
+
+    def _open_smi(self, gpu_id):
+        def ask(fields):
+            command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", gpu_id or "0"]
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+        self.driver = ask("driver_version")
+        self._pause = 0.2  # a process for each reading
+        return lambda: tuple(float(x) for x in ask("clocks.sm,power.draw").split(","))

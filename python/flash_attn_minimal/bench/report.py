@@ -1,0 +1,328 @@
+"""The result file and the Markdown table made from it. The file is one JSON object: machine, date, commit, command,
+rows, left_out."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+
+from .. import __version__
+from .._library import load
+from .machine import SHORT, BenchError, Meter, cores, cpu_model
+from .systems import LABELS
+
+BUSY = 0.5  # other processes running for each core, before ours start, from which on CPU numbers are suspect
+
+
+def result(suite: str, command: str, machine, outcome) -> dict:
+    """The object that goes into the file."""
+    about = machine.describe()
+    if machine.device == "cuda":
+        about["driver"] = outcome.driver or Meter(machine).driver
+        if outcome.conditions:
+            about["sm_clock_mhz"], about["power_w"] = outcome.conditions
+    elif outcome.load is not None and outcome.load > BUSY * cores():
+        about["load"] = round(outcome.load, 1)
+    about["host"] = f"{cpu_model()}, {cores()} cores"
+    about["library"] = f"{__version__}, {load().fa_build_info().decode()}"
+    whole = {
+        "machine": {key: value for key, value in about.items() if value is not None},
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "command": command,
+        "suite": suite,
+        "rows": outcome.rows,
+        "left_out": outcome.left_out,
+    }
+    return {key: value for key, value in whole.items() if value is not None}
+
+
+def commit() -> str | None:
+    """The commit of the repository that this package lies in, and whether the sources differ from it; or None."""
+    here = Path(__file__).resolve().parent
+    for folder in here.parents:
+        if (folder / "cuda" / "flash_attn.h").is_file() and (folder / ".git").exists():
+            git = ["git", "-C", str(folder)]
+            try:
+                head = subprocess.run(
+                    [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+                )
+                clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "cuda", "python", "CMakeLists.txt"])
+            except (OSError, subprocess.CalledProcessError):
+                return None
+            return head.stdout.strip() + ("" if clean.returncode == 0 else " with changes")
+    return None
+
+
+def write(data: dict, folder: Path) -> list[Path]:
+    """<suite>.json, then the table and the pictures beside it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{data['suite']}.json"
+        lines = ",\n".join(json.dumps(row) for row in data["rows"])
+        head = json.dumps({**data, "rows": None}, indent=1)
+        file.write_text(head.replace('"rows": null', f'"rows": [\n{lines}\n]' if lines else '"rows": []') + "\n")
+    except OSError as error:
+        raise BenchError(f"cannot write to {folder}: {error.strerror}") from None
+    return [file, *draw(data, file)]
+
+
+def read(file: Path) -> dict:
+    try:
+        data = json.loads(file.read_text())
+        if not (isinstance(data, dict) and data.keys() >= {"suite", "machine", "date", "command", "rows"}):
+            raise ValueError("not a result of `bench`")
+    except OSError as error:
+        raise BenchError(f"--plot-only {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise BenchError(f"--plot-only {file}: {error}") from None
+    return data
+
+
+def draw(data: dict, file: Path) -> list[Path]:
+    """The Markdown table, and the pictures where matplotlib is installed."""
+    from . import plots
+
+    pictures = plots.draw(data, file) if plots.available() else []
+    table = file.with_suffix(".md")
+    table.write_text(markdown(data, pictures))
+    return [table, *pictures]
+
+
+# ---- what the tables and the pictures share ----
+
+
+def device_name(data: dict) -> str:
+    machine = data["machine"]
+    return machine.get("gpu") or machine["host"]
+
+
+def dtypes(data: dict) -> str:
+    return ", ".join(dict.fromkeys(SHORT[row["dtype"]] for row in data["rows"] if row.get("pass") == "fwd"))
+
+
+def attention_rows(data: dict) -> list[dict]:
+    """The rows that have a time and are attention."""
+    return [row for row in data["rows"] if row.get("pass") == "fwd" and "us" in row]
+
+
+def series(row: dict) -> str:
+    """Which line of a picture or a table a row belongs to: the system, or the kernel when it was asked for by name."""
+    return row["kernel"] if row.get("forced") else row["system"]
+
+
+def label(name: str) -> str:
+    return LABELS.get(name, name)
+
+
+def group(row: dict) -> tuple:
+    """Rows of one panel: (headdim, nheads, nheads_k, batch) with what does not tell panels apart left at 0."""
+    grouped = (row["nheads"], row["nheads_k"]) if row["nheads"] != row["nheads_k"] else (0, 0)
+    return (grouped[0] > 0, row["headdim"], *grouped, row["batch"] if row["suite"] == "short" else 0)
+
+
+def group_name(key: tuple) -> str:
+    _, headdim, nheads, nheads_k, batch = key
+    name = f"headdim {headdim}"
+    if nheads:
+        name += f", {nheads}/{nheads_k} heads"
+    return name + (f", batch {batch}" if batch else "")
+
+
+def unit(data: dict) -> tuple[str, float]:
+    """TFLOP/s on a GPU, GFLOP/s on a CPU."""
+    return ("TFLOP/s", 1.0) if data["machine"].get("gpu") else ("GFLOP/s", 1e3)
+
+
+def number(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
+
+
+def order_of(rows: list[dict]) -> list[str]:
+    """Ours first, then the peers, standard attention last."""
+    mine = dict.fromkeys(series(row) for row in rows if row["system"] == "ours")
+    return [*mine, *sorted({row["system"] for row in rows} - {"ours"}, key=lambda name: [*LABELS, name].index(name))]
+
+
+# ---- Markdown ----
+
+
+def markdown(data: dict, pictures: list[Path]) -> str:
+    suite, rows = data["suite"], attention_rows(data)
+    shown = dtypes(data)
+    title = (
+        f"# {suite}: {device_name(data)}"
+        + (f", {shown}" if shown and suite != "overhead" else "")
+        + f", {data['date']}"
+    )
+    lines = [
+        title,
+        "",
+        f"`{data['command']}`" + (f" at commit {data['commit']}" if "commit" in data else ""),
+        "",
+        conditions(data),
+        "",
+    ]
+    for picture in pictures:
+        lines += [f"![{picture.stem.replace('_', ' ')}]({picture.name})", ""]
+    makers = {"ladder": ladder_table, "overhead": overhead_table}
+    lines += makers.get(suite, curves_table)(data, rows)
+    roofs = [row for row in data["rows"] if row.get("pass") in ("linear", "copy") and "us" in row]
+    if roofs:
+        name, scale = unit(data)
+        texts = [
+            f"the product {row['m']} x {row['n']} x {row['k']} {number(row['tflops'] * scale)} {name}" if "m" in row
+            else f"a copy {number(row['tbps'] * (1 if scale == 1 else 1e3))} {'TB/s' if scale == 1 else 'GB/s'}"
+            for row in roofs
+        ]  # fmt: skip
+        lines += ["", f"In the same run, through the same framework: {', '.join(texts)}."]
+    wrong = [row for row in data["rows"] if row.get("wrong")]
+    if wrong:
+        lines += ["", "## Wrong answers", ""]
+        lines += [
+            f"* {series(row)}: "
+            + ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("suite", "system", "wrong"))
+            for row in wrong
+        ]
+    if data.get("left_out"):
+        lines += ["", "## Left out", ""]
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for item in data["left_out"]:
+            reasons.setdefault((item["system"], item["reason"]), []).append(item["shape"])
+        for (system, reason), shapes in reasons.items():
+            where = shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes, the first {shapes[0]}"
+            lines.append(f"* {label(system)} ({where}): {reason}")
+    return "\n".join(lines) + "\n"
+
+
+def conditions(data: dict) -> str:
+    """One sentence on how it was measured."""
+    machine = data["machine"]
+    versions = [f"{key} {machine[key]}" for key in ("driver", "cuda", "torch", "cudnn", "cupy") if key in machine]
+    parts = [", ".join([machine["host"], *versions])]
+    if "sm_clock_mhz" in machine:
+        parts.append(
+            f"SM clock {machine['sm_clock_mhz']:.0f} MHz and {machine['power_w']:.0f} W (medians over the run)"
+        )
+    if "load" in machine:
+        parts.append(f"THE MACHINE WAS BUSY (load {machine['load']} before the start), which blurs every number here")
+    checked = [row for row in data["rows"] if "max_err" in row and row["system"] == "ours" and not row.get("wrong")]
+    if data["suite"] == "overhead":
+        parts.append("host time of one call, median of the bursts, systems in shuffled turns")
+    else:
+        parts.append("median of the bursts, systems in shuffled turns" + (", device time" if "gpu" in machine else ""))
+    if checked:
+        worst = max(row["max_err"] / row["err_budget"] for row in checked)
+        parts.append(
+            f"every answer checked against float64 first, the worst error of ours at {worst:.0%} of its budget"
+        )
+    return "; ".join(parts) + "."
+
+
+def table(head: list[str], body: list[list[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + "|".join(" --- " for _ in head) + "|",
+        *("| " + " | ".join(line) + " |" for line in body),
+    ]
+
+
+def curves_table(data: dict, rows: list[dict]) -> list[str]:
+    """One line for each panel and system, one column for each seqlen (or mix of lengths); then ours over the peers."""
+    short, varlen = data["suite"] == "short", data["suite"] == "varlen"
+    name, scale = unit(data)
+    axis = "mix" if varlen else "seqlen_q"
+    columns = list(dict.fromkeys(row[axis] for row in rows)) if varlen else sorted({row[axis] for row in rows})
+    against = {"the best peer": lambda row: row["system"] != "ours"}
+    if short:
+        against["standard attention"] = lambda row: row["system"] == "standard"
+    body: list[list[str]] = []
+    ratios: dict[str, list[float]] = {name: [] for name in against}
+    sustained = any("sustained_us" in row for row in rows)
+    for key in sorted({group(row) for row in rows}):
+        for causal in (False, True):
+            panel = [row for row in rows if group(row) == key and row["causal"] == causal]
+            start = [group_name(key), "causal" if causal else "full"]
+            for system in order_of(panel):
+                mine = {row[axis]: row for row in panel if series(row) == system}
+                values = [mine[c]["us"] if short else mine[c]["tflops"] * scale for c in columns if c in mine]
+                cells = iter(number(value) for value in values)
+                body.append([*start, label(system), *(next(cells) if c in mine else "" for c in columns)])
+                if sustained and not short:
+                    cells = [number(mine[c]["sustained_tflops"] * scale) if c in mine else "" for c in columns]
+                    body.append([*start, f"{label(system)}, sustained", *cells])
+            for rival, is_rival in against.items():
+                line: list[float | None] = []
+                for c in columns:
+                    mine = [row["us"] for row in panel if row[axis] == c and row["system"] == "ours"]
+                    theirs = [row["us"] for row in panel if row[axis] == c and is_rival(row)]
+                    line.append(min(theirs) / min(mine) if mine and theirs else None)
+                if any(line):
+                    body.append([*start, f"**speed over {rival}**", *(f"{x:.2f}" if x else "" for x in line)])
+                    ratios[rival] += [x for x in line if x]
+    what = "Microseconds, less is better" if short else f"{name}, more is better"
+    lines = [f"## {what}", "", *table(["shape", "mask", "system", *map(str, columns)], body)]
+    for rival, found in ratios.items():
+        if found:
+            mean = math.exp(sum(map(math.log, found)) / len(found))
+            text = f"geometric mean {mean:.3f}, least {min(found):.3f}, {sum(x >= 1 for x in found)} at 1 or more"
+            lines += ["", f"Speed over {rival} at {len(found)} shapes: {text}."]
+    if varlen:
+        lengths = {
+            row["mix"]: f"{row['batch']} sequences, the longest {row['seqlen_q']}, {row['tokens']} tokens"
+            for row in rows
+        }
+        lines += ["", "Lengths: " + "; ".join(f"{mix}: {text}" for mix, text in lengths.items()) + "."]
+    return lines
+
+
+def ladder_table(data: dict, rows: list[dict]) -> list[str]:
+    name, scale = unit(data)
+    rungs = [row for row in rows if row["system"] == "ours"]
+    ordered = rungs + [row for row in rows if row["system"] != "ours"]
+    body = []
+    for row in ordered:
+        climb = f"{rungs[0]['us'] / row['us']:.1f}x" if rungs else ""
+        spread, err = f"{row['us_spread'] / row['us']:.1%}", f"{row['max_err']:.1e}"
+        body.append([label(series(row)), f"{row['us']:.1f}", number(row["tflops"] * scale), climb, spread, err])
+    shape = f"{shape_text(rows[0])}" if rows else "nothing ran"
+    return [f"## {shape}", "", *table(["rung", "us", name, "over the first", "spread", "max error"], body)]
+
+
+def shape_text(row: dict) -> str:
+    mask = "causal" if row["causal"] else "full"
+    return f"headdim {row['headdim']}, {mask}, batch {row['batch']} x {row['nheads']} heads, seqlen {row['seqlen_q']}"
+
+
+def overhead_table(data: dict, rows: list[dict]) -> list[str]:
+    body = [
+        [
+            row["arrays"],
+            row["device"],
+            label(row["system"]),
+            row["call"],
+            f"{row['us']:.1f}",
+            f"{row['us_min']:.1f}",
+            f"{row['us_spread']:.1f}",
+        ]
+        for row in rows
+    ]
+    return [
+        "## One query, one key, headdim 64",
+        "",
+        *table(["arrays", "device", "system", "call", "us", "least", "spread"], body),
+    ]
+
+
+def default_folder(slug: str) -> Path:
+    """docs/benchmarks/<device> where such a folder of results exists, else benchmarks/<device>."""
+    docs = Path("docs") / "benchmarks"
+    return (docs if docs.is_dir() else Path("benchmarks")) / slug
+
+
+def relative(path: Path) -> str:
+    return os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)

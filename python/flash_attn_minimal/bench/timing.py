@@ -1,0 +1,88 @@
+"""How long a launch takes: all systems of one shape in turn, in a new shuffled order every round, so that a card that
+grows warm, or a busy neighbour, meets each of them alike."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+
+
+@dataclass
+class Protocol:
+    rounds: int = 9
+    burst_s: float = 0.01  # of launches between two readings of the clock
+    sustained: bool = False  # also a third of a second each, where power and not the clock's boost decides
+    max_launches: int = 512  # in one burst
+
+
+QUICK = Protocol(rounds=5, burst_s=0.004)
+SUSTAINED_ROUNDS, SUSTAINED_S = 4, 1 / 3
+
+
+@dataclass
+class Timing:
+    """Microseconds of one launch, one entry for each burst."""
+
+    bursts: list[float] = field(default_factory=list)
+    sustained: list[float] = field(default_factory=list)
+    conditions: list[tuple[float, float]] = field(default_factory=list)  # (MHz, W) of each sustained stretch
+
+    def row(self, tflop: float) -> dict[str, float]:
+        """The timing part of a benchmark row. The spread is the distance between the quartiles."""
+        us = median(self.bursts)
+        row = {"us": us, "us_min": min(self.bursts), "us_spread": 0.0}
+        if len(self.bursts) > 1:
+            low, _, high = quantiles(self.bursts, n=4, method="inclusive")
+            row["us_spread"] = high - low
+        row["tflops"] = tflop / (us * 1e-6)
+        if self.sustained:
+            row["sustained_us"] = median(self.sustained)
+            row["sustained_tflops"] = tflop / (row["sustained_us"] * 1e-6)
+        if self.conditions:
+            row["sustained_mhz"] = median(c[0] for c in self.conditions)
+            row["sustained_w"] = median(c[1] for c in self.conditions)
+        return row
+
+
+def estimate_us(machine, launch) -> float:
+    """A first guess, to size the bursts; not a result."""
+    launch(0)
+    machine.synchronize()
+    count, us = 1, 0.0
+    while count <= 64:
+        start = time.perf_counter()
+        for i in range(count):
+            launch(i)
+        machine.synchronize()
+        us = (time.perf_counter() - start) / count * 1e6
+        if us * count > 2000:
+            break
+        count *= 4
+    return us
+
+
+def interleave(machine, launches, protocol: Protocol, meter, seed: int) -> list[Timing]:
+    """Times every launch(i) of the list. They have to be right already: nothing is checked here."""
+    order = random.Random(seed)
+    runs = []
+    for launch in launches:
+        us = estimate_us(machine, launch)
+        count = max(1, min(protocol.max_launches, math.ceil(protocol.burst_s * 1e6 / us)))
+        runs.append((machine.burst(launch, count, us), count, us, Timing()))
+
+    for _ in range(protocol.rounds):
+        for burst, count, us, timing in order.sample(runs, len(runs)):
+            seconds = machine.seconds(burst, warm=us * count < 5e4)  # a long launch warms up within itself
+            timing.bursts.append(seconds * 1e6 / count)
+
+    for _ in range(SUSTAINED_ROUNDS if protocol.sustained else 0):
+        for burst, count, _, timing in order.sample(runs, len(runs)):
+            repeat = max(1, round(SUSTAINED_S * 1e6 / (median(timing.bursts) * count)))
+            start = time.perf_counter()
+            timing.sustained.append(machine.seconds(burst, repeat, warm=False) * 1e6 / (count * repeat))
+            if found := meter.between(start, time.perf_counter()):
+                timing.conditions.append(found)
+    return [run[3] for run in runs]
