@@ -1,0 +1,274 @@
+#!/usr/bin/env bash
+# From a clone to a tested library with one command. Needs Python 3.10+ and a C++ compiler; ./build_and_run.sh --help says the rest.
+set -euo pipefail
+
+usage() {
+    cat <<'EOF'
+usage: ./build_and_run.sh [VERB] [OPTION ...] [-- ARGUMENT ...]
+
+verbs     run      build, native checks, benchmark against standard attention, summary (the default)
+          build    the library and the native test program alone
+          test     build, then CTest and pytest            (arguments after -- go to pytest)
+          bench    build, then the benchmark alone          (arguments after -- go to test_flash_attn --bench)
+          clean    remove build/ and .venv/
+
+options   --cpu-only     leave the GPU kernels out
+          --with-cuda    compile the GPU kernels even where there is no GPU (nvcc comes from PyPI when it is not installed)
+          --arch LIST    GPU targets, e.g. 90 or 80,86,90; default: the GPU at hand, or all targets when there is none
+          --clean        throw the old build away first
+          --jobs N       compile N files at once; default: all cores
+          -DNAME=VALUE   passed to CMake
+          --help
+
+What is missing (CMake, Ninja, NumPy, for tests pytest, without nvcc NVIDIA's compiler) is installed into .venv/ from PyPI.
+What is installed already is used as it is, so a machine without network works too when it has the tools.
+environment: PYTHON (the Python to start from), FLASH_ATTN_VENV (default .venv), FLASH_ATTN_BUILD (default build), CXX, CUDACXX
+EOF
+}
+
+say() { printf '%s\n' "$*"; }
+die() { printf 'build_and_run.sh: %s\n' "$1" >&2; exit "${2:-1}"; }
+
+# ---- arguments ----
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+build=${FLASH_ATTN_BUILD:-$root/build}
+venv=${FLASH_ATTN_VENV:-$root/.venv}
+[[ $build == /* ]] || build=$PWD/$build
+[[ $venv == /* ]] || venv=$PWD/$venv
+verb='' cuda=auto arch='' clean='' jobs='' defines=() rest=()
+while (($#)); do
+    case $1 in
+        run | build | test | bench | clean) [[ -z $verb ]] || die "two verbs: '$verb' and '$1'" 2; verb=$1 ;;
+        --cpu-only) cuda=off ;;
+        --with-cuda) [[ $cuda == off ]] || cuda=on ;;
+        --arch | --jobs) (($# > 1)) || die "$1 needs a value" 2; set -- "$1=$2" "${@:3}"; continue ;;
+        --arch=?*) arch=${1#*=} ;;
+        --jobs=?*) jobs=${1#*=}; [[ $jobs =~ ^[1-9][0-9]*$ ]] || die "--jobs: '$jobs' is not a positive number" 2 ;;
+        --clean) clean=yes ;;
+        -D?*=*) defines+=("$1") ;;
+        -h | --help) usage; exit 0 ;;
+        --) shift; rest=("$@"); break ;;
+        *) die "unknown argument '$1' (--help lists them)" 2 ;;
+    esac
+    shift
+done
+verb=${verb:-run}
+[[ -z $arch || $cuda != off ]] || die "--arch and --cpu-only exclude each other" 2
+if [[ $verb == clean ]]; then
+    rm -rf -- "$root/build" "$root/.venv"
+    say "removed build/ and .venv/"
+    exit 0
+fi
+if [[ $clean ]]; then
+    [[ $build == "$root/build" || -e $build/CMakeCache.txt || ! -e $build ]] || die "--clean: $build does not look like a build folder"
+    rm -rf -- "$build"
+fi
+jobs=${jobs:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)}
+logs=$build/logs
+mkdir -p "$logs"
+
+# ---- running a step: its output goes to a log, the screen shows all of it (everything), the compiler's counter and pip's downloads (progress) ----
+everything() { sed 's/^/    /'; }
+progress() {
+    local line end=$'\n' start='    '
+    [[ -t 1 ]] && end='' start=$'\r\033[K    '
+    while IFS= read -r line; do
+        [[ $line =~ ^\[\ *[0-9]+[/%] || $line =~ ^\ *(Downloading|Installing) ]] && printf '%s%s%s' "$start" "${line:0:110}" "$end"
+    done
+    [[ -t 1 ]] && printf '\r\033[K'
+    true
+}
+step() { # step NAME everything|progress COMMAND...
+    local name=$1 show=$2 log=$logs/${1// /-}.log began=$SECONDS
+    shift 2
+    say "==> $name"
+    if ! "$@" 2>&1 | tee "$log" | "$show"; then
+        [[ $show == everything ]] || tail -n 30 "$log" | everything
+        say "FAILED: $name (the whole log: $log)"
+        return 1
+    fi
+    say "    done in $((SECONDS - began)) s"
+}
+
+# ---- what this machine has ----
+new_enough() { "$1" -c 'import sys; print(sys.executable); sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+base=''
+for candidate in ${PYTHON:+"$PYTHON"} python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
+    if base=$(new_enough "$candidate"); then break; fi
+    [[ -z ${PYTHON:-} ]] || die "PYTHON=$PYTHON is not a Python 3.10 or newer"
+done
+[[ -x $base ]] || die "Python 3.10 or newer is needed (set PYTHON to choose one)"
+command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
+    die "a C++ compiler is needed, e.g. g++ or clang++ (set CXX to choose one)"
+
+find_cmake() { # of the given Python's environment, else on PATH; 3.24 or newer
+    local found version
+    for found in "${1%/*}/cmake" "$(command -v cmake)"; do
+        version=$("$found" --version 2>/dev/null) || continue
+        [[ $version =~ version\ ([0-9]+)\.([0-9]+) ]] || continue
+        ((BASH_REMATCH[1] * 1000 + BASH_REMATCH[2] >= 3024)) && { say "$found"; return; }
+    done
+    return 1
+}
+find_ninja() {
+    local found
+    for found in "${1%/*}/ninja" "$(command -v ninja)"; do
+        "$found" --version >/dev/null 2>&1 && { say "$found"; return; }
+    done
+    return 1
+}
+find_nvcc() {
+    local found
+    for found in ${CUDACXX:+"$CUDACXX"} ${CUDA_HOME:+"$CUDA_HOME/bin/nvcc"} nvcc /usr/local/cuda/bin/nvcc \
+        "$("$1" -c 'import nvidia, shutil; print(shutil.which("nvcc", path=":".join(p + "/cu13/bin" for p in nvidia.__path__)))' 2>/dev/null)"; do
+        found=$(command -v "$found") && "$found" --version >/dev/null 2>&1 && { say "$found"; return; }
+    done
+    return 1
+}
+missing() { # missing PYTHON NAME...: those that this Python does not have, one a line
+    local python=$1 name
+    shift
+    for name in "$@"; do
+        case $name in
+            cmake) find_cmake "$python" >/dev/null || say cmake ;;
+            ninja) find_ninja "$python" >/dev/null || say ninja ;;
+            nvcc) find_nvcc "$python" >/dev/null || say nvcc ;;
+            *) "$python" -c "import $name" >/dev/null 2>&1 || say "$name" ;;
+        esac
+    done
+}
+gpu=$(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null | head -n 1) || gpu=''
+
+# ---- what it needs, and from where ----
+need=(cmake) want=(ninja numpy)
+case $verb in test) need+=(numpy pytest) want=(ninja ml_dtypes hypothesis rich matplotlib) ;; esac
+kernels=yes
+if [[ $cuda == off ]]; then
+    kernels=''
+elif [[ $cuda == on || $arch ]]; then
+    need+=(nvcc)
+elif [[ $gpu ]]; then
+    want+=(nvcc)
+elif ! find_nvcc "$base" >/dev/null && ! find_nvcc "$venv/bin/python" >/dev/null; then
+    kernels=''
+    say "No NVIDIA GPU and no nvcc here: building the CPU backend alone (--with-cuda compiles the GPU kernels all the same)."
+fi
+# One release of NVIDIA's compiler, every part pinned: a newer nvvm writes PTX that this ptxas refuses.
+nvcc_wheels=(nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 nvidia-cuda-runtime==13.0.96)
+
+install() { # into the virtual environment, which is made here and sees what the base Python has
+    local name packages=()
+    if ! "$venv/bin/python" -c '' 2>/dev/null; then
+        # Without ensurepip (Debian without python3-venv) the base Python's own pip serves the environment.
+        "$base" -m venv --clear --system-site-packages "$venv" ||
+            "$base" -m venv --clear --system-site-packages --without-pip "$venv" || return
+    fi
+    local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --retries 1 --timeout 15)
+    for name in "$@"; do
+        case $name in
+            nvcc) "${pip[@]}" --no-deps --ignore-installed "${nvcc_wheels[@]}" || return ;; # all in one folder, whatever the base has
+            cmake) packages+=('cmake>=3.24') ;;
+            *) packages+=("$name") ;;
+        esac
+    done
+    ((${#packages[@]} == 0)) || "${pip[@]}" "${packages[@]}"
+}
+python=''
+for candidate in "$venv/bin/python" "$base"; do
+    [[ -x $candidate && -z $(missing "$candidate" "${need[@]}" "${want[@]}") ]] && { python=$candidate; break; }
+done
+if [[ -z $python ]]; then
+    candidate=$base
+    [[ -x $venv/bin/python ]] && candidate=$venv/bin/python
+    mapfile -t lacking < <(missing "$candidate" "${need[@]}" "${want[@]}")
+    say "Missing here: ${lacking[*]}"
+    if step "install from PyPI" progress install "${lacking[@]}"; then
+        python=$venv/bin/python
+    else # no network, say: what is installed may do
+        python=$base
+        if [[ -x $venv/bin/python ]]; then
+            here=$(missing "$venv/bin/python" "${need[@]}" "${want[@]}" | wc -l)
+            ((here >= $(missing "$base" "${need[@]}" "${want[@]}" | wc -l))) || python=$venv/bin/python
+        fi
+        mapfile -t lacking < <(missing "$python" "${need[@]}")
+        ((${#lacking[@]} == 0)) || die "cannot go on without ${lacking[*]}: install it for $base, or make PyPI reachable"
+        mapfile -t lacking < <(missing "$python" "${want[@]}")
+        say "Going on without: ${lacking[*]}"
+    fi
+fi
+cmake=$(find_cmake "$python")
+ninja=$(find_ninja "$python") || ninja=''
+nvcc=''
+if [[ $kernels ]]; then
+    nvcc=$(find_nvcc "$python" || find_nvcc "$base") || say "No nvcc and none could be downloaded: building the CPU backend alone, the GPU ($gpu) stays unused."
+fi
+
+# ---- build ----
+configuration=(-DFLASH_ATTN_CUDA=OFF)
+if [[ $nvcc ]]; then
+    [[ $arch || -z $gpu ]] || arch=native
+    configuration=(-DFLASH_ATTN_CUDA=ON "-DFLASH_ATTN_ARCH=$arch" "-DCMAKE_CUDA_COMPILER=$nvcc")
+fi
+if [[ $ninja ]]; then
+    configuration+=(-G Ninja "-DCMAKE_MAKE_PROGRAM=$ninja")
+fi
+say "flash-attn-minimal: $("$python" -V) at $python, ${nvcc:+nvcc $nvcc for ${arch:-all targets}, }${gpu:-no GPU}, $jobs jobs"
+made_by="$root $cmake $ninja $nvcc" # a folder configured with other tools starts afresh
+[[ -e $build/made_by && $(<"$build/made_by") == "$made_by" ]] || configuration+=(--fresh)
+step configure progress "$cmake" -S "$root" -B "$build" "${configuration[@]}" -DFLASH_ATTN_TESTS=ON ${defines[@]+"${defines[@]}"} || exit
+say "$made_by" >"$build/made_by"
+step compile progress "$cmake" --build "$build" --parallel "$jobs" || exit
+export FLASH_ATTN_LIBRARY=$build/libflash_attn_minimal.so PYTHONPATH=$root/python${PYTHONPATH:+:$PYTHONPATH}
+[[ $verb != build ]] || { say "built $FLASH_ATTN_LIBRARY"; exit 0; }
+
+# ---- test, check, bench ----
+if [[ $verb == test ]]; then
+    step CTest everything "${cmake%cmake}ctest" --test-dir "$build" --no-tests=error --output-on-failure || exit
+    cd "$root"
+    step pytest everything "$python" -m pytest ${rest[@]+"${rest[@]}"} || exit
+    exit 0
+fi
+devices=$("$python" -c 'import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).fa_cuda_device_count())' "$FLASH_ATTN_LIBRARY")
+device=cpu
+((devices == 0)) || device=cuda
+if [[ $gpu && $nvcc && $device == cpu ]]; then
+    say "The library sees no GPU although nvidia-smi does ($gpu): the driver may be older than this compiler's CUDA. Using the CPU."
+fi
+if [[ $verb == run ]]; then
+    step "native checks" everything "$build/test_flash_attn" --device $device || exit
+fi
+FLASH_ATTN_COMMIT=$(git -C "$root" rev-parse --short HEAD 2>/dev/null) && export FLASH_ATTN_COMMIT
+step benchmark everything "$build/test_flash_attn" --device $device --bench --json "$build/benchmark.json" ${rest[@]+"${rest[@]}"} || exit
+[[ $verb != bench ]] || exit 0
+
+# ---- what this machine got ----
+cd "$root"
+"$python" - "$build/benchmark.json" "$python" <<'EOF'
+import ctypes, json, os, shlex, statistics, sys
+
+path = os.environ["FLASH_ATTN_LIBRARY"]
+library = ctypes.CDLL(path)
+library.fa_kernel_name.restype = library.fa_build_info.restype = ctypes.c_char_p
+with open(sys.argv[1]) as file:
+    report = json.load(file)
+gpu, host, rows = report["machine"]["gpu"], report["machine"]["host"], report["rows"]
+shape = lambda row: tuple(row[key] for key in ("dtype", "headdim", "causal", "seqlen_q", "batch", "nheads"))
+describe = lambda row: f"{row['dtype']}, seqlen {row['seqlen_q']}, headdim {row['headdim']}{', causal' * row['causal']}"
+ours = [row for row in rows if row["system"] == "ours"]
+standard = {shape(row): row for row in rows if row["system"] == "standard"}
+gains = [standard[shape(row)]["us"] / row["us"] for row in ours if shape(row) in standard]
+worst = max(ours, key=lambda row: row["max_err"] / row["err_budget"])
+fastest = max(ours, key=lambda row: row["tflops"])
+speed = f"{fastest['tflops']:.1f} TFLOP/s" if gpu else f"{1000 * fastest['tflops']:.0f} GFLOP/s"
+kernels = [library.fa_kernel_name(i).decode() for i in range(library.fa_kernel_count()) if library.fa_kernel_device(i) == 1 + bool(gpu)]
+print(f"""
+What this machine got
+  device    {gpu or host + ': CPU backend (no usable GPU, or no GPU kernels in this build)'}
+  kernels   {', '.join(sorted({row['kernel'] for row in ours}))} chosen, of {', '.join(kernels)}
+  correct   native checks passed; closest to its limit: error {worst['max_err']:.1e} of {worst['err_budget']:.1e} ({describe(worst)})
+  speed-up  {min(gains):.1f}x to {max(gains):.1f}x over standard attention ({', '.join(sorted({r['kernel'] for r in standard.values()}))}), median {statistics.median(gains):.1f}x
+  fastest   {speed} ({describe(fastest)})
+  library   {path} ({library.fa_build_info().decode()})
+  next      ./build_and_run.sh test
+            PYTHONPATH=python FLASH_ATTN_LIBRARY={shlex.quote(os.path.relpath(path))} {shlex.quote(sys.argv[2])} -m flash_attn_minimal info""")
+EOF
