@@ -1,0 +1,59 @@
+"""The code shown in the documents runs: every python block, and the C program of QUICK_REFERENCE.md."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "QUICK_REFERENCE.md", "docs/contract.md")
+
+
+def blocks(language):
+    """(document, number, code) of every fenced block in that language."""
+    for name in DOCUMENTS:
+        found = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+        for number, code in enumerate(found, 1):
+            yield pytest.param(code, id=f"{name}#{number}")
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_block_runs(code, tmp_path):
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_example_prints_what_the_readme_says(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    code, output = re.search(r"^```python\n(.*?)^```\n+```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL).groups()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.stdout == output
+
+
+@pytest.mark.parametrize("code", blocks("c"))
+def test_c_block_compiles_and_runs(code, tmp_path):
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler on PATH")
+    from flash_attn_minimal import _library
+
+    library = Path(_library.path())
+    (tmp_path / "example.c").write_text(code)
+    subprocess.run(
+        [compiler, "-std=c11", "-Wall", "-Werror", "-Wno-unused-value", "example.c", f"-I{ROOT / 'cuda'}", str(library), "-o", "example"],
+        cwd=tmp_path, check=True, timeout=120,
+    )  # fmt: skip
+    done = subprocess.run([tmp_path / "example"], env={**os.environ, "LD_LIBRARY_PATH": str(library.parent)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "served the call" in done.stdout
+
+
+def test_documents_name_files_that_exist():
+    text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
+    named = set(re.findall(r"`((?:cuda|python|tests|docs)/[\w./]+\.\w+)`", text))
+    missing = sorted(path for path in named if not (ROOT / path).exists())
+    assert not missing, f"documents name files that are not there: {missing}"
