@@ -160,12 +160,14 @@ def test_empty_rows(kernel, why):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_values_do_not_leak(kernel, bad, dtype):
-    """What no row may see does not reach the output: past the diagonal, outside the window, behind the mask."""
+    """What no row may see does not reach the output: past the diagonal, outside the window, behind the mask,
+    under a bias of -inf."""
     (q, k, v, _), *_ = accuracy.expected(Case(50, 90, 40, dtype=dtype, nheads_k=2))
     hidden = {
         "causal": (slice(50, 90), {"causal": True, "top_left": True}),
         "window": (slice(0, 30), {"window_size": (10, 0)}),
         "mask": (slice(40, 60), {"mask": np.r_[[True] * 40, [False] * 20, [True] * 30]}),
+        "bias": (slice(40, 60), {"bias": np.r_[[0] * 40, [-np.inf] * 20, [1] * 30].astype(np.float32)}),
     }
     for keys, options in hidden.values():
         clean, clean_lse = kernel(q, k, v, dtype, **options)

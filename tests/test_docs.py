@@ -21,7 +21,7 @@ def blocks(language):
             yield pytest.param(code, id=f"{name}#{number}")
 
 
-@pytest.mark.parametrize("code", blocks("python"))
+@pytest.mark.parametrize("code", list(blocks("python")))
 def test_python_block_runs(code, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -34,7 +34,7 @@ def test_readme_example_prints_what_the_readme_says(tmp_path):
     assert done.stdout == output
 
 
-@pytest.mark.parametrize("code", blocks("c"))
+@pytest.mark.parametrize("code", list(blocks("c")))
 def test_c_block_compiles_and_runs(code, tmp_path):
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:

@@ -42,7 +42,10 @@ __device__ __forceinline__ float transform_score(const AttentionParams& p, const
     float score = dot * p.scale;
     if (p.softcap != 0) score = p.softcap * tanhf(score / p.softcap);
     if (p.alibi_slopes) score -= p.alibi_slopes[b * p.alibi_batch + head] * fabsf(float(int64_t(i) + s.shift - j));
-    if (p.bias.data) score += load_as_float(p.bias.data, b * p.bias.batch + head * p.bias.head + i * p.bias.row + j, p.bias_dtype);
+    if (p.bias.data) {
+        const float bias = load_as_float(p.bias.data, b * p.bias.batch + head * p.bias.head + i * p.bias.row + j, p.bias_dtype);
+        score = bias == -INFINITY ? -INFINITY : score + bias;  // hidden, even where the product is NaN
+    }
     if (p.mask.data && !static_cast<const uint8_t*>(p.mask.data)[b * p.mask.batch + head * p.mask.head + i * p.mask.row + j])
         score = -INFINITY;
     return score;

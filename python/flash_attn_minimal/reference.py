@@ -53,6 +53,8 @@ class Head:
             seen &= j >= aligned - left
         if self.mask is not None:
             seen &= _broadcast(self.mask, self)[rows, columns] != 0
+        if self.bias is not None:
+            seen &= _broadcast(self.bias, self)[rows, columns] != -np.inf
         return seen
 
     def scores(self, rows: slice, columns: slice) -> np.ndarray:
