@@ -43,11 +43,16 @@ def test_c_block_compiles_and_runs(code, tmp_path):
 
     library = Path(_library.path())
     (tmp_path / "example.c").write_text(code)
+    flags = ["-std=c11", "-Wall", "-Werror", "-Wno-unused-value", f"-I{ROOT / 'cuda'}"]
     subprocess.run(
-        [compiler, "-std=c11", "-Wall", "-Werror", "-Wno-unused-value", "example.c", f"-I{ROOT / 'cuda'}", str(library), "-o", "example"],
-        cwd=tmp_path, check=True, timeout=120,
-    )  # fmt: skip
-    done = subprocess.run([tmp_path / "example"], env={**os.environ, "LD_LIBRARY_PATH": str(library.parent)}, capture_output=True, text=True)
+        [compiler, *flags, "example.c", str(library), "-o", "example"], cwd=tmp_path, check=True, timeout=120
+    )
+    done = subprocess.run(
+        [tmp_path / "example"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(library.parent)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert "served the call" in done.stdout
 
