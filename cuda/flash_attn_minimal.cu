@@ -27,9 +27,9 @@
 namespace fa {
 namespace {
 
-constexpr int kTile = 64;                 // queries per block, keys per step, and head-dim columns per chunk
-constexpr int kThreads = 256;             // 16 x 16 threads, each owning 4 rows x 4 columns of every 64 x 64 tile
-constexpr int kPitch = kTile + 4;         // 8 threads reading 16 bytes from 8 neighbouring rows hit 32 different banks
+constexpr int kTile = 64;          // queries per block, keys per step, and head-dim columns per chunk
+constexpr int kThreads = 256;      // 16 x 16 threads, each owning 4 rows x 4 columns of every 64 x 64 tile
+constexpr int kPitch = kTile + 4;  // 8 threads reading 16 bytes from 8 neighbouring rows hit 32 different banks
 constexpr int kMaxChunks = 512 / kTile;
 
 // One head-dim chunk of an operand at a time, so any head dim needs the same shared memory.

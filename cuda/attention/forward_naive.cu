@@ -16,7 +16,7 @@
 namespace fa {
 namespace {
 
-constexpr int kTile = 16;     // threads of a block: kTile x kTile
+constexpr int kTile = 16;  // threads of a block: kTile x kTile
 constexpr int kThreads = kTile * kTile;
 constexpr int kWarp = 32;
 
@@ -109,7 +109,8 @@ cudaError_t forward_naive(const AttentionParams& params, cudaStream_t stream) {
         cudaError_t error = cudaSuccess;
         if (p.seqlen_k > 0) error = launch_kernel(scores_kernel<T>, tiles(p.seqlen_k, p), kThreads, 0, stream, p);
         const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen_q, rows_per_block = kThreads / kWarp;
-        if (error == cudaSuccess) error = launch_kernel(softmax_kernel, unsigned((rows + rows_per_block - 1) / rows_per_block), kThreads, 0, stream, p);
+        if (error == cudaSuccess)
+            error = launch_kernel(softmax_kernel, unsigned((rows + rows_per_block - 1) / rows_per_block), kThreads, 0, stream, p);
         if (error == cudaSuccess) error = launch_kernel(output_kernel<T>, tiles(p.headdim_v, p), kThreads, 0, stream, p);
         return error;
     });

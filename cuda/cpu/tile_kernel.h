@@ -27,7 +27,7 @@ namespace {
 
 constexpr int kQueryVectors = FA_QUERY_VECTORS;
 constexpr int kMaxVectors = kMaxTileRows / L;
-static_assert(kMaxTileRows % (kQueryVectors * L) == 0, "only the last group of a tile may be narrower");
+static_assert(kMaxGroupRows % (kQueryVectors * L) == 0 && kMaxTileRows % kMaxGroupRows == 0, "only the last group of all may be narrower");
 
 // Height of a register tile of this width: as many accumulators as the registers hold beside the operands.
 constexpr int height(int width) { return width == 4 ? 6 : width == 3 ? 8 : width == 2 && kQueryVectors == 2 ? 6 : 12; }
@@ -198,6 +198,7 @@ void output(const float* v, int64_t ld_v, int keys, int headdim_v, const float* 
 // ---- the same two products for a few rows, as in decoding: vectors lie along headdim, where a lane per query would be wasted ----
 
 constexpr int kNarrowRows = L / 4;
+static_assert(kNarrowRows <= kMaxNarrowRows, "q_rows holds kMaxNarrowRows");
 
 // q_rows (rows, ld_k); K and Q are zero from headdim to the next whole vector.
 FA_INLINE void scores_narrow(const float* k, int64_t ld_k, int keys, const float* q_rows, int rows, int headdim, float* s) {

@@ -1,0 +1,237 @@
+// test_wgmma_sm90.cu: the parts of the Hopper kernel on their own. On any machine: the list of work items, against mask.h. On a Hopper GPU:
+// tensor maps, swizzle, descriptors and fragment layouts, on integers that every product represents exactly.
+// Exit status 0 passed, 1 failed, 77 only the first part could run.
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "attention/forward_wgmma_sm90.cuh"
+
+namespace {
+
+using namespace fa;
+int failures = 0;
+
+#define EXPECT(condition, ...)                                          \
+    do {                                                                \
+        if (!(condition) && ++failures <= 20) {                         \
+            std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+            std::printf(__VA_ARGS__);                                   \
+            std::printf("\n");                                          \
+        }                                                               \
+    } while (0)
+
+// ---- work items: every query block once; tiles and masks hide exactly what key_range hides ----
+
+template <int kBlockM, int kBlockN>
+void check_block(const AttentionParams& p, const WgmmaWork& w) {
+    const Sequence s = sequence_of(p, w.batch);
+    EXPECT(w.seqlen_q == s.seqlen_q && w.seqlen_k == s.seqlen_k, "sequence %d", w.batch);
+    for (int row0 = w.row0; row0 < w.row0 + kBlockM; row0 += 64) {
+        const int right_tile = clamp_to(row0 + w.right + 1, 0, w.seqlen_k) / kBlockN;
+        const int left_tile = (clamp_to(row0 + 63 + w.left, 0, w.seqlen_k) + kBlockN - 1) / kBlockN;
+        for (int i = row0; i < row0 + 64 && i < w.seqlen_q; ++i) {
+            const KeyRange range = key_range(p, s, i);
+            for (int j = w.first_tile * kBlockN; j < (w.last_tile + 1) * kBlockN; ++j) {
+                const int tile = j / kBlockN;
+                const bool hidden =
+                    (tile >= right_tile && j > std::min(i + w.right, w.seqlen_k - 1)) || (tile < left_tile && j < i + w.left);
+                EXPECT(hidden == (j < range.begin || j >= range.end), "row %d key %d of (%d, %d)", i, j, w.seqlen_q, w.seqlen_k);
+            }
+            const bool covered =
+                range.begin >= range.end || (range.begin >= w.first_tile * kBlockN && range.end <= (w.last_tile + 1) * kBlockN);
+            EXPECT(covered, "row %d sees keys %d .. %d, tiles %d .. %d", i, range.begin, range.end, w.first_tile, w.last_tile);
+        }
+    }
+}
+
+template <int kBlockM, int kBlockN>
+void check_items(const AttentionParams& p, int blocks, WorkOrder order) {
+    WgmmaSchedule schedule{};
+    schedule.items = int(wgmma_items(p, kBlockM));
+    schedule.m_blocks = (p.seqlen_q + kBlockM - 1) / kBlockM;
+    schedule.section_heads = int(wgmma_section_heads(p));
+    schedule.longest_first = p.window_right >= 0;
+    const int slots = (std::max(p.seqlen_q, p.total_q) + kBlockM) / kBlockM;
+    std::vector<int> seen(size_t(p.batch) * p.nheads * slots);
+    for (int block = 0; block < blocks; ++block)
+        for (int index = block; index < schedule.items; index = next_item(order, index, block, blocks)) {
+            WgmmaWork w;
+            if (!find_work<kBlockM, kBlockN>(p, schedule, index, w)) continue;
+            ++seen[(size_t(w.batch) * p.nheads + w.head) * slots + w.row0 / kBlockM];
+            if (w.head == 0) check_block<kBlockM, kBlockN>(p, w);
+        }
+    for (int b = 0; b < p.batch; ++b)
+        for (int head = 0; head < p.nheads; ++head)
+            for (int m = 0; m < slots; ++m) {
+                const int times = seen[(size_t(b) * p.nheads + head) * slots + m], wanted = m * kBlockM < sequence_of(p, b).seqlen_q;
+                EXPECT(times == wanted, "sequence %d head %d block %d is computed %d times, not %d", b, head, m, times, wanted);
+            }
+}
+
+void test_items() {
+    std::mt19937 random(1);
+    const auto below = [&](int n) { return int(random() % unsigned(n)); };
+    for (int round = 0; round < 150; ++round) {
+        AttentionParams p{};
+        p.nheads_k = 1 + below(3), p.group = 1 + below(3), p.nheads = p.nheads_k * p.group;
+        p.headdim = p.headdim_v = 64, p.scale = 1, p.top_left = below(2);
+        p.window_left = below(2) ? -1 : below(400), p.window_right = below(3) == 0 ? -1 : below(2) ? 0 : below(300);
+        p.batch = 1 + below(8);
+        std::vector<int> cu_q{0}, cu_k{0};
+        if (below(2)) {
+            p.seqlen_q = 1 + below(500), p.seqlen_k = 1 + below(600);
+        } else {
+            for (int b = 0; b < p.batch; ++b) {
+                const int q = below(4) ? below(400) : 0, k = below(4) ? below(2) ? q : below(500) : 0;
+                cu_q.push_back(cu_q.back() + q), cu_k.push_back(cu_k.back() + k);
+                p.seqlen_q = std::max(p.seqlen_q, q), p.seqlen_k = std::max(p.seqlen_k, k);
+            }
+            p.total_q = cu_q.back(), p.total_k = cu_k.back(), p.cu_seqlens_q = cu_q.data(), p.cu_seqlens_k = cu_k.data();
+        }
+        const int blocks = 1 + below(9);
+        const WorkOrder order = below(2) ? WorkOrder::kSnake : WorkOrder::kStride;
+        check_items<128, 128>(p, blocks, order);
+        check_items<192, 80>(p, blocks, order);
+        check_items<128, 64>(p, blocks, order);
+    }
+}
+
+// ---- one tile through the hardware: S = Q K^T, O = S V, and K read back through the swizzle formula ----
+
+template <int kColumns, int kColumnsV, int kBlockN>
+struct alignas(1024) TileSmem {
+    uint16_t q[64 * kColumns], k[kBlockN * kColumns], v[kBlockN * kColumnsV];
+    uint64_t full;
+};
+
+// kD: columns multiplied, of kColumns in shared memory.
+template <typename T, int kD, int kBlockN, int kDV>
+__global__ void __launch_bounds__(128, 1)
+    tile_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                const __grid_constant__ CUtensorMap map_v, int loads_q, int loads_v, float* S, float* O, T* K) {
+    constexpr int kColumns = (kD + 63) / 64 * 64, kColumnsV = (kDV + 63) / 64 * 64;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    auto& smem = *reinterpret_cast<TileSmem<kColumns, kColumnsV, kBlockN>*>(shared);
+    const uint32_t q = shared_address(smem.q), k = shared_address(smem.k), v = shared_address(smem.v), full = shared_address(&smem.full);
+    if (threadIdx.x == 0) mbarrier_init(full, 1), fence_mbarrier_init();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        mbarrier_arrive_expect_tx(full, sizeof smem.q + sizeof smem.k + sizeof smem.v);
+        for (int c = 0; c < loads_q; ++c) {
+            tma_load(q + c * 64 * kChunkRowBytes, &map_q, full, 64 * c, 0, 0, 0, 0, kEvictFirst);
+            tma_load(k + c * kBlockN * kChunkRowBytes, &map_k, full, 64 * c, 0, 0, 0, 0, kEvictLast);
+        }
+        for (int c = 0; c < loads_v; ++c) tma_load(v + c * kBlockN * kChunkRowBytes, &map_v, full, 64 * c, 0, 0, 0, 0, kEvictLast);
+    }
+    __syncwarp();
+    mbarrier_wait(full, 0);
+    float s[kBlockN / 2], o[kDV / 2];
+    uint32_t p[kBlockN / 4];
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kD / 16; ++i)
+        wgmma_ss<T, kBlockN>(s, wgmma_descriptor(q, 16) + descriptor_k_step(i, 64), wgmma_descriptor(k, 16) + descriptor_k_step(i, kBlockN),
+                             i != 0);
+    wgmma_commit();
+    wgmma_wait<0>(s);
+#pragma unroll
+    for (int i = 0; i < kBlockN / 4; ++i) p[i] = pack_16<T>(s[2 * i], s[2 * i + 1]);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kBlockN / 16; ++i)
+        wgmma_rs<T, kDV, 1>(o, p + 4 * i, wgmma_descriptor(v, kBlockN * kChunkRowBytes) + descriptor_row_step(i), i != 0);
+    wgmma_commit();
+    wgmma_wait<0>(o);
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; ++i) S[accumulator_row(threadIdx.x, i) * kBlockN + accumulator_column(threadIdx.x, i)] = s[i];
+#pragma unroll
+    for (int i = 0; i < kDV / 2; ++i) O[accumulator_row(threadIdx.x, i) * kDV + accumulator_column(threadIdx.x, i)] = o[i];
+    for (int i = threadIdx.x; i < kBlockN * kD; i += 128) {
+        const int row = i / kD, column = i % kD;
+        K[i] = *reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(smem.k) + swizzled_offset(kBlockN, row, column / 8) + column % 8 * 2);
+    }
+}
+
+// headdim and headdim_v may be below kD and kDV: the copy engine fills with zeros.
+template <typename T, int kD, int kBlockN, int kDV>
+void test_tile(const char* type, int headdim, int headdim_v) {
+    constexpr int kColumns = (kD + 63) / 64 * 64, kColumnsV = (kDV + 63) / 64 * 64;
+    const int rows_k = kBlockN - 3;  // and with zeros past the last key
+    T *q, *k, *v, *K;
+    float *S, *O;
+    cudaMallocManaged(&q, 64 * headdim * sizeof(T)), cudaMallocManaged(&k, rows_k * headdim * sizeof(T)),
+        cudaMallocManaged(&v, rows_k * headdim_v * sizeof(T));
+    cudaMallocManaged(&S, 64 * kBlockN * sizeof(float)), cudaMallocManaged(&O, 64 * kDV * sizeof(float)),
+        cudaMallocManaged(&K, kBlockN * kD * sizeof(T));
+    std::mt19937 random(kD + kBlockN);
+    const auto fill = [&](T* x, int count, int sparsity) {
+        for (int i = 0; i < count; ++i) x[i] = T(random() % sparsity ? 0.0f : float(int(random() % 5) - 2));
+    };
+    fill(q, 64 * headdim, 4), fill(k, rows_k * headdim, 1), fill(v, rows_k * headdim_v, 1);  // |S| stays below 256, exact in bfloat16
+
+    CUtensorMap map_q, map_k, map_v;
+    int loads_q = 0, loads_k = 0, loads_v = 0;
+    const bool half = std::is_same_v<T, __half>;
+    cudaError_t error = encode_tiles({q, half, headdim, 64, 1, 1, 2 * headdim, 0, 0, 64, kColumns}, &map_q, &loads_q);
+    if (!error) error = encode_tiles({k, half, headdim, rows_k, 1, 1, 2 * headdim, 0, 0, kBlockN, kColumns}, &map_k, &loads_k);
+    if (!error) error = encode_tiles({v, half, headdim_v, rows_k, 1, 1, 2 * headdim_v, 0, 0, kBlockN, kColumnsV}, &map_v, &loads_v);
+    const auto kernel = tile_kernel<T, kD, kBlockN, kDV>;
+    const int bytes = sizeof(TileSmem<kColumns, kColumnsV, kBlockN>);
+    if (!error) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (!error) kernel<<<1, 128, bytes>>>(map_q, map_k, map_v, loads_q, loads_v, S, O, K), error = cudaDeviceSynchronize();
+    EXPECT(!error, "%s d%d n%d dv%d: %s", type, kD, kBlockN, kDV, cudaGetErrorString(error));
+    if (error) return;
+
+    int wrong_k = 0, wrong_s = 0, wrong_o = 0;
+    std::vector<float> s(64 * kBlockN);
+    for (int j = 0; j < kBlockN; ++j)
+        for (int d = 0; d < kD; ++d) wrong_k += float(K[j * kD + d]) != (j < rows_k && d < headdim ? float(k[j * headdim + d]) : 0.0f);
+    for (int i = 0; i < 64; ++i)
+        for (int j = 0; j < kBlockN; ++j) {
+            for (int d = 0; j < rows_k && d < headdim; ++d) s[i * kBlockN + j] += float(q[i * headdim + d]) * float(k[j * headdim + d]);
+            wrong_s += S[i * kBlockN + j] != s[i * kBlockN + j];
+        }
+    for (int i = 0; i < 64; ++i)
+        for (int d = 0; d < kDV; ++d) {
+            float sum = 0;
+            for (int j = 0; j < rows_k && d < headdim_v; ++j) sum += s[i * kBlockN + j] * float(v[j * headdim_v + d]);
+            wrong_o += O[i * kDV + d] != sum;
+        }
+    EXPECT(!wrong_k && !wrong_s && !wrong_o, "%s d%d (%d) n%d dv%d (%d): wrong elements in K %d, S %d, O %d", type, kD, headdim, kBlockN,
+           kDV, headdim_v, wrong_k, wrong_s, wrong_o);
+    for (void* x : {(void*)q, (void*)k, (void*)v, (void*)K, (void*)S, (void*)O}) cudaFree(x);
+}
+
+template <typename T>
+void test_tiles(const char* type) {
+    test_tile<T, 64, 128, 64>(type, 64, 64);
+    test_tile<T, 64, 128, 64>(type, 40, 24);
+    test_tile<T, 96, 128, 96>(type, 96, 96);
+    test_tile<T, 96, 128, 96>(type, 72, 80);
+    test_tile<T, 128, 128, 128>(type, 128, 128);
+    test_tile<T, 128, 80, 128>(type, 128, 64);
+    test_tile<T, 192, 112, 192>(type, 192, 192);
+    test_tile<T, 192, 96, 192>(type, 136, 160);
+    test_tile<T, 192, 128, 128>(type, 192, 128);
+    test_tile<T, 256, 64, 256>(type, 256, 256);
+}
+
+}  // namespace
+
+int main() {
+    test_items();
+    std::printf("work items: %s\n", failures ? "FAILED" : "passed");
+    int major = 0, minor = 0;
+    const bool hopper = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&
+                        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0) == cudaSuccess && major == 9 && minor == 0;
+    if (!hopper) {
+        std::printf("no Hopper GPU: tiles not run\n");
+        return failures ? 1 : 77;
+    }
+    test_tiles<__nv_bfloat16>("bf16");
+    test_tiles<__half>("fp16");
+    std::printf("%d failures\n", failures);
+    return failures ? 1 : 0;
+}
