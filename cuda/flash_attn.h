@@ -65,11 +65,19 @@ typedef struct fa_score_tensor {
     int64_t row_stride;
 } fa_score_tensor;
 
+/* Factors by which the 8-bit values of a tensor count, one for each head of each batch entry (of each sequence in a varlen call):
+ * positive floats at data[b * batch_stride + head * head_stride]; stride 0, the default, broadcasts an axis. */
+typedef struct fa_descale {
+    const float *data;
+    int64_t batch_stride;
+    int64_t head_stride;
+} fa_descale;
+
 typedef struct fa_attention_args {
     size_t struct_size;
     int32_t device;    /* fa_device: where every pointer below lives */
     int32_t dtype;     /* fa_dtype of q, k, v */
-    int32_t out_dtype; /* fa_dtype of out; 0 = dtype */
+    int32_t out_dtype; /* fa_dtype of out; 0 = dtype, bfloat16 for float8_e4m3, which may also ask for float16 */
 
     int32_t batch;
     int32_t nheads;
@@ -114,6 +122,10 @@ typedef struct fa_attention_args {
     const char *kernel;            /* force a kernel by name; NULL = environment FLASH_ATTN_KERNEL, else the best one */
     void *workspace;               /* any alignment; contents are scratch */
     size_t workspace_bytes;
+
+    fa_descale q_descale;          /* (batch, nheads): required by float8_e4m3, NULL for every other dtype */
+    fa_descale k_descale;          /* (batch, nheads_k) */
+    fa_descale v_descale;          /* (batch, nheads_k) */
 } fa_attention_args;
 
 /* What a call with these arguments would do. */
@@ -151,6 +163,27 @@ typedef struct fa_merge_args {
 } fa_merge_args;
 
 FA_API fa_status fa_attention_merge(const fa_merge_args *args, void *stream);
+
+/* Rounds x, of `dtype` float32, float16 or bfloat16, to float8_e4m3 with a factor for every head of every batch entry:
+ *     out = round(x / descale),   descale = max |x| / 448 over the head's rows (1 for a head of zeros)
+ * x and out (batch, seqlen, nheads, headdim), finite; descale (batch, nheads) float32, contiguous.
+ * With hadamard every row is first multiplied by random signs, a function of the seed, and by the orthonormal Hadamard matrix,
+ * headdim a power of two: outliers spread over the row, and q k^T stays as it is when q and k are rotated with one seed. */
+typedef struct fa_quantize_args {
+    size_t struct_size;
+    int32_t device;
+    int32_t dtype;
+    int32_t batch;
+    int32_t nheads;
+    int32_t headdim;    /* 1 .. 512 */
+    int32_t hadamard;
+    int64_t seqlen;
+    uint64_t seed;
+    fa_tensor x, out;
+    float *descale;
+} fa_quantize_args;
+
+FA_API fa_status fa_quantize_fp8(const fa_quantize_args *args, void *stream);
 
 /* The kernels in this build, best first on each device: index 0 .. fa_kernel_count() - 1, NULL beyond. */
 FA_API int32_t fa_kernel_count(void);

@@ -221,13 +221,6 @@ def test_dtypes(dtype):
     )
 
 
-def test_float8_is_not_served_yet():
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    q = zeros((1, 3, 2, 8), f32).astype(ml_dtypes.float8_e4m3fn)
-    with pytest.raises(fa.Unsupported, match="dtype=float8_e4m3"):
-        fa.flash_attn_func(q, q, q)
-
-
 def test_dropout_without_a_seed():
     refused(
         fa.flash_attn_func,

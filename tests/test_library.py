@@ -21,8 +21,11 @@ STRUCTS = {
     "fa_attention_args": _library.AttentionArgs,
     "fa_attention_plan": _library.AttentionPlan,
     "fa_merge_args": _library.MergeArgs,
+    "fa_quantize_args": _library.QuantizeArgs,
 }
-NESTED = re.compile(r"(q|k|v|out|bias|mask|out_a|out_b)_(data|batch_stride|row_stride|head_stride)")
+NESTED = re.compile(
+    r"^(q|k|v|x|out|bias|mask|out_a|out_b|q_descale|k_descale|v_descale)_(data|batch_stride|row_stride|head_stride)$"
+)
 
 
 def python(code, **environment):

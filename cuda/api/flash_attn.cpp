@@ -47,6 +47,7 @@ fa_status choose(const fa_attention_args& args, const AttentionParams& params, c
         if (forced && !*forced) forced = nullptr;
     }
     char text[256];
+    const char *last = "", *last_reason = "there is none for this device";
     bool known = false;
     for (int i = 0; i < kernel_count(); ++i) {
         const Kernel& kernel = *kernel_at(i);
@@ -66,9 +67,11 @@ fa_status choose(const fa_attention_args& args, const AttentionParams& params, c
         }
         if (forced) return fail(FA_UNSUPPORTED, "%s=%s cannot serve this call: %s", source, forced, reason);
         if (why_not) why_not->add(kernel.name, reason);
+        last = kernel.name, last_reason = reason;
     }
     if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build", source, forced);
-    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s", args.device == FA_CPU ? "FA_CPU" : "FA_CUDA");
+    // The most general kernel comes last: what keeps it from serving the call is what keeps the call from being served.
+    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s", args.device == FA_CPU ? "FA_CPU" : "FA_CUDA", last, last_reason);
 }
 
 fa_status prepare(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params, DeviceInfo* device,
@@ -119,6 +122,12 @@ fa_status fa_attention_merge(const fa_merge_args* args, void* stream) {
     fa::MergeParams params;
     if (const fa_status status = fa::validate(args, &params); status != FA_OK) return status;
     return fa::launch_merge(params, fa_device(args->device), stream);
+}
+
+fa_status fa_quantize_fp8(const fa_quantize_args* args, void* stream) {
+    fa::QuantizeParams params;
+    if (const fa_status status = fa::validate(args, &params); status != FA_OK) return status;
+    return fa::launch_quantize(params, fa_device(args->device), stream);
 }
 
 int32_t fa_kernel_count(void) { return fa::kernel_count(); }

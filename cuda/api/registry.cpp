@@ -17,12 +17,16 @@
 namespace fa {
 namespace {
 
-const char* serves_all(const AttentionParams&, const DeviceInfo&, char*, size_t) { return nullptr; }
+constexpr const char* kNoFloat8 = "takes no float8_e4m3: of all kernels only fp8_sm90 (Hopper) does";
+bool is_float8(const AttentionParams& p) { return p.dtype == DType::kFloat8E4M3; }
+
+const char* serves_all_but_float8(const AttentionParams& p, const DeviceInfo&, char*, size_t) { return is_float8(p) ? kNoFloat8 : nullptr; }
 
 // ---- CPU ----
 
 template <cpu::Isa isa>
-const char* needs_isa(const AttentionParams&, const DeviceInfo&, char*, size_t) {
+const char* needs_isa(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
+    if (is_float8(p)) return kNoFloat8;
     return cpu::isa_available(isa) ? nullptr : "this processor, or this build, lacks the instruction set";
 }
 template <cpu::Isa isa>
@@ -65,6 +69,7 @@ fa_status launched(const char* name, cudaError_t error) {
 constexpr int64_t kMaxGrid = (int64_t(1) << 31) - 1;
 
 const char* minimal_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
+    if (is_float8(p)) return kNoFloat8;
     const int64_t blocks = (int64_t(p.seqlen_q) + 63) / 64 * p.nheads * p.batch;
     if (blocks <= kMaxGrid) return nullptr;
     std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q);
@@ -76,7 +81,7 @@ fa_status minimal_launch(const AttentionParams& p, const DeviceInfo&, void* stre
 
 #if FA_WITH_WGMMA_SM90
 // What the copy engine can walk: 16-byte aligned, strides in 1 .. 2^40 bytes and multiples of 16.
-const char* no_tensor_map(const char* name, const TensorView& t, int64_t batch, int64_t rows, int64_t heads, char* text, size_t size) {
+const char* no_tensor_map(const char* name, const TensorView& t, int64_t batch, int64_t rows, int64_t heads, int element_bytes, char* text, size_t size) {
     if (reinterpret_cast<uintptr_t>(t.data) % 16) {
         std::snprintf(text, size, "%s.data=%p is not aligned to 16 bytes", name, t.data);
         return text;
@@ -85,12 +90,20 @@ const char* no_tensor_map(const char* name, const TensorView& t, int64_t batch, 
         const char* axis;
         int64_t extent, stride;
     } axes[] = {{"batch", batch, t.batch}, {"row", rows, t.row}, {"head", heads, t.head}};
+    const int64_t step = 16 / element_bytes, end = (int64_t(1) << 40) / element_bytes;
     for (const auto& [axis, extent, stride] : axes)
-        if (extent > 1 && (stride <= 0 || stride % 8 || stride >= int64_t(1) << 39)) {
-            std::snprintf(text, size, "%s.%s_stride=%lld: TMA takes positive multiples of 8 elements below 2^39", name, axis, static_cast<long long>(stride));
+        if (extent > 1 && (stride <= 0 || stride % step || stride >= end)) {
+            std::snprintf(text, size, "%s.%s_stride=%lld: TMA takes positive multiples of %d elements below 2^40 bytes", name, axis, static_cast<long long>(stride), int(step));
             return text;
         }
     return nullptr;
+}
+
+const char* no_wide_stores(const AttentionParams& p, char* text, size_t size) {
+    if (!(reinterpret_cast<uintptr_t>(p.out.data) % 16 || p.out.batch % 8 || p.out.row % 8 || p.out.head % 8)) return nullptr;
+    std::snprintf(text, size, "out.data=%p with strides (%lld, %lld, %lld): it stores 16 bytes at a time", p.out.data, static_cast<long long>(p.out.batch),
+                  static_cast<long long>(p.out.row), static_cast<long long>(p.out.head));
+    return text;
 }
 
 const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
@@ -110,41 +123,86 @@ const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& devic
         std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads, p.seqlen_q, p.seqlen_k);
         return text;
     }
-    const char* reason = no_tensor_map("q", p.q, batch, rows_q, p.nheads, text, size);
-    if (!reason) reason = no_tensor_map("k", p.k, batch, rows_k, p.nheads_k, text, size);
-    if (!reason) reason = no_tensor_map("v", p.v, batch, rows_k, p.nheads_k, text, size);
-    if (!reason && (reinterpret_cast<uintptr_t>(p.out.data) % 16 || p.out.batch % 8 || p.out.row % 8 || p.out.head % 8)) {
-        std::snprintf(text, size, "out.data=%p with strides (%lld, %lld, %lld): it stores 16 bytes at a time", p.out.data, static_cast<long long>(p.out.batch),
-                      static_cast<long long>(p.out.row), static_cast<long long>(p.out.head));
-        reason = text;
-    }
-    return reason;
+    const char* reason = no_tensor_map("q", p.q, batch, rows_q, p.nheads, 2, text, size);
+    if (!reason) reason = no_tensor_map("k", p.k, batch, rows_k, p.nheads_k, 2, text, size);
+    if (!reason) reason = no_tensor_map("v", p.v, batch, rows_k, p.nheads_k, 2, text, size);
+    return reason ? reason : no_wide_stores(p, text, size);
 }
 size_t wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) { return forward_wgmma_sm90_workspace(p, device.multiprocessors); }
 fa_status wgmma_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
     return launched("wgmma_sm90", forward_wgmma_sm90(p, device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
 }
+
+const char* fp8_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (!is_float8(p)) return "takes float8_e4m3 only";
+    if (device.compute != 90) {
+        std::snprintf(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
+        return text;
+    }
+    if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim || p.headdim % 16 || p.headdim_v % 16) {
+        std::snprintf(text, size, "headdim=%d, headdim_v=%d: multiples of 16 up to %d", p.headdim, p.headdim_v, kWgmmaMaxHeadDim);
+        return text;
+    }
+    if (p.general_scores() || p.sinks) return "takes no softcap, ALiBi, bias, mask, sinks or dropout";
+    if (p.window_left >= 0) {
+        std::snprintf(text, size, "window_left=%d: windows have no left edge here", p.window_left);
+        return text;
+    }
+    if (!(p.scale > 0)) {
+        std::snprintf(text, size, "softmax_scale=%g: it takes positive ones", double(p.scale));
+        return text;
+    }
+    const bool varlen = p.cu_seqlens_q;
+    const int64_t batch = varlen ? 1 : p.batch, rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
+    if (wgmma_items(p, 64) > kMaxGrid || rows_q + rows_k > kMaxGrid - 1024) {
+        std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads, p.seqlen_q, p.seqlen_k);
+        return text;
+    }
+    const char* reason = no_tensor_map("q", p.q, batch, rows_q, p.nheads, 1, text, size);
+    if (!reason && rows_k) reason = no_tensor_map("k", p.k, batch, rows_k, p.nheads_k, 1, text, size);
+    if (!reason && rows_k) reason = no_tensor_map("v", p.v, batch, rows_k, p.nheads_k, 1, text, size);
+    return reason ? reason : no_wide_stores(p, text, size);
+}
+size_t fp8_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) { return forward_fp8_sm90_workspace(p, device.multiprocessors); }
+fa_status fp8_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
+    return launched("fp8_sm90", forward_fp8_sm90(p, device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
+}
 #endif
 
 #if FA_WITH_MMA_SM80
-const char* mma_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (device.compute < 80) {
         std::snprintf(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
         return text;
     }
-    if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
     if (p.headdim > 256 || p.headdim_v > 256) {
         std::snprintf(text, size, "headdim=%d, headdim_v=%d: at most 256", p.headdim, p.headdim_v);
         return text;
     }
-    return minimal_refuses(p, device, text, size);  // the grid: tiles of 64 rows too
+    const int64_t blocks = (int64_t(p.seqlen_q) + 31) / 32 * p.nheads * p.batch;  // its smallest tile has 32 rows
+    if (blocks <= kMaxGrid) return nullptr;
+    std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q);
+    return text;
+}
+const char* mma_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
+    return mma_shape_refuses(p, device, text, size);
+}
+const char* mma_tf32_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (p.dtype != DType::kFloat32) return "takes float32 only, with allow_tf32";
+    if (!p.allow_tf32) return "allow_tf32=0: its products are rounded to tf32, which float32 inputs must allow";
+    return mma_shape_refuses(p, device, text, size);
 }
 fa_status mma_sm80_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
     return launched("mma_sm80", forward_mma_sm80(p, device.multiprocessors, device.shared_memory, static_cast<cudaStream_t>(stream)));
 }
+fa_status mma_tf32_sm80_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
+    return launched("mma_tf32_sm80", forward_mma_tf32_sm80(p, device.multiprocessors, device.shared_memory, static_cast<cudaStream_t>(stream)));
+}
 #endif
 
 const char* naive_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
+    if (is_float8(p)) return kNoFloat8;
     const int64_t tiles = ((int64_t(p.seqlen_q) + 15) / 16) * ((int64_t(p.seqlen_k > p.headdim_v ? p.seqlen_k : p.headdim_v) + 15) / 16);
     const int64_t heads = int64_t(p.batch) * p.nheads;
     if (heads == 0 || tiles <= kMaxGrid / heads) return nullptr;
@@ -165,15 +223,19 @@ constexpr Kernel kKernels[] = {
 #endif
 #if FA_WITH_MMA_SM80
     {"mma_sm80", "tensor cores (mma.sync): float16, bfloat16, head dims to 256, every option", FA_CUDA, mma_sm80_refuses, no_workspace, mma_sm80_launch},
+    {"mma_tf32_sm80", "tensor cores (mma.sync): float32 with allow_tf32, head dims to 256, every option", FA_CUDA, mma_tf32_sm80_refuses, no_workspace, mma_tf32_sm80_launch},
 #endif
     {"minimal", "online softmax on CUDA cores: any head dim, dtype, mask and option", FA_CUDA, minimal_refuses, no_workspace, minimal_launch},
     {"naive", "standard attention in three steps, S in the workspace", FA_CUDA, naive_refuses, naive_workspace, naive_launch},
+#if FA_WITH_WGMMA_SM90
+    {"fp8_sm90", "Hopper: float8_e4m3 inputs with a factor for every head, head dims to 256, plain or causal", FA_CUDA, fp8_sm90_refuses, fp8_sm90_workspace, fp8_sm90_launch},
+#endif
 #endif
     cpu_kernel<cpu::Isa::kAvx512>("cpu_avx512", "tiled online softmax, 16 lanes"),
     cpu_kernel<cpu::Isa::kAvx2>("cpu_avx2", "tiled online softmax, 8 lanes"),
     cpu_kernel<cpu::Isa::kNeon>("cpu_neon", "tiled online softmax, 4 lanes"),
     cpu_kernel<cpu::Isa::kPortable>("cpu_portable", "tiled online softmax, whatever the compiler makes of it"),
-    {"cpu_naive", "standard attention in three steps, S in the workspace", FA_CPU, serves_all, cpu_naive_workspace, cpu_naive_launch},
+    {"cpu_naive", "standard attention in three steps, S in the workspace", FA_CPU, serves_all_but_float8, cpu_naive_workspace, cpu_naive_launch},
 };
 
 }  // namespace
@@ -265,6 +327,21 @@ fa_status launch_merge(const MergeParams& params, fa_device device, [[maybe_unus
 #if FA_WITH_CUDA
     const CurrentDevice scope(info.index);
     return launched("merge", merge(params, static_cast<cudaStream_t>(stream)));
+#else
+    return FA_UNSUPPORTED;
+#endif
+}
+
+fa_status launch_quantize(const QuantizeParams& params, fa_device device, [[maybe_unused]] void* stream) {
+    DeviceInfo info;
+    if (const fa_status status = find_device(device, params.x.data, &info); status != FA_OK) return status;
+    if (params.batch == 0) return FA_OK;
+    if (device == FA_CPU) return on_host([&] { cpu::quantize_fp8(params); });
+#if FA_WITH_CUDA
+    if (quantize_fp8_blocks(params) > kMaxGrid)
+        return fail(FA_UNSUPPORTED, "batch=%d x nheads=%d x seqlen=%d needs more blocks than a grid has", params.batch, params.nheads, params.seqlen);
+    const CurrentDevice scope(info.index);
+    return launched("quantize_fp8", quantize_fp8(params, static_cast<cudaStream_t>(stream)));
 #else
     return FA_UNSUPPORTED;
 #endif

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "attention/params.h"
+#include "attention/quantize_fp8.h"
 #include "flash_attn.h"
 
 namespace fa {
@@ -45,6 +46,7 @@ private:
 };
 
 fa_status launch_merge(const MergeParams&, fa_device device, void* stream);
+fa_status launch_quantize(const QuantizeParams&, fa_device device, void* stream);
 int cuda_device_count();
 
 }  // namespace fa

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cmath>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -41,6 +42,13 @@ fa_status check_output_strides(const char* name, const fa_tensor& t, int64_t bat
     if (!varlen && batch > 1 && t.batch_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.batch_stride=0 with batch=%" PRId64 ": an output cannot be broadcast", name, batch);
     if (rows > 1 && t.row_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.row_stride=0 with %" PRId64 " rows: an output cannot be broadcast", name, rows);
     if (heads > 1 && t.head_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.head_stride=0 with nheads=%" PRId64 ": an output cannot be broadcast", name, heads);
+    return FA_OK;
+}
+
+fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool need) {
+    if (!fp8 && d.data) return fail(FA_BAD_ARGUMENT, "%s.data is set, but only dtype=float8_e4m3 has factors", name);
+    if (fp8 && need && !d.data) return fail(FA_BAD_ARGUMENT, "%s.data is NULL: dtype=float8_e4m3 needs the factors of q, k and v", name);
+    if (reinterpret_cast<uintptr_t>(d.data) % 4) return fail(FA_BAD_ARGUMENT, "%s.data=%p is not aligned to its element size of 4 bytes", name, static_cast<const void*>(d.data));
     return FA_OK;
 }
 
@@ -92,6 +100,7 @@ fa_status copy_args(const Args* args, const char* name, size_t smallest, Args* f
         if (const fa_status status_ = (call); status_ != FA_OK) return status_; \
     } while (0)
 
+DescaleView view(const fa_descale& d) { return {d.data, d.batch_stride, d.head_stride}; }
 TensorView view(const fa_tensor& t) { return {t.data, t.batch_stride, t.row_stride, t.head_stride}; }
 ScoreView view(const fa_score_tensor& t) { return {t.data, t.batch_stride, t.head_stride, t.row_stride}; }
 
@@ -103,15 +112,20 @@ fa_status check_device(int32_t device) {
 }  // namespace
 
 fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params) {
-    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_args", sizeof(fa_attention_args), full));
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_args", offsetof(fa_attention_args, q_descale), full));
     const fa_attention_args& a = *full;
     const bool need = pointers == Pointers::kRequired;
 
     FA_RETURN_IF_ERROR(check_device(a.device));
     if (a.dtype < FA_FLOAT32 || a.dtype > FA_FLOAT8_E4M3) return fail(FA_BAD_ARGUMENT, "dtype=%d is not an fa_dtype", a.dtype);
     if (a.out_dtype && (a.out_dtype < FA_FLOAT32 || a.out_dtype > FA_FLOAT8_E4M3)) return fail(FA_BAD_ARGUMENT, "out_dtype=%d is not an fa_dtype", a.out_dtype);
-    if (a.dtype == FA_FLOAT8_E4M3) return fail(FA_UNSUPPORTED, "dtype=float8_e4m3 is not served by any kernel of this release");
-    if (a.out_dtype && a.out_dtype != a.dtype) return fail(FA_UNSUPPORTED, "out_dtype=%s differs from dtype=%s: not served by any kernel of this release", dtype_name(a.out_dtype), dtype_name(a.dtype));
+    const bool fp8 = a.dtype == FA_FLOAT8_E4M3;
+    const int32_t out_dtype = a.out_dtype ? a.out_dtype : fp8 ? int32_t(FA_BFLOAT16) : a.dtype;
+    if (fp8 ? out_dtype != FA_BFLOAT16 && out_dtype != FA_FLOAT16 : out_dtype != a.dtype)
+        return fail(FA_UNSUPPORTED, "out_dtype=%s with dtype=%s: not served by any kernel of this release", dtype_name(out_dtype), dtype_name(a.dtype));
+    FA_RETURN_IF_ERROR(check_descale("q_descale", a.q_descale, fp8, need));
+    FA_RETURN_IF_ERROR(check_descale("k_descale", a.k_descale, fp8, need));
+    FA_RETURN_IF_ERROR(check_descale("v_descale", a.v_descale, fp8, need));
 
     if (a.batch < 0) return fail(FA_BAD_ARGUMENT, "batch=%d is negative", a.batch);
     if (a.nheads < 1) return fail(FA_BAD_ARGUMENT, "nheads=%d is below 1", a.nheads);
@@ -144,7 +158,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     FA_RETURN_IF_ERROR(check_pointer("q", a.q.data, element, has_q));
     FA_RETURN_IF_ERROR(check_pointer("k", a.k.data, element, has_k));
     FA_RETURN_IF_ERROR(check_pointer("v", a.v.data, element, has_k));
-    FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, element, has_q));
+    FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, dtype_size(out_dtype), has_q));
     FA_RETURN_IF_ERROR(check_pointer("lse", a.lse, 4, false));
     FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, rows_q, a.nheads, varlen));
 
@@ -180,7 +194,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     p = {};
     p.q = view(a.q), p.k = view(a.k), p.v = view(a.v), p.out = view(a.out);
     p.lse = a.lse;
-    p.dtype = DType(a.dtype), p.out_dtype = DType(a.out_dtype ? a.out_dtype : a.dtype);
+    p.dtype = DType(a.dtype), p.out_dtype = DType(out_dtype);
     p.batch = a.batch, p.nheads = a.nheads, p.nheads_k = a.nheads_k, p.group = a.nheads / a.nheads_k;
     p.headdim = a.headdim, p.headdim_v = headdim_v;
     p.seqlen_q = int32_t(a.seqlen_q), p.seqlen_k = int32_t(a.seqlen_k);
@@ -204,6 +218,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     p.allow_tf32 = a.allow_tf32;
     p.num_threads = a.num_threads ? a.num_threads : a.device == FA_CPU ? default_threads() : 1;
     p.workspace = a.workspace;
+    p.q_descale = view(a.q_descale), p.k_descale = view(a.k_descale), p.v_descale = view(a.v_descale);
     return FA_OK;
 }
 
@@ -227,6 +242,27 @@ fa_status validate(const fa_merge_args* args, MergeParams* params) {
     FA_RETURN_IF_ERROR(check_pointer("lse", a.lse, 4, any));
     FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, a.seqlen, a.nheads, false));
     *params = {view(a.out_a), view(a.out_b), view(a.out), a.lse_a, a.lse_b, a.lse, DType(a.dtype), a.batch, a.nheads, a.headdim_v, int32_t(a.seqlen), default_threads()};
+    return FA_OK;
+}
+
+fa_status validate(const fa_quantize_args* args, QuantizeParams* params) {
+    fa_quantize_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_quantize_args", sizeof(fa_quantize_args), &a));
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    if (a.dtype < FA_FLOAT32 || a.dtype > FA_BFLOAT16) return fail(FA_BAD_ARGUMENT, "dtype=%d is none of float32 (1), float16 (2), bfloat16 (3)", a.dtype);
+    if (a.batch < 0) return fail(FA_BAD_ARGUMENT, "batch=%d is negative", a.batch);
+    if (a.nheads < 1) return fail(FA_BAD_ARGUMENT, "nheads=%d is below 1", a.nheads);
+    if (a.headdim < 1 || a.headdim > kMaxQuantizedHeadDim) return fail(FA_BAD_ARGUMENT, "headdim=%d is outside 1 .. %d", a.headdim, kMaxQuantizedHeadDim);
+    FA_RETURN_IF_ERROR(check_bool("hadamard", a.hadamard));
+    if (a.hadamard && (a.headdim & (a.headdim - 1))) return fail(FA_BAD_ARGUMENT, "headdim=%d with hadamard=1: it must be a power of two", a.headdim);
+    FA_RETURN_IF_ERROR(check_length("seqlen", a.seqlen));
+    const bool any = a.batch > 0 && a.seqlen > 0;
+    FA_RETURN_IF_ERROR(check_pointer("x", a.x.data, dtype_size(a.dtype), any));
+    FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, 1, any));
+    FA_RETURN_IF_ERROR(check_pointer("descale", a.descale, 4, a.batch > 0));
+    FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, a.seqlen, a.nheads, false));
+    *params = {view(a.x), view(a.out), a.descale, DType(a.dtype), a.batch, a.nheads, a.headdim, int32_t(a.seqlen), a.hadamard != 0,
+               float(1.0 / std::sqrt(double(a.headdim))), {uint32_t(a.seed), uint32_t(a.seed >> 32)}, default_threads()};
     return FA_OK;
 }
 

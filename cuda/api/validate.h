@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/params.h"
+#include "attention/quantize_fp8.h"
 #include "flash_attn.h"
 
 namespace fa {
@@ -10,5 +11,6 @@ enum class Pointers { kRequired, kOptional };  // a query may leave data pointer
 
 fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params);
 fa_status validate(const fa_merge_args* args, MergeParams* params);
+fa_status validate(const fa_quantize_args* args, QuantizeParams* params);
 
 }  // namespace fa

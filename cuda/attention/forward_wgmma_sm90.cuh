@@ -18,7 +18,8 @@
 // P goes from accumulators to the A operand in registers: the two layouts agree, a pack is all it takes. The running maximum is lazy or
 // speculative (tiles.h): exp2(c S - m) is as good with any m as long as nothing overflows, so the common tile computes no maximum.
 //
-// Bound by power: at 16k tokens the card sits at its 700 W limit and the tensor cores are busy 83 .. 87 % of the cycles that leaves.
+// Long sequences are bound by the energy of the tensor cores and of K and V from L2, at the card's power limit; short ones by what an item
+// costs before its first and after its last product.
 //
 // V rows that no query of the sequence may see (the next sequence of a varlen call, keys cut off by a mask) have P = 0, but 0 x NaN
 // is NaN: where a tile can hold such rows they are zeroed in shared memory before the product.
@@ -39,22 +40,23 @@
 namespace fa {
 
 struct WgmmaSchedule {
-    int items, m_blocks;     // m_blocks: query blocks of a sequence (dense)
-    int section_heads;
+    int items, m_blocks;  // m_blocks: query blocks of a sequence (dense)
+    // Longest first: the heads of a section share L2, their longest query blocks come first. `leading` heads in small sections, then the rest.
+    int leading, leading_section, section_heads;
     WorkOrder order;
     bool longest_first;
-    int* counter;            // WorkOrder::kCounter: items handed out, beyond every block's first
+    int* counter;                   // WorkOrder::kCounter: items handed out, beyond every block's first
     int q_loads, k_loads, v_loads;  // boxes that make a tile
 };
 
 // One work item and everything about its sequence, worked out by the producer.
 struct alignas(16) WgmmaWork {
     int valid;
-    int row0;                // first query row of the block
+    int row0;  // first query row of the block
     int head, batch;
     int seqlen_q, seqlen_k;
-    int q_row, k_row;        // varlen: the sequence's first row, else 0
-    int left, right;         // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
+    int q_row, k_row;  // varlen: the sequence's first row, else 0
+    int left, right;   // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
     int first_tile, last_tile;
 };
 
@@ -114,11 +116,16 @@ FA_HOST_DEVICE bool find_work(const AttentionParams& p, const WgmmaSchedule& sch
         m = (w.seqlen_q + kBlockM - 1) / kBlockM - 1 - (slot - w.q_row / kBlockM - low);
     } else {
         int sequence_head;
-        if (schedule.longest_first) {  // the heads of a section share L2; their longest query blocks come first
-            const int per_section = schedule.section_heads * schedule.m_blocks, section = index / per_section, i = index - section * per_section;
-            const int heads = min(schedule.section_heads, p.batch * p.nheads - section * schedule.section_heads), step = i / heads;
+        if (schedule.longest_first) {
+            const int m_blocks = schedule.m_blocks;
+            const bool early = index < schedule.leading * m_blocks;
+            const int width = early ? schedule.leading_section : schedule.section_heads;
+            int first = early ? 0 : schedule.leading, i = index - first * m_blocks;
+            const int section = i / (width * m_blocks);
+            first += section * width, i -= section * width * m_blocks;
+            const int heads = min(width, (early ? schedule.leading : p.batch * p.nheads) - first), step = i / heads;
             m = schedule.m_blocks - 1 - step;
-            sequence_head = section * schedule.section_heads + i - step * heads;
+            sequence_head = first + i - step * heads;
         } else {
             sequence_head = index / schedule.m_blocks;
             m = index - sequence_head * schedule.m_blocks;
@@ -188,13 +195,15 @@ __device__ __forceinline__ void exponentials(float (&S)[kCount], float c, const 
 
 template <typename T, WgmmaPlanId kId>
 __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
-    forward_wgmma_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
-                         const __grid_constant__ AttentionParams p, const __grid_constant__ WgmmaSchedule schedule) {
+    forward_wgmma_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                         const __grid_constant__ CUtensorMap map_v, const __grid_constant__ AttentionParams p,
+                         const __grid_constant__ WgmmaSchedule schedule) {
     constexpr WgmmaPlan kPlan = wgmma_plan(kId);
     constexpr int kD = kPlan.headdim, kDV = kPlan.headdim_v, kBlockM = kPlan.block_m(), kBlockN = kPlan.block_n, kStages = kPlan.stages;
     constexpr int kWarpgroups = kPlan.warpgroups, kVPieces = kBlockN * kPlan.columns_v() / 8;
     constexpr bool kGeneral = kPlan.general, kPingPong = kPlan.ping_pong, kQInRegisters = kPlan.q_in_registers;
-    constexpr uint32_t kSlabBytes = 64 * kPlan.columns() * 2, kKBytes = kBlockN * kPlan.columns() * 2, kVBytes = kBlockN * kPlan.columns_v() * 2;
+    constexpr uint32_t kSlabBytes = 64 * kPlan.columns() * 2, kKBytes = kBlockN * kPlan.columns() * 2,
+                       kVBytes = kBlockN * kPlan.columns_v() * 2;
     static_assert(kBlockN % 16 == 0 && kD % 32 == 0 && kDV % 32 == 0, "whole steps of 16 and whole quads of column groups");
     using Smem = WgmmaSmem<T, kId>;
     static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
@@ -231,10 +240,11 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
         Ring ring, work;  // the K and V rings stand at the same slot between items
         uint32_t q_phase = 0;
         // One tile: `rows` rows from `row` on, to `tile`, in as many boxes as the map needs.
-        const auto load = [&](const CUtensorMap& map, int loads, uint32_t tile, uint32_t rows, uint32_t barrier, int row, int head, int batch, uint64_t policy) {
+        const auto load = [&](const CUtensorMap& map, int loads, uint32_t tile, uint32_t rows, uint32_t barrier, int row, int head,
+                              int batch, auto... policy) {
 #pragma unroll 1
             for (int c = 0; c < loads; ++c)
-                tma_load(tile + c * rows * kChunkRowBytes, &map, barrier, c * kChunkColumns, row, 0, head, batch, policy);
+                tma_load(tile + c * rows * kChunkRowBytes, &map, barrier, c * kChunkColumns, row, 0, head, batch, policy...);
         };
         for (int index = blockIdx.x;;) {
             WgmmaWork& w = smem.work[work.slot];
@@ -250,13 +260,13 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
                 const auto load_k = [&](int row) {
                     mbarrier_wait(k_empty + 8 * k.slot, k.phase ^ 1);
                     mbarrier_arrive_expect_tx(k_full + 8 * k.slot, kKBytes);
-                    load(map_k, schedule.k_loads, smem_k + k.slot * kKBytes, kBlockN, k_full + 8 * k.slot, row, head_k, batch, kEvictLast);
+                    load(map_k, schedule.k_loads, smem_k + k.slot * kKBytes, kBlockN, k_full + 8 * k.slot, row, head_k, batch);
                     k.next(kStages);
                 };
                 const auto load_v = [&](int row) {
                     mbarrier_wait(v_empty + 8 * v.slot, v.phase ^ 1);
                     mbarrier_arrive_expect_tx(v_full + 8 * v.slot, kVBytes);
-                    load(map_v, schedule.v_loads, smem_v + v.slot * kVBytes, kBlockN, v_full + 8 * v.slot, row, head_k, batch, kEvictLast);
+                    load(map_v, schedule.v_loads, smem_v + v.slot * kVBytes, kBlockN, v_full + 8 * v.slot, row, head_k, batch);
                     v.next(kStages);
                 };
                 int row = w.k_row + w.last_tile * kBlockN;
@@ -271,8 +281,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
                 ring = v;
             }
             if (schedule.order == WorkOrder::kCounter) index = gridDim.x + atomicAdd(schedule.counter, 1);
-            else if (schedule.order == WorkOrder::kStride) index += gridDim.x;
-            else index += index / gridDim.x % 2 ? 2 * blockIdx.x + 1 : 2 * (gridDim.x - blockIdx.x) - 1;
+            else index += gridDim.x;
         }
     }
 
@@ -280,20 +289,21 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     setmaxnreg_inc<kWarpgroups == 2 ? 232 : 160>();
     constexpr bool kSpeculative = kPlan.maximum != RowMaximum::kLazy, kExactMasked = kPlan.maximum == RowMaximum::kSpeculativeUnmasked;
     constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-    constexpr float kRise = 8.0f;                                              // P stays below 2^8: safe in fp16 too
-    constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;    // P below 65504 in fp16; O and l far from 2^127 in fp32
+    constexpr float kRise = 8.0f;                                            // P stays below 2^8: safe in fp16 too
+    constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;  // P below 65504 in fp16; O and l far from 2^127 in fp32
     const int wg = warpgroup - 1, warp = threadIdx.x % 128 / 32, g = lane / 4, quad = lane % 4;
     const float c = kGeneral && wgmma_scores_are_natural(p) ? kLog2E : p.scale * kLog2E;
     const bool hides_keys = kGeneral && (p.bias.data || p.mask.data);
     Ring k, v, work;
     uint32_t q_phase = 0;
     int seen_slot = 0;
-    float s[kBlockN / 2], o[kDV / 2];                        // row g + 8 r of the warp's 16: elements with i / 2 % 2 = r
-    float m[2], l[2], alpha[2];                              // row maximum (of c S), this thread's share of the row sum, what O is off by
-    uint32_t prob[kBlockN / 4];                              // P as A operand
+    float s[kBlockN / 2], o[kDV / 2];                 // row g + 8 r of the warp's 16: elements with i / 2 % 2 = r
+    float m[2], l[2], alpha[2];                       // row maximum (of c S), this thread's share of the row sum, what O is off by
+    uint32_t prob[kBlockN / 4];                       // P as A operand
     uint32_t q_fragment[kQInRegisters ? kD / 4 : 1];  // Q as A operand
     const uint32_t slab = smem_q + wg * kSlabBytes;
-    const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(smem_k, 16), desc_v = wgmma_descriptor(smem_v, kBlockN * kChunkRowBytes);
+    const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(smem_k, 16),
+                   desc_v = wgmma_descriptor(smem_v, kBlockN * kChunkRowBytes);
 
     const auto take_turn = [&] {
         if (kPingPong) bar_sync(kTurn + wg, 256);
@@ -307,26 +317,51 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     };
     if (wg == kWarpgroups - 1) give_turn();  // the first turn is warpgroup 0's
 
-    for (;;) {
+    const auto gemm_qk = [&] {  // S = Q K^T
+        const uint64_t desc = desc_k + k.slot * descriptor_step(kKBytes);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kD / 16; ++i) {
+            if constexpr (kQInRegisters) wgmma_rs<T, kBlockN, 0>(s, q_fragment + 4 * i, desc + descriptor_k_step(i, kBlockN), i != 0);
+            else wgmma_ss<T, kBlockN>(s, desc_q + descriptor_k_step(i, 64), desc + descriptor_k_step(i, kBlockN), i != 0);
+        }
+        wgmma_commit();
+    };
+    // S of the item's last tile, which comes first.
+    const auto first_product = [&] {
+        mbarrier_wait(q_full, q_phase);
+        q_phase ^= 1;
+        if constexpr (kQInRegisters) {
+#pragma unroll
+            for (int i = 0; i < kD / 16; ++i)
+                ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(q_fragment[4 * i]),
+                            slab + swizzled_offset(64, warp * 16 + lane % 16, 2 * i + lane / 16));
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(q_empty);
+        }
+        mbarrier_wait(k_full + 8 * k.slot, k.phase);
+        gemm_qk();
+    };
+    // With Q in registers an item's first product is issued before the previous item's epilogue and runs under it.
+    constexpr bool kAhead = kQInRegisters;
+    const auto next_work = [&]() -> bool {
         mbarrier_wait(work_full + 8 * work.slot, work.phase);
-        const WgmmaWork& w = smem.work[work.slot];
-        if (!w.valid) return;
+        return smem.work[work.slot].valid;
+    };
+    if constexpr (kAhead) {
+        if (!next_work()) return;
+        first_product();
+    }
+    for (;;) {
+        if (!kAhead && !next_work()) return;
+        const int work_slot = work.slot;
+        const WgmmaWork& w = smem.work[work_slot];
         const int first_tile = kGeneral ? w.first_tile : 0;
         int n = w.last_tile;
         // Tiles from right_tile on need the right edge masked, those before left_tile the left one.
         const int right_tile = clamp_to(w.row0 + wg * 64 + w.right + 1, 0, w.seqlen_k) / kBlockN;
         const int left_tile = kGeneral ? (clamp_to(w.row0 + wg * 64 + 63 + w.left, 0, w.seqlen_k) + kBlockN - 1) / kBlockN : 0;
 
-        const auto gemm_qk = [&] {  // S = Q K^T
-            const uint64_t desc = desc_k + k.slot * descriptor_step(kKBytes);
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < kD / 16; ++i) {
-                if constexpr (kQInRegisters) wgmma_rs<T, kBlockN, 0>(s, q_fragment + 4 * i, desc + descriptor_k_step(i, kBlockN), i != 0);
-                else wgmma_ss<T, kBlockN>(s, desc_q + descriptor_k_step(i, 64), desc + descriptor_k_step(i, kBlockN), i != 0);
-            }
-            wgmma_commit();
-        };
         const auto gemm_pv = [&] {  // O += P V
             const uint64_t desc = desc_v + v.slot * descriptor_step(kVBytes);
             wgmma_fence();
@@ -357,8 +392,8 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
                 for (int i = 0; i < kBlockN / 8; ++i) {
                     ldmatrix_x4(b, tile + swizzled_offset(kBlockN, 8 * i + ln % 8, 4 * kk + ln / 8));
                     float(&d)[4] = reinterpret_cast<float(&)[4]>(s[4 * i]);
-                    mma_m16n8k16<T>(d, a[0], b[0], b[1]);
-                    mma_m16n8k16<T>(d, a[1], b[2], b[3]);
+                    mma<T>(d, a[0], b[0], b[1]);
+                    mma<T>(d, a[1], b[2], b[3]);
                 }
             }
         };
@@ -371,7 +406,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
         };
         const auto place = [&] {
             const int ln = opaque(lane);
-            return FragmentPlace{w.batch,    w.head,     w.row0 + wg * 64 + warp * 16 + ln / 4,     n * kBlockN + 2 * (ln % 4),
+            return FragmentPlace{w.batch,    w.head,     w.row0 + wg * 64 + warp * 16 + ln / 4,   n * kBlockN + 2 * (ln % 4),
                                  w.seqlen_q, w.seqlen_k, p.top_left ? 0 : w.seqlen_k - w.seqlen_q};
         };
         const auto prepare_scores = [&] {
@@ -459,18 +494,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
 
 #pragma unroll
         for (int i = 0; i < kDV / 2; ++i) o[i] = 0.0f;
-        mbarrier_wait(q_full, q_phase);
-        q_phase ^= 1;
-        if constexpr (kQInRegisters) {
-#pragma unroll
-            for (int i = 0; i < kD / 16; ++i)
-                ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(q_fragment[4 * i]), slab + swizzled_offset(64, warp * 16 + lane % 16, 2 * i + lane / 16));
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(q_empty);
-        }
-
-        mbarrier_wait(k_full + 8 * k.slot, k.phase);
-        gemm_qk();
+        if constexpr (!kAhead) first_product();
         wgmma_wait<0>(s);
         release(k_empty, k);
         prepare_scores();
@@ -503,12 +527,22 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
             zero_v_unseen();
         }
         gemm_pv();
-        wgmma_wait<0>(o);
+        work.next(Smem::kWorkSlots);
+        bool more = true;
+        if constexpr (kAhead) {
+            more = next_work();
+            if (more) first_product();
+            else gemm_qk();  // of what lies there, so that one path waits for one product more
+            wgmma_wait<1>(o);
+        } else {
+            wgmma_wait<0>(o);
+        }
         release(v_empty, v);
 
         // ---- out = O / l, lse = ln(l) + m ----
         const int row = w.row0 + wg * 64 + warp * 16 + g;
-        const int64_t lse_row = (int64_t(p.cu_seqlens_q ? 0 : w.batch) * p.nheads + w.head) * (p.cu_seqlens_q ? p.total_q : p.seqlen_q) + w.q_row;
+        const int64_t lse_row =
+            (int64_t(p.cu_seqlens_q ? 0 : w.batch) * p.nheads + w.head) * (p.cu_seqlens_q ? p.total_q : p.seqlen_q) + w.q_row;
         T* out = static_cast<T*>(p.out.data) + (p.cu_seqlens_q ? 0 : w.batch * p.out.batch) + w.q_row * p.out.row + w.head * p.out.head;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -540,12 +574,16 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
                 }
                 transpose_quad(pairs, quad);
                 const int column = 8 * (4 * x + quad);
-                if (i < w.seqlen_q && column < p.headdim_v) *reinterpret_cast<uint4*>(out_row + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+                if (i < w.seqlen_q && column < p.headdim_v)
+                    *reinterpret_cast<uint4*>(out_row + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
             }
         }
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(work_empty + 8 * work.slot);
-        work.next(Smem::kWorkSlots);
+        if (lane == 0) mbarrier_arrive(work_empty + 8 * work_slot);
+        if (!more) {
+            wgmma_wait<0>(s);
+            return;
+        }
     }
 }
 
@@ -561,23 +599,30 @@ cudaError_t launch_wgmma(const AttentionParams& p, int device, int multiprocesso
     schedule.items = int(items);
     schedule.m_blocks = (p.seqlen_q + kPlan.block_m() - 1) / kPlan.block_m();
     schedule.section_heads = int(wgmma_section_heads(p));
+    if (p.window_right >= 0 && !varlen) wgmma_sections(p, schedule.m_blocks, multiprocessors, &schedule.leading, &schedule.leading_section, &schedule.section_heads);
     schedule.longest_first = p.window_right >= 0;
     const int blocks = int(items < multiprocessors ? items : multiprocessors);
     schedule.order = wgmma_order(p, items, blocks);
 
     CUtensorMap map_q, map_k, map_v;
-    const auto encode = [&](const TensorView& x, int columns, int64_t rows, int heads, int box_rows, int padded, CUtensorMap* map, int* loads) {
-        return encode_tiles({x.data, std::is_same_v<T, __half>, columns, rows, heads, varlen ? 1 : p.batch, 2 * x.row, 2 * x.head, 2 * x.batch, box_rows, padded}, map, loads);
+    const auto encode = [&](const TensorView& x, int columns, int64_t rows, int heads, int box_rows, int padded, CUtensorMap* map,
+                            int* loads) {
+        return encode_tiles({x.data, std::is_same_v<T, __half>, columns, rows, heads, varlen ? 1 : p.batch, 2 * x.row, 2 * x.head,
+                             2 * x.batch, box_rows, padded},
+                            map, loads);
     };
     const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
     if (cudaError_t error = encode(p.q, p.headdim, rows_q, p.nheads, 64, kPlan.columns(), &map_q, &schedule.q_loads)) return error;
-    if (cudaError_t error = encode(p.k, p.headdim, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads)) return error;
-    if (cudaError_t error = encode(p.v, p.headdim_v, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads)) return error;
+    if (cudaError_t error = encode(p.k, p.headdim, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads))
+        return error;
+    if (cudaError_t error = encode(p.v, p.headdim_v, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads))
+        return error;
 
     const void* kernel = reinterpret_cast<const void*>(forward_wgmma_kernel<T, kId>);
     static std::atomic<uint64_t> opted_in{0};  // devices on which this kernel may use its shared memory: asking again would be harmless
     if (!(opted_in.load(std::memory_order_relaxed) >> device & 1)) {
-        if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) return cudaGetLastError(), error;
+        if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))
+            return cudaGetLastError(), error;
         opted_in.fetch_or(uint64_t(1) << device, std::memory_order_relaxed);
     }
     if (schedule.order == WorkOrder::kCounter) {
@@ -585,7 +630,8 @@ cudaError_t launch_wgmma(const AttentionParams& p, int device, int multiprocesso
         if (cudaError_t error = cudaMemsetAsync(schedule.counter, 0, sizeof(int), stream)) return cudaGetLastError(), error;
     }
     void* arguments[] = {&map_q, &map_k, &map_v, const_cast<AttentionParams*>(&p), &schedule};
-    const cudaError_t error = cudaLaunchKernel(kernel, dim3(unsigned(blocks)), dim3(128 * (kPlan.warpgroups + 1)), arguments, kBytes, stream);
+    const cudaError_t error =
+        cudaLaunchKernel(kernel, dim3(unsigned(blocks)), dim3(128 * (kPlan.warpgroups + 1)), arguments, kBytes, stream);
     if (error != cudaSuccess) cudaGetLastError();
     return error;
 }

@@ -17,7 +17,7 @@ struct FragmentPlace {
     int batch, head;
     int row, key;  // of element 0, counted from the start of the sequence
     int seqlen_q, seqlen_k;
-    int shift;     // i_aligned = i + shift
+    int shift;  // i_aligned = i + shift
 };
 
 // S = bias + alibi + softcap(scale S), -inf where the boolean mask or a bias of -inf hides the pair. Natural units.
@@ -36,27 +36,35 @@ __device__ __forceinline__ void transform_fragment(const AttentionParams& p, con
 #pragma unroll
         for (int i = 0; i < kCount; ++i) S[i] -= slope * fabsf(float(distance + i / 2 % 2 * 8 - i / 4 * 8 - i % 2));
     }
-    const int rows = at.seqlen_q - at.row, keys = at.seqlen_k - at.key;  // elements inside these may be read
-    if (p.bias.data) {
-        const int64_t first = at.batch * p.bias.batch + at.head * p.bias.head + at.row * p.bias.row + at.key;
-        const auto add = [&](const auto* bias) {
+    // Row by row and eight keys at a time: the pointer's walk keeps a fragment's loads from all being in flight, and in registers, at once.
+    const auto walk = [&](const auto* data, int64_t batch, int64_t head, int64_t row, const auto& element) {
 #pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                const int r = i / 2 % 2 * 8, j = i / 4 * 8 + i % 2;
-                const float b = r < rows && j < keys ? to_float(bias[r * p.bias.row + j]) : 0.0f;
-                S[i] = b == -INFINITY ? b : S[i] + b;  // also when S is NaN or infinite: the pair is hidden
+        for (int r = 0; r < 2; ++r) {
+            if (at.row + 8 * r >= at.seqlen_q) continue;
+            const auto* place = data + (at.batch * batch + at.head * head + (at.row + 8 * r) * row + at.key);
+            int keys = at.seqlen_k - at.key;  // may be read from here on
+#pragma unroll
+            for (int i = 2 * r; i < kCount; i += 4) {
+                if (keys > 0) element(S[i], place[0]);
+                if (keys > 1) element(S[i + 1], place[1]);
+                place = opaque(place + 8);
+                keys -= 8;
             }
+        }
+    };
+    if (p.bias.data) {
+        const auto add = [](float& score, auto x) {
+            const float bias = to_float(x);
+            score = bias == -INFINITY ? bias : score + bias;  // also when the score is NaN or infinite: the pair is hidden
         };
-        if (p.bias_dtype == DType::kFloat32) add(static_cast<const float*>(p.bias.data) + first);
-        else add(static_cast<const T*>(p.bias.data) + first);
+        if (p.bias_dtype == DType::kFloat32) walk(static_cast<const float*>(p.bias.data), p.bias.batch, p.bias.head, p.bias.row, add);
+        else walk(static_cast<const T*>(p.bias.data), p.bias.batch, p.bias.head, p.bias.row, add);
     }
     if (p.mask.data) {
-        const uint8_t* mask = static_cast<const uint8_t*>(p.mask.data) + at.batch * p.mask.batch + at.head * p.mask.head + at.row * p.mask.row + at.key;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            const int r = i / 2 % 2 * 8, j = i / 4 * 8 + i % 2;
-            if (r < rows && j < keys && !mask[r * p.mask.row + j]) S[i] = -INFINITY;
-        }
+        const auto hide = [](float& score, uint8_t attend) {
+            if (!attend) score = -INFINITY;
+        };
+        walk(static_cast<const uint8_t*>(p.mask.data), p.mask.batch, p.mask.head, p.mask.row, hide);
     }
 }
 

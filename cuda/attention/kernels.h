@@ -16,10 +16,20 @@ cudaError_t forward_minimal(const AttentionParams& params, cudaStream_t stream);
 
 // fp16 and bf16, head dims up to 256, sm_80 and newer. The device decides between tiles.
 cudaError_t forward_mma_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
+// fp32 whose products are rounded to tf32; the rest as above.
+cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
 
 // fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; q, k, v as tensor maps can describe them.
 cudaError_t forward_wgmma_sm90(const AttentionParams& params, int device, int multiprocessors, cudaStream_t stream);
 size_t forward_wgmma_sm90_workspace(const AttentionParams& params, int multiprocessors);  // bytes: the counter of dynamic scheduling, or none
+
+// e4m3 q, k, v and fp16 or bf16 out, head dims up to 256 in steps of 16, plain or causal scores, Hopper only.
+cudaError_t forward_fp8_sm90(const AttentionParams& params, int device, int multiprocessors, cudaStream_t stream);
+size_t forward_fp8_sm90_workspace(const AttentionParams& params, int multiprocessors);
+
+struct QuantizeParams;
+cudaError_t quantize_fp8(const QuantizeParams& params, cudaStream_t stream);
+int64_t quantize_fp8_blocks(const QuantizeParams& params);  // of its grid, which has at most 2^31 - 1
 
 cudaError_t merge(const MergeParams& params, cudaStream_t stream);
 

@@ -24,6 +24,11 @@ struct ScoreView {
     int64_t batch, head, row;
 };
 
+struct DescaleView {
+    const float* data;
+    int64_t batch, head;  // strides
+};
+
 struct AttentionParams {
     TensorView q, k, v, out;
     float* lse;  // (batch, nheads, seqlen_q), varlen (nheads, total_q); nullptr = not wanted
@@ -56,6 +61,8 @@ struct AttentionParams {
     bool allow_tf32;
     int32_t num_threads;
     void* workspace;
+
+    DescaleView q_descale, k_descale, v_descale;  // fp8 only: by query head, by key head, by key head
 
     // True when a score is more than scale * (q . k) under a window: the general instantiation of a kernel.
     FA_HOST_DEVICE bool general_scores() const {

@@ -10,12 +10,27 @@ namespace fa {
 // ---- forward_wgmma_sm90 ----
 
 // The instantiations. General ones take every option of a score and windows with a left edge; the others causal or full attention.
-enum class WgmmaPlanId { kD64Short, kD64Long, kD64General, kD96, kD96General, kD128Short, kD128Middle, kD128Long, kD128General, kD192V128, kD192, kD192General, kD256, kD256General };
+enum class WgmmaPlanId {
+    kD64Short,
+    kD64Long,
+    kD64General,
+    kD96,
+    kD96General,
+    kD128Short,
+    kD128Middle,
+    kD128Long,
+    kD128General,
+    kD192V128,
+    kD192,
+    kD192General,
+    kD256,
+    kD256General
+};
 
 // What to do about the running row maximum. Any value gives the right answer while nothing overflows, so it need not be the maximum:
 enum class RowMaximum {
-    kLazy,         // raised only when a tile exceeds it by 2^8
-    kSpeculative,  // not even computed after the first tile, unless a row sum overflows: then the warp repeats its tile exactly
+    kLazy,                // raised only when a tile exceeds it by 2^8
+    kSpeculative,         // not even computed after the first tile, unless a row sum overflows: then the warp repeats its tile exactly
     kSpeculativeUnmasked  // the same, but exact on tiles with a mask, which may hide a whole row: blocks taller than a key tile
 };
 
@@ -34,11 +49,12 @@ struct WgmmaPlan {
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
 };
 
-// Numbers measured on one H200 with CUDA 13.0, bf16, 16384 tokens, heads x headdim = 2048, with this kernel's loop.
+// The comparisons are from one H200 with CUDA 13.0, bf16, 16384 tokens, heads x headdim = 2048, in a prototype of the same loop.
 FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
     switch (id) {
-        // 2 warpgroups with Q in registers: short items, where prologue and epilogue decide; 2 .. 30 % over 192 rows up to 1k full, 4k causal.
-        case WgmmaPlanId::kD64Short: return {64, 64, 128, 2, 4, true, true, RowMaximum::kSpeculative, false};
+        // Q in registers lets the next item's first product run under the epilogue: +4 .. 7 % up to 2k causal, 1k full; the speculative
+        // path's code and turns cost more than they give there.
+        case WgmmaPlanId::kD64Short: return {64, 64, 128, 2, 4, false, true, RowMaximum::kLazy, false};
         // 192 rows read K and V a third less often.
         case WgmmaPlanId::kD64Long: return {64, 64, 128, 3, 4, true, false, RowMaximum::kSpeculativeUnmasked, false};
         case WgmmaPlanId::kD64General: return {64, 64, 128, 2, 4, false, false, RowMaximum::kLazy, true};
@@ -47,8 +63,8 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD96General: return {96, 96, 128, 2, 3, false, false, RowMaximum::kLazy, true};
         // The speculative path's extra code costs more than the maximum on items of a few tiles.
         case WgmmaPlanId::kD128Short: return {128, 128, 128, 2, 3, true, true, RowMaximum::kLazy, false};
-        // The third stage pays for K staying until the softmax knows that it needs no second look: +7 .. 10 % over lazy at 16k.
-        case WgmmaPlanId::kD128Middle: return {128, 128, 128, 2, 3, true, false, RowMaximum::kSpeculative, false};
+        // The third stage pays for K staying until the softmax knows that it needs no second look: +7 .. 10 % over lazy at 16k. Turns: -1 %.
+        case WgmmaPlanId::kD128Middle: return {128, 128, 128, 2, 3, false, false, RowMaximum::kSpeculative, false};
         // A third less traffic from L2: +5 % at the power limit. 96 keys would spill.
         case WgmmaPlanId::kD128Long: return {128, 128, 80, 3, 4, true, false, RowMaximum::kSpeculativeUnmasked, false};
         case WgmmaPlanId::kD128General: return {128, 128, 128, 2, 2, false, false, RowMaximum::kLazy, true};
@@ -56,8 +72,8 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD192V128: return {192, 128, 128, 2, 2, false, false, RowMaximum::kLazy, false};
         case WgmmaPlanId::kD192: return {192, 192, 112, 2, 2, false, false, RowMaximum::kLazy, false};
         case WgmmaPlanId::kD192General: return {192, 192, 96, 2, 2, false, false, RowMaximum::kLazy, true};
-        // 64 keys beat 80 by 2 .. 5 % up to 4k and equal it beyond.
-        case WgmmaPlanId::kD256: return {256, 256, 64, 2, 2, false, false, RowMaximum::kLazy, false};
+        // 64 keys beat 80 by 2 .. 5 % up to 4k and equal it beyond; turns +0.5 %.
+        case WgmmaPlanId::kD256: return {256, 256, 64, 2, 2, true, false, RowMaximum::kLazy, false};
         case WgmmaPlanId::kD256General: return {256, 256, 64, 2, 2, false, false, RowMaximum::kLazy, true};
     }
     return {};
@@ -77,7 +93,7 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p) {
     const bool aligned = !causal || p.cu_seqlens_q || p.top_left || (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0;
     if (d <= 64) {
         if (general) return WgmmaPlanId::kD64General;
-        return aligned && keys <= (causal ? 4096 : 1024) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
+        return keys <= (causal ? 2048 : 1024) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
     }
     if (d <= 96) return general ? WgmmaPlanId::kD96General : WgmmaPlanId::kD96;
     if (d <= 128) {
@@ -94,20 +110,20 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p) {
 
 // How the blocks, one on each multiprocessor, come by their items, which are ordered longest first when they differ.
 enum class WorkOrder {
-    kStride,   // block i takes items i, i + blocks, ...: nothing to set up; right when all items are equally long
-    kSnake,    // the same, every second round backwards: evens out falling lengths without a counter
-    kCounter,  // a counter in the workspace, zeroed before every launch: whoever is free takes the longest item left
+    kStride,  // block i takes items i, i + blocks, ...: nothing to set up; right when all items are equally long
+    kCounter  // a counter in the workspace, zeroed before every launch: whoever is free takes the longest item left
 };
 inline WorkOrder wgmma_order(const AttentionParams& p, int64_t items, int blocks) {
     if (items <= blocks) return WorkOrder::kStride;
-    // Causal, 16k: fixed stride 539, counter 625 TFLOP/s. Full: equal.
+    // Causal: the counter gains from 1 % (512) to 40 % (d256, 16k) over a stride, also where its memset costs 2 of 100 us. Full: equal.
     const bool uneven = p.cu_seqlens_q || p.window_left >= 0 || p.window_right >= 0;
     return uneven ? WorkOrder::kCounter : WorkOrder::kStride;
 }
 
 // Work items: query blocks of every head. A varlen call cannot know its sequences' lengths here and counts a few that turn out empty.
 inline int64_t wgmma_items(const AttentionParams& p, int block_m) {
-    const int64_t blocks = p.cu_seqlens_q ? int64_t(p.total_q) / block_m + p.batch : (int64_t(p.seqlen_q) + block_m - 1) / block_m * p.batch;
+    const int64_t blocks =
+        p.cu_seqlens_q ? int64_t(p.total_q) / block_m + p.batch : (int64_t(p.seqlen_q) + block_m - 1) / block_m * p.batch;
     return blocks * p.nheads;
 }
 
@@ -117,6 +133,67 @@ inline int64_t wgmma_section_heads(const AttentionParams& p) {
     int64_t heads = 1;
     while (2 * heads * bytes <= (int64_t(32) << 20) && heads < all) heads *= 2;
     return heads * p.group < all ? heads * p.group : all;
+}
+
+// How far longest first reaches. One section of all that fits into L2 would read the K and V of its heads from memory in its first pass
+// and nothing afterwards; short sequences need the memory all the time. So most heads go in sections of about a wave of items, and only
+// the last four waves, which decide how evenly the blocks finish, together. d128 causal: +5 % at 512, +2 % at 1k, +4 % at 8k and 16k.
+inline void wgmma_sections(const AttentionParams& p, int m_blocks, int multiprocessors, int* leading, int* leading_section, int* section_heads) {
+    const int64_t all = int64_t(p.batch) * p.nheads;
+    const auto heads = [&](int64_t items) {  // powers of two of whole groups
+        int64_t n = p.group;
+        while (2 * n * m_blocks <= items) n *= 2;
+        return n;
+    };
+    const bool brief = p.seqlen_k <= 1024;  // waits for memory more than for balance
+    const int64_t last = brief ? *section_heads : heads(6 * int64_t(multiprocessors));
+    *leading_section = int(heads(brief ? multiprocessors / 2 : multiprocessors));
+    *leading = int(last < all ? (all - last) / p.group * p.group : 0);
+    if (!brief) *section_heads = int(last < all ? last : all);
+}
+
+// ---- forward_fp8_sm90 ----
+
+enum class Fp8PlanId { kD64Short, kD64Long, kD128Short, kD128Long, kD256 };
+
+struct Fp8Plan {
+    int headdim;     // the largest of q, k and v that it serves; smaller ones are padded with zeros by the copy engine
+    int block_n;     // keys per tile
+    int warpgroups;  // consumer warpgroups, 64 query rows each
+    int k_stages, v_stages;  // tiles of K in flight; of V, and of V^T
+    bool ping_pong;
+    bool q_in_registers;
+
+    FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
+    FA_HOST_DEVICE constexpr int columns() const { return (headdim + 127) / 128 * 128; }  // of Q, K, V in shared memory: chunks of 128
+    // Of the block's 64 Ki registers: 168 x 384 threads or 128 x 512.
+    FA_HOST_DEVICE constexpr int consumer_registers() const { return warpgroups == 3 ? 160 : block_n * headdim >= 128 * 256 ? 240 : 232; }
+    FA_HOST_DEVICE constexpr int producer_registers() const { return warpgroups == 3 ? 32 : 504 - 2 * consumer_registers(); }
+    FA_HOST_DEVICE constexpr int keys() const { return (block_n + 127) / 128 * 128; }     // of V^T, likewise
+};
+
+// Numbers measured as above, on e4m3. Ratios are of time.
+FA_HOST_DEVICE constexpr Fp8Plan fp8_plan(Fp8PlanId id) {
+    switch (id) {
+        // Short items: two warpgroups each start sooner, and without turns neither waits for the other's softmax: 4 .. 10 % up to 1k causal.
+        case Fp8PlanId::kD64Short: return {64, 128, 2, 4, 3, false, true};
+        // 192 rows share a tile's transposition and its exponentials overlap better: 20 % from 2k on. 160 keys would spill.
+        case Fp8PlanId::kD64Long: return {64, 128, 3, 4, 3, true, true};
+        case Fp8PlanId::kD128Short: return {128, 128, 2, 4, 3, false, true};
+        // 96 keys are what 160 registers hold beside 64 of O: 10 .. 17 % over 128 x 128 from 4k on.
+        case Fp8PlanId::kD128Long: return {128, 96, 3, 4, 3, true, false};
+        // 128 keys take 240 registers and leave the producer 24: 3 .. 15 % over 96. Turns make no difference.
+        case Fp8PlanId::kD256: return {256, 128, 2, 2, 2, false, false};
+    }
+    return {};
+}
+
+inline Fp8PlanId fp8_choose(const AttentionParams& p) {
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    const bool causal = p.window_right >= 0;
+    if (d <= 64) return causal && p.seqlen_k <= 1024 ? Fp8PlanId::kD64Short : Fp8PlanId::kD64Long;
+    if (d <= 128) return p.seqlen_k <= 1024 ? Fp8PlanId::kD128Short : Fp8PlanId::kD128Long;
+    return Fp8PlanId::kD256;
 }
 
 }  // namespace fa

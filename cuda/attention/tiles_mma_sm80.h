@@ -1,4 +1,4 @@
-// tiles_mma_sm80.h: the shape of a tile of forward_mma_sm80.cu for each head dim, and which of two a call takes.
+// tiles_mma_sm80.h: the shape of a tile of forward_mma_sm80.cu for each head dim, and which of three a call takes.
 #pragma once
 
 #include <cstddef>
@@ -13,6 +13,18 @@ struct MmaTile {
     int blocks_per_sm;     // what the compiler may assume when it allots registers: 32 warps x registers x blocks <= 65536
     bool q_in_registers;   // Q's fragments stay in registers for the whole loop instead of being read again for every tile
 };
+constexpr bool operator==(const MmaTile& a, const MmaTile& b) {
+    return a.block_m == b.block_m && a.block_n == b.block_n && a.warps == b.warps && a.stages == b.stages &&
+           a.blocks_per_sm == b.blocks_per_sm && a.q_in_registers == b.q_in_registers;
+}
+
+// The SM a tile is made for, by its KB of shared memory.
+enum class MmaSm {
+    kAny,  // blocks of 99 KB (sm_86, 89, 120): tiles also for grids that large ones would not spread over the GPU, for rows that do not
+           // start on 16 bytes and for options, which need registers
+    k164,  // sm_80
+    k228   // sm_90, sm_100
+};
 
 // Head dims are padded with zeros to a bucket: Q and K to d, V and the output to dv. A bucket for each pair would be 25; only
 // (192, 128) is used by models, every other pair runs in the larger of the two.
@@ -25,25 +37,61 @@ struct MmaTile {
 //     32               in shared memory    160               192         1.25
 //     32               in registers        128               128         1
 // so a warp should own 32 rows wherever the registers allow it: O takes dv of them, S 64 at 64 keys. That is up to dv = 128.
-constexpr MmaTile mma_tile(int d, int dv, bool large) {
-    if (large) {
+constexpr MmaTile mma_tile(int d, int dv, MmaSm sm) {
+    if (sm == MmaSm::k228) {                                       // measured on H200 against the tile below
+        if (d <= 64) return {128, 128, 4, 2, 2, false};            // O 64 + S 128; 80 KB. Half the barriers and maxima: 5 % faster
+        if (d > 96 && d <= 128) return {128, 64, 4, 2, 2, false};  // 96 KB. One barrier a tile instead of two: 3 % faster
+        if (dv > 192) return {64, 64, 4, 1, 2, false};  // O 128 + S 32; 96 KB. Two blocks that do not wait for each other: 5 % faster
+    }
+    if (sm != MmaSm::kAny) {
         if (d <= 64) return {128, 64, 4, 2, 2, true};     // O 64 + S 64 + Q 32 registers; 48 KB
         if (d <= 96) return {128, 64, 4, 2, 2, false};    // O 96 + S 64; 72 KB: two blocks on an SM of sm_80 and of sm_90
-        if (dv <= 128) return {128, 64, 4, 1, 2, false};  // O 128 + S 64; 64 KB, (192, 128) 88 KB: two blocks where two stages allow one
+        if (d <= 128) return {128, 64, 4, 1, 2, false};   // O 128 + S 64; 64 KB: two blocks on an SM of sm_80
+        if (dv <= 128) return {128, 32, 4, 2, 2, false};  // O 128 + S 32, 64 keys spill; 88 KB: two blocks on an SM of sm_90
         if (d <= 192) return {128, 64, 8, 2, 1, false};   // O 96 + S 32; 144 KB, one block of 8 warps
-        return {128, 64, 8, 1, 1, false};                 // O 128 + S 32; 128 KB, which sm_80 still has
+        return {128, 64, 8, 1, 1, false};                 // O 128 + S 32; 128 KB
     }
-    // For grids that large tiles would not spread over the GPU, for options, which need registers, and for SMs of 99 KB (sm_86, 89, 120).
-    if (d <= 128) return {64, 64, 4, 2, 2, false};     // at most 80 KB
-    if (d <= 192) return {64, 32, 4, 2, 2, false};     // 72 KB
-    return {64, 32, 4, 2, 1, false};                   // 96 KB
+    if (d <= 128) return {64, 64, 4, 2, 2, false};  // at most 80 KB
+    if (d <= 192) return {64, 32, 4, 2, 2, false};  // 72 KB
+    return {64, 32, 4, 2, 1, false};                // 96 KB
+}
+
+// tf32: a value is twice as wide in shared memory and as wide in an accumulator. TFLOP/s on H200 at 16k, full, beside the tiles tried.
+constexpr MmaTile mma_tile_tf32(int d, int dv, MmaSm sm) {
+    if (sm == MmaSm::k228) {
+        if (d <= 64) return {128, 64, 4, 2, 2, false};             // O 64 + S 64; 96 KB: 155. One stage: 153, 64 rows: 121
+        if (d > 96 && d <= 128) return {128, 32, 4, 1, 2, false};  // O 128 + S 32; 96 KB: 151. One block an SM, of 4 warps 109, of 8 139
+        if (dv > 192) return {128, 32, 8, 1, 1, false};            // O 128 + S 16; 192 KB: 122. 64 rows: 76
+    }
+    if (sm != MmaSm::kAny) {
+        if (d <= 64) return {128, 64, 4, 1, 2, false};   // 64 KB
+        if (d <= 96) return {128, 32, 4, 1, 2, false};   // 72 KB
+        if (d <= 128) return {128, 32, 4, 2, 1, false};  // 128 KB
+        if (d <= 192) return {128, 32, 8, 1, 1, false};  // 144 KB
+        return {64, 32, 4, 1, 1, false};                 // 128 KB
+    }
+    if (d <= 64) return {64, 64, 4, 2, 2, false};   // 80 KB
+    if (d <= 128) return {64, 32, 4, 2, 2, false};  // 96 KB
+    if (d <= 192) return {64, 32, 4, 1, 2, false};  // 96 KB
+    return {32, 32, 2, 1, 2, false};                // 96 KB
+}
+
+// Of the 1 KB of an SM that a block may not ask for, every block on it takes one for the system.
+inline bool mma_tile_fits(const MmaTile& tile, size_t shared_bytes, size_t most_of_a_block) {
+    return size_t(tile.blocks_per_sm) * (shared_bytes + 1024) <= most_of_a_block + 1024;
+}
+
+// Large tiles pay once more than half of the blocks that the GPU holds at a time have work; below, twice as many blocks of half the rows
+// still run all at once.
+inline bool mma_tile_fills(const MmaTile& tile, int64_t heads, int64_t seqlen_q, int multiprocessors) {
+    return 2 * ((seqlen_q + tile.block_m - 1) / tile.block_m) * heads > int64_t(tile.blocks_per_sm) * multiprocessors;
 }
 
 // Query heads whose tiles run side by side: heads are taken in sections, so that the K and V of a section are read from memory once and
 // then from L2. 16 MB fit beside other traffic in the L2 of A100 (40), H100 (50) and most GPUs since; smaller ones only lose this gain.
-inline int64_t heads_per_section(int64_t seqlen_k, int d, int dv, int group) {
+inline int64_t heads_per_section(int64_t seqlen_k, int64_t bytes_per_key, int group) {
     constexpr int64_t kSectionBytes = int64_t(16) << 20;
-    const int64_t heads_k = kSectionBytes / ((seqlen_k > 0 ? seqlen_k : 1) * (d + dv) * 2);
+    const int64_t heads_k = kSectionBytes / ((seqlen_k > 0 ? seqlen_k : 1) * bytes_per_key);
     return (heads_k > 1 ? heads_k : 1) * group;
 }
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "attention/params.h"
+#include "attention/quantize_fp8.h"
 
 namespace fa::cpu {
 
@@ -18,5 +19,6 @@ void forward_naive(const AttentionParams& params);  // three steps with S in wor
 size_t forward_naive_workspace(const AttentionParams& params);
 
 void merge(const MergeParams& params);
+void quantize_fp8(const QuantizeParams& params);
 
 }  // namespace fa::cpu

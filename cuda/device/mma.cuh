@@ -5,6 +5,11 @@
 //     B (16 x 8)   b0: k 2q, 2q + 1, column g      b1: k 2q + 8, 2q + 9, column g
 //     C (16 x 8)   c0, c1: row g, columns 2q, 2q + 1                         c2, c3: row g + 8, same columns
 // Two neighbouring C tiles, packed to 16 bits, are therefore an A fragment: a = {c0c1, c2c3, c0'c1', c2'c3'}.
+//
+// mma.m16n8k8 on tf32, every register one value, C as above:
+//     A (16 x 8)   a0: row g, k q    a1: row g + 8, k q    a2: row g, k q + 4    a3: row g + 8, k q + 4
+//     B (8 x 8)    b0: k q, column g    b1: k q + 4, column g
+// A C tile whose column 2q is called k = q and whose column 2q + 1 is called k = q + 4 is an A fragment: a = {c0, c2, c1, c3}.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,6 +32,21 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global,
 // cp.async.wait_all: every copy this thread has started has landed. Other threads see it after the next barrier.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
+// cp.async.commit_group: the copies started since the last one are a group.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+// cp.async.wait_group: all of this thread's groups but the last kPending have landed.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait_group() {
+    asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+// ld.shared.v4
+__device__ __forceinline__ float4 load_shared_16(uint32_t shared) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(shared) : "memory");
+    return x;
+}
+
 // st.shared.v4
 __device__ __forceinline__ void store_shared_16(uint32_t shared, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
@@ -40,27 +60,48 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&d)[4], uint32_t shared) {
                  : "r"(shared)
                  : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared) {
+// Here the matrices are two B fragments: d[t][i] is register i of tile t.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[2][2], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "=r"(d[0][0]), "=r"(d[0][1]), "=r"(d[1][0]), "=r"(d[1][1])
                  : "r"(shared)
                  : "memory");
 }
+// Four columns of two rows, as four B fragments for tf32: d[t] = {column t of one row, column t of the other}.
+__device__ __forceinline__ void load_two_rows(uint32_t (&d)[4][2], uint32_t row, uint32_t other_row) {
+    const float4 x = load_shared_16(row), y = load_shared_16(other_row);
+    d[0][0] = __float_as_uint(x.x), d[1][0] = __float_as_uint(x.y), d[2][0] = __float_as_uint(x.z), d[3][0] = __float_as_uint(x.w);
+    d[0][1] = __float_as_uint(y.x), d[1][1] = __float_as_uint(y.y), d[2][1] = __float_as_uint(y.z), d[3][1] = __float_as_uint(y.w);
+}
 
-// mma.m16n8k16: C += A B, products of 16-bit values summed in fp32. T names the type inside the registers.
+// mma.m16n8k16 (16-bit T) and mma.m16n8k8 (float: tf32): C += A B, summed in fp32. T names the type inside the registers.
 template <typename T>
-__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
-__device__ __forceinline__ void mma_m16n8k16<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <>
-__device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void mma<float>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// cvt.rna.tf32.f32: to the nearest tf32, ties away from zero. The tensor cores would cut the low bits off instead.
+__device__ __forceinline__ uint32_t round_tf32(float x) {
+    uint32_t d;
+    asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(d) : "f"(x));
+    return d;
 }
 
 // cvt.rn.{f16x2,bf16x2}.f32: two floats to one register, `low` in the low half.
@@ -77,6 +118,17 @@ __device__ __forceinline__ uint32_t pack_16<__nv_bfloat16>(float low, float high
     uint32_t d;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(d) : "f"(high), "f"(low));
     return d;
+}
+
+// The A fragment of an mma<T> from the accumulators of the same rows, 16 columns of them or, for float, 8 in the order given above.
+template <typename T>
+__device__ __forceinline__ void fragment_of(uint32_t (&a)[4], const float (*c)[4]) {
+    a[0] = pack_16<T>(c[0][0], c[0][1]), a[1] = pack_16<T>(c[0][2], c[0][3]);
+    a[2] = pack_16<T>(c[1][0], c[1][1]), a[3] = pack_16<T>(c[1][2], c[1][3]);
+}
+template <>
+__device__ __forceinline__ void fragment_of<float>(uint32_t (&a)[4], const float (*c)[4]) {
+    a[0] = round_tf32(c[0][0]), a[1] = round_tf32(c[0][2]), a[2] = round_tf32(c[0][1]), a[3] = round_tf32(c[0][3]);
 }
 
 // ex2.approx.ftz: 2^x to 2 ulp; 2^-inf = 0, NaN stays NaN.

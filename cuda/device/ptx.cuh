@@ -55,6 +55,12 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
         : "memory");
 }
+__device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -79,6 +85,12 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 // instead of being hoisted out of the loop around it.
 __device__ __forceinline__ int opaque(int x) {
     asm volatile("" : "+r"(x));
+    return x;
+}
+
+template <typename T>
+__device__ __forceinline__ const T* opaque(const T* x) {
+    asm volatile("" : "+l"(x));
     return x;
 }
 

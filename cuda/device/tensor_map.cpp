@@ -31,13 +31,15 @@ cudaError_t encode_tiles(const TensorTiles& t, CUtensorMap* map, int* loads) {
     const cuuint64_t chunks = whole ? t.columns / kChunk : 1;
     // The stride of an axis with one element is never used, but has to be valid.
     const auto stride = [](int64_t extent, int64_t bytes) { return extent > 1 ? cuuint64_t(bytes) : kChunkBytes; };
-    const cuuint64_t dims[5] = {whole ? kChunk : cuuint64_t(t.columns), cuuint64_t(t.rows), chunks, cuuint64_t(t.heads), cuuint64_t(t.batch)};
-    const cuuint64_t strides[4] = {stride(t.rows, t.row_stride), kChunkBytes, stride(t.heads, t.head_stride), stride(t.batch, t.batch_stride)};
+    const cuuint64_t dims[5] = {whole ? kChunk : cuuint64_t(t.columns), cuuint64_t(t.rows), chunks, cuuint64_t(t.heads),
+                                cuuint64_t(t.batch)};
+    const cuuint64_t strides[4] = {stride(t.rows, t.row_stride), kChunkBytes, stride(t.heads, t.head_stride),
+                                   stride(t.batch, t.batch_stride)};
     const cuuint32_t box[5] = {cuuint32_t(kChunk), cuuint32_t(t.box_rows), cuuint32_t(chunks), 1, 1}, ones[5] = {1, 1, 1, 1, 1};
     *loads = whole ? 1 : int(t.padded_columns / int64_t(kChunk));
-    const CUresult result = encoder()(map, t.half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<void*>(t.data), dims,
-                                      strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result = encoder()(map, t.half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
+                                      const_cast<void*>(t.data), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

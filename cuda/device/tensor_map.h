@@ -14,8 +14,8 @@ struct TensorTiles {
     bool half;  // __half, else __nv_bfloat16
     int64_t columns, rows, heads, batch;
     int64_t row_stride, head_stride, batch_stride;
-    int box_rows;       // rows of a tile
-    int padded_columns; // columns of a tile, a multiple of 64; those past `columns` read as zero
+    int box_rows;        // rows of a tile
+    int padded_columns;  // columns of a tile, a multiple of 64; those past `columns` read as zero
 };
 
 // The map's coordinates are {column, row, chunk, head, batch}, its boxes chunks of 64 columns in the 128-byte swizzle of wgmma.cuh.

@@ -13,9 +13,9 @@
 
 namespace fa {
 
-constexpr int kChunkColumns = 64;                     // 16-bit elements in 128 bytes
-constexpr uint32_t kChunkRowBytes = 128;              // one row of a chunk
-constexpr uint32_t kSwizzleRows = 8;                  // the swizzle pattern repeats after 8 rows, 1024 bytes
+constexpr int kChunkColumns = 64;         // 16-bit elements in 128 bytes
+constexpr uint32_t kChunkRowBytes = 128;  // one row of a chunk
+constexpr uint32_t kSwizzleRows = 8;      // the swizzle pattern repeats after 8 rows, 1024 bytes
 
 // Byte offset of 16-byte piece `piece` (eight columns) of row `row` in a tile of `rows` rows.
 __host__ __device__ constexpr uint32_t swizzled_offset(uint32_t rows, uint32_t row, uint32_t piece) {
@@ -30,7 +30,8 @@ __host__ __device__ constexpr int accumulator_column(int t, int i) { return i / 
 // 64-column chunks, is read only for operands whose rows run along k (V in P V).
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t tile, uint32_t chunk_stride) {
     constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
-    return uint64_t((tile & 0x3FFFF) >> 4) | uint64_t(chunk_stride >> 4) << 16 | uint64_t(kSwizzleRows * kChunkRowBytes >> 4) << 32 | kSwizzle128;
+    return uint64_t((tile & 0x3FFFF) >> 4) | uint64_t(chunk_stride >> 4) << 16 | uint64_t(kSwizzleRows * kChunkRowBytes >> 4) << 32 |
+           kSwizzle128;
 }
 // What to add to a descriptor to move it by that many bytes: shared memory ends below 256 KiB, so the field never overflows.
 __device__ __forceinline__ constexpr uint64_t descriptor_step(uint32_t bytes) { return bytes >> 4; }
@@ -57,21 +58,22 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
 // ---- the instruction, for every N in use: FA_TEXT_n names accumulators %0 .. %n-1, FA_BIND_n binds them ----
 
 #define FA_TEXT_8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
-#define FA_TEXT_32                           \
-    FA_TEXT_8(0, 1, 2, 3, 4, 5, 6, 7)        \
+#define FA_TEXT_32                    \
+    FA_TEXT_8(0, 1, 2, 3, 4, 5, 6, 7) \
     "," FA_TEXT_8(8, 9, 10, 11, 12, 13, 14, 15) "," FA_TEXT_8(16, 17, 18, 19, 20, 21, 22, 23) "," FA_TEXT_8(24, 25, 26, 27, 28, 29, 30, 31)
 #define FA_TEXT_40 FA_TEXT_32 "," FA_TEXT_8(32, 33, 34, 35, 36, 37, 38, 39)
 #define FA_TEXT_48 FA_TEXT_40 "," FA_TEXT_8(40, 41, 42, 43, 44, 45, 46, 47)
 #define FA_TEXT_56 FA_TEXT_48 "," FA_TEXT_8(48, 49, 50, 51, 52, 53, 54, 55)
 #define FA_TEXT_64 FA_TEXT_56 "," FA_TEXT_8(56, 57, 58, 59, 60, 61, 62, 63)
-#define FA_TEXT_96                                                                                                          \
+#define FA_TEXT_96                                                                                                        \
     FA_TEXT_64 "," FA_TEXT_8(64, 65, 66, 67, 68, 69, 70, 71) "," FA_TEXT_8(72, 73, 74, 75, 76, 77, 78, 79) "," FA_TEXT_8( \
         80, 81, 82, 83, 84, 85, 86, 87) "," FA_TEXT_8(88, 89, 90, 91, 92, 93, 94, 95)
-#define FA_TEXT_128                                                                                                                  \
+#define FA_TEXT_128                                                                                                                   \
     FA_TEXT_96 "," FA_TEXT_8(96, 97, 98, 99, 100, 101, 102, 103) "," FA_TEXT_8(104, 105, 106, 107, 108, 109, 110, 111) "," FA_TEXT_8( \
         112, 113, 114, 115, 116, 117, 118, 119) "," FA_TEXT_8(120, 121, 122, 123, 124, 125, 126, 127)
 
-#define FA_BIND_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FA_BIND_8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FA_BIND_32 FA_BIND_8(0), FA_BIND_8(8), FA_BIND_8(16), FA_BIND_8(24)
 #define FA_BIND_40 FA_BIND_32, FA_BIND_8(32)
 #define FA_BIND_48 FA_BIND_40, FA_BIND_8(40)
@@ -81,32 +83,34 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
 #define FA_BIND_128 FA_BIND_96, FA_BIND_8(96), FA_BIND_8(104), FA_BIND_8(112), FA_BIND_8(120)
 
 // Operands after the R accumulators: descriptors A and B, then the accumulate flag | four A registers, descriptor B, flag, B's transpose.
-#define FA_WGMMA_SS(N, R, TYPE, A, B, FLAG)                                                                                     \
-    if constexpr (kN == N)                                                                                                      \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #FLAG ", 0;\n"                                                        \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_TEXT_##R "}, %" #A ", %" #B        \
-                     ", p, 1, 1, 0, 0;\n}\n"                                                                                    \
-                     : FA_BIND_##R                                                                                              \
+#define FA_WGMMA_SS(N, R, TYPE, A, B, FLAG)                                                                                   \
+    if constexpr (kN == N)                                                                                                    \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #FLAG                                                               \
+                     ", 0;\n"                                                                                                 \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_TEXT_##R "}, %" #A ", %" #B      \
+                                                                                                      ", p, 1, 1, 0, 0;\n}\n" \
+                     : FA_BIND_##R                                                                                            \
                      : "l"(a), "l"(b), "r"(accumulate));
-#define FA_WGMMA_RS(N, R, TYPE, A0, A1, A2, A3, B, FLAG, TRANSPOSE)                                                             \
-    if constexpr (kN == N)                                                                                                      \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #FLAG ", 0;\n"                                                        \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_TEXT_##R "}, {%" #A0 ", %" #A1     \
-                     ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, %" #TRANSPOSE ";\n}\n"                                           \
-                     : FA_BIND_##R                                                                                              \
+#define FA_WGMMA_RS(N, R, TYPE, A0, A1, A2, A3, B, FLAG, TRANSPOSE)                                         \
+    if constexpr (kN == N)                                                                                  \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #FLAG                                             \
+                     ", 0;\n"                                                                               \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_TEXT_##R       \
+                     "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, %" #TRANSPOSE ";\n}\n" \
+                     : FA_BIND_##R                                                                          \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB));
 
-#define FA_WGMMA_SS_ALL(TYPE)                \
-    FA_WGMMA_SS(64, 32, TYPE, 32, 33, 34)    \
-    FA_WGMMA_SS(80, 40, TYPE, 40, 41, 42)    \
-    FA_WGMMA_SS(96, 48, TYPE, 48, 49, 50)    \
-    FA_WGMMA_SS(112, 56, TYPE, 56, 57, 58)   \
+#define FA_WGMMA_SS_ALL(TYPE)              \
+    FA_WGMMA_SS(64, 32, TYPE, 32, 33, 34)  \
+    FA_WGMMA_SS(80, 40, TYPE, 40, 41, 42)  \
+    FA_WGMMA_SS(96, 48, TYPE, 48, 49, 50)  \
+    FA_WGMMA_SS(112, 56, TYPE, 56, 57, 58) \
     FA_WGMMA_SS(128, 64, TYPE, 64, 65, 66)
-#define FA_WGMMA_RS_ALL(TYPE)                                             \
-    FA_WGMMA_RS(64, 32, TYPE, 32, 33, 34, 35, 36, 37, 38)                 \
-    FA_WGMMA_RS(96, 48, TYPE, 48, 49, 50, 51, 52, 53, 54)                 \
-    FA_WGMMA_RS(128, 64, TYPE, 64, 65, 66, 67, 68, 69, 70)                \
-    FA_WGMMA_RS(192, 96, TYPE, 96, 97, 98, 99, 100, 101, 102)             \
+#define FA_WGMMA_RS_ALL(TYPE)                                 \
+    FA_WGMMA_RS(64, 32, TYPE, 32, 33, 34, 35, 36, 37, 38)     \
+    FA_WGMMA_RS(96, 48, TYPE, 48, 49, 50, 51, 52, 53, 54)     \
+    FA_WGMMA_RS(128, 64, TYPE, 64, 65, 66, 67, 68, 69, 70)    \
+    FA_WGMMA_RS(192, 96, TYPE, 96, 97, 98, 99, 100, 101, 102) \
     FA_WGMMA_RS(256, 128, TYPE, 128, 129, 130, 131, 132, 133, 134)
 
 // d (64 x N) = A (64 x 16) B (16 x N), plus d when accumulate; A and B in shared memory, both with rows along k: Q and K of Q K^T.

@@ -17,7 +17,7 @@ from ._library import (
     Unsupported,
     WorkspaceTooSmall,
 )
-from .attention import Plan, flash_attn_func, flash_attn_varlen_func, kernels, merge, query
+from .attention import Plan, flash_attn_func, flash_attn_varlen_func, kernels, merge, quantize_fp8, query
 
 __version__ = "0.1.0"
 
@@ -34,5 +34,6 @@ __all__ = [
     "flash_attn_varlen_func",
     "kernels",
     "merge",
+    "quantize_fp8",
     "query",
 ]

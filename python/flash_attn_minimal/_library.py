@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes as ct
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 LIBRARY_NAME = "libflash_attn_minimal.so"
@@ -44,6 +45,7 @@ class LibraryNotFound(FlashAttnError, ImportError):
 
 OK = 0
 _ERRORS = {1: BadArgument, 2: Unsupported, 3: WorkspaceTooSmall, 4: CudaError, 5: OutOfMemory}
+WORKSPACE_TOO_SMALL = 3
 
 CPU, CUDA = 1, 2
 DEVICES = {CPU: "cpu", CUDA: "cuda"}
@@ -59,6 +61,14 @@ def _tensor(name: str) -> list[tuple[str, type]]:
 def _score_tensor(name: str) -> list[tuple[str, type]]:
     return [(f"{name}_data", ct.c_void_p)] + [
         (f"{name}_{axis}_stride", ct.c_int64) for axis in ("batch", "head", "row")
+    ]
+
+
+def _descale(name: str) -> list[tuple[str, type]]:
+    return [
+        (f"{name}_data", ct.c_void_p),
+        (f"{name}_batch_stride", ct.c_int64),
+        (f"{name}_head_stride", ct.c_int64),
     ]
 
 
@@ -111,6 +121,9 @@ class AttentionArgs(ct.Structure):
         ("kernel", ct.c_char_p),
         ("workspace", ct.c_void_p),
         ("workspace_bytes", ct.c_size_t),
+        *_descale("q_descale"),
+        *_descale("k_descale"),
+        *_descale("v_descale"),
     ]
 
 
@@ -148,6 +161,25 @@ class MergeArgs(ct.Structure):
     ]
 
 
+class QuantizeArgs(ct.Structure):
+    """fa_quantize_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("device", ct.c_int32),
+        ("dtype", ct.c_int32),
+        ("batch", ct.c_int32),
+        ("nheads", ct.c_int32),
+        ("headdim", ct.c_int32),
+        ("hadamard", ct.c_int32),
+        ("seqlen", ct.c_int64),
+        ("seed", ct.c_uint64),
+        *_tensor("x"),
+        *_tensor("out"),
+        ("descale", ct.c_void_p),
+    ]
+
+
 def path() -> Path:
     """The shared library: $FLASH_ATTN_LIBRARY, else the one inside the package folder."""
     named = os.environ.get("FLASH_ATTN_LIBRARY")
@@ -163,7 +195,7 @@ def path() -> Path:
 
 @functools.cache
 def load() -> ct.CDLL:
-    """The library with every function typed; fa_attention_forward and fa_attention_merge raise on a bad status."""
+    """The library with every function typed; those that launch raise on a bad status."""
     file = path()
     try:
         lib = ct.CDLL(str(file))
@@ -179,6 +211,7 @@ def load() -> ct.CDLL:
     declare("fa_attention_forward", ct.c_int, ct.POINTER(AttentionArgs), ct.c_void_p)
     declare("fa_attention_query", ct.c_int, ct.POINTER(AttentionArgs), ct.POINTER(AttentionPlan))
     declare("fa_attention_merge", ct.c_int, ct.POINTER(MergeArgs), ct.c_void_p)
+    declare("fa_quantize_fp8", ct.c_int, ct.POINTER(QuantizeArgs), ct.c_void_p)
     declare("fa_kernel_count", ct.c_int32)
     declare("fa_kernel_name", ct.c_char_p, ct.c_int32)
     declare("fa_kernel_summary", ct.c_char_p, ct.c_int32)
@@ -191,8 +224,22 @@ def load() -> ct.CDLL:
 
     def raise_on_error(status: int, function: object, arguments: tuple) -> None:
         if status != OK:
-            raise _ERRORS.get(status, FlashAttnError)(lib.fa_last_error().decode(errors="replace"))
+            raise failure(status)
 
     lib.fa_attention_forward.errcheck = raise_on_error
     lib.fa_attention_merge.errcheck = raise_on_error
+    lib.fa_quantize_fp8.errcheck = raise_on_error
     return lib
+
+
+def failure(status: int) -> FlashAttnError:
+    """The exception for this thread's last failure."""
+    return _ERRORS.get(status, FlashAttnError)(load().fa_last_error().decode(errors="replace"))
+
+
+@functools.cache
+def load_packed_forward() -> Callable[[bytes, int | None], int]:
+    """fa_attention_forward once more, taking the bytes of an AttentionArgs and returning the status."""
+    function = load()["fa_attention_forward"]  # indexing makes a function object of its own
+    function.restype, function.argtypes = ct.c_int, [ct.c_char_p, ct.c_void_p]
+    return function

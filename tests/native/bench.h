@@ -181,9 +181,13 @@ inline std::vector<Case> shapes(const Context& context) {
     return all;
 }
 
-// What a tiny call costs besides its work: validation, choice of the kernel, launch.
+#if FA_WITH_CUDA
+__global__ void nothing() {}
+#endif
+
+// What a tiny call costs the host: validation, choice of the kernel, launch. Beside it what a launch alone costs on this machine.
 inline void print_overhead(const Context& context) {
-    Case c = shape(1, 1, 8, FA_FLOAT32);
+    Case c = shape(1, 1, context.device == FA_CUDA ? 64 : 8, context.device == FA_CUDA ? FA_BFLOAT16 : FA_FLOAT32);
     c.name = "overhead", c.batch = c.nheads = c.nheads_k = 1;
     Problem p(c, context.device, context.seed);
     p.num_threads = 1;
@@ -192,22 +196,33 @@ inline void print_overhead(const Context& context) {
     const Workspace workspace(p.device, plan.workspace_bytes);
     workspace.attach(&args);
     const auto per_call = [&](auto call) {
+        constexpr int kBurst = 64;  // far fewer than a GPU's queue holds: the host never waits for the device
         std::vector<double> us;
-        for (int round = 0; round < 25; ++round) {
-            const Clock::time_point start = Clock::now();
-            for (int i = 0; i < 200; ++i) call();  // fewer than a GPU's queue holds: the host never waits for the device
-            us.push_back(us_since(start) / 200);
+        for (int round = 0; round < 100; ++round) {
             wait(context.device);
+            const Clock::time_point start = Clock::now();
+            for (int i = 0; i < kBurst; ++i) call();
+            us.push_back(us_since(start) / kBurst);
         }
+        wait(context.device);
         return summarize(us).us;
     };
-    const double asked = per_call([&] { fa_attention_query(&args, &plan); });
     fa_status status = FA_OK;
-    const double called = per_call([&] {
+    const auto forward = [&] {
         if (const fa_status s = fa_attention_forward(&args, nullptr); s != FA_OK) status = s;
-    });
+    };
+    const double asked = per_call([&] { fa_attention_query(&args, &plan); });
+    const double called = per_call(forward);
+    std::printf("host time of a tiny call through C (1 x 1, headdim %d, %s): %.2f us, of a query: %.2f us", c.headdim, plan.kernel, called, asked);
+#if FA_WITH_CUDA
+    if (context.device == FA_CUDA) {
+        args.kernel = "minimal";
+        std::printf("; kernel minimal: %.2f us", per_call(forward));
+        std::printf("; an empty launch: %.2f us", per_call([] { nothing<<<1, 32>>>(); }));
+    }
+#endif
+    std::printf("\n");
     expect_ok(status, "tiny call");
-    std::printf("host overhead of a tiny call (1 x 1, headdim 8) through C: %.2f us, of a query: %.2f us\n", called, asked);
 }
 
 inline int run(const Context& context, const std::string& command, const std::string& json_file) {

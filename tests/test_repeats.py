@@ -1,0 +1,326 @@
+"""A repeated call takes a shortcut (attention.py, `_Repeat`). It may change nothing but the time: not an answer, not an
+error, not a reference that is kept."""
+
+import gc
+import inspect
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from conftest import CUDA, NO_CUDA, cupy, torch
+
+import flash_attn_minimal as fa
+from flash_attn_minimal import attention
+
+SHAPES = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
+
+KINDS = [
+    "numpy",
+    pytest.param("torch", marks=pytest.mark.skipif(torch is None, reason="PyTorch is not installed")),
+    pytest.param("torch cuda", marks=pytest.mark.skipif(CUDA.framework != "torch", reason="needs PyTorch with CUDA")),
+    pytest.param("cupy", marks=pytest.mark.skipif(bool(NO_CUDA) or cupy is None, reason="needs CuPy and a GPU")),
+]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind, x):
+    if kind.startswith("torch"):
+        return torch.tensor(x, device="cuda" if kind == "torch cuda" else "cpu")
+    return cupy.asarray(x) if kind == "cupy" else np.array(x)
+
+
+def host(results):
+    """As NumPy, whatever it is."""
+    if isinstance(results, tuple):
+        return tuple(map(host, results))
+    return (
+        results.get()
+        if cupy and isinstance(results, cupy.ndarray)
+        else np.asarray(results.cpu() if torch and isinstance(results, torch.Tensor) else results)
+    )
+
+
+def arrays(kind, seed=0):
+    rng = np.random.default_rng(seed)
+    return [make(kind, rng.standard_normal(shape, dtype=np.float32)) for shape in SHAPES]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    attention._repeats.clear()
+
+
+def long_way(*arguments, **options):
+    """The call with nothing remembered."""
+    attention._repeats.clear()
+    return fa.flash_attn_func(*arguments, **options)
+
+
+def warm(q, k, v, **options):
+    """Makes sure that this call is one that is remembered."""
+    for _ in range(3):  # the first call of a type finds its door, the first and second of a signature are remembered
+        fa.flash_attn_func(q, k, v, **options)
+    assert any(attention._repeats.values())
+
+
+@pytest.fixture
+def shortcuts(monkeypatch):
+    """Counts the calls that were answered by the shortcut."""
+    taken = []
+    call = attention._Repeat.call
+
+    def counted(self, *arguments):
+        results = call(self, *arguments)
+        taken.append(results is not None)
+        return results
+
+    monkeypatch.setattr(attention._Repeat, "call", counted)
+    return taken
+
+
+COMMON = [
+    {},
+    {"causal": True},
+    {"softmax_scale": 0.3},
+    {"window_size": (2, 1)},
+    {"return_lse": True},
+    {"num_threads": 1, "causal": True, "return_lse": True, "softmax_scale": 2.0, "window_size": (3, -1)},
+]
+
+
+@every_kind
+def test_same_bits(kind, shortcuts):
+    """New values, and for every set of options the same bits as the long way; the sets do not mix."""
+    for options in COMMON:
+        warm(*arrays(kind), **options)
+    shortcuts.clear()
+    attention._repeats, kept = {}, attention._repeats
+    for seed, options in enumerate(COMMON, 1):
+        attention._repeats = {}
+        expected = host(fa.flash_attn_func(*arrays(kind, seed), **options))
+        attention._repeats = kept
+        results = fa.flash_attn_func(*arrays(kind, seed), **options)
+        np.testing.assert_equal(host(results), expected)
+    assert shortcuts == [True] * len(COMMON)
+
+
+@every_kind
+def test_given_out(kind, shortcuts):
+    q, k, v = arrays(kind)
+    expected = host(long_way(q, k, v))
+    for _ in range(4):
+        out = make(kind, np.full(SHAPES[0], np.nan, np.float32))
+        assert fa.flash_attn_func(q, k, v, out=out) is out
+        np.testing.assert_array_equal(host(out), expected)
+    assert shortcuts[-1]
+    with pytest.raises(fa.BadArgument, match="out starts at the same address as q"):
+        fa.flash_attn_func(q, k, v, out=q)
+
+
+def other_values(kind):
+    """A value that is not the default for every option, in arrays of this kind."""
+    f32 = np.float32
+    rng = np.random.default_rng(1)
+    factors = {name: make(kind, np.ones((2, heads), f32)) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    return {
+        "dropout_p": 0.5,  # refused: there is no seed
+        "softmax_scale": 0.7,
+        "causal": True,
+        "window_size": (1, 0),
+        "softcap": 1.5,
+        "alibi_slopes": make(kind, rng.random(4, f32)),
+        "deterministic": True,
+        "return_lse": True,
+        "bias": make(kind, rng.random((5, 7), f32)),
+        "mask": make(kind, rng.random((5, 7)) < 0.5),
+        "sinks": make(kind, rng.random(4, f32)),
+        "top_left": True,
+        "dropout_seed": 3,
+        "dropout_offset": 2**64,  # refused
+        "out": make(kind, np.zeros(SHAPES[0], f32)),
+        "kernel": "no such kernel",  # refused
+        "allow_tf32": True,
+        "num_threads": 2,
+        **{f"{name}_descale": factor for name, factor in factors.items()},
+        "out_dtype": "float16",
+    }
+
+
+OPTIONS = list(inspect.signature(fa.flash_attn_func).parameters)[3:]
+
+
+@every_kind
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_is_ignored(kind, name):
+    """A remembered plain call does not answer for one with an option: neither its result nor its refusal."""
+    q, k, v = arrays(kind)
+    usual = {} if name == "causal" else {"causal": True}  # which top_left needs to make a difference
+    unusual = {**usual, name: other_values(kind)[name]}  # a new option needs a value there
+    expected = outcome(long_way, q, k, v, **unusual)
+    attention._repeats.clear()
+    warm(q, k, v, **usual)
+    np.testing.assert_equal(outcome(fa.flash_attn_func, q, k, v, **unusual), expected)
+
+
+def outcome(call, *arguments, **options):
+    try:
+        return host(call(*arguments, **options))
+    except fa.FlashAttnError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("usual,odd", [
+    ({"causal": True}, {"causal": 1.0}),
+    ({"causal": False}, {"causal": 0.0}),
+    ({"return_lse": False}, {"return_lse": 0.0}),
+    ({"window_size": (1, 2)}, {"window_size": (1.0, 2)}),
+    ({"window_size": (1, 2)}, {"window_size": [1.0, 2]}),
+    ({"num_threads": 1}, {"num_threads": 1.0}),
+    ({"softmax_scale": 1.0}, {"softmax_scale": "x"}),
+])  # fmt: skip
+def test_equal_is_not_legal(usual, odd):
+    """1.0 equals 1 and True, and is refused all the same."""
+    q, k, v = arrays("numpy")
+    warm(q, k, v, **usual)
+    with pytest.raises(fa.BadArgument, match=next(iter(odd))):
+        fa.flash_attn_func(q, k, v, **odd)
+
+
+@pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
+def test_scale_that_is_an_array():
+    q, k, v = arrays("torch")
+    scale = torch.tensor(0.1)
+    before = fa.flash_attn_func(q, k, v, softmax_scale=scale)
+    fa.flash_attn_func(q, k, v, softmax_scale=scale)
+    scale.fill_(3.0)
+    after = fa.flash_attn_func(q, k, v, softmax_scale=scale)
+    assert not torch.equal(before, after) and torch.equal(after, fa.flash_attn_func(q, k, v, softmax_scale=3.0))
+
+
+@every_kind
+def test_other_arrays(kind):
+    """Other strides, dtypes, shapes and types after a remembered call: the same outcome as without it."""
+    q, k, v = arrays(kind)
+    wide = make(kind, np.random.default_rng(5).standard_normal((2, 7, 2, 16), dtype=np.float32))
+    half = np.float16 if kind in ("numpy", "cupy") else torch.float16
+    as_half = [x.astype(half) if kind in ("numpy", "cupy") else x.to(half) for x in (q, k, v)]
+    for case in (
+        (q, wide[..., :8], v),  # strided rows
+        (q, k, wide),  # headdim_v = 16
+        (q, wide[..., ::2], v),  # refused: the last axis is strided
+        (q[:1], k, v),  # refused
+        (q, k[:, :6], v),  # refused
+        (q[:, :0], k, v),
+        (q, k[:, :0], v[:, :0]),
+        as_half,
+        (q, as_half[1], v),  # refused
+        (q, k, [1.0]),  # refused
+    ):
+        expected = outcome(long_way, *case)
+        attention._repeats.clear()
+        warm(q, k, v)
+        for _ in range(3):
+            np.testing.assert_equal(outcome(fa.flash_attn_func, *case), expected)
+
+
+def test_numpy_flags():
+    q, k, v = arrays("numpy")
+    out = np.empty_like(q)
+    warm(q, k, v, out=out)
+    out.flags.writeable = False
+    with pytest.raises(fa.BadArgument, match="out is a read-only NumPy array"):
+        fa.flash_attn_func(q, k, v, out=out)
+    shifted = np.frombuffer(bytearray(q.nbytes + 1), np.uint8)[1:].view(np.float32).reshape(q.shape)
+    with pytest.raises(fa.BadArgument, match="q is not aligned"):
+        fa.flash_attn_func(shifted, k, v)
+    with pytest.raises(fa.BadArgument, match="q has dtype '>f4'"):
+        fa.flash_attn_func(q.astype(">f4"), k, v)
+    with pytest.raises(fa.BadArgument, match="v is a masked array"):
+        fa.flash_attn_func(q, k, np.ma.masked_array(v))
+
+
+@pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
+def test_torch_tensors_that_only_look_alike():
+    q, k, v = arrays("torch")
+    warm(q, k, v)
+    with pytest.raises(fa.Unsupported, match="k requires a gradient"):
+        fa.flash_attn_func(q, k.clone().requires_grad_(), v)
+    with torch.no_grad():
+        fa.flash_attn_func(q, k.clone().requires_grad_(), v)
+    with pytest.raises(fa.Unsupported, match="k requires a gradient"):
+        fa.flash_attn_func(q, k.clone().requires_grad_(), v)
+    with pytest.raises(fa.Unsupported, match="q is on device meta"):
+        fa.flash_attn_func(q.to("meta"), k, v)
+    with pytest.raises(fa.BadArgument, match="v has layout torch.sparse_coo"):
+        fa.flash_attn_func(q, k, v.to_sparse())
+    with pytest.raises(fa.BadArgument, match="v is a lazily negated view"):
+        fa.flash_attn_func(q, k, torch._neg_view(v))
+    subclass = torch.nn.Parameter(q, requires_grad=False)
+    assert type(fa.flash_attn_func(subclass, k, v)) is torch.Tensor
+    # A zero stride everywhere is what a sparse tensor answers too: one element, seen from everywhere.
+    one = torch.zeros(()).expand(2, 7, 2, 1)
+    warm(one, one, one)
+    with pytest.raises(fa.BadArgument, match="q has layout torch.sparse_coo"):
+        fa.flash_attn_func(torch.zeros(2, 7, 2, 1).to_sparse(), one, one)
+
+
+@every_kind
+def test_nothing_is_kept(kind):
+    """The table holds no array, no output and no memory."""
+    q, k, v = arrays(kind)
+    warm(q, k, v, return_lse=True)
+    counts = [sys.getrefcount(x) for x in (q, k, v)]
+    results = [fa.flash_attn_func(q, k, v, return_lse=True) for _ in range(3)]
+    gone = [weakref.ref(x) for pair in results for x in pair]
+    del results
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)
+    assert [sys.getrefcount(x) for x in (q, k, v)] == counts
+
+
+def test_the_table_is_bounded(monkeypatch):
+    monkeypatch.setattr(attention, "_MOST_REPEATS", 4)
+    for seqlen in range(1, 20):
+        q = np.ones((1, seqlen, 1, 4), np.float32)
+        for _ in range(3):
+            np.testing.assert_array_equal(fa.flash_attn_func(q, q, q), q)
+        assert any(attention._repeats.values()) and len(attention._repeats) <= 4
+
+
+def test_forced_by_the_environment(monkeypatch):
+    """The library reads FLASH_ATTN_KERNEL at every call; a kernel that needs more workspace than the last gets it."""
+    q, k, v = arrays("numpy")
+    expected = fa.flash_attn_func(q, k, v)
+    warm(q, k, v)
+    monkeypatch.setenv("FLASH_ATTN_KERNEL", "cpu_naive")
+    naive = fa.flash_attn_func(q, k, v)
+    np.testing.assert_array_equal(naive, fa.flash_attn_func(q, k, v, kernel="cpu_naive"))
+    monkeypatch.setenv("FLASH_ATTN_KERNEL", "nonsense")
+    with pytest.raises(fa.BadArgument, match="FLASH_ATTN_KERNEL=nonsense is not a kernel of this build"):
+        fa.flash_attn_func(q, k, v)
+    monkeypatch.delenv("FLASH_ATTN_KERNEL")
+    np.testing.assert_array_equal(fa.flash_attn_func(q, k, v), expected)
+
+
+def test_a_thread_that_has_no_scratch_yet():
+    q, k, v = arrays("numpy")
+    expected = long_way(q, k, v)
+    warm(q, k, v)
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(fa.flash_attn_func(q, k, v) for _ in range(2)))
+    thread.start()
+    thread.join()
+    np.testing.assert_array_equal(results, [expected, expected])
+
+
+def test_fields_between_the_addresses():
+    """The packed struct is the struct, whatever fields it has."""
+    args = attention.AttentionArgs()
+    raw = np.random.default_rng(0).integers(0, 256, len(bytes(args)), np.uint8).tobytes()
+    args = attention.AttentionArgs.from_buffer_copy(raw)
+    values = [getattr(args, name) for name in attention._VARYING]
+    parts = [raw[gap] for gap in attention._GAPS]
+    woven = [x for pair in zip(parts, values, strict=False) for x in pair] + parts[len(values) :]
+    assert attention._pack_args(*woven) == raw
