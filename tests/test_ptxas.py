@@ -1,4 +1,4 @@
-"""The fast kernels spill no registers, and ptxas serialised no wgmma: read from the reports that the build left beside the library."""
+"""The fast kernels spill no registers, and ptxas serialised no wgmma: read from the reports left beside the library."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,9 @@ from flash_attn_minimal import _library
 
 REPORTS = sorted((Path(_library.path()).parent / "ptxas").glob("forward_*_sm*.log"))
 
-pytestmark = pytest.mark.skipif(not REPORTS, reason="no ptxas reports beside the library: installed, or built without CUDA")
+pytestmark = pytest.mark.skipif(
+    not REPORTS, reason="no ptxas reports beside the library: installed, or built without CUDA"
+)
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.name.split(".")[0])

@@ -38,7 +38,8 @@ private:
 };
 
 // The kernel that serves the call, and why not the ones preferred to it.
-fa_status choose(const fa_attention_args& args, const AttentionParams& params, const DeviceInfo& device, const Kernel** chosen, Lines* why_not) {
+fa_status choose(const fa_attention_args& args, const AttentionParams& params, const DeviceInfo& device, const Kernel** chosen,
+                 Lines* why_not) {
     const char* forced = args.kernel;
     const char* source = "kernel";
     if (!forced) {
@@ -58,7 +59,8 @@ fa_status choose(const fa_attention_args& args, const AttentionParams& params, c
         known = true;
         if (kernel.device != args.device) {
             if (!forced) continue;
-            return fail(FA_UNSUPPORTED, "%s=%s runs on %s, but device is %s", source, forced, kernel.device == FA_CPU ? "the CPU" : "a GPU", args.device == FA_CPU ? "FA_CPU" : "FA_CUDA");
+            return fail(FA_UNSUPPORTED, "%s=%s runs on %s, but device is %s", source, forced, kernel.device == FA_CPU ? "the CPU" : "a GPU",
+                        args.device == FA_CPU ? "FA_CPU" : "FA_CUDA");
         }
         const char* reason = kernel.refuses(params, device, text, sizeof text);
         if (!reason) {
@@ -71,7 +73,8 @@ fa_status choose(const fa_attention_args& args, const AttentionParams& params, c
     }
     if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build", source, forced);
     // The most general kernel comes last: what keeps it from serving the call is what keeps the call from being served.
-    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s", args.device == FA_CPU ? "FA_CPU" : "FA_CUDA", last, last_reason);
+    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s", args.device == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
+                last_reason);
 }
 
 fa_status prepare(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params, DeviceInfo* device,
@@ -91,17 +94,21 @@ fa_status fa_attention_forward(const fa_attention_args* args, void* stream) {
     fa::AttentionParams params;
     fa::DeviceInfo device;
     const fa::Kernel* kernel = nullptr;
-    if (const fa_status status = fa::prepare(args, fa::Pointers::kRequired, &full, &params, &device, &kernel, nullptr); status != FA_OK) return status;
+    if (const fa_status status = fa::prepare(args, fa::Pointers::kRequired, &full, &params, &device, &kernel, nullptr); status != FA_OK)
+        return status;
     if (params.batch == 0 || params.seqlen_q == 0 || (params.cu_seqlens_q && params.total_q == 0)) return FA_OK;
     const size_t bytes = kernel->workspace(params, device);
     if (bytes > full.workspace_bytes || (bytes && !full.workspace))
-        return fa::fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask fa_attention_query", full.workspace_bytes, full.workspace, kernel->name, bytes);
+        return fa::fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask fa_attention_query",
+                        full.workspace_bytes, full.workspace, kernel->name, bytes);
     const fa::CurrentDevice scope(device.index);
     return kernel->launch(params, device, stream);
 }
 
 fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan) {
-    if (!plan || plan->struct_size < sizeof(fa_attention_plan)) return fa::fail(FA_BAD_ARGUMENT, "plan is NULL or plan.struct_size is not sizeof(fa_attention_plan) = %zu", sizeof(fa_attention_plan));
+    if (!plan || plan->struct_size < sizeof(fa_attention_plan))
+        return fa::fail(FA_BAD_ARGUMENT, "plan is NULL or plan.struct_size is not sizeof(fa_attention_plan) = %zu",
+                        sizeof(fa_attention_plan));
     plan->reserved = 0;
     plan->workspace_bytes = 0;
     plan->kernel[0] = '\0';
@@ -149,7 +156,9 @@ const char* fa_status_name(fa_status status) {
 
 const char* fa_last_error(void) { return fa::last_error(); }
 
-const char* fa_version(void) { return FA_STRINGIFY(FA_VERSION_MAJOR) "." FA_STRINGIFY(FA_VERSION_MINOR) "." FA_STRINGIFY(FA_VERSION_PATCH); }
+const char* fa_version(void) {
+    return FA_STRINGIFY(FA_VERSION_MAJOR) "." FA_STRINGIFY(FA_VERSION_MINOR) "." FA_STRINGIFY(FA_VERSION_PATCH);
+}
 
 const char* fa_build_info(void) { return FA_BUILD_INFO; }
 

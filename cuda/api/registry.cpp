@@ -54,7 +54,9 @@ constexpr Kernel cpu_kernel(const char* name, const char* summary) {
     return {name, summary, FA_CPU, needs_isa<isa>, cpu_workspace<isa>, cpu_launch<isa>};
 }
 size_t cpu_naive_workspace(const AttentionParams& p, const DeviceInfo&) { return cpu::forward_naive_workspace(p); }
-fa_status cpu_naive_launch(const AttentionParams& p, const DeviceInfo&, void*) { return on_host([&] { cpu::forward_naive(p); }); }
+fa_status cpu_naive_launch(const AttentionParams& p, const DeviceInfo&, void*) {
+    return on_host([&] { cpu::forward_naive(p); });
+}
 
 // ---- CUDA ----
 
@@ -81,7 +83,8 @@ fa_status minimal_launch(const AttentionParams& p, const DeviceInfo&, void* stre
 
 #if FA_WITH_WGMMA_SM90
 // What the copy engine can walk: 16-byte aligned, strides in 1 .. 2^40 bytes and multiples of 16.
-const char* no_tensor_map(const char* name, const TensorView& t, int64_t batch, int64_t rows, int64_t heads, int element_bytes, char* text, size_t size) {
+const char* no_tensor_map(const char* name, const TensorView& t, int64_t batch, int64_t rows, int64_t heads, int element_bytes, char* text,
+                          size_t size) {
     if (reinterpret_cast<uintptr_t>(t.data) % 16) {
         std::snprintf(text, size, "%s.data=%p is not aligned to 16 bytes", name, t.data);
         return text;
@@ -93,7 +96,8 @@ const char* no_tensor_map(const char* name, const TensorView& t, int64_t batch, 
     const int64_t step = 16 / element_bytes, end = (int64_t(1) << 40) / element_bytes;
     for (const auto& [axis, extent, stride] : axes)
         if (extent > 1 && (stride <= 0 || stride % step || stride >= end)) {
-            std::snprintf(text, size, "%s.%s_stride=%lld: TMA takes positive multiples of %d elements below 2^40 bytes", name, axis, static_cast<long long>(stride), int(step));
+            std::snprintf(text, size, "%s.%s_stride=%lld: TMA takes positive multiples of %d elements below 2^40 bytes", name, axis,
+                          static_cast<long long>(stride), int(step));
             return text;
         }
     return nullptr;
@@ -101,8 +105,8 @@ const char* no_tensor_map(const char* name, const TensorView& t, int64_t batch, 
 
 const char* no_wide_stores(const AttentionParams& p, char* text, size_t size) {
     if (!(reinterpret_cast<uintptr_t>(p.out.data) % 16 || p.out.batch % 8 || p.out.row % 8 || p.out.head % 8)) return nullptr;
-    std::snprintf(text, size, "out.data=%p with strides (%lld, %lld, %lld): it stores 16 bytes at a time", p.out.data, static_cast<long long>(p.out.batch),
-                  static_cast<long long>(p.out.row), static_cast<long long>(p.out.head));
+    std::snprintf(text, size, "out.data=%p with strides (%lld, %lld, %lld): it stores 16 bytes at a time", p.out.data,
+                  static_cast<long long>(p.out.batch), static_cast<long long>(p.out.row), static_cast<long long>(p.out.head));
     return text;
 }
 
@@ -120,7 +124,8 @@ const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& devic
     const int64_t batch = varlen ? 1 : p.batch, rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
     if (p.seqlen_k == 0 || rows_k == 0) return "there are no keys to load";
     if (wgmma_items(p, 64) > kMaxGrid || rows_q + rows_k > kMaxGrid - 1024) {
-        std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads, p.seqlen_q, p.seqlen_k);
+        std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads,
+                      p.seqlen_q, p.seqlen_k);
         return text;
     }
     const char* reason = no_tensor_map("q", p.q, batch, rows_q, p.nheads, 2, text, size);
@@ -128,7 +133,9 @@ const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& devic
     if (!reason) reason = no_tensor_map("v", p.v, batch, rows_k, p.nheads_k, 2, text, size);
     return reason ? reason : no_wide_stores(p, text, size);
 }
-size_t wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) { return forward_wgmma_sm90_workspace(p, device.multiprocessors); }
+size_t wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    return forward_wgmma_sm90_workspace(p, device.multiprocessors);
+}
 fa_status wgmma_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
     return launched("wgmma_sm90", forward_wgmma_sm90(p, device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
 }
@@ -155,7 +162,8 @@ const char* fp8_sm90_refuses(const AttentionParams& p, const DeviceInfo& device,
     const bool varlen = p.cu_seqlens_q;
     const int64_t batch = varlen ? 1 : p.batch, rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
     if (wgmma_items(p, 64) > kMaxGrid || rows_q + rows_k > kMaxGrid - 1024) {
-        std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads, p.seqlen_q, p.seqlen_k);
+        std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads,
+                      p.seqlen_q, p.seqlen_k);
         return text;
     }
     const char* reason = no_tensor_map("q", p.q, batch, rows_q, p.nheads, 1, text, size);
@@ -163,7 +171,9 @@ const char* fp8_sm90_refuses(const AttentionParams& p, const DeviceInfo& device,
     if (!reason && rows_k) reason = no_tensor_map("v", p.v, batch, rows_k, p.nheads_k, 1, text, size);
     return reason ? reason : no_wide_stores(p, text, size);
 }
-size_t fp8_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) { return forward_fp8_sm90_workspace(p, device.multiprocessors); }
+size_t fp8_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    return forward_fp8_sm90_workspace(p, device.multiprocessors);
+}
 fa_status fp8_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
     return launched("fp8_sm90", forward_fp8_sm90(p, device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
 }
@@ -197,7 +207,8 @@ fa_status mma_sm80_launch(const AttentionParams& p, const DeviceInfo& device, vo
     return launched("mma_sm80", forward_mma_sm80(p, device.multiprocessors, device.shared_memory, static_cast<cudaStream_t>(stream)));
 }
 fa_status mma_tf32_sm80_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
-    return launched("mma_tf32_sm80", forward_mma_tf32_sm80(p, device.multiprocessors, device.shared_memory, static_cast<cudaStream_t>(stream)));
+    return launched("mma_tf32_sm80",
+                    forward_mma_tf32_sm80(p, device.multiprocessors, device.shared_memory, static_cast<cudaStream_t>(stream)));
 }
 #endif
 
@@ -219,23 +230,29 @@ fa_status naive_launch(const AttentionParams& p, const DeviceInfo&, void* stream
 constexpr Kernel kKernels[] = {
 #if FA_WITH_CUDA
 #if FA_WITH_WGMMA_SM90
-    {"wgmma_sm90", "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option", FA_CUDA, wgmma_sm90_refuses, wgmma_sm90_workspace, wgmma_sm90_launch},
+    {"wgmma_sm90", "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option", FA_CUDA, wgmma_sm90_refuses,
+     wgmma_sm90_workspace, wgmma_sm90_launch},
 #endif
 #if FA_WITH_MMA_SM80
-    {"mma_sm80", "tensor cores (mma.sync): float16, bfloat16, head dims to 256, every option", FA_CUDA, mma_sm80_refuses, no_workspace, mma_sm80_launch},
-    {"mma_tf32_sm80", "tensor cores (mma.sync): float32 with allow_tf32, head dims to 256, every option", FA_CUDA, mma_tf32_sm80_refuses, no_workspace, mma_tf32_sm80_launch},
+    {"mma_sm80", "tensor cores (mma.sync): float16, bfloat16, head dims to 256, every option", FA_CUDA, mma_sm80_refuses, no_workspace,
+     mma_sm80_launch},
+    {"mma_tf32_sm80", "tensor cores (mma.sync): float32 with allow_tf32, head dims to 256, every option", FA_CUDA, mma_tf32_sm80_refuses,
+     no_workspace, mma_tf32_sm80_launch},
 #endif
-    {"minimal", "online softmax on CUDA cores: any head dim, dtype, mask and option", FA_CUDA, minimal_refuses, no_workspace, minimal_launch},
+    {"minimal", "online softmax on CUDA cores: any head dim, dtype, mask and option", FA_CUDA, minimal_refuses, no_workspace,
+     minimal_launch},
     {"naive", "standard attention in three steps, S in the workspace", FA_CUDA, naive_refuses, naive_workspace, naive_launch},
 #if FA_WITH_WGMMA_SM90
-    {"fp8_sm90", "Hopper: float8_e4m3 inputs with a factor for every head, head dims to 256, plain or causal", FA_CUDA, fp8_sm90_refuses, fp8_sm90_workspace, fp8_sm90_launch},
+    {"fp8_sm90", "Hopper: float8_e4m3 inputs with a factor for every head, head dims to 256, plain or causal", FA_CUDA, fp8_sm90_refuses,
+     fp8_sm90_workspace, fp8_sm90_launch},
 #endif
 #endif
     cpu_kernel<cpu::Isa::kAvx512>("cpu_avx512", "tiled online softmax, 16 lanes"),
     cpu_kernel<cpu::Isa::kAvx2>("cpu_avx2", "tiled online softmax, 8 lanes"),
     cpu_kernel<cpu::Isa::kNeon>("cpu_neon", "tiled online softmax, 4 lanes"),
     cpu_kernel<cpu::Isa::kPortable>("cpu_portable", "tiled online softmax, whatever the compiler makes of it"),
-    {"cpu_naive", "standard attention in three steps, S in the workspace", FA_CPU, serves_all_but_float8, cpu_naive_workspace, cpu_naive_launch},
+    {"cpu_naive", "standard attention in three steps, S in the workspace", FA_CPU, serves_all_but_float8, cpu_naive_workspace,
+     cpu_naive_launch},
 };
 
 }  // namespace
@@ -284,7 +301,8 @@ fa_status find_device(fa_device device, const void* q, DeviceInfo* info) {
             cudaGetLastError();
             return fail(FA_CUDA_ERROR, "device=FA_CUDA: %s", cudaGetErrorString(error));
         }
-        if (attributes.type == cudaMemoryTypeUnregistered) return fail(FA_BAD_ARGUMENT, "q.data=%p is host memory, but device is FA_CUDA", q);
+        if (attributes.type == cudaMemoryTypeUnregistered)
+            return fail(FA_BAD_ARGUMENT, "q.data=%p is host memory, but device is FA_CUDA", q);
         if (attributes.type == cudaMemoryTypeDevice) index = attributes.device;
     }
     if (index < 0)
@@ -339,7 +357,8 @@ fa_status launch_quantize(const QuantizeParams& params, fa_device device, [[mayb
     if (device == FA_CPU) return on_host([&] { cpu::quantize_fp8(params); });
 #if FA_WITH_CUDA
     if (quantize_fp8_blocks(params) > kMaxGrid)
-        return fail(FA_UNSUPPORTED, "batch=%d x nheads=%d x seqlen=%d needs more blocks than a grid has", params.batch, params.nheads, params.seqlen);
+        return fail(FA_UNSUPPORTED, "batch=%d x nheads=%d x seqlen=%d needs more blocks than a grid has", params.batch, params.nheads,
+                    params.seqlen);
     const CurrentDevice scope(info.index);
     return launched("quantize_fp8", quantize_fp8(params, static_cast<cudaStream_t>(stream)));
 #else

@@ -39,16 +39,20 @@ fa_status check_pointer(const char* name, const void* data, size_t alignment, bo
 // An output may not map two elements to one place through a zero stride.
 fa_status check_output_strides(const char* name, const fa_tensor& t, int64_t batch, int64_t rows, int64_t heads, bool varlen) {
     if (batch == 0 || rows == 0) return FA_OK;
-    if (!varlen && batch > 1 && t.batch_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.batch_stride=0 with batch=%" PRId64 ": an output cannot be broadcast", name, batch);
-    if (rows > 1 && t.row_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.row_stride=0 with %" PRId64 " rows: an output cannot be broadcast", name, rows);
-    if (heads > 1 && t.head_stride == 0) return fail(FA_BAD_ARGUMENT, "%s.head_stride=0 with nheads=%" PRId64 ": an output cannot be broadcast", name, heads);
+    if (!varlen && batch > 1 && t.batch_stride == 0)
+        return fail(FA_BAD_ARGUMENT, "%s.batch_stride=0 with batch=%" PRId64 ": an output cannot be broadcast", name, batch);
+    if (rows > 1 && t.row_stride == 0)
+        return fail(FA_BAD_ARGUMENT, "%s.row_stride=0 with %" PRId64 " rows: an output cannot be broadcast", name, rows);
+    if (heads > 1 && t.head_stride == 0)
+        return fail(FA_BAD_ARGUMENT, "%s.head_stride=0 with nheads=%" PRId64 ": an output cannot be broadcast", name, heads);
     return FA_OK;
 }
 
 fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool need) {
     if (!fp8 && d.data) return fail(FA_BAD_ARGUMENT, "%s.data is set, but only dtype=float8_e4m3 has factors", name);
     if (fp8 && need && !d.data) return fail(FA_BAD_ARGUMENT, "%s.data is NULL: dtype=float8_e4m3 needs the factors of q, k and v", name);
-    if (reinterpret_cast<uintptr_t>(d.data) % 4) return fail(FA_BAD_ARGUMENT, "%s.data=%p is not aligned to its element size of 4 bytes", name, static_cast<const void*>(d.data));
+    if (reinterpret_cast<uintptr_t>(d.data) % 4)
+        return fail(FA_BAD_ARGUMENT, "%s.data=%p is not aligned to its element size of 4 bytes", name, static_cast<const void*>(d.data));
     return FA_OK;
 }
 
@@ -66,8 +70,11 @@ fa_status check_cu_seqlens(const char* name, const int32_t* cu, int32_t batch, i
     if (cu[0] != 0) return fail(FA_BAD_ARGUMENT, "%s[0]=%d is not 0", name, cu[0]);
     for (int32_t b = 0; b < batch; ++b) {
         const int64_t length = int64_t(cu[b + 1]) - cu[b];
-        if (length < 0) return fail(FA_BAD_ARGUMENT, "%s[%d]=%d is below %s[%d]=%d: it must not decrease", name, b + 1, cu[b + 1], name, b, cu[b]);
-        if (length > longest) return fail(FA_BAD_ARGUMENT, "%s: sequence %d has %" PRId64 " rows, more than %s=%" PRId64, name, b, length, longest_name, longest);
+        if (length < 0)
+            return fail(FA_BAD_ARGUMENT, "%s[%d]=%d is below %s[%d]=%d: it must not decrease", name, b + 1, cu[b + 1], name, b, cu[b]);
+        if (length > longest)
+            return fail(FA_BAD_ARGUMENT, "%s: sequence %d has %" PRId64 " rows, more than %s=%" PRId64, name, b, length, longest_name,
+                        longest);
     }
     if (cu[batch] > total) return fail(FA_BAD_ARGUMENT, "%s[%d]=%d is above the %" PRId64 " rows there are", name, batch, cu[batch], total);
     return FA_OK;
@@ -91,12 +98,13 @@ fa_status copy_args(const Args* args, const char* name, size_t smallest, Args* f
     std::memcpy(full, args, std::min(args->struct_size, sizeof(Args)));
     const auto* bytes = reinterpret_cast<const unsigned char*>(args);
     for (size_t i = sizeof(Args); i < args->struct_size; ++i)
-        if (bytes[i]) return fail(FA_UNSUPPORTED, "%s sets a field this library (%s) does not know: byte %zu is not zero", name, fa_version(), i);
+        if (bytes[i])
+            return fail(FA_UNSUPPORTED, "%s sets a field this library (%s) does not know: byte %zu is not zero", name, fa_version(), i);
     return FA_OK;
 }
 
-#define FA_RETURN_IF_ERROR(call)                                             \
-    do {                                                                     \
+#define FA_RETURN_IF_ERROR(call)                                                \
+    do {                                                                        \
         if (const fa_status status_ = (call); status_ != FA_OK) return status_; \
     } while (0)
 
@@ -118,11 +126,13 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
 
     FA_RETURN_IF_ERROR(check_device(a.device));
     if (a.dtype < FA_FLOAT32 || a.dtype > FA_FLOAT8_E4M3) return fail(FA_BAD_ARGUMENT, "dtype=%d is not an fa_dtype", a.dtype);
-    if (a.out_dtype && (a.out_dtype < FA_FLOAT32 || a.out_dtype > FA_FLOAT8_E4M3)) return fail(FA_BAD_ARGUMENT, "out_dtype=%d is not an fa_dtype", a.out_dtype);
+    if (a.out_dtype && (a.out_dtype < FA_FLOAT32 || a.out_dtype > FA_FLOAT8_E4M3))
+        return fail(FA_BAD_ARGUMENT, "out_dtype=%d is not an fa_dtype", a.out_dtype);
     const bool fp8 = a.dtype == FA_FLOAT8_E4M3;
     const int32_t out_dtype = a.out_dtype ? a.out_dtype : fp8 ? int32_t(FA_BFLOAT16) : a.dtype;
     if (fp8 ? out_dtype != FA_BFLOAT16 && out_dtype != FA_FLOAT16 : out_dtype != a.dtype)
-        return fail(FA_UNSUPPORTED, "out_dtype=%s with dtype=%s: not served by any kernel of this release", dtype_name(out_dtype), dtype_name(a.dtype));
+        return fail(FA_UNSUPPORTED, "out_dtype=%s with dtype=%s: not served by any kernel of this release", dtype_name(out_dtype),
+                    dtype_name(a.dtype));
     FA_RETURN_IF_ERROR(check_descale("q_descale", a.q_descale, fp8, need));
     FA_RETURN_IF_ERROR(check_descale("k_descale", a.k_descale, fp8, need));
     FA_RETURN_IF_ERROR(check_descale("v_descale", a.v_descale, fp8, need));
@@ -132,13 +142,16 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     if (a.nheads_k < 1) return fail(FA_BAD_ARGUMENT, "nheads_k=%d is below 1", a.nheads_k);
     if (a.nheads % a.nheads_k) return fail(FA_BAD_ARGUMENT, "nheads=%d is not a multiple of nheads_k=%d", a.nheads, a.nheads_k);
     if (a.headdim < 1 || a.headdim > kMaxHeadDim) return fail(FA_BAD_ARGUMENT, "headdim=%d is outside 1 .. %d", a.headdim, kMaxHeadDim);
-    if (a.headdim_v < 0 || a.headdim_v > kMaxHeadDim) return fail(FA_BAD_ARGUMENT, "headdim_v=%d is outside 1 .. %d", a.headdim_v, kMaxHeadDim);
+    if (a.headdim_v < 0 || a.headdim_v > kMaxHeadDim)
+        return fail(FA_BAD_ARGUMENT, "headdim_v=%d is outside 1 .. %d", a.headdim_v, kMaxHeadDim);
     FA_RETURN_IF_ERROR(check_length("seqlen_q", a.seqlen_q));
     FA_RETURN_IF_ERROR(check_length("seqlen_k", a.seqlen_k));
 
     const bool varlen = a.cu_seqlens_q || a.cu_seqlens_k;
     if (varlen) {
-        if (!a.cu_seqlens_q || !a.cu_seqlens_k) return fail(FA_BAD_ARGUMENT, "%s is NULL and %s is not: a varlen call needs both", a.cu_seqlens_q ? "cu_seqlens_k" : "cu_seqlens_q", a.cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k");
+        if (!a.cu_seqlens_q || !a.cu_seqlens_k)
+            return fail(FA_BAD_ARGUMENT, "%s is NULL and %s is not: a varlen call needs both",
+                        a.cu_seqlens_q ? "cu_seqlens_k" : "cu_seqlens_q", a.cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k");
         FA_RETURN_IF_ERROR(check_length("total_q", a.total_q));
         FA_RETURN_IF_ERROR(check_length("total_k", a.total_k));
         FA_RETURN_IF_ERROR(check_pointer("cu_seqlens_q", a.cu_seqlens_q, 4, need));
@@ -148,7 +161,8 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
             FA_RETURN_IF_ERROR(check_cu_seqlens("cu_seqlens_k", a.cu_seqlens_k, a.batch, a.total_k, a.seqlen_k, "seqlen_k"));
         }
     } else if (a.total_q || a.total_k) {
-        return fail(FA_BAD_ARGUMENT, "total_q=%" PRId64 ", total_k=%" PRId64 " without cu_seqlens_q and cu_seqlens_k", a.total_q, a.total_k);
+        return fail(FA_BAD_ARGUMENT, "total_q=%" PRId64 ", total_k=%" PRId64 " without cu_seqlens_q and cu_seqlens_k", a.total_q,
+                    a.total_k);
     }
 
     const int32_t headdim_v = a.headdim_v ? a.headdim_v : a.headdim;
@@ -171,7 +185,8 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     if (!std::isfinite(a.softcap) || a.softcap < 0) return fail(FA_BAD_ARGUMENT, "softcap=%g is not a finite number >= 0", a.softcap);
     FA_RETURN_IF_ERROR(check_pointer("alibi_slopes", a.alibi_slopes, 4, false));
     if (a.bias_dtype && a.bias_dtype != FA_FLOAT32 && a.bias_dtype != a.dtype)
-        return fail(FA_BAD_ARGUMENT, "bias_dtype=%s (%d) is neither float32 nor dtype=%s", dtype_name(a.bias_dtype), a.bias_dtype, dtype_name(a.dtype));
+        return fail(FA_BAD_ARGUMENT, "bias_dtype=%s (%d) is neither float32 nor dtype=%s", dtype_name(a.bias_dtype), a.bias_dtype,
+                    dtype_name(a.dtype));
     const int32_t bias_dtype = a.bias_dtype ? a.bias_dtype : a.dtype;
     FA_RETURN_IF_ERROR(check_pointer("bias", a.bias.data, dtype_size(bias_dtype), false));
     FA_RETURN_IF_ERROR(check_pointer("sinks", a.sinks, 4, false));
@@ -184,7 +199,8 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
         if (a.window_left < -1) return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 " is below -1 (open)", a.window_left);
         if (a.window_right < -1) return fail(FA_BAD_ARGUMENT, "window_right=%" PRId64 " is below -1 (open)", a.window_right);
     } else if (a.window_left || a.window_right) {
-        return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 ", window_right=%" PRId64 " are set but has_window is 0", a.window_left, a.window_right);
+        return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 ", window_right=%" PRId64 " are set but has_window is 0", a.window_left,
+                    a.window_right);
     }
     if (!(a.dropout_p >= 0 && a.dropout_p < 1)) return fail(FA_BAD_ARGUMENT, "dropout_p=%g is outside 0 <= p < 1", a.dropout_p);
     if (a.num_threads < 0 || a.num_threads > 4096) return fail(FA_BAD_ARGUMENT, "num_threads=%d is outside 0 .. 4096", a.num_threads);
@@ -226,10 +242,12 @@ fa_status validate(const fa_merge_args* args, MergeParams* params) {
     fa_merge_args a;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_merge_args", sizeof(fa_merge_args), &a));
     FA_RETURN_IF_ERROR(check_device(a.device));
-    if (a.dtype < FA_FLOAT32 || a.dtype > FA_BFLOAT16) return fail(FA_BAD_ARGUMENT, "dtype=%d is none of float32 (1), float16 (2), bfloat16 (3)", a.dtype);
+    if (a.dtype < FA_FLOAT32 || a.dtype > FA_BFLOAT16)
+        return fail(FA_BAD_ARGUMENT, "dtype=%d is none of float32 (1), float16 (2), bfloat16 (3)", a.dtype);
     if (a.batch < 0) return fail(FA_BAD_ARGUMENT, "batch=%d is negative", a.batch);
     if (a.nheads < 1) return fail(FA_BAD_ARGUMENT, "nheads=%d is below 1", a.nheads);
-    if (a.headdim_v < 1 || a.headdim_v > kMaxHeadDim) return fail(FA_BAD_ARGUMENT, "headdim_v=%d is outside 1 .. %d", a.headdim_v, kMaxHeadDim);
+    if (a.headdim_v < 1 || a.headdim_v > kMaxHeadDim)
+        return fail(FA_BAD_ARGUMENT, "headdim_v=%d is outside 1 .. %d", a.headdim_v, kMaxHeadDim);
     FA_RETURN_IF_ERROR(check_length("seqlen", a.seqlen));
     if (a.reserved) return fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", a.reserved);
     const bool any = a.batch > 0 && a.seqlen > 0;
@@ -241,7 +259,8 @@ fa_status validate(const fa_merge_args* args, MergeParams* params) {
     FA_RETURN_IF_ERROR(check_pointer("lse_b", a.lse_b, 4, any));
     FA_RETURN_IF_ERROR(check_pointer("lse", a.lse, 4, any));
     FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, a.seqlen, a.nheads, false));
-    *params = {view(a.out_a), view(a.out_b), view(a.out), a.lse_a, a.lse_b, a.lse, DType(a.dtype), a.batch, a.nheads, a.headdim_v, int32_t(a.seqlen), default_threads()};
+    *params = {view(a.out_a),  view(a.out_b), view(a.out), a.lse_a,     a.lse_b,           a.lse,
+               DType(a.dtype), a.batch,       a.nheads,    a.headdim_v, int32_t(a.seqlen), default_threads()};
     return FA_OK;
 }
 
@@ -249,20 +268,33 @@ fa_status validate(const fa_quantize_args* args, QuantizeParams* params) {
     fa_quantize_args a;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_quantize_args", sizeof(fa_quantize_args), &a));
     FA_RETURN_IF_ERROR(check_device(a.device));
-    if (a.dtype < FA_FLOAT32 || a.dtype > FA_BFLOAT16) return fail(FA_BAD_ARGUMENT, "dtype=%d is none of float32 (1), float16 (2), bfloat16 (3)", a.dtype);
+    if (a.dtype < FA_FLOAT32 || a.dtype > FA_BFLOAT16)
+        return fail(FA_BAD_ARGUMENT, "dtype=%d is none of float32 (1), float16 (2), bfloat16 (3)", a.dtype);
     if (a.batch < 0) return fail(FA_BAD_ARGUMENT, "batch=%d is negative", a.batch);
     if (a.nheads < 1) return fail(FA_BAD_ARGUMENT, "nheads=%d is below 1", a.nheads);
-    if (a.headdim < 1 || a.headdim > kMaxQuantizedHeadDim) return fail(FA_BAD_ARGUMENT, "headdim=%d is outside 1 .. %d", a.headdim, kMaxQuantizedHeadDim);
+    if (a.headdim < 1 || a.headdim > kMaxQuantizedHeadDim)
+        return fail(FA_BAD_ARGUMENT, "headdim=%d is outside 1 .. %d", a.headdim, kMaxQuantizedHeadDim);
     FA_RETURN_IF_ERROR(check_bool("hadamard", a.hadamard));
-    if (a.hadamard && (a.headdim & (a.headdim - 1))) return fail(FA_BAD_ARGUMENT, "headdim=%d with hadamard=1: it must be a power of two", a.headdim);
+    if (a.hadamard && (a.headdim & (a.headdim - 1)))
+        return fail(FA_BAD_ARGUMENT, "headdim=%d with hadamard=1: it must be a power of two", a.headdim);
     FA_RETURN_IF_ERROR(check_length("seqlen", a.seqlen));
     const bool any = a.batch > 0 && a.seqlen > 0;
     FA_RETURN_IF_ERROR(check_pointer("x", a.x.data, dtype_size(a.dtype), any));
     FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, 1, any));
     FA_RETURN_IF_ERROR(check_pointer("descale", a.descale, 4, a.batch > 0));
     FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, a.seqlen, a.nheads, false));
-    *params = {view(a.x), view(a.out), a.descale, DType(a.dtype), a.batch, a.nheads, a.headdim, int32_t(a.seqlen), a.hadamard != 0,
-               float(1.0 / std::sqrt(double(a.headdim))), {uint32_t(a.seed), uint32_t(a.seed >> 32)}, default_threads()};
+    *params = {view(a.x),
+               view(a.out),
+               a.descale,
+               DType(a.dtype),
+               a.batch,
+               a.nheads,
+               a.headdim,
+               int32_t(a.seqlen),
+               a.hadamard != 0,
+               float(1.0 / std::sqrt(double(a.headdim))),
+               {uint32_t(a.seed), uint32_t(a.seed >> 32)},
+               default_threads()};
     return FA_OK;
 }
 

@@ -1,7 +1,7 @@
 // forward_mma_sm80.cuh: FlashAttention-2 on tensor cores, for every GPU from sm_80 on; head dims up to 256, every option. T is fp16 or bf16
 // (forward_mma_sm80.cu) or float, whose products are tf32 (forward_mma_tf32_sm80.cu).
 //
-// One block of 4 or 8 warps computes 64 or 128 query rows of one head, as in flash_attn_minimal.cu. New against that rung:
+// One block of 2 to 8 warps computes 32 to 128 query rows of one head, as in flash_attn_minimal.cu. New against that rung:
 //   - mma.sync computes S = Q K^T and O += P V. A warp owns 16 or 32 whole rows, so a softmax needs no other warp: a row lies in the
 //     four lanes of a quad.
 //   - P never leaves the registers: one or two accumulator tiles, rounded to T, are an A fragment (device/mma.cuh).
@@ -19,8 +19,9 @@
 //
 // Shared memory (Smem)      Q block_m x d | K stages x block_n x d | V stages x block_n x dv | what each warp sees | visible keys
 //
-// Bound by the tensor cores' rate for mma.sync, about 0.6 of wgmma's on sm_90, and before that by the bytes that ldmatrix reads for each
-// product: see tiles_mma_sm80.h, which chooses the tiles. fp32 sums and statistics; results do not depend on timing.
+// Bound, at head dims 128 and less, by how much of the softmax the products of other warps cover, and at 256, where a warp has 16 rows, by
+// the bytes that ldmatrix reads: tensor cores about 54, 65, 55 % busy and shared memory 42, 55, 81 % at 64, 128, 256 (bf16, 4096 keys,
+// H200). tiles_mma_sm80.h chooses the tiles. fp32 sums and statistics; results do not depend on timing.
 #pragma once
 
 #include "attention/general_scores.cuh"
@@ -304,6 +305,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
 #pragma unroll 1
     for (int tile = last_tile; tile >= first_tile; --tile) {
         const int key0 = tile * kBlockN;
+        if (kFull) stage = kStages == 2 ? (last_tile - tile) & 1 : 0;
         if (kGeneral && threadIdx.x < kBlockN) smem.visible[threadIdx.x] = 0;
         const KeyRange some = smem.some[warp], every = smem.every[warp];
         if (kStages == 1 && tile == last_tile) cp_async_wait_group<1>();  // the first V is on its way since the start
@@ -314,8 +316,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
             if (kStages == 2) round_tile<kBlockN, kDv, kThreads>(smem.v[stage]);
         }
         __syncthreads();  // K (and with two stages V) of this tile is here; nobody reads the tile before it any more
-        const auto cuts = [&](const KeyRange& all) { return key0 < all.begin || key0 + kBlockN > all.end; };
-        const bool sees = key0 < some.end && key0 + kBlockN > some.begin, cut = !kFull && cuts(every);
+        const bool sees = key0 < some.end && key0 + kBlockN > some.begin, cut = key0 < every.begin || key0 + kBlockN > every.end;
         if (kStages == 1 && tile < last_tile) load_v(tile, 0);
         if (kStages == 2 && tile > first_tile) load_k(tile - 1, stage ^ 1), load_v(tile - 1, stage ^ 1);
 
@@ -348,7 +349,12 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
 #pragma unroll
                 for (int m = 0; m < kMmas; ++m) transform_fragment<T>(p, place(m, key0), flat(S[m]));
             }
-            if (kFull ? cuts(smem.every[warp]) : cut) apply_window(S, p, s, warp_row, key0, lane);
+            if constexpr (kFull) {
+                if (const KeyRange now = smem.every[warp]; key0 < now.begin || key0 + kBlockN > now.end)
+                    apply_window(S, p, s, warp_row, key0, lane);
+            } else if (cut) {
+                apply_window(S, p, s, warp_row, key0, lane);
+            }
             if (kGeneral && hides) mark_visible(S, smem.visible, s.seqlen_q - warp_row, lane);
         }
         if (kStages == 1) {
@@ -435,7 +441,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 }
             }
         }
-        if (kStages == 2) stage ^= 1;
+        if (!kFull && kStages == 2) stage ^= 1;
     }
 
     // ---- out = O / row_sum, in 16-byte pieces; lse ----

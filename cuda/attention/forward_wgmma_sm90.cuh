@@ -11,7 +11,7 @@
 //     consumer warpgroups      S(n) = Q K(n)^T     and while the tensor cores are busy with it and with
 //     64 rows each             O += P(n+1) V(n+1), both in one turn of the ping-pong, the other warpgroup has the exponentials:
 //                              softmax(n) -> P(n), O *= alpha when the maximum rose
-//                              after the last tile O / l -> out, 16 bytes a thread; lse
+//                              after the last tile O / l -> out, 16 bytes a thread; lse; with Q in registers under the next item's first S
 //
 //     full:  arrives when the copy has landed      empty: one arrival per consumer warp once its wgmmas have read the buffer
 //
@@ -41,7 +41,8 @@ namespace fa {
 
 struct WgmmaSchedule {
     int items, m_blocks;  // m_blocks: query blocks of a sequence (dense)
-    // Longest first: the heads of a section share L2, their longest query blocks come first. `leading` heads in small sections, then the rest.
+    // Longest first: the heads of a section share L2, their longest query blocks come first. `leading` heads in small sections, then the
+    // rest.
     int leading, leading_section, section_heads;
     WorkOrder order;
     bool longest_first;
@@ -599,7 +600,7 @@ cudaError_t launch_wgmma(const AttentionParams& p, int device, int multiprocesso
     schedule.items = int(items);
     schedule.m_blocks = (p.seqlen_q + kPlan.block_m() - 1) / kPlan.block_m();
     schedule.section_heads = int(wgmma_section_heads(p));
-    if (p.window_right >= 0 && !varlen) wgmma_sections(p, schedule.m_blocks, multiprocessors, &schedule.leading, &schedule.leading_section, &schedule.section_heads);
+    if (p.window_right >= 0 && !varlen) wgmma_sections(p, schedule.m_blocks, multiprocessors, &schedule.leading, &schedule.leading_section);
     schedule.longest_first = p.window_right >= 0;
     const int blocks = int(items < multiprocessors ? items : multiprocessors);
     schedule.order = wgmma_order(p, items, blocks);

@@ -63,7 +63,8 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         case WgmmaPlanId::kD96General: return {96, 96, 128, 2, 3, false, false, RowMaximum::kLazy, true};
         // The speculative path's extra code costs more than the maximum on items of a few tiles.
         case WgmmaPlanId::kD128Short: return {128, 128, 128, 2, 3, true, true, RowMaximum::kLazy, false};
-        // The third stage pays for K staying until the softmax knows that it needs no second look: +7 .. 10 % over lazy at 16k. Turns: -1 %.
+        // The third stage pays for K staying until the softmax knows that it needs no second look: +7 .. 10 % over lazy at 16k. Turns: -1
+        // %.
         case WgmmaPlanId::kD128Middle: return {128, 128, 128, 2, 3, false, false, RowMaximum::kSpeculative, false};
         // A third less traffic from L2: +5 % at the power limit. 96 keys would spill.
         case WgmmaPlanId::kD128Long: return {128, 128, 80, 3, 4, true, false, RowMaximum::kSpeculativeUnmasked, false};
@@ -135,21 +136,15 @@ inline int64_t wgmma_section_heads(const AttentionParams& p) {
     return heads * p.group < all ? heads * p.group : all;
 }
 
-// How far longest first reaches. One section of all that fits into L2 would read the K and V of its heads from memory in its first pass
-// and nothing afterwards; short sequences need the memory all the time. So most heads go in sections of about a wave of items, and only
-// the last four waves, which decide how evenly the blocks finish, together. d128 causal: +5 % at 512, +2 % at 1k, +4 % at 8k and 16k.
-inline void wgmma_sections(const AttentionParams& p, int m_blocks, int multiprocessors, int* leading, int* leading_section, int* section_heads) {
-    const int64_t all = int64_t(p.batch) * p.nheads;
-    const auto heads = [&](int64_t items) {  // powers of two of whole groups
-        int64_t n = p.group;
-        while (2 * n * m_blocks <= items) n *= 2;
-        return n;
-    };
-    const bool brief = p.seqlen_k <= 1024;  // waits for memory more than for balance
-    const int64_t last = brief ? *section_heads : heads(6 * int64_t(multiprocessors));
-    *leading_section = int(heads(brief ? multiprocessors / 2 : multiprocessors));
-    *leading = int(last < all ? (all - last) / p.group * p.group : 0);
-    if (!brief) *section_heads = int(last < all ? last : all);
+// One section of all that fits into L2 reads the K and V of its heads from memory in its first pass and nothing afterwards, but short
+// sequences need the memory all the time. There the leading heads go in sections of half a wave of items, and only as many as fit into
+// L2, which decide how evenly the blocks finish, together: d128 and d256 causal +3 .. 8 % at 512 and 1k. Longer ones: +1 .. -3 %.
+inline void wgmma_sections(const AttentionParams& p, int m_blocks, int multiprocessors, int* leading, int* leading_section) {
+    const int64_t all = int64_t(p.batch) * p.nheads, last = wgmma_section_heads(p);
+    int64_t heads = p.group;
+    while (2 * heads * m_blocks <= multiprocessors / 2) heads *= 2;
+    *leading_section = int(heads);
+    *leading = p.seqlen_k <= 1024 ? int((all - last) / p.group * p.group) : 0;
 }
 
 // ---- forward_fp8_sm90 ----
@@ -157,9 +152,9 @@ inline void wgmma_sections(const AttentionParams& p, int m_blocks, int multiproc
 enum class Fp8PlanId { kD64Short, kD64Long, kD128Short, kD128Long, kD256 };
 
 struct Fp8Plan {
-    int headdim;     // the largest of q, k and v that it serves; smaller ones are padded with zeros by the copy engine
-    int block_n;     // keys per tile
-    int warpgroups;  // consumer warpgroups, 64 query rows each
+    int headdim;             // the largest of q, k and v that it serves; smaller ones are padded with zeros by the copy engine
+    int block_n;             // keys per tile
+    int warpgroups;          // consumer warpgroups, 64 query rows each
     int k_stages, v_stages;  // tiles of K in flight; of V, and of V^T
     bool ping_pong;
     bool q_in_registers;
@@ -169,18 +164,19 @@ struct Fp8Plan {
     // Of the block's 64 Ki registers: 168 x 384 threads or 128 x 512.
     FA_HOST_DEVICE constexpr int consumer_registers() const { return warpgroups == 3 ? 160 : block_n * headdim >= 128 * 256 ? 240 : 232; }
     FA_HOST_DEVICE constexpr int producer_registers() const { return warpgroups == 3 ? 32 : 504 - 2 * consumer_registers(); }
-    FA_HOST_DEVICE constexpr int keys() const { return (block_n + 127) / 128 * 128; }     // of V^T, likewise
+    FA_HOST_DEVICE constexpr int keys() const { return (block_n + 127) / 128 * 128; }  // of V^T, likewise
 };
 
-// Numbers measured as above, on e4m3. Ratios are of time.
+// Numbers measured as above, on e4m3.
 FA_HOST_DEVICE constexpr Fp8Plan fp8_plan(Fp8PlanId id) {
     switch (id) {
-        // Short items: two warpgroups each start sooner, and without turns neither waits for the other's softmax: 4 .. 10 % up to 1k causal.
+        // Short items start and end sooner with two warpgroups, and need no turns: 9 .. 10 % over the long plan up to 1k causal.
         case Fp8PlanId::kD64Short: return {64, 128, 2, 4, 3, false, true};
-        // 192 rows share a tile's transposition and its exponentials overlap better: 20 % from 2k on. 160 keys would spill.
+        // 192 rows share a tile's transposition: 11 .. 28 % over 128 rows from 2k on. 160 keys serialise the products (C7512).
         case Fp8PlanId::kD64Long: return {64, 128, 3, 4, 3, true, true};
+        // As at 64: 10 .. 25 % over the long plan up to 1k.
         case Fp8PlanId::kD128Short: return {128, 128, 2, 4, 3, false, true};
-        // 96 keys are what 160 registers hold beside 64 of O: 10 .. 17 % over 128 x 128 from 4k on.
+        // 96 keys are what 160 registers hold beside 64 of O: 7 .. 11 % over 128 x 128 from 4k on.
         case Fp8PlanId::kD128Long: return {128, 96, 3, 4, 3, true, false};
         // 128 keys take 240 registers and leave the producer 24: 3 .. 15 % over 96. Turns make no difference.
         case Fp8PlanId::kD256: return {256, 128, 2, 2, 2, false, false};

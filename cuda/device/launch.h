@@ -18,11 +18,17 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162f
 template <typename T>
 __device__ __forceinline__ T from_float(float x);
 template <>
-__device__ __forceinline__ float from_float<float>(float x) { return x; }
+__device__ __forceinline__ float from_float<float>(float x) {
+    return x;
+}
 template <>
-__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+__device__ __forceinline__ __half from_float<__half>(float x) {
+    return __float2half_rn(x);
+}
 template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+    return __float2bfloat16_rn(x);
+}
 
 // Calls body with a value of the element type; validation has refused every other dtype.
 template <typename Body>
@@ -37,7 +43,8 @@ cudaError_t with_dtype(DType dtype, const Body& body) {
 
 // kernel<<<blocks, threads, shared_bytes, stream>>>(params), any size of shared memory the device has.
 template <typename Params>
-cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned threads, size_t shared_bytes, cudaStream_t stream, const Params& params) {
+cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned threads, size_t shared_bytes, cudaStream_t stream,
+                          const Params& params) {
     const void* function = reinterpret_cast<const void*>(kernel);
     if (shared_bytes > 48 * 1024) {
         thread_local struct {

@@ -213,7 +213,8 @@ inline void print_overhead(const Context& context) {
     };
     const double asked = per_call([&] { fa_attention_query(&args, &plan); });
     const double called = per_call(forward);
-    std::printf("host time of a tiny call through C (1 x 1, headdim %d, %s): %.2f us, of a query: %.2f us", c.headdim, plan.kernel, called, asked);
+    std::printf("host time of a tiny call through C (1 x 1, headdim %d, %s): %.2f us, of a query: %.2f us", c.headdim, plan.kernel, called,
+                asked);
 #if FA_WITH_CUDA
     if (context.device == FA_CUDA) {
         args.kernel = "minimal";

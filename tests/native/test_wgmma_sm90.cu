@@ -53,8 +53,7 @@ void check_items(const AttentionParams& p, int blocks, bool sections) {
     schedule.m_blocks = (p.seqlen_q + kBlockM - 1) / kBlockM;
     schedule.section_heads = int(wgmma_section_heads(p));
     schedule.longest_first = p.window_right >= 0;
-    if (sections && !p.cu_seqlens_q)
-        wgmma_sections(p, schedule.m_blocks, blocks, &schedule.leading, &schedule.leading_section, &schedule.section_heads);
+    if (sections && !p.cu_seqlens_q) wgmma_sections(p, schedule.m_blocks, blocks, &schedule.leading, &schedule.leading_section);
     const int slots = (std::max(p.seqlen_q, p.total_q) + kBlockM) / kBlockM;
     std::vector<int> seen(size_t(p.batch) * p.nheads * slots);
     for (int block = 0; block < blocks; ++block)
