@@ -50,7 +50,7 @@ typedef enum fa_dtype { FA_FLOAT32 = 1, FA_FLOAT16 = 2, FA_BFLOAT16 = 3, FA_FLOA
 
 /* A 4-D array seen as data[b * batch_stride + row * row_stride + head * head_stride + d]; varlen ignores batch_stride. */
 typedef struct fa_tensor {
-    void *data;
+    void* data;
     int64_t batch_stride;
     int64_t row_stride;
     int64_t head_stride;
@@ -59,7 +59,7 @@ typedef struct fa_tensor {
 /* A (batch, nheads, seqlen_q, seqlen_k) array added to or selecting scores; stride 0 broadcasts an axis, columns are contiguous.
  * In a varlen call rows and columns count from the start of each sequence. */
 typedef struct fa_score_tensor {
-    const void *data;
+    const void* data;
     int64_t batch_stride;
     int64_t head_stride;
     int64_t row_stride;
@@ -68,7 +68,7 @@ typedef struct fa_score_tensor {
 /* Factors by which the 8-bit values of a tensor count, one for each head of each batch entry (of each sequence in a varlen call):
  * positive floats at data[b * batch_stride + head * head_stride]; stride 0, the default, broadcasts an axis. */
 typedef struct fa_descale {
-    const float *data;
+    const float* data;
     int64_t batch_stride;
     int64_t head_stride;
 } fa_descale;
@@ -81,68 +81,68 @@ typedef struct fa_attention_args {
 
     int32_t batch;
     int32_t nheads;
-    int32_t nheads_k;   /* nheads % nheads_k == 0; query head h reads key head h / (nheads / nheads_k) */
-    int32_t headdim;    /* 1 .. 512 */
-    int32_t headdim_v;  /* 1 .. 512; 0 = headdim */
-    int64_t seqlen_q;   /* varlen: the longest sequence or more. On the GPU, where cu_seqlens cannot be read before the */
-    int64_t seqlen_k;   /*   launch, nothing past these lengths or past total_q, total_k is touched */
+    int32_t nheads_k;  /* nheads % nheads_k == 0; query head h reads key head h / (nheads / nheads_k) */
+    int32_t headdim;   /* 1 .. 512 */
+    int32_t headdim_v; /* 1 .. 512; 0 = headdim */
+    int64_t seqlen_q;  /* varlen: the longest sequence or more. On the GPU, where cu_seqlens cannot be read before the */
+    int64_t seqlen_k;  /*   launch, nothing past these lengths or past total_q, total_k is touched */
 
     fa_tensor q, k, v, out;
-    float *lse;         /* log of the sum of exponentials of each row, -inf for an empty row; NULL = not wanted */
+    float* lse; /* log of the sum of exponentials of each row, -inf for an empty row; NULL = not wanted */
 
-    const int32_t *cu_seqlens_q; /* both or neither; non-decreasing, starting at 0, at most total_q (total_k) */
-    const int32_t *cu_seqlens_k;
+    const int32_t* cu_seqlens_q; /* both or neither; non-decreasing, starting at 0, at most total_q (total_k) */
+    const int32_t* cu_seqlens_k;
     int64_t total_q;
     int64_t total_k;
 
     /* Scores, in this order: scale, softcap, ALiBi, bias, mask, causal and window, sinks, dropout. */
-    float softmax_scale;           /* read when has_softmax_scale, else 1 / sqrt(headdim) */
+    float softmax_scale; /* read when has_softmax_scale, else 1 / sqrt(headdim) */
     int32_t has_softmax_scale;
-    float softcap;                 /* s = softcap * tanh(s / softcap); 0 = off */
-    const float *alibi_slopes;     /* (nheads), or (batch, nheads) with alibi_batch_stride; s -= slope * |i_aligned - j| */
+    float softcap;             /* s = softcap * tanh(s / softcap); 0 = off */
+    const float* alibi_slopes; /* (nheads), or (batch, nheads) with alibi_batch_stride; s -= slope * |i_aligned - j| */
     int64_t alibi_batch_stride;
-    fa_score_tensor bias;          /* data NULL = none */
-    int32_t bias_dtype;            /* fa_dtype; 0 = dtype */
+    fa_score_tensor bias; /* data NULL = none */
+    int32_t bias_dtype;   /* fa_dtype; 0 = dtype */
     int32_t reserved0;
-    fa_score_tensor mask;          /* uint8, non-zero = attend; data NULL = none */
-    int32_t top_left;              /* i_aligned = i + seqlen_k - seqlen_q (0, the default: bottom-right corner) or i (1: top-left) */
-    int32_t causal;                /* row i sees j <= i_aligned */
-    int32_t has_window;            /* row i sees i_aligned - window_left <= j <= i_aligned + window_right, -1 = open */
+    fa_score_tensor mask; /* uint8, non-zero = attend; data NULL = none */
+    int32_t top_left;     /* i_aligned = i + seqlen_k - seqlen_q (0, the default: bottom-right corner) or i (1: top-left) */
+    int32_t causal;       /* row i sees j <= i_aligned */
+    int32_t has_window;   /* row i sees i_aligned - window_left <= j <= i_aligned + window_right, -1 = open */
     int32_t reserved1;
-    int64_t window_left;           /* with causal the right edge is i_aligned whatever window_right says */
+    int64_t window_left; /* with causal the right edge is i_aligned whatever window_right says */
     int64_t window_right;
-    const float *sinks;            /* (nheads) one more logit in every row's denominator; NULL = none. lse includes it. */
-    float dropout_p;               /* 0 <= p < 1, used as round(65536 p) / 65536 on the normalised probabilities */
-    int32_t deterministic;         /* forward is always reproducible; accepted for symmetry with the backward pass */
-    uint64_t dropout_seed;         /* Philox4x32-10, see attention/philox.h for which bits decide which element */
+    const float* sinks;    /* (nheads) one more logit in every row's denominator; NULL = none. lse includes it. */
+    float dropout_p;       /* 0 <= p < 1, used as round(65536 p) / 65536 on the normalised probabilities */
+    int32_t deterministic; /* forward is always reproducible; accepted for symmetry with the backward pass */
+    uint64_t dropout_seed; /* Philox4x32-10, see attention/philox.h for which bits decide which element */
     uint64_t dropout_offset;
 
-    int32_t allow_tf32;            /* fp32 inputs may use tf32 tensor cores; otherwise real fp32 arithmetic */
-    int32_t num_threads;           /* CPU: 0 = one per available core */
-    const char *kernel;            /* force a kernel by name; NULL = environment FLASH_ATTN_KERNEL, else the best one */
-    void *workspace;               /* any alignment; contents are scratch */
+    int32_t allow_tf32;  /* fp32 inputs may use tf32 tensor cores; otherwise real fp32 arithmetic */
+    int32_t num_threads; /* CPU: 0 = one per available core */
+    const char* kernel;  /* force a kernel by name; NULL = environment FLASH_ATTN_KERNEL, else the best one */
+    void* workspace;     /* any alignment; contents are scratch */
     size_t workspace_bytes;
 
-    fa_descale q_descale;          /* (batch, nheads): required by float8_e4m3, NULL for every other dtype */
-    fa_descale k_descale;          /* (batch, nheads_k) */
-    fa_descale v_descale;          /* (batch, nheads_k) */
+    fa_descale q_descale; /* (batch, nheads): required by float8_e4m3, NULL for every other dtype */
+    fa_descale k_descale; /* (batch, nheads_k) */
+    fa_descale v_descale; /* (batch, nheads_k) */
 } fa_attention_args;
 
 /* What a call with these arguments would do. */
 typedef struct fa_attention_plan {
     size_t struct_size;
-    int32_t status;           /* the status a launch would return, workspace aside */
+    int32_t status; /* the status a launch would return, workspace aside */
     int32_t reserved;
     size_t workspace_bytes;
-    char kernel[32];          /* the kernel that would run; empty when status is not FA_OK */
-    char why_not[1472];       /* one line for each kernel preferred to it: "name: reason" */
+    char kernel[32];    /* the kernel that would run; empty when status is not FA_OK */
+    char why_not[1472]; /* one line for each kernel preferred to it: "name: reason" */
 } fa_attention_plan;
 
 /* out = attention of q over k and v. Errors: every fa_status. */
-FA_API fa_status fa_attention_forward(const fa_attention_args *args, void *stream);
+FA_API fa_status fa_attention_forward(const fa_attention_args* args, void* stream);
 
 /* Fills *plan without launching; NULL data pointers are allowed. Returns plan->status. */
-FA_API fa_status fa_attention_query(const fa_attention_args *args, fa_attention_plan *plan);
+FA_API fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan);
 
 /* Merges two attention results over disjoint keys into the result over their union (out may be out_a, lse may be lse_a):
  *     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
@@ -159,10 +159,10 @@ typedef struct fa_merge_args {
     int64_t seqlen;
     fa_tensor out_a, out_b, out;
     const float *lse_a, *lse_b;
-    float *lse;
+    float* lse;
 } fa_merge_args;
 
-FA_API fa_status fa_attention_merge(const fa_merge_args *args, void *stream);
+FA_API fa_status fa_attention_merge(const fa_merge_args* args, void* stream);
 
 /* Rounds x, of `dtype` float32, float16 or bfloat16, to float8_e4m3 with a factor for every head of every batch entry:
  *     out = round(x / descale),   descale = max |x| / 448 over the head's rows (1 for a head of zeros)
@@ -175,26 +175,26 @@ typedef struct fa_quantize_args {
     int32_t dtype;
     int32_t batch;
     int32_t nheads;
-    int32_t headdim;    /* 1 .. 512 */
+    int32_t headdim; /* 1 .. 512 */
     int32_t hadamard;
     int64_t seqlen;
     uint64_t seed;
     fa_tensor x, out;
-    float *descale;
+    float* descale;
 } fa_quantize_args;
 
-FA_API fa_status fa_quantize_fp8(const fa_quantize_args *args, void *stream);
+FA_API fa_status fa_quantize_fp8(const fa_quantize_args* args, void* stream);
 
 /* The kernels in this build, best first on each device: index 0 .. fa_kernel_count() - 1, NULL beyond. */
 FA_API int32_t fa_kernel_count(void);
-FA_API const char *fa_kernel_name(int32_t index);
-FA_API const char *fa_kernel_summary(int32_t index);
+FA_API const char* fa_kernel_name(int32_t index);
+FA_API const char* fa_kernel_summary(int32_t index);
 FA_API int32_t fa_kernel_device(int32_t index); /* fa_device */
 
-FA_API const char *fa_status_name(fa_status status); /* "FA_BAD_ARGUMENT" */
-FA_API const char *fa_last_error(void);              /* this thread's last failure, never NULL */
-FA_API const char *fa_version(void);                 /* "0.1.0" */
-FA_API const char *fa_build_info(void);              /* compiler, CUDA version and GPU targets of this build */
+FA_API const char* fa_status_name(fa_status status); /* "FA_BAD_ARGUMENT" */
+FA_API const char* fa_last_error(void);              /* this thread's last failure, never NULL */
+FA_API const char* fa_version(void);                 /* "0.1.0" */
+FA_API const char* fa_build_info(void);              /* compiler, CUDA version and GPU targets of this build */
 FA_API int32_t fa_cuda_device_count(void);           /* 0 without a GPU, a driver, or CUDA in the build; never fails */
 
 #ifdef __cplusplus

@@ -21,7 +21,8 @@ cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, int multiproces
 
 // fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; q, k, v as tensor maps can describe them.
 cudaError_t forward_wgmma_sm90(const AttentionParams& params, int device, int multiprocessors, cudaStream_t stream);
-size_t forward_wgmma_sm90_workspace(const AttentionParams& params, int multiprocessors);  // bytes: the counter of dynamic scheduling, or none
+size_t forward_wgmma_sm90_workspace(const AttentionParams& params,
+                                    int multiprocessors);  // bytes: the counter of dynamic scheduling, or none
 
 // e4m3 q, k, v and fp16 or bf16 out, head dims up to 256 in steps of 16, plain or causal scores, Hopper only.
 cudaError_t forward_fp8_sm90(const AttentionParams& params, int device, int multiprocessors, cudaStream_t stream);

@@ -65,9 +65,7 @@ struct AttentionParams {
     DescaleView q_descale, k_descale, v_descale;  // fp8 only: by query head, by key head, by key head
 
     // True when a score is more than scale * (q . k) under a window: the general instantiation of a kernel.
-    FA_HOST_DEVICE bool general_scores() const {
-        return softcap != 0 || alibi_slopes || bias.data || mask.data || dropout_threshold;
-    }
+    FA_HOST_DEVICE bool general_scores() const { return softcap != 0 || alibi_slopes || bias.data || mask.data || dropout_threshold; }
 };
 
 // Sequence b of a dense or varlen call: element offsets of its first row in each tensor, and its true lengths.
