@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
             return moved;
         };
         const auto take_sum = [&] {
-            asm volatile("" : "+f"(tile_sum[0]), "+f"(tile_sum[2])::"memory");
+            hold(tile_sum[0]), hold(tile_sum[2]);
             sum[0] += tile_sum[0], sum[1] += tile_sum[2];
         };
         const auto rescale_o = [&] {

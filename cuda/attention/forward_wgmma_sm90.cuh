@@ -627,7 +627,7 @@ cudaError_t launch_wgmma(const AttentionParams& p, int device, int multiprocesso
         opted_in.fetch_or(uint64_t(1) << device, std::memory_order_relaxed);
     }
     if (schedule.order == WorkOrder::kCounter) {
-        schedule.counter = reinterpret_cast<int*>((reinterpret_cast<uintptr_t>(p.workspace) + 3) & ~uintptr_t(3));
+        schedule.counter = static_cast<int*>(align_up(p.workspace, alignof(int)));
         if (cudaError_t error = cudaMemsetAsync(schedule.counter, 0, sizeof(int), stream)) return cudaGetLastError(), error;
     }
     void* arguments[] = {&map_q, &map_k, &map_v, const_cast<AttentionParams*>(&p), &schedule};

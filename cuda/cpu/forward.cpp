@@ -112,7 +112,7 @@ size_t forward_workspace(const AttentionParams& p, Isa) { return size_t(p.num_th
 void forward(const AttentionParams& p, Isa isa) {
     const TileKernel& kernel = tile_kernel(isa);
     const Layout layout(p);
-    float* const workspace = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p.workspace) + 63) & ~uintptr_t(63));
+    float* const workspace = static_cast<float*>(align_up(p.workspace, 64));
     const int64_t rows = tile_rows(p), tiles = (packed_rows(p, p.seqlen_q) + rows - 1) / rows;
     // The tiles of one head follow each other, so that its keys stay in the cache; within it the causal mask's longest come first.
     parallel_for(p.batch * tiles * p.nheads_k, useful_threads(p, kernel), [&](int64_t task, int thread) {

@@ -98,8 +98,7 @@ size_t forward_naive_workspace(const AttentionParams& p) {
 }
 
 void forward_naive(const AttentionParams& p) {
-    float* const workspace =
-        reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p.workspace) + alignof(float) - 1) & ~uintptr_t(alignof(float) - 1));
+    float* const workspace = static_cast<float*>(align_up(p.workspace, alignof(float)));
     const double work = double(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * (p.headdim + p.headdim_v);  // multiply-adds
     const int threads = work < 1e6 ? 1 : p.num_threads;                                                    // too little to share
     const auto attend_as = p.dtype == DType::kFloat32   ? attend<DType::kFloat32>

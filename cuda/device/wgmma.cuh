@@ -46,13 +46,16 @@ __device__ __forceinline__ constexpr uint64_t descriptor_row_step(int k16) { ret
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
+// Keeps the compiler from reading or moving x across this point. No instruction.
+__device__ __forceinline__ void hold(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+
 // Until at most kPending of the newest products are still running. Naming the accumulators keeps the compiler from reading
 // them earlier: the instruction itself does not mention them.
 template <int kPending, int kCount>
 __device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < kCount; ++i) hold(d[i]);
 }
 
 // ---- the instruction, for every N in use: FA_TEXT_n names accumulators %0 .. %n-1, FA_BIND_n binds them ----
