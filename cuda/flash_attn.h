@@ -14,7 +14,7 @@
  *   - The library allocates no device memory, never synchronises, prints nothing and never exits.
  *   - All GPU work goes to `stream` (a cudaStream_t, NULL = legacy default stream); the device is the one that owns q.
  *   - Structs start with struct_size = sizeof(the struct); clear the rest with memset: zero always means the default.
- *   - Same arguments, same bits: the forward pass is reproducible on one machine.
+ *   - Same arguments, same bits: the forward pass is reproducible on one machine, the backward pass with `deterministic`.
  */
 #ifndef FLASH_ATTN_H
 #define FLASH_ATTN_H
@@ -113,7 +113,7 @@ typedef struct fa_attention_args {
     int64_t window_right;
     const float* sinks;    /* (nheads) one more logit in every row's denominator; NULL = none. lse includes it. */
     float dropout_p;       /* 0 <= p < 1, used as round(65536 p) / 65536 on the normalised probabilities */
-    int32_t deterministic; /* forward is always reproducible; accepted for symmetry with the backward pass */
+    int32_t deterministic; /* forward is always reproducible; the backward pass reads it */
     uint64_t dropout_seed; /* Philox4x32-10, see attention/philox.h for which bits decide which element */
     uint64_t dropout_offset;
 
@@ -143,6 +143,38 @@ FA_API fa_status fa_attention_forward(const fa_attention_args* args, void* strea
 
 /* Fills *plan without launching; NULL data pointers are allowed. Returns plan->status. */
 FA_API fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan);
+
+/* ---- gradients ---- */
+
+/* A gradient of a score tensor, float32: an axis of stride 0 is summed over; columns are contiguous. In a varlen call rows and columns
+ * count from the start of each sequence. */
+typedef struct fa_score_gradient {
+    float* data;
+    int64_t batch_stride;
+    int64_t head_stride;
+    int64_t row_stride;
+} fa_score_gradient;
+
+/* The gradients of sum(out * dout), out as fa_attention_forward returns it. S is computed again from lse, tile by tile.
+ *     P = exp(S - lse),  dP = dout v^T,  dS = P (dP - rowsum(dout * out)),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout */
+typedef struct fa_attention_backward_args {
+    size_t struct_size;
+    /* The forward call's arguments: its inputs, its out and its lse (required here) and every option, unchanged. Five of its fields
+     * mean the backward call: kernel (NULL = environment FLASH_ATTN_BACKWARD_KERNEL, else the best one), num_threads, workspace,
+     * workspace_bytes, and deterministic: 1 = bitwise equal results from equal arguments. float8_e4m3 has no backward pass. */
+    const fa_attention_args* forward;
+    fa_tensor dout;          /* like out */
+    fa_tensor dq, dk, dv;    /* like q, k, v; their dtype */
+    fa_score_gradient dbias; /* data NULL = not wanted; wants a bias. Elements no pair belongs to are zero */
+    float* dsinks;           /* (nheads); NULL = not wanted; wants sinks */
+    int32_t accumulate;      /* add to what every gradient holds, rounded once */
+    int32_t reserved;
+} fa_attention_backward_args;
+
+FA_API fa_status fa_attention_backward(const fa_attention_backward_args* args, void* stream);
+
+/* As fa_attention_query, for the backward pass. */
+FA_API fa_status fa_attention_backward_query(const fa_attention_backward_args* args, fa_attention_plan* plan);
 
 /* Merges two attention results over disjoint keys into the result over their union (out may be out_a, lse may be lse_a):
  *     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
@@ -190,6 +222,12 @@ FA_API int32_t fa_kernel_count(void);
 FA_API const char* fa_kernel_name(int32_t index);
 FA_API const char* fa_kernel_summary(int32_t index);
 FA_API int32_t fa_kernel_device(int32_t index); /* fa_device */
+
+/* The same of the backward pass. */
+FA_API int32_t fa_backward_kernel_count(void);
+FA_API const char* fa_backward_kernel_name(int32_t index);
+FA_API const char* fa_backward_kernel_summary(int32_t index);
+FA_API int32_t fa_backward_kernel_device(int32_t index);
 
 FA_API const char* fa_status_name(fa_status status); /* "FA_BAD_ARGUMENT" */
 FA_API const char* fa_last_error(void);              /* this thread's last failure, never NULL */

@@ -2,9 +2,8 @@
 #include "flash_attn.h"
 
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 
+#include "dispatch.h"
 #include "registry.h"
 #include "status.h"
 #include "validate.h"
@@ -15,73 +14,54 @@
 namespace fa {
 namespace {
 
-// A fixed text buffer that takes as many whole lines as fit.
-class Lines {
-public:
-    Lines(char* text, size_t size) : text_(text), left_(size) {
-        if (left_) *text_ = '\0';
-    }
-    void add(const char* name, const char* reason) {
-        const int n = std::snprintf(text_, left_, "%s%s: %s", first_ ? "" : "\n", name, reason);
-        if (n < 0 || size_t(n) >= left_) {
-            if (left_) *text_ = '\0';
-            left_ = 0;
-            return;
-        }
-        text_ += n, left_ -= size_t(n), first_ = false;
-    }
-
-private:
-    char* text_;
-    size_t left_;
-    bool first_ = true;
-};
-
-// The kernel that serves the call, and why not the ones preferred to it.
-fa_status choose(const fa_attention_args& args, const AttentionParams& params, const DeviceInfo& device, const Kernel** chosen,
-                 Lines* why_not) {
-    const char* forced = args.kernel;
-    const char* source = "kernel";
-    if (!forced) {
-        forced = std::getenv("FLASH_ATTN_KERNEL");
-        source = "FLASH_ATTN_KERNEL";
-        if (forced && !*forced) forced = nullptr;
-    }
-    char text[256];
-    const char *last = "", *last_reason = "there is none for this device";
-    bool known = false;
-    for (int i = 0; i < kernel_count(); ++i) {
-        const Kernel& kernel = *kernel_at(i);
-        if (forced && std::strcmp(forced, kernel.name) != 0) {
-            if (kernel.device == args.device && why_not) why_not->add(kernel.name, "another kernel is forced");
-            continue;
-        }
-        known = true;
-        if (kernel.device != args.device) {
-            if (!forced) continue;
-            return fail(FA_UNSUPPORTED, "%s=%s runs on %s, but device is %s", source, forced, kernel.device == FA_CPU ? "the CPU" : "a GPU",
-                        args.device == FA_CPU ? "FA_CPU" : "FA_CUDA");
-        }
-        const char* reason = kernel.refuses(params, device, text, sizeof text);
-        if (!reason) {
-            *chosen = &kernel;
-            return FA_OK;
-        }
-        if (forced) return fail(FA_UNSUPPORTED, "%s=%s cannot serve this call: %s", source, forced, reason);
-        if (why_not) why_not->add(kernel.name, reason);
-        last = kernel.name, last_reason = reason;
-    }
-    if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build", source, forced);
-    // The most general kernel comes last: what keeps it from serving the call is what keeps the call from being served.
-    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s", args.device == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
-                last_reason);
+fa_status choose_for(const fa_attention_args& args, const AttentionParams& params, const DeviceInfo& device, const Kernel** kernel,
+                     Lines* why_not) {
+    return choose(args, params, device, kernel_at, "FLASH_ATTN_KERNEL", kernel, why_not);
+}
+fa_status choose_for(const fa_attention_args& args, const BackwardParams& params, const DeviceInfo& device, const BackwardKernel** kernel,
+                     Lines* why_not) {
+    return choose(args, params, device, backward_kernel_at, "FLASH_ATTN_BACKWARD_KERNEL", kernel, why_not);
 }
 
-fa_status prepare(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params, DeviceInfo* device,
-                  const Kernel** kernel, Lines* why_not) {
-    if (const fa_status status = validate(args, pointers, full, params); status != FA_OK) return status;
-    if (const fa_status status = find_device(fa_device(full->device), full->q.data, device); status != FA_OK) return status;
-    return choose(*full, *params, *device, kernel, why_not);
+// From a call's arguments to all that a launch needs; `forward` holds the fields both passes have.
+template <typename Params>
+struct Call {
+    fa_attention_args forward;
+    Params params;
+    DeviceInfo device;
+    const KernelOf<Params>* kernel = nullptr;
+
+    template <typename Args>
+    fa_status prepare(const Args* args, Pointers pointers, Lines* why_not) {
+        if (const fa_status status = validate(args, pointers, &forward, &params); status != FA_OK) return status;
+        if (const fa_status status = find_device(fa_device(forward.device), forward.q.data, &device); status != FA_OK) return status;
+        return choose_for(forward, params, device, &kernel, why_not);
+    }
+
+    fa_status launch(void* stream) const {
+        const size_t bytes = kernel->workspace(params, device);
+        if (bytes > forward.workspace_bytes || (bytes && !forward.workspace))
+            return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
+                        forward.workspace_bytes, forward.workspace, kernel->name, bytes);
+        const CurrentDevice scope(device.index);
+        return kernel->launch(params, device, stream);
+    }
+};
+
+template <typename Params, typename Args>
+fa_status query(const Args* args, fa_attention_plan* plan) {
+    if (!plan || plan->struct_size < sizeof(fa_attention_plan))
+        return fail(FA_BAD_ARGUMENT, "plan is NULL or plan.struct_size is not sizeof(fa_attention_plan) = %zu", sizeof(fa_attention_plan));
+    plan->reserved = 0;
+    plan->workspace_bytes = 0;
+    plan->kernel[0] = '\0';
+    Lines why_not(plan->why_not, sizeof plan->why_not);
+    Call<Params> call;
+    plan->status = call.prepare(args, Pointers::kOptional, &why_not);
+    if (plan->status != FA_OK) return fa_status(plan->status);
+    std::snprintf(plan->kernel, sizeof plan->kernel, "%s", call.kernel->name);
+    plan->workspace_bytes = call.kernel->workspace(call.params, call.device);
+    return FA_OK;
 }
 
 }  // namespace
@@ -90,39 +70,23 @@ fa_status prepare(const fa_attention_args* args, Pointers pointers, fa_attention
 extern "C" {
 
 fa_status fa_attention_forward(const fa_attention_args* args, void* stream) {
-    fa_attention_args full;
-    fa::AttentionParams params;
-    fa::DeviceInfo device;
-    const fa::Kernel* kernel = nullptr;
-    if (const fa_status status = fa::prepare(args, fa::Pointers::kRequired, &full, &params, &device, &kernel, nullptr); status != FA_OK)
-        return status;
-    if (params.batch == 0 || params.seqlen_q == 0 || (params.cu_seqlens_q && params.total_q == 0)) return FA_OK;
-    const size_t bytes = kernel->workspace(params, device);
-    if (bytes > full.workspace_bytes || (bytes && !full.workspace))
-        return fa::fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask fa_attention_query",
-                        full.workspace_bytes, full.workspace, kernel->name, bytes);
-    const fa::CurrentDevice scope(device.index);
-    return kernel->launch(params, device, stream);
+    fa::Call<fa::AttentionParams> call;
+    if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
+    const fa::AttentionParams& p = call.params;
+    if (p.batch == 0 || p.seqlen_q == 0 || (p.cu_seqlens_q && p.total_q == 0)) return FA_OK;
+    return call.launch(stream);
 }
 
-fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan) {
-    if (!plan || plan->struct_size < sizeof(fa_attention_plan))
-        return fa::fail(FA_BAD_ARGUMENT, "plan is NULL or plan.struct_size is not sizeof(fa_attention_plan) = %zu",
-                        sizeof(fa_attention_plan));
-    plan->reserved = 0;
-    plan->workspace_bytes = 0;
-    plan->kernel[0] = '\0';
-    fa::Lines why_not(plan->why_not, sizeof plan->why_not);
-    fa_attention_args full;
-    fa::AttentionParams params;
-    fa::DeviceInfo device;
-    const fa::Kernel* kernel = nullptr;
-    const fa_status status = fa::prepare(args, fa::Pointers::kOptional, &full, &params, &device, &kernel, &why_not);
-    plan->status = status;
-    if (status != FA_OK) return status;
-    std::snprintf(plan->kernel, sizeof plan->kernel, "%s", kernel->name);
-    plan->workspace_bytes = kernel->workspace(params, device);
-    return FA_OK;
+fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan) { return fa::query<fa::AttentionParams>(args, plan); }
+
+fa_status fa_attention_backward(const fa_attention_backward_args* args, void* stream) {
+    fa::Call<fa::BackwardParams> call;
+    if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
+    return call.launch(stream);  // even without queries or without keys there are gradients to set to zero
+}
+
+fa_status fa_attention_backward_query(const fa_attention_backward_args* args, fa_attention_plan* plan) {
+    return fa::query<fa::BackwardParams>(args, plan);
 }
 
 fa_status fa_attention_merge(const fa_merge_args* args, void* stream) {
@@ -141,6 +105,11 @@ int32_t fa_kernel_count(void) { return fa::kernel_count(); }
 const char* fa_kernel_name(int32_t index) { return fa::kernel_at(index) ? fa::kernel_at(index)->name : nullptr; }
 const char* fa_kernel_summary(int32_t index) { return fa::kernel_at(index) ? fa::kernel_at(index)->summary : nullptr; }
 int32_t fa_kernel_device(int32_t index) { return fa::kernel_at(index) ? fa::kernel_at(index)->device : 0; }
+
+int32_t fa_backward_kernel_count(void) { return fa::backward_kernel_count(); }
+const char* fa_backward_kernel_name(int32_t i) { return fa::backward_kernel_at(i) ? fa::backward_kernel_at(i)->name : nullptr; }
+const char* fa_backward_kernel_summary(int32_t i) { return fa::backward_kernel_at(i) ? fa::backward_kernel_at(i)->summary : nullptr; }
+int32_t fa_backward_kernel_device(int32_t i) { return fa::backward_kernel_at(i) ? fa::backward_kernel_at(i)->device : 0; }
 
 const char* fa_status_name(fa_status status) {
     switch (status) {

@@ -2,9 +2,9 @@
 
 #include <cstdio>
 #include <mutex>
-#include <new>
 
 #include "cpu/kernels.h"
+#include "serve.h"
 #include "status.h"
 
 #if FA_WITH_CUDA
@@ -34,17 +34,6 @@ size_t cpu_workspace(const AttentionParams& p, const DeviceInfo&) {
     return cpu::forward_workspace(p, isa);
 }
 
-// Starting threads takes host memory, and no exception may cross the C ABI.
-template <typename Work>
-fa_status on_host(const Work& work) {
-    try {
-        work();
-    } catch (const std::bad_alloc&) {
-        return fail(FA_OUT_OF_MEMORY, "no host memory left to start the worker threads");
-    }
-    return FA_OK;
-}
-
 template <cpu::Isa isa>
 fa_status cpu_launch(const AttentionParams& p, const DeviceInfo&, void*) {
     return on_host([&] { cpu::forward(p, isa); });
@@ -63,13 +52,6 @@ fa_status cpu_naive_launch(const AttentionParams& p, const DeviceInfo&, void*) {
 #if FA_WITH_CUDA
 size_t no_workspace(const AttentionParams&, const DeviceInfo&) { return 0; }
 
-fa_status launched(const char* name, cudaError_t error) {
-    if (error == cudaSuccess) return FA_OK;
-    return fail(FA_CUDA_ERROR, "kernel %s: %s (%s)", name, cudaGetErrorString(error), cudaGetErrorName(error));
-}
-
-constexpr int64_t kMaxGrid = (int64_t(1) << 31) - 1;
-
 const char* minimal_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     if (is_float8(p)) return kNoFloat8;
     const int64_t blocks = (int64_t(p.seqlen_q) + 63) / 64 * p.nheads * p.batch;
@@ -82,27 +64,6 @@ fa_status minimal_launch(const AttentionParams& p, const DeviceInfo&, void* stre
 }
 
 #if FA_WITH_WGMMA_SM90
-// What the copy engine can walk: 16-byte aligned, strides in 1 .. 2^40 bytes and multiples of 16.
-const char* no_tensor_map(const char* name, const TensorView& t, int64_t batch, int64_t rows, int64_t heads, int element_bytes, char* text,
-                          size_t size) {
-    if (reinterpret_cast<uintptr_t>(t.data) % 16) {
-        std::snprintf(text, size, "%s.data=%p is not aligned to 16 bytes", name, t.data);
-        return text;
-    }
-    const struct {
-        const char* axis;
-        int64_t extent, stride;
-    } axes[] = {{"batch", batch, t.batch}, {"row", rows, t.row}, {"head", heads, t.head}};
-    const int64_t step = 16 / element_bytes, end = (int64_t(1) << 40) / element_bytes;
-    for (const auto& [axis, extent, stride] : axes)
-        if (extent > 1 && (stride <= 0 || stride % step || stride >= end)) {
-            std::snprintf(text, size, "%s.%s_stride=%lld: TMA takes positive multiples of %d elements below 2^40 bytes", name, axis,
-                          static_cast<long long>(stride), int(step));
-            return text;
-        }
-    return nullptr;
-}
-
 const char* no_wide_stores(const AttentionParams& p, char* text, size_t size) {
     if (!(reinterpret_cast<uintptr_t>(p.out.data) % 16 || p.out.batch % 8 || p.out.row % 8 || p.out.head % 8)) return nullptr;
     std::snprintf(text, size, "out.data=%p with strides (%lld, %lld, %lld): it stores 16 bytes at a time", p.out.data,

@@ -16,19 +16,25 @@ struct DeviceInfo {
     size_t shared_memory;  // bytes one block can opt in to
 };
 
-struct Kernel {
+template <typename Params>
+struct KernelOf {
     const char* name;
     const char* summary;
     fa_device device;
     // nullptr when the kernel serves the call on that device, else the reason; `text` is room for one that quotes values.
-    const char* (*refuses)(const AttentionParams&, const DeviceInfo&, char* text, size_t size);
-    size_t (*workspace)(const AttentionParams&, const DeviceInfo&);
+    const char* (*refuses)(const Params&, const DeviceInfo&, char* text, size_t size);
+    size_t (*workspace)(const Params&, const DeviceInfo&);
     // Returns FA_OK or records the error.
-    fa_status (*launch)(const AttentionParams&, const DeviceInfo&, void* stream);
+    fa_status (*launch)(const Params&, const DeviceInfo&, void* stream);
 };
+
+using Kernel = KernelOf<AttentionParams>;
+using BackwardKernel = KernelOf<BackwardParams>;
 
 int kernel_count();
 const Kernel* kernel_at(int index);  // nullptr outside 0 .. kernel_count() - 1
+int backward_kernel_count();
+const BackwardKernel* backward_kernel_at(int index);
 
 // The device that runs the call; for CUDA the one owning `q` (the current one when q is null).
 fa_status find_device(fa_device device, const void* q, DeviceInfo* info);

@@ -238,6 +238,53 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     return FA_OK;
 }
 
+namespace {
+// A gradient that keeps an axis its bias broadcasts, or sums one it has, would be a gradient of something else.
+fa_status check_gradient_axis(const char* axis, int64_t extent, int64_t bias, int64_t gradient) {
+    if (extent <= 1 || (bias == 0) == (gradient == 0)) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "dbias.%s_stride=%" PRId64 " with bias.%s_stride=%" PRId64 ": both or neither must be 0", axis, gradient,
+                axis, bias);
+}
+}  // namespace
+
+fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa_attention_args* forward, BackwardParams* params) {
+    fa_attention_backward_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_backward_args", sizeof(fa_attention_backward_args), &a));
+    BackwardParams& p = *params;
+    FA_RETURN_IF_ERROR(validate(a.forward, pointers, forward, &p.forward));
+    const fa_attention_args& f = *forward;
+    if (f.dtype == FA_FLOAT8_E4M3) return fail(FA_UNSUPPORTED, "dtype=float8_e4m3 has no backward pass");
+    const bool varlen = f.cu_seqlens_q;
+    const int64_t rows_q = varlen ? f.total_q : f.seqlen_q, rows_k = varlen ? f.total_k : f.seqlen_k;
+    const bool need = pointers == Pointers::kRequired && f.batch > 0;
+    const bool has_q = need && rows_q > 0, has_k = need && rows_k > 0;
+    const size_t element = dtype_size(f.dtype);
+    FA_RETURN_IF_ERROR(check_pointer("lse", f.lse, 4, has_q));
+    FA_RETURN_IF_ERROR(check_pointer("dout", a.dout.data, element, has_q));
+    FA_RETURN_IF_ERROR(check_pointer("dq", a.dq.data, element, has_q));
+    FA_RETURN_IF_ERROR(check_pointer("dk", a.dk.data, element, has_k));
+    FA_RETURN_IF_ERROR(check_pointer("dv", a.dv.data, element, has_k));
+    FA_RETURN_IF_ERROR(check_output_strides("dq", a.dq, f.batch, rows_q, f.nheads, varlen));
+    FA_RETURN_IF_ERROR(check_output_strides("dk", a.dk, f.batch, rows_k, f.nheads_k, varlen));
+    FA_RETURN_IF_ERROR(check_output_strides("dv", a.dv, f.batch, rows_k, f.nheads_k, varlen));
+    FA_RETURN_IF_ERROR(check_pointer("dbias", a.dbias.data, 4, false));
+    if (a.dbias.data) {
+        if (!f.bias.data) return fail(FA_BAD_ARGUMENT, "dbias.data=%p is set, but bias.data is NULL", static_cast<void*>(a.dbias.data));
+        FA_RETURN_IF_ERROR(check_gradient_axis("batch", f.batch, f.bias.batch_stride, a.dbias.batch_stride));
+        FA_RETURN_IF_ERROR(check_gradient_axis("head", f.nheads, f.bias.head_stride, a.dbias.head_stride));
+        FA_RETURN_IF_ERROR(check_gradient_axis("row", f.seqlen_q, f.bias.row_stride, a.dbias.row_stride));
+    }
+    FA_RETURN_IF_ERROR(check_pointer("dsinks", a.dsinks, 4, false));
+    if (a.dsinks && !f.sinks) return fail(FA_BAD_ARGUMENT, "dsinks=%p is set, but sinks is NULL", static_cast<void*>(a.dsinks));
+    FA_RETURN_IF_ERROR(check_bool("accumulate", a.accumulate));
+    if (a.reserved) return fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", a.reserved);
+    p.dout = view(a.dout), p.dq = view(a.dq), p.dk = view(a.dk), p.dv = view(a.dv);
+    p.dbias = {a.dbias.data, a.dbias.batch_stride, a.dbias.head_stride, a.dbias.row_stride};
+    p.dsinks = a.dsinks;
+    p.accumulate = a.accumulate, p.deterministic = f.deterministic;
+    return FA_OK;
+}
+
 fa_status validate(const fa_merge_args* args, MergeParams* params) {
     fa_merge_args a;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_merge_args", sizeof(fa_merge_args), &a));

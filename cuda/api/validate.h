@@ -10,6 +10,7 @@ namespace fa {
 enum class Pointers { kRequired, kOptional };  // a query may leave data pointers NULL
 
 fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params);
+fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa_attention_args* forward, BackwardParams* params);
 fa_status validate(const fa_merge_args* args, MergeParams* params);
 fa_status validate(const fa_quantize_args* args, QuantizeParams* params);
 

@@ -1,4 +1,4 @@
-// params.h: what a forward kernel is given. Plain data, validated by api/ and passed by value to every kernel, host or device.
+// params.h: what a kernel is given. Plain data, validated by api/ and passed by value to every kernel, host or device.
 // Inputs (batch, seqlen, heads, dim) by strides in elements; last axis contiguous. See flash_attn.h for the meaning of each option.
 #pragma once
 
@@ -68,6 +68,19 @@ struct AttentionParams {
     FA_HOST_DEVICE bool general_scores() const { return softcap != 0 || alibi_slopes || bias.data || mask.data || dropout_threshold; }
 };
 
+struct ScoreGradient {
+    float* data;               // nullptr = not wanted
+    int64_t batch, head, row;  // strides; 0 = summed over the axis
+};
+
+struct BackwardParams {
+    AttentionParams forward;  // out and lse are inputs now; workspace and num_threads are the backward call's
+    TensorView dout, dq, dk, dv;
+    ScoreGradient dbias;
+    float* dsinks;  // (nheads)
+    bool accumulate, deterministic;
+};
+
 // Sequence b of a dense or varlen call: element offsets of its first row in each tensor, and its true lengths.
 struct Sequence {
     int64_t q, k, v, out, lse;  // add head * stride (lse: row) to reach a row of a head
@@ -94,6 +107,18 @@ FA_HOST_DEVICE Sequence sequence_of(const AttentionParams& p, int32_t b) {
     }
     s.shift = p.top_left ? 0 : s.seqlen_k - s.seqlen_q;
     return s;
+}
+
+// The same of the tensors that only the backward pass has.
+struct GradientSequence {
+    int64_t dout, dq, dk, dv;
+};
+
+FA_HOST_DEVICE GradientSequence gradients_of(const BackwardParams& p, int32_t b) {
+    if (!p.forward.cu_seqlens_q) return {b * p.dout.batch, b * p.dq.batch, b * p.dk.batch, b * p.dv.batch};
+    const int64_t q0 = clamp_to(p.forward.cu_seqlens_q[b], 0, p.forward.total_q);
+    const int64_t k0 = clamp_to(p.forward.cu_seqlens_k[b], 0, p.forward.total_k);
+    return {q0 * p.dout.row, q0 * p.dq.row, k0 * p.dk.row, k0 * p.dv.row};
 }
 
 // Offset of lse[b, head, row 0]: rows of one head are contiguous.

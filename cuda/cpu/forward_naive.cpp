@@ -2,40 +2,13 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention/mask.h"
 #include "attention/philox.h"
-#include "half.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "score.h"
 
 namespace fa::cpu {
 namespace {
-
-// The score of a pair that causal and window leave visible. -inf hides it: a masked pair, or a bias of -inf, whatever the product was.
-float transform(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j, float dot) {
-    float score = dot * p.scale;
-    if (p.softcap != 0) score = p.softcap * std::tanh(score / p.softcap);
-    if (p.alibi_slopes) score -= p.alibi_slopes[b * p.alibi_batch + head] * std::fabs(float(int64_t(i) + s.shift - j));
-    if (p.bias.data) {
-        const float bias = load(p.bias.data, b * p.bias.batch + head * p.bias.head + i * p.bias.row + j, p.bias_dtype);
-        score = bias == -INFINITY ? bias : score + bias;
-    }
-    if (p.mask.data && !static_cast<const uint8_t*>(p.mask.data)[b * p.mask.batch + head * p.mask.head + i * p.mask.row + j])
-        score = -INFINITY;
-    return score;
-}
-
-// Eight partial sums: the compiler may keep them in one vector without changing the order of any addition.
-template <DType dtype>
-float dot_product(const float* q, const void* k, int64_t k0, int32_t headdim) {
-    float part[8] = {}, sum = 0;
-    int32_t d = 0;
-    for (; d + 8 <= headdim; d += 8)
-        for (int32_t l = 0; l < 8; ++l) part[l] += q[d + l] * load(k, k0 + d + l, dtype);
-    for (; d < headdim; ++d) sum += q[d] * load(k, k0 + d, dtype);
-    for (float x : part) sum += x;
-    return sum;
-}
 
 // Row i of S = scores of q k^T; `q` is scratch for one row of Q in float32.
 template <DType dtype>
@@ -46,7 +19,7 @@ void scores(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head
     for (int32_t j = 0; j < s.seqlen_k; ++j) {
         row[j] = -INFINITY;
         if (j < range.begin || j >= range.end) continue;
-        row[j] = transform(p, s, b, head, i, j, dot_product<dtype>(q, p.k.data, k0 + j * p.k.row, p.headdim));
+        row[j] = transform(p, s, b, head, i, j, dot_product<dtype>(q, p.k.data, k0 + j * p.k.row, p.headdim)).value;
     }
 }
 

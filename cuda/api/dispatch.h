@@ -1,0 +1,77 @@
+// dispatch.h: from a table of kernels, best first, to the one that serves a call, and why not the others.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "registry.h"
+#include "status.h"
+
+namespace fa {
+
+// A fixed text buffer that takes as many whole lines as fit.
+class Lines {
+public:
+    Lines(char* text, size_t size) : text_(text), left_(size) {
+        if (left_) *text_ = '\0';
+    }
+    void add(const char* name, const char* reason) {
+        const int n = std::snprintf(text_, left_, "%s%s: %s", first_ ? "" : "\n", name, reason);
+        if (n < 0 || size_t(n) >= left_) {
+            if (left_) *text_ = '\0';
+            left_ = 0;
+            return;
+        }
+        text_ += n, left_ -= size_t(n), first_ = false;
+    }
+
+private:
+    char* text_;
+    size_t left_;
+    bool first_ = true;
+};
+
+// The kernel that serves the call: the one forced by args.kernel or by the environment variable, else the first that does not refuse.
+// kernel_at(i) is null past the end of the table. why_not may be null.
+template <typename Params, typename KernelAt>
+fa_status choose(const fa_attention_args& args, const Params& params, const DeviceInfo& device, const KernelAt& kernel_at,
+                 const char* variable, const KernelOf<Params>** chosen, Lines* why_not) {
+    const char* forced = args.kernel;
+    const char* source = "kernel";
+    if (!forced) {
+        forced = std::getenv(variable);
+        source = variable;
+        if (forced && !*forced) forced = nullptr;
+    }
+    char text[256];
+    const char *last = "", *last_reason = "there is none for this device";
+    bool known = false;
+    for (int i = 0; const KernelOf<Params>* const candidate = kernel_at(i); ++i) {
+        const KernelOf<Params>& kernel = *candidate;
+        if (forced && std::strcmp(forced, kernel.name) != 0) {
+            if (kernel.device == args.device && why_not) why_not->add(kernel.name, "another kernel is forced");
+            continue;
+        }
+        known = true;
+        if (kernel.device != args.device) {
+            if (!forced) continue;
+            return fail(FA_UNSUPPORTED, "%s=%s runs on %s, but device is %s", source, forced, kernel.device == FA_CPU ? "the CPU" : "a GPU",
+                        args.device == FA_CPU ? "FA_CPU" : "FA_CUDA");
+        }
+        const char* reason = kernel.refuses(params, device, text, sizeof text);
+        if (!reason) {
+            *chosen = &kernel;
+            return FA_OK;
+        }
+        if (forced) return fail(FA_UNSUPPORTED, "%s=%s cannot serve this call: %s", source, forced, reason);
+        if (why_not) why_not->add(kernel.name, reason);
+        last = kernel.name, last_reason = reason;
+    }
+    if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build", source, forced);
+    // The most general kernel comes last: what keeps it from serving the call is what keeps the call from being served.
+    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s", args.device == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
+                last_reason);
+}
+
+}  // namespace fa
