@@ -1,4 +1,4 @@
-"""A repeated call takes a shortcut (attention.py, `_Repeat`). It may change nothing but the time: not an answer, not an
+"""A repeated call takes a shortcut (_launch.py, `_Repeat`). It may change nothing but the time: not an answer, not an
 error, not a reference that is kept."""
 
 import gc
@@ -12,7 +12,7 @@ import pytest
 from conftest import CUDA, NO_CUDA, cupy, torch
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import attention
+from flash_attn_minimal import _launch, _library
 
 SHAPES = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
 
@@ -49,12 +49,12 @@ def arrays(kind, seed=0):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    attention._repeats.clear()
+    _launch._repeats.clear()
 
 
 def long_way(*arguments, **options):
     """The call with nothing remembered."""
-    attention._repeats.clear()
+    _launch._repeats.clear()
     return fa.flash_attn_func(*arguments, **options)
 
 
@@ -62,21 +62,21 @@ def warm(q, k, v, **options):
     """Makes sure that this call is one that is remembered."""
     for _ in range(3):  # the first call of a type finds its door, the first and second of a signature are remembered
         fa.flash_attn_func(q, k, v, **options)
-    assert any(attention._repeats.values())
+    assert any(_launch._repeats.values())
 
 
 @pytest.fixture
 def shortcuts(monkeypatch):
     """Counts the calls that were answered by the shortcut."""
     taken = []
-    call = attention._Repeat.call
+    call = _launch._Repeat.call
 
     def counted(self, *arguments):
         results = call(self, *arguments)
         taken.append(results is not None)
         return results
 
-    monkeypatch.setattr(attention._Repeat, "call", counted)
+    monkeypatch.setattr(_launch._Repeat, "call", counted)
     return taken
 
 
@@ -96,11 +96,11 @@ def test_same_bits(kind, shortcuts):
     for options in COMMON:
         warm(*arrays(kind), **options)
     shortcuts.clear()
-    attention._repeats, kept = {}, attention._repeats
+    kept = dict(_launch._repeats)
     for seed, options in enumerate(COMMON, 1):
-        attention._repeats = {}
+        _launch._repeats.clear()
         expected = host(fa.flash_attn_func(*arrays(kind, seed), **options))
-        attention._repeats = kept
+        _launch._repeats.update(kept)
         results = fa.flash_attn_func(*arrays(kind, seed), **options)
         np.testing.assert_equal(host(results), expected)
     assert shortcuts == [True] * len(COMMON)
@@ -159,7 +159,7 @@ def test_no_option_is_ignored(kind, name):
     usual = {} if name == "causal" else {"causal": True}  # which top_left needs to make a difference
     unusual = {**usual, name: other_values(kind)[name]}  # a new option needs a value there
     expected = outcome(long_way, q, k, v, **unusual)
-    attention._repeats.clear()
+    _launch._repeats.clear()
     warm(q, k, v, **usual)
     np.testing.assert_equal(outcome(fa.flash_attn_func, q, k, v, **unusual), expected)
 
@@ -219,7 +219,7 @@ def test_other_arrays(kind):
         (q, k, [1.0]),  # refused
     ):
         expected = outcome(long_way, *case)
-        attention._repeats.clear()
+        _launch._repeats.clear()
         warm(q, k, v)
         for _ in range(3):
             np.testing.assert_equal(outcome(fa.flash_attn_func, *case), expected)
@@ -281,12 +281,12 @@ def test_nothing_is_kept(kind):
 
 
 def test_the_table_is_bounded(monkeypatch):
-    monkeypatch.setattr(attention, "_MOST_REPEATS", 4)
+    monkeypatch.setattr(_launch, "_MOST_REPEATS", 4)
     for seqlen in range(1, 20):
         q = np.ones((1, seqlen, 1, 4), np.float32)
         for _ in range(3):
             np.testing.assert_array_equal(fa.flash_attn_func(q, q, q), q)
-        assert any(attention._repeats.values()) and len(attention._repeats) <= 4
+        assert any(_launch._repeats.values()) and len(_launch._repeats) <= 4
 
 
 def test_forced_by_the_environment(monkeypatch):
@@ -317,10 +317,10 @@ def test_a_thread_that_has_no_scratch_yet():
 
 def test_fields_between_the_addresses():
     """The packed struct is the struct, whatever fields it has."""
-    args = attention.AttentionArgs()
+    args = _library.AttentionArgs()
     raw = np.random.default_rng(0).integers(0, 256, len(bytes(args)), np.uint8).tobytes()
-    args = attention.AttentionArgs.from_buffer_copy(raw)
-    values = [getattr(args, name) for name in attention._VARYING]
-    parts = [raw[gap] for gap in attention._GAPS]
+    args = _library.AttentionArgs.from_buffer_copy(raw)
+    values = [getattr(args, name) for name in _launch._VARYING]
+    parts = [raw[gap] for gap in _launch._GAPS]
     woven = [x for pair in zip(parts, values, strict=False) for x in pair] + parts[len(values) :]
-    assert attention._pack_args(*woven) == raw
+    assert _launch._pack_args(*woven) == raw

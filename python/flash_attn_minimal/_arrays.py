@@ -55,7 +55,7 @@ class View:
 class Door:
     """Interface of all doors; one instance serves all arrays of one framework.
 
-    The lower half is for attention.py's shortcut for repeated calls; a door whose `plain` is None has no shortcut."""
+    The lower half is for _launch.py's shortcut for repeated calls; a door whose `plain` is None has no shortcut."""
 
     name: str
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from . import __version__
 from ._library import CPU, CUDA, DEVICES, DTYPES, AttentionArgs, load, path
-from .attention import _ARGS_SIZE, kernels, plan_of
+from ._pack import _ARGS_SIZE
+from .attention import kernels, plan_of
 
 # What people call: (description, dtype, batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options)
 _CALLS = [
