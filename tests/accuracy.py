@@ -170,6 +170,73 @@ def rounding_floor(q: np.ndarray, k: np.ndarray, softmax_scale: float | None = N
     return 1e-5 + 2.0**-24 * scale * longest[0] * longest[1]
 
 
+def plain_backward_head(head: reference.Head, dout: np.ndarray, dtype: str):
+    """The gradients as one writes them on a GPU: fp32 sums and softmax; P, dS and the results rounded to dtype. out and
+    lse are those that the kernels are given."""
+    f = np.float32
+    everything = slice(None)
+    out, lse = reference._standard(head)
+    out, lse = round_to(out, dtype), lse.astype(f)
+    q, k, v = (x.astype(f) for x in (head.q, head.k, head.v))
+    dout = dout.astype(f)
+    seen = head.visible(everything, everything)
+    with np.errstate(invalid="ignore", over="ignore"):
+        s = f(head.softmax_scale) * (q @ k.T)
+        slope = np.full(s.shape, head.softmax_scale, f)
+        if head.softcap:
+            t = np.tanh(s / f(head.softcap))
+            s, slope = f(head.softcap) * t, slope * (1 - t * t)
+        if head.slope:
+            i, j = head._indices(everything, everything)
+            s = s - f(head.slope) * np.abs((i if head.top_left else i + len(head.k) - len(head.q)) - j).astype(f)
+        if head.bias is not None:
+            s = s + np.broadcast_to(head.bias.astype(f), s.shape)
+        p = np.where(seen, np.exp(s - np.where(np.isneginf(lse), f(0), lse)[:, None]), f(0))
+        kept = np.asarray(head.kept(everything, everything), f)
+        delta = (dout * out.astype(f)).sum(axis=1, dtype=f)
+        ds = np.where(seen, p * ((dout @ v.T) * kept - delta[:, None]), f(0))
+        sink = -np.sum(np.exp(f(head.sink) - lse, where=~np.isneginf(lse), out=np.zeros_like(lse)) * delta)
+        raw = round_to(np.where(seen, ds * slope, f(0)), dtype).astype(np.float64)
+        weight = round_to(p * kept, dtype).astype(np.float64)
+    dq, dk = reference._times_values(raw, head.k), reference._times_values(raw.T, head.q)
+    dv = reference._times_values(weight.T, dout.astype(np.float64))
+    return round_to(dq, dtype), dk, dv, ds, sink  # dk and dv are sums over heads: rounded by the caller
+
+
+def plain_backward(dout, q, k, v, dtype: str, **options) -> reference.Gradients:
+    one_head = functools.partial(plain_backward_head, dtype=dtype)
+    got = reference.standard_attention_backward(dout, q, k, v, one_head=one_head, **options)
+    return got._replace(dk=round_to(got.dk, dtype), dv=round_to(got.dv, dtype))
+
+
+def gradient_floor(case: Case, exact: np.ndarray) -> float:
+    """What fp32 arithmetic leaves uncertain whatever the plain implementation's luck: P = exp(S - lse) is known to half
+    a unit in the last place of lse, and so is every sum of it; relative to the largest gradient."""
+    (q, k, *_), (_, lse), _ = expected(case)
+    finite = np.abs(lse[np.isfinite(lse)]).max(initial=1.0)
+    scores = rounding_floor(q, k, case.softmax_scale) + 2.0**-23 * finite
+    largest = np.abs(exact[np.isfinite(exact)]).max(initial=0.0)
+    return 1e-5 + 4 * scores * largest
+
+
+@functools.lru_cache(maxsize=128)
+def expected_backward(case: Case):
+    """(inputs with dout, out and lse; float64 gradients; plain gradients) of a case."""
+    (q, k, v, options), (out, lse), _ = expected(case)
+    rng = np.random.default_rng(case.seed + 1)
+    dout = round_to(rng.standard_normal(out.shape, dtype=np.float32), case.dtype)
+    plain = functools.partial(plain_backward, dtype=case.dtype)
+    arrays = (dout, q, k, v)
+    if case.varlen:
+        cu = case.cu_seqlens_q, case.cu_seqlens_k
+        exact = reference.varlen_backward(reference.standard_attention_backward, *arrays, *cu, **options)
+        plain = reference.varlen_backward(plain, *arrays, *cu, **options)
+    else:
+        exact = reference.standard_attention_backward(*arrays, **options)
+        plain = plain(*arrays, **options)
+    return (*arrays, round_to(out, case.dtype), lse.astype(np.float32), options), exact, plain
+
+
 @functools.lru_cache(maxsize=128)
 def expected(case: Case):
     """(inputs, float64 out and lse, plain out and lse) of a case; shared by all kernels that run it."""

@@ -21,6 +21,7 @@ if "FLASH_ATTN_LIBRARY" in os.environ or importlib.util.find_spec("flash_attn_mi
         filter(None, [sys.path[0], os.environ.get("PYTHONPATH")])
     )  # subprocesses
 os.environ.pop("FLASH_ATTN_KERNEL", None)
+os.environ.pop("FLASH_ATTN_BACKWARD_KERNEL", None)
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory at once
 
 import accuracy  # noqa: E402
@@ -131,6 +132,45 @@ class Kernel:
         return out, lse
 
 
+class BackwardKernel(Kernel):
+    """One kernel of the backward pass on one device."""
+
+    @property
+    def general(self) -> bool:
+        return self.name.startswith("cpu_") or self.name == "simple"
+
+    def __call__(self, dout, q, k, v, out, lse, dtype="float32", cu_seqlens=None, before=None, **options):
+        """Gradients over NumPy arrays; dq, dk and dv start as NaN, or accumulate onto `before`."""
+        wanted = {name: options.pop(name, False) for name in ("return_dbias", "return_dsinks")}
+        arrays, options = self.arguments(q, k, v, dtype, cu_seqlens, options)
+        plan = fa.backward_query(*arrays, **options)
+        if plan.status == "FA_UNSUPPORTED" and not self.general:
+            pytest.skip(plan.error)
+        assert plan.status == "FA_OK", plan
+        assert plan.kernel == self.name
+        given = [self.device.array(dout, dtype), *arrays, self.device.array(out, dtype), self.device.array(lse)]
+        fill = np.nan if cu_seqlens is None else 0.0  # rows of no sequence are not touched
+        for name, x, old in zip(("dq", "dk", "dv"), (q, k, v), before or (None,) * 3, strict=True):
+            start = np.full(x.shape, fill, np.float32) if old is None else old
+            options[name] = self.device.array(start, dtype)
+        results = fa.backward(*given, accumulate=before is not None, **wanted, **options)
+        assert all(results[i] is options[name] for i, name in enumerate(("dq", "dk", "dv")))
+        return [self.device.numpy(x) for x in results]
+
+    def check(self, case: accuracy.Case, **call) -> list[np.ndarray]:
+        """Runs a case and compares it with float64; returns what the kernel said."""
+        (dout, q, k, v, out, lse, options), exact, plain = accuracy.expected_backward(case)
+        cu = (case.cu_seqlens_q, case.cu_seqlens_k, case.seqlen_q, case.seqlen_k) if case.varlen else None
+        wanted = {"return_dbias": exact.dbias is not None, "return_dsinks": exact.dsinks is not None}
+        got = self(dout, q, k, v, out, lse, case.dtype, cu, **wanted, **options, **call)
+        names = [name for name in exact._fields if getattr(exact, name) is not None]
+        for name, x in zip(names, got, strict=True):
+            dtype = case.dtype if name in ("dq", "dk", "dv") else "float32"
+            floor = accuracy.gradient_floor(case, getattr(exact, name))
+            accuracy.check(name, x, getattr(exact, name), getattr(plain, name), dtype, floor=floor)
+        return got
+
+
 CPU = Device("cpu", "numpy")
 CUDA = Device("cuda", "torch" if torch and torch.cuda.is_available() else "cupy")
 
@@ -151,6 +191,20 @@ else:
     _kernels += [pytest.param(Kernel(CUDA, name), id=name) for name in _names]
 
 
+def _cpu_backward_kernels() -> list[str]:
+    q = np.zeros((1, 1, 1, 8), np.float32)
+    names = [kernel["name"] for kernel in fa.backward_kernels() if kernel["device"] == "cpu"]
+    return [name for name in names if fa.backward_query(q, q, q, kernel=name).status == "FA_OK"]
+
+
+_backward_kernels = [pytest.param(BackwardKernel(CPU, name), id=name) for name in _cpu_backward_kernels()]
+if NO_CUDA:
+    _backward_kernels.append(no_cuda)
+else:
+    _names = [kernel["name"] for kernel in fa.backward_kernels() if kernel["device"] == "cuda"]
+    _backward_kernels += [pytest.param(BackwardKernel(CUDA, name), id=f"cuda_{name}") for name in _names]
+
+
 @pytest.fixture(params=_devices)
 def device(request) -> Device:
     return request.param
@@ -161,9 +215,15 @@ def kernel(request) -> Kernel:
     return request.param
 
 
+@pytest.fixture(params=_backward_kernels)
+def backward_kernel(request) -> BackwardKernel:
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _no_forced_kernel(monkeypatch):
     monkeypatch.delenv("FLASH_ATTN_KERNEL", raising=False)
+    monkeypatch.delenv("FLASH_ATTN_BACKWARD_KERNEL", raising=False)
 
 
 def pytest_report_header(config):

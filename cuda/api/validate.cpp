@@ -239,11 +239,10 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
 }
 
 namespace {
-// A gradient that keeps an axis its bias broadcasts, or sums one it has, would be a gradient of something else.
+// A gradient that sums an axis its bias has would be the gradient of something else.
 fa_status check_gradient_axis(const char* axis, int64_t extent, int64_t bias, int64_t gradient) {
-    if (extent <= 1 || (bias == 0) == (gradient == 0)) return FA_OK;
-    return fail(FA_BAD_ARGUMENT, "dbias.%s_stride=%" PRId64 " with bias.%s_stride=%" PRId64 ": both or neither must be 0", axis, gradient,
-                axis, bias);
+    if (extent <= 1 || bias == 0 || gradient != 0) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "dbias.%s_stride=0 with bias.%s_stride=%" PRId64 ": the bias does not repeat this axis", axis, axis, bias);
 }
 }  // namespace
 

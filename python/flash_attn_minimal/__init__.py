@@ -18,6 +18,7 @@ from ._library import (
     WorkspaceTooSmall,
 )
 from .attention import Plan, flash_attn_func, flash_attn_varlen_func, kernels, merge, quantize_fp8, query
+from .backward import backward, backward_kernels, backward_query
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,9 @@ __all__ = [
     "Plan",
     "Unsupported",
     "WorkspaceTooSmall",
+    "backward",
+    "backward_kernels",
+    "backward_query",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "kernels",

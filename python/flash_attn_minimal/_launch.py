@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as ct
 import struct
 import threading
+from collections.abc import Callable
 
 from . import _arrays
 from ._arrays import View
@@ -34,21 +35,33 @@ _scratch = _Scratch()
 
 
 def _launch(args: AttentionArgs, views: list[View]) -> View | None:
-    """Runs the call. Only when the library says that it needs workspace is the size asked for and the memory
-    allocated. Returns the workspace of a call on a GPU."""
+    """Runs a forward call; see _with_workspace."""
+    lib = load()
+    return _with_workspace(
+        args,
+        views,
+        lambda stream: lib.fa_attention_forward(args, stream),
+        lambda plan: lib.fa_attention_query(args, plan),
+    )
+
+
+def _with_workspace(
+    args: AttentionArgs, views: list[View], launch: Callable[[int | None], int], query: Callable[[AttentionPlan], int]
+) -> View | None:
+    """Runs a call described by args. Only when the library says that it needs workspace is the size asked for and the
+    memory allocated. Returns the workspace of a call on a GPU."""
     qv = views[0]
-    forward = load().fa_attention_forward
     on_cpu = qv.device == CPU
     if on_cpu:
         args.workspace, args.workspace_bytes = _scratch.address, _scratch.size
     stream = None if on_cpu else qv.door.stream(views)
     scratch = None
     try:
-        forward(args, stream)
+        launch(stream)
     except WorkspaceTooSmall:
         plan = AttentionPlan()
         plan.struct_size = _PLAN_SIZE
-        load().fa_attention_query(args, plan)
+        query(plan)
         size = plan.workspace_bytes
         if on_cpu:
             buffer = (ct.c_char * size)()
@@ -58,7 +71,7 @@ def _launch(args: AttentionArgs, views: list[View]) -> View | None:
         else:
             scratch = qv.door.empty(qv, (size,), "uint8")
             args.workspace, args.workspace_bytes = scratch.pointer, size
-        forward(args, stream)
+        launch(stream)
     return scratch
 
 

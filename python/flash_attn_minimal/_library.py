@@ -127,6 +127,23 @@ class AttentionArgs(ct.Structure):
     ]
 
 
+class AttentionBackwardArgs(ct.Structure):
+    """fa_attention_backward_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("forward", ct.POINTER(AttentionArgs)),
+        *_tensor("dout"),
+        *_tensor("dq"),
+        *_tensor("dk"),
+        *_tensor("dv"),
+        *_score_tensor("dbias"),
+        ("dsinks", ct.c_void_p),
+        ("accumulate", ct.c_int32),
+        ("reserved", ct.c_int32),
+    ]
+
+
 class AttentionPlan(ct.Structure):
     """fa_attention_plan."""
 
@@ -210,12 +227,15 @@ def load() -> ct.CDLL:
 
     declare("fa_attention_forward", ct.c_int, ct.POINTER(AttentionArgs), ct.c_void_p)
     declare("fa_attention_query", ct.c_int, ct.POINTER(AttentionArgs), ct.POINTER(AttentionPlan))
+    declare("fa_attention_backward", ct.c_int, ct.POINTER(AttentionBackwardArgs), ct.c_void_p)
+    declare("fa_attention_backward_query", ct.c_int, ct.POINTER(AttentionBackwardArgs), ct.POINTER(AttentionPlan))
     declare("fa_attention_merge", ct.c_int, ct.POINTER(MergeArgs), ct.c_void_p)
     declare("fa_quantize_fp8", ct.c_int, ct.POINTER(QuantizeArgs), ct.c_void_p)
-    declare("fa_kernel_count", ct.c_int32)
-    declare("fa_kernel_name", ct.c_char_p, ct.c_int32)
-    declare("fa_kernel_summary", ct.c_char_p, ct.c_int32)
-    declare("fa_kernel_device", ct.c_int32, ct.c_int32)
+    for table in ("fa_kernel", "fa_backward_kernel"):
+        declare(f"{table}_count", ct.c_int32)
+        declare(f"{table}_name", ct.c_char_p, ct.c_int32)
+        declare(f"{table}_summary", ct.c_char_p, ct.c_int32)
+        declare(f"{table}_device", ct.c_int32, ct.c_int32)
     declare("fa_status_name", ct.c_char_p, ct.c_int)
     declare("fa_last_error", ct.c_char_p)
     declare("fa_version", ct.c_char_p)
@@ -227,6 +247,7 @@ def load() -> ct.CDLL:
             raise failure(status)
 
     lib.fa_attention_forward.errcheck = raise_on_error
+    lib.fa_attention_backward.errcheck = raise_on_error
     lib.fa_attention_merge.errcheck = raise_on_error
     lib.fa_quantize_fp8.errcheck = raise_on_error
     return lib

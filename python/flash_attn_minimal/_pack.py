@@ -199,21 +199,34 @@ def _output(args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, 
     if out is None:
         view = qv.door.full(qv, shape, dtype, 0) if zeroed else qv.door.empty(qv, shape, dtype)
     else:
-        view = _arrays.view(out, "out")
-        _check_same_place("out", view, "q", qv)
-        if tuple(view.shape) != shape or view.dtype != dtype:
-            raise BadArgument(f"out is {view.dtype} {tuple(view.shape)}: expected {dtype} {shape}")
-        _check_last_axis("out", view)
-        if not view.writable:
-            raise BadArgument(f"out is a read-only {view.door.name} array")
-        for name, other in zip(("q", "k", "v"), views, strict=False):
-            if view.pointer == other.pointer and view.pointer and 0 not in shape:
-                raise BadArgument(f"out starts at the same address as {name}: it would be overwritten while it is read")
-    args.out_data = view.pointer
-    if len(shape) == 4:
-        args.out_batch_stride, args.out_row_stride, args.out_head_stride, _ = view.strides
-    else:
-        args.out_row_stride, args.out_head_stride, _ = view.strides
+        view = _destination("out", out, dict(zip("qkv", views, strict=False)), shape, dtype)
+    _put_tensor(args, "out", view)
+    return view
+
+
+def _put_tensor(args: ct.Structure, name: str, view: View) -> None:
+    """The address and strides of a (batch, rows, heads, dim) or (rows, heads, dim) array."""
+    strides = view.strides if len(view.shape) == 4 else (0, *view.strides)
+    setattr(args, f"{name}_data", view.pointer)
+    for axis, stride in zip(("batch", "row", "head"), strides, strict=False):
+        setattr(args, f"{name}_{axis}_stride", stride)
+
+
+def _destination(name: str, array: Any, inputs: dict[str, View], shape: tuple[int, ...], dtype: str) -> View:
+    """An array given to be written: of this shape and dtype, from where the inputs come from, and none of them."""
+    first_name, first = next(iter(inputs.items()))
+    view = _arrays.view(array, name)
+    _check_same_place(name, view, first_name, first)
+    if tuple(view.shape) != shape or view.dtype != dtype:
+        raise BadArgument(f"{name} is {view.dtype} {tuple(view.shape)}: expected {dtype} {shape}")
+    _check_last_axis(name, view)
+    if not view.writable:
+        raise BadArgument(f"{name} is a read-only {view.door.name} array")
+    for other_name, other in inputs.items():
+        if view.pointer == other.pointer and view.pointer and 0 not in shape:
+            raise BadArgument(
+                f"{name} starts at the same address as {other_name}: it would be overwritten while it is read"
+            )
     return view
 
 

@@ -11,6 +11,7 @@ calls (see _launch.py) whose entries never change.
 from __future__ import annotations
 
 import ctypes as ct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -422,9 +423,13 @@ def query(
 
 def plan_of(args: AttentionArgs) -> Plan:
     """The capability query for a filled struct; its data pointers may be NULL."""
+    return _plan(lambda plan: load().fa_attention_query(args, plan))
+
+
+def _plan(ask: Callable[[AttentionPlan], int]) -> Plan:
     lib, plan = load(), AttentionPlan()
     plan.struct_size = _PLAN_SIZE
-    status = lib.fa_attention_query(args, plan)
+    status = ask(plan)
     return Plan(
         status=lib.fa_status_name(status).decode(),
         error=lib.fa_last_error().decode(errors="replace") if status else "",
@@ -441,12 +446,12 @@ def kernels() -> list[dict[str, str]]:
     >>> [kernel["name"] for kernel in kernels() if kernel["device"] == "cpu"][-2:]
     ['cpu_portable', 'cpu_naive']
     """
+    return _kernel_table("fa_kernel")
+
+
+def _kernel_table(prefix: str) -> list[dict[str, str]]:
     lib = load()
+    count, name, summary, device = (getattr(lib, f"{prefix}_{what}") for what in ("count", "name", "summary", "device"))
     return [
-        {
-            "name": lib.fa_kernel_name(i).decode(),
-            "device": DEVICES[lib.fa_kernel_device(i)],
-            "summary": lib.fa_kernel_summary(i).decode(),
-        }
-        for i in range(lib.fa_kernel_count())
+        {"name": name(i).decode(), "device": DEVICES[device(i)], "summary": summary(i).decode()} for i in range(count())
     ]

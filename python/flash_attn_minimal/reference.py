@@ -1,20 +1,20 @@
-"""Attention in NumPy float64, written to be read: the standard three steps, and FlashAttention v1 and v2 block by
-block.
+"""Attention in NumPy float64, written to be read: the standard three steps, FlashAttention v1 and v2 block by block,
+and the gradients.
 
 All three take the same arguments as flash_attn_func and return (out, lse) in float64. They share one thing,
 `Head.scores`: the tile of S for some rows and columns with every option applied, -inf where a row may not look. What
 differs is the order of the loops:
 
     standard_attention   S whole, softmax of each row, times V: (seqlen_q, seqlen_k) numbers in memory
-    flash_attention_v1   keys outside, queries inside; out is normalised after every block      (Dao et al. 2022,
-    algorithm 1) flash_attention_v2   queries outside, keys inside; out is normalised once, at the end       (Dao 2023,
-    algorithm 1)
+    flash_attention_v1   keys outside, queries inside; out is normalised after every block (Dao et al. 2022, algorithm
+                         1)
+    flash_attention_v2   queries outside, keys inside; out is normalised once, at the end (Dao 2023, algorithm 1)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -173,6 +173,31 @@ def _flash_v2(head: Head, block_q: int, block_k: int) -> tuple[np.ndarray, np.nd
     return out, lse
 
 
+# ---- gradients of one head ----
+
+
+def _standard_backward(head: Head, dout: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+    """dq, dk, dv, dS (seqlen_q, seqlen_k; the gradient of the bias) and the sink's gradient of sum(out * dout), by the
+    chain rule through softmax (Dao et al. 2022, appendix B.2)."""
+    everything = slice(None)
+    out, lse = _standard(head)
+    seen = head.visible(everything, everything)
+    with np.errstate(invalid="ignore", over="ignore"):
+        s = head.scores(everything, everything)
+        p = np.where(seen, np.exp(s - _or_zero(lse)[:, None]), 0.0)
+        kept = head.kept(everything, everything)
+        dp = (dout @ head.v.T) * kept
+        delta = (dout * out).sum(axis=1)  # sum over keys of P dP, without either
+        ds = np.where(seen, p * (dp - delta[:, None]), 0.0)
+        sink = -np.sum(np.exp(head.sink - lse, where=~np.isneginf(lse), out=np.zeros_like(lse)) * delta)
+        slope = head.softmax_scale  # d score / d (q . k)
+        if head.softcap:
+            t = np.tanh(head.softmax_scale * (head.q @ head.k.T) / head.softcap)
+            slope = slope * (1 - t * t)
+        raw = np.where(seen, ds * slope, 0.0)
+    return _times_values(raw, head.k), _times_values(raw.T, head.q), _times_values((p * kept).T, dout), ds, sink
+
+
 # ---- whole arrays ----
 
 
@@ -213,6 +238,66 @@ def flash_attention_v2(q, k, v, *, block_q=32, block_k=32, **options):
     True
     """
     return _over_heads(lambda head: _flash_v2(head, block_q, block_k), q, k, v, options)
+
+
+class Gradients(NamedTuple):
+    """Of sum(out * dout), float64; dbias has the shape of bias, dsinks that of sinks, None without them."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dbias: np.ndarray | None
+    dsinks: np.ndarray | None
+
+
+def standard_attention_backward(dout, q, k, v, *, one_head=_standard_backward, **options) -> Gradients:
+    """The gradients of standard_attention with the same arguments. dout (batch, seqlen_q, nheads, headdim_v).
+
+    >>> import numpy as np
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 5, 2, 3))
+    >>> gradients = standard_attention_backward(dout, q, k, v, causal=True)
+    >>> step = np.zeros_like(v)
+    >>> step[0, 1, 0, 2] = 1e-6
+    >>> before, after = (standard_attention(q, k, x, causal=True)[0] for x in (v, v + step))
+    >>> bool(np.isclose(((after - before) * dout).sum() / 1e-6, gradients.dv[0, 1, 0, 2]))
+    True
+    """
+    bias, group = options.get("bias"), q.shape[2] // k.shape[2]
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    dbias = None if bias is None else np.zeros((1,) * (4 - np.ndim(bias)) + np.shape(bias))
+    dsinks = None if options.get("sinks") is None else np.zeros(q.shape[2])
+    index = options.get("sequence")
+    for b, h, head in heads(q, k, v, **options):
+        one_dq, one_dk, one_dv, ds, sink = one_head(head, np.asarray(dout[b, :, h], np.float64))
+        dq[b, :, h] = one_dq
+        dk[b, :, h // group] += one_dk
+        dv[b, :, h // group] += one_dv
+        if dsinks is not None:
+            dsinks[h] += sink
+        if dbias is not None:
+            place = dbias[(b if index is None else index) % len(dbias), h % dbias.shape[1]]
+            if len(place) == 1:
+                place[:, : ds.shape[1]] += ds.sum(axis=0)
+            else:
+                place[: len(ds), : ds.shape[1]] += ds
+    return Gradients(dq, dk, dv, None if bias is None else dbias.reshape(np.shape(bias)), dsinks)
+
+
+def varlen_backward(backward, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, **options) -> Gradients:
+    """standard_attention_backward over packed sequences; rows that belong to no sequence have zero gradients."""
+    total = None
+    for b in range(len(cu_seqlens_q) - 1):
+        rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+        columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+        one = backward(dout[None, rows], q[None, rows], k[None, columns], v[None, columns], sequence=b, **options)
+        if total is None:
+            total = Gradients(*(np.zeros(x.shape) for x in (q, k, v)), one.dbias, one.dsinks)
+        else:
+            for sums, part in ((total.dbias, one.dbias), (total.dsinks, one.dsinks)):
+                if sums is not None:
+                    sums += part
+        total.dq[rows], total.dk[columns], total.dv[columns] = one.dq[0], one.dk[0], one.dv[0]
+    return total
 
 
 def varlen(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, **options):

@@ -1,0 +1,230 @@
+"""The gradients of attention: backward, backward_query, backward_kernels.
+
+S is computed again tile by tile from lse instead of being kept (Dao et al. 2022, section 3.1 and appendix B.2), so
+memory is O(seqlen). autograd.py builds PyTorch's backward pass from this, jax.py JAX's.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+
+from . import _arrays
+from ._arrays import View
+from ._launch import _with_workspace
+from ._library import AttentionBackwardArgs, BadArgument, load
+from ._pack import _OPEN, _check_last_axis, _destination, _flag, _is_contiguous, _option, _prepare, _put_tensor
+from .attention import Plan, _kernel_table, _plan
+
+
+def backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=_OPEN,
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    bias=None,
+    mask=None,
+    sinks=None,
+    top_left=False,
+    dropout_seed=None,
+    dropout_offset=0,
+    return_dbias=False,
+    return_dsinks=False,
+    dq=None,
+    dk=None,
+    dv=None,
+    accumulate=False,
+    kernel=None,
+    allow_tf32=False,
+    num_threads=0,
+):
+    """dq, dk, dv of sum(out * dout), where out and lse are what flash_attn_func(q, k, v, ..., return_lse=True)
+    returned, or with cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k what flash_attn_varlen_func did.
+
+    Every option that the forward call was given must be given again, unchanged: what they mean is in flash_attn_func.
+    All arrays come from one framework and device; the results are of the caller's own type. float32, float16 and
+    bfloat16.
+
+    Arguments:
+        dout: like out, (batch, seqlen_q, nheads, headdim_v), the gradient of the loss; its last axis contiguous.
+        q, k, v, out: as in the forward call.
+        lse: (batch, nheads, seqlen_q) float32, varlen (nheads, total_q), contiguous.
+        deterministic: equal arguments give bitwise equal results. Without it the fast GPU kernels add to dq in
+            whatever order their blocks finish. The CPU backend always is.
+        return_dbias: also return the gradient of bias: float32, of bias's shape, summed over its broadcast axes.
+        return_dsinks: also return the gradient of sinks, (nheads,) float32.
+        dq, dk, dv: where to put the results, shaped as q, k, v, of their dtype; returned again.
+        accumulate: add to what the given dq, dk and dv hold, rounding once.
+        kernel: force a kernel by name (see backward_kernels()); None means $FLASH_ATTN_BACKWARD_KERNEL, else the best.
+        allow_tf32, num_threads: as in flash_attn_func.
+
+    Rows that see nothing (lse = -inf) have zero gradients, keys that nobody sees too, whatever they hold.
+
+    Returns:
+        (dq, dk, dv), then dbias and dsinks where asked for.
+
+    Raises:
+        BadArgument (a ValueError), Unsupported (a NotImplementedError), CudaError (a RuntimeError), OutOfMemory (a
+        MemoryError). Given results are untouched by the first two.
+
+    Source: Dao et al., FlashAttention, 2022, algorithm 4; Dao, FlashAttention-2, 2023, algorithm 2.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal import backward, flash_attn_func
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 7, 2, 16), dtype=np.float32)
+    >>> out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True)
+    >>> bool(np.allclose(dv.sum(axis=1), dout.sum(axis=1), atol=1e-5))  # each row of P sums to 1
+    True
+    """
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    args, views = _prepare(
+        q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
+    )  # fmt: skip
+    qv, kv, vv = views[:3]
+    out_shape = (*qv.shape[:-1], vv.shape[-1])
+    rows = (args.batch, args.nheads, args.seqlen_q) if lengths is None else (args.nheads, qv.shape[0])
+    out_view = _input(views, "out", out, out_shape, qv.dtype)
+    dout_view = _input(views, "dout", dout, out_shape, qv.dtype)
+    lse_view = _input(views, "lse", lse, rows, "float32")
+    if not _is_contiguous(lse_view):
+        raise BadArgument(f"lse has strides {tuple(lse_view.strides)}: it must be contiguous")
+    _put_tensor(args, "out", out_view)
+    args.lse = lse_view.pointer
+
+    call = AttentionBackwardArgs()
+    call.struct_size = ct.sizeof(call)
+    call.forward = ct.pointer(args)
+    _put_tensor(call, "dout", dout_view)
+    call.accumulate = _flag("accumulate", accumulate)
+    inputs = {"q": qv, "k": kv, "v": vv, "out": out_view, "dout": dout_view}
+    results = []
+    for name, given, like in (("dq", dq, qv), ("dk", dk, kv), ("dv", dv, vv)):
+        shape = tuple(like.shape)
+        if given is not None:
+            view = _destination(name, given, inputs, shape, qv.dtype)
+        elif accumulate:
+            raise BadArgument(f"accumulate=True, but {name} is None: there is nothing to add to")
+        elif lengths is not None:  # rows that belong to no sequence are not written
+            view = qv.door.full(qv, shape, qv.dtype, 0)
+        else:
+            view = qv.door.empty(qv, shape, qv.dtype)
+        _put_tensor(call, name, view)
+        inputs[name] = view
+        results.append(given if given is not None else view)
+    if _flag("return_dbias", return_dbias):
+        if bias is None:
+            raise BadArgument("return_dbias=True, but bias is None")
+        results.append(_new_dbias(call, qv, bias))
+    if _flag("return_dsinks", return_dsinks):
+        if sinks is None:
+            raise BadArgument("return_dsinks=True, but sinks is None")
+        view = qv.door.full(qv, (args.nheads,), "float32", 0)
+        call.dsinks = view.pointer
+        results.append(view)
+    lib = load()
+    _with_workspace(
+        args,
+        views,
+        lambda stream: lib.fa_attention_backward(call, stream),
+        lambda plan: lib.fa_attention_backward_query(call, plan),
+    )
+    return tuple(x.door.result(x) if isinstance(x, View) else x for x in results)
+
+
+def backward_query(
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    **options,
+) -> Plan:
+    """What `backward` would do for these inputs and options, without doing it: see query.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal import backward_query
+    >>> q = np.zeros((1, 128, 8, 64), np.float32)
+    >>> backward_query(q, q, q, causal=True, kernel="cpu_naive").status
+    'FA_OK'
+    """
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    args, views = _prepare(q, k, v, lengths, **options)
+    call = AttentionBackwardArgs()
+    call.struct_size = ct.sizeof(call)
+    call.forward = ct.pointer(args)
+    headdim_v = views[2].shape[-1]
+    for struct, name, like, dim in (
+        (args, "out", 0, headdim_v),
+        (call, "dout", 0, headdim_v),
+        (call, "dq", 0, views[0].shape[-1]),
+        (call, "dk", 1, views[1].shape[-1]),
+        (call, "dv", 2, headdim_v),
+    ):  # strides as the call would allocate them
+        heads = views[like].shape[-2]
+        setattr(struct, f"{name}_head_stride", dim)
+        setattr(struct, f"{name}_row_stride", dim * heads)
+        setattr(struct, f"{name}_batch_stride", dim * heads * max(views[like].shape[-3], 1))
+    return _plan(lambda plan: load().fa_attention_backward_query(call, plan))
+
+
+def backward_kernels() -> list[dict[str, str]]:
+    """The kernels of the backward pass, best first on each device: [{"name", "device", "summary"}, ...].
+
+    >>> from flash_attn_minimal import backward_kernels
+    >>> [kernel["name"] for kernel in backward_kernels() if kernel["device"] == "cpu"][-1]
+    'cpu_naive'
+    """
+    return _kernel_table("fa_backward_kernel")
+
+
+def _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple | None:
+    lengths = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    missing = [name for name, x in lengths.items() if x is None]
+    if len(missing) == 4:
+        return None
+    if missing:
+        raise BadArgument(f"{missing[0]} is None: a varlen call needs {', '.join(lengths)}")
+    return tuple(lengths.values())
+
+
+def _input(views: list[View], name: str, array, shape: tuple[int, ...], dtype: str) -> View:
+    view = _option(views, name, array, (dtype,))
+    if tuple(view.shape) != tuple(shape):
+        raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {tuple(shape)}")
+    _check_last_axis(name, view)
+    return view
+
+
+def _new_dbias(call: AttentionBackwardArgs, qv: View, bias) -> View:
+    """A float32 array of bias's shape, put into call with stride 0 along its broadcast axes."""
+    shape = tuple(_arrays.view(bias, "bias").shape)
+    view = qv.door.full(qv, shape, "float32", 0)
+    call.dbias_data = view.pointer
+    padded = (1,) * (4 - len(shape)) + shape
+    step = padded[3]
+    for axis, size in zip(("row", "head", "batch"), padded[2::-1], strict=False):
+        setattr(call, f"dbias_{axis}_stride", step if size != 1 else 0)
+        step *= size
+    return view
