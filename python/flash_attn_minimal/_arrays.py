@@ -184,7 +184,7 @@ class TorchDoor(Door):
         torch = self.torch
         if array.requires_grad and torch.is_grad_enabled():
             raise Unsupported(
-                f"{name} requires a gradient, and there is no backward pass here: "
+                f"{name} requires a gradient, which this function does not have: "
                 f"call under torch.no_grad(), or pass {name}.detach()"
             )
         if array.is_cuda:

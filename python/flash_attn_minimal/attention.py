@@ -11,6 +11,7 @@ calls (see _launch.py) whose entries never change.
 from __future__ import annotations
 
 import ctypes as ct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,6 +42,17 @@ from ._pack import (
     _output,
     _prepare,
 )
+
+# True while torch.compile traces a call.
+_is_compiling = sys.modules["torch"].compiler.is_compiling if "torch" in sys.modules else lambda: False
+
+
+def _records_gradient(*arrays) -> bool:
+    """Whether one of them is a PyTorch tensor whose gradient the caller wants."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return False
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in arrays)
 
 
 def flash_attn_func(
@@ -75,8 +87,8 @@ def flash_attn_func(
 
     Arrays come from NumPy, PyTorch, CuPy, JAX, Numba, or anything with DLPack or __cuda_array_interface__, all from
     the same one and on the same device. The result is of the caller's own type; on a GPU the work goes to the caller's
-    current stream. (With JAX the call waits for its inputs and for its result.) There is no backward pass: PyTorch
-    tensors that require a gradient are refused unless torch.no_grad() is on.
+    current stream. (With JAX the call waits for its inputs and for its result.) PyTorch tensors that require a gradient
+    get one: see autograd.py; `backward` computes the gradients of every other array.
 
     Arguments:
         q: (batch, seqlen_q, nheads, headdim), float32, float16 or bfloat16. headdim and headdim_v from 1 to 512.
@@ -143,7 +155,9 @@ def flash_attn_func(
     array([1.5, 2. ], dtype=float32)
     """
     signature = None
-    if (
+    if _is_compiling():
+        pass
+    elif (
         alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is out_dtype is None
         and k_descale is v_descale is None
         and deterministic is top_left is allow_tf32 is False
@@ -154,11 +168,16 @@ def flash_attn_func(
         results = repeat.call(q, k, v, out) if repeat else None
         if results is not None:
             return results
-    args, views = _prepare(
-        q, k, v, None, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    options = (
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
         q_descale, k_descale, v_descale, out_dtype,
     )  # fmt: skip
+    if _is_compiling() or _records_gradient(q, k, v, bias, mask, alibi_slopes, sinks):
+        from . import autograd
+
+        return autograd.differentiable(q, k, v, None, out, return_lse, options)
+    args, views = _prepare(q, k, v, None, *options)
     qv = views[0]
     out_view = _output(args, views, out, (*qv.shape[:3], args.headdim_v), False)
     lse_view = None
@@ -230,11 +249,16 @@ def flash_attn_varlen_func(
     array([ 2.,  2., 15., 15.], dtype=float32)
     """
     varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    args, views = _prepare(
-        q, k, v, varlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    options = (
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
         q_descale, k_descale, v_descale, out_dtype,
     )  # fmt: skip
+    if _is_compiling() or _records_gradient(q, k, v, bias, mask, alibi_slopes, sinks):
+        from . import autograd
+
+        return autograd.differentiable(q, k, v, varlen, out, return_lse, options)
+    args, views = _prepare(q, k, v, varlen, *options)
     qv, cu = views[0], views[3]
     covered = cu.device == CPU and ct.c_int32.from_address(cu.pointer + 4 * args.batch).value == args.total_q
     out_view = _output(args, views, out, (args.total_q, args.nheads, args.headdim_v), not covered)
