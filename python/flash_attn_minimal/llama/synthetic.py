@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import struct
 import sys
-from dataclasses import astuple
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from .._library import BadArgument, FlashAttnError
-from .weights import MAGIC, V0_HEADER, V1_HEADER, V1_HEADER_BYTES, Config, tensor_shapes
+from .tokenizer import save_tokenizer
+from .weights import Config, save_checkpoint, tensor_shapes
 
 SHAPES = {
     "stories260K": Config(64, 172, 5, 8, 4, 512, 512),
@@ -39,21 +39,33 @@ def write_checkpoint(
         raise BadArgument(f"version={version} is neither 0 nor 1")
     if problem := config.problem():
         raise BadArgument(f"config: {problem}")
-    *shape, vocab_size, seq_len = astuple(config)
-    if version == 0:
-        header = V0_HEADER.pack(*shape, vocab_size if tied else -vocab_size, seq_len)
-    else:
-        header = V1_HEADER.pack(MAGIC, 1, *shape, vocab_size, seq_len, tied).ljust(V1_HEADER_BYTES, b"\0")
-    with open(path, "wb") as file:
-        file.write(header)
-        for name, tensor_shape in tensor_shapes(config, version, tied).items():
-            rng = np.random.default_rng([seed, *name.encode()])
-            values = rng.standard_normal(tensor_shape, dtype=np.float32)
-            if name.startswith("rms"):
-                values = 1 + values / 8
-            elif not name.startswith("freq"):
-                values /= np.float32(np.sqrt(tensor_shape[-1]))
-            file.write(values.astype("<f4").tobytes())
+    save_checkpoint(path, config, _Tensors(tensor_shapes(config, version, tied), seed), version, tied)
+
+
+class _Tensors(Mapping):
+    """Each made when it is asked for: a large model need not fit into memory at once."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int):
+        self.shapes, self.seed = shapes, seed
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        rng = np.random.default_rng([self.seed, *name.encode()])
+        shape = self.shapes[name]
+        values = rng.standard_normal(shape, dtype=np.float32)
+        if name.startswith("rms"):
+            values = 1 + values / 8
+        elif not name.startswith("freq"):
+            values /= np.float32(np.sqrt(shape[-1]))
+        return values
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
 
 
 def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> tuple[list[bytes], list[float]]:
@@ -78,11 +90,7 @@ def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> tuple[list[bytes], l
 
 def write_tokenizer(path: str | os.PathLike[str], vocab_size: int, seed: int = 0) -> None:
     """Writes a tokenizer.bin of that size."""
-    pieces, scores = synthetic_vocabulary(vocab_size, seed)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<I", max(map(len, pieces))))
-        for piece, score in zip(pieces, scores, strict=True):
-            file.write(struct.pack("<fi", score, len(piece)) + piece)
+    save_tokenizer(path, *synthetic_vocabulary(vocab_size, seed))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -141,6 +141,14 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise BadArgument(f"tokenizer {str(path)!r}: {error}") from None
 
 
+def save_tokenizer(path: str | os.PathLike[str], pieces: list[bytes], scores: list[float]) -> None:
+    """Writes a tokenizer.bin."""
+    with open(path, "wb") as file:
+        file.write(struct.pack("<I", max(map(len, pieces))))
+        for piece, score in zip(pieces, scores, strict=True):
+            file.write(struct.pack("<fi", score, len(piece)) + piece)
+
+
 def _parse_llama2c(data: bytes) -> Tokenizer:
     longest = int.from_bytes(data[:4], "little")
     pieces, scores, at = [], [], 4

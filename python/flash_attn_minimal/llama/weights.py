@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -162,3 +163,35 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         tensors[name] = body[at : at + count].reshape(shape)
         at += count
     return Checkpoint(os.fspath(path), version, tied, config, tensors)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str], config: Config, tensors: Mapping[str, np.ndarray], version: int = 0, tied: bool = True
+) -> None:
+    """Writes a checkpoint; `tensors` by the names and shapes of tensor_shapes, converted to float32. The tables of
+    version 0 that nothing reads may be left out and become zeros."""
+    if version not in (0, 1):
+        raise BadArgument(f"version={version} is neither 0 nor 1")
+    if problem := config.problem():
+        raise BadArgument(f"config: {problem}")
+    *shape, vocab_size, seq_len = astuple(config)
+    if version == 0:
+        header = V0_HEADER.pack(*shape, vocab_size if tied else -vocab_size, seq_len)
+    else:
+        header = V1_HEADER.pack(MAGIC, 1, *shape, vocab_size, seq_len, tied).ljust(V1_HEADER_BYTES, b"\0")
+    shapes = tensor_shapes(config, version, tied)
+    for name, wanted in shapes.items():
+        if name not in tensors and not name.startswith("freq"):
+            raise BadArgument(f"tensors lacks {name}, of shape {wanted}")
+    part = Path(f"{os.fspath(path)}.part")  # an older file stays until the new one is whole
+    try:
+        with open(part, "wb") as file:
+            file.write(header)
+            for name, wanted in shapes.items():
+                values = tensors[name] if name in tensors else np.zeros(wanted)
+                if np.shape(values) != wanted:
+                    raise BadArgument(f"{name} has shape {np.shape(values)}: expected {wanted}")
+                file.write(np.ascontiguousarray(values, "<f4").tobytes())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
