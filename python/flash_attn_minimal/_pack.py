@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes as ct
+import inspect
 import operator
 from typing import Any
 
@@ -159,6 +160,9 @@ def _prepare(
             raise BadArgument(f"kernel={kernel!r} is not the name of a kernel")
         args.kernel = kernel.encode()
     return args, views
+
+
+_PREPARED = [*inspect.signature(_prepare).parameters][4:]  # the options, in order
 
 
 def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k) -> tuple[int, int, int]:

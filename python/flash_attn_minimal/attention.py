@@ -55,6 +55,12 @@ def _records_gradient(*arrays) -> bool:
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in arrays)
 
 
+def _is_traced(*arrays) -> bool:
+    """Whether one of them is an array of a JAX program in the making."""
+    jax = sys.modules.get("jax")
+    return jax is not None and any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
 def flash_attn_func(
     q,
     k,
@@ -88,7 +94,7 @@ def flash_attn_func(
     Arrays come from NumPy, PyTorch, CuPy, JAX, Numba, or anything with DLPack or __cuda_array_interface__, all from
     the same one and on the same device. The result is of the caller's own type; on a GPU the work goes to the caller's
     current stream. (With JAX the call waits for its inputs and for its result.) PyTorch tensors that require a gradient
-    get one: see autograd.py; `backward` computes the gradients of every other array.
+    get one (autograd.py), JAX arrays under grad and jit too (jax.py); `backward` serves everybody else.
 
     Arguments:
         q: (batch, seqlen_q, nheads, headdim), float32, float16 or bfloat16. headdim and headdim_v from 1 to 512.
@@ -177,6 +183,10 @@ def flash_attn_func(
         from . import autograd
 
         return autograd.differentiable(q, k, v, None, out, return_lse, options)
+    if _is_traced(q, k, v, bias, mask, alibi_slopes, sinks):
+        from . import jax
+
+        return jax.traced(q, k, v, None, out, return_lse, options)
     args, views = _prepare(q, k, v, None, *options)
     qv = views[0]
     out_view = _output(args, views, out, (*qv.shape[:3], args.headdim_v), False)
@@ -258,6 +268,10 @@ def flash_attn_varlen_func(
         from . import autograd
 
         return autograd.differentiable(q, k, v, varlen, out, return_lse, options)
+    if _is_traced(q, k, v, bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k):
+        from . import jax
+
+        return jax.traced(q, k, v, varlen, out, return_lse, options)
     args, views = _prepare(q, k, v, varlen, *options)
     qv, cu = views[0], views[3]
     covered = cu.device == CPU and ct.c_int32.from_address(cu.pointer + 4 * args.batch).value == args.total_q

@@ -11,17 +11,15 @@ Gradients: q, k, v, bias and sinks. lse has none; it is returned as a constant.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
 from . import attention
 from ._library import BadArgument, Unsupported
-from ._pack import _OPEN, _flag, _integer, _number, _prepare, _window
+from ._pack import _OPEN, _PREPARED, _flag, _integer, _number, _window
 from .backward import backward
 
-_PREPARED = [*inspect.signature(_prepare).parameters][4:]
 _ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
 
 

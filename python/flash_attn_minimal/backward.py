@@ -221,10 +221,15 @@ def _new_dbias(call: AttentionBackwardArgs, qv: View, bias) -> View:
     """A float32 array of bias's shape, put into call with stride 0 along its broadcast axes."""
     shape = tuple(_arrays.view(bias, "bias").shape)
     view = qv.door.full(qv, shape, "float32", 0)
+    _put_dbias(call, view)
+    return view
+
+
+def _put_dbias(call: AttentionBackwardArgs, view: View) -> None:
+    """Stride 0 along axes of size 1: what is broadcast is summed."""
     call.dbias_data = view.pointer
-    padded = (1,) * (4 - len(shape)) + shape
+    padded = (1,) * (4 - len(view.shape)) + tuple(view.shape)
     step = padded[3]
     for axis, size in zip(("row", "head", "batch"), padded[2::-1], strict=False):
         setattr(call, f"dbias_{axis}_stride", step if size != 1 else 0)
         step *= size
-    return view
