@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from flash_attn_minimal import bench, kernels
+from flash_attn_minimal import backward_kernels, bench, kernels
 from flash_attn_minimal.bench import check, machine, plots, report, suites, systems, timing
 from flash_attn_minimal.cli import main as command_line
 
@@ -19,7 +19,7 @@ needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed
 FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 
 ROW_TYPES = dict.fromkeys("suite system kernel pass dtype mix arrays device call".split(), str)
-ROW_TYPES |= dict.fromkeys("forced causal wrong".split(), bool)
+ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic".split(), bool)
 ROW_TYPES |= dict.fromkeys(
     "headdim headdim_v seqlen_q seqlen_k batch nheads nheads_k m n k input_sets tokens".split(), int
 )
@@ -53,20 +53,22 @@ def check_schema(data, suite):
         for key in ("us", "us_min", "tflops", "tbps"):
             assert 0 < row.get(key, 1) < math.inf
         if row["system"] not in ("blas", "copy") and suite != "overhead":
-            assert row["pass"] == "fwd" and row["headdim"] == row["headdim_v"]
+            assert (
+                row["pass"] == ("bwd" if suite.startswith("backward") else "fwd") and row["headdim"] == row["headdim_v"]
+            )
             if row["system"] == "ours":
                 assert ("us" in row) == (row["max_err"] <= row["err_budget"])
 
 
-def attention(data):
-    return [row for row in data["rows"] if row["pass"] == "fwd"]
+def attention_rows(data):
+    return [row for row in data["rows"] if row["pass"] in ("fwd", "bwd")]
 
 
 def test_cpu_suite(tmp_path):
     data = run(
         tmp_path, "--suite", "cpu", *FAST, "--seqlen", "65,128", "--headdim", "40", "--heads", "4", "--heads-k", "2"
     )
-    rows = attention(data)
+    rows = attention_rows(data)
     assert [(row["seqlen_q"], row["causal"]) for row in rows] == [(65, False), (128, False), (65, True), (128, True)]
     assert all((row["nheads"], row["nheads_k"], row["kernel"]) == (4, 2, rows[0]["kernel"]) for row in rows)
     full, causal = rows[1], rows[3]
@@ -116,7 +118,7 @@ def test_without_matplotlib_there_is_a_table(tmp_path, monkeypatch):
 
 def test_ladder_has_every_kernel_and_says_who_refuses(tmp_path):
     data = run(tmp_path, "--suite", "ladder", "--device", "cpu", *FAST, "--seqlen", "96", "--heads", "2")
-    ran, refused = [row["kernel"] for row in attention(data)], [item["system"] for item in data["left_out"]]
+    ran, refused = [row["kernel"] for row in attention_rows(data)], [item["system"] for item in data["left_out"]]
     everyone = [kernel["name"] for kernel in kernels() if kernel["device"] == "cpu"]
     assert sorted(ran + refused) == sorted(everyone) and ran[0] == "cpu_naive"
     assert all(item["reason"] for item in data["left_out"])
@@ -127,8 +129,10 @@ def test_ladder_has_every_kernel_and_says_who_refuses(tmp_path):
 def test_varlen_suite(tmp_path):
     options = ["--device", "cpu", *FAST, "--tokens", "700", "--headdim", "32", "--heads", "2"]
     data = run(tmp_path, "--suite", "varlen", *options)
-    assert {(row["mix"], row["causal"]) for row in attention(data)} == {(m, c) for m in suites.MIXES for c in (0, 1)}
-    assert all(row["tokens"] == 700 for row in attention(data))
+    assert {(row["mix"], row["causal"]) for row in attention_rows(data)} == {
+        (m, c) for m in suites.MIXES for c in (0, 1)
+    }
+    assert all(row["tokens"] == 700 for row in attention_rows(data))
 
 
 def test_lengths_are_the_same_every_time():
@@ -139,8 +143,8 @@ def test_lengths_are_the_same_every_time():
 
 def test_forward_shapes_are_the_protocol():
     gpu = type("Gpu", (), {"device": "cuda"})
-    options = bench._parser().parse_args(["--dtype", "bf16"])
-    shapes = suites.forward_shapes(options, gpu)
+    options = bench._parser().parse_args(["--dtype", "bf16", "--suite", "forward"])
+    shapes = suites.shapes_of(options, gpu)
     assert len(shapes) == 36 + 12
     assert all(shape.tokens == 16384 and shape.dtype == "bfloat16" for shape in shapes)
     assert {(s.headdim, s.nheads, s.nheads_k) for s in shapes} == {
@@ -149,6 +153,261 @@ def test_forward_shapes_are_the_protocol():
         (256, 8, 8),
         (128, 64, 8),
     }
+
+
+def test_the_other_suites_on_the_same_shapes():
+    gpu = type("Gpu", (), {"device": "cuda"})
+    found = {}
+    more = {"mma": ["--dtype", "bf16"], "fp8": ["--dtype", "fp8"], "float32": ["--dtype", "fp32", "--allow-tf32"]}
+    for suite, options in (more | {"backward": ["--dtype", "bf16", "--backward"]}).items():
+        found[suite] = suites.shapes_of(bench._parser().parse_args([*options, "--suite", suite]), gpu)
+        assert len(found[suite]) == (18 if suite == "float32" else 36)
+        assert all(s.tokens == 16384 and s.nheads * s.headdim == 2048 for s in found[suite])
+    assert all(s.allow_tf32 for s in found["float32"]) and all(s.backward for s in found["backward"])
+    one, eight, back = (found[suite][0] for suite in ("mma", "fp8", "backward"))
+    assert eight.given == one and one.given is one
+    assert (eight.flops, back.flops) == (one.flops, 2.5 * one.flops)
+    assert (eight.bytes, back.bytes) == (one.bytes * 5 / 8, 2 * one.bytes)
+
+
+# ---- float8 and float32 ----
+
+
+@pytest.fixture
+def fp8_attention(monkeypatch):
+    """float8 attention on the CPU, where the library has none."""
+    pytest.importorskip("ml_dtypes")
+    exact = systems.flash_attn_func
+
+    def attention(q, k, v, *, out, q_descale, k_descale, v_descale, causal, **_):
+        factors = (q_descale, k_descale, v_descale)
+        wide = [x.astype(np.float32) * f[:, None, :, None] for x, f in zip((q, k, v), factors, strict=True)]
+        out[...] = exact(*wide, causal=causal).astype(out.dtype)
+        return out
+
+    plan = type("Plan", (), {"status": "FA_OK", "kernel": "fp8_cpu"})
+    monkeypatch.setattr(systems, "flash_attn_func", attention)
+    monkeypatch.setattr(systems, "query", lambda *_, **__: plan)
+    return attention
+
+
+def test_fp8_suite(tmp_path, fp8_attention):
+    options = [*FAST, "--device", "cpu", "--tokens", "128", "--seqlen", "64,128", "--headdim", "64", "--heads", "2"]
+    rows = attention_rows(run(tmp_path, "--suite", "fp8", *options))
+    assert [(row["seqlen_q"], row["batch"], row["causal"]) for row in rows] == [
+        (64, 2, False), (128, 1, False), (64, 2, True), (128, 1, True)
+    ]  # fmt: skip
+    assert all((row["kernel"], row["dtype"]) == ("fp8_cpu", "float8_e4m3fn") for row in rows)
+    assert (tmp_path / "fp8.md").read_text().startswith("# fp8: ")
+
+
+def test_fp8_with_a_wrong_factor_is_wrong(tmp_path, monkeypatch, fp8_attention):
+    def wrong(q, k, v, *, v_descale, **options):
+        return fp8_attention(q, k, v, v_descale=v_descale * 1.2, **options)
+
+    monkeypatch.setattr(systems, "flash_attn_func", wrong)
+    options = [*FAST, "--device", "cpu", "--tokens", "64", "--seqlen", "64", "--headdim", "64", "--heads", "2"]
+    data = run(tmp_path, "--suite", "fp8", *options, code=1)
+    assert all(row["wrong"] for row in attention_rows(data))
+
+
+def test_a_suite_that_nobody_serves(tmp_path, capsys):
+    pytest.importorskip("ml_dtypes")
+    options = ["--device", "cpu", *FAST, "--tokens", "64", "--seqlen", "64", "--headdim", "64", "--heads", "2"]
+    data = run(tmp_path, "--suite", "fp8", *options, code=1)
+    assert not attention_rows(data) and "takes no float8_e4m3" in data["left_out"][0]["reason"]
+    assert "nothing was timed" in capsys.readouterr().err
+
+
+@needs_torch
+def test_float32_suite_lets_tf32_in(tmp_path, monkeypatch):
+    monkeypatch.setitem(systems.PEERS["cpu"], "standard_tf32", systems.standard)
+    options = ["--device", "cpu", "--quick", "--rounds", "1", "--tokens", "66", "--seqlen", "33", "--headdim", "16"]
+    data = run(tmp_path, "--suite", "float32", *options, "--heads", "2", "--kernel", "cpu_portable,best")
+    rows = attention_rows(data)
+    assert {report.series(row) for row in rows} == {"cpu_portable", "ours", "standard", "standard_tf32"}
+    assert all(("tf32" in row) == (row["system"] == "standard_tf32") for row in rows)
+    rows = {row["system"]: row for row in rows if not row["causal"]}
+    assert rows["standard_tf32"]["err_budget"] > 10 * rows["standard"]["err_budget"]
+
+
+def test_rounding_to_tf32_and_float8():
+    x = np.array([1 + 2**-11, 1 + 2**-12, -1 - 2**-11, 0, 3], np.float32)
+    assert check.round_to(x, "tf32").tolist() == [1 + 2**-10, 1, -1 - 2**-10, 0, 3]
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = np.random.default_rng(0).standard_normal(4096).astype(np.float32) * np.float32(2.0) ** np.arange(-14, 2).repeat(
+        256
+    )
+    x = np.concatenate([x, np.array([0, -0.0, 2**-10, 3 * 2**-10, 448, 17, 18, 19], np.float32)])
+    assert np.array_equal(check.round_to(x, "float8_e4m3fn"), x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
+# ---- backward ----
+
+
+def plain_backward(dout, q, k, v, out, lse, *, causal=False, dq, dk, dv, deterministic=False, kernel=None, **_):
+    """NumPy, straight from the formulas."""
+    group = q.shape[2] // k.shape[2]
+    dq[...], dk[...], dv[...] = 0, 0, 0
+    for b, h in np.ndindex(q.shape[0], q.shape[2]):
+        at, of = (b, slice(None), h), (b, slice(None), h // group)
+        s = q[at] @ k[of].T * q.shape[-1] ** -0.5 - lse[b, h][:, None]
+        p = np.exp(np.where(np.tri(*s.shape, dtype=bool), s, -np.inf) if causal else s)
+        ds = p * (dout[at] @ v[of].T - (dout[at] * out[at]).sum(1)[:, None]) * q.shape[-1] ** -0.5
+        dq[at] = ds @ k[of]
+        dk[of] += ds.T @ q[at]
+        dv[of] += p.T @ dout[at]
+    return dq, dk, dv
+
+
+def with_backward(monkeypatch, function):
+    monkeypatch.setattr(systems, "backward", function)
+
+
+BACKWARD = ["--suite", "backward", "--device", "cpu", *FAST, "--headdim", "16", "--heads", "4", "--heads-k", "2"]
+
+
+def test_backward_suite(tmp_path, monkeypatch):
+    with_backward(monkeypatch, plain_backward)
+    data = run(tmp_path, *BACKWARD, "--seqlen", "65,130", "--batch", "2")
+    rows = attention_rows(data)
+    assert [(row["seqlen_q"], row["causal"], "deterministic" in row) for row in rows] == [
+        (n, causal, deterministic) for causal in (False, True) for n in (65, 130) for deterministic in (False, True)
+    ]
+    assert rows[0]["tflops"] * rows[0]["us"] * 1e6 == pytest.approx(10 * 65**2 * 16 * 4 * 2, rel=1e-3)
+    assert "flash-attn-minimal, deterministic" in (tmp_path / "backward.md").read_text()
+
+
+@pytest.mark.parametrize("fault", ["dq", "dk", "dv", "one head", "nan"])
+def test_a_wrong_gradient_is_not_timed(tmp_path, monkeypatch, fault):
+    def wrong(*arrays, **options):
+        dq, dk, dv = plain_backward(*arrays, **options)
+        if fault in ("dq", "dk", "dv"):
+            {"dq": dq, "dk": dk, "dv": dv}[fault][:, 70:] *= 1.001
+        elif fault == "one head":
+            dk[:, :, 1] -= 0.5 * dk[:, :, 1]
+        else:
+            dv[0, 3, 0, 0] = np.nan
+        return dq, dk, dv
+
+    with_backward(monkeypatch, wrong)
+    data = run(tmp_path, *BACKWARD, "--seqlen", "130", "--mask", "causal", code=1)
+    assert all(row["wrong"] and row["max_err"] > row["err_budget"] for row in attention_rows(data))
+
+
+@needs_torch
+def test_backward_peers(tmp_path, monkeypatch):
+    """PyTorch's gradients pass the check, which knows nothing of PyTorch's."""
+
+    def through_numpy(*arrays, dq, dk, dv, **options):
+        plain_backward(*(x.numpy() for x in arrays), dq=dq.numpy(), dk=dk.numpy(), dv=dv.numpy(), **options)
+        return dq, dk, dv
+
+    with_backward(monkeypatch, through_numpy)
+    options = ["--device", "cpu", "--quick", "--rounds", "1", "--seqlen", "70", "--headdim", "16", "--heads", "2"]
+    data = run(tmp_path, "--suite", "backward", *options)
+    rows = attention_rows(data)
+    assert {row["system"] for row in rows} == {"ours", "torch"} and not data["left_out"]
+    assert all(row["max_err"] <= row["err_budget"] for row in rows)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_against_finite_differences(monkeypatch, dtype, causal):
+    """The exact gradients are the slopes of the exact output, in blocks of any size; the plain ones are near them."""
+    pytest.importorskip("ml_dtypes")
+    monkeypatch.setattr(check, "BLOCK", 5)
+    host, draw, n, d = machine.Numpy(), np.random.default_rng(1), 12, 4
+    q, k, v, dout = (check.round_to(draw.standard_normal((n, d)).astype(np.float32), dtype) for _ in range(4))
+
+    def loss(q, k, v):
+        return float((check.attend(q, k, v, np.arange(n), causal) * dout).sum())
+
+    ((dq,), dk, dv) = check.gradients(host, [q], k, v, [dout], causal)
+    for x, grad in ((0, dq), (1, dk), (2, dv)):
+        for at in ((0, 0), (5, 2), (11, 3)):
+            sides = []
+            for step in (1e-5, -1e-5):
+                moved = [array.astype(np.float64) for array in (q, k, v)]
+                moved[x][at] += step
+                sides.append(loss(*moved))
+            assert (sides[0] - sides[1]) / 2e-5 == pytest.approx(grad[at], abs=1e-7)
+    ((plain,), *_) = check.gradients(host, [q], k, v, [dout], causal, dtype)
+    assert 0 < np.abs(plain - dq).max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_our_backward_pass(tmp_path, dtype):
+    data = run(tmp_path, *BACKWARD, "--seqlen", "33,200", "--dtype", dtype)
+    assert len(attention_rows(data)) == 8 and not data["left_out"]
+    assert not any("wrong" in row for row in attention_rows(data))
+
+
+def test_backward_ladder(tmp_path):
+    options = ["--device", "cpu", *FAST, "--seqlen", "96", "--heads", "2"]
+    data = run(tmp_path, "--suite", "backward_ladder", *options)
+    ran, refused = [row["kernel"] for row in attention_rows(data)], [item["system"] for item in data["left_out"]]
+    everyone = [kernel["name"] for kernel in backward_kernels() if kernel["device"] == "cpu"]
+    assert sorted(ran + refused) == sorted(everyone) and ran[0] == "cpu_naive"
+    assert all(row["pass"] == "bwd" for row in attention_rows(data))
+
+
+# ---- FlashAttention-3 by its ratio ----
+
+
+@needs_torch
+@pytest.mark.parametrize("suite", ["cpu", "backward"])
+def test_flash_attention_3_where_it_is_installed(tmp_path, monkeypatch, suite):
+    """Through the functions of its package, here a stand-in."""
+    import torch
+
+    def attention(q, k, v, causal):
+        views = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*views, is_causal=causal).transpose(1, 2)
+
+    monkeypatch.setitem(systems.PEERS["cpu"], "fa3", systems.flash_attention_3)
+    options = ["--quick", "--rounds", "1", "--seqlen", "40", "--headdim", "16", "--mask", "causal", "--peers", "fa3"]
+    options += ["--device", "cpu"] if suite == "backward" else []
+    data = run(tmp_path, "--suite", suite, *options)
+    assert data["left_out"][-1]["reason"] == "flash_attn_interface is not installed"
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", type(sys)("flash_attn_interface"))
+    sys.modules["flash_attn_interface"].flash_attn_func = attention
+    data = run(tmp_path, "--suite", suite, *options)
+    assert "fa3" in {row["system"] for row in attention_rows(data)}
+
+
+def test_flash_attention_3_is_placed_beside_cudnn(tmp_path):
+    rows = []
+    for suite, dtype in (("forward", "bfloat16"), ("fp8", "float8_e4m3fn"), ("backward", "bfloat16")):
+        rows.clear()
+        for causal in (False, True):
+            for n in (512, 16384):
+                shape = systems.Shape(16384 // n, n, 16, 16, 128, causal, dtype)
+                start = {"suite": suite, "pass": "bwd" if suite == "backward" else "fwd", "tbps": 1.0, "us_spread": 0.0}
+                ours = start | shape.keys() | {"system": "ours", "us": 80.0, "tflops": 100.0}
+                peer = start | shape.given.keys() | {"system": "cudnn", "us": 100.0, "tflops": 80.0}
+                rows += [ours, peer, peer | {"nheads_k": 8}, peer | {"headdim": 96}]
+        data = {"suite": suite, "machine": {"gpu": "NVIDIA H200", "host": ""}, "date": "2000-01-01", "rows": rows}
+        placed = report.fa3.rows(data)
+        ratio = report.fa3.RATIOS["fp8" if suite == "fp8" else "bwd" if suite == "backward" else "fwd"][128, False][-1]
+        assert len(placed) == 4 and placed[1]["us"] == pytest.approx(100 / ratio)
+        assert placed[1]["tflops"] == pytest.approx(80 * ratio)
+        text = "\n".join(report.curves_table(data, [*rows, *placed]))
+        line = next(
+            x for x in text.splitlines() if "full | **speed over FlashAttention-3**" in x and "headdim 128 |" in x
+        )
+        assert line.split("|")[-2].strip() == f"{100 / 80 / ratio:.2f}"
+        assert not report.fa3.rows(data | {"machine": {"gpu": "NVIDIA A100", "host": ""}})
+        live = data | {"rows": [*rows, rows[1] | {"system": "fa3"}]}
+        assert not report.fa3.rows(live)
+        if plots.available():
+            assert plots.curves(data, [*rows, *placed]).axes and plots.roofline(data, [*rows, *placed]).axes
+
+
+def test_every_ratio_has_a_shape():
+    for table in report.fa3.RATIOS.values():
+        assert set(table) == {(d, causal) for d in (64, 128, 256) for causal in (False, True)}
+        assert all(len(line) == len(report.fa3.SEQLENS) and min(line) > 0.7 for line in table.values())
 
 
 def test_overhead_suite(tmp_path):
@@ -162,7 +421,7 @@ def test_peers_are_timed_beside_ours(tmp_path):
     data = run(
         tmp_path, "--suite", "short", *options, "--seqlen", "33", "--batch", "2", "--peers", "all", "--dtype", "bf16"
     )
-    assert {row["system"] for row in attention(data)} == {"ours", "torch", "standard"} and not data["left_out"]
+    assert {row["system"] for row in attention_rows(data)} == {"ours", "torch", "standard"} and not data["left_out"]
     assert "speed over standard attention" in (tmp_path / "short.md").read_text()
 
 
@@ -171,8 +430,8 @@ def test_sustained_and_packed_peer(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "SUSTAINED_S", 0.01)
     options = ["--device", "cpu", "--quick", "--rounds", "1", "--tokens", "300", "--heads", "2", "--mask", "causal"]
     data = run(tmp_path, "--suite", "varlen", *options, "--headdim", "32", "--sustained")
-    assert {row["system"] for row in attention(data)} == {"ours", "torch"}
-    assert all(row["sustained_us"] > 0 for row in attention(data))
+    assert {row["system"] for row in attention_rows(data)} == {"ours", "torch"}
+    assert all(row["sustained_us"] > 0 for row in attention_rows(data))
     assert "sustained" in (tmp_path / "varlen.md").read_text()
 
 
@@ -201,7 +460,7 @@ def test_a_peer_that_computes_something_else_is_left_out(tmp_path, monkeypatch):
     assert [item["system"] for item in data["left_out"]] == ["torch"] and "its answer is off" in data["left_out"][0][
         "reason"
     ]
-    assert {row["system"] for row in attention(data)} == {"ours"}
+    assert {row["system"] for row in attention_rows(data)} == {"ours"}
 
 
 # ---- the check ----
@@ -227,7 +486,7 @@ def test_a_wrong_answer_is_recorded_and_not_timed(tmp_path, monkeypatch, capsys,
     data = run(
         tmp_path, "--suite", "cpu", *FAST, "--seqlen", "80", "--headdim", "16", "--heads", "2", "--mask", "full", code=1
     )
-    [row] = attention(data)
+    [row] = attention_rows(data)
     assert row["wrong"] and "us" not in row and row["max_err"] > row["err_budget"]
     assert "WRONG" in capsys.readouterr().out
     assert "Wrong answers" in (tmp_path / "cpu.md").read_text()
@@ -247,9 +506,9 @@ def test_the_check_passes_the_same_precision_and_sees_a_mask_off_by_one(dtype):
             at, of = shape.where(b, h), shape.where(b, h // 2)
             out[at] = check.attend(q[at], k[of], v[of], rows, True, dtype)
             shifted[at] = check.attend(q[at], k[of], v[of], rows + 1, True, dtype)
-    err, budget = exact.judge(out)
+    err, budget = exact.judge(out, dtype)
     assert err <= budget
-    err, budget = exact.judge(shifted)
+    err, budget = exact.judge(shifted, dtype)
     assert err > budget
 
 
@@ -291,6 +550,11 @@ def test_meter_reads_nothing_on_the_cpu():
         (["--suite", "cpu", "--device", "cpu"], "--device has no meaning in suite cpu"),
         (["--suite", "overhead", "--headdim", "64"], "--headdim has no meaning in suite overhead"),
         (["--suite", "cpu", "--inner"], "--inner has no meaning in suite cpu"),
+        (["--suite", "fp8", "--dtype", "fp8"], "--dtype has no meaning in suite fp8"),
+        (["--suite", "backward", "--allow-tf32"], "--allow-tf32 has no meaning in suite backward"),
+        (["--suite", "ladder", "--backward"], "--backward has no meaning in suite ladder"),
+        (["--suite", "ladder", "--device", "cpu", "--dtype", "fp16", "--allow-tf32"], "needs --dtype fp32, not fp16"),
+        (["--suite", "mma", "--device", "cpu", "--framework", "numpy"], "--kernel mma_sm80: 'mma_sm80' is none of"),
         (["--suite", "cpu", "--seqlen", "0"], "0 is not positive"),
         (["--suite", "cpu", "--seqlen", "x"], "invalid numbers value: 'x'"),
         (["--suite", "cpu", "--mask", "full,round"], "'round' is neither full nor causal"),
@@ -362,7 +626,7 @@ def test_profile_on_a_gpu_is_ncu(monkeypatch):
     options = bench._parser().parse_args(
         ["--suite", "profile", "--dtype", "bf16", "--kernel", "fast", "--seqlen", "256"]
     )
-    monkeypatch.setattr(suites, "Inputs", lambda *_: None)
+    monkeypatch.setattr(suites, "prepared", lambda *_: (None, None, None, None))
     monkeypatch.setattr(suites, "ours", lambda shape, inputs, name, threads: systems.System("ours", name, None))
     text = " ".join(suites.profile_command(options, gpu, "python"))
     assert text.startswith(

@@ -9,24 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .. import kernels
+from .. import backward_kernels, kernels
 from .._library import load
 from . import report, suites
 from .machine import DTYPES, SHORT, BenchError, device_slug, library_has_cuda, open_machine
+from .systems import PEERS
 from .timing import QUICK, Protocol
-
-_SHAPE = {"dtype", "headdim", "seqlen", "mask", "heads", "heads_k", "kernel", "framework", "threads", "seed"}
-_TIMED = {"peers", "rounds", "quick", "sustained", "output"}
-# The options each suite listens to; any other is refused, not ignored.
-USES = {
-    "cpu": _SHAPE | _TIMED | {"batch"},
-    "forward": _SHAPE | _TIMED | {"device", "tokens"},
-    "short": _SHAPE | _TIMED | {"device", "batch"},
-    "varlen": _SHAPE - {"seqlen"} | _TIMED | {"device", "tokens"},
-    "ladder": _SHAPE | _TIMED | {"device", "batch"},
-    "profile": _SHAPE | {"device", "batch", "run", "inner"},
-    "overhead": {"device", "framework", "rounds", "quick", "seed", "output"},
-}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,14 +55,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--suite", choices=list(USES), help="default: forward on a GPU, cpu without one")
+    add("--suite", choices=list(suites.SUITES), help="default: forward on a GPU, cpu without one")
     add("--device", choices=["cpu", "cuda"], help="default: cuda when there is a GPU")
     add(
         "--framework",
         choices=["numpy", "torch", "cupy"],
         help="whose arrays; default: torch if installed, else cupy or numpy",
     )
-    add("--dtype", type=dtype, help="fp32, fp16, bf16; default: bf16 on a GPU, fp32 on the CPU")
+    add("--dtype", type=dtype, help="fp32, fp16, bf16, fp8; default: bf16 on a GPU, fp32 on the CPU")
+    add("--allow-tf32", action="store_const", const=True, help="let fp32 inputs use tf32 tensor cores")
     add("--headdim", type=numbers, metavar="N,...")
     add("--seqlen", type=numbers, metavar="N,...")
     add("--mask", type=masks, metavar="full,causal")
@@ -88,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help="ours: kernels by name, or best; default: best, in the ladder all",
     )
-    add("--peers", metavar="NAME,...", help="cudnn, fa2, standard on a GPU; torch, standard on the CPU; all; none")
+    add("--peers", metavar="NAME,...", help=f"{'; '.join(', '.join(names) for names in PEERS.values())}; all; none")
     add("--threads", type=positive, metavar="N", help="CPU threads; default: all cores")
     add("--rounds", type=positive, metavar="N", help="bursts of each system on each shape")
     add("--quick", action="store_const", const=True, help="fewer shapes, shorter bursts")
@@ -104,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--run", action="store_const", const=True, help="profile: run the command instead of printing it")
     add("--inner", action="store_const", const=True, help="profile: be the profiled process")
+    add("--backward", action="store_const", const=True, help="profile: the backward pass")
     add("--plot-only", type=Path, metavar="FILE.json", help="make table and pictures again from a result")
     return parser
 
@@ -132,7 +122,7 @@ def _run(options, parser, argv) -> int:
         if options.suite == "cpu":
             options.device = None
     for name, value in vars(options).items():
-        if value is not None and name not in USES[options.suite] | {"suite", "plot_only"}:
+        if value is not None and name not in suites.SUITES[options.suite].options | {"suite", "plot_only"}:
             parser.error(f"--{name.replace('_', '-')} has no meaning in suite {options.suite}")
     if options.heads_k and not options.heads:
         parser.error(f"--heads-k {options.heads_k} needs --heads")
@@ -148,7 +138,12 @@ def _run(options, parser, argv) -> int:
         machine, outcome = suites.overhead(options, protocol)
     else:
         machine = open_machine("cpu" if options.suite == "cpu" else options.device, options.framework)
-        options.dtype = options.dtype or ("bfloat16" if machine.device == "cuda" else "float32")
+        usual = suites.SUITES[options.suite].dtype or ("bfloat16" if machine.device == "cuda" else "float32")
+        options.dtype = options.dtype or usual
+        options.allow_tf32 = options.allow_tf32 or options.suite == "float32"
+        options.backward = options.backward or options.suite.startswith("backward")
+        if options.allow_tf32 and options.dtype != "float32":
+            raise BenchError(f"--allow-tf32 needs --dtype fp32, not {SHORT[options.dtype]}")
         _check_kernels(options, machine)
         if options.suite == "profile":
             return _profile(options, machine)
@@ -168,11 +163,13 @@ def _run(options, parser, argv) -> int:
 
 
 def _check_kernels(options, machine):
-    known = [kernel["name"] for kernel in kernels() if kernel["device"] == machine.device]
-    for name in options.kernel or ():
+    table = backward_kernels() if options.backward else kernels()
+    known = [kernel["name"] for kernel in table if kernel["device"] == machine.device]
+    named = options.kernel or suites.SUITES[options.suite].kernels
+    for name in named:
         if name not in known and name != "best":
             raise BenchError(
-                f"--kernel {','.join(options.kernel)}: {name!r} is none of best, {', '.join(known)} on {machine.device}"
+                f"--kernel {','.join(named)}: {name!r} is none of best, {', '.join(known)} on {machine.device}"
             )
     if options.threads and machine.device == "cuda":
         raise BenchError(f"--threads {options.threads} has no meaning on a GPU")

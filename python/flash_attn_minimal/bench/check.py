@@ -1,80 +1,154 @@
-"""Is the answer right? A few rows of a few heads against float64, with the budget that the precision allows.
+"""Is the answer right? Sampled heads against float64, with the budget that the precision allows.
 
-The budget is twice the error of the plain three steps in the same precision (scores and sums in float32, P and out
-rounded to the inputs' dtype), plus a floor. Early rows of a causal mask average few values and have large errors, so
-they get a budget of their own and lend none of it to the others.
+The budget is twice the error of the plain three steps in the same precision (scores and sums in float32, P and the
+result rounded to the inputs' dtype), plus a floor. Early rows of a causal mask average few values and have large
+errors, so they get a budget of their own and lend none of it to the others.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-FACTOR, FLOOR = 2.0, {"float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5}
+FACTOR, FLOOR = 2.0, {"float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5, "float8_e4m3fn": 1e-5}
+GRADIENT_FLOOR = {"float32": 1e-5, "float16": 2e-4, "bfloat16": 1e-3}  # times the largest gradient
 EARLY = 64  # rows before this one are judged by themselves
-ROWS, HEADS = 32, 6
+ROWS, HEADS, GRADIENT_HEADS = 32, 6, 2
+BLOCK = 2048  # rows of S in memory at once
 
 
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values rounded to what `dtype` can hold, kept as float32."""
+    """float32 values rounded to what `dtype` (or tf32) can hold, kept as float32."""
     if dtype == "float16":
         return x.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":  # the upper half of a float32; to nearest, ties to even
         bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
         return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+    if dtype == "tf32":  # 10 bits of mantissa; ties away from zero
+        bits = np.ascontiguousarray(x, np.float32).view(np.uint32) + np.uint32(0x1000)
+        return (bits & np.uint32(0xFFFFE000)).view(np.float32)
+    if dtype == "float8_e4m3fn":  # 3 bits of mantissa, below 2**-6 multiples of 2**-9
+        step = np.exp2(np.maximum(np.frexp(x)[1], -5) - 4).astype(np.float32)
+        return np.clip(np.rint(x / step) * step, -448, 448)
     return x
 
 
 def attend(q, k, v, rows, causal, dtype=None):
-    """Attention of some rows of one head: q (len(rows), headdim), k and v whole. dtype=None computes in float64."""
+    """Attention of some rows of one head: q (len(rows), headdim), k and v whole. dtype=None computes in float64, tf32
+    rounds what goes into a product."""
     working = np.float32 if dtype else np.float64
     q, k, v = (x.astype(working) for x in (q, k, v))
+    if dtype == "tf32":
+        q, k, v = (round_to(x, dtype) for x in (q, k, v))
     s = (q @ k.T) * working(q.shape[1] ** -0.5)
     if causal:
         s[np.arange(len(k)) > rows[:, None]] = -np.inf
     p = np.exp(s - s.max(axis=1, keepdims=True))
-    p /= p.sum(axis=1, keepdims=True)
-    return round_to(round_to(p, dtype) @ v, dtype) if dtype else p @ v
+    total = p.sum(axis=1, keepdims=True)
+    if dtype == "float8_e4m3fn":  # whose range is too small for P / total; the output has 16 bits
+        return round_to(round_to(p, dtype) @ v / total, "bfloat16")
+    p /= total
+    return round_to(round_to(p, dtype) @ v, "float32" if dtype == "tf32" else dtype) if dtype else p @ v
+
+
+def gradients(machine, q, k, v, dout, causal, dtype=None):
+    """dq, dk, dv of one key head: q and dout are lists of its query heads, all (seqlen, headdim) arrays of the
+    machine, where the work is done. dtype=None computes in float64."""
+    xp, working = machine.xp, "float32" if dtype else "float64"
+
+    def rounded(x):
+        return machine.cast(machine.cast(x, dtype), working) if dtype else x
+
+    k, v = machine.cast(k, working), machine.cast(v, working)
+    scale = k.shape[1] ** -0.5
+    dq, dk, dv = [], xp.zeros_like(k), xp.zeros_like(v)
+    for qh, douth in zip(q, dout, strict=True):
+        blocks = []
+        for start in range(0, len(qh), BLOCK):
+            rows = slice(start, start + BLOCK)
+            qb, doutb = machine.cast(qh[rows], working), machine.cast(douth[rows], working)
+            s = qb @ k.T * scale
+            p = xp.exp(s - xp.amax(s, 1)[:, None])
+            if causal:
+                p = xp.tril(p, start)
+            p = p / p.sum(1)[:, None]
+            delta = (doutb * rounded(rounded(p) @ v)).sum(1)[:, None]
+            ds = rounded(p * (doutb @ v.T - delta))
+            blocks.append(rounded(ds @ k * scale))
+            dk += ds.T @ qb * scale
+            dv += rounded(p).T @ doutb
+        dq.append(np.concatenate([machine.host(block) if dtype else _host64(block) for block in blocks]))
+    return dq, *((machine.host(rounded(x)) if dtype else _host64(x)) for x in (dk, dv))
+
+
+def _host64(array) -> np.ndarray:
+    return np.asarray(array.get() if hasattr(array, "get") else array.cpu() if hasattr(array, "cpu") else array)
 
 
 class Exact:
-    """The float64 answer on a sample of rows, computed once for all systems that get the same inputs."""
+    """The float64 answer on a sample, computed once for all systems that get the same inputs."""
 
-    def __init__(self, machine, shape, q, k, v, seed=0):
-        """q, k, v as in shape: (batch, seqlen, heads, headdim), or (total, heads, headdim) for a varlen shape."""
-        self.machine, self.floor = machine, FLOOR[shape.dtype]
-        self.samples = []  # (where, rows, exact, plain); out[where] are all the rows of that head
-        draw = np.random.default_rng(seed)
+    def __init__(self, machine, shape, q, k, v, dout=None, seed=0):
+        """q, k, v as in shape: (batch, seqlen, heads, headdim), or (total, heads, headdim) for a varlen shape. With
+        dout of q's shape the answer is (dq, dk, dv), without it the output."""
+        self.machine = machine
+        self.samples = []  # (which array of the answer, where in it, rows there, exact, {precision: plain}, floors)
+        sample = self._output if dout is None else self._gradients
+        sample(shape, q, k, v, *([] if dout is None else [dout]), np.random.default_rng(seed))
+
+    def _output(self, shape, q, k, v, draw):
         group = shape.nheads // shape.nheads_k
-        corners = {(0, 0), (shape.batch - 1, shape.nheads - 1)}
-        drawn = {
-            (int(draw.integers(shape.batch)), int(draw.integers(shape.nheads))) for _ in range(HEADS - len(corners))
-        }
-        for b, h in sorted(corners | drawn):
+        floor = FLOOR[shape.dtype]
+        for b, h in _heads(shape.batch, shape.nheads, HEADS, draw):
             in_q, in_k = shape.where(b, h), shape.where(b, h // group)
-            kh, vh = (machine.host(x[in_k]) for x in (k, v))
+            kh, vh = (self.machine.host(x[in_k]) for x in (k, v))
             n = len(kh)
             rows = np.unique(
                 np.concatenate(
                     [[0, n // 2, n - 1], draw.integers(n, size=ROWS), draw.integers(min(n, EARLY), size=ROWS // 4)]
                 )
             )
-            qh = machine.host(q[in_q])[rows]
+            qh = self.machine.host(q[in_q])[rows]
             exact = attend(qh, kh, vh, rows, shape.causal)
-            plain = attend(qh, kh, vh, rows, shape.causal, shape.dtype)
-            self.samples.append((in_q, rows, exact, plain))
+            plain = {p: attend(qh, kh, vh, rows, shape.causal, p) for p in shape.precisions}
+            if shape.dtype == "float8_e4m3fn" and n > 1:  # the largest P of the plain steps is 1, which is exact
+                floor = max(floor, FLOOR[shape.dtype] + 2**-5 * float(np.abs(vh).max()))
+            self.samples.append((0, in_q, rows, exact, plain, (floor, 0.0)))
 
-    def judge(self, out) -> tuple[float, float]:
-        """(max_err, err_budget) where they are furthest apart. A NaN or Inf anywhere in `out` is an error of inf."""
-        if not self.machine.finite(out):
-            return float("inf"), self.floor
-        errors, budgets = {True: [0.0], False: [0.0]}, {True: [0.0], False: [0.0]}  # early rows and the others
-        for where, rows, exact, plain in self.samples:
-            got = self.machine.host(out[where])[rows]
-            for early in (True, False):
+    def _gradients(self, shape, q, k, v, dout, draw):
+        group = shape.nheads // shape.nheads_k
+        for b, h in _heads(shape.batch, shape.nheads_k, GRADIENT_HEADS, draw):
+            in_q, in_k = [shape.where(b, h * group + g) for g in range(group)], shape.where(b, h)
+            given = [q[at] for at in in_q], k[in_k], v[in_k], [dout[at] for at in in_q]
+            exact = gradients(self.machine, *given, shape.causal)
+            plain = gradients(self.machine, *given, shape.causal, shape.dtype)
+            places = [*((0, at) for at in in_q), (1, in_k), (2, in_k)]
+            pairs = zip([*exact[0], *exact[1:]], [*plain[0], *plain[1:]], strict=True)
+            for (array, where), (e, p) in zip(places, pairs, strict=True):
+                floors = 0.1 * FLOOR[shape.dtype], GRADIENT_FLOOR[shape.dtype]
+                self.samples.append((array, where, np.arange(len(e)), e, {shape.dtype: p}, floors))
+
+    def judge(self, answer, precision: str) -> tuple[float, float]:
+        """(max_err, err_budget) where they are furthest apart. A NaN or Inf anywhere in an array is an error of inf."""
+        arrays = answer if isinstance(answer, tuple) else (answer,)
+        if not all(self.machine.finite(x) for x in arrays):
+            return float("inf"), self.samples[0][-1][0]
+        verdicts: dict[tuple[int, bool], tuple[float, float, float]] = {}  # error, plain's error, floor
+        for array, where, rows, exact, plain, (absolute, relative) in self.samples:
+            got = self.machine.host(arrays[array][where])[rows]
+            for early in (True, False):  # early rows and the others
                 part = (rows < EARLY) == early
                 if part.any():
-                    errors[early].append(float(np.abs(got[part] - exact[part]).max()))
-                    budgets[early].append(float(np.abs(plain[part] - exact[part]).max()))
-        verdicts = [(max(errors[early]), FACTOR * max(budgets[early]) + self.floor) for early in (True, False)]
-        return max(verdicts, key=lambda verdict: verdict[0] / verdict[1])
+                    error, same = (float(np.abs(x[part] - exact[part]).max()) for x in (got, plain[precision]))
+                    floor = absolute + relative * float(np.abs(exact[part]).max())
+                    found, before = (error, same, floor), verdicts.get((array, early), (0.0, 0.0, 0.0))
+                    verdicts[array, early] = tuple(map(max, found, before))
+        judged = [(error, FACTOR * plain + floor) for error, plain, floor in verdicts.values()]
+        return max(judged, key=lambda verdict: verdict[0] / verdict[1])
+
+
+def _heads(batch: int, nheads: int, count: int, draw) -> list[tuple[int, int]]:
+    """The first, the last, and some between."""
+    corners = {(0, 0), (batch - 1, nheads - 1)}
+    drawn = {(int(draw.integers(batch)), int(draw.integers(nheads))) for _ in range(count - len(corners))}
+    return sorted(corners | drawn)

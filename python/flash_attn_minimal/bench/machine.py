@@ -24,8 +24,8 @@ import numpy as np
 
 from .._library import FlashAttnError
 
-DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}  # bytes
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 GRAPH_BELOW_US = 200  # a launch that takes longer hides the host's work for the next one
 CAPTURE_FAILED = "timed without a CUDA graph"
 
@@ -71,6 +71,7 @@ class CpuClock:
 
 class Numpy(CpuClock):
     framework = "numpy"
+    xp = np
 
     def random(self, shape, dtype, seed):
         values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
@@ -85,6 +86,9 @@ class Numpy(CpuClock):
     def host(self, array):
         """A float32 NumPy copy."""
         return np.asarray(array).astype(np.float32)
+
+    def cast(self, array, dtype):
+        return array.astype(self._dtype(dtype))
 
     def finite(self, array):
         return bool(np.isfinite(array).all())
@@ -108,7 +112,7 @@ class _Torch:
     def __init__(self):
         import torch
 
-        self.torch = torch
+        self.torch = self.xp = torch
 
     def random(self, shape, dtype, seed):
         generator = self.torch.Generator(self.device).manual_seed(seed)
@@ -122,7 +126,10 @@ class _Torch:
         return self.torch.tensor(values, dtype=self.torch.int32, device=self.device)
 
     def host(self, array):
-        return array.float().cpu().numpy()
+        return array.detach().float().cpu().numpy()
+
+    def cast(self, array, dtype):
+        return array.to(getattr(self.torch, dtype))
 
     def finite(self, array):
         return bool(self.torch.isfinite(array).all())
@@ -196,7 +203,7 @@ class Cupy:
     def __init__(self):
         import cupy
 
-        self.cupy = cupy
+        self.cupy = self.xp = cupy
         try:
             number = cupy.cuda.runtime.getDevice()
             properties = cupy.cuda.runtime.getDeviceProperties(number)
@@ -225,6 +232,9 @@ class Cupy:
 
     def host(self, array):
         return array.astype(self.cupy.float32).get()
+
+    def cast(self, array, dtype):
+        return array.astype(self._dtype(dtype))
 
     def finite(self, array):
         return bool(self.cupy.isfinite(array.astype(self.cupy.float32)).all())

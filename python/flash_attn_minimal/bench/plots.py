@@ -6,7 +6,9 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from . import fa3
 from .report import (
+    PASSES,
     attention_rows,
     device_name,
     dtypes,
@@ -21,15 +23,26 @@ from .report import (
 )
 
 COLOURS = {"cudnn": "#0072B2", "fa2": "#009E73", "torch": "#0072B2", "standard": "#7F7F7F"}
+COLOURS |= {"fa3": "#000000", "fa3_ratio": "#000000", "efficient": "#0072B2", "standard_tf32": "#333333"}
 MINE = ("#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#F0E442")
-MARKERS = {"cudnn": "s", "fa2": "^", "torch": "s", "standard": "v"}
+MARKERS = {
+    "cudnn": "s",
+    "fa2": "^",
+    "torch": "s",
+    "standard": "v",
+    "fa3": "d",
+    "fa3_ratio": "d",
+    "efficient": "s",
+    "standard_tf32": "<",
+}
 MASKS = {False: "full", True: "causal"}
 
 # Data-sheet peaks without sparsity: TFLOP/s by dtype, TB/s.
+_HOPPER = {"float8_e4m3fn": 1979, "float16": 989, "bfloat16": 989, "tf32": 494, "float32": 67}
 PEAKS = {
-    "H200": ({"float16": 989, "bfloat16": 989, "float32": 67}, 4.8),
-    "H100 80GB HBM3": ({"float16": 989, "bfloat16": 989, "float32": 67}, 3.35),
-    "A100": ({"float16": 312, "bfloat16": 312, "float32": 19.5}, 2.04),
+    "H200": (_HOPPER, 4.8),
+    "H100 80GB HBM3": (_HOPPER, 3.35),
+    "A100": ({"float16": 312, "bfloat16": 312, "tf32": 156, "float32": 19.5}, 2.04),
 }
 STYLE = {
     "figure.dpi": 150,
@@ -57,7 +70,8 @@ def draw(data: dict, file: Path) -> list[Path]:
     rows = attention_rows(data)
     if not rows:
         return []
-    makers = {"ladder": {"": ladder}, "varlen": {"": bars}, "overhead": {"": overhead}}
+    rows += fa3.rows(data)
+    makers = {"ladder": {"": ladder}, "backward_ladder": {"": ladder}, "varlen": {"": bars}, "overhead": {"": overhead}}
     pictures = []
     with matplotlib.rc_context(STYLE):
         for suffix, maker in makers.get(data["suite"], {"": curves, "_roofline": roofline}).items():
@@ -86,8 +100,10 @@ def _looks(rows: list[dict]) -> dict[str, dict]:
     """Colour, marker and weight of each system."""
     looks, mine = {}, 0
     for name in order_of(rows):
-        if name in COLOURS:
-            looks[name] = {"color": COLOURS[name], "marker": MARKERS[name], "linewidth": 1.4, "markersize": 4}
+        system = name.partition(" ")[0]
+        if system in COLOURS:
+            looks[name] = {"color": COLOURS[system], "marker": MARKERS[system], "linewidth": 1.4, "markersize": 4}
+            looks[name]["linestyle"] = "--" if system == "fa3_ratio" else "-"
         else:
             looks[name] = {
                 "color": MINE[mine % len(MINE)],
@@ -148,15 +164,18 @@ def curves(data: dict, rows: list[dict]):
         line[0].set_ylabel("µs a call" if short else name)
     for axis in axes[-1]:
         axis.set_xlabel("sequence length")
-    what = "Attention forward, short sequences (less is better)" if short else "Attention forward (more is better)"
+    what = f"Attention {PASSES[rows[0]['pass']]}" + (
+        ", short sequences (less is better)" if short else " (more is better)"
+    )
     _title(figure, data, what)
     _legend(figure, axes)
     return figure
 
 
 def roofline(data: dict, rows: list[dict]):
-    """Speed over FLOPs per byte of q, k, v and out; the roofs are the data sheet's where known, and what a product
+    """Speed over FLOPs per byte of inputs and outputs; the roofs are the data sheet's where known, and what a product
     and a copy reached."""
+    rows = [row for row in rows if row["system"] != "fa3_ratio"]
     name, scale = unit(data)
     figure, axes = _figure(1, 1, 8.5, 6)
     axis, looks = axes[0][0], _looks(rows)
@@ -164,7 +183,7 @@ def roofline(data: dict, rows: list[dict]):
     low, high = min(p[1] for p in points) / 2, max(p[1] for p in points) * 2
     roofs = []
     for card, (peaks, bandwidth) in PEAKS.items():
-        dtype = rows[0]["dtype"]
+        dtype = "tf32" if any("tf32" in row for row in rows) else rows[0]["dtype"]
         if card in device_name(data) and dtype in peaks:
             roofs.append(
                 (f"data sheet: {peaks[dtype]} TFLOP/s, {bandwidth} TB/s", peaks[dtype] * scale, bandwidth * scale, "-")
@@ -198,9 +217,9 @@ def roofline(data: dict, rows: list[dict]):
     axis.set_yscale("log")
     axis.set_ylim(min([p[2] for p in points] + [roof[1] for roof in roofs]) / 3)
     _plain_log(axis.yaxis)
-    axis.set_xlabel("FLOP per byte of q, k, v and out")
+    axis.set_xlabel("FLOP per byte of inputs and outputs")
     axis.set_ylabel(name)
-    _title(figure, data, "Attention forward under the roofs")
+    _title(figure, data, f"Attention {PASSES[rows[0]['pass']]} under the roofs")
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     return figure
 
@@ -227,7 +246,8 @@ def ladder(data: dict, rows: list[dict]):
         axis.set_xlabel(name)
     log = axis.get_xscale() == "log"
     axis.set_xlim(min(values) / 2 if log else 0, max(values) * (2.2 if log else 1.12))
-    _title(figure, data, f"The ladder: {shape_text(ordered[0])}")
+    what = "The backward ladder" if ordered[0]["pass"] == "bwd" else "The ladder"
+    _title(figure, data, f"{what}: {shape_text(ordered[0])}")
     return figure
 
 

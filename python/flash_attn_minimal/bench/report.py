@@ -12,9 +12,11 @@ from pathlib import Path
 
 from .. import __version__
 from .._library import load
+from . import fa3
 from .machine import SHORT, BenchError, Meter, cores, cpu_model
 from .systems import LABELS
 
+PASSES = {"fwd": "forward", "bwd": "backward"}
 BUSY = 0.5  # other processes running for each core, before ours start, from which on CPU numbers are suspect
 
 
@@ -102,21 +104,28 @@ def device_name(data: dict) -> str:
 
 
 def dtypes(data: dict) -> str:
-    return ", ".join(dict.fromkeys(SHORT[row["dtype"]] for row in data["rows"] if row.get("pass") == "fwd"))
+    return ", ".join(dict.fromkeys(SHORT[row["dtype"]] for row in data["rows"] if row.get("pass") in PASSES))
 
 
 def attention_rows(data: dict) -> list[dict]:
     """The rows that have a time and are attention."""
-    return [row for row in data["rows"] if row.get("pass") == "fwd" and "us" in row]
+    return [row for row in data["rows"] if row.get("pass") in PASSES and "us" in row]
 
 
 def series(row: dict) -> str:
-    """Which line of a picture or a table a row belongs to: the system, or the kernel when it was asked for by name."""
-    return row["kernel"] if row.get("forced") else row["system"]
+    """Which line of a picture or a table a row belongs to: the system, or the kernel when it was asked for by name, and
+    what else sets it apart."""
+    name = row["kernel"] if row.get("forced") else row["system"]
+    return (
+        name
+        + " deterministic" * ("deterministic" in row)
+        + " bf16" * ((row["suite"], row["dtype"]) == ("fp8", "bfloat16"))
+    )
 
 
 def label(name: str) -> str:
-    return LABELS.get(name, name)
+    name, _, mode = name.partition(" ")
+    return LABELS.get(name, name) + (mode and f", {mode}")
 
 
 def group(row: dict) -> tuple:
@@ -145,14 +154,15 @@ def number(x: float) -> str:
 def order_of(rows: list[dict]) -> list[str]:
     """Ours first, then the peers, standard attention last."""
     mine = dict.fromkeys(series(row) for row in rows if row["system"] == "ours")
-    return [*mine, *sorted({row["system"] for row in rows} - {"ours"}, key=lambda name: [*LABELS, name].index(name))]
+    places = {series(row): [*LABELS, row["system"]].index(row["system"]) for row in rows if row["system"] != "ours"}
+    return [*mine, *sorted(places, key=lambda name: places[name])]
 
 
 # ---- Markdown ----
 
 
 def markdown(data: dict, pictures: list[Path]) -> str:
-    suite, rows = data["suite"], attention_rows(data)
+    suite, rows = data["suite"], [*attention_rows(data), *fa3.rows(data)]
     shown = dtypes(data)
     title = (
         f"# {suite}: {device_name(data)}"
@@ -169,7 +179,7 @@ def markdown(data: dict, pictures: list[Path]) -> str:
     ]
     for picture in pictures:
         lines += [f"![{picture.stem.replace('_', ' ')}]({picture.name})", ""]
-    makers = {"ladder": ladder_table, "overhead": overhead_table}
+    makers = {"ladder": ladder_table, "backward_ladder": ladder_table, "overhead": overhead_table}
     lines += makers.get(suite, curves_table)(data, rows)
     roofs = [row for row in data["rows"] if row.get("pass") in ("linear", "copy") and "us" in row]
     if roofs:
@@ -240,6 +250,12 @@ def curves_table(data: dict, rows: list[dict]) -> list[str]:
     against = {"the best peer": lambda row: row["system"] != "ours"}
     if short:
         against["standard attention"] = lambda row: row["system"] == "standard"
+    if any(row["system"].startswith("fa3") for row in rows):
+        against["FlashAttention-3"] = lambda row: row["system"].startswith("fa3")
+
+    def is_ours(row):  # a deterministic pass beside the plain one is there for its price
+        return row["system"] == "ours" and "deterministic" not in row
+
     body: list[list[str]] = []
     ratios: dict[str, list[float]] = {name: [] for name in against}
     sustained = any("sustained_us" in row for row in rows)
@@ -258,7 +274,7 @@ def curves_table(data: dict, rows: list[dict]) -> list[str]:
             for rival, is_rival in against.items():
                 line: list[float | None] = []
                 for c in columns:
-                    mine = [row["us"] for row in panel if row[axis] == c and row["system"] == "ours"]
+                    mine = [row["us"] for row in panel if row[axis] == c and is_ours(row)]
                     theirs = [row["us"] for row in panel if row[axis] == c and is_rival(row)]
                     line.append(min(theirs) / min(mine) if mine and theirs else None)
                 if any(line):
@@ -271,6 +287,8 @@ def curves_table(data: dict, rows: list[dict]) -> list[str]:
             mean = math.exp(sum(map(math.log, found)) / len(found))
             text = f"geometric mean {mean:.3f}, least {min(found):.3f}, {sum(x >= 1 for x in found)} at 1 or more"
             lines += ["", f"Speed over {rival} at {len(found)} shapes: {text}."]
+    if any(row["system"] == "fa3_ratio" for row in rows):
+        lines += ["", f"FlashAttention-3 did not run here: {fa3.NOTE}."]
     if varlen:
         lengths = {
             row["mix"]: f"{row['batch']} sequences, the longest {row['seqlen_q']}, {row['tokens']} tokens"

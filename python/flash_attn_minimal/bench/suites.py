@@ -2,30 +2,35 @@
 
 cpu       float32, headdim 64 and 128, seqlen 1024 to 4096, one sequence, heads x headdim = 512
 forward   16384 tokens, heads x headdim = 2048, headdim 64, 128, 256, seqlen 512 to 16384; then 64 heads on 8 key heads
+mma       mma_sm80 on the first 36 of them, beside FlashAttention-2
+fp8       float8 on the same 36, the answer in bfloat16, beside cuDNN in bfloat16 (and FlashAttention-3 in float8)
+float32   float32 with tf32 allowed, the tensor-core and the CUDA-core kernel, beside PyTorch in float32 and tf32
+backward  dq, dk, dv on the shapes of forward (on the CPU of cpu), plain and deterministic
 short     seqlen 1 to 512 in batches of 1 and 8, where standard attention is hard to beat
 varlen    packed sequences whose lengths are drawn from a fixed distribution
-ladder    every kernel of the device on one shape
+ladder    every kernel of the device on one shape; backward_ladder the backward ones
 profile   the ncu (CPU: perf) command for one kernel and shape
 overhead  host time of a small call, for NumPy, PyTorch and CuPy arrays
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
 
-from .. import flash_attn_func, kernels, query
+from .. import backward_kernels, flash_attn_func, kernels, query
 from .check import Exact
 from .machine import SHORT, BenchError, Meter, load_average, open_machine
-from .systems import Inputs, Refused, Shape, System, ours, peer, peers_of
+from .systems import Inputs, Refused, Shape, System, allowing_tf32, ours, peer, peers_of
 from .timing import Protocol, interleave
 
 FORWARD_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -67,7 +72,7 @@ def forward_shapes(options, machine) -> list[Shape]:
     tokens = options.tokens or 16384
     seqlens = options.seqlen or [n for n in ((512, 4096, 16384) if options.quick else FORWARD_SEQLENS) if n <= tokens]
     heads = [(d, *_heads(options, d, 2048)) for d in options.headdim or (64, 128, 256)]
-    if not options.headdim and not options.heads and not options.heads_k:
+    if options.suite == "forward" and not options.headdim and not options.heads and not options.heads_k:
         heads.append((128, 64, 8))
     return [
         Shape(max(1, tokens // n), n, nheads, nheads_k, d, causal, options.dtype)
@@ -75,6 +80,16 @@ def forward_shapes(options, machine) -> list[Shape]:
         for causal in _masks(options)
         for n in seqlens
     ]
+
+
+def float32_shapes(options, machine) -> list[Shape]:
+    options.seqlen = options.seqlen or ([1024] if options.quick else [512, 2048, 8192])
+    return forward_shapes(options, machine)
+
+
+def backward_shapes(options, machine) -> list[Shape]:
+    shapes = forward_shapes if machine.device == "cuda" or options.tokens else cpu_shapes
+    return shapes(options, machine)
 
 
 def short_shapes(options, machine) -> list[Shape]:
@@ -125,13 +140,47 @@ def one_shape(options, machine) -> list[Shape]:
     ]
 
 
-SHAPES: dict[str, Callable[..., list[Shape]]] = {
-    "cpu": cpu_shapes,
-    "forward": forward_shapes,
-    "short": short_shapes,
-    "varlen": varlen_shapes,
-    "ladder": one_shape,
+@dataclass(frozen=True)
+class Suite:
+    shapes: Callable[..., list[Shape]] | None
+    options: set[str]  # those it listens to; any other is refused, not ignored
+    kernels: tuple[str, ...] = ("best",)
+    peers: str | None = None  # None: the usual ones of the device
+    dtype: str | None = None  # None: bfloat16 on a GPU, float32 on the CPU
+
+
+_SHAPE = {"headdim", "seqlen", "mask", "heads", "heads_k", "kernel", "framework", "threads", "seed"}
+_TIMED = {"peers", "rounds", "quick", "sustained", "output"}
+_TYPED = {"dtype", "allow_tf32"}
+_PROTOCOL = _SHAPE | _TIMED | {"device", "tokens"}
+SUITES = {
+    "cpu": Suite(cpu_shapes, _SHAPE | _TIMED | {"dtype", "batch"}),
+    "forward": Suite(forward_shapes, _PROTOCOL | _TYPED),
+    "mma": Suite(forward_shapes, _PROTOCOL | {"dtype"}, kernels=("mma_sm80",), peers="fa2"),
+    "fp8": Suite(forward_shapes, _PROTOCOL, peers="cudnn,fa3", dtype="float8_e4m3fn"),
+    "float32": Suite(
+        float32_shapes,
+        _PROTOCOL,
+        kernels=("mma_tf32_sm80", "minimal"),
+        peers="efficient,standard,standard_tf32",
+        dtype="float32",
+    ),
+    "backward": Suite(backward_shapes, _PROTOCOL | {"dtype", "batch"}, peers="cudnn,fa2,fa3,torch"),
+    "short": Suite(short_shapes, _SHAPE | _TIMED | _TYPED | {"device", "batch"}),
+    "varlen": Suite(varlen_shapes, _SHAPE - {"seqlen"} | _TIMED | _TYPED | {"device", "tokens"}),
+    "ladder": Suite(one_shape, _SHAPE | _TIMED | _TYPED | {"device", "batch"}, kernels=()),
+    "backward_ladder": Suite(
+        one_shape, _SHAPE | _TIMED | {"dtype", "device", "batch"}, kernels=(), peers="cudnn,fa2,fa3"
+    ),
+    "profile": Suite(one_shape, _SHAPE | _TYPED | {"device", "batch", "run", "inner", "backward"}),
+    "overhead": Suite(None, {"device", "framework", "rounds", "quick", "seed", "output"}),
 }
+
+
+def shapes_of(options, machine) -> list[Shape]:
+    shapes = SUITES[options.suite].shapes(options, machine)
+    more = {"allow_tf32": bool(options.allow_tf32), "backward": bool(options.backward)}
+    return [replace(shape, **more) for shape in shapes]
 
 
 # ---- running them ----
@@ -193,16 +242,17 @@ def rounded(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(options, machine, protocol: Protocol) -> Outcome:
-    """One of SHAPES' suites."""
-    shapes = SHAPES[options.suite](options, machine)
+    """Any suite that has shapes, but profile."""
+    suite = SUITES[options.suite]
+    shapes = shapes_of(options, machine)
     threads = options.threads or 0
     if machine.framework == "torch" and machine.device == "cpu" and threads:
         machine.torch.set_num_threads(threads)
-    if options.suite == "ladder" and not options.kernel:
-        named = [kernel["name"] for kernel in reversed(kernels()) if kernel["device"] == machine.device]
-    else:
-        named = [None if name == "best" else name for name in options.kernel or ("best",)]
-    peers = peers_of(machine, options.peers)
+    named = options.kernel or suite.kernels
+    if not named:
+        table = backward_kernels() if options.backward else kernels()
+        named = [kernel["name"] for kernel in reversed(table) if kernel["device"] == machine.device]
+    peers = peers_of(machine, options.peers, suite.peers)
     outcome = Outcome(load=load_average())
     with Meter(machine) as meter, Progress(len(shapes), options.suite) as progress:
         outcome.rows += roofs(options, machine, protocol, meter)
@@ -212,53 +262,72 @@ def run(options, machine, protocol: Protocol) -> Outcome:
     return outcome
 
 
+def prepared(machine, shape: Shape, seed: int) -> tuple[Inputs, Inputs, Exact, Exact]:
+    """What ours and what the peers get, and what their answers should be. The two differ for fp8 only."""
+    given = Inputs(machine, shape.given, seed)
+    q, k, v, _ = given[0]
+    exact = Exact(machine, shape.given, q, k, v, given.gradients[0][0] if shape.backward else None)
+    if shape.given == shape:
+        return given, given, exact, exact
+    mine, stand_for = given.quantised(machine, shape)
+    return mine, given, Exact(machine, shape, *stand_for), exact
+
+
 def _one(shape, named, peers, options, machine, protocol, meter, threads, outcome: Outcome) -> str:
     """Checks and times all systems on one shape; returns the line about it."""
-    inputs = Inputs(machine, shape, options.seed or 0)
-    exact = Exact(machine, shape, *inputs[0][:3])
-    makers = [(name or "ours", lambda name=name: ours(shape, inputs, name, threads)) for name in named]
-    makers += [(name, lambda name=name: peer(name, machine, shape, inputs)) for name in peers]
-    systems: list[tuple[System, dict[str, Any]]] = []
+    mine, given, our_exact, peer_exact = prepared(machine, shape, options.seed or 0)
+    of = {name: (shape, mine) if name == "fa3" else (shape.given, given) for name in peers}
+    makers = []  # what it is called, whether it was asked for by that name, more about its row, how to make it
+    for name in named:
+        kernel = None if name == "best" else name
+        for row in [{}, {"deterministic": True}] if options.suite == "backward" else [{}]:
+            make = functools.partial(ours, shape, mine, kernel, threads, **row)
+            makers.append((" ".join([kernel or "ours", *row]), bool(kernel), row, make))
+    makers += [(name, False, {}, functools.partial(peer, name, machine, *of[name])) for name in peers]
+    systems: list[tuple[System, Shape, dict[str, Any]]] = []
     notes = []
-    for asked, make in makers:
+    for asked, forced, more, make in makers:
         try:
             system = make()
         except Refused as refusal:
             outcome.left_out.append({"system": asked, "shape": str(shape), "reason": str(refusal)})
-            if asked in named or asked == "ours":
+            if asked not in peers:
                 notes.append(f"{asked} refuses: {refusal}")
             continue
-        inputs[0][3][...] = float("nan")
-        out = system.launch(0)
+        is_ours = system.name == "ours"
+        its_shape = shape if is_ours else of[system.name][0]
+        exact = our_exact if its_shape == shape else peer_exact
+        for place in mine.results:
+            place[...] = float("nan")
+        answer = system.launch(0)
         machine.synchronize()
-        err, budget = exact.judge(out)
+        err, budget = exact.judge(answer, "tf32" if system.tf32 else its_shape.dtype)
+        del answer
         row: dict[str, Any] = {"suite": options.suite, "system": system.name}
-        if system.kernel:
-            row["kernel"] = system.kernel
-        if asked in named:
-            row["forced"] = True
-        row |= (
-            {"pass": "fwd"}
-            | shape.keys()
-            | {"input_sets": len(inputs), "max_err": min(err, 1e30), "err_budget": budget}
-        )
-        if err <= budget or (system.name != "ours" and err <= PEER_FACTOR * budget):
-            systems.append((system, row))
-        elif system.name != "ours":
+        row |= ({"kernel": system.kernel} if system.kernel else {}) | ({"forced": True} if forced else {}) | more
+        row |= ({"tf32": True} if system.tf32 else {}) | {"pass": "bwd" if shape.backward else "fwd"}
+        row |= its_shape.keys() | {"input_sets": len(mine), "max_err": min(err, 1e30), "err_budget": budget}
+        if err <= budget or (not is_ours and err <= PEER_FACTOR * budget):
+            systems.append((system, its_shape, row))
+        elif not is_ours:
             reason = f"its answer is off by {err:.3g}, more than {PEER_FACTOR} times the budget of {budget:.3g}"
             outcome.left_out.append({"system": asked, "shape": str(shape), "reason": reason})
         else:
             outcome.wrong += 1
             outcome.rows.append(rounded(row | {"wrong": True}))
             notes.append(f"{system.kernel or asked} is WRONG: error {err:.3g}, budget {budget:.3g}")
-    timings = interleave(machine, [system.launch for system, _ in systems], protocol, meter, seed=options.seed or 0)
+    # PyTorch runs a backward pass on the stream of its forward, which is not the one being captured.
+    launches = [system.launch for system, *_ in systems]
+    timings = interleave(machine, launches, protocol, meter, seed=options.seed or 0, graphs=not shape.backward)
     parts = []
-    for (system, row), timing in zip(systems, timings, strict=True):
+    for (system, its_shape, row), timing in zip(systems, timings, strict=True):
         row = rounded(row | timing.row(shape.flops / 1e12))
-        row["tbps"] = float(f"{shape.bytes / row['us'] * 1e-6:.5g}")
+        row["tbps"] = float(f"{its_shape.bytes / row['us'] * 1e-6:.5g}")
         outcome.rows.append(row)
         speed = f"{row['us']:.1f} us" if options.suite == "short" else speed_text(row["tflops"])
-        parts.append(f"{system.name + ' ' + system.kernel if system.kernel else system.name} {speed}")
+        parts.append(
+            " ".join(filter(None, [system.name, system.kernel, "deterministic" * ("deterministic" in row), speed]))
+        )
     machine.release()
     return "; ".join(parts + notes)
 
@@ -273,11 +342,17 @@ def roofs(options, machine, protocol: Protocol, meter) -> list[dict[str, Any]]:
     gpu = machine.device == "cuda"
     if not gpu and options.dtype != "float32":
         return []
+    dtype = "bfloat16" if options.dtype == "float8_e4m3fn" else options.dtype
     n, copied = (8192, 1 << 28) if gpu else (1024 if options.quick else 2048, 1 << 24)
-    a, b, c = (machine.random((n, n), options.dtype, i) for i in range(3))
+    a, b, c = (machine.random((n, n), dtype, i) for i in range(3))
     source, target = (machine.random((copied,), "float32", i) for i in range(2))
     if machine.framework == "torch":
-        launches = [lambda i: machine.torch.matmul(a, b, out=c), lambda i: target.copy_(source)]
+
+        def product(i):
+            with allowing_tf32(machine.torch, bool(options.allow_tf32)):
+                machine.torch.matmul(a, b, out=c)
+
+        launches = [product, lambda i: target.copy_(source)]
     else:
         xp = machine.cupy if gpu else np
         launches = [lambda i: xp.matmul(a, b, out=c), lambda i: xp.copyto(target, source)]
@@ -289,14 +364,16 @@ def roofs(options, machine, protocol: Protocol, meter) -> list[dict[str, Any]]:
     while gpu and time.perf_counter() - start < 1:
         launches[0](0)
         machine.synchronize()
-    product, copy = (timing.row(2e-12 * n**3) for timing in interleave(machine, launches, protocol, meter, seed=0))
+    product_row, copy = (timing.row(2e-12 * n**3) for timing in interleave(machine, launches, protocol, meter, seed=0))
     copy["tbps"] = 8e-6 * copied / copy["us"]
     del copy["tflops"]
     copy.pop("sustained_tflops", None)
     machine.release()
-    shape = {"dtype": options.dtype, "m": n, "n": n, "k": n}
+    shape = {"dtype": dtype, "m": n, "n": n, "k": n}
     return [
-        rounded({"suite": options.suite, "system": "cublas" if gpu else "blas", "pass": "linear"} | shape | product),
+        rounded(
+            {"suite": options.suite, "system": "cublas" if gpu else "blas", "pass": "linear"} | shape | product_row
+        ),
         rounded({"suite": options.suite, "system": "copy", "pass": "copy"} | copy),
     ]
 
@@ -400,11 +477,10 @@ def _host_us(machine, call, count: int = 200) -> float:
 
 def profile_command(options, machine, python: str) -> list[str]:
     """The profiler's command line around `--inner` for one kernel and shape."""
-    [shape] = one_shape(options, machine)
-    [named] = options.kernel or (None,)
-    kernel = ours(shape, Inputs(machine, shape, 0), named, options.threads or 0).kernel
+    [shape] = shapes_of(options, machine)
+    kernel = _profiled(options, machine, shape)[0].kernel or "best"
     mask = "causal" if shape.causal else "full"
-    name = f"{kernel}_{SHORT[shape.dtype]}_d{shape.headdim}_s{shape.seqlen}_{mask}"
+    name = f"{kernel}_{SHORT[shape.dtype]}_d{shape.headdim}_s{shape.seqlen}_{mask}" + "_backward" * shape.backward
     inner = [
         python,
         "-m",
@@ -429,6 +505,7 @@ def profile_command(options, machine, python: str) -> list[str]:
         "--framework",
         machine.framework,
     ]
+    inner += ["--backward"] * shape.backward + ["--allow-tf32"] * shape.allow_tf32
     if machine.device == "cuda":
         return [
             "ncu",
@@ -451,10 +528,8 @@ def profile_command(options, machine, python: str) -> list[str]:
 def profile_inner(options, machine) -> int:
     """The profiled process: one launch between the profiler's marks, after two to warm up; on the CPU launches for a
     second."""
-    [shape] = one_shape(options, machine)
-    [named] = options.kernel or (None,)
-    inputs = Inputs(machine, shape, options.seed or 0)
-    system = ours(shape, inputs, named, options.threads or 0)
+    [shape] = shapes_of(options, machine)
+    system, exact = _profiled(options, machine, shape)
     for i in range(2):
         system.launch(i)
     machine.synchronize()
@@ -468,6 +543,12 @@ def profile_inner(options, machine) -> int:
         start = time.perf_counter()
         while time.perf_counter() - start < 1:
             system.launch(0)
-    err, budget = Exact(machine, shape, *inputs[0][:3]).judge(inputs[0][3])
-    print(f"{system.kernel}: {shape}: error {err:.3g}, budget {budget:.3g}")
+    err, budget = exact.judge(system.launch(0), "tf32" if system.tf32 else shape.dtype)
+    print(f"{system.kernel or 'best'}: {shape}: error {err:.3g}, budget {budget:.3g}")
     return 0 if err <= budget else 1
+
+
+def _profiled(options, machine, shape: Shape) -> tuple[System, Exact]:
+    [named] = options.kernel or (None,)
+    mine, _, exact, _ = prepared(machine, shape, options.seed or 0)
+    return ours(shape, mine, None if named == "best" else named, options.threads or 0), exact

@@ -3,14 +3,17 @@ returns its output in our layout; who refuses a shape is left out with the reaso
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import importlib.util
 import inspect
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import flash_attn_func, flash_attn_varlen_func, query
+from .. import backward, backward_query, flash_attn_func, flash_attn_varlen_func, quantize_fp8, query
 from .._library import BadArgument, Unsupported
 from .machine import DTYPES, BenchError, first_line
 
@@ -29,6 +32,18 @@ class Shape:
     dtype: str
     lengths: tuple[int, ...] = ()
     mix: str = ""  # where the lengths are from
+    backward: bool = False
+    allow_tf32: bool = False
+
+    @property
+    def given(self) -> Shape:
+        """What ours quantises to fp8 is given, and peers get, in bfloat16."""
+        return replace(self, dtype="bfloat16") if self.dtype == "float8_e4m3fn" else self
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """What a system may compute in."""
+        return (self.dtype, "tf32") if self.allow_tf32 else (self.dtype,)
 
     @property
     def tokens(self) -> int:
@@ -36,14 +51,18 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Two products of 2 S^2 D each; a causal mask counts as half of them, at any S."""
+        """Two products of 2 S^2 D each, five in the backward pass; a causal mask counts as half of them, at any S."""
         pairs = sum(n * n for n in self.lengths) or self.batch * self.seqlen**2
-        return 4.0 * pairs * self.headdim * self.nheads * (0.5 if self.causal else 1.0)
+        products = 5 if self.backward else 2
+        return 2.0 * products * pairs * self.headdim * self.nheads * (0.5 if self.causal else 1.0)
 
     @property
     def bytes(self) -> int:
-        """q, k, v read once and out written once."""
-        return self.tokens * self.headdim * 2 * (self.nheads + self.nheads_k) * DTYPES[self.dtype]
+        """q, k, v read once and out written once; backward: q, k, v, out, dout read and dq, dk, dv written."""
+        one, out = DTYPES[self.dtype], DTYPES[self.given.dtype]
+        if self.backward:
+            return self.tokens * self.headdim * 4 * (self.nheads + self.nheads_k) * one
+        return self.tokens * self.headdim * ((self.nheads + 2 * self.nheads_k) * one + self.nheads * out)
 
     @property
     def starts(self) -> list[int]:
@@ -83,7 +102,8 @@ class Shape:
 
 class Inputs:
     """Enough sets of q, k, v, out that the level-2 cache does not carry from one launch to the next; at most
-    MAX_SETS, so that inputs of a few kilobytes, which a real caller has just written, are found there."""
+    MAX_SETS, so that inputs of a few kilobytes, which a real caller has just written, are found there. For a backward
+    shape out is the answer, and gradients[i] are dout, lse and the places of dq, dk, dv."""
 
     MAX_SETS, L2_FACTOR = 64, 3
 
@@ -102,7 +122,14 @@ class Inputs:
             )
             for i in range(count)
         ]
+        self.options: list[dict[str, Any]] = [{}] * count  # of ours, by set
         self.cu_seqlens = machine.int32(shape.starts) if shape.lengths else None
+        self.gradients: list[tuple] = []
+        for i, (q, k, v, out) in enumerate(self.sets if shape.backward else ()):
+            _, lse = flash_attn_func(q, k, v, causal=shape.causal, out=out, return_lse=True)
+            dout = machine.random(shape.size(shape.nheads), shape.dtype, seed + 3 * count + i)
+            places = (machine.nans(shape.size(x), shape.dtype) for x in (shape.nheads, shape.nheads_k, shape.nheads_k))
+            self.gradients.append((dout, lse, *places))
 
     def __getitem__(self, i: int):
         return self.sets[i % len(self.sets)]
@@ -110,68 +137,111 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.sets)
 
+    @property
+    def results(self) -> tuple:
+        """Where ours writes the answer of set 0."""
+        return self.gradients[0][2:] if self.gradients else self.sets[0][3:]
+
+    def quantised(self, machine, shape: Shape) -> tuple[Inputs, list]:
+        """The same in float8_e4m3fn with descale factors; and q, k, v of set 0 as these stand for them, in float32."""
+        mine, stand_for = copy.copy(self), []
+        mine.sets, mine.options = [], []
+        for *given, out in self.sets:
+            pairs = [quantize_fp8(x) for x in given]
+            mine.sets.append((*(x for x, _ in pairs), out))
+            names = ("q_descale", "k_descale", "v_descale")
+            mine.options.append({name: factor for name, (_, factor) in zip(names, pairs, strict=True)})
+            if not stand_for:
+                spread = (..., None) if shape.lengths else (slice(None), None, slice(None), None)
+                stand_for = [machine.cast(x, "float32") * factor[spread] for x, factor in pairs]
+        return mine, stand_for
+
 
 @dataclass
 class System:
     name: str  # "ours", "cudnn", ...
     kernel: str | None  # ours: which one
-    launch: Callable[[int], Any]  # of input set i; returns out (batch, seqlen, nheads, headdim), or packed
+    launch: Callable[[int], Any]  # of input set i; returns the output in our layout, or the gradients
+    tf32: bool = False  # whether products may round float32 to tf32
 
 
 class Refused(Exception):
     """A system does not serve a shape."""
 
 
-def ours(shape: Shape, inputs: Inputs, kernel: str | None, threads: int) -> System:
-    """flash_attn_func with the named kernel, or with the one that the library picks."""
-    q, k, v, out = inputs[0]
+def ours(shape: Shape, inputs: Inputs, kernel: str | None, threads: int, deterministic: bool = False) -> System:
+    """flash_attn_func, flash_attn_varlen_func or backward with the named kernel, or with the one that the library
+    picks."""
     options: dict[str, Any] = {"causal": shape.causal, "kernel": kernel, "num_threads": threads}
-    if shape.lengths:
-        lengths = (inputs.cu_seqlens, inputs.cu_seqlens, shape.seqlen, shape.seqlen)
+    if deterministic:
+        options["deterministic"] = True
+    if shape.allow_tf32:
+        options["allow_tf32"] = True
+    lengths = (inputs.cu_seqlens, inputs.cu_seqlens, shape.seqlen, shape.seqlen) if shape.lengths else ()
+    attention = flash_attn_varlen_func if shape.lengths else flash_attn_func
 
-        def launch(i):
-            q, k, v, out = inputs[i]
-            return flash_attn_varlen_func(q, k, v, *lengths, out=out, **options)
+    def forward(i):
+        q, k, v, out = inputs[i]
+        return attention(q, k, v, *lengths, out=out, **options, **inputs.options[i % len(inputs)])
 
-    else:
-        lengths = ()
-
-        def launch(i):
-            q, k, v, out = inputs[i]
-            return flash_attn_func(q, k, v, out=out, **options)
+    def gradients(i):
+        q, k, v, out = inputs[i]
+        dout, lse, dq, dk, dv = inputs.gradients[i % len(inputs)]
+        return backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **options)
 
     try:
-        plan = query(q, k, v, *lengths, out=out, **options)
+        q, k, v, _ = inputs[0]
+        plan = (backward_query if shape.backward else query)(q, k, v, *lengths, **options, **inputs.options[0])
     except (BadArgument, Unsupported) as error:
         raise Refused(first_line(error)) from None
     if plan.status != "FA_OK":
         raise Refused(plan.error)
-    return System("ours", plan.kernel, launch)
+    return System("ours", plan.kernel, gradients if shape.backward else forward, tf32="tf32" in plan.kernel)
 
 
 # ---- peers, all through PyTorch ----
 
 
+def only(name: str):
+    """Only this backend of scaled_dot_product_attention, or the one that PyTorch picks."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+    return sdpa_kernel(getattr(SDPBackend, backends[name])) if name in backends else contextlib.nullcontext()
+
+
 def sdpa(name: str, torch, shape: Shape, inputs: Inputs) -> System:
     """scaled_dot_product_attention with one backend, or on the CPU with the one that PyTorch picks. It wants (batch,
     heads, seqlen, headdim), and gets that as views of the same memory."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     if shape.lengths:
         raise Refused("scaled_dot_product_attention has no packed sequences")
-    attention = torch.nn.functional.scaled_dot_product_attention
     options = {"is_causal": shape.causal} | ({"enable_gqa": True} if shape.nheads != shape.nheads_k else {})
-    backend = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}.get(name)
+
+    def forward(q, k, v):
+        with only(name):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    if shape.backward:
+        leaves = [[x.transpose(1, 2).detach().requires_grad_() for x in arrays[:3]] for arrays in inputs.sets]
+        outs = [forward(*arrays) for arrays in leaves]
+        launch = backward_of(torch, outs, leaves, [grads[0].transpose(1, 2) for grads in inputs.gradients])
+        return System(name, None, lambda i: tuple(x.transpose(1, 2) for x in launch(i)))
 
     def launch(i):
         q, k, v, _ = inputs[i]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if backend is None:
-            return attention(q, k, v, **options).transpose(1, 2)
-        with sdpa_kernel(backend):
-            return attention(q, k, v, **options).transpose(1, 2)
+        return forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
-    return System(name, None, launch)
+    return System(name, None, launch, tf32=name == "efficient" and shape.allow_tf32)
+
+
+def backward_of(torch, outs, leaves, douts):
+    """The backward pass alone, through the graph that each output keeps."""
+
+    def launch(i):
+        i %= len(outs)
+        return torch.autograd.grad(outs[i], leaves[i], douts[i], retain_graph=True)
+
+    return launch
 
 
 def torch_varlen(name: str, torch, shape: Shape, inputs: Inputs) -> System:
@@ -216,10 +286,35 @@ def torch_loop(name: str, torch, shape: Shape, inputs: Inputs) -> System:
     return System(name, None, launch)
 
 
+def flash_attention_3(name: str, torch, shape: Shape, inputs: Inputs) -> System:
+    """FlashAttention-3 through its own Python package."""
+    try:
+        from flash_attn_interface import flash_attn_func as attention
+    except ImportError:
+        raise Refused("flash_attn_interface is not installed") from None
+    if shape.lengths:
+        raise Refused("flash_attn_interface is not timed with packed sequences")
+
+    def forward(i, *arrays):
+        out = attention(*arrays, causal=shape.causal, **inputs.options[i % len(inputs)])
+        return out[0] if isinstance(out, tuple) else out
+
+    if shape.backward:
+        leaves = [[x.detach().requires_grad_() for x in arrays[:3]] for arrays in inputs.sets]
+        outs = [forward(i, *arrays) for i, arrays in enumerate(leaves)]
+        return System(name, None, backward_of(torch, outs, leaves, [grads[0] for grads in inputs.gradients]))
+    return System(name, None, lambda i: forward(i, *inputs[i][:3]))
+
+
 def standard(name: str, torch, shape: Shape, inputs: Inputs) -> System:
     """The three steps with S in memory: a product, a float32 softmax, a product."""
-    if shape.lengths:
-        raise Refused("standard attention has no packed sequences")
+    tf32 = name == "standard_tf32"
+    if shape.lengths or shape.backward:
+        raise Refused(
+            f"standard attention is not timed with {'a backward pass' if shape.backward else 'packed sequences'}"
+        )
+    if tf32 and not shape.allow_tf32:
+        raise Refused("only with --dtype fp32 --allow-tf32")
     scores = shape.batch * shape.nheads * shape.seqlen**2
     needed = scores * (2 * DTYPES[shape.dtype] + 8)  # S and P, and both in float32 on the way
     q = inputs[0][0]
@@ -235,25 +330,48 @@ def standard(name: str, torch, shape: Shape, inputs: Inputs) -> System:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if group > 1:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        s = q @ k.transpose(2, 3) * scale
-        if hidden is not None:
-            s = s.masked_fill_(hidden, -math.inf)
-        p = torch.softmax(s, dim=-1, dtype=torch.float32).to(q.dtype)
-        return (p @ v).transpose(1, 2)
+        with allowing_tf32(torch, tf32):
+            s = q @ k.transpose(2, 3) * scale
+            if hidden is not None:
+                s = s.masked_fill_(hidden, -math.inf)
+            p = torch.softmax(s, dim=-1, dtype=torch.float32).to(q.dtype)
+            return (p @ v).transpose(1, 2)
 
-    return System(name, None, launch)
+    return System(name, None, launch, tf32)
+
+
+@contextlib.contextmanager
+def allowing_tf32(torch, allow: bool):
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allow
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 PEERS = {
-    "cuda": {"cudnn": sdpa, "fa2": torch_varlen, "standard": standard},
+    "cuda": {
+        "cudnn": sdpa,
+        "fa2": torch_varlen,
+        "fa3": flash_attention_3,
+        "efficient": sdpa,
+        "standard": standard,
+        "standard_tf32": standard,
+    },
     "cpu": {"torch": torch_loop, "standard": standard},
 }
+USUAL_PEERS = {"cuda": "cudnn,fa2,fa3,standard", "cpu": "torch"}  # on the CPU the naive rung plays standard attention
 LABELS = {
     "ours": "flash-attn-minimal",
+    "fa3": "FlashAttention-3",
+    "fa3_ratio": "FlashAttention-3, by its ratio to cuDNN",
     "cudnn": "cuDNN (PyTorch)",
     "fa2": "FlashAttention-2 (PyTorch)",
+    "efficient": "memory-efficient attention (PyTorch)",
     "torch": "PyTorch SDPA",
     "standard": "standard (PyTorch, S in memory)",
+    "standard_tf32": "standard in tf32 (PyTorch, S in memory)",
 }
 
 
@@ -274,15 +392,18 @@ def peer(name: str, machine, shape: Shape, inputs: Inputs) -> System:
     return system
 
 
-def peers_of(machine, asked: str | None) -> list[str]:
-    """The names behind --peers: `none`, `all` (the default) or a list."""
+def peers_of(machine, asked: str | None, usual: str | None = None) -> list[str]:
+    """The names behind --peers: `none`, `all` or a list; by default the usual ones of the suite or of the device, with
+    FlashAttention-3 where it is installed."""
     known = list(PEERS[machine.device])
     if asked == "none" or (asked in (None, "all") and machine.framework != "torch"):
         return []
     if asked == "all":
         return known
-    if asked is None:  # on the CPU the naive rung of the ladder already plays standard attention
-        return [name for name in known if not (machine.device == "cpu" and name == "standard")]
+    if asked is None:
+        if importlib.util.find_spec("flash_attn_interface") is None:
+            known = [name for name in known if name != "fa3"]
+        return [name for name in (usual or USUAL_PEERS[machine.device]).split(",") if name in known]
     names = asked.split(",")
     for name in names:
         if name not in known:
