@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import random
 
-GIRLS = (
-    "Ada Bella Cora Dina Ella Fay Gwen Hana Ida June Kira Lily Mia Nora Olga Pia Sara Tess Una Wren Zoe".split()
-)
+GIRLS = "Ada Bella Cora Dina Ella Fay Gwen Hana Ida June Kira Lily Mia Nora Olga Pia Sara Tess Una Wren Zoe".split()
 BOYS = "Abe Ben Carl Dan Eli Finn Gus Hugo Ivan Jack Karl Leo Max Ned Otto Paul Ralf Sam Tom Udo Vic Will Zack".split()
 ANIMALS = "fox bear rabbit mouse owl frog duck cat dog hen goat pony turtle squirrel hedgehog badger".split()
 NATURE = "little old quick shy brave clever gentle sleepy hungry proud".split()
