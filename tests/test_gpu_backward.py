@@ -1,0 +1,168 @@
+"""What only a GPU has, backward: graphs, streams, memory, tensors beyond 2^31 elements, very long sequences."""
+
+import gc
+
+import numpy as np
+import pytest
+from conftest import CUDA, NO_CUDA, torch
+
+import flash_attn_minimal as fa
+
+pytestmark = [
+    pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA),
+    pytest.mark.skipif(CUDA.framework != "torch", reason="needs PyTorch with CUDA"),
+]
+
+
+@pytest.fixture
+def cuda_kernel(backward_kernel):
+    if backward_kernel.device.name != "cuda":
+        pytest.skip("for the GPU's kernels")
+    return backward_kernel
+
+
+def served(kernel, *arrays, **options):
+    plan = fa.backward_query(*arrays, kernel=kernel.name, **options)
+    if plan.status == "FA_UNSUPPORTED" and not kernel.general:
+        pytest.skip(plan.error)
+    assert plan.status == "FA_OK", plan.error
+    return plan
+
+
+def inputs(seqlen, headdim=64, heads=(4, 2), batch=1, dtype="float16"):
+    """dout, q, k, v, out, lse of a causal call."""
+    torch.manual_seed(seqlen)
+    shapes = ((batch, seqlen, heads[0], headdim), *[(batch, seqlen, heads[1], headdim)] * 2)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=getattr(torch, dtype)) for shape in shapes)
+    out, lse = fa.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    return torch.randn_like(out), q, k, v, out, lse
+
+
+def close(got, want, tolerance):
+    for x, y in zip(got, want, strict=True):
+        assert not torch.isnan(x).any()
+        difference, size = (x.float() - y.float()).norm(), y.float().norm()
+        assert difference <= tolerance * size, f"{difference / size:.2e}"
+
+
+def test_graph_capture_and_replay(cuda_kernel):
+    """A captured call follows its inputs, and calls of other sizes in between do not move its workspace."""
+    arrays = inputs(300)
+    served(cuda_kernel, *arrays[1:4], causal=True)
+    options = {"causal": True, "kernel": cuda_kernel.name}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fa.backward(*arrays, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fa.backward(*arrays, **options)
+    for turn in range(3):
+        for array, x in zip(arrays, inputs(300), strict=True):
+            array.copy_(x)
+        arrays[0].mul_(turn + 1)
+        fa.backward(*inputs(500 * (turn + 1)), **options)
+        for x in captured:
+            x.fill_(float("nan"))
+        graph.replay()
+        close(captured, fa.backward(*arrays, **options), 1e-3)
+
+
+def test_two_streams_at_once(cuda_kernel):
+    one, two = inputs(1000), inputs(1001)
+    served(cuda_kernel, *one[1:4], causal=True)
+    options = {"causal": True, "kernel": cuda_kernel.name}
+    want = fa.backward(*one, **options), fa.backward(*two, **options)
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(5):
+        got = []
+        for stream, arrays in zip(streams, (one, two), strict=True):
+            with torch.cuda.stream(stream):
+                got.append(fa.backward(*arrays, **options))
+        torch.cuda.synchronize()
+        for x, y in zip(got, want, strict=True):
+            close(x, y, 1e-3)
+
+
+def test_deterministic_a_hundred_times(cuda_kernel):
+    """Bitwise equal, also while another kernel takes part of the multiprocessors."""
+    arrays = inputs(700, heads=(8, 4), batch=2)
+    served(cuda_kernel, *arrays[1:4], causal=True, deterministic=True)
+    options = {"causal": True, "kernel": cuda_kernel.name, "deterministic": True}
+    first = fa.backward(*arrays, **options)
+    side, busy = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    for turn in range(100):
+        if turn % 2:
+            with torch.cuda.stream(side):
+                busy @ busy
+        for x, y in zip(fa.backward(*arrays, **options), first, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_memory_grows_with_seqlen(cuda_kernel):
+    """The peak is the gradients and the workspace that the query named, which is linear in seqlen."""
+    used = {}
+    for seqlen in (4096, 8192):
+        arrays = inputs(seqlen)
+        plan = served(cuda_kernel, *arrays[1:4], causal=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients = fa.backward(*arrays, causal=True, kernel=cuda_kernel.name)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak <= sum(x.nbytes for x in gradients) + plan.workspace_bytes + (4 << 20)
+        used[seqlen] = plan.workspace_bytes
+    assert used[8192] <= 2.1 * used[4096] + (1 << 16)
+
+
+def test_beyond_2_to_31_elements(cuda_kernel):
+    """Every tensor starts or ends beyond 2^31 elements of its buffer; the same values close together give the same."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    needs = 40 << 30
+    if torch.cuda.mem_get_info()[0] < needs:
+        pytest.skip(f"needs {needs >> 30} GiB of free GPU memory")
+    arrays = inputs(150, batch=2)
+    served(cuda_kernel, *arrays[1:4], causal=True)
+    far = (1 << 31) + 4096
+    buffers = [torch.empty(far + (1 << 20), dtype=torch.half, device="cuda") for _ in range(8)]
+
+    def place(buffer, x, copy=True):  # batch entries more than 2^31 elements apart
+        view = buffer.as_strided(x.shape, (far, *x.stride()[1:]))
+        if copy:
+            view.copy_(x)
+        return view
+
+    big = [place(buffer, x) for buffer, x in zip(buffers, arrays[:5], strict=False)]
+    results = {
+        name: place(buffer, x, copy=False)
+        for name, buffer, x in zip(("dq", "dk", "dv"), buffers[5:], arrays[1:4], strict=True)
+    }
+    for x in results.values():
+        x.fill_(float("nan"))
+    got = fa.backward(*big, arrays[5], causal=True, kernel=cuda_kernel.name, **results)
+    close(got, fa.backward(*arrays, causal=True, kernel=cuda_kernel.name), 1e-3)
+
+
+def test_a_long_sequence(cuda_kernel):
+    """131072 tokens at headdim 128 run on one card: checked against the same sequence's last keys alone, whose gradients
+    depend on the last rows only."""
+    if cuda_kernel.name == "simple":
+        pytest.skip("minutes on CUDA cores")
+    seqlen, tail = 131072, 512
+    arrays = inputs(seqlen, headdim=128, heads=(2, 2), dtype="bfloat16")
+    served(cuda_kernel, *arrays[1:4], causal=True)
+    dq, dk, dv = fa.backward(*arrays, causal=True, kernel=cuda_kernel.name)
+    assert not any(torch.isnan(x).any() for x in (dq, dk, dv))
+    dout, q, k, v, out, lse = (x.double() for x in arrays)
+    for head in range(2):
+        rows, keys = slice(seqlen - tail, seqlen), slice(seqlen - tail, seqlen)
+        s = q[0, rows, head] @ k[0, keys, head].T / np.sqrt(128)
+        p = torch.exp(s - lse[0, head, rows, None]).tril()
+        delta = (dout[0, rows, head] * out[0, rows, head]).sum(1)
+        ds = p * (dout[0, rows, head] @ v[0, keys, head].T - delta[:, None])
+        close([dv[0, keys, head]], [p.T @ dout[0, rows, head]], 2e-2)
+        close([dk[0, keys, head]], [ds.T @ q[0, rows, head] / np.sqrt(128)], 2e-2)
