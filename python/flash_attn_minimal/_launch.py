@@ -83,11 +83,10 @@ def _with_workspace(
 # fills in the addresses, allocates and launches. What is not plain, and what does not fit, takes the long way, which
 # knows the error texts. A new option of flash_attn_func belongs in its test for plain calls, or in the signature.
 #
-# Host time of a small call on an H200 machine, PyTorch (CuPy), microseconds, medians of 749 rounds:
+# Host time of a small call on an H200 machine, PyTorch (CuPy), microseconds, medians of one process:
 #
-#     the long way   22.7 (22.6)
-#     the shortcut   13.9 (13.6): signature and look-up 3.1, output 2.0 (2.9), library with its launch 5.8, the rest 3.0
-#     with out=      12.0 (10.3)
+#     the shortcut   12.2 (12.8): signature and look-up 2.4 (1.5), output 1.7 (2.2), library with its launch 5, the rest 3
+#     with out=      10.3 (9.8)
 
 _VARYING = ("q_data", "k_data", "v_data", "out_data", "lse", "workspace", "workspace_bytes")
 
