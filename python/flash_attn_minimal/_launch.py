@@ -85,7 +85,7 @@ def _with_workspace(
 #
 # Host time of a small call on an H200 machine, PyTorch (CuPy), microseconds, medians of one process:
 #
-#     the shortcut   12.2 (12.8): signature and look-up 2.4 (1.5), output 1.7 (2.2), library with its launch 5, the rest 3
+#     the shortcut   12.2 (12.8): signature and look-up 2.4 (1.5), output 1.7 (2.2), library and launch 5, the rest 3
 #     with out=      10.3 (9.8)
 
 _VARYING = ("q_data", "k_data", "v_data", "out_data", "lse", "workspace", "workspace_bytes")
