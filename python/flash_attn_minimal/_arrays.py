@@ -570,7 +570,7 @@ class DLPackDoor(ForeignDoor):
 # ---- which door an array takes ----
 
 _NUMPY = NumpyDoor()
-doors: dict[type, Door] = {
+_doors: dict[type, Door] = {
     np.ndarray: _NUMPY
 }  # a type's door never changes, so threads may race to write the same entry
 _single_doors: dict[str, Door] = {}
@@ -617,7 +617,7 @@ def _find_door(array: Any, name: str) -> Door:
 
 def view(array: Any, name: str) -> View:
     """The array as the library sees it; `name` is the argument's, for messages."""
-    door = doors.get(type(array))
+    door = _doors.get(type(array))
     if door is None:
-        door = doors.setdefault(type(array), _find_door(array, name))
+        door = _doors.setdefault(type(array), _find_door(array, name))
     return door.view(array, name)

@@ -114,7 +114,7 @@ def _signature(q, k, v, out, causal, softmax_scale, window_size, return_lse, num
     """All that decides about a call but the addresses, or None for a call that takes the long way. Types are as strict
     as they are because equal keys need not be equally legal (1 == 1.0), and an array may change under its own hash."""
     kind = type(q)
-    door = _arrays.doors.get(kind)
+    door = _arrays._doors.get(kind)
     if (
         door is None
         or not (door.plain is kind is type(k) is type(v) and (out is None or type(out) is kind))
