@@ -60,6 +60,7 @@ fa_status choose(const fa_attention_args& args, const Params& params, const Devi
                         args.device == FA_CPU ? "FA_CPU" : "FA_CUDA");
         }
         const char* reason = kernel.refuses(params, device, text, sizeof text);
+        if (!reason && !forced && kernel.yields) reason = kernel.yields(params, device, text, sizeof text);
         if (!reason) {
             *chosen = &kernel;
             return FA_OK;

@@ -12,6 +12,7 @@
 
 #include "attention/kernels.h"
 #include "attention/tiles.h"
+#include "attention/tiles_mma_sm80.h"
 #endif
 
 namespace fa {
@@ -93,6 +94,17 @@ const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& devic
     if (!reason) reason = no_tensor_map("k", p.k, batch, rows_k, p.nheads_k, 2, text, size);
     if (!reason) reason = no_tensor_map("v", p.v, batch, rows_k, p.nheads_k, 2, text, size);
     return reason ? reason : no_wide_stores(p, text, size);
+}
+const char* wgmma_sm90_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+#if FA_WITH_MMA_SM80
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    if (!wgmma_scores_are_natural(p) &&
+        mma_is_faster_than_wgmma(d, int64_t(p.batch) * p.nheads, p.seqlen_q, p.seqlen_k, device.multiprocessors)) {
+        std::snprintf(text, size, "seqlen_q=%d, seqlen_k=%d: mma_sm80 is faster for short sequences", p.seqlen_q, p.seqlen_k);
+        return text;
+    }
+#endif
+    return nullptr;
 }
 size_t wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
     return forward_wgmma_sm90_workspace(p, device.multiprocessors);
@@ -192,7 +204,7 @@ constexpr Kernel kKernels[] = {
 #if FA_WITH_CUDA
 #if FA_WITH_WGMMA_SM90
     {"wgmma_sm90", "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option", FA_CUDA, wgmma_sm90_refuses,
-     wgmma_sm90_workspace, wgmma_sm90_launch},
+     wgmma_sm90_workspace, wgmma_sm90_launch, wgmma_sm90_yields},
 #endif
 #if FA_WITH_MMA_SM80
     {"mma_sm80", "tensor cores (mma.sync): float16, bfloat16, head dims to 256, every option", FA_CUDA, mma_sm80_refuses, no_workspace,

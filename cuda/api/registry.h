@@ -26,6 +26,8 @@ struct KernelOf {
     size_t (*workspace)(const Params&, const DeviceInfo&);
     // Returns FA_OK or records the error.
     fa_status (*launch)(const Params&, const DeviceInfo&, void* stream);
+    // nullptr, or why a kernel further down the list, which serves the call too, is the faster one; not asked of a forced kernel.
+    const char* (*yields)(const Params&, const DeviceInfo&, char* text, size_t size) = nullptr;
 };
 
 using Kernel = KernelOf<AttentionParams>;

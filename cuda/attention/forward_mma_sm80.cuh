@@ -522,6 +522,15 @@ cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t 
     const auto serves = [&](const MmaTile& tile, size_t shared_bytes) {
         return aligned && mma_tile_fits(tile, shared_bytes, shared_memory) && mma_tile_fills(tile, heads, p.seqlen_q, multiprocessors);
     };
+    if constexpr (sizeof(T) == 2) {
+        constexpr const MmaTile &kShort = kTileOf<T, kD, kDv, MmaSm::kShort>, &k99 = kTileOf<T, kD, kDv, MmaSm::k99>;
+        constexpr size_t kShortBytes = sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::kShort>, kD, kDv>);
+        constexpr size_t k99Bytes = sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k99>, kD, kDv>);
+        if (!general && aligned && p.seqlen_q <= 2 * kShort.block_m && p.seqlen_k <= kShort.block_n)
+            return run(attention_kernel<T, kD, kDv, MmaSm::kShort, false>, kShort, kShortBytes);
+        if (!general && aligned && mma_tile_runs_at_once(k99, heads, p.seqlen_q, p.seqlen_k, multiprocessors))
+            return run(attention_kernel<T, kD, kDv, MmaSm::k99, false>, k99, k99Bytes);
+    }
     if (!general) {
         constexpr const MmaTile &k228 = kTileOf<T, kD, kDv, MmaSm::k228>, &k164 = kTileOf<T, kD, kDv, MmaSm::k164>;
         if constexpr (!(k228 == k164)) {
@@ -530,6 +539,10 @@ cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t 
         }
         constexpr size_t kBytes = sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k164>, kD, kDv>);
         if (serves(k164, kBytes)) return run(attention_kernel<T, kD, kDv, MmaSm::k164, false>, k164, kBytes);
+    }
+    if constexpr (sizeof(T) == 2) {
+        constexpr size_t kBytes = sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k99>, kD, kDv>);
+        if (!general && aligned) return run(attention_kernel<T, kD, kDv, MmaSm::k99, false>, kTileOf<T, kD, kDv, MmaSm::k99>, kBytes);
     }
     constexpr const MmaTile& kAny = kTileOf<T, kD, kDv, MmaSm::kAny>;
     constexpr size_t kBytes = sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::kAny>, kD, kDv>);

@@ -1,4 +1,5 @@
-// tiles_mma_sm80.h: the shape of a tile of forward_mma_sm80.cu for each head dim, and which of three a call takes.
+// tiles_mma_sm80.h: the shape of a tile of forward_mma_sm80.cu for each head dim, which of five a call takes, and which short calls it
+// serves faster than forward_wgmma_sm90.cu.
 #pragma once
 
 #include <cstddef>
@@ -18,12 +19,13 @@ constexpr bool operator==(const MmaTile& a, const MmaTile& b) {
            a.blocks_per_sm == b.blocks_per_sm && a.q_in_registers == b.q_in_registers;
 }
 
-// The SM a tile is made for, by its KB of shared memory.
+// The SM a tile is made for, by its KB of shared memory. The first three, blocks of at most 99 KB, run on all.
 enum class MmaSm {
-    kAny,  // blocks of 99 KB (sm_86, 89, 120): tiles also for grids that large ones would not spread over the GPU, for rows that do not
-           // start on 16 bytes and for options, which need registers
-    k164,  // sm_80
-    k228   // sm_90, sm_100
+    kAny,    // rows that do not start on 16 bytes, and options, which need registers
+    kShort,  // 16-bit, few keys: half the code, which a block reads once, and small blocks, which start soon
+    k99,     // 16-bit, sm_86, 89, 120: and elsewhere for grids that large tiles would not spread over the GPU
+    k164,    // sm_80
+    k228     // sm_90, sm_100
 };
 
 // Head dims are padded with zeros to a bucket: Q and K to d, V and the output to dv. A bucket for each pair would be 25; only
@@ -43,7 +45,7 @@ constexpr MmaTile mma_tile(int d, int dv, MmaSm sm) {
         if (d > 96 && d <= 128) return {128, 64, 4, 2, 2, false};  // 96 KB. One barrier a tile instead of two: 5 % faster
         if (dv > 192) return {64, 64, 4, 1, 2, false};  // O 128 + S 32; 96 KB. Two blocks that do not wait for each other: 10 % faster
     }
-    if (sm != MmaSm::kAny) {
+    if (sm == MmaSm::k164 || sm == MmaSm::k228) {
         if (d <= 64) return {128, 64, 4, 2, 2, true};     // O 64 + S 64 + Q 32 registers; 48 KB
         if (d <= 96) return {128, 64, 4, 2, 2, false};    // O 96 + S 64; 72 KB: two blocks on an SM of sm_80 and of sm_90
         if (d <= 128) return {128, 64, 4, 1, 2, false};   // O 128 + S 64; 64 KB: two blocks on an SM of sm_80
@@ -51,9 +53,11 @@ constexpr MmaTile mma_tile(int d, int dv, MmaSm sm) {
         if (d <= 192) return {128, 64, 8, 2, 1, false};   // O 96 + S 32; 144 KB, one block of 8 warps
         return {128, 64, 8, 1, 1, false};                 // O 128 + S 32; 128 KB
     }
-    if (d <= 128) return {64, 64, 4, 2, 2, false};  // at most 80 KB
-    if (d <= 192) return {64, 32, 4, 2, 2, false};  // 72 KB
-    return {64, 32, 4, 2, 1, false};                // 96 KB
+    if (sm == MmaSm::kShort) return {32, 32, 2, 2, 4, false};          // 20 .. 80 KB
+    if (sm == MmaSm::k99 && d <= 64) return {64, 64, 4, 2, 4, false};  // 40 KB. Four blocks on an SM: 20 % faster than three
+    if (d <= 128) return {64, 64, 4, 2, 2, false};                     // at most 80 KB
+    if (d <= 192) return {64, 32, 4, 2, 2, false};                     // 72 KB
+    return {64, 32, 4, 2, 1, false};                                   // 96 KB
 }
 
 // tf32: a value is twice as wide in shared memory and as wide in an accumulator. TFLOP/s on H200 at 16k, full, beside the tiles tried.
@@ -81,10 +85,31 @@ inline bool mma_tile_fits(const MmaTile& tile, size_t shared_bytes, size_t most_
     return size_t(tile.blocks_per_sm) * (shared_bytes + 1024) <= most_of_a_block + 1024;
 }
 
-// Large tiles pay once more than half of the blocks that the GPU holds at a time have work; below, twice as many blocks of half the rows
-// still run all at once.
+// Large tiles pay when a head has rows for more than half of one, and once more than half of the blocks that the GPU holds at a time have
+// work; below, twice as many blocks of half the rows still run all at once.
 inline bool mma_tile_fills(const MmaTile& tile, int64_t heads, int64_t seqlen_q, int multiprocessors) {
-    return 2 * ((seqlen_q + tile.block_m - 1) / tile.block_m) * heads > int64_t(tile.blocks_per_sm) * multiprocessors;
+    return 2 * seqlen_q > tile.block_m &&
+           2 * ((seqlen_q + tile.block_m - 1) / tile.block_m) * heads > int64_t(tile.blocks_per_sm) * multiprocessors;
+}
+
+// Blocks of few keys that all run at once finish sooner than large ones: 12 % at batch 8 x 32 heads x 128 of head dim 64.
+inline bool mma_tile_runs_at_once(const MmaTile& tile, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int multiprocessors) {
+    return seqlen_k <= 256 && (seqlen_q + tile.block_m - 1) / tile.block_m * heads <= int64_t(tile.blocks_per_sm) * multiprocessors;
+}
+
+// Which short calls with plain scores forward_mma_sm80 serves faster than forward_wgmma_sm90, whose blocks take 128 rows and longer to set
+// up. us on H200 in CUDA graphs, bf16, full, batch x heads x seqlen, wgmma_sm90 -> mma_sm80 (beside them the best of cuDNN and FA2):
+//     head dim 64      1 x 32 x 16    5.2 -> 3.1 (5.9)    8 x 32 x 64     9.3 -> 6.2 (8.4)    32 x 32 x 64   23.9 -> 13.4 (22.0)
+//                      1 x 32 x 256   7.7 -> 6.8 (7.9)    8 x 32 x 128   10.0 -> 9.7 (9.1)    32 x 32 x 128  24.2 -> 30.9 (22.1)
+//     head dim 128     1 x 16 x 16    6.4 -> 3.4 (5.0)    8 x 16 x 64     8.4 -> 6.3 (6.9)    32 x 16 x 64   18.2 -> 15.9 (16.5)
+//                      1 x 16 x 256   9.0 -> 8.4 (9.3)    8 x 16 x 128    9.9 -> 9.8 (9.7)    4 x 16 x 256   10.6 -> 12.6 (10.8)
+inline bool mma_is_faster_than_wgmma(int headdim, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int multiprocessors) {
+    const int64_t blocks = (seqlen_q + 63) / 64 * heads, steps = (seqlen_k + 63) / 64;
+    if (headdim > 128) return seqlen_q <= 32 && seqlen_k <= 32;  // 6.1 -> 4.6; at 64 rows they are equal
+    if (seqlen_q <= 64 && steps <= 4) return true;  // half of a block of 128 rows is padding: 16 x 256, 32 x 32 heads, 29.5 -> 22.2
+    if (steps <= 2) return blocks <= int64_t(mma_tile(headdim, headdim, MmaSm::k99).blocks_per_sm) * multiprocessors;
+    if (steps <= 4) return blocks <= multiprocessors;
+    return headdim <= 64 && steps <= 8 && 2 * blocks <= multiprocessors;  // 1 x 4 x 512: 9.7 -> 9.2
 }
 
 // Query heads whose tiles run side by side: heads are taken in sections, so that the K and V of a section are read from memory once and

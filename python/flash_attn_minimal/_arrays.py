@@ -82,9 +82,10 @@ class Door:
     plain: type | None = None  # the framework's array class itself; subclasses take the long way
     address: Callable[[Any], int]  # of the first element; a RuntimeError when there is none
 
-    def describe(self, array: Any) -> Any:
-        """Everything that `view` reads but the address, hashable: two arrays with equal descriptions pass, or fail, the
-        same checks. None: such an array has no shortcut. No reference to the array is kept in it."""
+    def describe(self, q: Any, k: Any, v: Any, out: Any) -> tuple | None:
+        """Everything that `view` reads of arrays of the plain class (out may be None) but the address, hashable: arrays
+        with equal descriptions pass, or fail, the same checks. None: such arrays have no shortcut. No reference to an
+        array is kept in it."""
         return None
 
     def maker(self, like: View, result: View) -> Callable[[Any], Any]:
@@ -122,7 +123,11 @@ class NumpyDoor(Door):
     name = "NumPy"
     plain = np.ndarray
     address = operator.attrgetter("ctypes.data")
-    describe = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
+    _facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
+
+    def describe(self, q, k, v, out):
+        facts = self._facts
+        return facts(q), facts(k), facts(v), None if out is None else facts(out)
 
     def maker(self, like, result):
         shape, dtype = result.shape, result.owner.dtype
@@ -165,11 +170,20 @@ class TorchDoor(Door):
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)
 
-    def describe(self, array):
+    def describe(self, q, k, v, out):  # written out: a call for each tensor costs as much as three of its attributes
         try:
-            if array.requires_grad or array.is_neg():
+            if q.requires_grad or k.requires_grad or v.requires_grad or q.is_neg() or k.is_neg() or v.is_neg():
                 return None
-            return array.dtype, array.shape, array.stride(), array.device
+            if out is None:
+                about_out = None
+            elif out.requires_grad or out.is_neg():
+                return None
+            else:
+                about_out = out.dtype, out.shape, out.stride(), out.device
+            return (
+                q.dtype, q.shape, q.stride(), q.device, k.dtype, k.shape, k.stride(), k.device,
+                v.dtype, v.shape, v.stride(), v.device, about_out,
+            )  # fmt: skip
         except RuntimeError:  # no strides; a layout that has them and is not strided has no address
             return None
 
@@ -217,7 +231,7 @@ class TorchDoor(Door):
 class CupyDoor(Door):
     name = "CuPy"
     address = operator.attrgetter("data.ptr")
-    describe = operator.attrgetter("dtype", "shape", "strides", "data.device_id")
+    _facts = operator.attrgetter("dtype", "shape", "strides", "data.device_id")
 
     def __init__(self, cupy):
         self.cupy = cupy
@@ -231,6 +245,10 @@ class CupyDoor(Door):
         return View(
             array, self, memory.ptr, array.shape, strides, _numpy_dtype_name(dtype, name), CUDA, memory.device_id, True
         )
+
+    def describe(self, q, k, v, out):
+        facts = self._facts
+        return facts(q), facts(k), facts(v), None if out is None else facts(out)
 
     def maker(self, like, result):
         index, shape, dtype = result.index, result.shape, result.owner.dtype
@@ -595,14 +613,6 @@ def _find_door(array: Any, name: str) -> Door:
         f"{name} is a {kind.__module__}.{kind.__qualname__}: expected an array of NumPy, PyTorch, CuPy, JAX or Numba, "
         "or one with __cuda_array_interface__ or DLPack"
     )
-
-
-def common_door(q: Any, k: Any, v: Any, out: Any) -> Door | None:
-    """The door of arrays that are all of one framework's own class (out may be None), when that door has a shortcut."""
-    door = _doors.get(type(q))
-    if door is not None and door.plain is type(q) is type(k) is type(v) and (out is None or type(out) is type(q)):
-        return door
-    return None
 
 
 def view(array: Any, name: str) -> View:

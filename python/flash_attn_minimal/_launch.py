@@ -6,6 +6,7 @@ import ctypes as ct
 import struct
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from . import _arrays
 from ._arrays import View
@@ -82,11 +83,10 @@ def _with_workspace(
 # fills in the addresses, allocates and launches. What is not plain, and what does not fit, takes the long way, which
 # knows the error texts. A new option of flash_attn_func belongs in its test for plain calls, or in the signature.
 #
-# Host time of a small call on an H200 machine, PyTorch (CuPy), microseconds, medians of 749 rounds:
+# Host time of a small call on an H200 machine, PyTorch (CuPy), microseconds, medians of one process:
 #
-#     the long way   22.7 (22.6)
-#     the shortcut   13.9 (13.6): signature and look-up 3.1, output 2.0 (2.9), library with its launch 5.8, the rest 3.0
-#     with out=      12.0 (10.3)
+#     the shortcut   12.2 (12.8): signature and look-up 2.4 (1.5), output 1.7 (2.2), library and launch 5, the rest 3
+#     with out=      10.3 (9.8)
 
 _VARYING = ("q_data", "k_data", "v_data", "out_data", "lse", "workspace", "workspace_bytes")
 
@@ -107,15 +107,17 @@ _PACKED_ARGS, _GAPS = _packing()
 _pack_args = _PACKED_ARGS.pack
 _MOST_REPEATS = 1024  # signatures kept, some 2 KB each; then the table starts afresh
 _REPEATED_SCRATCH = 4096  # bytes; a call that needs more on the GPU has work enough to hide the long way
-_repeats: dict[tuple, _Repeat | None] = {}  # None: seen once
+_repeats: dict[tuple, Callable | None] = {}  # None: seen once
 
 
 def _signature(q, k, v, out, causal, softmax_scale, window_size, return_lse, num_threads) -> tuple | None:
     """All that decides about a call but the addresses, or None for a call that takes the long way. Types are as strict
     as they are because equal keys need not be equally legal (1 == 1.0), and an array may change under its own hash."""
-    door = _arrays.common_door(q, k, v, out)
+    kind = type(q)
+    door = _arrays._doors.get(kind)
     if (
         door is None
+        or not (door.plain is kind is type(k) is type(v) and (out is None or type(out) is kind))
         or not (causal is True or causal is False)
         or not (return_lse is True or return_lse is False)
         or not (softmax_scale is None or type(softmax_scale) is float)
@@ -123,85 +125,76 @@ def _signature(q, k, v, out, causal, softmax_scale, window_size, return_lse, num
         or type(num_threads) is not int
     ):
         return None
-    describe = door.describe
-    about_q, about_k, about_v = describe(q), describe(k), describe(v)
-    about_out = describe(out) if out is not None else ()
-    if about_q is None or about_k is None or about_v is None or about_out is None:
-        return None
-    return (
-        door, about_q, about_k, about_v, about_out, causal, softmax_scale, window_size, return_lse, num_threads
-    )  # fmt: skip
+    about = door.describe(q, k, v, out)
+    return about and (door, about, causal, softmax_scale, window_size, return_lse, num_threads)
 
 
-class _Repeat:
-    """What calls of one signature share. Never changed once made, and holds no array: threads use it side by side."""
+def _repeat(
+    args: AttentionArgs, qv: View, out_view: View, lse_view: View | None, scratch: View | None
+) -> Callable[[Any, Any, Any, Any], Any]:
+    """The same call on other arrays: a function of q, k, v and out. What it holds never changes and is no array, so
+    threads use it side by side."""
+    door, on_cpu, index = qv.door, qv.device == CPU, qv.index
+    address, current_stream, forward = door.address, door.current_stream, load_packed_forward()
+    make_out = door.maker(qv, out_view)
+    make_lse = lse_view and door.maker(qv, lse_view)
+    make_scratch = scratch and door.maker(qv, scratch)
+    scratch_bytes = scratch.shape[0] if scratch else 0
+    filled = bytes(args)
+    head, q_strides, k_strides, v_strides, out_strides, options, nothing, tail = [filled[gap] for gap in _GAPS]
 
-    __slots__ = (
-        "address",
-        "make_out",
-        "make_lse",
-        "make_scratch",
-        "fixed",
-        "scratch_bytes",
-        "on_cpu",
-        "index",
-        "stream",
-        "forward",
-    )
-
-    def __init__(self, args: AttentionArgs, qv: View, out_view: View, lse_view: View | None, scratch: View | None):
-        door, filled = qv.door, bytes(args)
-        self.address = door.address
-        self.make_out = door.maker(qv, out_view)
-        self.make_lse = lse_view and door.maker(qv, lse_view)
-        self.make_scratch = scratch and door.maker(qv, scratch)
-        self.scratch_bytes = scratch.shape[0] if scratch else 0
-        self.fixed = [filled[gap] for gap in _GAPS]
-        self.on_cpu, self.index, self.stream = qv.device == CPU, qv.index, door.current_stream
-        self.forward = load_packed_forward()
-
-    def call(self, q, k, v, out):
-        """Launches, and returns what flash_attn_func returns; None sends the caller the long way instead."""
-        address = self.address
+    def call(q, k, v, out):
         try:
             at_q, at_k, at_v = address(q), address(k), address(v)
-            result = out if out is not None else self.make_out(q)
-            at_out = address(result)
+            if out is None:
+                result = make_out(q)
+                at_out = address(result)
+            else:
+                result, at_out = out, address(out)
+                if at_out == at_q or at_out == at_k or at_out == at_v:
+                    return None
         except RuntimeError:
             return None
-        if out is not None and (at_out == at_q or at_out == at_k or at_out == at_v):
-            return None
-        lse, at_lse = None, 0
-        if self.make_lse:
-            lse = self.make_lse(q)
+        at_lse = at_scratch = stream = None
+        size = scratch_bytes
+        if make_lse:
+            lse = make_lse(q)
             at_lse = address(lse)
-        if self.on_cpu:
-            stream, at_scratch, scratch_bytes = None, _scratch.address, _scratch.size
+        if on_cpu:
+            at_scratch, size = _scratch.address, _scratch.size
         else:
-            stream, at_scratch, scratch_bytes = self.stream(self.index), 0, self.scratch_bytes
-            if scratch_bytes:  # from the caller's allocator, which knows about streams and graph captures
-                scratch = self.make_scratch(q)
+            stream = current_stream(index)
+            if size:  # from the caller's allocator, which knows about streams and graph captures
+                scratch = make_scratch(q)
                 at_scratch = address(scratch)
-        head, q_strides, k_strides, v_strides, out_strides, options, nothing, tail = self.fixed
-        args = _pack_args(
-            head, at_q, q_strides, at_k, k_strides, at_v, v_strides, at_out, out_strides, at_lse,
-            options, at_scratch, nothing, scratch_bytes, tail,
+        status = forward(
+            _pack_args(
+                head, at_q, q_strides, at_k, k_strides, at_v, v_strides, at_out, out_strides, at_lse or 0,
+                options, at_scratch or 0, nothing, size, tail,
+            ),
+            stream,
         )  # fmt: skip
-        status = self.forward(args, stream)
         if status != OK:
             if status == WORKSPACE_TOO_SMALL:  # another kernel than last time, or this thread's first call
                 return None
             raise failure(status)
-        return result if lse is None else (result, lse)
+        return (result, lse) if make_lse else result
+
+    return call
 
 
 def _remember(
-    signature: tuple, args: AttentionArgs, qv: View, out_view: View, lse_view: View | None, scratch: View | None
+    signature: tuple,
+    args: AttentionArgs,
+    qv: View,
+    out_view: View,
+    lse_view: View | None,
+    scratch: View | None,
 ) -> None:
-    """For the next call of this signature; this one has been launched. Making a _Repeat costs some 3 us, so it waits
+    """For the next call of this signature; this one has been launched. Making a repeat costs some 3 us, so it waits
     for a signature's second call: a decoder's cache that grows has a new one at every step."""
     if scratch and scratch.shape[0] > _REPEATED_SCRATCH:
         return
     if len(_repeats) >= _MOST_REPEATS and signature not in _repeats:
         _repeats.clear()
-    _repeats[signature] = _Repeat(args, qv, out_view, lse_view, scratch) if signature in _repeats else None
+    _repeats[signature] = _repeat(args, qv, out_view, lse_view, scratch) if signature in _repeats else None

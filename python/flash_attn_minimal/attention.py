@@ -170,8 +170,8 @@ def flash_attn_func(
         and dropout_p == softcap == dropout_offset == 0
     ):
         signature = _signature(q, k, v, out, causal, softmax_scale, window_size, return_lse, num_threads)
-        repeat = _repeats.get(signature) if signature else None
-        results = repeat.call(q, k, v, out) if repeat else None
+        repeat = _repeats.get(signature)
+        results = repeat(q, k, v, out) if repeat else None
         if results is not None:
             return results
     options = (
