@@ -4,7 +4,7 @@
 //
 //     producer, warp 0      Q -> q;  K tiles -> ring k;  V tiles -> ring v, as they lie in memory: a row for each key
 //     transposer, warps 1-3 ring v -> ring vt: a row for each head dim, keys along it, for 8-bit products know no other order
-//     consumers             S(n) = Q K(n)^T, O += P(n+1) V(n+1), softmax(n) -> P(n) in e4m3
+//     consumers             S(n) = Q K(n)^T, P(n+1) V(n+1), softmax(n) -> P(n) in e4m3; P V of a few tiles -> O, in float
 //
 //     v_full: the copy has landed     v_empty, vt_full: one arrival per transposer warp     vt_empty, k_empty: one per consumer warp
 //
@@ -15,12 +15,13 @@
 // P is at most 448, e4m3's largest number, and below 2^-9 there is nothing, so the lazy maximum m stands 2^6 below the largest score of
 // the first tile: P reaches 64, a row may rise by 2^2.75 before O is rescaled, and 2^-16 of the maximum still counts. The largest P is then
 // no power of two, and rounding it would tilt rows that one key dominates; so out = O / (sum of P as rounded), which the tensor cores
-// take with a column of ones, afresh for every tile. lse has the sum before rounding. The factors of q and k belong to the exponential's
-// scale, that of v to the last division.
+// take with a column of ones, over the tiles that P V is summed over. lse has the sum before rounding. The factors of q and k belong to the
+// exponential's scale, that of v to the last division.
 //
-// The tensor cores cut every product off at 2^-13 of the sum it joins. For values of either sign that cancels; where V has a mean mu,
-// out falls short: by 9 % of mu at 4k keys and 28 % at 16k when all keys count alike (measured). Where that matters, subtract V's mean
-// before quantising and add it to out.
+// The tensor cores cut every product off at 2^-13 of the sum it joins: summed there, out fell short of a mean of V by 8 % at 4k keys and
+// up to 56 % at 16k (measured). So a sum grows over at most three tiles and is promoted to O by float additions, in the way that the
+// registers of the plan allow (Fp8Sum, tiles.h). What is lost of the mean then does not grow with the keys: with sums over 128, 256 and 384
+// keys 0.1, 0.2 and 0.3 % (measured, ordinary scores); rounding out to bfloat16 takes up to 0.4 %.
 //
 // Bound by the softmax at head dim 64, where the exponentials alone take twice the tensor cores' time, and at 128, as long; at 256 by the
 // tensor cores and shared memory.
@@ -43,7 +44,10 @@ struct alignas(1024) Fp8Smem {
     uint8_t k[kPlan.k_stages][kPlan.block_n * kPlan.columns()];
     uint8_t v[kPlan.v_stages][kPlan.block_n * kPlan.columns()];
     uint8_t vt[kPlan.v_stages][kPlan.headdim * kPlan.keys()];
-    uint8_t ones[1024];  // eight rows of a chunk: what sums P
+    static constexpr bool kShared = kPlan.sum == Fp8Sum::kShared;
+    float4 o[kPlan.warpgroups][kShared ? kPlan.headdim / 8 : 1]
+            [kShared ? 128 : 1];  // Fp8Sum::kShared: a thread's registers lie 2 KiB apart
+    uint8_t ones[1024];           // eight rows of a chunk: what sums P
     uint64_t q_full, q_empty;
     uint64_t k_full[kPlan.k_stages], k_empty[kPlan.k_stages], v_full[kPlan.v_stages], v_empty[kPlan.v_stages];
     uint64_t vt_full[kPlan.v_stages], vt_empty[kPlan.v_stages];
@@ -233,13 +237,20 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
     setmaxnreg_inc<kPlan.consumer_registers()>();
     constexpr float kLn2 = 0.6931471805599453f;
     constexpr float kOffset = 6.0f, kRise = 2.75f;  // 2^8.75 = 431
+    constexpr int kStored = 16;                     // beside the count in `carried`
+    static_assert(kPlan.carry < kStored, "the count has four bits");
     const int wg = warpgroup - 1, warp = threadIdx.x % 128 / 32, g = lane / 4, quad = lane % 4;
     Ring k, v, work;  // v: the ring of V^T
     uint32_t q_phase = 0;
-    float s[kBlockN / 2], o[kD / 2];                  // row g + 8 r of the warp's 16: elements with i / 2 % 2 = r
-    float tile_sum[4], sum[2];                        // of P as rounded: 0, 1 and 2, 3 are rows g and g + 8 of one tile; all tiles so far
-    float m[2], l[2], alpha[2];                       // see the header; l: this thread's share of the row sum; alpha: what O is off by
-    uint32_t prob[kBlockN / 8];                       // P as A operand
+    constexpr bool kShared = kPlan.sum == Fp8Sum::kShared, kOverlap = kPlan.sum != Fp8Sum::kPieces;
+    constexpr int kPiece = kOverlap ? kD : 64, kPieces = kD / kPiece;
+    constexpr int kParts = kPieces < 2 ? 1 : 2, kPart = kShared ? 1 : kPiece / 2;
+    float part[kParts][kPart];        // P V on its way to O; kShared: in o, on its way to smem.o
+    float s[kBlockN / 2], o[kD / 2];  // row g + 8 r of the warp's 16: elements with i / 2 % 2 = r
+    float tile_sum[4], sum[2];        // of P as rounded: 0, 1 and 2, 3 are rows g and g + 8 of the tiles carried; of those promoted
+    float m[2], l[2], alpha[2];       // see the header; l: this thread's share of the row sum; alpha: what O is off by
+    int carried;                      // tiles in part (o) and tile_sum; kShared: + kStored once smem.o has something
+    uint32_t prob[kBlockN / 8];       // P as A operand
     uint32_t q_fragment[kQInRegisters ? kD / 8 : 1];  // Q as A operand
     const uint32_t slab = smem_q + wg * kSlabBytes;
     const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(smem_k, 16), desc_v = wgmma_descriptor(smem_vt, 16),
@@ -276,15 +287,55 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
             }
             wgmma_commit();
         };
-        const auto gemm_pv = [&] {  // O += P V
-            const uint64_t desc = desc_v + v.slot * descriptor_step(kVtBytes);
+        const auto tiles_carried = [&] { return kShared ? carried & (kStored - 1) : carried; };
+        float4* const stored = smem.o[wg][0] + threadIdx.x % 128;
+        const auto add_stored = [&] {
+            if (!(carried & kStored)) return;
+#pragma unroll
+            for (int i = 0; i < kD / 8; ++i) {
+                const float4 x = stored[i * 128];
+                o[4 * i] += x.x, o[4 * i + 1] += x.y, o[4 * i + 2] += x.z, o[4 * i + 3] += x.w;
+            }
+        };
+        const auto store = [&] {
+#pragma unroll
+            for (int i = 0; i < kD / 8; ++i) stored[i * 128] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+        };
+        const auto gemm_pv = [&](int piece) {  // its head dims of P V, on top of the tiles carried
+            const uint64_t desc = desc_v + v.slot * descriptor_step(kVtBytes) + descriptor_step(piece * kPiece * kChunkRowBytes);
+            const int some = tiles_carried();
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kBlockN / 32; ++i) {
-                wgmma_fp8_rs<kD>(o, prob + 4 * i, desc + descriptor_k_step(i, kD), 1);
-                wgmma_fp8_rs<8>(tile_sum, prob + 4 * i, desc_ones, i != 0);
+                const uint64_t keys = desc + descriptor_k_step(i, kD);
+                if constexpr (kShared) wgmma_fp8_rs<kPiece>(o, prob + 4 * i, keys, i != 0 ? 1 : some);
+                else wgmma_fp8_rs<kPiece>(part[piece % kParts], prob + 4 * i, keys, i != 0 ? 1 : some);
+                if (piece == kPieces - 1) wgmma_fp8_rs<8>(tile_sum, prob + 4 * i, desc_ones, i != 0 ? 1 : some);
             }
             wgmma_commit();
+        };
+        const auto wait_pv = [&](int piece) {
+            if constexpr (kShared) wgmma_wait<0>(o);
+            else if (piece + 1 < kPieces) wgmma_wait<1>(part[piece % kParts]);
+            else wgmma_wait<0>(part[piece % kParts]);
+        };
+        const auto promote = [&](int piece) {
+            if constexpr (kShared) add_stored(), store(), carried = kStored;
+            else {
+#pragma unroll
+                for (int i = 0; i < kPiece / 2; ++i) o[piece * kPiece / 2 + i] += part[piece % kParts][i];
+                carried = 0;
+            }
+            if (piece == kPieces - 1) hold(tile_sum[0]), hold(tile_sum[2]), sum[0] += tile_sum[0], sum[1] += tile_sum[2];
+        };
+        const auto multiply_pv = [&] {  // P V; all but its last piece is promoted
+            gemm_pv(0);
+#pragma unroll
+            for (int piece = 0; piece < kPieces; ++piece) {
+                if (piece + 1 < kPieces) gemm_pv(piece + 1);
+                wait_pv(piece);
+                if (piece + 1 < kPieces) promote(piece);
+            }
         };
         const auto mask = [&] {
             if (n < right_tile) return;
@@ -315,14 +366,22 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
             l[0] += share[0], l[1] += share[1];
             return moved;
         };
-        const auto take_sum = [&] {
-            hold(tile_sum[0]), hold(tile_sum[2]);
-            sum[0] += tile_sum[0], sum[1] += tile_sum[2];
-        };
-        const auto rescale_o = [&] {
+        const auto rescale_o = [&] {  // and what is on its way there
             sum[0] *= alpha[0], sum[1] *= alpha[1];
 #pragma unroll
             for (int i = 0; i < kD / 2; ++i) o[i] *= alpha[i / 2 % 2];
+            if constexpr (kShared) {
+                tile_sum[0] *= alpha[0], tile_sum[2] *= alpha[1];
+#pragma unroll 4
+                for (int i = 0; i < (carried & kStored ? kD / 8 : 0); ++i) {
+                    const float4 x = stored[i * 128];
+                    stored[i * 128] = make_float4(x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]);
+                }
+            } else if (carried) {
+                tile_sum[0] *= alpha[0], tile_sum[2] *= alpha[1];
+#pragma unroll
+                for (int i = 0; i < kPart; ++i) part[0][i] *= alpha[i / 2 % 2];
+            }
         };
         const auto convert_p = [&] {
 #pragma unroll
@@ -332,6 +391,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
 #pragma unroll
         for (int i = 0; i < kD / 2; ++i) o[i] = 0.0f;
         sum[0] = sum[1] = 0.0f;
+        carried = 0;
         mbarrier_wait(q_full, q_phase);
         q_phase ^= 1;
         if constexpr (kQInRegisters) {
@@ -354,27 +414,40 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
 #pragma unroll 1
         for (--n; n >= first_tile; --n) {
             mbarrier_wait(k_full + 8 * k.slot, k.phase);
-            take_turn();
-            gemm_qk();  // S(n)
-            mbarrier_wait(vt_full + 8 * v.slot, v.phase);
-            gemm_pv();  // O += P(n + 1) V(n + 1)
-            give_turn();
-            wgmma_wait<1>(s);
+            if constexpr (kOverlap) {
+                take_turn();
+                gemm_qk();  // S(n)
+                mbarrier_wait(vt_full + 8 * v.slot, v.phase);
+                gemm_pv(0);  // P(n + 1) V(n + 1)
+                give_turn();
+                wgmma_wait<1>(s);
+            } else {
+                mbarrier_wait(vt_full + 8 * v.slot, v.phase);
+                multiply_pv();
+                gemm_qk();
+                release(vt_empty, v, kPlan.v_stages);
+                promote(kPieces - 1);
+                wgmma_wait<0>(s);
+            }
             release(k_empty, k, kPlan.k_stages);
             mask();
             const bool moved = softmax(false);
-            wgmma_wait<0>(o);
-            release(vt_empty, v, kPlan.v_stages);
-            take_sum();
+            if constexpr (kOverlap) {
+                wait_pv(0);
+                release(vt_empty, v, kPlan.v_stages);
+                ++carried;
+                if (tiles_carried() == kPlan.carry) promote(0);
+            }
             convert_p();  // not before the wait: P(n + 1) was still being read
             if (moved) rescale_o();
         }
         if (!kQInRegisters && lane == 0) mbarrier_arrive(q_empty);  // the next Q arrives during the last product and the epilogue
         mbarrier_wait(vt_full + 8 * v.slot, v.phase);
-        gemm_pv();
-        wgmma_wait<0>(o);
+        multiply_pv();
         release(vt_empty, v, kPlan.v_stages);
-        take_sum();
+        if constexpr (kShared) add_stored();
+        else promote(kPieces - 1);
+        if constexpr (kShared) hold(tile_sum[0]), hold(tile_sum[2]), sum[0] += tile_sum[0], sum[1] += tile_sum[2];
 
         // ---- out = O / l, lse = ln(l) + m ----
         const int row = w.row0 + wg * 64 + warp * 16 + g;

@@ -152,6 +152,13 @@ inline void wgmma_sections(const AttentionParams& p, int m_blocks, int multiproc
 
 enum class Fp8PlanId { kD64Short, kD64Long, kD128Short, kD128Long, kD256 };
 
+// The tensor cores cut every 8-bit product off at 2^-13 of the sum it joins, so sums over a few tiles are promoted to O in float.
+enum class Fp8Sum {
+    kPieces,     // 64 head dims at a time, to registers that S leaves: the product has to wait for the softmax and S for the product
+    kRegisters,  // to registers of their own, under the softmax of the next tile
+    kShared      // to O's registers, likewise, and from there to shared memory, which keeps O
+};
+
 struct Fp8Plan {
     int headdim;             // the largest of q, k and v that it serves; smaller ones are padded with zeros by the copy engine
     int block_n;             // keys per tile
@@ -159,11 +166,13 @@ struct Fp8Plan {
     int k_stages, v_stages;  // tiles of K in flight; of V, and of V^T
     bool ping_pong;
     bool q_in_registers;
+    Fp8Sum sum;
+    int carry;  // tiles whose P V the tensor cores sum before it is promoted
 
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 127) / 128 * 128; }  // of Q, K, V in shared memory: chunks of 128
-    // Of the block's 64 Ki registers: 168 x 384 threads or 128 x 512.
-    FA_HOST_DEVICE constexpr int consumer_registers() const { return warpgroups == 3 ? 160 : block_n * headdim >= 128 * 256 ? 240 : 232; }
+    // Of the block's 64 Ki registers: 168 x 384 threads or 128 x 512. 128 keys at head dim 128 and 256 take 240, leaving the producer 24.
+    FA_HOST_DEVICE constexpr int consumer_registers() const { return warpgroups == 3 ? 160 : headdim >= 128 ? 240 : 232; }
     FA_HOST_DEVICE constexpr int producer_registers() const { return warpgroups == 3 ? 32 : 504 - 2 * consumer_registers(); }
     FA_HOST_DEVICE constexpr int keys() const { return (block_n + 127) / 128 * 128; }  // of V^T, likewise
 };
@@ -172,15 +181,17 @@ struct Fp8Plan {
 FA_HOST_DEVICE constexpr Fp8Plan fp8_plan(Fp8PlanId id) {
     switch (id) {
         // Short items start and end sooner with two warpgroups, and need no turns: 9 .. 10 % over the long plan up to 1k causal.
-        case Fp8PlanId::kD64Short: return {64, 128, 2, 4, 3, false, true};
+        // Promotion every three tiles costs 0 .. 5 % at head dim 64; sums in registers leave the long plan no overlap: 3 .. 11 %.
+        case Fp8PlanId::kD64Short: return {64, 128, 2, 4, 3, false, true, Fp8Sum::kShared, 3};
         // 192 rows share a tile's transposition: 11 .. 28 % over 128 rows from 2k on. 160 keys serialise the products (C7512).
-        case Fp8PlanId::kD64Long: return {64, 128, 3, 4, 3, true, true};
-        // As at 64: 10 .. 25 % over the long plan up to 1k.
-        case Fp8PlanId::kD128Short: return {128, 128, 2, 4, 3, false, true};
-        // 96 keys are what 160 registers hold beside 64 of O: 7 .. 11 % over 128 x 128 from 4k on.
-        case Fp8PlanId::kD128Long: return {128, 96, 3, 4, 3, true, false};
-        // 128 keys take 240 registers and leave the producer 24: 3 .. 15 % over 96. Turns make no difference.
-        case Fp8PlanId::kD256: return {256, 128, 2, 2, 2, false, false};
+        case Fp8PlanId::kD64Long: return {64, 128, 3, 4, 3, true, true, Fp8Sum::kShared, 3};
+        // Room for Q in registers, so that the next item's first product runs under the epilogue. Promotion: 1 .. 10 %.
+        case Fp8PlanId::kD128Short: return {128, 128, 2, 4, 3, false, true, Fp8Sum::kPieces, 1};
+        // Three warpgroups of 160 registers have none for the sum. Without promotion they are 7 .. 15 % faster; by way of shared memory
+        // they lose as much. Turns: -1 .. -4 %.
+        case Fp8PlanId::kD128Long: return {128, 128, 2, 4, 3, false, false, Fp8Sum::kRegisters, 2};
+        // Turns make no difference. Promotion: 8 .. 12 %.
+        case Fp8PlanId::kD256: return {256, 128, 2, 2, 2, false, false, Fp8Sum::kPieces, 1};
     }
     return {};
 }

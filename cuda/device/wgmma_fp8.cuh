@@ -77,19 +77,17 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t shared, uint32_t d0, uint32
 // d (64 x N) = A (64 x 32) B (32 x N), plus d when accumulate; A and B in shared memory.
 template <int kN>
 __device__ __forceinline__ void wgmma_fp8_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-    static_assert(kN == 96 || kN == 128, "add this N");
-    FA_WGMMA_SS(96, 48, 48, 49, 50)
+    static_assert(kN == 128, "add this N");
     FA_WGMMA_SS(128, 64, 64, 65, 66)
 }
 
 // The same with A in registers.
 template <int kN>
 __device__ __forceinline__ void wgmma_fp8_rs(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate) {
-    static_assert(kN == 8 || kN == 64 || kN == 128 || kN == 256, "add this N");
+    static_assert(kN == 8 || kN == 64 || kN == 128, "add this N");
     FA_WGMMA_RS(8, 4, 4, 5, 6, 7, 8, 9)
     FA_WGMMA_RS(64, 32, 32, 33, 34, 35, 36, 37)
     FA_WGMMA_RS(128, 64, 64, 65, 66, 67, 68, 69)
-    FA_WGMMA_RS(256, 128, 128, 129, 130, 131, 132, 133)
 }
 
 #undef FA_WGMMA_SS
