@@ -196,6 +196,7 @@ private:
         }
         EXPECT(complaints.empty(), "%s", complaints.c_str());
         if (answered > 0) return;
+        if (c.dtype == FA_FLOAT8_E4M3) throw Skip("no kernel of this device takes float8_e4m3");
         if (options_.kernel.empty()) throw Failure("no kernel serves it: " + refusal);
         throw Skip("kernel " + options_.kernel + " does not serve it");
     }

@@ -37,6 +37,13 @@ inline void known_answers(const Context&) {
                    encode16(dtype, x));
             EXPECT(std::isinf(x) || round_fast(dtype, x) == x, "%s: %g is not its own rounding", dtype_name(dtype), x);
         }
+    for (uint32_t bits = 0; bits < 256; ++bits) {
+        const float x = decode8(uint8_t(bits));
+        if (!std::isnan(x))
+            EXPECT(encode8(x) == bits && round_fast(FA_FLOAT8_E4M3, x) == x, "e4m3 %02x decodes to %g, which encodes to %02x", bits, x,
+                   encode8(x));
+    }
+    EXPECT(decode8(0x7E) == 448 && encode8(1000) == 0x7E && encode8(0x1p-10) == 0 && encode8(0x1.8p-10) == 1, "e4m3's ends are wrong");
     EXPECT(round_to(FA_BFLOAT16, 1 + 0x1p-8) == 1 && round_to(FA_FLOAT16, 1 + 3 * 0x1p-11) == 1 + 0x1p-9, "ties do not go to even");
 }
 

@@ -40,6 +40,7 @@ struct Case {
     bool bias_is_fp32 = false, bias_has_infinities = false;
     Mask mask = Mask::kNone;
     int sinks = 0;  // 1: ordinary ones, 2: some -inf
+    bool allow_tf32 = false;
     float dropout_p = 0;
     uint64_t dropout_seed = 0, dropout_offset = 0;
     Layout layout = Layout::kContiguous;
@@ -162,6 +163,16 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
         c.nheads = 4, c.causal = true, c.softcap = 3, c.alibi = 2, c.bias = 1, c.mask = Mask::kHoles, c.sinks = 1;
         c.dropout_p = 0.3f, c.dropout_seed = 1234567890123456789u, c.dropout_offset = 42;
     };
+    for (const int32_t dim : {64, 128, 256})  // one tile and a part, and enough of them to be promoted
+        for (const int64_t keys : {150, 950}) {
+            t.add("tiny/float8", shape(70, keys, dim, FA_FLOAT8_E4M3), heads(2, 1));
+            t.add("tiny/float8_causal", shape(70, keys, dim, FA_FLOAT8_E4M3), causal);
+        }
+    t.add("tiny/float8", shape(70, 1100, 128, FA_FLOAT8_E4M3), heads(2, 1));  // head dim 128 has a plan of its own beyond 1024 keys
+    for (const int32_t dim : {33, 64, 96, 128, 192, 256}) {
+        t.add("tiny/tf32", shape(70, 90, dim, FA_FLOAT32), [](Case& c) { c.allow_tf32 = true; });
+        t.add("tiny/tf32_causal", shape(70, 90, dim, FA_FLOAT32), [](Case& c) { c.allow_tf32 = c.causal = true, c.softcap = 3; });
+    }
     t.add("tiny/everything", shape(33, 35, 24, FA_FLOAT32), everything);
     t.add("tiny/everything", shape(33, 35, 24, FA_BFLOAT16), everything);
     const auto lengths = [](std::vector<int32_t> q, std::vector<int32_t> k) { return [=](Case& c) { c.lengths_q = q, c.lengths_k = k; }; };

@@ -1,4 +1,4 @@
-// numbers.h: 16-bit floats, random numbers and Philox for the native tests. Written apart from the library, from the formats'
+// numbers.h: 16- and 8-bit floats, random numbers and Philox for the native tests. Written apart from the library, from the formats'
 // definitions: where two implementations agree bit for bit, both are probably right.
 #pragma once
 
@@ -12,18 +12,26 @@
 
 inline size_t element_size(int32_t dtype) { return dtype == FA_FLOAT32 ? 4 : dtype == FA_FLOAT8_E4M3 ? 1 : 2; }
 
-inline const char* dtype_name(int32_t dtype) { return dtype == FA_FLOAT32 ? "fp32" : dtype == FA_FLOAT16 ? "fp16" : "bf16"; }
+constexpr int32_t kTf32 = 99;  // what tf32 tensor cores make of an operand: never an array's dtype
 
-inline int significand_bits(int32_t dtype) { return dtype == FA_FLOAT32 ? 24 : dtype == FA_FLOAT16 ? 11 : 8; }
+inline const char* dtype_name(int32_t dtype) {
+    return dtype == FA_FLOAT32 ? "fp32" : dtype == FA_FLOAT16 ? "fp16" : dtype == FA_BFLOAT16 ? "bf16" : "e4m3";
+}
+
+inline int significand_bits(int32_t dtype) {
+    return dtype == FA_FLOAT32 ? 24 : dtype == FA_FLOAT16 || dtype == kTf32 ? 11 : dtype == FA_BFLOAT16 ? 8 : 4;
+}
 
 // The nearest value of the format, ties to even: scale one unit in the last place to 1, round, scale back.
 inline double round_to(int32_t dtype, double x) {
     if (x == 0 || !std::isfinite(x)) return x;
-    const int precision = significand_bits(dtype), smallest = dtype == FA_FLOAT16 ? -14 : -126, largest = dtype == FA_FLOAT16 ? 15 : 127;
+    const bool half = dtype == FA_FLOAT16, e4m3 = dtype == FA_FLOAT8_E4M3;
+    const int precision = significand_bits(dtype), smallest = half ? -14 : e4m3 ? -6 : -126, largest = half ? 15 : 127;
     int exponent;
     std::frexp(x, &exponent);  // 2^(exponent - 1) <= |x| < 2^exponent
     const int ulp = std::max(exponent - 1, smallest) - (precision - 1);
     const double rounded = std::ldexp(std::nearbyint(std::ldexp(x, -ulp)), ulp);
+    if (e4m3) return std::copysign(std::min(std::fabs(rounded), 448.0), x);  // it has no infinity: beyond its largest it saturates
     return std::fabs(rounded) >= std::ldexp(1.0, largest + 1) ? std::copysign(INFINITY, x) : rounded;
 }
 
@@ -43,7 +51,8 @@ inline float round_fast(int32_t dtype, float x) {
     const int cut = 24 - significand_bits(dtype);
     const float magnitude = std::fabs(x);
     if (cut == 0) return x;
-    if (!(magnitude > 1e-4f && magnitude < 6e4f)) return float(round_to(dtype, x));
+    const bool e4m3 = dtype == FA_FLOAT8_E4M3;
+    if (!(magnitude > (e4m3 ? 0x1p-6f : 1e-4f) && magnitude < (e4m3 ? 256.0f : 6e4f))) return float(round_to(dtype, x));
     const uint32_t bits = float_bits(x), half = (1u << (cut - 1)) - 1;
     return bits_float((bits + half + (bits >> cut & 1u)) & ~((1u << cut) - 1));
 }
@@ -68,12 +77,33 @@ inline float decode16(int32_t dtype, uint16_t bits) {
     return bits & 0x8000 ? -magnitude : magnitude;
 }
 
+// e4m3: sign, four bits of exponent with bias 7, three of fraction; both patterns with all exponent and fraction bits set are NaN.
+inline uint8_t encode8(double x) {
+    const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+    if (!std::isfinite(x)) return uint8_t(sign | 0x7F);
+    const double magnitude = std::fabs(round_to(FA_FLOAT8_E4M3, x));
+    if (magnitude < 0x1p-6) return uint8_t(sign | int(std::ldexp(magnitude, 9)));
+    int exponent;
+    const double fraction = std::frexp(magnitude, &exponent);  // [0.5, 1)
+    return uint8_t(sign | (exponent + 6) << 3 | (int(std::ldexp(fraction, 4)) - 8));
+}
+inline float decode8(uint8_t bits) {
+    const int exponent = bits >> 3 & 15, fraction = bits & 7;
+    const float magnitude = (bits & 0x7F) == 0x7F ? NAN
+                            : exponent == 0       ? std::ldexp(float(fraction), -9)
+                                                  : std::ldexp(float(fraction + 8), exponent - 10);
+    return bits & 0x80 ? -magnitude : magnitude;
+}
+
 inline void put(void* data, int64_t index, int32_t dtype, double value) {
     if (dtype == FA_FLOAT32) static_cast<float*>(data)[index] = float(value);
+    else if (dtype == FA_FLOAT8_E4M3) static_cast<uint8_t*>(data)[index] = encode8(value);
     else static_cast<uint16_t*>(data)[index] = encode16(dtype, value);
 }
 inline float get(const void* data, int64_t index, int32_t dtype) {
-    return dtype == FA_FLOAT32 ? static_cast<const float*>(data)[index] : decode16(dtype, static_cast<const uint16_t*>(data)[index]);
+    return dtype == FA_FLOAT32       ? static_cast<const float*>(data)[index]
+           : dtype == FA_FLOAT8_E4M3 ? decode8(static_cast<const uint8_t*>(data)[index])
+                                     : decode16(dtype, static_cast<const uint16_t*>(data)[index]);
 }
 
 inline uint64_t hash_name(const std::string& text) {

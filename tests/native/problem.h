@@ -6,10 +6,12 @@
 constexpr int64_t kGuard = 64;               // elements watched before and after an output
 constexpr uint32_t kCanary32 = 0x7FC0BEEFu;  // both are NaNs that no arithmetic produces
 constexpr uint16_t kCanary16 = 0x7FCDu;
+constexpr uint8_t kCanary8 = 0x7F;  // of inputs only
 
 inline void fill_with_canary(void* data, int64_t elements, size_t element) {
     for (int64_t i = 0; i < elements; ++i)
         if (element == 4) static_cast<uint32_t*>(data)[i] = kCanary32;
+        else if (element == 1) static_cast<uint8_t*>(data)[i] = kCanary8;
         else static_cast<uint16_t*>(data)[i] = kCanary16;
 }
 inline bool is_canary(const void* data, int64_t i, size_t element) {
@@ -93,7 +95,8 @@ public:
     Tensor q, k, v, out;
     std::vector<float> slopes, sinks;
     Scores bias, mask;
-    Buffer lse_device, slopes_device, sinks_device, cu_q_device, cu_k_device;
+    std::vector<float> q_descale, k_descale, v_descale;  // (batch, heads), when the inputs are float8
+    Buffer lse_device, descale_device[3], slopes_device, sinks_device, cu_q_device, cu_k_device;
     int64_t lse_elements = 0;
     int32_t bias_dtype = FA_FLOAT32;
     int32_t num_threads = 0;
@@ -116,7 +119,8 @@ public:
         q = Tensor(c.dtype, tensors, rows_q, c.nheads, c.headdim, c.layout, 0);
         k = Tensor(c.dtype, tensors, rows_k, c.nheads_k, c.headdim, c.layout, 0);
         v = Tensor(c.dtype, tensors, rows_k, c.nheads_k, c.dim_v(), c.layout, 0);
-        out = Tensor(c.dtype, tensors, rows_q, c.nheads, c.dim_v(), out_is_plain ? Layout::kContiguous : c.layout, kGuard);
+        const int32_t out_dtype = c.dtype == FA_FLOAT8_E4M3 ? int32_t(FA_BFLOAT16) : c.dtype;
+        out = Tensor(out_dtype, tensors, rows_q, c.nheads, c.dim_v(), out_is_plain ? Layout::kContiguous : c.layout, kGuard);
         q.fill(random, c.constant ? 0 : c.magnitude);
         k.fill(random, c.magnitude);
         v.fill(random, 1);
@@ -150,7 +154,7 @@ public:
 
     // Outputs back to the state in which every element is a canary.
     void reset() {
-        fill_with_canary(out.host.data(), out.elements(), element_size(c.dtype));
+        fill_with_canary(out.host.data(), out.elements(), element_size(out.dtype));
         out.device.upload(out.host.data());
         std::vector<uint32_t> lse(size_t(lse_elements + 2 * kGuard), kCanary32);
         lse_device.upload(lse.data());
@@ -178,12 +182,29 @@ public:
         a.causal = c.causal, a.top_left = c.top_left, a.has_window = c.has_window;
         a.window_left = c.window_left, a.window_right = c.window_right;
         a.dropout_p = c.dropout_p, a.dropout_seed = c.dropout_seed, a.dropout_offset = c.dropout_offset;
+        a.allow_tf32 = c.allow_tf32;
+        if (c.dtype == FA_FLOAT8_E4M3) {
+            a.q_descale = {descale_device[0].as<float>(), c.nheads, 1}, a.k_descale = {descale_device[1].as<float>(), c.nheads_k, 1};
+            a.v_descale = {descale_device[2].as<float>(), c.nheads_k, 1};
+        }
         a.num_threads = num_threads;
         return a;
     }
 
+    // What the value of an input counts as: float8 has a factor for every head of every sequence.
+    float descale(const std::vector<float>& factors, const Span& s, int64_t head) const {
+        return factors.empty() ? 1.0f : factors[size_t(s.index * int64_t(factors.size()) / c.batch + head)];
+    }
+
 private:
     void make_options(Random& random) {
+        if (c.dtype == FA_FLOAT8_E4M3)
+            for (int i = 0; i < 3; ++i) {
+                std::vector<float>& factors = i == 0 ? q_descale : i == 1 ? k_descale : v_descale;
+                for (int64_t h = 0; h < int64_t(c.batch) * (i == 0 ? c.nheads : c.nheads_k); ++h)
+                    factors.push_back(float(0.5 + random.uniform()));
+                descale_device[i] = Buffer(device, factors.data(), factors.size() * 4);
+            }
         if (c.alibi) {
             for (int64_t h = 0; h < c.nheads * (c.alibi == 2 ? c.batch : 1); ++h) slopes.push_back(float(std::exp2(-8 * random.uniform())));
             slopes_device = Buffer(device, slopes.data(), slopes.size() * 4);

@@ -37,11 +37,14 @@ public:
     HeadReference(const Problem& p, const Span& s, int64_t head)
         : p_(p), s_(s), head_(head), n_(s.k_rows), dropout_(p.c.dropout_p, p.c.dropout_seed, p.c.dropout_offset) {
         const int64_t head_k = head / (p.c.nheads / p.c.nheads_k);
+        score_descale_ = p.descale(p.q_descale, s, head) * p.descale(p.k_descale, s, head_k);
+        v_descale_ = p.descale(p.v_descale, s, head_k);
         k_transposed_.resize(size_t(p.c.headdim * n_)), v_.resize(size_t(p.c.dim_v() * n_)), p_row_.resize(size_t(n_));
         for (int64_t j = 0; j < n_; ++j) {
             for (int64_t d = 0; d < p.c.headdim; ++d)
-                k_transposed_[size_t(d * n_ + j)] = p.k.value(s.tensor_batch, s.k_begin + j, head_k, d);
-            for (int64_t d = 0; d < p.c.dim_v(); ++d) v_[size_t(j * p.c.dim_v() + d)] = p.v.value(s.tensor_batch, s.k_begin + j, head_k, d);
+                k_transposed_[size_t(d * n_ + j)] = operand(p.k.value(s.tensor_batch, s.k_begin + j, head_k, d));
+            for (int64_t d = 0; d < p.c.dim_v(); ++d)
+                v_[size_t(j * p.c.dim_v() + d)] = operand(p.v.value(s.tensor_batch, s.k_begin + j, head_k, d));
         }
     }
 
@@ -51,7 +54,7 @@ public:
         Real* score = p_row_.data();
         std::fill(p_row_.begin(), p_row_.end(), Real(0));
         for (int64_t d = 0; d < c.headdim; ++d) {
-            const Real q = p_.q.value(s_.tensor_batch, s_.q_begin + i, head_, d);
+            const Real q = operand(p_.q.value(s_.tensor_batch, s_.q_begin + i, head_, d));
             const Real* k = k_transposed_.data() + d * n_;
             for (int64_t j = 0; j < n_; ++j) score[j] += q * k[j];
         }
@@ -69,21 +72,26 @@ public:
         std::vector<Real> total(size_t(c.dim_v()), Real(0));
         for (int64_t j = 0; j < n_; ++j) {
             if (score[j] == 0 || (dropout_.on() && dropout_.drops(s_.index, head_, i, j))) continue;
-            const Real weight = rounded(score[j] / sum);
+            const Real weight = operand(score[j] / sum);
             for (int64_t d = 0; d < c.dim_v(); ++d) total[size_t(d)] += weight * v_[size_t(j * c.dim_v() + d)];
         }
         for (int64_t d = 0; d < c.dim_v(); ++d)
-            out[d] = rounded(dropout_.on() ? total[size_t(d)] * Real(dropout_.scale()) : total[size_t(d)]);
+            out[d] = rounded(v_descale_ * (dropout_.on() ? total[size_t(d)] * Real(dropout_.scale()) : total[size_t(d)]));
     }
 
 private:
     Real rounded(Real x) const {
         if constexpr (std::is_same_v<Real, double>) return x;
-        else return round_fast(p_.c.dtype, x);
+        else return round_fast(p_.out.dtype, x);
+    }
+    // What the products multiply: for inputs as they come this changes nothing but what tf32 drops.
+    Real operand(Real x) const {
+        if constexpr (std::is_same_v<Real, double>) return x;
+        else return round_fast(p_.c.allow_tf32 ? kTf32 : p_.c.dtype, x);
     }
     Real transformed(Real dot, int64_t i, int64_t j) const {
         const Case& c = p_.c;
-        Real s = dot * (c.has_scale ? Real(c.scale) : 1 / std::sqrt(Real(c.headdim)));
+        Real s = dot * score_descale_ * (c.has_scale ? Real(c.scale) : 1 / std::sqrt(Real(c.headdim)));
         if (c.softcap != 0) s = c.softcap * std::tanh(s / c.softcap);
         const int64_t aligned = c.top_left ? i : i + s_.k_rows - s_.q_rows;
         if (c.alibi) s -= p_.slopes[size_t(head_ + (c.alibi == 2 ? s_.index * c.nheads : 0))] * Real(std::abs(aligned - j));
@@ -95,6 +103,7 @@ private:
     const Span s_;
     const int64_t head_, n_;
     const Dropout dropout_;
+    Real score_descale_, v_descale_;
     std::vector<Real> k_transposed_, v_, p_row_;
 };
 
@@ -144,6 +153,8 @@ inline Answer solve(const Problem& p) {
     // A score of size s has no places below 2^-24 s in fp32: rounding it once more changes its probability by that part.
     a.out_budget = 2 * worst(a.out, a.plain_out) + kFloor + 0x1p-24 * largest_score * largest_out;
     a.lse_budget = 2 * worst(a.lse, a.plain_lse);
+    // 8-bit tensor cores cut scores off at 13 bits; and where the plain P of a row's largest score is 1, a kernel's may be rounded.
+    if (p.c.dtype == FA_FLOAT8_E4M3) a.out_budget += 0x1p-4 * largest_out, a.lse_budget += 1e-2;
     return a;
 }
 
@@ -172,7 +183,7 @@ inline Verdict judge(const Problem& p, const Answer& a) {
     const std::vector<unsigned char> out = p.out.device.bytes();
     const std::vector<unsigned char> lse_bytes = p.lse_device.bytes();
     const float* lse = reinterpret_cast<const float*>(lse_bytes.data()) + kGuard;
-    const size_t element = element_size(p.c.dtype);
+    const size_t element = element_size(p.out.dtype);
     std::vector<char> owned(size_t(p.out.elements()), 0);
     for (int64_t b = 0; b < p.q.batch; ++b)
         for (int64_t h = 0; h < a.heads; ++h)
@@ -195,8 +206,8 @@ inline Verdict judge(const Problem& p, const Answer& a) {
                     if (is_canary(out.data(), at, element)) {
                         complain("out" + place() + format("[d=%lld] was not written", (long long)d));
                     } else if (state == Row::kChecked) {
-                        const double got = get(out.data(), at, p.c.dtype), exact = a.out[size_t(a.out_at(b, h, i) + d)];
-                        const double budget = a.out_budget + half_ulp(p.c.dtype, exact);
+                        const double got = get(out.data(), at, p.out.dtype), exact = a.out[size_t(a.out_at(b, h, i) + d)];
+                        const double budget = a.out_budget + half_ulp(p.out.dtype, exact);
                         if (!within(got, exact, budget, &verdict.out_error, &verdict.out_ratio))
                             complain("out" + place() + format("[d=%lld]", (long long)d) + verdict_on(got, exact, budget));
                     }
@@ -214,7 +225,7 @@ inline Verdict judge(const Problem& p, const Answer& a) {
 inline bool untouched(const Problem& p) {
     const std::vector<unsigned char> out = p.out.device.bytes(), lse = p.lse_device.bytes();
     for (int64_t i = 0; i < p.out.elements(); ++i)
-        if (!is_canary(out.data(), i, element_size(p.c.dtype))) return false;
+        if (!is_canary(out.data(), i, element_size(p.out.dtype))) return false;
     for (size_t i = 0; i < lse.size() / 4; ++i)
         if (!is_canary(lse.data(), int64_t(i), 4)) return false;
     return true;
