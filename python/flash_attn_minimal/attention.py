@@ -125,8 +125,7 @@ def flash_attn_func(
         num_threads: for the CPU backend; 0 means $FLASH_ATTN_NUM_THREADS, else one per core.
         q_descale, k_descale, v_descale: what the float8_e4m3fn values of q, k and v are multiplied by, required for
             them and for no other dtype: float32, positive, broadcasting to (batch, nheads), (batch, nheads_k) and
-            (batch, nheads_k). The tensor cores sum such products in 14 bits: where V has a mean, thousands of keys lose
-            part of it (9 % at 4k), so subtract it first and add it to the output.
+            (batch, nheads_k).
         out_dtype: "bfloat16" or "float16" for float8_e4m3fn inputs; None means q's dtype, bfloat16 for these.
 
     The order is: scale, softcap, ALiBi, bias, mask, causal and window, sinks, dropout.
