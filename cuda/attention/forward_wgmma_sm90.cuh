@@ -202,7 +202,8 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     constexpr WgmmaPlan kPlan = wgmma_plan(kId);
     constexpr int kD = kPlan.headdim, kDV = kPlan.headdim_v, kBlockM = kPlan.block_m(), kBlockN = kPlan.block_n, kStages = kPlan.stages;
     constexpr int kWarpgroups = kPlan.warpgroups, kVPieces = kBlockN * kPlan.columns_v() / 8;
-    constexpr bool kGeneral = kPlan.general, kPingPong = kPlan.ping_pong, kQInRegisters = kPlan.q_in_registers;
+    constexpr bool kGeneral = kPlan.general, kPingPong = kPlan.ping_pong, kQInRegisters = kPlan.q_in_registers,
+                   kEarlyPack = kPlan.early_pack;
     constexpr uint32_t kSlabBytes = 64 * kPlan.columns() * 2, kKBytes = kBlockN * kPlan.columns() * 2,
                        kVBytes = kBlockN * kPlan.columns_v() * 2;
     static_assert(kBlockN % 16 == 0 && kD % 32 == 0 && kDV % 32 == 0, "whole steps of 16 and whole quads of column groups");
@@ -423,11 +424,18 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
                         if (s[i] != -INFINITY && at.row + i / 2 % 2 * 8 < at.seqlen_q) seen[i / 4 * 8 + i % 2] = 1;
                 }
         };
-        // Online softmax of the scores in s: S becomes P, l grows; returns whether O must be multiplied by alpha.
+        const auto convert_p = [&] {
+#pragma unroll
+            for (int i = 0; i < kBlockN / 4; ++i) prob[i] = pack_16<T>(s[2 * i], s[2 * i + 1]);
+        };
+        // Online softmax of the scores in s: S becomes P, l grows; returns whether O must be multiplied by alpha. With kEarlyPack prob
+        // is P too, and O includes the product before.
         const auto softmax = [&](bool first) -> bool {
             float sum[2];
             if (kSpeculative && !first && (!kExactMasked || n < right_tile)) {
+                if constexpr (kEarlyPack) wgmma_wait<0>(o);
                 exponentials(s, c, m, sum);
+                if constexpr (kEarlyPack) convert_p();
                 // NaN, infinities and rows without a maximum fail the test.
                 if (__all_sync(~0u, sum[0] < kLimit && sum[1] < kLimit && m[0] > -INFINITY && m[1] > -INFINITY)) {
                     l[0] += sum[0], l[1] += sum[1];
@@ -457,15 +465,15 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
             l[0] += sum[0], l[1] += sum[1];
             if constexpr (kGeneral)
                 if (p.dropout_threshold) drop_fragment(p, place(), quad, s);
+            if constexpr (kEarlyPack) {
+                wgmma_wait<0>(o);
+                convert_p();
+            }
             return moved;
         };
         const auto rescale_o = [&] {
 #pragma unroll
             for (int i = 0; i < kDV / 2; ++i) o[i] *= alpha[i / 2 % 2];
-        };
-        const auto convert_p = [&] {
-#pragma unroll
-            for (int i = 0; i < kBlockN / 4; ++i) prob[i] = pack_16<T>(s[2 * i], s[2 * i + 1]);
         };
         // Zeroes the rows of the V tile at hand for which hidden(row) holds. Every warpgroup may do it: they write the same zeros.
         const auto zero_v = [&](const auto& hidden) {
@@ -500,7 +508,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
         release(k_empty, k);
         prepare_scores();
         softmax(true);
-        convert_p();
+        if constexpr (!kEarlyPack) convert_p();
         zero_v_outside(n);
 #pragma unroll 1
         for (--n; n >= first_tile; --n) {
@@ -516,9 +524,9 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
             prepare_scores();
             const bool moved = softmax(false);
             if (kSpeculative) release(k_empty, k);
-            wgmma_wait<0>(o);
+            if constexpr (!kEarlyPack) wgmma_wait<0>(o);
             release(v_empty, v);
-            convert_p();  // not before the wait: P(n + 1) was still being read
+            if constexpr (!kEarlyPack) convert_p();  // not before the wait: P(n + 1) was still being read
             if (moved) rescale_o();
         }
         if (!kQInRegisters && lane == 0) mbarrier_arrive(q_empty);  // the next Q arrives during the last product and the epilogue

@@ -43,6 +43,9 @@ struct WgmmaPlan {
     bool q_in_registers;     // frees the Q buffer for the next item at once
     RowMaximum maximum;
     bool general;
+    // Speculative plans: wait for O before the exponentials instead of after. P's packs then fall between them, each under the next
+    // exponential, and this warpgroup's own product no longer does: the other warpgroups' products must fill the tensor cores.
+    bool early_pack = false;
 
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory: chunks of 64
@@ -55,8 +58,11 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         // Q in registers lets the next item's first product run under the epilogue: +4 .. 7 % up to 2k causal, 1k full; the speculative
         // path's code and turns cost more than they give there.
         case WgmmaPlanId::kD64Short: return {64, 64, 128, 2, 4, false, true, RowMaximum::kLazy, false};
-        // 192 rows read K and V a third less often.
-        case WgmmaPlanId::kD64Long: return {64, 64, 128, 3, 4, true, false, RowMaximum::kSpeculativeUnmasked, false};
+        // 192 rows read K and V a third less often. The exponentials' unit is as busy as the tensor cores here, so packs under exponentials
+        // give +3 .. 6 %. What lost: a polynomial for every 8th, 4th, 2nd exponential (-5, -7, -13 %: nine issue slots for one), both
+        // products under the exponentials of shifted scores (-5 % with 64 or 80 keys, -15 % with two warpgroups), the turn handed on
+        // between the products (-5 %).
+        case WgmmaPlanId::kD64Long: return {64, 64, 128, 3, 4, true, false, RowMaximum::kSpeculativeUnmasked, false, true};
         case WgmmaPlanId::kD64General: return {64, 64, 128, 2, 4, false, false, RowMaximum::kLazy, true};
         // As 128, with a quarter less work; Q in registers and 3 stages fit.
         case WgmmaPlanId::kD96: return {96, 96, 128, 2, 3, true, true, RowMaximum::kLazy, false};
@@ -64,7 +70,7 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
         // The speculative path's extra code costs more than the maximum on items of a few tiles.
         case WgmmaPlanId::kD128Short: return {128, 128, 128, 2, 3, true, true, RowMaximum::kLazy, false};
         // The third stage pays for K staying until the softmax knows that it needs no second look: +7 .. 10 % over lazy at 16k. Turns: -1
-        // %.
+        // %. Early packs: -2 %, in the long plan -6 %.
         case WgmmaPlanId::kD128Middle: return {128, 128, 128, 2, 3, false, false, RowMaximum::kSpeculative, false};
         // A third less traffic from L2: +5 % at the power limit. 96 keys would spill.
         case WgmmaPlanId::kD128Long: return {128, 128, 80, 3, 4, true, false, RowMaximum::kSpeculativeUnmasked, false};
