@@ -178,6 +178,8 @@ __device__ __forceinline__ void fragment_max(const float (&S)[kCount], float (&r
 }
 
 // S becomes P = 2^(c S - m); sum is the thread's share of the rows' sums. A row that has seen nothing subtracts 0 instead of -inf.
+// The sums take P before it is rounded: rounding first would give a row that one key decides exactly that key's V under a speculative
+// maximum too, and costs 3 .. 14 %.
 template <int kCount>
 __device__ __forceinline__ void exponentials(float (&S)[kCount], float c, const float (&m)[2], float (&sum)[2]) {
 #pragma unroll
