@@ -140,6 +140,8 @@ struct Backward {
         q.lse = p.lse + offset + q.first, q.delta = delta + offset + q.first;
         q.q = t.v_t + layout.tile * p.headdim_v, q.dq = q.q + layout.block_k, q.dout = q.dq + layout.block_k;
         q.p = q.dout + layout.block_v, q.ds = q.p + layout.panel;
+        q.next = std::max(q.first - kBlockRows, 0), q.next_rows = q.first - q.next;
+        q.next_dq = layout.dq ? dq_sum + (offset + q.next) * layout.ld_dq : nullptr, q.next_ld = layout.ld_dq;
         for (int32_t i = 0; i < q.rows; ++i) {
             const KeyRange range = key_range(p, t.sequence, q.first + i);
             q.begin[i] = range.begin, q.end[i] = q.lse[i] == -INFINITY ? range.begin : range.end;

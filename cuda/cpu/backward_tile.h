@@ -37,6 +37,9 @@ struct QueryBlock {
     float *q, *dq;                               // (rows, ld_k); dq without softmax_scale
     float* dout;                                 // (rows, ld_v)
     float *p, *ds;                               // (rows, kPanelKeys)
+    int32_t next, next_rows;                     // the block of the same head that comes next; next_rows may be 0
+    const float* next_dq;                        // what the tiles before have summed up for it: (next_rows, next_ld)
+    int64_t next_ld;
 };
 
 struct BackwardTileKernel {

@@ -29,6 +29,29 @@ static_assert(kPanelKeys % (kVectors * L) == 0 && kPanelKeys % 8 == 0, "whole re
 
 FA_INLINE int vectors_of(int dim) { return (dim + L - 1) / L; }
 
+// Asks for the next block's rows while this one is computed, a few cache lines at a time: by itself the processor sees no row coming.
+struct NextBlock {
+    struct Rows {
+        const char* at;
+        int64_t stride, bytes;  // from row to row, and of one row
+        int rows;
+    };
+    Rows matrix[3];  // Q, dO, dQ
+    int64_t byte = 0;
+    int current = 0;
+
+    void advance() {
+        for (int line = 0; line < 6 && current < 3; ++line) {
+            Rows& m = matrix[current];
+            if (m.rows > 0) __builtin_prefetch(m.at + byte, 0, 2);
+            byte += 64;
+            if (byte < m.bytes) continue;
+            byte = 0, m.at += m.stride;
+            if (--m.rows <= 0) ++current;
+        }
+    }
+};
+
 // ---- C += A B, or C = A B: A is a matrix, or with kTransposed the transpose of one; rows of C by register tiles ----
 
 struct Matrix {
@@ -64,24 +87,27 @@ FA_INLINE void product_block(Matrix a, Matrix b, int length, bool add, Matrix c)
     }
 }
 template <bool kTransposed, int kWidth>
-void product_columns(Matrix a, Matrix b, int length, bool add, Matrix c, int rows) {
+void product_columns(Matrix a, Matrix b, int length, bool add, Matrix c, int rows, NextBlock& next) {
     constexpr int kHeight = height(kWidth);
     const auto left = [&](int i) { return kTransposed ? a.at(0, i) : a.at(i, 0); };
     int i = 0;
-    for (; i + kHeight <= rows; i += kHeight) product_block<kTransposed, kHeight, kWidth>(left(i), b, length, add, c.at(i, 0));
+    for (; i + kHeight <= rows; i += kHeight) {
+        product_block<kTransposed, kHeight, kWidth>(left(i), b, length, add, c.at(i, 0));
+        next.advance();
+    }
     for (; i + 4 <= rows; i += 4) product_block<kTransposed, 4, kWidth>(left(i), b, length, add, c.at(i, 0));
     for (; i + 2 <= rows; i += 2) product_block<kTransposed, 2, kWidth>(left(i), b, length, add, c.at(i, 0));
     for (; i < rows; ++i) product_block<kTransposed, 1, kWidth>(left(i), b, length, add, c.at(i, 0));
 }
-// A (rows, length), or its transpose (length, rows); B (length, vectors); C (rows, vectors)
+// A (rows, length), or its transpose (length, rows, next); B (length, vectors); C (rows, vectors)
 template <bool kTransposed>
-void product(Matrix a, Matrix b, int length, bool add, Matrix c, int rows, int vectors) {
+void product(Matrix a, Matrix b, int length, bool add, Matrix c, int rows, int vectors, NextBlock& next) {
     int n = 0;
     for (; n + kVectors <= vectors; n += kVectors)
-        product_columns<kTransposed, kVectors>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows);
-    if (kVectors > 3 && vectors - n == 3) product_columns<kTransposed, 3>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows);
-    if (kVectors > 2 && vectors - n == 2) product_columns<kTransposed, 2>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows);
-    if (kVectors > 1 && vectors - n == 1) product_columns<kTransposed, 1>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows);
+        product_columns<kTransposed, kVectors>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows, next);
+    if (kVectors > 3 && vectors - n == 3) product_columns<kTransposed, 3>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows, next);
+    if (kVectors > 2 && vectors - n == 2) product_columns<kTransposed, 2>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows, next);
+    if (kVectors > 1 && vectors - n == 1) product_columns<kTransposed, 1>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows, next);
 }
 
 // C += A B without the hidden pairs, whose 0 would turn an infinity in B into NaN; `p` is P in the place of A.
@@ -129,11 +155,11 @@ struct Panel {
     Matrix queries() const { return {q.q + row_begin * t.ld_k, t.ld_k}; }
     Matrix douts() const { return {q.dout + row_begin * t.ld_v, t.ld_v}; }
 
-    void scores() const {
+    void scores(NextBlock& next) const {
         const Matrix k_t = {t.k_t + int64_t(panel()) * p.headdim * kPanelKeys, kPanelKeys};
         const Matrix v_t = {t.v_t + int64_t(panel()) * p.headdim_v * kPanelKeys, kPanelKeys};
-        product<false>(queries(), k_t, p.headdim, false, s(), rows(), kPanelVectors);
-        product<false>(douts(), v_t, p.headdim_v, false, dp(), rows(), kPanelVectors);
+        product<false>(queries(), k_t, p.headdim, false, s(), rows(), kPanelVectors, next);
+        product<false>(douts(), v_t, p.headdim_v, false, dp(), rows(), kPanelVectors, next);
     }
 
     void dropout_bits() {
@@ -264,47 +290,64 @@ void load_keys(KeyTile& t) {
     __builtin_memset(t.dv, 0, size_t(t.keys * t.ld_v) * sizeof(float));
 }
 
+int64_t row_of_q(const KeyTile& t, const QueryBlock& q, int32_t row) {
+    const TensorView& view = t.params->forward.q;
+    return t.sequence.q + q.head * view.head + row * view.row;
+}
+int64_t row_of_dout(const KeyTile& t, const QueryBlock& q, int32_t row) {
+    const TensorView& view = t.params->dout;
+    return t.gradients.dout + q.head * view.head + row * view.row;
+}
+
 struct Finite {
     bool q, dout;
 };
 Finite load_queries(const KeyTile& t, const QueryBlock& q) {
     const BackwardParams& b = *t.params;
     const AttentionParams& p = b.forward;
-    const int64_t row = t.sequence.q + q.head * p.q.head + q.first * p.q.row,
-                  dout = t.gradients.dout + q.head * b.dout.head + q.first * b.dout.row;
-    return {copy_rows(p.q, row, q.rows, p.headdim, p.dtype, q.q, t.ld_k),
-            copy_rows(b.dout, dout, q.rows, p.headdim_v, p.dtype, q.dout, t.ld_v)};
+    return {copy_rows(p.q, row_of_q(t, q, q.first), q.rows, p.headdim, p.dtype, q.q, t.ld_k),
+            copy_rows(b.dout, row_of_dout(t, q, q.first), q.rows, p.headdim_v, p.dtype, q.dout, t.ld_v)};
+}
+NextBlock next_block(const KeyTile& t, const QueryBlock& q) {
+    const BackwardParams& b = *t.params;
+    const AttentionParams& p = b.forward;
+    const int64_t size = element_size(p.dtype);
+    return {{{address(p.q.data, row_of_q(t, q, q.next), p.dtype), p.q.row * size, p.headdim * size, q.next_rows},
+             {address(b.dout.data, row_of_dout(t, q, q.next), p.dtype), b.dout.row * size, p.headdim_v * size, q.next_rows},
+             {(const char*)q.next_dq, q.next_ld * 4, p.headdim * 4, q.next_dq ? q.next_rows : 0}}};
 }
 
 void add_block(const KeyTile& t, QueryBlock& q) {
     const AttentionParams& p = t.params->forward;
     const Finite finite = load_queries(t, q);
+    NextBlock next = next_block(t, q);
     __builtin_memset(q.dq, 0, size_t(q.rows * t.ld_k) * sizeof(float));
     for (int key = 0; key < t.keys; key += kPanelKeys) {
         Panel panel(t, q, key);
         if (panel.empty()) continue;
-        panel.scores();
+        panel.scores(next);
         panel.gradients(p.softcap != 0);
 
         const int rows = panel.rows(), keys = panel.end - panel.begin, first = key + panel.begin;
         const Matrix weight = panel.s().at(0, panel.begin), grad = panel.dp().at(0, panel.begin);
         const Matrix k = {t.k + first * t.ld_k, t.ld_k}, dk = {t.dk + first * t.ld_k, t.ld_k}, dv = {t.dv + first * t.ld_v, t.ld_v};
         const Matrix dq = {q.dq + panel.row_begin * t.ld_k, t.ld_k};
-        if (finite.dout) product<true>(weight, panel.douts(), rows, true, dv, keys, vectors_of(p.headdim_v));
+        if (finite.dout) product<true>(weight, panel.douts(), rows, true, dv, keys, vectors_of(p.headdim_v), next);
         else visible_product<true>(weight, weight, panel.douts(), rows, dv, keys, vectors_of(p.headdim_v));
-        if (finite.q) product<true>(grad, panel.queries(), rows, true, dk, keys, vectors_of(p.headdim));
+        if (finite.q) product<true>(grad, panel.queries(), rows, true, dk, keys, vectors_of(p.headdim), next);
         else visible_product<true>(grad, weight, panel.queries(), rows, dk, keys, vectors_of(p.headdim));
-        if (t.finite_k) product<false>(grad, k, keys, true, dq, rows, vectors_of(p.headdim));
+        if (t.finite_k) product<false>(grad, k, keys, true, dq, rows, vectors_of(p.headdim), next);
         else visible_product<false>(grad, weight, k, keys, dq, rows, vectors_of(p.headdim));
     }
 }
 
 void add_bias(const KeyTile& t, QueryBlock& q, float* dbias, int64_t row_stride) {
     load_queries(t, q);
+    NextBlock next = next_block(t, q);
     for (int key = 0; key < t.keys; key += kPanelKeys) {
         Panel panel(t, q, key);
         if (panel.empty()) continue;
-        panel.scores();
+        panel.scores(next);
         panel.gradients(false);
         for (int i = panel.row_begin; i < panel.row_end; ++i)
             for (int j = panel.begin; j < panel.end; ++j) dbias[i * row_stride + key + j] += q.ds[i * kPanelKeys + j];
