@@ -18,8 +18,11 @@ size_t forward_workspace(const AttentionParams& params, Isa isa);
 void forward_naive(const AttentionParams& params);  // three steps with S in workspace: what "standard attention" means
 size_t forward_naive_workspace(const AttentionParams& params);
 
+void backward(const BackwardParams& params, Isa isa);  // every gradient; memory: dQ in float32, and O(1) per thread in seqlen
+size_t backward_workspace(const BackwardParams& params);
+
 void backward_naive(const BackwardParams& params);   // dq, dk, dv
-void backward_scores(const BackwardParams& params);  // dbias and dsinks where wanted, for every kernel; in the same workspace
+void backward_scores(const BackwardParams& params);  // dbias and dsinks where wanted, in the same workspace
 size_t backward_naive_workspace(const BackwardParams& params);
 
 void merge(const MergeParams& params);

@@ -1,6 +1,7 @@
 // simd.h: vectors of FA_LANES floats in GCC's and Clang's vector extensions, and the few functions attention needs on them.
-// Included by tile_kernel.h inside a namespace of its own per instruction set: nothing here may be shared between object files
+// Included by the tile kernels inside a namespace of its own per instruction set: nothing here may be shared between object files
 // compiled with different flags, or the linker would keep one copy for all, perhaps one this processor cannot run.
+#pragma once
 
 constexpr int L = FA_LANES;
 typedef float Vec __attribute__((vector_size(4 * L), may_alias));
@@ -129,3 +130,18 @@ FA_INLINE void philox(UVec c0, UVec c1, UVec c2, UVec c3, const uint32_t key[2],
     }
     word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
 }
+
+// ---- register tiles of the matrix products ----
+
+constexpr int kVectors = FA_VECTORS;  // the widest
+
+// Height of a register tile of this width: as many accumulators as the registers hold beside the operands.
+constexpr int height(int width) { return width == 4 ? 6 : width == 3 ? 8 : width == 2 && kVectors == 2 ? 6 : 12; }
+
+// Products summed up in one register before the sum is added to the rest. Without a fused multiply-add every product is rounded
+// too, and sums of short sums make up for that.
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+constexpr int kSumLength = 512;
+#else
+constexpr int kSumLength = 16;
+#endif

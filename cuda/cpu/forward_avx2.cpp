@@ -1,6 +1,0 @@
-// The tile kernel for AVX2 with FMA and F16C: 8 lanes, 16 registers. Compiled with -mavx2 -mfma -mf16c.
-#define FA_ISA avx2
-#define FA_LANES 8
-#define FA_QUERY_VECTORS 2
-#define FA_TILE kTileAvx2
-#include "tile_kernel.h"

@@ -1,0 +1,69 @@
+// rows.h: rows in the caller's dtype, to and from vectors of floats. Included, like simd.h, inside an instruction set's namespace.
+#pragma once
+
+#include "simd.h"
+
+FA_INLINE int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+FA_INLINE const char* address(const void* data, int64_t index, DType dtype) {
+    return static_cast<const char*>(data) + index * element_size(dtype);
+}
+
+template <DType dtype>
+FA_INLINE Vec load_vector(const char* from) {
+    if constexpr (dtype == DType::kFloat32) return load_unaligned<Vec>(from);
+    if constexpr (dtype == DType::kFloat16) return float16_to_float(load_unaligned<HalfVec>(from));
+    if constexpr (dtype == DType::kBFloat16) return bfloat16_to_float(load_unaligned<HalfVec>(from));
+}
+template <DType dtype>
+FA_INLINE Vec load_partial(const char* from, int count) {  // the first `count` lanes; the others 0
+    char bytes[4 * L] = {};
+    __builtin_memcpy(bytes, from, size_t(count) * (dtype == DType::kFloat32 ? 4 : 2));
+    return load_vector<dtype>(bytes);
+}
+FA_INLINE Vec load_any(const char* from, int count, DType dtype) {
+    if (dtype == DType::kFloat32) return count >= L ? load_vector<DType::kFloat32>(from) : load_partial<DType::kFloat32>(from, count);
+    if (dtype == DType::kFloat16) return count >= L ? load_vector<DType::kFloat16>(from) : load_partial<DType::kFloat16>(from, count);
+    return count >= L ? load_vector<DType::kBFloat16>(from) : load_partial<DType::kBFloat16>(from, count);
+}
+FA_INLINE void store_any(char* to, int count, DType dtype, Vec x) {
+    if (dtype == DType::kFloat32) {
+        if (count >= L) __builtin_memcpy(to, &x, sizeof x);
+        else __builtin_memcpy(to, &x, size_t(count) * 4);
+    } else {
+        const HalfVec half = dtype == DType::kFloat16 ? float_to_float16(x) : float_to_bfloat16(x);
+        __builtin_memcpy(to, &half, size_t(count < L ? count : L) * 2);
+    }
+}
+
+// `rows` rows of `dim` elements to contiguous float32. Returns whether all of them are finite.
+template <DType dtype>
+bool copy_rows(const char* from, int64_t row_bytes, int rows, int dim, float* to, int64_t ld) {
+    constexpr int size = dtype == DType::kFloat32 ? 4 : 2;
+    constexpr int kAhead = 8;  // rows; when they do not touch each other, the processor does not prefetch them by itself
+    Vec poison = {};           // x * 0 is NaN for an infinity or a NaN, and stays in the sum
+    for (int i = 0; i < rows; ++i, from += row_bytes, to += ld) {
+        if (i + kAhead < rows && row_bytes != dim * size)
+            for (int byte = 0; byte < dim * size; byte += 64) __builtin_prefetch(from + kAhead * row_bytes + byte);
+        int d = 0;
+        for (; d + L <= dim; d += L) {
+            const Vec x = load_vector<dtype>(from + int64_t(d) * size);
+            poison += x * 0.0f;
+            *(Vec*)(to + d) = x;
+        }
+        if (d < dim) {
+            const Vec x = load_partial<dtype>(from + int64_t(d) * size, dim - d);
+            poison += x * 0.0f;
+            *(Vec*)(to + d) = x;  // ld is a whole number of vectors
+        }
+    }
+    bool finite = true;
+    for (int l = 0; l < L; ++l) finite &= poison[l] == 0.0f;
+    return finite;
+}
+bool copy_rows(const TensorView& t, int64_t first, int rows, int dim, DType dtype, float* to, int64_t ld) {
+    const char* from = address(t.data, first, dtype);
+    const int64_t row_bytes = t.row * element_size(dtype);
+    if (dtype == DType::kFloat32) return copy_rows<DType::kFloat32>(from, row_bytes, rows, dim, to, ld);
+    if (dtype == DType::kFloat16) return copy_rows<DType::kFloat16>(from, row_bytes, rows, dim, to, ld);
+    return copy_rows<DType::kBFloat16>(from, row_bytes, rows, dim, to, ld);
+}

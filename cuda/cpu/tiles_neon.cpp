@@ -1,0 +1,8 @@
+// The tile kernels of both passes for 64-bit ARM: 4 lanes, 32 registers. NEON is in its baseline, so there are no flags.
+#define FA_ISA neon
+#define FA_LANES 4
+#define FA_VECTORS 4
+#define FA_TILE kTileNeon
+#define FA_BACKWARD_TILE kBackwardTileNeon
+#include "backward_tile_kernel.h"
+#include "tile_kernel.h"
