@@ -48,9 +48,9 @@ static_assert(sizeof(Smem<64>) <= 99 * 1024, "one block of sm_86 and sm_89");
 static_assert(sizeof(Smem<kSmallWalk>) <= 64 * 1024, "one block of sm_75");
 
 // acc[r][c] += sum over walked rows t of weight[t][own row r] * walked[t][column c].
-template <int kWalkedRows>
+template <int kUnroll, int kWalkedRows>
 __device__ __forceinline__ void multiply_columns(float (&acc)[4][4], Tile<kWalkedRows>& weight, Tile<kWalkedRows>& walked, int tx, int ty) {
-#pragma unroll 2
+#pragma unroll kUnroll
     for (int t = 0; t < kWalkedRows; ++t) {
         const float4 a = weight.at(t, ty), x = walked.at(t, tx);
         const float row[4] = {a.x, a.y, a.z, a.w};
@@ -74,7 +74,8 @@ template <typename T, int kChunks, bool kOwnsKeys>
 __global__ void __launch_bounds__(kThreads, kChunks <= 2 && kWalk == 64 ? 2 : 1) gradient_kernel(const __grid_constant__ BackwardParams b) {
     extern __shared__ __align__(16) unsigned char shared[];
     Smem<kWalk>& smem = *reinterpret_cast<Smem<kWalk>*>(shared);
-    constexpr int kRows = kWalk / 16;  // of a thread in S
+    constexpr int kRows = kWalk / 16;                           // of a thread in S
+    constexpr int kUnroll = kOwnsKeys && kChunks == 2 ? 2 : 4;  // +3 % at 4, which there would spill
 
     // Blocks start in order of their index. With a causal mask the first keys and the last queries have most to walk: they come first.
     const AttentionParams& p = b.forward;
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 && kWalk == 64 ? 2 : 1)
                         load_tile(walked, walked_side, walk0, chunk, [&](int r) { return smem.seen[r]; });
                         __syncthreads();
                     }
-                    multiply_columns(acc[c], weight, walked, tx, ty);
+                    multiply_columns<kUnroll>(acc[c], weight, walked, tx, ty);
                 }
             };
             if (kOwnsKeys) accumulate(acc_b, smem.weight, smem.walked_b, walked_b, chunks_b);

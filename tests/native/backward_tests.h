@@ -269,7 +269,100 @@ inline void query_matches_launch(const Context& context) {
     }
 }
 
+// Batches more than 2^31 elements apart give the same bits as near ones.
+inline void far_apart(const Context& context) {
+    Case c = small_case();
+    c.dtype = FA_BFLOAT16;
+    BackwardProblem b(c, context.device, context.seed, context.num_threads);
+    constexpr int64_t kFar = (int64_t(1) << 31) + 4096;  // elements between the two batches
+    const std::vector<const Tensor*> inputs = {&b.p.q, &b.p.k, &b.p.v, &b.p.out, &b.dout}, outputs = {&b.dq, &b.dk, &b.dv};
+    int64_t near = 0;
+    for (const auto* tensors : {&inputs, &outputs})
+        for (const Tensor* t : *tensors) near += t->batch_stride;
+    const Buffer memory = [&] {
+        try {
+            return Buffer(context.device, size_t(kFar + near) * 2);
+        } catch (const Failure&) {
+            throw Skip(format("%zu bytes of device memory are not to be had", size_t(kFar + near) * 2));
+        }
+    }();
+    for (const std::string& kernel : context.backward_kernels) {
+        fa_attention_args forward = b.forward_args();
+        forward.kernel = kernel.c_str(), forward.deterministic = 1;
+        fa_attention_backward_args args = b.args(&forward);
+        const fa_attention_plan plan = query(args);
+        if (plan.status == FA_UNSUPPORTED) continue;
+        const Workspace workspace(context.device, plan.workspace_bytes);
+        workspace.attach(&forward);
+        b.reset();
+        expect_ok(fa_attention_backward(&args, nullptr), "near");
+        wait(context.device);
+        const std::vector<unsigned char> want = b.outputs();
+        b.reset();
+        int64_t begin = 0;
+        const auto far = [&](const Tensor& t, fa_tensor* view) {
+            for (int64_t batch = 0; batch < 2; ++batch)
+                memory.copy(memory.as<uint16_t>() + begin + batch * kFar, static_cast<uint16_t*>(view->data) + batch * t.batch_stride,
+                            size_t(t.batch_stride) * 2);
+            view->data = memory.as<uint16_t>() + begin, view->batch_stride = kFar, begin += t.batch_stride;
+        };
+        fa_tensor* const views[] = {&forward.q, &forward.k, &forward.v, &forward.out, &args.dout, &args.dq, &args.dk, &args.dv};
+        for (size_t i = 0; i < 8; ++i) far(i < 5 ? *inputs[i] : *outputs[i - 5], views[i]);
+        expect_ok(fa_attention_backward(&args, nullptr), "far");
+        wait(context.device);
+        for (size_t i = 0; i < 3; ++i)
+            for (int64_t batch = 0; batch < 2; ++batch)
+                memory.copy(static_cast<uint16_t*>(outputs[i]->view().data) + batch * outputs[i]->batch_stride,
+                            static_cast<uint16_t*>(views[5 + i]->data) + batch * kFar, size_t(outputs[i]->batch_stride) * 2);
+        EXPECT(b.outputs() == want, "%s: batches %lld elements apart give other gradients", kernel.c_str(), (long long)kFar);
+    }
+}
+
 #if FA_WITH_CUDA
+// Two launches of one kernel at once: all state is in the callers' workspaces.
+inline void two_streams(const Context& context) {
+    if (context.device != FA_CUDA) throw Skip("needs a GPU");
+    for (const std::string& kernel : context.backward_kernels) {
+        Case cases[] = {shape(333, 517, 64, FA_BFLOAT16), small_case()};
+        cases[0].name = "backward/one stream", cases[0].causal = true, cases[0].softcap = 5, cases[0].bias = 2;
+        cases[1].dtype = FA_BFLOAT16;
+        std::vector<BackwardProblem> problems;
+        std::vector<Workspace> workspaces;
+        fa_attention_args forward[2];
+        fa_attention_backward_args args[2];
+        cudaStream_t streams[2];
+        bool served = true;
+        for (int i = 0; i < 2; ++i) {
+            problems.emplace_back(cases[i], FA_CUDA, context.seed, 0);
+            forward[i] = problems[size_t(i)].forward_args();
+            forward[i].kernel = kernel.c_str(), forward[i].deterministic = 1;
+            args[i] = problems[size_t(i)].args(&forward[i]);
+            const fa_attention_plan plan = query(args[i]);
+            served = served && plan.status == FA_OK;
+            workspaces.emplace_back(FA_CUDA, plan.workspace_bytes);
+            workspaces.back().attach(&forward[i]);
+            CUDA(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking));
+        }
+        if (served) {
+            std::vector<unsigned char> want[2];
+            for (int i = 0; i < 2; ++i) {
+                expect_ok(fa_attention_backward(&args[i], streams[i]), "alone");
+                wait(FA_CUDA, streams[i]);
+                want[i] = problems[size_t(i)].outputs();
+                problems[size_t(i)].reset();
+            }
+            wait(FA_CUDA);
+            for (int repetition = 0; repetition < 20; ++repetition)
+                for (int i = 0; i < 2; ++i) expect_ok(fa_attention_backward(&args[i], streams[i]), "beside another");
+            for (int i = 0; i < 2; ++i) {
+                wait(FA_CUDA, streams[i]);
+                EXPECT(problems[size_t(i)].outputs() == want[i], "%s: other bits beside another stream", kernel.c_str());
+            }
+        }
+        for (const cudaStream_t stream : streams) CUDA(cudaStreamDestroy(stream));
+    }
+}
+
 // Captured once, replayed on other contents.
 inline void graph(const Context& context) {
     if (context.device != FA_CUDA) throw Skip("needs a GPU");
@@ -316,12 +409,14 @@ inline std::vector<Test> backward_tests(uint64_t seed, bool quick) {
         {"backward/api/query/workspace_is_exact", backward::workspace_is_exact},
         {"backward/api/query/workspace_is_small", backward::workspace_is_small},
         {"backward/api/empty_axes", backward::empty_axes},
+        {"backward/api/offsets_above_2^31", backward::far_apart},
         {"backward/refuses/null", backward::refuse_null},
     };
     for (const backward::Refusal& refusal : backward::refusals())
         all.push_back(
             {std::string("backward/refuses/") + refusal.name, [&](const Context& context) { backward::refuse(context, refusal); }});
 #if FA_WITH_CUDA
+    all.push_back({"cuda/backward/two_streams", backward::two_streams});
     all.push_back({"cuda/backward/graph", backward::graph});
 #endif
     for (const Case& c : backward::cases(seed, quick)) {
