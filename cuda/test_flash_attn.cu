@@ -1,7 +1,8 @@
 // test_flash_attn.cu: the native tests and the benchmark, through the C ABI alone (flash_attn.h, and the CUDA runtime for memory).
 //
 // Every case of tests/native/cases.h is answered in float64, then by each kernel of the device that serves it, and judged by what the
-// precision allows; tests/native/api_tests.h asks for the rest of the contract. Compiles as CUDA and, without nvcc, as C++17.
+// precision allows, the forward pass and its gradients; api_tests.h and backward_tests.h ask for the rest of the contract. Compiles as CUDA
+// and, without nvcc, as C++17.
 #include <unistd.h>
 
 #include <cctype>
@@ -11,6 +12,7 @@
 
 #include "flash_attn.h"
 #include "native/api_tests.h"
+#include "native/backward_tests.h"
 #include "native/bench.h"
 #include "native/cases.h"
 #include "native/launch.h"
@@ -25,7 +27,7 @@ const char kHelp[] =
     "  --list               names of the tests, one a line\n"
     "  --filter TEXT        only tests whose name contains TEXT; may be repeated\n"
     "  --device cpu|cuda    default: cuda when there is a GPU; without one, cuda exits with 77\n"
-    "  --kernel NAME        only this kernel\n"
+    "  --kernel NAME        only this kernel, of either pass\n"
     "  --quick              fewer cases, or a shorter table\n"
     "  --seed N             of all random numbers and of the fuzz cases (default 1)\n"
     "  --threads N          CPU threads, 0 = one per core\n"
@@ -101,6 +103,7 @@ public:
         for (const Case& c : correctness_cases(options.seed, options.quick))
             tests_.push_back({c.name, [this, c](const Context&) { answer(c); }});
         for (Test& test : api_tests()) tests_.push_back(std::move(test));
+        for (Test& test : backward_tests(options.seed, options.quick)) tests_.push_back(std::move(test));
         std::map<std::string, int> seen;
         for (const Test& test : tests_)
             if (seen[test.name]++) throw std::logic_error("two tests are called " + test.name);
@@ -239,11 +242,16 @@ int run(int argc, char** argv) {
     context.device = options.device == "cuda" || (options.device.empty() && gpu) ? FA_CUDA : FA_CPU;
     context.seed = options.seed, context.num_threads = options.threads, context.quick = options.quick;
     context.kernels = kernels_of(context.device);
+    context.backward_kernels = backward_kernels_of(context.device);
     if (!options.kernel.empty()) {
-        if (std::find(context.kernels.begin(), context.kernels.end(), options.kernel) == context.kernels.end())
+        const auto keep = [&](std::vector<std::string>* names) {
+            names->erase(std::remove_if(names->begin(), names->end(), [&](const std::string& name) { return name != options.kernel; }),
+                         names->end());
+        };
+        keep(&context.kernels), keep(&context.backward_kernels);
+        if (context.kernels.empty() && context.backward_kernels.empty())
             throw UsageError("option --kernel: '" + options.kernel + "' is not a kernel of this build on " +
                              (context.device == FA_CUDA ? "cuda" : "cpu"));
-        context.kernels = {options.kernel};
     }
     if (options.list) {
         Runner(options, context).list();

@@ -3,6 +3,10 @@
 #include "registry.h"
 #include "serve.h"
 
+#if FA_WITH_CUDA
+#include "attention/kernels.h"
+#endif
+
 namespace fa {
 namespace {
 
@@ -31,8 +35,62 @@ fa_status cpu_naive_launch(const BackwardParams& b, const DeviceInfo&, void*) {
     });
 }
 
+// ---- CUDA ----
+
+#if FA_WITH_CUDA
+// A kernel that gives dq, dk and dv, as BackwardKernel has it, with backward_scores beside it for dbias and dsinks: every GPU kernel.
+template <const auto& kernel>
+struct WithScores {
+    static const char* refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
+        const AttentionParams& p = b.forward;
+        if (backward_scores_blocks(b) > kMaxGrid) {
+            std::snprintf(text, size, "dbias of batch=%d x nheads=%d x %d x %d needs more blocks than a grid has", p.batch, p.nheads,
+                          p.seqlen_q, p.seqlen_k);
+            return text;
+        }
+        if (backward_delta_blocks(p) > kMaxGrid) {
+            std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d needs more blocks than a grid has", p.batch, p.nheads,
+                          p.seqlen_q);
+            return text;
+        }
+        return kernel.refuses(b, device, text, size);
+    }
+    static size_t workspace(const BackwardParams& b, const DeviceInfo& device) {
+        return kernel.workspace(b, device) + backward_scores_workspace(b);
+    }
+    static fa_status launch(const BackwardParams& b, const DeviceInfo& device, void* stream) {
+        if (const fa_status status = kernel.launch(b, device, stream); status != FA_OK) return status;
+        void* const rest = static_cast<unsigned char*>(b.forward.workspace) + kernel.workspace(b, device);
+        return launched("backward_scores", backward_scores(b, rest, static_cast<cudaStream_t>(stream)));
+    }
+};
+template <const auto& kernel>
+constexpr BackwardKernel with_scores() {
+    using Both = WithScores<kernel>;
+    return {kernel.name, kernel.summary, FA_CUDA, Both::refuses, Both::workspace, Both::launch};
+}
+
+const char* simple_refuses(const BackwardParams& b, const DeviceInfo&, char* text, size_t size) {
+    if (backward_simple_blocks(b) <= kMaxGrid) return nullptr;
+    const AttentionParams& p = b.forward;
+    std::snprintf(text, size, "batch=%d x nheads=%d x (seqlen_q=%d, seqlen_k=%d) needs more blocks than a grid has", p.batch, p.nheads,
+                  p.seqlen_q, p.seqlen_k);
+    return text;
+}
+size_t simple_workspace(const BackwardParams& b, const DeviceInfo&) { return backward_simple_workspace(b); }
+fa_status simple_launch(const BackwardParams& b, const DeviceInfo& device, void* stream) {
+    return launched("simple", backward_simple(b, device.shared_memory, static_cast<cudaStream_t>(stream)));
+}
+constexpr BackwardKernel kSimple = {"simple",         "CUDA cores, no atomics: any head dim, dtype, mask and option; deterministic",
+                                    FA_CUDA,          simple_refuses,
+                                    simple_workspace, simple_launch};
+#endif
+
 // Best first within a device.
 constexpr BackwardKernel kKernels[] = {
+#if FA_WITH_CUDA
+    with_scores<kSimple>(),
+#endif
     cpu_kernel<cpu::Isa::kAvx512>("cpu_avx512", "tiles of keys against blocks of queries, 16 lanes"),
     cpu_kernel<cpu::Isa::kAvx2>("cpu_avx2", "tiles of keys against blocks of queries, 8 lanes"),
     cpu_kernel<cpu::Isa::kNeon>("cpu_neon", "tiles of keys against blocks of queries, 4 lanes"),

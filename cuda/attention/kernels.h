@@ -28,6 +28,21 @@ size_t forward_wgmma_sm90_workspace(const AttentionParams& params,
 cudaError_t forward_fp8_sm90(const AttentionParams& params, int device, int multiprocessors, cudaStream_t stream);
 size_t forward_fp8_sm90_workspace(const AttentionParams& params, int multiprocessors);
 
+// rowsum(dout * out) in float32, laid out like lse; the count of both is that of all rows.
+cudaError_t backward_delta(const BackwardParams& params, float* delta, cudaStream_t stream);
+int64_t backward_delta_count(const AttentionParams& params);
+int64_t backward_delta_blocks(const AttentionParams& params);  // of its grid, which has at most 2^31 - 1; the same below
+
+// dq, dk and dv: any head dim, dtype and option; deterministic.
+cudaError_t backward_simple(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);
+size_t backward_simple_workspace(const BackwardParams& params);  // bytes: delta
+int64_t backward_simple_blocks(const BackwardParams& params);
+
+// dbias and dsinks, where wanted, beside any kernel that gives dq, dk and dv; deterministic. `workspace` is its own.
+cudaError_t backward_scores(const BackwardParams& params, void* workspace, cudaStream_t stream);
+size_t backward_scores_workspace(const BackwardParams& params);  // bytes: delta, or none when neither is wanted
+int64_t backward_scores_blocks(const BackwardParams& params);
+
 struct QuantizeParams;
 cudaError_t quantize_fp8(const QuantizeParams& params, cudaStream_t stream);
 int64_t quantize_fp8_blocks(const QuantizeParams& params);  // of its grid, which has at most 2^31 - 1

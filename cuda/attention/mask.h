@@ -28,6 +28,21 @@ FA_HOST_DEVICE KeyRange key_range(const AttentionParams& p, const Sequence& s, i
     return {int32_t(begin), int32_t(end)};
 }
 
+struct QueryRange {
+    int32_t begin, end;  // queries begin .. end - 1
+};
+
+// The other way round: the queries that can see key j through causal and window. Both ends grow with j.
+FA_HOST_DEVICE QueryRange query_range(const AttentionParams& p, const Sequence& s, int32_t j) {
+    const int64_t aligned = int64_t(j) - s.shift;
+    int64_t begin = 0, end = s.seqlen_q;
+    if (p.window_right >= 0 && aligned - p.window_right > begin) begin = aligned - p.window_right;
+    if (p.window_left >= 0 && aligned + p.window_left + 1 < end) end = aligned + p.window_left + 1;
+    if (begin > s.seqlen_q) begin = s.seqlen_q;
+    if (end < 0) end = 0;
+    return {int32_t(begin), int32_t(end)};
+}
+
 // Host half and bfloat16 conversions live in cpu/; on the device they are one instruction.
 #if defined(__CUDACC__)
 __device__ __forceinline__ float load_as_float(const void* data, int64_t index, DType dtype) {

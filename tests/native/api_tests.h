@@ -12,11 +12,6 @@
 #include "reference.h"
 #include "refusal_tests.h"
 
-struct Test {
-    std::string name;
-    std::function<void(const Context&)> run;
-};
-
 namespace api {
 
 // ---- the test program's own tools ----

@@ -1,14 +1,22 @@
 // launch.h: one call of the library as a careful caller makes it, with exactly the workspace the query asked for.
 #pragma once
 
+#include <functional>
+
 #include "problem.h"
 
 struct Context {
     fa_device device = FA_CPU;
     std::vector<std::string> kernels;  // the ones to test, best first
+    std::vector<std::string> backward_kernels;
     uint64_t seed = 1;
     int32_t num_threads = 0;
     bool quick = false;
+};
+
+struct Test {
+    std::string name;
+    std::function<void(const Context&)> run;
 };
 
 inline std::vector<std::string> kernels_of(fa_device device) {
@@ -18,12 +26,28 @@ inline std::vector<std::string> kernels_of(fa_device device) {
     return names;
 }
 
+inline std::vector<std::string> backward_kernels_of(fa_device device) {
+    std::vector<std::string> names;
+    for (int32_t i = 0; i < fa_backward_kernel_count(); ++i)
+        if (fa_backward_kernel_device(i) == device) names.push_back(fa_backward_kernel_name(i));
+    return names;
+}
+
 inline fa_attention_plan query(const fa_attention_args& args) {
     fa_attention_plan plan;
     std::memset(&plan, 0, sizeof plan);
     plan.struct_size = sizeof plan;
     const fa_status status = fa_attention_query(&args, &plan);
     EXPECT(status == plan.status, "fa_attention_query returned %s but plan.status is %d", fa_status_name(status), plan.status);
+    return plan;
+}
+
+inline fa_attention_plan query(const fa_attention_backward_args& args) {
+    fa_attention_plan plan;
+    std::memset(&plan, 0, sizeof plan);
+    plan.struct_size = sizeof plan;
+    const fa_status status = fa_attention_backward_query(&args, &plan);
+    EXPECT(status == plan.status, "fa_attention_backward_query returned %s but plan.status is %d", fa_status_name(status), plan.status);
     return plan;
 }
 

@@ -31,6 +31,26 @@ constexpr double kFloor = 1e-5;
 inline double half_ulp(int32_t dtype, double exact) { return std::ldexp(std::fabs(exact), -significand_bits(dtype)); }
 inline double lse_floor(double exact) { return kFloor + std::fabs(exact) * 0x1p-22; }
 
+// The score of a visible pair, natural units, and what it gains for each unit of q . k.
+template <typename Real>
+struct Score {
+    Real value, slope;
+};
+template <typename Real>
+Score<Real> transformed(const Problem& p, const Span& s, int64_t head, int64_t i, int64_t j, Real dot) {
+    const Case& c = p.c;
+    const Real scale = c.has_scale ? Real(c.scale) : 1 / std::sqrt(Real(c.headdim));
+    Score<Real> score = {dot * scale, scale};
+    if (c.softcap != 0) {
+        const Real t = std::tanh(score.value / Real(c.softcap));
+        score = {Real(c.softcap) * t, scale * (1 - t * t)};
+    }
+    const int64_t aligned = c.top_left ? i : i + s.k_rows - s.q_rows;
+    if (c.alibi) score.value -= p.slopes[size_t(head + (c.alibi == 2 ? s.index * c.nheads : 0))] * Real(std::abs(aligned - j));
+    if (c.bias) score.value += get(p.bias.host.data(), p.bias.at(s.index, head, i, j), p.bias_dtype);
+    return score;
+}
+
 template <typename Real>
 class HeadReference {
 public:
@@ -61,7 +81,7 @@ public:
 
         Real largest = p_.sinks.empty() ? -INFINITY : p_.sinks[size_t(head_)];
         for (int64_t j = 0; j < n_; ++j) {
-            score[j] = p_.sees(s_, head_, i, j) ? transformed(score[j], i, j) : -INFINITY;
+            score[j] = p_.sees(s_, head_, i, j) ? transformed(p_, s_, head_, i, j, score[j] * score_descale_).value : -INFINITY;
             if (score[j] > largest) largest = score[j];
         }
         if (largest == -INFINITY) largest = 0;  // an empty row: every exponential below is 0
@@ -88,15 +108,6 @@ private:
     Real operand(Real x) const {
         if constexpr (std::is_same_v<Real, double>) return x;
         else return round_fast(p_.c.allow_tf32 ? kTf32 : p_.c.dtype, x);
-    }
-    Real transformed(Real dot, int64_t i, int64_t j) const {
-        const Case& c = p_.c;
-        Real s = dot * score_descale_ * (c.has_scale ? Real(c.scale) : 1 / std::sqrt(Real(c.headdim)));
-        if (c.softcap != 0) s = c.softcap * std::tanh(s / c.softcap);
-        const int64_t aligned = c.top_left ? i : i + s_.k_rows - s_.q_rows;
-        if (c.alibi) s -= p_.slopes[size_t(head_ + (c.alibi == 2 ? s_.index * c.nheads : 0))] * Real(std::abs(aligned - j));
-        if (c.bias) s += get(p_.bias.host.data(), p_.bias.at(s_.index, head_, i, j), p_.bias_dtype);
-        return s;
     }
 
     const Problem& p_;
