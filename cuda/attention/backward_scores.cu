@@ -22,11 +22,6 @@ struct Smem {
     float part[kThreads / 16][kTile];  // sums of four rows each, where rows are broadcast
 };
 
-// One copy of a score's options for the sixteen pairs of a thread.
-__device__ __noinline__ PairWeight weight_of(const AttentionParams& p, int shift, int b, int head, int i, int j, float dot, float lse) {
-    return pair_weight(p, shift, b, head, i, j, dot, lse);
-}
-
 int64_t tiles(int64_t rows) { return (rows + kTile - 1) / kTile; }
 
 template <typename T>
@@ -78,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, 2) bias_kernel(const __grid_constant
                     for (int c = 0; c < 4; ++c) {
                         const int i = i0 + 4 * ty + r, j = key0 + 4 * tx + c;
                         if (j < query.begin || j >= query.end) continue;
-                        const PairWeight pair = weight_of(p, s.shift, batch, head, i, j, S[r][c], query.lse);
+                        const PairWeight pair = general_weight(p, s.shift, batch, head, i, j, S[r][c], query.lse);
                         sum[r][c] += score_gradient(p, pair.weight, pair.P, dP[r][c], query.delta);
                     }
                 }

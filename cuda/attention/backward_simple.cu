@@ -35,6 +35,11 @@ constexpr int kWalk = kSmallWalk;
 #else
 constexpr int kWalk = 64;
 #endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kResident = 1;  // blocks whose shared memory a multiprocessor holds
+#else
+constexpr int kResident = 2;
+#endif
 
 template <int kWalkedRows>
 struct Smem {
@@ -48,9 +53,9 @@ static_assert(sizeof(Smem<64>) <= 99 * 1024, "one block of sm_86 and sm_89");
 static_assert(sizeof(Smem<kSmallWalk>) <= 64 * 1024, "one block of sm_75");
 
 // acc[r][c] += sum over walked rows t of weight[t][own row r] * walked[t][column c].
-template <int kUnroll, int kWalkedRows>
+template <int kWalkedRows>
 __device__ __forceinline__ void multiply_columns(float (&acc)[4][4], Tile<kWalkedRows>& weight, Tile<kWalkedRows>& walked, int tx, int ty) {
-#pragma unroll kUnroll
+#pragma unroll 4
     for (int t = 0; t < kWalkedRows; ++t) {
         const float4 a = weight.at(t, ty), x = walked.at(t, tx);
         const float row[4] = {a.x, a.y, a.z, a.w};
@@ -71,11 +76,10 @@ FA_HOST_DEVICE int gradient_parts(const AttentionParams& p, bool owns_keys, int 
 }
 
 template <typename T, int kChunks, bool kOwnsKeys>
-__global__ void __launch_bounds__(kThreads, kChunks <= 2 && kWalk == 64 ? 2 : 1) gradient_kernel(const __grid_constant__ BackwardParams b) {
+__global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradient_kernel(const __grid_constant__ BackwardParams b) {
     extern __shared__ __align__(16) unsigned char shared[];
     Smem<kWalk>& smem = *reinterpret_cast<Smem<kWalk>*>(shared);
-    constexpr int kRows = kWalk / 16;                           // of a thread in S
-    constexpr int kUnroll = kOwnsKeys && kChunks == 2 ? 2 : 4;  // +3 % at 4, which there would spill
+    constexpr int kRows = kWalk / 16;  // of a thread in S
 
     // Blocks start in order of their index. With a causal mask the first keys and the last queries have most to walk: they come first.
     const AttentionParams& p = b.forward;
@@ -160,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 && kWalk == 64 ? 2 : 1)
                     float &weight = smem.weight.element(kRows * ty + r, 4 * tx + c),
                           &factor = smem.grad.element(kRows * ty + r, 4 * tx + c);
                     if (hidden(weight)) continue;
-                    const PairWeight w = pair_weight(p, s.shift, batch, head_q, pair.x, pair.y, factor, query_of(r, c).lse);
+                    const PairWeight w = general_weight(p, s.shift, batch, head_q, pair.x, pair.y, factor, query_of(r, c).lse);
                     weight = w.weight, factor = w.P * w.slope;
                 }
             }
@@ -203,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 && kWalk == 64 ? 2 : 1)
                         load_tile(walked, walked_side, walk0, chunk, [&](int r) { return smem.seen[r]; });
                         __syncthreads();
                     }
-                    multiply_columns<kUnroll>(acc[c], weight, walked, tx, ty);
+                    multiply_columns(acc[c], weight, walked, tx, ty);
                 }
             };
             if (kOwnsKeys) accumulate(acc_b, smem.weight, smem.walked_b, walked_b, chunks_b);

@@ -18,9 +18,10 @@ struct PairWeight {
     float slope;  // d S / d (scale q . k): 1, less with softcap
 };
 
-// Of a pair that causal and window leave visible; every option of a score. A Sequence knows more than its shift, but no more is read.
-__device__ __forceinline__ PairWeight pair_weight(const AttentionParams& p, int shift, int b, int head, int i, int j, float dot,
-                                                  float lse) {
+// Of a pair that causal and window leave visible; every option of a score. Out of line: a call on the rare path leaves the common one its
+// registers. A Sequence knows more than its shift, but no more is read.
+inline __device__ __noinline__ PairWeight general_weight(const AttentionParams& p, int shift, int b, int head, int i, int j, float dot,
+                                                         float lse) {
     Sequence s{};
     s.shift = shift;
     const float score = transform_score(p, s, b, head, i, j, dot);
