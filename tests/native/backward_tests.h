@@ -60,11 +60,11 @@ inline void check(const Context& context, const Case& c, bool accumulate) {
     if (answered == 0) throw Skip("no backward kernel tested here serves it");
 }
 
-// The forward pass's cases of which every row is checked.
+// The forward pass's cases of which every row is checked; float8 has no backward pass.
 inline std::vector<Case> cases(uint64_t seed, bool quick) {
     std::vector<Case> all;
     for (Case c : correctness_cases(seed, quick)) {
-        if (c.row_step != 1 || c.outer_heads_only || !c.want_lse || c.pairs() > 1 << 26) continue;
+        if (c.dtype == FA_FLOAT8_E4M3 || c.row_step != 1 || c.outer_heads_only || !c.want_lse || c.pairs() > 1 << 26) continue;
         c.name = "backward/" + c.name;
         all.push_back(std::move(c));
     }
@@ -269,6 +269,27 @@ inline void query_matches_launch(const Context& context) {
     }
 }
 
+// FLASH_ATTN_BACKWARD_KERNEL forces a kernel, and the forward pass's variable does not.
+inline void environment_forces(const Context& context) {
+    if (std::getenv("FLASH_ATTN_KERNEL") || std::getenv("FLASH_ATTN_BACKWARD_KERNEL")) throw Skip("a kernel is forced already");
+    struct Environment {
+        const char* name;
+        Environment(const char* name, const char* value) : name(name) { setenv(name, value, 1); }
+        ~Environment() { unsetenv(name); }
+    };
+    const BackwardProblem b(small_case(), context.device, context.seed, context.num_threads);
+    const fa_attention_args forward = b.forward_args();
+    const fa_attention_backward_args args = b.args(&forward);
+    const std::string last = backward_kernels_of(context.device).back();  // serves every call
+    {
+        const Environment other("FLASH_ATTN_KERNEL", "no_such_kernel"), forced("FLASH_ATTN_BACKWARD_KERNEL", last.c_str());
+        EXPECT(query(args).kernel == last, "FLASH_ATTN_BACKWARD_KERNEL=%s did not choose it", last.c_str());
+    }
+    const Environment wrong("FLASH_ATTN_BACKWARD_KERNEL", "no_such_kernel");
+    EXPECT(query(args).status == FA_BAD_ARGUMENT && std::strstr(fa_last_error(), "FLASH_ATTN_BACKWARD_KERNEL=no_such_kernel"), "%s",
+           fa_last_error());
+}
+
 // Batches more than 2^31 elements apart give the same bits as near ones.
 inline void far_apart(const Context& context) {
     Case c = small_case();
@@ -408,6 +429,7 @@ inline std::vector<Test> backward_tests(uint64_t seed, bool quick) {
         {"backward/api/query/matches_launch", backward::query_matches_launch},
         {"backward/api/query/workspace_is_exact", backward::workspace_is_exact},
         {"backward/api/query/workspace_is_small", backward::workspace_is_small},
+        {"backward/api/query/environment", backward::environment_forces},
         {"backward/api/empty_axes", backward::empty_axes},
         {"backward/api/offsets_above_2^31", backward::far_apart},
         {"backward/refuses/null", backward::refuse_null},

@@ -176,6 +176,8 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
     t.add("tiny/everything", shape(33, 35, 24, FA_FLOAT32), everything);
     t.add("tiny/everything", shape(33, 35, 24, FA_BFLOAT16), everything);
     const auto lengths = [](std::vector<int32_t> q, std::vector<int32_t> k) { return [=](Case& c) { c.lengths_q = q, c.lengths_k = k; }; };
+    t.add("tiny/bias_one_for_all", shape(33, 70, 24, FA_FLOAT32), [](Case& c) { c.bias = 2; });
+    t.add("tiny/bias_one_row", shape(70, 33, 24, FA_BFLOAT16), [](Case& c) { c.bias = 3; });
     t.add("tiny/varlen", shape(0, 0, 16, FA_FLOAT32), lengths({3, 0, 9}, {5, 2, 9}), causal);
 
     // Every kernel's awkward lengths.
