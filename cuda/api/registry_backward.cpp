@@ -18,14 +18,17 @@ template <cpu::Isa isa>
 const char* needs_isa(const BackwardParams&, const DeviceInfo&, char*, size_t) {
     return cpu::isa_available(isa) ? nullptr : "this processor, or this build, lacks the instruction set";
 }
-size_t cpu_workspace(const BackwardParams& b, const DeviceInfo&) { return cpu::backward_workspace(b); }
+template <cpu::Isa isa>
+size_t cpu_workspace(const BackwardParams& b, const DeviceInfo&) {
+    return cpu::backward_workspace(b, isa);
+}
 template <cpu::Isa isa>
 fa_status cpu_launch(const BackwardParams& b, const DeviceInfo&, void*) {
     return on_host([&] { cpu::backward(b, isa); });
 }
 template <cpu::Isa isa>
 constexpr BackwardKernel cpu_kernel(const char* name, const char* summary) {
-    return {name, summary, FA_CPU, needs_isa<isa>, cpu_workspace, cpu_launch<isa>};
+    return {name, summary, FA_CPU, needs_isa<isa>, cpu_workspace<isa>, cpu_launch<isa>};
 }
 size_t cpu_naive_workspace(const BackwardParams& b, const DeviceInfo&) { return cpu::backward_naive_workspace(b); }
 fa_status cpu_naive_launch(const BackwardParams& b, const DeviceInfo&, void*) {

@@ -19,7 +19,7 @@ void forward_naive(const AttentionParams& params);  // three steps with S in wor
 size_t forward_naive_workspace(const AttentionParams& params);
 
 void backward(const BackwardParams& params, Isa isa);  // every gradient; memory: dQ in float32, and O(1) per thread in seqlen
-size_t backward_workspace(const BackwardParams& params);
+size_t backward_workspace(const BackwardParams& params, Isa isa);
 
 void backward_naive(const BackwardParams& params);   // dq, dk, dv
 void backward_scores(const BackwardParams& params);  // dbias and dsinks where wanted, in the same workspace

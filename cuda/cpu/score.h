@@ -1,4 +1,4 @@
-// score.h: the score of one pair on the host, written to be read; tile_kernel.h has the same arithmetic for whole vectors.
+// score.h: the score of one pair on the host, written to be read; the tile kernels have the same arithmetic for whole vectors.
 #pragma once
 
 #include <cmath>
