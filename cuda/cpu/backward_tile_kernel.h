@@ -36,12 +36,13 @@ struct NextBlock {
         int64_t stride, bytes;  // from row to row, and of one row
         int rows;
     };
-    Rows matrix[3];  // Q, dO, dQ
+    static constexpr int kLines = 6;  // after each register tile: in a tile of kMaxTileKeys that reaches every row of the block
+    Rows matrix[3];                   // Q, dO, dQ
     int64_t byte = 0;
     int current = 0;
 
     void advance() {
-        for (int line = 0; line < 6 && current < 3; ++line) {
+        for (int line = 0; line < kLines && current < 3; ++line) {
             Rows& m = matrix[current];
             if (m.rows > 0) __builtin_prefetch(m.at + byte, 0, 2);
             byte += 64;
