@@ -87,11 +87,44 @@ fa_status simple_launch(const BackwardParams& b, const DeviceInfo& device, void*
 constexpr BackwardKernel kSimple = {"simple",         "CUDA cores, no atomics: any head dim, dtype, mask and option; deterministic",
                                     FA_CUDA,          simple_refuses,
                                     simple_workspace, simple_launch};
+
+#if FA_WITH_MMA_SM80
+const char* mma_sm80_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
+    const AttentionParams& p = b.forward;
+    if (device.compute < 80) {
+        std::snprintf(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
+        return text;
+    }
+    if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
+    if (p.headdim > 256 || p.headdim_v > 256) {
+        std::snprintf(text, size, "headdim=%d, headdim_v=%d: at most 256", p.headdim, p.headdim_v);
+        return text;
+    }
+    const int64_t tiles = (int64_t(p.seqlen_q > p.seqlen_k ? p.seqlen_q : p.seqlen_k) + 31) / 32;  // the smallest tile
+    if (tiles * p.nheads * p.batch <= kMaxGrid) return nullptr;
+    std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d needs more blocks than a grid has", p.batch, p.nheads,
+                  p.seqlen_q, p.seqlen_k);
+    return text;
+}
+size_t mma_sm80_workspace(const BackwardParams& b, const DeviceInfo&) { return backward_mma_sm80_workspace(b); }
+fa_status mma_sm80_launch(const BackwardParams& b, const DeviceInfo& device, void* stream) {
+    return launched("mma_sm80", backward_mma_sm80(b, device.shared_memory, static_cast<cudaStream_t>(stream)));
+}
+constexpr BackwardKernel kMmaSm80 = {"mma_sm80",
+                                     "tensor cores (mma.sync): float16, bfloat16, head dims to 256, every option",
+                                     FA_CUDA,
+                                     mma_sm80_refuses,
+                                     mma_sm80_workspace,
+                                     mma_sm80_launch};
+#endif
 #endif
 
 // Best first within a device.
 constexpr BackwardKernel kKernels[] = {
 #if FA_WITH_CUDA
+#if FA_WITH_MMA_SM80
+    with_scores<kMmaSm80>(),
+#endif
     with_scores<kSimple>(),
 #endif
     cpu_kernel<cpu::Isa::kAvx512>("cpu_avx512", "tiles of keys against blocks of queries, 16 lanes"),

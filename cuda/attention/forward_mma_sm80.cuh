@@ -26,6 +26,7 @@
 
 #include "attention/general_scores.cuh"
 #include "attention/mask.h"
+#include "attention/shared_tile.cuh"
 #include "attention/tiles_mma_sm80.h"
 #include "device/launch.h"
 #include "device/mma.cuh"
@@ -49,35 +50,6 @@ struct MmaParams {
     bool aligned_q, aligned_k, aligned_v, aligned_out;  // rows start on 16 bytes and are a multiple of them
 };
 
-// A tile in shared memory: rows as 16-byte pieces, permuted within the row so that eight neighbouring rows hold the same piece in eight
-// different groups of four banks: no 8 x 8 matrix that ldmatrix reads has a bank conflict.
-//     pitch a multiple of 128 bytes            piece ^ row % 8
-//     pitch an odd multiple of 64 bytes        piece ^ row / 2 % 4; an even and an odd row already differ by 64 bytes
-template <typename T, int kColumns>
-struct SharedTile {
-    static constexpr int kPitch = kColumns * int(sizeof(T));  // bytes
-    static_assert(kPitch % 64 == 0, "a row is a whole number of 64-byte groups");
-    static constexpr int kPieces = kPitch / 16, kPieceColumns = 16 / int(sizeof(T));
-    static constexpr bool kWide = kPieces % 8 == 0;
-
-    __host__ __device__ static constexpr uint32_t offset(int row, int piece) {
-        return row * kPitch + (piece ^ (kWide ? row % 8 : row / 2 % 4)) * 16;
-    }
-    // From the address of piece 0 or 1 of a row to that of piece 2 k or 2 k + 1: one XOR and a constant, in a tile that starts on 128
-    // bytes.
-    __device__ static __forceinline__ uint32_t advance(uint32_t address, int k) {
-        constexpr int kGroup = kWide ? 4 : 2;
-        return (address ^ uint32_t(k % kGroup * 32)) + k / kGroup * kGroup * 32;
-    }
-    // Passes of whole rows, a piece for each thread. A power of two rows, so that a thread meets few different flips: 96 and 192 columns
-    // leave a quarter of the threads without work.
-    __host__ __device__ static constexpr int rows_at_once(int threads) {
-        int rows = 16;
-        while (rows * kPieces > threads) rows /= 2;
-        return rows;
-    }
-};
-
 template <typename T, MmaTile const& kTile, int kD, int kDv>
 struct Smem {
     alignas(128) T q[kTile.block_m * kD];
@@ -86,42 +58,6 @@ struct Smem {
     KeyRange some[kTile.warps], every[kTile.warps];  // keys that some row of a warp sees, that every row sees
     int visible[kTile.block_n];                      // general scores: does any row of this block see this key?
 };
-
-// tile[r] = source row r for r in [begin, end), zeros elsewhere and past `columns`. Copies of 16 bytes that land later, or, for rows that
-// do not start on 16 bytes, element by element at once.
-template <int kRows, int kColumns, int kThreads, bool kAnyAlignment, typename T>
-__device__ __forceinline__ void load_tile(const T* tile, const T* source, int64_t row_stride, int begin, int end, int columns,
-                                          bool aligned) {
-    using Tile = SharedTile<T, kColumns>;
-    constexpr int kRowsAtOnce = Tile::rows_at_once(kThreads), kPieceColumns = Tile::kPieceColumns;
-    static_assert(kRows % kRowsAtOnce == 0, "whole passes");
-    const int row0 = threadIdx.x / Tile::kPieces, piece = threadIdx.x % Tile::kPieces;
-    if (kRowsAtOnce * Tile::kPieces < kThreads && row0 >= kRowsAtOnce) return;
-    const uint32_t shared = shared_address(tile);
-    if (!kAnyAlignment || aligned) {
-        if (piece * kPieceColumns >= columns) end = begin;
-        const T* from = source + row0 * row_stride + piece * kPieceColumns;
-#pragma unroll
-        for (int r = 0; r < kRows; r += kRowsAtOnce) {
-            cp_async_16(shared + Tile::offset(row0 + r, piece), from, unsigned(row0 + r - begin) < unsigned(end - begin) ? 16 : 0);
-            from += kRowsAtOnce * row_stride;
-        }
-    } else {
-        using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
-#pragma unroll 1
-        for (int row = row0; row < kRows; row += kRowsAtOnce) {
-            uint32_t word[4] = {};
-#pragma unroll
-            for (int e = 0; e < kPieceColumns; ++e) {
-                const int column = piece * kPieceColumns + e;
-                if (row < begin || row >= end || column >= columns) continue;
-                const uint32_t bits = reinterpret_cast<const Bits*>(source)[row * row_stride + column];
-                word[e * sizeof(T) / 4] |= bits << (e * sizeof(T) % 4 * 8);
-            }
-            store_shared_16(shared + Tile::offset(row, piece), make_uint4(word[0], word[1], word[2], word[3]));
-        }
-    }
-}
 
 // Rounds fp32 to tf32 in place, once for all warps: every thread the pieces that it loaded itself, so no barrier stands between.
 template <int kRows, int kColumns, int kThreads>
@@ -140,12 +76,6 @@ __device__ __forceinline__ void round_tile(const float* tile) {
 }
 template <int kRows, int kColumns, int kThreads, typename T>
 __device__ __forceinline__ void round_tile(const T*) {}  // 16-bit values are what the tensor cores multiply
-
-// A thread's rows of one m16 tile as general_scores.cuh counts them.
-template <int kTilesN>
-__device__ __forceinline__ float (&flat(float (&S)[kTilesN][4]))[kTilesN * 4] {
-    return reinterpret_cast<float(&)[kTilesN * 4]>(S);
-}
 
 __device__ __forceinline__ float reduce_quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
@@ -493,15 +423,6 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
             }
         }
     }
-}
-
-// Rows start on 16 bytes, for 16-byte copies, and are a multiple of them. Axes of one entry have no stride to speak of.
-template <typename T>
-bool aligned_rows(const AttentionParams& p, const TensorView& t, int heads, int columns) {
-    constexpr int kPiece = 16 / int(sizeof(T));
-    const bool batch_fits = p.cu_seqlens_q || p.batch == 1 || t.batch % kPiece == 0;
-    return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && columns % kPiece == 0 && t.row % kPiece == 0 &&
-           (heads == 1 || t.head % kPiece == 0) && batch_fits;
 }
 
 template <typename T, int kD, int kDv>

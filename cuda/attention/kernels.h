@@ -43,6 +43,10 @@ cudaError_t backward_scores(const BackwardParams& params, void* workspace, cudaS
 size_t backward_scores_workspace(const BackwardParams& params);  // bytes: delta, or none when neither is wanted
 int64_t backward_scores_blocks(const BackwardParams& params);
 
+// Gradients of fp16 and bf16, head dims up to 256, sm_80 and newer. The device decides between tiles.
+cudaError_t backward_mma_sm80(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);
+size_t backward_mma_sm80_workspace(const BackwardParams& params);  // bytes: float32 sums of dq, lse and delta
+
 struct QuantizeParams;
 cudaError_t quantize_fp8(const QuantizeParams& params, cudaStream_t stream);
 int64_t quantize_fp8_blocks(const QuantizeParams& params);  // of its grid, which has at most 2^31 - 1

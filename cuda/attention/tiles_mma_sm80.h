@@ -1,9 +1,10 @@
-// tiles_mma_sm80.h: the shape of a tile of forward_mma_sm80.cu for each head dim, which of five a call takes, and which short calls it
-// serves faster than forward_wgmma_sm90.cu.
+// tiles_mma_sm80.h: the shape of a tile of forward_mma_sm80.cuh for each head dim, which of five a call takes, and which short calls it
+// serves faster than forward_wgmma_sm90.cu; then the tiles of backward_mma_sm80.cuh.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace fa {
 
@@ -118,6 +119,55 @@ inline int64_t heads_per_section(int64_t seqlen_k, int64_t bytes_per_key, int gr
     constexpr int64_t kSectionBytes = int64_t(16) << 20;
     const int64_t heads_k = kSectionBytes / ((seqlen_k > 0 ? seqlen_k : 1) * bytes_per_key);
     return (heads_k > 1 ? heads_k : 1) * group;
+}
+
+// ---- backward ----
+
+struct BackwardTile {
+    int block_m, block_n;       // queries per step, keys per block
+    int warps;                  // of which share out:
+    int warps_m_s;              //     S and dP: warps_m_s along the queries, the others along the keys
+    int warps_n_kv;             //     dK and dV: warps_n_kv along the keys, the others along the head dim
+    int warps_m_dq;             //     dQ: warps_m_dq along the queries, the others along the head dim
+    int stages_q, stages_dout;  // 2: the next tile flies while this one is computed
+    int blocks_per_sm;          // as above
+};
+constexpr bool operator==(const BackwardTile& a, const BackwardTile& b) {
+    return a.block_m == b.block_m && a.block_n == b.block_n && a.warps == b.warps && a.warps_m_s == b.warps_m_s &&
+           a.warps_n_kv == b.warps_n_kv && a.warps_m_dq == b.warps_m_dq && a.stages_q == b.stages_q && a.stages_dout == b.stages_dout &&
+           a.blocks_per_sm == b.blocks_per_sm;
+}
+
+constexpr BackwardTile backward_mma_tile(int d, int dv, MmaSm sm) {
+    if (sm == MmaSm::k228) {
+        if (d <= 64) return {64, 64, 4, 2, 2, 2, 2, 2, 3};
+        if (d > 128 && d <= 192) return {128, 64, 8, 4, 2, 4, 2, 1, 1};
+        if (d > 192) return {128, 64, 8, 4, 2, 4, 1, 1, 1};
+    }
+    if (sm != MmaSm::kAny) {
+        if (d <= 64) return {128, 128, 8, 4, 4, 4, 2, 1, 1};
+        if (d <= 96) return {64, 128, 8, 2, 4, 4, 2, 2, 1};
+        if (d <= 128) return {64, 128, 8, 2, 4, 2, 2, 2, 1};
+        if (d <= 192) return {64, 64, 8, 4, 2, 2, 2, 1, 1};
+        return {64, 64, 8, 4, 2, 2, 1, 1, 1};
+    }
+    if (d <= 64) return {64, 128, 8, 2, 4, 2, 2, 2, 1};
+    if (d <= 96) return {64, 64, 8, 4, 4, 4, 2, 2, 1};
+    if (d <= 128) return {64, 64, 8, 4, 2, 2, 2, 1, 1};
+    if (d <= 192) return {64, 32, 8, 4, 2, 2, 1, 1, 1};
+    return {32, 32, 4, 2, 2, 2, 1, 1, 1};
+}
+
+// Calls body with the bucket of a pair of head dims.
+template <typename Body>
+auto with_backward_bucket(int headdim, int headdim_v, const Body& body) {
+    using std::integral_constant;
+    const int d = headdim > headdim_v ? headdim : headdim_v;
+    if (d <= 64) return body(integral_constant<int, 64>{}, integral_constant<int, 64>{});
+    if (d <= 96) return body(integral_constant<int, 96>{}, integral_constant<int, 96>{});
+    if (d <= 128) return body(integral_constant<int, 128>{}, integral_constant<int, 128>{});
+    if (d <= 192) return body(integral_constant<int, 192>{}, integral_constant<int, 192>{});
+    return body(integral_constant<int, 256>{}, integral_constant<int, 256>{});
 }
 
 }  // namespace fa

@@ -52,10 +52,49 @@ __device__ __forceinline__ void store_shared_16(uint32_t shared, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
+// ld.shared.b32, st.shared.b32: two 16-bit values.
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t shared) {
+    uint32_t x;
+    asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(x) : "r"(shared) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_shared_4(uint32_t shared, uint32_t x) {
+    asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared), "r"(x) : "memory");
+}
+
+// Four values of every lane of a warp as 128 floats in global memory, in the order in which the GPU adds them to memory best:
+// red.global.add.v4.f32 takes a lane's four together, from sm_90 on; before it red.global.add.f32 takes one of each lane.
+__device__ __forceinline__ void red_add_fragment(float* to, const float (&x)[4], int lane) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(to + 4 * lane), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+                 "f"(x[3])
+                 : "memory");
+#else
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;\n" ::"l"(to + 32 * e + lane), "f"(x[e]) : "memory");
+#endif
+}
+__device__ __forceinline__ void load_fragment(float (&x)[4], const float* from, int lane) {
+#if __CUDA_ARCH__ >= 900
+    const float4 four = reinterpret_cast<const float4*>(from)[lane];
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+#else
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] = from[32 * e + lane];
+#endif
+}
+
 // ldmatrix.x4: four 8 x 8 matrices of 16-bit values; lanes 8m .. 8m + 7 give the addresses of the rows of matrix m (16 bytes each).
 // Register m of a lane holds row g, columns 2q and 2q + 1 of matrix m; with .trans rows 2q and 2q + 1 of column g.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&d)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(shared)
+                 : "memory");
+}
+// The same matrices transposed, as the A fragment of what lies transposed in shared memory.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                  : "r"(shared)
                  : "memory");
@@ -120,6 +159,18 @@ __device__ __forceinline__ uint32_t pack_16<__nv_bfloat16>(float low, float high
     return d;
 }
 
+// pack_16 undone.
+template <typename T>
+__device__ __forceinline__ void unpack_16(float (&x)[2], uint32_t packed);
+template <>
+__device__ __forceinline__ void unpack_16<__half>(float (&x)[2], uint32_t packed) {
+    x[0] = __half2float(__ushort_as_half(uint16_t(packed))), x[1] = __half2float(__ushort_as_half(uint16_t(packed >> 16)));
+}
+template <>
+__device__ __forceinline__ void unpack_16<__nv_bfloat16>(float (&x)[2], uint32_t packed) {
+    x[0] = __uint_as_float(packed << 16), x[1] = __uint_as_float(packed & 0xFFFF0000u);
+}
+
 // The A fragment of an mma<T> from the accumulators of the same rows, 16 columns of them or, for float, 8 in the order given above.
 template <typename T>
 __device__ __forceinline__ void fragment_of(uint32_t (&a)[4], const float (*c)[4]) {
@@ -129,6 +180,13 @@ __device__ __forceinline__ void fragment_of(uint32_t (&a)[4], const float (*c)[4
 template <>
 __device__ __forceinline__ void fragment_of<float>(uint32_t (&a)[4], const float (*c)[4]) {
     a[0] = round_tf32(c[0][0]), a[1] = round_tf32(c[0][2]), a[2] = round_tf32(c[0][1]), a[3] = round_tf32(c[0][3]);
+}
+
+// A thread's elements of neighbouring tiles of the same rows in one array: element i is row mma_row(lane, i % 4), column
+// 8 (i / 4) + mma_column(lane, i % 4).
+template <int kTilesN>
+__device__ __forceinline__ float (&flat(float (&c)[kTilesN][4]))[kTilesN * 4] {
+    return reinterpret_cast<float(&)[kTilesN * 4]>(c);
 }
 
 // ex2.approx.ftz: 2^x to 2 ulp; 2^-inf = 0, NaN stays NaN.
