@@ -5,6 +5,7 @@
 
 #if FA_WITH_CUDA
 #include "attention/kernels.h"
+#include "attention/tiles_backward.h"
 #endif
 
 namespace fa {
@@ -73,6 +74,56 @@ constexpr BackwardKernel with_scores() {
     return {kernel.name, kernel.summary, FA_CUDA, Both::refuses, Both::workspace, Both::launch};
 }
 
+#if FA_WITH_WGMMA_SM90
+const char* no_wide_access(const char* name, const TensorView& t, char* text, size_t size) {
+    if (!(reinterpret_cast<uintptr_t>(t.data) % 16 || t.batch % 8 || t.row % 8 || t.head % 8)) return nullptr;
+    std::snprintf(text, size, "%s.data=%p with strides (%lld, %lld, %lld): it moves 16 bytes at a time", name, t.data,
+                  static_cast<long long>(t.batch), static_cast<long long>(t.row), static_cast<long long>(t.head));
+    return text;
+}
+
+const char* wgmma_sm90_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
+    const AttentionParams& p = b.forward;
+    if (device.compute != 90) {
+        std::snprintf(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
+        return text;
+    }
+    if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
+    if (p.headdim > kBackwardWgmmaMaxHeadDim || p.headdim_v > kBackwardWgmmaMaxHeadDim || p.headdim % 8 || p.headdim_v % 8) {
+        std::snprintf(text, size, "headdim=%d, headdim_v=%d: multiples of 8 up to %d", p.headdim, p.headdim_v, kBackwardWgmmaMaxHeadDim);
+        return text;
+    }
+    const BackwardPlan plan = backward_plan(backward_choose(p));
+    const bool varlen = p.cu_seqlens_q;
+    const int64_t batch = varlen ? 1 : p.batch, rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
+    if (p.batch == 0 || p.seqlen_q == 0 || rows_q == 0 || p.seqlen_k == 0 || rows_k == 0) return "there are no queries or no keys to load";
+    if (backward_blocks(p, plan) > kMaxGrid || query_tiles(p, plan).count() > kMaxGrid || rows_q + rows_k > kMaxGrid - 1024) {
+        std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads,
+                      p.seqlen_q, p.seqlen_k);
+        return text;
+    }
+    const char* reason = no_tensor_map("q", p.q, batch, rows_q, p.nheads, 2, text, size);
+    if (!reason) reason = no_tensor_map("k", p.k, batch, rows_k, p.nheads_k, 2, text, size);
+    if (!reason) reason = no_tensor_map("v", p.v, batch, rows_k, p.nheads_k, 2, text, size);
+    if (!reason) reason = no_tensor_map("dout", b.dout, batch, rows_q, p.nheads, 2, text, size);
+    if (!reason) reason = no_wide_access("dout", b.dout, text, size);
+    if (!reason) reason = no_wide_access("out", p.out, text, size);
+    if (!reason) reason = no_wide_access("dq", b.dq, text, size);
+    if (!reason) reason = no_wide_access("dk", b.dk, text, size);
+    return reason ? reason : no_wide_access("dv", b.dv, text, size);
+}
+size_t wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo&) { return backward_wgmma_sm90_workspace(b); }
+fa_status wgmma_sm90_launch(const BackwardParams& b, const DeviceInfo& device, void* stream) {
+    return launched("wgmma_sm90", backward_wgmma_sm90(b, device.index, static_cast<cudaStream_t>(stream)));
+}
+constexpr BackwardKernel kWgmmaSm90 = {"wgmma_sm90",
+                                       "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option",
+                                       FA_CUDA,
+                                       wgmma_sm90_refuses,
+                                       wgmma_sm90_workspace,
+                                       wgmma_sm90_launch};
+#endif
+
 const char* simple_refuses(const BackwardParams& b, const DeviceInfo&, char* text, size_t size) {
     if (backward_simple_blocks(b) <= kMaxGrid) return nullptr;
     const AttentionParams& p = b.forward;
@@ -122,6 +173,9 @@ constexpr BackwardKernel kMmaSm80 = {"mma_sm80",
 // Best first within a device.
 constexpr BackwardKernel kKernels[] = {
 #if FA_WITH_CUDA
+#if FA_WITH_WGMMA_SM90
+    with_scores<kWgmmaSm90>(),
+#endif
 #if FA_WITH_MMA_SM80
     with_scores<kMmaSm80>(),
 #endif

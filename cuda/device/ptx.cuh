@@ -66,8 +66,61 @@ __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// cp.async.bulk: contiguous bytes, a multiple of 16, from global to shared memory; the barrier receives them.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+// cp.reduce.async.bulk: floats in shared memory are added to as many in global memory.
+__device__ __forceinline__ void bulk_reduce_add(float* global, uint32_t shared, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+                 : "memory");
+}
+// cp.async.bulk the other way: written instead of added.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes) : "memory");
+}
+// red.global.add.v4.f32: from registers; lanes of a warp that follow each other write 512 contiguous bytes.
+__device__ __forceinline__ void red_add_4(float* global, float a, float b, float c, float d) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until at most kPending of this thread's newest groups still read their source in shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// Until at most kPending of them are unfinished: what the others wrote is visible to this thread.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // Orders this thread's ordinary writes to shared memory before later reads by wgmma and the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// stmatrix.x4: four 8 x 8 matrices of 16-bit values from registers; lanes 8m .. 8m + 7 give the addresses of the rows of matrix m
+// (16 bytes each). Register m of a lane holds row lane / 4, columns 2 (lane % 4) and the next, of matrix m.
+__device__ __forceinline__ void stmatrix_x4(uint32_t shared, const uint32_t (&d)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(d[0]), "r"(d[1]), "r"(d[2]),
+                 "r"(d[3])
+                 : "memory");
+}
+
+// ---- one block tells another, in global memory ----
+
+// ld.acquire.gpu: what was written before the value was released is visible afterwards.
+__device__ __forceinline__ int load_acquire(const int* global) {
+    int x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_release(int* global, int x) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+}
+// fence.proxy.async: between ordinary accesses and those of the copy engine, in global memory too.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // ---- registers: the whole warpgroup moves its share of the register file; freed registers feed the inc of the others ----
 
@@ -85,6 +138,11 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 // The same value in a register the compiler knows nothing of: addresses built from it stay in the branch that uses them
 // instead of being hoisted out of the loop around it.
 __device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }

@@ -26,12 +26,19 @@ __host__ __device__ constexpr uint32_t swizzled_offset(uint32_t rows, uint32_t r
 __host__ __device__ constexpr int accumulator_row(int t, int i) { return t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8; }
 __host__ __device__ constexpr int accumulator_column(int t, int i) { return i / 4 * 8 + t % 4 * 2 + i % 2; }
 
+// A descriptor's low half says where the tile is, its high half is the same for every tile here: a loop that keeps the low half alone
+// needs one register.
+__device__ __forceinline__ uint32_t descriptor_low(uint32_t tile, uint32_t chunk_stride) {
+    return (tile & 0x3FFFF) >> 4 | chunk_stride >> 4 << 16;
+}
+__device__ __forceinline__ uint64_t descriptor_from(uint32_t low) {
+    constexpr uint32_t kSwizzle128 = 1u << 30, kGroupStride = kSwizzleRows * kChunkRowBytes >> 4;
+    return uint64_t(kSwizzle128 | kGroupStride) << 32 | low;
+}
 // Shared-memory matrix descriptor for the tiles above. Eight-row groups lie 1024 bytes apart; chunk_stride, the bytes between
 // 64-column chunks, is read only for operands whose rows run along k (V in P V).
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t tile, uint32_t chunk_stride) {
-    constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
-    return uint64_t((tile & 0x3FFFF) >> 4) | uint64_t(chunk_stride >> 4) << 16 | uint64_t(kSwizzleRows * kChunkRowBytes >> 4) << 32 |
-           kSwizzle128;
+    return descriptor_from(descriptor_low(tile, chunk_stride));
 }
 // What to add to a descriptor to move it by that many bytes: shared memory ends below 256 KiB, so the field never overflows.
 __device__ __forceinline__ constexpr uint64_t descriptor_step(uint32_t bytes) { return bytes >> 4; }
@@ -48,14 +55,25 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 
 // Keeps the compiler from reading or moving x across this point. No instruction.
 __device__ __forceinline__ void hold(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+template <int kCount>
+__device__ __forceinline__ void hold(float (&d)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) hold(d[i]);
+}
 
 // Until at most kPending of the newest products are still running. Naming the accumulators keeps the compiler from reading
 // them earlier: the instruction itself does not mention them.
-template <int kPending, int kCount>
-__device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
+template <int kPending, int... kCounts>
+__device__ __forceinline__ void wgmma_wait(float (&... d)[kCounts]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) hold(d[i]);
+    (hold(d), ...);
+}
+
+// The two 16-bit values of a register as floats, the low one first.
+template <typename T>
+__device__ __forceinline__ float2 unpack_16(uint32_t x) {
+    if constexpr (std::is_same_v<T, __half>) return __half22float2(reinterpret_cast<const __half2&>(x));
+    else return {__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u)};
 }
 
 // ---- the instruction, for every N in use: FA_TEXT_n names accumulators %0 .. %n-1, FA_BIND_n binds them ----
@@ -85,15 +103,29 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
 #define FA_BIND_96 FA_BIND_64, FA_BIND_8(64), FA_BIND_8(72), FA_BIND_8(80), FA_BIND_8(88)
 #define FA_BIND_128 FA_BIND_96, FA_BIND_8(96), FA_BIND_8(104), FA_BIND_8(112), FA_BIND_8(120)
 
-// Operands after the R accumulators: descriptors A and B, then the accumulate flag | four A registers, descriptor B, flag, B's transpose.
-#define FA_WGMMA_SS(N, R, TYPE, A, B, FLAG)                                                                                   \
-    if constexpr (kN == N)                                                                                                    \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #FLAG                                                               \
-                     ", 0;\n"                                                                                                 \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_TEXT_##R "}, %" #A ", %" #B      \
-                                                                                                      ", p, 1, 1, 0, 0;\n}\n" \
-                     : FA_BIND_##R                                                                                            \
-                     : "l"(a), "l"(b), "r"(accumulate));
+#define FA_WRITE_8(i) \
+    "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3]), "=f"(d[i + 4]), "=f"(d[i + 5]), "=f"(d[i + 6]), "=f"(d[i + 7])
+#define FA_WRITE_32 FA_WRITE_8(0), FA_WRITE_8(8), FA_WRITE_8(16), FA_WRITE_8(24)
+#define FA_WRITE_64 FA_WRITE_32, FA_WRITE_8(32), FA_WRITE_8(40), FA_WRITE_8(48), FA_WRITE_8(56)
+
+// Operands after the R accumulators: descriptors A and B, the accumulate flag, their transposes | A and B, their transposes |
+// four A registers, descriptor B, flag, B's transpose.
+#define FA_WGMMA_SS(N, R, TYPE, A, B, FLAG, TA, TB)                                                   \
+    if constexpr (kN == N)                                                                            \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #FLAG                                       \
+                     ", 0;\n"                                                                         \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_TEXT_##R \
+                     "}, %" #A ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";\n}\n"                         \
+                     : FA_BIND_##R                                                                    \
+                     : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA), "n"(kTransposeB));
+#define FA_WGMMA_SS_FIRST(N, R, TYPE, A, B, TA, TB)                                                                                \
+    if constexpr (kN == N)                                                                                                         \
+        asm volatile(                                                                                                              \
+            "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"                                                                             \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_TEXT_##R "}, %" #A ", %" #B ", p, 1, 1, %" #TA \
+                                                                                             ", %" #TB ";\n}\n"                    \
+            : FA_WRITE_##R                                                                                                         \
+            : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));
 #define FA_WGMMA_RS(N, R, TYPE, A0, A1, A2, A3, B, FLAG, TRANSPOSE)                                         \
     if constexpr (kN == N)                                                                                  \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #FLAG                                             \
@@ -103,12 +135,24 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
                      : FA_BIND_##R                                                                          \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB));
 
-#define FA_WGMMA_SS_ALL(TYPE)              \
-    FA_WGMMA_SS(64, 32, TYPE, 32, 33, 34)  \
-    FA_WGMMA_SS(80, 40, TYPE, 40, 41, 42)  \
-    FA_WGMMA_SS(96, 48, TYPE, 48, 49, 50)  \
-    FA_WGMMA_SS(112, 56, TYPE, 56, 57, 58) \
-    FA_WGMMA_SS(128, 64, TYPE, 64, 65, 66)
+#define FA_WGMMA_RS_FIRST(N, R, TYPE, A0, A1, A2, A3, B, TRANSPOSE)                                                                       \
+    if constexpr (kN == N)                                                                                                                \
+        asm volatile(                                                                                                                     \
+            "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"                                                                                    \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_TEXT_##R "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3    \
+                                                                                             "}, %" #B ", p, 1, 1, %" #TRANSPOSE ";\n}\n" \
+            : FA_WRITE_##R                                                                                                                \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposeB));
+
+#define FA_WGMMA_SS_ALL(TYPE)                      \
+    FA_WGMMA_SS(64, 32, TYPE, 32, 33, 34, 35, 36)  \
+    FA_WGMMA_SS(80, 40, TYPE, 40, 41, 42, 43, 44)  \
+    FA_WGMMA_SS(96, 48, TYPE, 48, 49, 50, 51, 52)  \
+    FA_WGMMA_SS(112, 56, TYPE, 56, 57, 58, 59, 60) \
+    FA_WGMMA_SS(128, 64, TYPE, 64, 65, 66, 67, 68)
+#define FA_WGMMA_SS_FIRST_ALL(TYPE)                 \
+    FA_WGMMA_SS_FIRST(64, 32, TYPE, 32, 33, 34, 35) \
+    FA_WGMMA_SS_FIRST(128, 64, TYPE, 64, 65, 66, 67)
 #define FA_WGMMA_RS_ALL(TYPE)                                 \
     FA_WGMMA_RS(64, 32, TYPE, 32, 33, 34, 35, 36, 37, 38)     \
     FA_WGMMA_RS(96, 48, TYPE, 48, 49, 50, 51, 52, 53, 54)     \
@@ -116,14 +160,41 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
     FA_WGMMA_RS(192, 96, TYPE, 96, 97, 98, 99, 100, 101, 102) \
     FA_WGMMA_RS(256, 128, TYPE, 128, 129, 130, 131, 132, 133, 134)
 
-// d (64 x N) = A (64 x 16) B (16 x N), plus d when accumulate; A and B in shared memory, both with rows along k: Q and K of Q K^T.
-template <typename T, int kN>
+#define FA_WGMMA_RS_FIRST_ALL(TYPE)                         \
+    FA_WGMMA_RS_FIRST(64, 32, TYPE, 32, 33, 34, 35, 36, 37) \
+    FA_WGMMA_RS_FIRST(128, 64, TYPE, 64, 65, 66, 67, 68, 69)
+
+// d (64 x N) = A (64 x 16) B (16 x N), plus d when accumulate; A and B in shared memory. kTranspose 0: the operand's stored rows run
+// along k (Q and K of Q K^T); 1: along m or n (V of P V, dS^T of dS K).
+template <typename T, int kN, int kTransposeA = 0, int kTransposeB = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
     static_assert(kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128, "add this N to FA_WGMMA_SS_ALL");
     if constexpr (std::is_same_v<T, __half>) {
         FA_WGMMA_SS_ALL("f16")
     } else {
         FA_WGMMA_SS_ALL("bf16")
+    }
+}
+
+// The first step of a product: d = A B. To the compiler d is only written, so what it held before needs no register any more.
+template <typename T, int kN, int kTransposeA = 0, int kTransposeB = 0>
+__device__ __forceinline__ void wgmma_ss_first(float (&d)[kN / 2], uint64_t a, uint64_t b) {
+    static_assert(kN == 64 || kN == 128, "add this N to FA_WGMMA_SS_FIRST_ALL");
+    if constexpr (std::is_same_v<T, __half>) {
+        FA_WGMMA_SS_FIRST_ALL("f16")
+    } else {
+        FA_WGMMA_SS_FIRST_ALL("bf16")
+    }
+}
+
+// The same with A in registers, see wgmma_rs.
+template <typename T, int kN, int kTransposeB>
+__device__ __forceinline__ void wgmma_rs_first(float (&d)[kN / 2], const uint32_t* a, uint64_t b) {
+    static_assert(kN == 64 || kN == 128, "add this N to FA_WGMMA_RS_FIRST_ALL");
+    if constexpr (std::is_same_v<T, __half>) {
+        FA_WGMMA_RS_FIRST_ALL("f16")
+    } else {
+        FA_WGMMA_RS_FIRST_ALL("bf16")
     }
 }
 

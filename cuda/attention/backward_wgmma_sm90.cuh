@@ -1,0 +1,343 @@
+// backward_wgmma_sm90.cuh: the gradients of attention at Hopper's speed, fp16 and bf16, head dims to 128.
+//
+// A block owns 128 keys of one key head and walks every query tile that sees them, of every query head of the group; dK and dV stay in
+// registers. All scores are transposed, rows are keys and columns queries, so that P^T and dS^T are A operands as they come:
+//
+//     warp 0, one thread       K, V once;  tile i of Q with lse and of dout with delta -> two slots each
+//                                 |  kv_full,  q_full/q_empty,  dout_full/dout_empty
+//     main warpgroups 1, 2     S = K Q^T       P = 2^(c S - lse)      dP = V dout^T      dV += P dout     dS = P (dP - delta) -> slot of ds
+//     64 keys each             dK += dS Q      while the tensor cores have dV of this tile, and S of the next
+//                                 |  ds_full/ds_empty
+//     warpgroup 3              dQ = dS^T K, in pieces of 64 queries x 64 columns -> slot of dq
+//                                 |  dq_full/dq_empty
+//     warp 1, one thread       adds the pieces to the float sums in global memory, as they lie
+//
+//     full: the data is there. empty: one arrival for each warp that has read it. Both per slot; slots are used in turn from 0.
+//
+// The main warpgroups never wait for each other and drift apart, which fills each other's gaps; that is why dQ, which needs the dS of both,
+// has a warpgroup of its own. Every product's accumulators live until all products issued with it are drained, so the products come in two
+// batches, {dP, dV} and {S of the next tile, dK}, and everything is drained twice a tile.
+//
+// What bounds it: shared memory (3072 cycles of operands and copies beside 2560 cycles of tensor cores a tile at head dim 128) and the
+// chain of the dQ warpgroup; short sequences by the memory traffic of the kernels around it, backward_wgmma_sm90_rows.cu.
+#pragma once
+
+#include "attention/backward_wgmma_sm90_block.cuh"
+#include "attention/backward_wgmma_sm90_scores.cuh"
+
+namespace fa {
+
+template <typename T, BackwardPlanId kId>
+struct alignas(1024) BackwardSmem {
+    static constexpr BackwardPlan kPlan = backward_plan(kId);
+    static constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kColumns = kPlan.columns();
+    T k[kBlockN * kColumns], v[kBlockN * kColumns];
+    T q[2][kBlockM * kColumns], dout[2][kBlockM * kColumns];
+    T ds[2][kBlockN * kBlockM];  // a row per key
+    float dq[kPlan.dq_stages][kDqPiece];
+    T p[kPlan.general ? kBlockN * kBlockM : 8];                          // P with dropout, a row per key
+    alignas(16) float lse[2][kBlockM], delta[2][kBlockM];                // in quad order
+    alignas(16) uint8_t keep[kPlan.general ? kBlockN / 8 : 1][kBlockM];  // dropout: bit j of [n][query] keeps key 8 n + j
+    uint64_t kv_full, q_full[2], q_empty[2], dout_full[2], dout_empty[2];
+    uint64_t ds_full[2], ds_empty[2], dq_full[kPlan.dq_stages], dq_empty[kPlan.dq_stages];
+    BackwardWork work;
+};
+
+template <typename T, BackwardPlanId kId>
+__global__ void __launch_bounds__(512, 1)
+    backward_wgmma_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                          const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_dout,
+                          const __grid_constant__ BackwardParams b, const __grid_constant__ BackwardSchedule schedule) {
+    using Smem = BackwardSmem<T, kId>;
+    constexpr BackwardPlan kPlan = backward_plan(kId);
+    constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
+    constexpr bool kGeneral = kPlan.general, kKInRegisters = kPlan.k_in_registers;
+    constexpr int kPieces = kBlockM / 64 * (kD / 64), kDqStages = kPlan.dq_stages;
+    constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
+    constexpr uint32_t kPieceBytes = kDqPiece * sizeof(float);
+    static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
+    static_assert(kDqStages % kPieces == 0, "a piece always takes the same slots");
+    const AttentionParams& p = b.forward;
+
+    extern __shared__ __align__(1024) unsigned char shared[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared);
+    const uint32_t kv_full = shared_address(&smem.kv_full), q_full = shared_address(smem.q_full), q_empty = shared_address(smem.q_empty);
+    const uint32_t dout_full = shared_address(smem.dout_full), dout_empty = shared_address(smem.dout_empty);
+    const uint32_t ds_full = shared_address(smem.ds_full), ds_empty = shared_address(smem.ds_empty);
+    const uint32_t dq_full = shared_address(smem.dq_full), dq_empty = shared_address(smem.dq_empty);
+    const uint32_t smem_q = shared_address(smem.q), smem_k = shared_address(smem.k), smem_v = shared_address(smem.v);
+    const uint32_t smem_dout = shared_address(smem.dout), smem_ds = shared_address(smem.ds), smem_dq = shared_address(smem.dq),
+                   smem_p = shared_address(smem.p);
+
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is uniform
+    const int lane = threadIdx.x % 32;
+    BackwardWork& w = smem.work;
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v), prefetch_tensormap(&map_dout);
+        mbarrier_init(kv_full, 1);
+        for (int i = 0; i < 2; ++i) {
+            mbarrier_init(q_full + 8 * i, 1), mbarrier_init(q_empty + 8 * i, 8);
+            mbarrier_init(dout_full + 8 * i, 1), mbarrier_init(dout_empty + 8 * i, 8);
+            mbarrier_init(ds_full + 8 * i, 8), mbarrier_init(ds_empty + 8 * i, 4);
+        }
+        for (int i = 0; i < kDqStages; ++i) mbarrier_init(dq_full + 8 * i, 4), mbarrier_init(dq_empty + 8 * i, 1);
+        fence_mbarrier_init();
+        w.valid = find_key_block<kBlockM, kBlockN>(p, schedule, blockIdx.x, w);
+    }
+    __syncthreads();
+    if (!w.valid) return;
+    const int first_m = w.first_m, end_m = w.end_m, tiles = (end_m - first_m) * p.group;
+
+    // ------------------------------------------------------------------------------------------------ copies in and out, a thread each
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kBackwardLoaderRegisters>();
+        if (lane != 0 || tiles == 0) return;
+        if (threadIdx.x == 0) {
+            load_block(p, schedule, w, smem, map_q, map_k, map_v, map_dout);
+        } else if (threadIdx.x == 32) {
+            uint32_t stage = 0, phase = 0;
+            for (int head = w.head_k * p.group, end = head + p.group; head < end; ++head)
+                for (int m = end_m - 1; m >= first_m; --m) {
+                    float* sums = schedule.tiles.dq + (first_query_tile(p, schedule.tiles, w, head) + m) * (kBlockM * kD);
+                    const Turn turn = turn_of(b, schedule.tiles, w, head, m);
+                    wait_for_turn(turn);
+                    for (int piece = 0; piece < kPieces; ++piece, sums += kDqPiece) {
+                        mbarrier_wait(dq_full + 8 * stage, phase);
+                        if (turn.own == 0) bulk_store(sums, smem_dq + stage * kPieceBytes, kPieceBytes);
+                        else bulk_reduce_add(sums, smem_dq + stage * kPieceBytes, kPieceBytes);
+                        bulk_commit();
+                        bulk_wait_read<0>();
+                        mbarrier_arrive(dq_empty + 8 * stage);
+                        if (++stage == kDqStages) stage = 0, phase ^= 1;
+                    }
+                    if (turn.publish) {
+                        bulk_wait<0>();
+                        fence_proxy_async_global();
+                        store_release(turn.counter, turn.own + 1);
+                    }
+                }
+            bulk_wait<0>();
+        }
+        return;
+    }
+
+    // ------------------------------------------------------------------------------------------------ dQ = dS^T K
+    if (warpgroup == 3) {
+        setmaxnreg_dec<kBackwardDqRegisters>();
+        if (tiles == 0) return;
+        const uint32_t own = smem_dq + threadIdx.x % 128 * 16;
+        uint32_t low_k = descriptor_low(smem_k, kBlockN * kChunkRowBytes), low_ds = descriptor_low(smem_ds, kBlockN * kChunkRowBytes);
+        float dq[32];
+#pragma unroll 1
+        for (uint32_t it = 0; it < uint32_t(tiles); ++it) {
+            const uint32_t slot = it & 1, stage0 = it * kPieces % kDqStages, dq_phase = it * kPieces / kDqStages & 1;
+            low_k = opaque(low_k), low_ds = opaque(low_ds);
+            const uint32_t low_tile = low_ds + slot * (kDsBytes >> 4);
+            const auto multiply = [&](int piece) {  // both operands run along their rows, the keys
+                const uint32_t rows = low_tile + (piece / (kD / 64) * kBlockN * kChunkRowBytes >> 4);
+                const uint32_t columns = low_k + (piece % (kD / 64) * kBlockN * kChunkRowBytes >> 4);
+                wgmma_fence();
+                wgmma_ss_first<T, 64, 1, 1>(dq, descriptor_from(rows), descriptor_from(columns));
+#pragma unroll
+                for (int i = 1; i < kBlockN / 16; ++i)
+                    wgmma_ss<T, 64, 1, 1>(dq, descriptor_from(rows) + descriptor_row_step(i),
+                                          descriptor_from(columns) + descriptor_row_step(i), 1);
+                wgmma_commit();
+            };
+            mbarrier_wait(ds_full + 8 * slot, it >> 1 & 1);
+            __syncwarp();
+            multiply(0);
+#pragma unroll
+            for (int piece = 0; piece < kPieces; ++piece) {
+                const uint32_t stage = stage0 + piece;
+                wgmma_wait<0>(dq);
+                if (piece == kPieces - 1 && lane == 0) mbarrier_arrive(ds_empty + 8 * slot);
+                mbarrier_wait(dq_empty + 8 * stage, dq_phase ^ 1);
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    store_shared_16(own + stage * kPieceBytes + i * 2048,
+                                    make_uint4(__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]), __float_as_uint(dq[4 * i + 2]),
+                                               __float_as_uint(dq[4 * i + 3])));
+                if (piece + 1 < kPieces) multiply(piece + 1);
+                fence_proxy_async();
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(dq_full + 8 * stage);
+            }
+        }
+        return;
+    }
+
+    // ------------------------------------------------------------------------------------------------ main warpgroups
+    setmaxnreg_inc<kBackwardMainRegisters>();
+    constexpr float kLog2E = 1.4426950408889634f;
+    const int wg = warpgroup - 1, warp = threadIdx.x % 128 / 32, quad = lane % 4;
+    const float c = p.scale * kLog2E;
+    float dk[kD / 2], dv[kD / 2];                     // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
+    float s[kBlockM / 2], dp[kBlockM / 2];            // rows are keys, columns queries
+    uint32_t prob[kBlockM / 4];                       // P as A operand; general: P d(score) / d(scaled product)
+    uint32_t k_fragment[kKInRegisters ? kD / 4 : 1];  // the warp's keys of K as A operand
+    const int mask_end = w.mask_end;
+    // Q, dout, K, V and dS at fixed distances from these two. Rows of 64 keys are as far apart in K as in dS; the chunk stride is read
+    // only where Q and dout run along their rows.
+    uint32_t low_k = descriptor_low(smem_k + wg * 64 * kChunkRowBytes, kBlockM * kChunkRowBytes);
+    uint32_t low_q = descriptor_low(smem_q, kBlockM * kChunkRowBytes);
+    constexpr uint32_t kV = kKeysBytes >> 4, kDout = 2 * kTileBytes >> 4;
+    constexpr uint32_t kDs = (2 * kKeysBytes + 4 * kTileBytes) >> 4, kP = kDs + ((2 * kDsBytes + kDqStages * kPieceBytes) >> 4);
+    const uint32_t ds_row = wg * 64 + warp * 16 + lane % 16;
+
+    // `operand` (keys x D) times the tile's `rows` (D x queries), both along their columns.
+    const auto multiply_by_columns = [&](float(&d)[kBlockM / 2], uint32_t operand, uint32_t rows) {
+        wgmma_fence();
+        wgmma_ss_first<T, kBlockM>(d, descriptor_from(operand), descriptor_from(rows));
+#pragma unroll
+        for (int i = 1; i < kD / 16; ++i)
+            wgmma_ss<T, kBlockM>(d, descriptor_from(operand) + descriptor_k_step(i, kBlockN),
+                                 descriptor_from(rows) + descriptor_k_step(i, kBlockM), 1);
+        wgmma_commit();
+    };
+    // d (keys x D) += `operand` (keys x queries, in shared memory) times the tile's `rows` (queries x D).
+    const auto accumulate_rows = [&](float(&d)[kD / 2], uint32_t operand, uint32_t rows, uint32_t it) {
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kBlockM / 16; ++i)
+            wgmma_ss<T, kD, 0, 1>(d, descriptor_from(operand) + descriptor_k_step(i, kBlockN),
+                                  descriptor_from(rows) + descriptor_row_step(i), i ? 1 : int(it));
+        wgmma_commit();
+    };
+    const auto multiply_s = [&](uint32_t slot) {
+        const uint32_t rows = low_q + slot * (kTileBytes >> 4);
+        if constexpr (kKInRegisters) {
+            wgmma_fence();
+            wgmma_rs_first<T, kBlockM, 0>(s, k_fragment, descriptor_from(rows));
+#pragma unroll
+            for (int i = 1; i < kD / 16; ++i)
+                wgmma_rs<T, kBlockM, 0>(s, k_fragment + 4 * i, descriptor_from(rows) + descriptor_k_step(i, kBlockM), 1);
+            wgmma_commit();
+        } else {
+            multiply_by_columns(s, low_k, rows);
+        }
+    };
+    const auto multiply_dp = [&](uint32_t slot) { multiply_by_columns(dp, low_k + kV, low_q + kDout + slot * (kTileBytes >> 4)); };
+    const auto multiply_dv = [&](uint32_t slot, uint32_t it) {
+        const uint32_t rows = low_q + kDout + slot * (kTileBytes >> 4);
+        if constexpr (kGeneral) {
+            accumulate_rows(dv, low_k + kP, rows, it);
+        } else {
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kBlockM / 16; ++i)
+                wgmma_rs<T, kD, 1>(dv, prob + 4 * i, descriptor_from(rows) + descriptor_row_step(i), i ? 1 : int(it));
+            wgmma_commit();
+        }
+    };
+    const auto multiply_dk = [&](uint32_t slot, uint32_t it) {
+        accumulate_rows(dk, low_k + kDs + slot * (kDsBytes >> 4), low_q + slot * (kTileBytes >> 4), it);
+    };
+
+    const auto release = [&](uint32_t empty, uint32_t slot) {
+        if (lane == 0) mbarrier_arrive(empty + 8 * slot);
+        __syncwarp();
+    };
+    // dS to its slot. P comes back from 16 bits: its float registers are needed elsewhere.
+    const auto store_ds = [&](uint32_t slot) {
+#pragma unroll
+        for (int i = 0; i < kBlockM / 16; ++i) {
+            uint32_t ds[4];
+            score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, statistic(smem.delta[slot], quad, i));
+            stmatrix_x4(smem_ds + slot * kDsBytes + matrix_offset<kBlockN>(ds_row, lane, i), ds);
+        }
+        fence_proxy_async();
+    };
+
+    if (tiles == 0) {
+#pragma unroll
+        for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0.0f;
+    } else {
+        int m = end_m - 1, head = w.head_k * p.group;
+        mbarrier_wait(kv_full, 0);
+        zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.k, wg * 64, wg);
+        zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.v, wg * 64, wg);
+        if constexpr (kKInRegisters) {
+#pragma unroll
+            for (int i = 0; i < kD / 16; ++i)
+                ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(k_fragment[4 * i]),
+                            smem_k + swizzled_offset(kBlockN, ds_row, 2 * i + lane / 16));
+        }
+        mbarrier_wait(q_full, 0);
+        zero_rows_past_end<kBlockM>(p, w, smem.q[0], m, wg);
+        multiply_s(0);
+        wgmma_wait<0>(s);
+#pragma unroll 1
+        for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // S of this tile is complete, nothing is in flight
+            const uint32_t slot = it & 1, phase = it >> 1 & 1;
+            const int next_m = m == first_m ? end_m - 1 : m - 1;
+            low_k = opaque(low_k), low_q = opaque(low_q);
+            if constexpr (kGeneral) {
+                main_warpgroup_sync(wg);  // all have read the previous tile's P and dropout bits
+                if (p.dropout_threshold) {
+                    draw_dropout(p, w, smem.keep + 8 * wg, w.key0 + wg * 64, m * kBlockM, head);
+                    main_warpgroup_sync(wg);
+                }
+                general_probabilities<T, kBlockM>(p, w, s, smem.lse[slot], smem.keep + 8 * wg, w.key0 + wg * 64, m * kBlockM, head,
+                                                  [&](int i, const uint32_t(&factor)[4], const uint32_t(&P)[4]) {
+#pragma unroll
+                                                      for (int x = 0; x < 4; ++x) prob[4 * i + x] = factor[x];
+                                                      stmatrix_x4(smem_p + matrix_offset<kBlockN>(ds_row, lane, i), P);
+                                                  });
+                fence_proxy_async();
+                main_warpgroup_sync(wg);
+            } else {
+                if (m < mask_end) {
+                    const int ln = opaque(lane);
+                    mask_fragment(s, w, w.key0 + wg * 64 + warp * 16 + ln / 4, m * kBlockM + ln % 4 * 2);
+                }
+                probabilities<T>(s, prob, c, smem.lse[slot], quad);
+            }
+            mbarrier_wait(dout_full + 8 * slot, phase);
+            zero_rows_past_end<kBlockM>(p, w, smem.dout[slot], m, wg);
+            multiply_dp(slot);
+            multiply_dv(slot, it);
+            mbarrier_wait(ds_empty + 8 * slot, phase ^ 1);
+            wgmma_wait<1>(dp);
+            if constexpr (kGeneral)
+                if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
+            store_ds(slot);  // while dV is multiplied
+            const bool more = it + 1 < uint32_t(tiles);
+            if (more) {
+                mbarrier_wait(q_full + 8 * (slot ^ 1), (it + 1) >> 1 & 1);
+                zero_rows_past_end<kBlockM>(p, w, smem.q[slot ^ 1], next_m, wg);
+            }
+            __syncwarp();
+            main_warpgroup_sync(wg);  // its 64 rows of dS are written
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(ds_full + 8 * slot);
+            __syncwarp();
+            wgmma_wait<0>(dv);
+            multiply_s(slot ^ 1);  // after the last tile of what lies there, for nobody: a conditional product would cost copies
+            release(dout_empty, slot);
+            multiply_dk(slot, it);
+            wgmma_wait<0>(dk, s);
+            release(q_empty, slot);
+            if (kGeneral && m == first_m) ++head;
+            m = next_m;
+        }
+        wgmma_wait<0>(dk, dv);
+    }
+
+    const int key = w.key0 + wg * 64 + warp * 16 + lane / 4;
+    store_dv<T, kGeneral>(dv, b, w, key);
+    store_dk<T>(dk, b, w, key);
+}
+
+template <typename T, BackwardPlanId kId>
+cudaError_t launch_backward_wgmma(const BackwardParams& b, int device, cudaStream_t stream) {
+    return launch_backward_block<T, kId>(backward_wgmma_kernel<T, kId>, sizeof(BackwardSmem<T, kId>), b, device, stream);
+}
+template <BackwardPlanId kId>
+cudaError_t launch_backward_wgmma(const BackwardParams& b, int device, cudaStream_t stream) {
+    return b.forward.dtype == DType::kFloat16 ? launch_backward_wgmma<__half, kId>(b, device, stream)
+                                              : launch_backward_wgmma<__nv_bfloat16, kId>(b, device, stream);
+}
+
+}  // namespace fa

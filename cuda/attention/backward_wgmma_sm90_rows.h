@@ -1,0 +1,14 @@
+// backward_wgmma_sm90_rows.h: the kernels before and after the main kernel of the Hopper backward.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "attention/params.h"
+#include "attention/tiles_backward.h"
+
+namespace fa {
+
+cudaError_t backward_rows_before(const BackwardParams& b, const QueryTiles& tiles, cudaStream_t stream);
+cudaError_t backward_rows_after(const BackwardParams& b, const QueryTiles& tiles, cudaStream_t stream);
+
+}  // namespace fa
