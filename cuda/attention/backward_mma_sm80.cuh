@@ -249,7 +249,7 @@ __device__ __forceinline__ void store_rows(const float (&C)[kMmas][kTilesN][4], 
 }
 
 template <int kD, int kDv, MmaSm kSm>
-inline constexpr BackwardTile kBackwardTileOf = backward_mma_tile(kD, kDv, kSm);
+inline constexpr BackwardTile kBackwardTileOf = backward_mma_tile(kD, kSm);
 
 // ---- before: delta and lse of block_m rows of a head, zeros for the sums of their dQ ----
 

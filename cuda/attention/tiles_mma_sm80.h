@@ -138,7 +138,7 @@ constexpr bool operator==(const BackwardTile& a, const BackwardTile& b) {
            a.blocks_per_sm == b.blocks_per_sm;
 }
 
-constexpr BackwardTile backward_mma_tile(int d, int dv, MmaSm sm) {
+constexpr BackwardTile backward_mma_tile(int d, MmaSm sm) {
     if (sm == MmaSm::k228) {
         if (d <= 64) return {64, 64, 4, 2, 2, 2, 2, 2, 3};
         if (d > 128 && d <= 192) return {128, 64, 8, 4, 2, 4, 2, 1, 1};
