@@ -8,8 +8,8 @@
 //     main     a block owns the keys of one tile and walks the queries of every head that reads them: dK and dV stay in registers, and dQ
 //              is added to float32 sums in the workspace, a tile in fragment order so that a warp adds to neighbouring addresses
 //     after    dQ = scale x the sums, rounded
-// With `deterministic` no sum depends on timing: main leaves dQ to a kernel of its own, whose blocks own queries and walk keys, at the price
-// of computing S and dP twice.
+// With `deterministic` no sum depends on timing: main leaves dQ to a kernel of its own, whose blocks own queries and walk keys, at the
+// price of computing S and dP twice.
 //
 // One step of the main kernel, two stages (|: block barrier). The warps share out each product by themselves: P and dS pass through shared
 // memory, from warps that own rows of S to warps that own rows of dK and dV, and between the barriers warps drift apart.
@@ -21,7 +21,8 @@
 // Shared memory (MainSmem)      K, V block_n | Q, dO stages x block_m | P, dS block_m x block_n | lse, delta stages x block_m
 // Tiles are swizzled (SharedTile): neither ldmatrix nor the copies nor the stores of P and dS have bank conflicts.
 //
-// tiles_mma_sm80.h chooses the tiles by the bytes that ldmatrix reads for an mma, which are what bounds them.
+// A tile that causal or window cut has code of its own, which skips what is hidden; every other one runs without a branch.
+// tiles_mma_sm80.h chooses the tiles by the bytes that ldmatrix reads for an mma.
 #pragma once
 
 #include "attention/general_scores.cuh"
@@ -47,9 +48,9 @@ struct BackwardWorkspace {
 struct MmaBackwardParams {
     BackwardParams backward;
     BackwardWorkspace workspace;
-    int tiles_q, tiles_k;  // of one head of the longest sequence
-    int section;           // KV heads per section, see tiles_mma_sm80.h
-    int block_m, tiles_dq; // for the kernel that computes dQ alone: rows of a workspace tile, its own tiles of one head
+    int tiles_q, tiles_k;   // of one head of the longest sequence
+    int section;            // KV heads per section, see tiles_mma_sm80.h
+    int block_m, tiles_dq;  // for the kernel that computes dQ alone: rows of a workspace tile, its own tiles of one head
     bool aligned_q, aligned_k, aligned_v, aligned_out, aligned_dout, aligned_dq, aligned_dk, aligned_dv;
 };
 
@@ -62,6 +63,10 @@ __device__ __forceinline__ int64_t workspace_tile(const MmaBackwardParams& param
     return int64_t(head) * params.workspace.tiles + first_tile_of(params, block_m, b) + tile;
 }
 
+struct BackwardWork {
+    int b, head_k, key0;
+};
+
 template <typename T, BackwardTile const& kTile, int kD, int kDv>
 struct MainSmem {
     alignas(128) T k[kTile.block_n * kD];
@@ -70,8 +75,13 @@ struct MainSmem {
     alignas(128) T dout[kTile.stages_dout][kTile.block_m * kDv];
     alignas(128) T p[kTile.block_m * kTile.block_n];
     alignas(128) T ds[kTile.block_m * kTile.block_n];
-    alignas(16) float rows[kTile.stages_q][2][kTile.block_m];  // lse, delta
-    KeyRange seeing, seeing_all;                               // rows that see some keys of this block, rows that see all
+    alignas(16) float lse_delta[kTile.stages_q][2][kTile.block_m];
+    // What every step needs of the block, so that it takes no registers between.
+    BackwardWork work;
+    KeyRange rows, whole_rows;  // that see some keys of this block, that see all of them
+    int first_tile, last_tile;  // of these rows
+    const T *q_rows, *dout_rows;
+    float *sums, *stats;  // of head 0 in the workspace
 };
 
 // Keys [begin, end) that some row of the sequence sees through causal and window.
@@ -153,8 +163,8 @@ __device__ __forceinline__ void general_gradients(const AttentionParams& p, cons
     }
 }
 
-// C += A B^T of 16 kMmas rows and 8 kTilesN columns, both operands with the summed index along their rows: a and b are this lane's addresses
-// of A's first 16 x 16 block, rows lane % 16, and of B's, rows lane % 8 + lane / 16 * 8. After each step after(step) runs.
+// C += A B^T of 16 kMmas rows and 8 kTilesN columns, both operands with the summed index along their rows: a and b are this lane's
+// addresses of A's first 16 x 16 block, rows lane % 16, and of B's, rows lane % 8 + lane / 16 * 8. After each step after(step) runs.
 template <typename T, typename TileA, typename TileB, int kSteps, int kMmas, int kTilesN, typename After>
 __device__ __forceinline__ void multiply_rows(float (&C)[kMmas][kTilesN][4], uint32_t a, uint32_t b, const After& after) {
 #pragma unroll
@@ -269,7 +279,8 @@ __global__ void __launch_bounds__(kSideThreads) before_kernel(const __grid_const
         for (int x = threadIdx.x; x < kBlockM * kD / 4; x += kSideThreads) sums[x] = float4{};
     }
     const T* out = static_cast<const T*>(p.out.data) + s.out + head * p.out.head;
-    const T* dout = static_cast<const T*>(params.backward.dout.data) + gradients_of(params.backward, b).dout + head * params.backward.dout.head;
+    const T* dout =
+        static_cast<const T*>(params.backward.dout.data) + gradients_of(params.backward, b).dout + head * params.backward.dout.head;
     const float* lse = p.lse + lse_offset(p, s, head);
     float* rows = params.workspace.rows + place * 2 * kBlockM;
     const int column = threadIdx.x % kLanes * 8;
@@ -302,12 +313,8 @@ __global__ void __launch_bounds__(kSideThreads) before_kernel(const __grid_const
 
 // ---- main: dK and dV of a tile of keys, their share of dQ ----
 
-struct BackwardWork {
-    int b, head_k, key0;
-};
-
-// Blocks start in order of their index: section by section, in a section the first keys of every head first, because with a causal mask most
-// rows see them.
+// Blocks start in order of their index: section by section, in a section the first keys of every head first, because with a causal mask
+// most rows see them.
 __device__ __forceinline__ BackwardWork work_of(const MmaBackwardParams& params, int block, int block_n) {
     const AttentionParams& p = params.backward.forward;
     const int first = block / (params.section * params.tiles_k) * params.section, index = block % (params.section * params.tiles_k);
@@ -320,23 +327,30 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
     gradient_kernel(const __grid_constant__ MmaBackwardParams params) {
 #if defined(__CUDA_ARCH__)
     if (kSm == MmaSm::k228 && __CUDA_ARCH__ < 900) return;  // never launched there: leaves the code out
+    if (kSm == MmaSm::k164 && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)) return;
 #endif
     constexpr BackwardTile kTile = kBackwardTileOf<kD, kDv, kSm>;
     constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32;
     constexpr int kStagesQ = kTile.stages_q, kStagesDout = kTile.stages_dout;
     static_assert(kStagesQ >= kStagesDout && kStagesQ <= 2, "the next Q is asked for no later than the next dO");
     constexpr bool kAnyAlignment = kSm == MmaSm::kAny;
+    constexpr bool kOneBody = kAnyAlignment || kD > 192;  // else steps without an edge have code of their own, without a branch
     // How the warps share out S, dK and dV, and dQ: rows x columns of warps.
-    constexpr int kRowsS = kTile.warps_m_s, kColumnsS = kTile.warps / kRowsS, kRowsKv = kTile.warps_n_kv, kColumnsKv = kTile.warps / kRowsKv;
+    constexpr int kRowsS = kTile.warps_m_s, kColumnsS = kTile.warps / kRowsS, kRowsKv = kTile.warps_n_kv,
+                  kColumnsKv = kTile.warps / kRowsKv;
     constexpr int kRowsDq = kTile.warps_m_dq, kColumnsDq = kTile.warps / kRowsDq;
     constexpr int kMmasS = kBlockM / kRowsS / 16, kTilesS = kBlockN / kColumnsS / 8, kMmasKv = kBlockN / kRowsKv / 16;
-    constexpr int kTilesK = kD / kColumnsKv / 8, kTilesV = kDv / kColumnsKv / 8, kMmasDq = kBlockM / kRowsDq / 16, kTilesDq = kD / kColumnsDq / 8;
+    constexpr int kTilesK = kD / kColumnsKv / 8, kTilesV = kDv / kColumnsKv / 8, kMmasDq = kBlockM / kRowsDq / 16,
+                  kTilesDq = kD / kColumnsDq / 8;
     static_assert(kMmasS * kRowsS * 16 == kBlockM && kTilesS * kColumnsS * 8 == kBlockN && kTilesS % 2 == 0, "S is shared out evenly");
-    static_assert(kMmasKv * kRowsKv * 16 == kBlockN && kTilesK * kColumnsKv * 8 == kD && kTilesK % 2 == 0 && kTilesV * kColumnsKv * 8 == kDv &&
-                      kTilesV % 2 == 0,
+    static_assert(kMmasKv * kRowsKv * 16 == kBlockN && kTilesK * kColumnsKv * 8 == kD && kTilesK % 2 == 0 &&
+                      kTilesV * kColumnsKv * 8 == kDv && kTilesV % 2 == 0,
                   "dK and dV are shared out evenly");
     static_assert(kMmasDq * kRowsDq * 16 == kBlockM && kTilesDq * kColumnsDq * 8 == kD && kTilesDq % 2 == 0, "dQ is shared out evenly");
-    constexpr int kPartsDq = kMmasDq * kTilesDq > 16 ? kMmasDq * kTilesDq / 8 : 1, kPartTiles = kTilesDq / kPartsDq;  // dQ has no more than 64 registers
+    constexpr int kPartTiles = kD > 192 || kMmasDq * kTilesDq > 16 ? 8 / kMmasDq : kTilesDq,
+                  kPartsDq = kTilesDq / kPartTiles;  // of dQ at a time
+    // Halves of a step that an edge may hide: rows above the first keys, keys past the last rows. Beyond 192 registers are short.
+    constexpr bool kHalfRows = kBlockM > kBlockN && kD <= 192, kHalfKeys = kBlockN > kBlockM;
     // P waits for dP in registers where they are enough, else in shared memory, rounded.
     constexpr bool kPInRegisters = kGeneral || kMmasS * kTilesS * 4 <= 32;
     using TileQ = SharedTile<T, kD>;
@@ -352,7 +366,15 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
     const Sequence s = sequence_of(p, b);
     if (key0 >= s.seqlen_k) return;
     const KeyRange keys = keys_seen(p, s), rows = rows_seeing(p, s, key0, min(key0 + kBlockN, s.seqlen_k) - 1);
-    if (threadIdx.x == 0) smem.seeing = rows, smem.seeing_all = rows_seeing_all(p, s, key0, key0 + kBlockN - 1);
+    if (threadIdx.x == 0) {
+        smem.work = work, smem.rows = rows, smem.whole_rows = rows_seeing_all(p, s, key0, key0 + kBlockN - 1);
+        smem.first_tile = rows.begin / kBlockM, smem.last_tile = (rows.end - 1) / kBlockM;
+        smem.q_rows = static_cast<const T*>(p.q.data) + s.q;
+        smem.dout_rows = static_cast<const T*>(backward.dout.data) + gradients_of(backward, b).dout;
+        const int64_t place = workspace_tile(params, kBlockM, b, 0, 0);
+        smem.sums = params.workspace.dq + place * (kBlockM * kD), smem.stats = params.workspace.rows + place * (2 * kBlockM);
+    }
+    __syncthreads();
     // A step is a tile of queries of one of the heads that read this block's keys.
     struct Step {
         int head, tile;
@@ -364,36 +386,33 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
     // Addresses of this lane's rows for ldmatrix: 16 rows x 32 bytes with the halves side by side, or one row group after the other.
     const int row_a = lane % 16, piece_a = lane / 16, row_b = lane % 8 + lane / 16 * 8, piece_b = lane / 8 % 2;
     // Warps that a causal diagonal leaves without work should not share an SM's quarter, which warps have in turn.
-    const int s_row = (kRowsS < kColumnsS ? warp % kRowsS : warp / kColumnsS) * (16 * kMmasS);
-    const int s_key = (kRowsS < kColumnsS ? warp / kRowsS : warp % kColumnsS) * (8 * kTilesS);
+    const auto row_of_s = [](int warp) { return (kRowsS < kColumnsS ? warp % kRowsS : warp / kColumnsS) * (16 * kMmasS); };
+    const auto key_of_s = [](int warp) { return (kRowsS < kColumnsS ? warp / kRowsS : warp % kColumnsS) * (8 * kTilesS); };
+    const int s_row = row_of_s(warp), s_key = key_of_s(warp);
     const uint32_t q_a = shared_address(smem.q) + TileQ::offset(s_row + row_a, piece_a);
     const uint32_t dout_a = shared_address(smem.dout) + TileV::offset(s_row + row_a, piece_a);
     const uint32_t k_b = shared_address(smem.k) + TileQ::offset(s_key + row_b, piece_b);
     const uint32_t v_b = shared_address(smem.v) + TileV::offset(s_key + row_b, piece_b);
     const uint32_t p_store = shared_address(smem.p) + TileP::offset(s_row + lane / 4, s_key / 8) + lane % 4 * 4;
     const int kv_key = warp / kColumnsKv * (16 * kMmasKv), kv_column = warp % kColumnsKv;
-    const uint32_t p_a = shared_address(smem.p) + TileP::offset(row_b, kv_key / 8 + piece_b);
-    const uint32_t dout_b = shared_address(smem.dout) + TileV::offset(row_a, 2 * kv_column + piece_a);
-    const uint32_t q_b = shared_address(smem.q) + TileQ::offset(row_a, 2 * kv_column + piece_a);
     const int dq_row = warp / kColumnsDq * (16 * kMmasDq), dq_column = warp % kColumnsDq;
     constexpr uint32_t kToDs = sizeof smem.p;  // dS lies behind P, in the same order
 
-    const auto load_q = [&](Step step, int stage, const KeyRange& rows) {
+    const auto load_q = [&](Step step, int stage) {
         const int row0 = step.tile * kBlockM;
-        const T* q = static_cast<const T*>(p.q.data) + sequence_of(p, opaque(b)).q + step.head * p.q.head + row0 * p.q.row;
-        load_tile<kBlockM, kD, kThreads, kAnyAlignment>(smem.q[stage], q, p.q.row, rows.begin - row0, rows.end - row0, p.headdim,
+        const T* q = smem.q_rows + step.head * p.q.head + row0 * p.q.row;
+        load_tile<kBlockM, kD, kThreads, kAnyAlignment>(smem.q[stage], q, p.q.row, smem.rows.begin - row0, smem.rows.end - row0, p.headdim,
                                                         params.aligned_q);
         if (threadIdx.x < kBlockM / 2) {  // lse and delta, 16 bytes for each thread
-            const int64_t place = workspace_tile(params, kBlockM, b, step.head, step.tile);
-            cp_async_16(shared_address(smem.rows[stage][0]) + 16 * threadIdx.x, params.workspace.rows + place * 2 * kBlockM + 4 * threadIdx.x, 16);
+            const float* from = smem.stats + (int64_t(step.head) * params.workspace.tiles + step.tile) * (2 * kBlockM);
+            cp_async_16(shared_address(smem.lse_delta[stage]) + 16 * threadIdx.x, from + 4 * threadIdx.x, 16);
         }
     };
-    const auto load_dout = [&](Step step, int stage, const KeyRange& rows) {
+    const auto load_dout = [&](Step step, int stage) {
         const int row0 = step.tile * kBlockM;
-        const T* dout = static_cast<const T*>(backward.dout.data) + gradients_of(backward, opaque(b)).dout + step.head * backward.dout.head +
-                        row0 * backward.dout.row;
-        load_tile<kBlockM, kDv, kThreads, kAnyAlignment>(smem.dout[stage], dout, backward.dout.row, rows.begin - row0, rows.end - row0,
-                                                         p.headdim_v, params.aligned_dout);
+        const T* dout = smem.dout_rows + step.head * backward.dout.head + row0 * backward.dout.row;
+        load_tile<kBlockM, kDv, kThreads, kAnyAlignment>(smem.dout[stage], dout, backward.dout.row, smem.rows.begin - row0,
+                                                         smem.rows.end - row0, p.headdim_v, params.aligned_dout);
     };
 
     float dK[kMmasKv][kTilesK][4], dV[kMmasKv][kTilesV][4];
@@ -402,9 +421,11 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
     if (first.head < end_head) {
         const T* k = static_cast<const T*>(p.k.data) + s.k + head_k * p.k.head + key0 * p.k.row;
         const T* v = static_cast<const T*>(p.v.data) + s.v + head_k * p.v.head + key0 * p.v.row;
-        load_tile<kBlockN, kD, kThreads, kAnyAlignment>(smem.k, k, p.k.row, keys.begin - key0, keys.end - key0, p.headdim, params.aligned_k);
-        load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v, v, p.v.row, keys.begin - key0, keys.end - key0, p.headdim_v, params.aligned_v);
-        load_q(first, 0, rows), load_dout(first, 0, rows);
+        load_tile<kBlockN, kD, kThreads, kAnyAlignment>(smem.k, k, p.k.row, keys.begin - key0, keys.end - key0, p.headdim,
+                                                        params.aligned_k);
+        load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v, v, p.v.row, keys.begin - key0, keys.end - key0, p.headdim_v,
+                                                         params.aligned_v);
+        load_q(first, 0), load_dout(first, 0);
     }
     if (kGeneral && (p.mask.data || p.bias.data) && first.head < end_head) {
         // A key that mask or bias hide from every row has dS = 0, but 0 x NaN is NaN: its K must not be read for dQ.
@@ -434,46 +455,39 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
             if (!visible[x / TileQ::kPieces]) reinterpret_cast<uint4*>(smem.k)[x] = make_uint4(0, 0, 0, 0);
     }
 
+    Step step = first;
     int stage = 0;
-#pragma unroll 1
-    for (Step step = first; step.head < end_head; stage ^= 1) {
-        const int stage_q = kStagesQ == 2 ? stage : 0, stage_dout = kStagesDout == 2 ? stage : 0;
+    const auto next = [&] { return step.tile < smem.last_tile ? Step{step.head, step.tile + 1} : Step{step.head + 1, smem.first_tile}; };
+    const auto load_next = [&](bool with_q, bool with_dout) {
+        const Step to = next();
+        if (to.head >= end_head) return;
+        if (with_q) load_q(to, kStagesQ == 2 ? stage ^ 1 : 0);
+        if (with_dout) load_dout(to, kStagesDout == 2 ? stage ^ 1 : 0);
+    };
+    // What follows the arrival of Q and dO; on_edge: some pairs of the tile may be hidden.
+    const auto compute = [&](auto on_edge, bool cut) {
+        constexpr bool kEdge = decltype(on_edge)::value;
+        const int stage_q = kStagesQ == 2 ? stage : 0, stage_dout = kStagesDout == 2 ? stage : 0, row0 = step.tile * kBlockM;
         const uint32_t to_q = stage_q * uint32_t(sizeof smem.q[0]), to_dout = stage_dout * uint32_t(sizeof smem.dout[0]);
-        cp_async_wait_all();
-        __syncthreads();  // Q and dO of this step are here; nobody reads P, dS and the stages of the step before any more
-        const auto next = [&] {
-            return step.tile < (smem.seeing.end - 1) / kBlockM ? Step{step.head, step.tile + 1}
-                                                               : Step{step.head + 1, smem.seeing.begin / kBlockM};
+        const auto hide_pairs = [&](float(&X)[kMmasS][kTilesS][4]) {
+            const int who = opaque(warp);
+            hide(X, p, smem.work.b, row0 + row_of_s(who), smem.work.key0 + key_of_s(who), lane);
         };
-        const auto load_next = [&](bool with_q, bool with_dout) {
-            const Step to = next();
-            if (with_q && to.head < end_head) load_q(to, kStagesQ == 2 ? stage ^ 1 : 0, smem.seeing);
-            if (with_dout && to.head < end_head) load_dout(to, kStagesDout == 2 ? stage ^ 1 : 0, smem.seeing);
+        // Does any of `count` rows of the tile from `row` on see any of `keys` keys from `key` on? Away from edges all do.
+        const auto see = [&](int row, int count, int key, int keys) {
+            if (!kEdge || !cut) return true;
+            const BackwardWork work = smem.work;
+            const Sequence s = sequence_of(p, work.b);
+            const KeyRange seeing = rows_seeing(p, s, work.key0 + key, min(work.key0 + key + keys, s.seqlen_k) - 1);
+            return work.key0 + key < s.seqlen_k && row0 + row < seeing.end && row0 + row + count > seeing.begin;
         };
-        if (kStagesQ == 2) load_next(true, kStagesDout == 2);
-
-        // Tiles on an edge of the mask: which of this warp's products have something to do there.
-        const int row0 = step.tile * kBlockM;
-        const bool cut = row0 < smem.seeing_all.begin || row0 + kBlockM > smem.seeing_all.end;
-        bool does_s = true, does_kv = true, does_dq = true, has_first_rows = true, has_last_keys = true;
-        if (cut) {
-            const Sequence now = sequence_of(p, opaque(b));
-            const auto see = [&](int row, int count, int key, int keys) {  // does any of the rows see any of the keys?
-                const KeyRange seeing = rows_seeing(p, now, key0 + key, min(key0 + key + keys, now.seqlen_k) - 1);
-                return key0 + key < now.seqlen_k && row0 + row < seeing.end && row0 + row + count > seeing.begin;
-            };
-            does_s = see(s_row, 16 * kMmasS, s_key, 8 * kTilesS);
-            does_kv = see(0, kBlockM, kv_key, 16 * kMmasKv);
-            does_dq = see(dq_row, 16 * kMmasDq, 0, kBlockN);
-            if (kBlockM > kBlockN) has_first_rows = see(0, kBlockM / 2, 0, kBlockN);
-            if (kBlockN > kBlockM) has_last_keys = see(0, kBlockM, kBlockN / 2, kBlockN / 2);
-        }
 
         // ---- S = Q K^T, P, dP = dO V^T, dS ----
+        const bool does_s = see(row_of_s(opaque(warp)), 16 * kMmasS, key_of_s(opaque(warp)), 8 * kTilesS);
         float lse[kMmasS][2], delta[kMmasS][2];
         const auto load_rows = [&](float(&x)[kMmasS][2], int which) {
 #pragma unroll
-            for (int r = 0; r < 2 * kMmasS; ++r) x[r / 2][r % 2] = smem.rows[stage_q][which][s_row + 8 * r + lane / 4];
+            for (int r = 0; r < 2 * kMmasS; ++r) x[r / 2][r % 2] = smem.lse_delta[stage_q][which][s_row + 8 * r + lane / 4];
         };
         load_rows(lse, 0);
         // Stores one m16 tile of P, or with kToDs of dS.
@@ -482,7 +496,8 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
             for (int n = 0; n < kTilesS; ++n)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    store_shared_4((p_store ^ n * 16) + to + (16 * m + 8 * half) * TileP::kPitch, pack_16<T>(X[n][2 * half], X[n][2 * half + 1]));
+                    store_shared_4((p_store ^ n * 16) + to + (16 * m + 8 * half) * TileP::kPitch,
+                                   pack_16<T>(X[n][2 * half], X[n][2 * half + 1]));
         };
         const auto nothing = [](int) {};
         constexpr int kStepsD = kD / 16, kStepsDv = kDv / 16;
@@ -495,14 +510,15 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
             if (does_s) multiply_rows<T, TileV, TileV, kStepsDv>(dP, dout_a + to_dout, v_b, nothing);
             load_rows(delta, 1);
             const int here = opaque(lane);  // what an option needs for this lane is computed where it is used
-            const Sequence now = sequence_of(p, opaque(b));
+            const BackwardWork work = smem.work;
+            const Sequence now = sequence_of(p, work.b);
 #pragma unroll
             for (int m = 0; m < kMmasS; ++m) {
-                const int row = row0 + s_row + 16 * m + mma_row(here, 0), key = key0 + s_key + mma_column(here, 0);
-                const FragmentPlace at{b, step.head, row, key, now.seqlen_q, now.seqlen_k, now.shift};
+                const int row = row0 + s_row + 16 * m + mma_row(here, 0), key = work.key0 + s_key + mma_column(here, 0);
+                const FragmentPlace at{work.b, step.head, row, key, now.seqlen_q, now.seqlen_k, now.shift};
                 general_gradients<T>(p, at, here % 4, lse[m], delta[m], flat(S[m]), flat(dP[m]));
             }
-            if (cut) hide(S, p, b, row0 + s_row, key0 + s_key, lane), hide(dP, p, b, row0 + s_row, key0 + s_key, lane);
+            if (kEdge && cut) hide_pairs(S), hide_pairs(dP);
 #pragma unroll
             for (int m = 0; m < kMmasS; ++m) store(S[m], 0, m), store(dP[m], kToDs, m);
         } else {
@@ -519,13 +535,13 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
             float dP[kMmasS][kTilesS][4];
             if (kPInRegisters) {
                 clear(dP);
-                if (does_s) multiply_rows<T, TileV, TileV, kStepsDv>(dP, dout_a + to_dout, v_b, [&](int x) {
-                    exponentials(kPairs * x / kStepsDv, kPairs * (x + 1) / kStepsDv);
-                });
+                if (does_s)
+                    multiply_rows<T, TileV, TileV, kStepsDv>(
+                        dP, dout_a + to_dout, v_b, [&](int x) { exponentials(kPairs * x / kStepsDv, kPairs * (x + 1) / kStepsDv); });
             } else if (does_s) {
                 exponentials(0, kPairs);
             }
-            if (cut) hide(S, p, b, row0 + s_row, key0 + s_key, lane);
+            if (kEdge && cut) hide_pairs(S);
 #pragma unroll
             for (int m = 0; m < kMmasS; ++m) store(S[m], 0, m);
             if (!kPInRegisters) {
@@ -545,14 +561,20 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
                         pair[0] = P[0] * (pair[0] - delta[m][half]);
                         pair[1] = P[1] * (pair[1] - delta[m][half]);
                     }
-            if (cut) hide(dP, p, b, row0 + s_row, key0 + s_key, lane);  // 0 x NaN is NaN
+            if (kEdge && cut) hide_pairs(dP);  // 0 x NaN is NaN
 #pragma unroll
             for (int m = 0; m < kMmasS; ++m) store(dP[m], kToDs, m);
         }
         __syncthreads();  // P and dS are here
 
         // ---- dV += P^T dO, dK += dS^T Q ----
-        constexpr int kSteps = kBlockM / 16, kHalf = kBlockM > kBlockN ? kSteps / 2 : 0;
+        const int here = opaque(lane), row = here % 16, piece = here / 16;  // addresses that take no registers while S and dP do
+        const uint32_t p_a = shared_address(smem.p) + TileP::offset(here % 8 + here / 16 * 8, kv_key / 8 + here / 8 % 2);
+        const uint32_t dout_b = shared_address(smem.dout) + TileV::offset(row, 2 * kv_column + piece);
+        const uint32_t q_b = shared_address(smem.q) + TileQ::offset(row, 2 * kv_column + piece);
+        const bool does_kv = see(0, kBlockM, opaque(warp) / kColumnsKv * (16 * kMmasKv), 16 * kMmasKv);
+        const bool has_first_rows = !kHalfRows || see(0, kBlockM / 2, 0, kBlockN);
+        constexpr int kSteps = kBlockM / 16, kHalf = kHalfRows ? kSteps / 2 : 0;
         if (does_kv) {
             if (has_first_rows) multiply_columns<T, TileP, TileV, true, kColumnsKv, 0, kHalf>(dV, p_a, dout_b + to_dout);
             multiply_columns<T, TileP, TileV, true, kColumnsKv, kHalf, kSteps>(dV, p_a, dout_b + to_dout);
@@ -571,18 +593,17 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
         }
 
         // ---- dQ += dS K ----
-        if (does_dq && !backward.deterministic) {
-            const int here = opaque(lane);  // these addresses are for so few instructions that they need no registers elsewhere
-            const uint32_t ds_a = shared_address(smem.ds) + TileP::offset(dq_row + here % 16, here / 16);
-            const uint32_t k_columns = shared_address(smem.k) + TileQ::offset(here % 16, 2 * dq_column + here / 16);
-            float* sums = params.workspace.dq +
-                          workspace_tile(params, kBlockM, b, step.head, step.tile) * (kBlockM * kD) +
-                          warp * (kMmasDq * kTilesDq * 128);
+        if (!backward.deterministic && see(opaque(warp) / kColumnsDq * (16 * kMmasDq), 16 * kMmasDq, 0, kBlockN)) {
+            const bool has_last_keys = !kHalfKeys || see(0, kBlockM, kBlockN / 2, kBlockN / 2);
+            const uint32_t ds_a = shared_address(smem.ds) + TileP::offset(dq_row + row, piece);
+            const uint32_t k_columns = shared_address(smem.k) + TileQ::offset(row, 2 * dq_column + piece);
+            float* sums =
+                smem.sums + (int64_t(step.head) * params.workspace.tiles + step.tile) * (kBlockM * kD) + warp * (kMmasDq * kTilesDq * 128);
 #pragma unroll
             for (int part = 0; part < kPartsDq; ++part) {
                 float dQ[kMmasDq][kPartTiles][4];
                 clear(dQ);
-                constexpr int kKeySteps = kBlockN / 16, kFirstHalf = kBlockN > kBlockM ? kKeySteps / 2 : kKeySteps;
+                constexpr int kKeySteps = kBlockN / 16, kFirstHalf = kHalfKeys ? kKeySteps / 2 : kKeySteps;
                 const uint32_t columns = TileQ::advance(k_columns, kColumnsDq * kPartTiles / 2 * part);
                 multiply_columns<T, TileP, TileQ, false, kColumnsDq, 0, kFirstHalf>(dQ, ds_a, columns);
                 if (has_last_keys) multiply_columns<T, TileP, TileQ, false, kColumnsDq, kFirstHalf, kKeySteps>(dQ, ds_a, columns);
@@ -593,6 +614,16 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
                         red_add_fragment(sums + (m * kTilesDq + kPartTiles * part + n) * 128, dQ[m][n], lane);
             }
         }
+    };
+#pragma unroll 1
+    for (; step.head < end_head; stage ^= 1) {
+        cp_async_wait_all();
+        __syncthreads();  // Q and dO of this step are here; nobody reads P, dS and the stages of the step before any more
+        if (kStagesQ == 2) load_next(true, kStagesDout == 2);
+        const int row0 = step.tile * kBlockM;
+        const bool cut = row0 < smem.whole_rows.begin || row0 + kBlockM > smem.whole_rows.end;
+        if (kOneBody || cut) compute(std::true_type{}, cut);
+        else compute(std::false_type{}, cut);
         step = next();
     }
 
@@ -621,7 +652,8 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32) afte
     const Sequence s = sequence_of(p, b);
     if (tile * kBlockM >= s.seqlen_q) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const float* sums = params.workspace.dq + workspace_tile(params, kBlockM, b, head, tile) * (kBlockM * kD) + warp * (kMmasDq * kTilesDq * 128);
+    const float* sums =
+        params.workspace.dq + workspace_tile(params, kBlockM, b, head, tile) * (kBlockM * kD) + warp * (kMmasDq * kTilesDq * 128);
     float dQ[kMmasDq][kTilesDq][4];
 #pragma unroll
     for (int m = 0; m < kMmasDq; ++m)
@@ -690,7 +722,8 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = min(warp_row + mma_row(lane, 2 * half), s.seqlen_q - 1);
-            const float* from = params.workspace.rows + workspace_tile(params, params.block_m, b, head, row / params.block_m) * 2 * params.block_m;
+            const float* from =
+                params.workspace.rows + workspace_tile(params, params.block_m, b, head, row / params.block_m) * 2 * params.block_m;
             lse[0][half] = from[row % params.block_m], delta[0][half] = from[params.block_m + row % params.block_m];
         }
     }
@@ -783,7 +816,8 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
         constexpr MmaSm kSm = decltype(sm)::value;
         constexpr bool kGeneral = decltype(is_general)::value;
         constexpr const BackwardTile& kTile = kBackwardTileOf<kD, kDv, kSm>;
-        params.tiles_q = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m, params.tiles_k = (p.seqlen_k + kTile.block_n - 1) / kTile.block_n;
+        params.tiles_q = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m,
+        params.tiles_k = (p.seqlen_k + kTile.block_n - 1) / kTile.block_n;
         params.workspace.tiles = workspace_tiles(p, kTile.block_m);
         const int64_t rows = int64_t(params.workspace.tiles) * p.nheads * kTile.block_m, heads = int64_t(p.nheads_k) * p.batch;
         params.workspace.dq = static_cast<float*>(align_up(p.workspace, 128));
@@ -798,8 +832,7 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
             error = launch_kernel(gradient_kernel<T, kD, kDv, kSm, kGeneral>, blocks_k, kTile.warps * 32,
                                   sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, kSm>, kD, kDv>), stream, params);
         if (error != cudaSuccess || !blocks_q) return error;
-        if (!backward.deterministic)
-            return launch_kernel(after_kernel<T, kD, kDv, kSm>, blocks_q, kTile.warps * 32, 0, stream, params);
+        if (!backward.deterministic) return launch_kernel(after_kernel<T, kD, kDv, kSm>, blocks_q, kTile.warps * 32, 0, stream, params);
         params.block_m = kTile.block_m;
         params.tiles_dq = (p.seqlen_q + kDqRows - 1) / kDqRows;
         return launch_kernel(dq_kernel<T, kD, kDv, kGeneral>, unsigned(params.tiles_dq * p.nheads) * p.batch, kDqThreads,
@@ -816,6 +849,9 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
         constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::k228>, kD, kDv>);
         if (serves(k228, kBytes)) return run(K228{}, std::false_type{});
     }
+    static_assert(
+        sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::kAny>, kD, kDv>) <= 99 * 1024 && sizeof(DqSmem<T, kD, kDv>) <= 99 * 1024,
+        "a block of sm_86 and 89 has no more");
     constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::k164>, kD, kDv>);
     if (serves(k164, kBytes)) return run(K164{}, std::false_type{});
     return general ? run(Any{}, std::true_type{}) : run(Any{}, std::false_type{});
