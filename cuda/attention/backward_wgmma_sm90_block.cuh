@@ -41,9 +41,10 @@ struct BackwardSchedule {
 // Named barriers 1 and 2: the threads of main warpgroup 0 and 1.
 __device__ __forceinline__ void main_warpgroup_sync(int wg) { bar_sync(1 + wg, 128); }
 
-// The block's keys and the query tiles that see any of them. False when it has no keys.
+// The block's keys and the query tiles that see any of them. Within a head blocks are numbered in ascending order of their keys, which
+// taking turns relies on. False when it has no keys.
 template <int kBlockM, int kBlockN>
-__device__ bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, BackwardWork& w) {
+FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, BackwardWork& w) {
     if (p.cu_seqlens_k) {
         const int slot = index / p.nheads_k;
         w.head_k = index - slot * p.nheads_k;
