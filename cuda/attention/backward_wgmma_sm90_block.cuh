@@ -175,13 +175,16 @@ __device__ __forceinline__ void wait_for_turn(const Turn& turn) {
 
 // ---- what must not leak: P and dS of such rows are 0, but 0 x NaN is NaN. A warpgroup each, all of it ----
 
-// Rows of a varlen tile of Q or dout past the end of the sequence are the next one's. Both main warpgroups may write the same zeros.
+// The query tile of a varlen sequence that reaches past its end, into rows of the next one; -1: none.
+FA_HOST_DEVICE int ragged_tile(const AttentionParams& p, const BackwardWork& w, int block_m) {
+    return p.cu_seqlens_q && w.seqlen_q % block_m ? w.seqlen_q / block_m : -1;
+}
+// Zeroes those rows of Q or dout. Both main warpgroups may write the same zeros.
 template <int kRows, typename T, int kCount>
-__device__ __forceinline__ void zero_rows_past_end(const AttentionParams& p, const BackwardWork& w, T (&tile)[kCount], int m, int wg) {
-    const int rows = w.seqlen_q - m * kRows;
-    if (!p.cu_seqlens_q || rows >= kRows) return;
+__device__ __forceinline__ void zero_rows_past_end(const BackwardWork& w, T (&tile)[kCount], int wg) {
+#pragma unroll 1
     for (int i = opaque(int(threadIdx.x % 128)); i < kCount / 8; i += 128)
-        if (i / 8 % kRows >= rows) reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
+        if (i / 8 % kRows >= w.seqlen_q % kRows) reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
     fence_proxy_async();
     main_warpgroup_sync(wg);
 }

@@ -81,7 +81,7 @@ void check_key_blocks(const AttentionParams& p) {
     schedule.n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
     schedule.section_heads = int(backward_section_heads(p));
     schedule.longest_first = p.window_right >= 0;
-    const BackwardPlan plan{64, 64, kBlockM, kBlockN, 2, true, false};
+    const BackwardPlan plan{64, 64, kBlockM, kBlockN, 2, true};
     std::vector<int> next_key(size_t(p.batch) * p.nheads_k);
     for (int index = 0; index < backward_blocks(p, plan); ++index) {
         BackwardWork w;
