@@ -5,12 +5,12 @@
 //
 //     warp 0, one thread       K, V once;  tile i of Q with lse and of dout with delta -> two slots each
 //                                 |  kv_full,  q_full/q_empty,  dout_full/dout_empty
-//     main warpgroups 1, 2     S = K Q^T       P = 2^(c S - lse)      dP = V dout^T      dV += P dout     dS = P (dP - delta) -> slot of ds
-//     64 keys each             dK += dS Q      while the tensor cores have dV of this tile, and S of the next
+//     main warpgroups 1, 2     S = K Q^T       P = 2^(c S - lse), under dP = V dout^T      dS = P (dP - delta) -> slot of ds, under
+//     64 keys each             dV += P dout    dK += dS Q, with S of the next tile
 //                                 |  ds_full/ds_empty
 //     warpgroup 3              dQ = dS^T K, in pieces of 64 queries x 64 columns -> slot of dq
 //                                 |  dq_full/dq_empty
-//     warp 1, one thread       adds the pieces to the float sums in global memory, as they lie
+//     warp 1, one thread       adds the pieces to the float sums in global memory, as they lie, when it is the block's turn
 //
 //     full: the data is there. empty: one arrival for each warp that has read it. Both per slot; slots are used in turn from 0.
 //
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(512, 1)
     using Smem = BackwardSmem<T, kId>;
     constexpr BackwardPlan kPlan = backward_plan(kId);
     constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
-    constexpr bool kGeneral = kPlan.general, kKInRegisters = kPlan.k_in_registers;
+    constexpr bool kGeneral = kPlan.general;
     constexpr int kPieces = kBlockM / 64 * (kD / 64), kDqStages = kPlan.dq_stages;
     constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
     constexpr uint32_t kPieceBytes = kDqPiece * sizeof(float);
@@ -173,11 +173,10 @@ __global__ void __launch_bounds__(512, 1)
     constexpr float kLog2E = 1.4426950408889634f;
     const int wg = warpgroup - 1, warp = threadIdx.x % 128 / 32, quad = lane % 4;
     const float c = p.scale * kLog2E;
-    float dk[kD / 2], dv[kD / 2];                     // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
-    float s[kBlockM / 2], dp[kBlockM / 2];            // rows are keys, columns queries
-    uint32_t prob[kBlockM / 4];                       // P as A operand; general: P d(score) / d(scaled product)
-    uint32_t k_fragment[kKInRegisters ? kD / 4 : 1];  // the warp's keys of K as A operand
-    const int mask_end = w.mask_end;
+    float dk[kD / 2], dv[kD / 2];           // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
+    float s[kBlockM / 2], dp[kBlockM / 2];  // rows are keys, columns queries
+    uint32_t prob[kBlockM / 4];             // P as A operand; general: P d(score) / d(scaled product)
+    const int mask_end = w.mask_end, ragged = ragged_tile(p, w, kBlockM);
     // Q, dout, K, V and dS at fixed distances from these two. Rows of 64 keys are as far apart in K as in dS; the chunk stride is read
     // only where Q and dout run along their rows.
     uint32_t low_k = descriptor_low(smem_k + wg * 64 * kChunkRowBytes, kBlockM * kChunkRowBytes);
@@ -205,19 +204,7 @@ __global__ void __launch_bounds__(512, 1)
                                   descriptor_from(rows) + descriptor_row_step(i), i ? 1 : int(it));
         wgmma_commit();
     };
-    const auto multiply_s = [&](uint32_t slot) {
-        const uint32_t rows = low_q + slot * (kTileBytes >> 4);
-        if constexpr (kKInRegisters) {
-            wgmma_fence();
-            wgmma_rs_first<T, kBlockM, 0>(s, k_fragment, descriptor_from(rows));
-#pragma unroll
-            for (int i = 1; i < kD / 16; ++i)
-                wgmma_rs<T, kBlockM, 0>(s, k_fragment + 4 * i, descriptor_from(rows) + descriptor_k_step(i, kBlockM), 1);
-            wgmma_commit();
-        } else {
-            multiply_by_columns(s, low_k, rows);
-        }
-    };
+    const auto multiply_s = [&](uint32_t slot) { multiply_by_columns(s, low_k, low_q + slot * (kTileBytes >> 4)); };
     const auto multiply_dp = [&](uint32_t slot) { multiply_by_columns(dp, low_k + kV, low_q + kDout + slot * (kTileBytes >> 4)); };
     const auto multiply_dv = [&](uint32_t slot, uint32_t it) {
         const uint32_t rows = low_q + kDout + slot * (kTileBytes >> 4);
@@ -239,12 +226,16 @@ __global__ void __launch_bounds__(512, 1)
         if (lane == 0) mbarrier_arrive(empty + 8 * slot);
         __syncwarp();
     };
-    // dS to its slot. P comes back from 16 bits: its float registers are needed elsewhere.
+    // dS to its slot. P comes back from 16 bits: its float registers are needed elsewhere. delta is read one step ahead, because a read
+    // does not pass the store before it.
     const auto store_ds = [&](uint32_t slot) {
+        float4 delta = statistic(smem.delta[slot], quad, 0);
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
             uint32_t ds[4];
-            score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, statistic(smem.delta[slot], quad, i));
+            const float4 own = delta;
+            if (i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
+            score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
             stmatrix_x4(smem_ds + slot * kDsBytes + matrix_offset<kBlockN>(ds_row, lane, i), ds);
         }
         fence_proxy_async();
@@ -258,14 +249,8 @@ __global__ void __launch_bounds__(512, 1)
         mbarrier_wait(kv_full, 0);
         zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.k, wg * 64, wg);
         zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.v, wg * 64, wg);
-        if constexpr (kKInRegisters) {
-#pragma unroll
-            for (int i = 0; i < kD / 16; ++i)
-                ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(k_fragment[4 * i]),
-                            smem_k + swizzled_offset(kBlockN, ds_row, 2 * i + lane / 16));
-        }
         mbarrier_wait(q_full, 0);
-        zero_rows_past_end<kBlockM>(p, w, smem.q[0], m, wg);
+        if (m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[0], wg);
         multiply_s(0);
         wgmma_wait<0>(s);
 #pragma unroll 1
@@ -273,6 +258,11 @@ __global__ void __launch_bounds__(512, 1)
             const uint32_t slot = it & 1, phase = it >> 1 & 1;
             const int next_m = m == first_m ? end_m - 1 : m - 1;
             low_k = opaque(low_k), low_q = opaque(low_q);
+            if (m == ragged) {
+                mbarrier_wait(dout_full + 8 * slot, phase);
+                zero_rows_past_end<kBlockM>(w, smem.dout[slot], wg);
+            }
+            // No branch from here to dP: ptxas then starts dP under the exponentials, which is worth several per cent.
             if constexpr (kGeneral) {
                 main_warpgroup_sync(wg);  // all have read the previous tile's P and dropout bits
                 if (p.dropout_threshold) {
@@ -295,7 +285,6 @@ __global__ void __launch_bounds__(512, 1)
                 probabilities<T>(s, prob, c, smem.lse[slot], quad);
             }
             mbarrier_wait(dout_full + 8 * slot, phase);
-            zero_rows_past_end<kBlockM>(p, w, smem.dout[slot], m, wg);
             multiply_dp(slot);
             multiply_dv(slot, it);
             mbarrier_wait(ds_empty + 8 * slot, phase ^ 1);
@@ -306,7 +295,7 @@ __global__ void __launch_bounds__(512, 1)
             const bool more = it + 1 < uint32_t(tiles);
             if (more) {
                 mbarrier_wait(q_full + 8 * (slot ^ 1), (it + 1) >> 1 & 1);
-                zero_rows_past_end<kBlockM>(p, w, smem.q[slot ^ 1], next_m, wg);
+                if (next_m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot ^ 1], wg);
             }
             __syncwarp();
             main_warpgroup_sync(wg);  // its 64 rows of dS are written

@@ -41,9 +41,10 @@ struct BackwardSchedule {
 // Named barriers 1 and 2: the threads of main warpgroup 0 and 1.
 __device__ __forceinline__ void main_warpgroup_sync(int wg) { bar_sync(1 + wg, 128); }
 
-// The block's keys and the query tiles that see any of them. False when it has no keys.
+// The block's keys and the query tiles that see any of them. Within a head blocks are numbered in ascending order of their keys, which
+// taking turns relies on. False when it has no keys.
 template <int kBlockM, int kBlockN>
-__device__ bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, BackwardWork& w) {
+FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, BackwardWork& w) {
     if (p.cu_seqlens_k) {
         const int slot = index / p.nheads_k;
         w.head_k = index - slot * p.nheads_k;
@@ -174,13 +175,16 @@ __device__ __forceinline__ void wait_for_turn(const Turn& turn) {
 
 // ---- what must not leak: P and dS of such rows are 0, but 0 x NaN is NaN. A warpgroup each, all of it ----
 
-// Rows of a varlen tile of Q or dout past the end of the sequence are the next one's. Both main warpgroups may write the same zeros.
+// The query tile of a varlen sequence that reaches past its end, into rows of the next one; -1: none.
+FA_HOST_DEVICE int ragged_tile(const AttentionParams& p, const BackwardWork& w, int block_m) {
+    return p.cu_seqlens_q && w.seqlen_q % block_m ? w.seqlen_q / block_m : -1;
+}
+// Zeroes those rows of Q or dout. Both main warpgroups may write the same zeros.
 template <int kRows, typename T, int kCount>
-__device__ __forceinline__ void zero_rows_past_end(const AttentionParams& p, const BackwardWork& w, T (&tile)[kCount], int m, int wg) {
-    const int rows = w.seqlen_q - m * kRows;
-    if (!p.cu_seqlens_q || rows >= kRows) return;
+__device__ __forceinline__ void zero_rows_past_end(const BackwardWork& w, T (&tile)[kCount], int wg) {
+#pragma unroll 1
     for (int i = opaque(int(threadIdx.x % 128)); i < kCount / 8; i += 128)
-        if (i / 8 % kRows >= rows) reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
+        if (i / 8 % kRows >= w.seqlen_q % kRows) reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
     fence_proxy_async();
     main_warpgroup_sync(wg);
 }

@@ -1,7 +1,6 @@
 // backward_wgmma_sm90_rows.cu: what the Hopper backward does row by row, around its main kernel.
-//     before   delta = rowsum(dout * out), lse in the log2 domain; rows past the end get lse = +inf, that is P = 0; where blocks add to dQ
-//     as
-//              they come, zeros to add to
+//     before   delta = rowsum(dout * out); lse in units of log2, +inf past the end so that P = 0; zeros to add dQ to, where blocks add when
+//              they come
 //     after    dQ from the order of the accumulators to rows, times softmax_scale
 // Both are bound by memory: 16 bytes a lane, a block for every tile of queries.
 #include <cmath>

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(512, 1)
     }
 
     setmaxnreg_inc<kBackwardMainRegisters>();
-    const int wg = warpgroup - 1, key = w.key0 + warp * 16 + lane / 4;
+    const int wg = warpgroup - 1, key = w.key0 + warp * 16 + lane / 4, ragged = ragged_tile(p, w, kBlockM);
     float d[32];            // S or dP: rows are keys, columns queries
     uint32_t fragment[16];  // P or dS, as A operand
     // d = `operand` (keys x columns) times `rows` (columns x queries), both along their columns.
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(512, 1)
             mbarrier_wait(kv_full, 0);
             zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.k, 0, wg);
             mbarrier_wait(q_full, 0);
-            zero_rows_past_end<kBlockM>(p, w, smem.q[0], m, wg);
+            if (m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[0], wg);
             multiply_s(0);
             wgmma_wait<0>(d);
 #pragma unroll 1
@@ -216,10 +216,10 @@ __global__ void __launch_bounds__(512, 1)
                 arrive(p_full, slot);
                 arrive(q_empty, slot);
                 mbarrier_wait(dout_full + 8 * slot, phase);
-                zero_rows_past_end<kBlockM>(p, w, smem.dout[slot], m, wg);
+                if (m == ragged) zero_rows_past_end<kBlockM>(w, smem.dout[slot], wg);
                 if (it + 1 < uint32_t(tiles)) {
                     mbarrier_wait(q_full + 8 * (slot ^ 1), (it + 1) >> 1 & 1);
-                    zero_rows_past_end<kBlockM>(p, w, smem.q[slot ^ 1], next_m, wg);
+                    if (next_m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot ^ 1], wg);
                 }
                 __syncwarp();
                 multiply_s(slot ^ 1);  // after the last tile of what lies there, for nobody: a conditional product would cost copies
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(512, 1)
         mbarrier_wait(kv_full, 0);
         zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.v, 0, wg);
         mbarrier_wait(dout_full, 0);
-        zero_rows_past_end<kBlockM>(p, w, smem.dout[0], m, wg);
+        if (m == ragged) zero_rows_past_end<kBlockM>(w, smem.dout[0], wg);
         multiply_dp(0);
         wgmma_wait<0>(d);
 #pragma unroll 1
@@ -262,12 +262,16 @@ __global__ void __launch_bounds__(512, 1)
             __syncwarp();
             if constexpr (kGeneral)
                 if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep[slot], p.dropout_scale, d);
+            // P and delta are read one step ahead, because a read does not pass the store before it.
+            uint4 next_p = smem.p[slot][0][thread];
+            float4 next_delta = statistic(smem.delta[slot], quad, 0);
 #pragma unroll
             for (int i = 0; i < kBlockM / 16; ++i) {
-                const uint4 x = smem.p[slot][i][thread];
-                const uint32_t P[4] = {x.x, x.y, x.z, x.w};
+                const uint32_t P[4] = {next_p.x, next_p.y, next_p.z, next_p.w};
+                const float4 delta = next_delta;
+                if (i + 1 < kBlockM / 16) next_p = smem.p[slot][i + 1][thread], next_delta = statistic(smem.delta[slot], quad, i + 1);
                 uint32_t(&ds)[4] = reinterpret_cast<uint32_t(&)[4]>(fragment[4 * i]);
-                score_gradients<T>(ds, P, d + 8 * i, statistic(smem.delta[slot], quad, i));
+                score_gradients<T>(ds, P, d + 8 * i, delta);
                 stmatrix_x4(shared_address(smem.ds[slot]) + matrix_offset<kBlockN>(ds_row, lane, i), ds);
             }
             fence_proxy_async();
@@ -275,10 +279,10 @@ __global__ void __launch_bounds__(512, 1)
             arrive(p_empty, slot);
             arrive(dout_empty, slot);
             mbarrier_wait(q_full + 8 * slot, phase);
-            zero_rows_past_end<kBlockM>(p, w, smem.q[slot], m, wg);
+            if (m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot], wg);
             if (it + 1 < uint32_t(tiles)) {
                 mbarrier_wait(dout_full + 8 * (slot ^ 1), (it + 1) >> 1 & 1);
-                zero_rows_past_end<kBlockM>(p, w, smem.dout[slot ^ 1], next_m, wg);
+                if (next_m == ragged) zero_rows_past_end<kBlockM>(w, smem.dout[slot ^ 1], wg);
             }
             __syncwarp();
             multiply_dp(slot ^ 1);

@@ -18,7 +18,6 @@ struct BackwardPlan {
     int block_n;             // keys of a block: 128, 64 for each main warpgroup; or 64, dV in one main warpgroup and dK in the other
     int dq_stages;           // pieces of dQ, 64 queries x 64 columns, on their way through shared memory; 0: from registers
     bool general;
-    bool k_in_registers;  // as A operand of S: spares shared memory a third of that product's reads
 
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory: chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
@@ -30,19 +29,20 @@ constexpr int kBackwardLoaderRegisters = 32, kBackwardMainRegisters = 208, kBack
 
 FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
     switch (id) {
-        // S and dP of 128 x 128 take 64 registers each and leave room for dK and dV of 32, and K's 16. V's would spill.
-        case BackwardPlanId::kD64: return {64, 64, 128, 128, 4, false, true};
-        case BackwardPlanId::kD64General: return {64, 64, 64, 128, 2, true, false};
+        // S and dP of 128 x 128 take 64 registers each and leave room for dK and dV of 32. K or V as A operands, 16 more, would keep ptxas
+        // from running the exponentials under dP.
+        case BackwardPlanId::kD64: return {64, 64, 128, 128, 4, false};
+        case BackwardPlanId::kD64General: return {64, 64, 64, 128, 2, true};
         // 64 queries: dK and dV fill 128 registers, S and dP 32 each. Four stages fill shared memory.
-        case BackwardPlanId::kD128: return {128, 128, 64, 128, 4, false, false};
-        case BackwardPlanId::kD128General: return {128, 128, 64, 128, 2, true, false};
+        case BackwardPlanId::kD128: return {128, 128, 64, 128, 4, false};
+        case BackwardPlanId::kD128General: return {128, 128, 64, 128, 2, true};
         // dK of 64 keys alone fills 96 or 128 registers, and Q and dout shared memory.
-        case BackwardPlanId::kD192V128: return {192, 128, 64, 64, 0, false, false};
-        case BackwardPlanId::kD192V128General: return {192, 128, 64, 64, 0, true, false};
-        case BackwardPlanId::kD192: return {192, 192, 64, 64, 0, false, false};
-        case BackwardPlanId::kD192General: return {192, 192, 64, 64, 0, true, false};
-        case BackwardPlanId::kD256: return {256, 256, 64, 64, 0, false, false};
-        case BackwardPlanId::kD256General: return {256, 256, 64, 64, 0, true, false};
+        case BackwardPlanId::kD192V128: return {192, 128, 64, 64, 0, false};
+        case BackwardPlanId::kD192V128General: return {192, 128, 64, 64, 0, true};
+        case BackwardPlanId::kD192: return {192, 192, 64, 64, 0, false};
+        case BackwardPlanId::kD192General: return {192, 192, 64, 64, 0, true};
+        case BackwardPlanId::kD256: return {256, 256, 64, 64, 0, false};
+        case BackwardPlanId::kD256General: return {256, 256, 64, 64, 0, true};
     }
     return {};
 }

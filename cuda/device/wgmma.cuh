@@ -135,15 +135,6 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
                      : FA_BIND_##R                                                                          \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB));
 
-#define FA_WGMMA_RS_FIRST(N, R, TYPE, A0, A1, A2, A3, B, TRANSPOSE)                                                                       \
-    if constexpr (kN == N)                                                                                                                \
-        asm volatile(                                                                                                                     \
-            "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"                                                                                    \
-            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_TEXT_##R "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3    \
-                                                                                             "}, %" #B ", p, 1, 1, %" #TRANSPOSE ";\n}\n" \
-            : FA_WRITE_##R                                                                                                                \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposeB));
-
 #define FA_WGMMA_SS_ALL(TYPE)                      \
     FA_WGMMA_SS(64, 32, TYPE, 32, 33, 34, 35, 36)  \
     FA_WGMMA_SS(80, 40, TYPE, 40, 41, 42, 43, 44)  \
@@ -159,10 +150,6 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
     FA_WGMMA_RS(128, 64, TYPE, 64, 65, 66, 67, 68, 69, 70)    \
     FA_WGMMA_RS(192, 96, TYPE, 96, 97, 98, 99, 100, 101, 102) \
     FA_WGMMA_RS(256, 128, TYPE, 128, 129, 130, 131, 132, 133, 134)
-
-#define FA_WGMMA_RS_FIRST_ALL(TYPE)                         \
-    FA_WGMMA_RS_FIRST(64, 32, TYPE, 32, 33, 34, 35, 36, 37) \
-    FA_WGMMA_RS_FIRST(128, 64, TYPE, 64, 65, 66, 67, 68, 69)
 
 // d (64 x N) = A (64 x 16) B (16 x N), plus d when accumulate; A and B in shared memory. kTranspose 0: the operand's stored rows run
 // along k (Q and K of Q K^T); 1: along m or n (V of P V, dS^T of dS K).
@@ -184,17 +171,6 @@ __device__ __forceinline__ void wgmma_ss_first(float (&d)[kN / 2], uint64_t a, u
         FA_WGMMA_SS_FIRST_ALL("f16")
     } else {
         FA_WGMMA_SS_FIRST_ALL("bf16")
-    }
-}
-
-// The same with A in registers, see wgmma_rs.
-template <typename T, int kN, int kTransposeB>
-__device__ __forceinline__ void wgmma_rs_first(float (&d)[kN / 2], const uint32_t* a, uint64_t b) {
-    static_assert(kN == 64 || kN == 128, "add this N to FA_WGMMA_RS_FIRST_ALL");
-    if constexpr (std::is_same_v<T, __half>) {
-        FA_WGMMA_RS_FIRST_ALL("f16")
-    } else {
-        FA_WGMMA_RS_FIRST_ALL("bf16")
     }
 }
 

@@ -1,11 +1,12 @@
-// test_wgmma_sm90.cu: the parts of the Hopper kernel on their own. On any machine: the list of work items, against mask.h. On a Hopper GPU:
-// tensor maps, swizzle, descriptors and fragment layouts, on integers that every product represents exactly.
-// Exit status 0 passed, 1 failed, 77 only the first part could run.
+// test_wgmma_sm90.cu: the parts of the Hopper kernels on their own. On any machine: their lists of work items, against mask.h. On a Hopper
+// GPU: tensor maps, swizzle, descriptors and fragment layouts, on integers that every product represents exactly. Exit status 0 passed, 1
+// failed, 77 only the first part could run.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 #include <vector>
 
+#include "attention/backward_wgmma_sm90_block.cuh"
 #include "attention/forward_wgmma_sm90.cuh"
 
 namespace {
@@ -71,6 +72,46 @@ void check_items(const AttentionParams& p, int blocks, bool sections) {
             }
 }
 
+// ---- backward: every key block once, ascending within a head; the query tiles it meets are those that meet it, and no visible pair is
+// missed ----
+
+template <int kBlockM, int kBlockN>
+void check_key_blocks(const AttentionParams& p) {
+    BackwardSchedule schedule{};
+    schedule.n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
+    schedule.section_heads = int(backward_section_heads(p));
+    schedule.longest_first = p.window_right >= 0;
+    const BackwardPlan plan{64, 64, kBlockM, kBlockN, 2, true};
+    std::vector<int> next_key(size_t(p.batch) * p.nheads_k);
+    for (int index = 0; index < backward_blocks(p, plan); ++index) {
+        BackwardWork w;
+        if (!find_key_block<kBlockM, kBlockN>(p, schedule, index, w)) continue;
+        int& next = next_key[size_t(w.batch) * p.nheads_k + w.head_k];
+        EXPECT(w.key0 == next, "sequence %d head %d: key %d where %d was due", w.batch, w.head_k, w.key0, next);
+        next = w.key0 + kBlockN;
+        if (w.head_k) continue;
+        const Sequence s = sequence_of(p, w.batch);
+        for (int m = 0; m * kBlockM < s.seqlen_q; ++m) {
+            const Range blocks = key_blocks_of(visible_band(p, s), m * kBlockM, kBlockM, kBlockN);
+            const bool meets = m >= w.first_m && m < w.end_m, met = w.key0 / kBlockN >= blocks.begin && w.key0 / kBlockN < blocks.end;
+            EXPECT(meets == met, "tile %d and key %d of (%d, %d): %d, %d", m, w.key0, s.seqlen_q, s.seqlen_k, meets, met);
+            bool visible = false, hidden = false;
+            for (int i = m * kBlockM; i < (m + 1) * kBlockM && i < s.seqlen_q; ++i) {
+                const KeyRange range = key_range(p, s, i);
+                visible = visible || (range.begin < w.key0 + kBlockN && range.end > w.key0 && range.begin < range.end);
+                hidden = hidden || range.end < w.key0 + kBlockN;
+            }
+            EXPECT(meets || !visible, "tile %d sees keys from %d on of (%d, %d)", m, w.key0, s.seqlen_q, s.seqlen_k);
+            EXPECT(!meets || !hidden || m < w.mask_end, "tile %d is not masked at key %d of (%d, %d)", m, w.key0, s.seqlen_q, s.seqlen_k);
+        }
+    }
+    for (int b = 0; b < p.batch; ++b)
+        for (int head = 0; head < p.nheads_k; ++head) {
+            const int found = next_key[size_t(b) * p.nheads_k + head], keys = sequence_of(p, b).seqlen_k;
+            EXPECT(found >= keys && found < keys + kBlockN, "sequence %d head %d: %d of %d keys", b, head, found, keys);
+        }
+}
+
 void test_items() {
     std::mt19937 random(1);
     const auto below = [&](int n) { return int(random() % unsigned(n)); };
@@ -96,6 +137,9 @@ void test_items() {
         check_items<128, 128>(p, blocks, sections);
         check_items<192, 80>(p, blocks, sections);
         check_items<128, 64>(p, blocks, sections);
+        check_key_blocks<128, 128>(p);
+        check_key_blocks<64, 128>(p);
+        check_key_blocks<64, 64>(p);
     }
 }
 
