@@ -1,4 +1,4 @@
-// backward_mma_sm80.cu: the entries of backward_mma_sm80.cuh.
+// backward_mma_sm80.cu: the entries of backward_mma_sm80.cuh, and its kernels for bf16; fp16 is compiled beside it.
 #include "attention/backward_mma_sm80.cuh"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace fa {
 
 cudaError_t backward_mma_sm80(const BackwardParams& b, size_t shared_memory, cudaStream_t stream) {
-    if (b.forward.dtype == DType::kFloat16) return launch<__half>(b, shared_memory, stream);
+    if (b.forward.dtype == DType::kFloat16) return backward_mma_sm80_fp16(b, shared_memory, stream);
     return launch<__nv_bfloat16>(b, shared_memory, stream);
 }
 

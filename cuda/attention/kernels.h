@@ -49,6 +49,7 @@ int64_t backward_scores_blocks(const BackwardParams& params);
 
 // Gradients of fp16 and bf16, head dims up to 256, sm_80 and newer. The device decides between tiles.
 cudaError_t backward_mma_sm80(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);
+cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);  // its half for fp16
 size_t backward_mma_sm80_workspace(const BackwardParams& params);  // bytes: float32 sums of dq, lse and delta
 
 struct QuantizeParams;
