@@ -273,3 +273,23 @@ What this machine got
   next      ./build_and_run.sh test
             PYTHONPATH=python FLASH_ATTN_LIBRARY={shlex.quote(os.path.relpath(path))} {shlex.quote(sys.argv[2])} -m flash_attn_minimal info""")
 EOF
+
+# ---- the same story with standard attention and with flash attention ----
+where=cpu
+[[ $device == cpu ]] || ! "$python" -c 'import cupy' 2>/dev/null || where=cuda
+"$python" - $where <<'EOF'
+import subprocess, sys
+
+texts = {}
+for attention in ("standard", "flash"):
+    command = [sys.executable, "-m", "flash_attn_minimal", "generate", "--attention", attention, "--device", sys.argv[1]]
+    done = subprocess.run(command, text=True, capture_output=True)
+    if done.returncode:
+        sys.exit(f"generate --attention {attention} failed:\n{done.stderr}")
+    texts[attention] = done.stdout
+    speed = next(line for line in done.stderr.splitlines() if line.startswith("decode"))
+    print(f"\n{attention} attention, {sys.argv[1]}: {speed.removeprefix('decode').strip()}\n\n{done.stdout.strip()}")
+if texts["standard"] != texts["flash"]:
+    sys.exit("the two texts differ: one of the two attentions is wrong")
+print("\nThe same text, token for token.")
+EOF

@@ -19,6 +19,12 @@ def _platforms():
     return ["cpu", "gpu" if gpus else pytest.param("gpu", marks=skip)]
 
 
+@pytest.fixture(autouse=True)
+def _real_float32():
+    with jax.default_matmul_precision("highest"):  # of the reference: a GPU would take tf32
+        yield
+
+
 @pytest.fixture(params=_platforms())
 def place(request):
     device = jax.devices(request.param)[0]
@@ -147,6 +153,6 @@ def test_refused():
     with pytest.raises(fa.Unsupported, match="out is given"):
         jax.jit(lambda q: fa.flash_attn_func(q, q, q, out=q))(q)
     with pytest.raises(Exception, match="nheads=3 is not a multiple of nheads_k=2"):  # the library's, from inside XLA
-        jax.jit(lambda q, k: fa.flash_attn_func(q, k, k))(jnp.zeros((1, 5, 3, 8)), q)
+        jax.jit(lambda q, k: fa.flash_attn_func(q, k, k))(jnp.zeros((1, 5, 3, 8)), q).block_until_ready()
     with pytest.raises(Exception, match="kernel=fast is not a kernel of this build"):
-        jax.jit(lambda q: fa.flash_attn_func(q, q, q, kernel="fast"))(q)
+        jax.jit(lambda q: fa.flash_attn_func(q, q, q, kernel="fast"))(q).block_until_ready()

@@ -163,7 +163,6 @@ def test_prompt_beyond_ascii(cli):
         (["model.bin", "--dtype", "float64"], r"--dtype: invalid choice: 'float64'"),
         (["model.bin", "--device", "tpu"], r"--device: invalid choice: 'tpu'"),
         (["model.bin", "--temprature", "1"], r"unrecognized arguments: --temprature"),
-        ([], r"arguments are required: CHECKPOINT"),
     ],
 )
 def test_bad_input(cli, argv, message):

@@ -121,9 +121,10 @@ enum class WorkOrder {
     kCounter  // a counter in the workspace, zeroed before every launch: whoever is free takes the longest item left
 };
 inline WorkOrder wgmma_order(const AttentionParams& p, int64_t items, int blocks) {
-    // Causal: the counter gains up to 40 % (d256, 16k) over a stride, but its memset costs 2 us, which is more than it gains up to 512
-    // keys: 8 .. 17 % of 12 to 20 us at 128 and 256, 3 % at 512. Full: equal.
-    if (items <= blocks || (!p.cu_seqlens_q && p.seqlen_k <= 512)) return WorkOrder::kStride;
+    // Causal: the counter gains from 1 % (512) to 40 % (d256, 16k) over a stride, but its memset costs 2 us: 8 .. 17 % of calls of 12 to
+    // 20 us, 3 % of one of 39 us, which is 10^10 of these.
+    const double work = double(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * (p.headdim + p.headdim_v);
+    if (items <= blocks || (!p.cu_seqlens_q && work <= 1e10)) return WorkOrder::kStride;
     const bool uneven = p.cu_seqlens_q || p.window_left >= 0 || p.window_right >= 0;
     return uneven ? WorkOrder::kCounter : WorkOrder::kStride;
 }

@@ -190,10 +190,14 @@ class _StreamArgs(ct.Structure):
     _fields_ = [*_BASE, ("context", ct.c_void_p), ("stream", ct.c_void_p)]
 
 
-class _MemoryArgs(ct.Structure):
+class _AllocateArgs(ct.Structure):
     _fields_ = [
         *_BASE, ("context", ct.c_void_p), ("bytes", ct.c_size_t), ("alignment", ct.c_size_t), ("data", ct.c_void_p)
     ]  # fmt: skip
+
+
+class _FreeArgs(ct.Structure):
+    _fields_ = [*_BASE, ("context", ct.c_void_p), ("bytes", ct.c_size_t), ("data", ct.c_void_p)]
 
 
 _Asked = ct.CFUNCTYPE(ct.c_void_p, ct.c_void_p)
@@ -204,7 +208,7 @@ class _Api(ct.Structure):
         *_BASE, ("version", _Version), ("internal", ct.c_void_p), ("error_create", _Asked),
         ("error_message", ct.c_void_p), ("error_destroy", ct.c_void_p), ("handler_register", ct.c_void_p),
         ("stream_get", _Asked), ("type_register", ct.c_void_p), ("context_get", ct.c_void_p),
-        ("state_set", ct.c_void_p), ("state_get", ct.c_void_p), ("memory_allocate", _Asked),
+        ("state_set", ct.c_void_p), ("state_get", ct.c_void_p), ("memory_allocate", _Asked), ("memory_free", _Asked),
     ]  # fmt: skip
 
 
@@ -226,11 +230,13 @@ class _FrameDoor(Door):
     name = "XLA"
 
     def empty(self, like, shape, dtype):
-        """Workspace on a GPU, which XLA takes back when the handler is done with the stream's work queued before."""
+        """Workspace on a GPU, given back when the handler returns: XLA's allocator hands it to nobody but work queued
+        behind ours on the same stream."""
         frame: _Frame = like.owner
-        ask = _MemoryArgs(size=ct.sizeof(_MemoryArgs), context=frame.context, bytes=shape[0], alignment=256)
+        ask = _AllocateArgs(size=ct.sizeof(_AllocateArgs), context=frame.context, bytes=shape[0], alignment=16)
         if frame.api[0].memory_allocate(ct.addressof(ask)):
             raise MemoryError(f"XLA has no {shape[0]} bytes for the workspace")
+        frame.scratch = [*getattr(frame, "scratch", ()), (ask.data, shape[0])]
         return View(frame, self, ask.data, shape, (1,), dtype, like.device, like.index, True)
 
     def stream(self, views):
@@ -328,6 +334,10 @@ def _handler(run, device: int):
             return frame.api[0].error_create(
                 ct.addressof(_ErrorArgs(size=ct.sizeof(_ErrorArgs), message=text, code=code))
             )
+        finally:
+            for data, size in getattr(frame, "scratch", ()):
+                give = _FreeArgs(size=ct.sizeof(_FreeArgs), context=frame.context, bytes=size, data=data)
+                frame.api[0].memory_free(ct.addressof(give))
 
     return handle
 

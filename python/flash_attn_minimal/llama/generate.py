@@ -24,12 +24,15 @@ from .weights import Checkpoint, load_checkpoint
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("cpu", "cuda")
 
+DEFAULT_CHECKPOINT = Path(__file__).with_name("default") / "stories.bin"  # written by examples/train_tiny.py
+
 DESCRIPTION = """\
 Load a llama2.c checkpoint (version 0 or 1, float32), continue a prompt, and print the text as it comes.
 Standard output carries the text alone; timings and memory follow on standard error."""
 
 EXAMPLES = """\
 examples:
+  python -m flash_attn_minimal generate                          (a small model of made-up stories, part of the package)
   python -m flash_attn_minimal generate stories15M.bin --prompt "Once upon a time"
   python -m flash_attn_minimal generate stories15M.bin --temperature 0.8 --top-p 0.9 --seed 7
   python -m flash_attn_minimal generate stories15M.bin --attention standard      (the same text, the other way)
@@ -157,7 +160,13 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="llama2.c checkpoint, such as stories15M.bin")
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        nargs="?",
+        default=str(DEFAULT_CHECKPOINT),
+        help="llama2.c checkpoint, such as stories15M.bin (default: the small model in the package)",
+    )
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",
