@@ -11,7 +11,7 @@ import ctypes as ct
 from . import _arrays
 from ._arrays import View
 from ._launch import _with_workspace
-from ._library import AttentionBackwardArgs, BadArgument, load
+from ._library import AttentionArgs, AttentionBackwardArgs, BadArgument, load
 from ._pack import _OPEN, _check_last_axis, _destination, _flag, _is_contiguous, _option, _prepare, _put_tensor
 from .attention import Plan, _kernel_table, _plan
 
@@ -136,6 +136,12 @@ def backward(
         view = qv.door.full(qv, (args.nheads,), "float32", 0)
         call.dsinks = view.pointer
         results.append(view)
+    _launch_backward(call, args, views)
+    return tuple(x.door.result(x) if isinstance(x, View) else x for x in results)
+
+
+def _launch_backward(call: AttentionBackwardArgs, args: AttentionArgs, views: list[View]) -> None:
+    """Runs a filled struct; see _with_workspace. args is the one that call.forward points to."""
     lib = load()
     _with_workspace(
         args,
@@ -143,7 +149,6 @@ def backward(
         lambda stream: lib.fa_attention_backward(call, stream),
         lambda plan: lib.fa_attention_backward_query(call, plan),
     )
-    return tuple(x.door.result(x) if isinstance(x, View) else x for x in results)
 
 
 def backward_query(

@@ -27,10 +27,10 @@ import numpy as np
 
 from . import _arrays
 from ._arrays import Door, View
-from ._launch import _with_workspace
-from ._library import CPU, CUDA, AttentionBackwardArgs, FlashAttnError, Unsupported, load
+from ._launch import _launch
+from ._library import CPU, CUDA, AttentionBackwardArgs, FlashAttnError, Unsupported
 from ._pack import _PREPARED, _flag, _prepare, _put_tensor
-from .backward import _put_dbias
+from .backward import _launch_backward, _put_dbias
 
 _ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 
@@ -275,13 +275,7 @@ def _forward(named, options, results):
     out, lse = results
     _put_tensor(args, "out", out)
     args.lse = lse.pointer
-    lib = load()
-    _with_workspace(
-        args,
-        views,
-        lambda stream: lib.fa_attention_forward(args, stream),
-        lambda plan: lib.fa_attention_query(args, plan),
-    )
+    _launch(args, views)
 
 
 def _backward(named, options, results):
@@ -297,13 +291,7 @@ def _backward(named, options, results):
         _put_dbias(call, rest.pop(0))
     if args.sinks:
         call.dsinks = rest.pop(0).pointer
-    lib = load()
-    _with_workspace(
-        args,
-        views,
-        lambda stream: lib.fa_attention_backward(call, stream),
-        lambda plan: lib.fa_attention_backward_query(call, plan),
-    )
+    _launch_backward(call, args, views)
 
 
 def _handler(run, device: int):
