@@ -165,6 +165,16 @@ def _prepare(
 _PREPARED = [*inspect.signature(_prepare).parameters][4:]  # the options, in order
 
 
+def _lengths(what: str, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple | None:
+    """The arguments that make a call or query a varlen one: all of them, or None where there are none."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    missing = [name for name, x in zip(names, lengths, strict=True) if x is None]
+    if 0 < len(missing) < 4:
+        raise BadArgument(f"{missing[0]} is None: a varlen {what} needs {', '.join(names[:3])} and {names[3]}")
+    return None if missing else lengths
+
+
 def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k) -> tuple[int, int, int]:
     """Reads the arguments that only varlen calls have; returns batch, seqlen_q, seqlen_k."""
     cu_q = _option(views, "cu_seqlens_q", cu_q, ("int32",))

@@ -39,6 +39,7 @@ from ._pack import (
     _flag,
     _integer,
     _is_contiguous,
+    _lengths,
     _output,
     _prepare,
 )
@@ -160,9 +161,7 @@ def flash_attn_func(
     array([1.5, 2. ], dtype=float32)
     """
     signature = None
-    if _is_compiling():
-        pass
-    elif (
+    if not _is_compiling() and (
         alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is out_dtype is None
         and k_descale is v_descale is None
         and deterministic is top_left is allow_tf32 is False
@@ -437,17 +436,8 @@ def query(
     >>> query(q[:, :, :6], q[:, :, :4], q[:, :, :4]).error
     'nheads=6 is not a multiple of nheads_k=4'
     """
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    missing = [
-        name
-        for name, x in zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=True)
-        if x is None
-    ]
-    if 0 < len(missing) < 4:
-        raise BadArgument(
-            f"{missing[0]} is None: a varlen query needs cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k"
-        )
-    args, views = _prepare(q, k, v, None if missing else lengths, **options)
+    lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    args, views = _prepare(q, k, v, lengths, **options)
     _flag("return_lse", return_lse)
     shape = (*views[0].shape[:-1], args.headdim_v)
     if out is not None:

@@ -17,7 +17,7 @@ import torch
 
 from . import attention
 from ._library import BadArgument, Unsupported
-from ._pack import _OPEN, _PREPARED, _flag, _integer, _number, _window
+from ._pack import _PREPARED, _flag, _integer, _number, _window
 from .backward import backward
 
 _ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
@@ -72,8 +72,6 @@ def _unpack(values: tuple) -> dict[str, Any]:
     """_OPTIONS, as both passes want them."""
     options = dict(zip(_OPTIONS, values, strict=True))
     options["window_size"] = options.pop("window_left"), options.pop("window_right")
-    if options["window_size"] == _OPEN:
-        options["window_size"] = _OPEN
     if options["dropout_seed"] is not None:
         options["dropout_seed"] %= 2**64
     options["dropout_offset"] %= 2**64

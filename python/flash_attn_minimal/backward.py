@@ -12,7 +12,17 @@ from . import _arrays
 from ._arrays import View
 from ._launch import _with_workspace
 from ._library import AttentionArgs, AttentionBackwardArgs, BadArgument, load
-from ._pack import _OPEN, _check_last_axis, _destination, _flag, _is_contiguous, _option, _prepare, _put_tensor
+from ._pack import (
+    _OPEN,
+    _check_last_axis,
+    _destination,
+    _flag,
+    _is_contiguous,
+    _lengths,
+    _option,
+    _prepare,
+    _put_tensor,
+)
 from .attention import Plan, _kernel_table, _plan
 
 
@@ -90,7 +100,7 @@ def backward(
     >>> bool(np.allclose(dv.sum(axis=1), dout.sum(axis=1), atol=1e-5))  # each row of P sums to 1
     True
     """
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = _lengths("call", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     args, views = _prepare(
         q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
@@ -169,7 +179,7 @@ def backward_query(
     >>> backward_query(q, q, q, causal=True, kernel="cpu_naive").status
     'FA_OK'
     """
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     args, views = _prepare(q, k, v, lengths, **options)
     call = AttentionBackwardArgs()
     call.struct_size = ct.sizeof(call)
@@ -197,21 +207,6 @@ def backward_kernels() -> list[dict[str, str]]:
     'cpu_naive'
     """
     return _kernel_table("fa_backward_kernel")
-
-
-def _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple | None:
-    lengths = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
-    missing = [name for name, x in lengths.items() if x is None]
-    if len(missing) == 4:
-        return None
-    if missing:
-        raise BadArgument(f"{missing[0]} is None: a varlen call needs {', '.join(lengths)}")
-    return tuple(lengths.values())
 
 
 def _input(views: list[View], name: str, array, shape: tuple[int, ...], dtype: str) -> View:
