@@ -46,7 +46,7 @@ typedef enum fa_status {
 } fa_status;
 
 typedef enum fa_device { FA_CPU = 1, FA_CUDA = 2 } fa_device;
-typedef enum fa_dtype { FA_FLOAT32 = 1, FA_FLOAT16 = 2, FA_BFLOAT16 = 3, FA_FLOAT8_E4M3 = 4 } fa_dtype;
+typedef enum fa_dtype { FA_FLOAT32 = 1, FA_FLOAT16 = 2, FA_BFLOAT16 = 3, FA_FLOAT8_E4M3 = 4, FA_INT8 = 5 } fa_dtype;
 
 /* A 4-D array seen as data[b * batch_stride + row * row_stride + head * head_stride + d]; varlen ignores batch_stride. */
 typedef struct fa_tensor {
@@ -175,6 +175,58 @@ FA_API fa_status fa_attention_backward(const fa_attention_backward_args* args, v
 
 /* As fa_attention_query, for the backward pass. */
 FA_API fa_status fa_attention_backward_query(const fa_attention_backward_args* args, fa_attention_plan* plan);
+
+/* ---- attention over a cache of keys and values ---- */
+
+/* Factors by which the 8-bit elements of a cache count: positive floats at
+ * data[b * batch_stride + row * row_stride + head * head_stride], with b and row as in the cache itself (entry and key, or page and
+ * row of the page). row_stride 0: one for each head, read only. Otherwise one for each token: appending a token writes its own. */
+typedef struct fa_cache_scale {
+    float* data;
+    int64_t batch_stride;
+    int64_t row_stride;
+    int64_t head_stride;
+} fa_cache_scale;
+
+/* One step of inference: the new keys and values are rotated and join the cache, then q, rotated, attends to all of it.
+ * Lengths and tables are read on the device, so a captured call may be replayed after they have changed. The host can check them
+ * on the CPU alone; on a GPU an entry out of range is clamped: wrong keys, never a wild address, and nothing is written for it. */
+typedef struct fa_kvcache_args {
+    size_t struct_size;
+    /* The forward call: its q, out, lse and every option but cu_seqlens, bias, mask and dropout. Its k and v are the cache, any strides:
+     *   contiguous  (cache_batch, seqlen_k, nheads_k, dim): seqlen_k is what an entry can hold
+     *   paged       (cache_batch, page_size, nheads_k, dim): key j of sequence b is row j % page_size of page
+     *               block_table[b * block_table_stride + j / page_size]; seqlen_k is what a row of the table can hold
+     * headdim may be 576 with headdim_v = 512 (v may be the first columns of k). The workspace is the whole call's. */
+    const fa_attention_args* attention;
+    int32_t cache_dtype;            /* fa_dtype of the cache: 0 = dtype, FA_FLOAT8_E4M3 or FA_INT8 */
+    int32_t cache_batch;            /* entries of the cache, or pages */
+    const int32_t* cache_seqlens;   /* (batch) keys in the cache before this call, at most seqlen_k - seqlen_new; below 0: an idle
+                                       sequence, which appends nothing and gets out = 0, lse = -inf. NULL = seqlen_k - seqlen_new */
+    const int32_t* cache_batch_idx; /* (batch) entry of each sequence; NULL = 0, 1, ...; contiguous only */
+    const int32_t* block_table;     /* (batch, pages of a sequence); NULL = contiguous. Entries past a sequence's keys are not read */
+    int64_t block_table_stride;
+    int32_t page_size; /* any from 1; 0 = contiguous */
+    int32_t seqlen_new;
+    fa_tensor k_new, v_new; /* (batch, seqlen_new, nheads_k, dim) of dtype, rows cache_seqlens[b] .. of the cache */
+
+    /* Rotary embedding: cosines and sines (rotary_rows, rotary_dim / 2), contiguous, row t for position t. Key t of the new ones
+     * stands at position cache_seqlens[b] + t; so does row t of q when causal or a window is set, else all rows at cache_seqlens[b]. */
+    const void *rotary_cos, *rotary_sin; /* NULL = off; they want seqlen_new >= 1 */
+    int32_t rotary_dtype;                /* fa_dtype: 0 = dtype, or FA_FLOAT32 */
+    int32_t rotary_rows;                 /* positions from here on turn by the last row */
+    int32_t rotary_dim;                  /* even, 2 .. headdim */
+    int32_t rotary_interleaved;          /* pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2) */
+
+    fa_cache_scale k_scale, v_scale; /* both, with an 8-bit cache; else NULL */
+    int32_t batch_invariant;         /* 1 = a sequence's result does not depend on what else is in the batch */
+    int32_t num_splits;              /* pieces that a sequence's keys are cut into, 1 .. 256; 0 = chosen */
+} fa_kvcache_args;
+
+FA_API fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream);
+
+/* As fa_attention_query. */
+FA_API fa_status fa_kvcache_query(const fa_kvcache_args* args, fa_attention_plan* plan);
 
 /* Merges two attention results over disjoint keys into the result over their union (out may be out_a, lse may be lse_a):
  *     lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b

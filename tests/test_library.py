@@ -20,11 +20,12 @@ HEADER = ROOT / "cuda" / "flash_attn.h"
 STRUCTS = {
     "fa_attention_args": _library.AttentionArgs,
     "fa_attention_plan": _library.AttentionPlan,
+    "fa_kvcache_args": _library.KVCacheArgs,
     "fa_merge_args": _library.MergeArgs,
     "fa_quantize_args": _library.QuantizeArgs,
 }
 NESTED = re.compile(
-    r"^(q|k|v|x|out|bias|mask|out_a|out_b|q_descale|k_descale|v_descale)_(data|batch_stride|row_stride|head_stride)$"
+    r"^(q|k|v|x|out|bias|mask|out_a|out_b|q_descale|k_descale|v_descale|k_new|v_new|k_scale|v_scale)_(data|batch_stride|row_stride|head_stride)$"
 )
 
 
@@ -47,7 +48,7 @@ def test_structs_match_the_header(tmp_path):
             value = f"offsetof({c_name}, {member}), sizeof((({c_name}*)0)->{member})"
             lines.append(f'printf("{c_name}.{field} %zu %zu\\n", {value});')
     names = {"FA_CPU": _library.CPU, "FA_CUDA": _library.CUDA, "FA_OK": _library.OK}
-    names |= {"FA_FLOAT32": 1, "FA_FLOAT16": 2, "FA_BFLOAT16": 3, "FA_FLOAT8_E4M3": 4}
+    names |= {"FA_FLOAT32": 1, "FA_FLOAT16": 2, "FA_BFLOAT16": 3, "FA_FLOAT8_E4M3": 4, "FA_INT8": 5}
     names |= {
         "FA_BAD_ARGUMENT": 1,
         "FA_UNSUPPORTED": 2,
@@ -74,6 +75,7 @@ def test_structs_match_the_header(tmp_path):
         assert said[c_name] == str(ct.sizeof(mirror))
     assert {name: int(said[name]) for name in names} == names
     assert _library.DTYPES == {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
+    assert _library.CACHE_DTYPES == {"float8_e4m3fn": 4, "int8": 5}
 
 
 def test_statuses():

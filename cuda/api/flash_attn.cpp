@@ -48,7 +48,55 @@ struct Call {
     }
 };
 
-template <typename Params, typename Args>
+// Attention over a cache: what joins the cache, then a kernel of the forward pass. The workspace holds the turned q, then the
+// kernel's own.
+struct CachedCall {
+    fa_attention_args forward;
+    AppendParams append;
+    AttentionParams params;  // as the kernel sees it
+    DeviceInfo device;
+    const Kernel* kernel = nullptr;
+
+    fa_status prepare(const fa_kvcache_args* args, Pointers pointers, Lines* why_not) {
+        if (const fa_status status = validate(args, pointers, &forward, &append); status != FA_OK) return status;
+        if (const fa_status status = find_device(fa_device(forward.device), forward.q.data, &device); status != FA_OK) return status;
+        params = append.attention;
+        if (append.rotary_cos) {
+            const int64_t row = int64_t(params.nheads) * params.headdim;
+            params.q = append.q_rotated = {align_up(forward.workspace, kAlign), row * params.seqlen_q, row, params.headdim};
+            if (params.q.data) params.workspace = static_cast<char*>(params.q.data) + rotated_bytes() - kAlign;
+        }
+        return choose_for(forward, params, device, &kernel, why_not);
+    }
+
+    size_t workspace() const { return rotated_bytes() + kernel->workspace(params, device); }
+
+    fa_status launch(void* stream) const {
+        if (const size_t bytes = workspace(); bytes > forward.workspace_bytes || (bytes && !forward.workspace))
+            return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
+                        forward.workspace_bytes, forward.workspace, kernel->name, bytes);
+        const CurrentDevice scope(device.index);
+        if (append.seqlen_new > 0)
+            if (const fa_status status = launch_append(append, device, stream); status != FA_OK) return status;
+        return params.seqlen_q > 0 ? kernel->launch(params, device, stream) : FA_OK;
+    }
+
+private:
+    static constexpr size_t kAlign = 128;
+    size_t rotated_bytes() const {
+        if (!append.rotary_cos) return 0;
+        const size_t elements = size_t(params.batch) * size_t(params.seqlen_q) * size_t(params.nheads) * size_t(params.headdim);
+        return (elements * (params.dtype == DType::kFloat32 ? 4 : 2) + kAlign - 1) / kAlign * kAlign + kAlign;
+    }
+};
+
+size_t workspace_of(const CachedCall& call) { return call.workspace(); }
+template <typename Params>
+size_t workspace_of(const Call<Params>& call) {
+    return call.kernel->workspace(call.params, call.device);
+}
+
+template <typename AnyCall, typename Args>
 fa_status query(const Args* args, fa_attention_plan* plan) {
     if (!plan || plan->struct_size < sizeof(fa_attention_plan))
         return fail(FA_BAD_ARGUMENT, "plan is NULL or plan.struct_size is not sizeof(fa_attention_plan) = %zu", sizeof(fa_attention_plan));
@@ -56,11 +104,11 @@ fa_status query(const Args* args, fa_attention_plan* plan) {
     plan->workspace_bytes = 0;
     plan->kernel[0] = '\0';
     Lines why_not(plan->why_not, sizeof plan->why_not);
-    Call<Params> call;
+    AnyCall call;
     plan->status = call.prepare(args, Pointers::kOptional, &why_not);
     if (plan->status != FA_OK) return fa_status(plan->status);
     std::snprintf(plan->kernel, sizeof plan->kernel, "%s", call.kernel->name);
-    plan->workspace_bytes = call.kernel->workspace(call.params, call.device);
+    plan->workspace_bytes = workspace_of(call);
     return FA_OK;
 }
 
@@ -77,7 +125,9 @@ fa_status fa_attention_forward(const fa_attention_args* args, void* stream) {
     return call.launch(stream);
 }
 
-fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan) { return fa::query<fa::AttentionParams>(args, plan); }
+fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan) {
+    return fa::query<fa::Call<fa::AttentionParams>>(args, plan);
+}
 
 fa_status fa_attention_backward(const fa_attention_backward_args* args, void* stream) {
     fa::Call<fa::BackwardParams> call;
@@ -86,8 +136,16 @@ fa_status fa_attention_backward(const fa_attention_backward_args* args, void* st
 }
 
 fa_status fa_attention_backward_query(const fa_attention_backward_args* args, fa_attention_plan* plan) {
-    return fa::query<fa::BackwardParams>(args, plan);
+    return fa::query<fa::Call<fa::BackwardParams>>(args, plan);
 }
+
+fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream) {
+    fa::CachedCall call;
+    if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
+    return call.params.batch == 0 ? FA_OK : call.launch(stream);
+}
+
+fa_status fa_kvcache_query(const fa_kvcache_args* args, fa_attention_plan* plan) { return fa::query<fa::CachedCall>(args, plan); }
 
 fa_status fa_attention_merge(const fa_merge_args* args, void* stream) {
     fa::MergeParams params;

@@ -21,13 +21,21 @@ namespace {
 constexpr const char* kNoFloat8 = "takes no float8_e4m3: of all kernels only fp8_sm90 (Hopper) does";
 bool is_float8(const AttentionParams& p) { return p.dtype == DType::kFloat8E4M3; }
 
-const char* serves_all_but_float8(const AttentionParams& p, const DeviceInfo&, char*, size_t) { return is_float8(p) ? kNoFloat8 : nullptr; }
+// What a kernel that reads K and V by strides refuses of a cache.
+const char* strided_refuses(const AttentionParams& p) {
+    if (is_float8(p)) return kNoFloat8;
+    if (p.cache.block_table) return "block_table is set: it takes no pages";
+    if (p.cache.entries && p.cache.dtype != p.dtype) return "cache_dtype: it takes no 8-bit cache";
+    if (p.headdim > 512) return "headdim is above 512";
+    return nullptr;
+}
+const char* serves_all_strided(const AttentionParams& p, const DeviceInfo&, char*, size_t) { return strided_refuses(p); }
 
 // ---- CPU ----
 
 template <cpu::Isa isa>
 const char* needs_isa(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
-    if (is_float8(p)) return kNoFloat8;
+    if (const char* reason = strided_refuses(p)) return reason;
     return cpu::isa_available(isa) ? nullptr : "this processor, or this build, lacks the instruction set";
 }
 template <cpu::Isa isa>
@@ -54,7 +62,7 @@ fa_status cpu_naive_launch(const AttentionParams& p, const DeviceInfo&, void*) {
 size_t no_workspace(const AttentionParams&, const DeviceInfo&) { return 0; }
 
 const char* minimal_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
-    if (is_float8(p)) return kNoFloat8;
+    if (const char* reason = strided_refuses(p)) return reason;
     const int64_t blocks = (int64_t(p.seqlen_q) + 63) / 64 * p.nheads * p.batch;
     if (blocks <= kMaxGrid) return nullptr;
     std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q);
@@ -78,6 +86,7 @@ const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& devic
         return text;
     }
     if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
+    if (p.cache.entries) return "k and v are a cache";
     if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim || p.headdim % 8 || p.headdim_v % 8) {
         std::snprintf(text, size, "headdim=%d, headdim_v=%d: multiples of 8 up to %d", p.headdim, p.headdim_v, kWgmmaMaxHeadDim);
         return text;
@@ -162,6 +171,7 @@ const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device
         std::snprintf(text, size, "headdim=%d, headdim_v=%d: at most 256", p.headdim, p.headdim_v);
         return text;
     }
+    if (const char* reason = strided_refuses(p)) return reason;
     const int64_t blocks = (int64_t(p.seqlen_q) + 31) / 32 * p.nheads * p.batch;  // its smallest tile has 32 rows
     if (blocks <= kMaxGrid) return nullptr;
     std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q);
@@ -186,7 +196,7 @@ fa_status mma_tf32_sm80_launch(const AttentionParams& p, const DeviceInfo& devic
 #endif
 
 const char* naive_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
-    if (is_float8(p)) return kNoFloat8;
+    if (const char* reason = strided_refuses(p)) return reason;
     const int64_t tiles = ((int64_t(p.seqlen_q) + 15) / 16) * ((int64_t(p.seqlen_k > p.headdim_v ? p.seqlen_k : p.headdim_v) + 15) / 16);
     const int64_t heads = int64_t(p.batch) * p.nheads;
     if (heads == 0 || tiles <= kMaxGrid / heads) return nullptr;
@@ -224,7 +234,7 @@ constexpr Kernel kKernels[] = {
     cpu_kernel<cpu::Isa::kAvx2>("cpu_avx2", "tiled online softmax, 8 lanes"),
     cpu_kernel<cpu::Isa::kNeon>("cpu_neon", "tiled online softmax, 4 lanes"),
     cpu_kernel<cpu::Isa::kPortable>("cpu_portable", "tiled online softmax, whatever the compiler makes of it"),
-    {"cpu_naive", "standard attention in three steps, S in the workspace", FA_CPU, serves_all_but_float8, cpu_naive_workspace,
+    {"cpu_naive", "standard attention in three steps, S in the workspace", FA_CPU, serves_all_strided, cpu_naive_workspace,
      cpu_naive_launch},
 };
 
@@ -309,6 +319,18 @@ CurrentDevice::CurrentDevice(int) {}
 CurrentDevice::~CurrentDevice() {}
 
 #endif
+
+fa_status launch_append(const AppendParams& params, const DeviceInfo& device, [[maybe_unused]] void* stream) {
+    if (device.index < 0) return on_host([&] { cpu::kvcache_append(params); });
+#if FA_WITH_CUDA
+    if (kvcache_append_blocks(params) > kMaxGrid)
+        return fail(FA_UNSUPPORTED, "batch=%d x seqlen_new=%d rows of %d heads need more blocks than a grid has", params.attention.batch,
+                    params.seqlen_new, params.attention.nheads_k);
+    return launched("kvcache_append", kvcache_append(params, static_cast<cudaStream_t>(stream)));
+#else
+    return FA_UNSUPPORTED;
+#endif
+}
 
 fa_status launch_merge(const MergeParams& params, fa_device device, [[maybe_unused]] void* stream) {
     DeviceInfo info;

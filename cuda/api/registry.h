@@ -53,6 +53,7 @@ private:
     int previous_ = -1;
 };
 
+fa_status launch_append(const AppendParams&, const DeviceInfo&, void* stream);  // of a call with something to append or to turn
 fa_status launch_merge(const MergeParams&, fa_device device, void* stream);
 fa_status launch_quantize(const QuantizeParams&, fa_device device, void* stream);
 int cuda_device_count();

@@ -9,8 +9,17 @@ namespace fa {
 
 enum class Pointers { kRequired, kOptional };  // a query may leave data pointers NULL
 
-fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params);
+// What differs where k and v are a cache.
+struct Keys {
+    int32_t max_headdim;
+    size_t element;  // bytes
+};
+
+fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params,
+                   const Keys* keys = nullptr);
 fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa_attention_args* forward, BackwardParams* params);
+// `forward` is the attention call inside, its kernel, num_threads and workspace included.
+fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_args* forward, AppendParams* params);
 fa_status validate(const fa_merge_args* args, MergeParams* params);
 fa_status validate(const fa_quantize_args* args, QuantizeParams* params);
 

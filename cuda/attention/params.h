@@ -12,7 +12,7 @@
 
 namespace fa {
 
-enum class DType : int32_t { kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3, kFloat8E4M3 = 4 };
+enum class DType : int32_t { kFloat32 = 1, kFloat16 = 2, kBFloat16 = 3, kFloat8E4M3 = 4, kInt8 = 5 };
 
 struct TensorView {
     void* data;
@@ -27,6 +27,26 @@ struct ScoreView {
 struct DescaleView {
     const float* data;
     int64_t batch, head;  // strides
+};
+
+struct CacheScale {
+    float* data;               // nullptr = 1
+    int64_t batch, row, head;  // strides; indexed like the cache itself
+};
+
+// K and V in a cache: k.batch and v.batch step from entry to entry, or from page to page. All zero for plain K and V.
+struct CacheView {
+    int32_t entries;             // cache entries, or pages; 0 = no cache
+    const int32_t* seqlens;      // (batch) keys before the call's own; below 0 = an idle sequence; nullptr = the cache is full
+    int32_t added;               // keys the call itself has put behind them
+    const int32_t* batch_idx;    // (batch) entry of each sequence; nullptr = its own number
+    const int32_t* block_table;  // (batch, pages) page of every page_size keys; nullptr = contiguous
+    int64_t table_row;           // its row stride
+    int32_t page_size;
+    DType dtype;                  // of K and V: that of q, or 8-bit
+    CacheScale k_scale, v_scale;  // of 8-bit elements
+    bool batch_invariant;
+    int32_t num_splits;  // 0 = the kernel's choice
 };
 
 struct AttentionParams {
@@ -63,6 +83,7 @@ struct AttentionParams {
     void* workspace;
 
     DescaleView q_descale, k_descale, v_descale;  // fp8 only: by query head, by key head, by key head
+    CacheView cache;
 
     // True when a score is more than scale * (q . k) under a window: the general instantiation of a kernel.
     FA_HOST_DEVICE bool general_scores() const { return softcap != 0 || alibi_slopes || bias.data || mask.data || dropout_threshold; }
@@ -81,14 +102,31 @@ struct BackwardParams {
     bool accumulate, deterministic;
 };
 
+FA_HOST_DEVICE int32_t clamp_to(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
+
+// Keys that sequence b of a call with a cache sees. A length on the device cannot be checked before the launch: it is clamped.
+FA_HOST_DEVICE int32_t cached_keys(const AttentionParams& p, int32_t b) {
+    if (!p.cache.seqlens) return p.seqlen_k;
+    const int32_t before = p.cache.seqlens[b];
+    return before < 0 ? 0 : clamp_to(before, 0, p.seqlen_k - p.cache.added) + p.cache.added;
+}
+
+// Cache entry of sequence b of a contiguous cache.
+FA_HOST_DEVICE int32_t cache_entry(const CacheView& cache, int32_t b) {
+    return cache.batch_idx ? clamp_to(cache.batch_idx[b], 0, cache.entries - 1) : b;
+}
+
+// The page that holds keys page * page_size .. of sequence b of a paged cache.
+FA_HOST_DEVICE int32_t cache_page(const CacheView& cache, int32_t b, int32_t page) {
+    return clamp_to(cache.block_table[b * cache.table_row + page], 0, cache.entries - 1);
+}
+
 // Sequence b of a dense or varlen call: element offsets of its first row in each tensor, and its true lengths.
 struct Sequence {
-    int64_t q, k, v, out, lse;  // add head * stride (lse: row) to reach a row of a head
+    int64_t q, k, v, out, lse;  // add head * stride (lse: row) to reach a row of a head; k and v of a paged cache are 0
     int32_t seqlen_q, seqlen_k;
     int32_t shift;  // i_aligned = i + shift
 };
-
-FA_HOST_DEVICE int32_t clamp_to(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
 
 // Device-side cu_seqlens cannot be checked before the launch, so out-of-range entries are clamped: wrong lengths, never a wild address.
 FA_HOST_DEVICE Sequence sequence_of(const AttentionParams& p, int32_t b) {
@@ -103,7 +141,9 @@ FA_HOST_DEVICE Sequence sequence_of(const AttentionParams& p, int32_t b) {
     } else {
         s.seqlen_q = p.seqlen_q, s.seqlen_k = p.seqlen_k;
         s.q = b * p.q.batch, s.out = b * p.out.batch, s.lse = int64_t(b) * p.nheads * p.seqlen_q;
-        s.k = b * p.k.batch, s.v = b * p.v.batch;
+        int64_t entry = b;
+        if (p.cache.entries) s.seqlen_k = cached_keys(p, b), entry = p.cache.block_table ? 0 : cache_entry(p.cache, b);
+        s.k = entry * p.k.batch, s.v = entry * p.v.batch;
     }
     s.shift = p.top_left ? 0 : s.seqlen_k - s.seqlen_q;
     return s;
@@ -121,6 +161,12 @@ FA_HOST_DEVICE GradientSequence gradients_of(const BackwardParams& p, int32_t b)
     return {q0 * p.dout.row, q0 * p.dq.row, k0 * p.dk.row, k0 * p.dv.row};
 }
 
+// Offset of key j of sequence b in k (or v) of a cache, head 0.
+FA_HOST_DEVICE int64_t cached_row(const AttentionParams& p, const TensorView& kv, int32_t b, int32_t j) {
+    if (!p.cache.block_table) return cache_entry(p.cache, b) * kv.batch + j * kv.row;
+    return cache_page(p.cache, b, j / p.cache.page_size) * kv.batch + j % p.cache.page_size * kv.row;
+}
+
 // Offset of lse[b, head, row 0]: rows of one head are contiguous.
 FA_HOST_DEVICE int64_t lse_offset(const AttentionParams& p, const Sequence& s, int32_t head) {
     return s.lse + int64_t(head) * (p.cu_seqlens_q ? p.total_q : p.seqlen_q);
@@ -130,6 +176,19 @@ FA_HOST_DEVICE int64_t lse_offset(const AttentionParams& p, const Sequence& s, i
 inline void* align_up(void* pointer, uintptr_t alignment) {
     return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(pointer) + alignment - 1) / alignment * alignment);
 }
+
+// What comes before attention over a cache: new keys and values join it, and the rotary embedding turns them and q.
+struct AppendParams {
+    AttentionParams attention;  // of the call, with q as the caller gave it; cache.added = seqlen_new
+    TensorView k_new, v_new;    // (batch, seqlen_new, nheads_k, dim) of attention.dtype
+    int32_t seqlen_new;         // 0 = nothing to append
+    // Rotary: dims 0 .. rotary_dim - 1 of a head at position t turn by the angles whose cosines and sines are row t.
+    const void *rotary_cos, *rotary_sin;  // (rotary_rows, rotary_dim / 2), contiguous; nullptr = off
+    DType rotary_dtype;
+    int32_t rotary_rows, rotary_dim;
+    bool rotary_interleaved;  // pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2)
+    TensorView q_rotated;     // where the turned q goes: (batch, seqlen_q, nheads, headdim), contiguous
+};
 
 struct MergeParams {
     TensorView out_a, out_b, out;  // (batch, seqlen, nheads, headdim_v)

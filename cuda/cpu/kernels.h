@@ -25,6 +25,8 @@ void backward_naive(const BackwardParams& params);   // dq, dk, dv
 void backward_scores(const BackwardParams& params);  // dbias and dsinks where wanted, in the same workspace
 size_t backward_naive_workspace(const BackwardParams& params);
 
+void kvcache_append(const AppendParams& params);
+
 void merge(const MergeParams& params);
 void quantize_fp8(const QuantizeParams& params);
 

@@ -50,6 +50,7 @@ WORKSPACE_TOO_SMALL = 3
 CPU, CUDA = 1, 2
 DEVICES = {CPU: "cpu", CUDA: "cuda"}
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
+CACHE_DTYPES = {"float8_e4m3fn": 4, "int8": 5}  # of a KV cache, beside those of q
 
 
 def _tensor(name: str) -> list[tuple[str, type]]:
@@ -144,6 +145,35 @@ class AttentionBackwardArgs(ct.Structure):
     ]
 
 
+class KVCacheArgs(ct.Structure):
+    """fa_kvcache_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("attention", ct.POINTER(AttentionArgs)),
+        ("cache_dtype", ct.c_int32),
+        ("cache_batch", ct.c_int32),
+        ("cache_seqlens", ct.c_void_p),
+        ("cache_batch_idx", ct.c_void_p),
+        ("block_table", ct.c_void_p),
+        ("block_table_stride", ct.c_int64),
+        ("page_size", ct.c_int32),
+        ("seqlen_new", ct.c_int32),
+        *_tensor("k_new"),
+        *_tensor("v_new"),
+        ("rotary_cos", ct.c_void_p),
+        ("rotary_sin", ct.c_void_p),
+        ("rotary_dtype", ct.c_int32),
+        ("rotary_rows", ct.c_int32),
+        ("rotary_dim", ct.c_int32),
+        ("rotary_interleaved", ct.c_int32),
+        *_tensor("k_scale"),
+        *_tensor("v_scale"),
+        ("batch_invariant", ct.c_int32),
+        ("num_splits", ct.c_int32),
+    ]
+
+
 class AttentionPlan(ct.Structure):
     """fa_attention_plan."""
 
@@ -229,6 +259,8 @@ def load() -> ct.CDLL:
     declare("fa_attention_query", ct.c_int, ct.POINTER(AttentionArgs), ct.POINTER(AttentionPlan))
     declare("fa_attention_backward", ct.c_int, ct.POINTER(AttentionBackwardArgs), ct.c_void_p)
     declare("fa_attention_backward_query", ct.c_int, ct.POINTER(AttentionBackwardArgs), ct.POINTER(AttentionPlan))
+    declare("fa_kvcache_attention", ct.c_int, ct.POINTER(KVCacheArgs), ct.c_void_p)
+    declare("fa_kvcache_query", ct.c_int, ct.POINTER(KVCacheArgs), ct.POINTER(AttentionPlan))
     declare("fa_attention_merge", ct.c_int, ct.POINTER(MergeArgs), ct.c_void_p)
     declare("fa_quantize_fp8", ct.c_int, ct.POINTER(QuantizeArgs), ct.c_void_p)
     for table in ("fa_kernel", "fa_backward_kernel"):
@@ -248,6 +280,7 @@ def load() -> ct.CDLL:
 
     lib.fa_attention_forward.errcheck = raise_on_error
     lib.fa_attention_backward.errcheck = raise_on_error
+    lib.fa_kvcache_attention.errcheck = raise_on_error
     lib.fa_attention_merge.errcheck = raise_on_error
     lib.fa_quantize_fp8.errcheck = raise_on_error
     return lib

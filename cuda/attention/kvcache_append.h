@@ -1,0 +1,85 @@
+// kvcache_append.h: what joins a cache before attention, row by row, shared by the GPU kernel and the CPU's.
+//
+// A row is one head of one token: of q (turned into the workspace), of K or of V (into the cache). Rows are numbered
+//     q      (batch, seqlen_q, nheads)        only when the call rotates
+//     k, v   (batch, seqlen_new, nheads_k)
+#pragma once
+
+#include "params.h"
+
+namespace fa {
+
+enum class RowOf { kQuery, kKey, kValue };
+
+struct AppendRow {
+    RowOf of;
+    int32_t position;  // by which it turns; below 0: it does not
+    int64_t from, to;  // element offsets of its first dim in the source and in the destination
+    int64_t scale;     // of its factor, in k_scale or v_scale
+    bool skip;         // an idle sequence, or a place outside the cache
+};
+
+FA_HOST_DEVICE int64_t append_query_rows(const AppendParams& a) {
+    return a.rotary_cos ? int64_t(a.attention.batch) * a.attention.seqlen_q * a.attention.nheads : 0;
+}
+FA_HOST_DEVICE int64_t append_rows(const AppendParams& a) {
+    return append_query_rows(a) + 2 * int64_t(a.attention.batch) * a.seqlen_new * a.attention.nheads_k;
+}
+
+FA_HOST_DEVICE AppendRow append_row(const AppendParams& a, int64_t index) {
+    const AttentionParams& p = a.attention;
+    const CacheView& c = p.cache;
+    const int64_t queries = append_query_rows(a), keys = int64_t(p.batch) * a.seqlen_new * p.nheads_k;
+    AppendRow row{};
+    const bool query = index < queries;
+    if (!query) index -= queries;
+    row.of = query ? RowOf::kQuery : index < keys ? RowOf::kKey : RowOf::kValue;
+    if (row.of == RowOf::kValue) index -= keys;
+    const int32_t heads = query ? p.nheads : p.nheads_k, rows = query ? p.seqlen_q : a.seqlen_new;
+    const int32_t head = int32_t(index % heads), i = int32_t(index / heads % rows), b = int32_t(index / heads / rows);
+    const int32_t before = c.seqlens ? c.seqlens[b] : p.seqlen_k - a.seqlen_new;
+    const bool turns = a.rotary_cos && row.of != RowOf::kValue;
+    row.position = turns ? clamp_to(before, 0, a.rotary_rows - 1) : -1;
+    if (query) {
+        const bool ordered = p.window_left >= 0 || p.window_right >= 0;  // without a mask the rows stand side by side
+        if (turns && ordered) row.position = clamp_to(row.position + i, 0, a.rotary_rows - 1);
+        row.from = b * p.q.batch + i * p.q.row + head * p.q.head;
+        row.to = b * a.q_rotated.batch + i * a.q_rotated.row + head * a.q_rotated.head;
+        return row;
+    }
+    if (turns) row.position = clamp_to(row.position + i, 0, a.rotary_rows - 1);
+    row.skip = before < 0 || before > p.seqlen_k - a.seqlen_new;
+    if (row.skip) return row;
+    int64_t entry = b, at = int64_t(before) + i;
+    if (c.block_table) {
+        entry = c.block_table[b * c.table_row + at / c.page_size], at %= c.page_size;
+    } else if (c.batch_idx) {
+        entry = c.batch_idx[b];
+    }
+    row.skip = entry < 0 || entry >= c.entries;
+    const TensorView &source = row.of == RowOf::kKey ? a.k_new : a.v_new, &cache = row.of == RowOf::kKey ? p.k : p.v;
+    const CacheScale& scale = row.of == RowOf::kKey ? c.k_scale : c.v_scale;
+    row.from = b * source.batch + i * source.row + head * source.head;
+    row.to = entry * cache.batch + at * cache.row + head * cache.head;
+    row.scale = entry * scale.batch + at * scale.row + head * scale.head;
+    return row;
+}
+
+// Dim d of a row behind the rotation. value(d) and angle(table, i) read the source and row `position` of the tables as floats.
+template <typename Value, typename Angle>
+FA_HOST_DEVICE float rotated(const AppendParams& a, int32_t position, int32_t d, const Value& value, const Angle& angle) {
+    if (position < 0 || d >= a.rotary_dim) return value(d);
+    const int32_t half = a.rotary_dim / 2;
+    const bool first = a.rotary_interleaved ? d % 2 == 0 : d < half;
+    const int32_t i = a.rotary_interleaved ? d / 2 : d % half;
+    const int32_t pair = a.rotary_interleaved ? d ^ 1 : first ? d + half : d - half;
+    const int64_t at = int64_t(position) * half + i;
+    const float c = angle(a.rotary_cos, at), s = angle(a.rotary_sin, at);
+    return first ? value(d) * c - value(pair) * s : value(d) * c + value(pair) * s;
+}
+
+// The largest number of an 8-bit type, and a token's own factor: tiny tokens keep it finite.
+FA_HOST_DEVICE float cache_limit(DType dtype) { return dtype == DType::kInt8 ? 127.0f : 448.0f; }
+FA_HOST_DEVICE float token_scale(DType dtype, float amax) { return amax > 0x1p-100f ? amax / cache_limit(dtype) : 1.0f; }
+
+}  // namespace fa
