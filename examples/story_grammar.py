@@ -17,7 +17,7 @@ import random
 GIRLS = "Ada Bella Cora Dina Ella Fay Gwen Hana Ida June Kira Lily Mia Nora Olga Pia Sara Tess Una Wren Zoe".split()
 BOYS = "Abe Ben Carl Dan Eli Finn Gus Hugo Ivan Jack Karl Leo Max Ned Otto Paul Ralf Sam Tom Udo Vic Will Zack".split()
 ANIMALS = "fox bear rabbit mouse owl frog duck cat dog hen goat pony turtle squirrel hedgehog badger".split()
-NATURE = "little old quick shy brave clever gentle sleepy hungry proud".split()
+NATURE = "little wise quick shy brave clever gentle sleepy hungry proud".split()
 COLOURS = "red blue green yellow white black brown silver golden purple".split()
 THINGS = "ball kite hat drum key boat bell cup scarf book lamp shoe basket button whistle ring".split()
 PLACES = {
