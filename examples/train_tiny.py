@@ -100,14 +100,16 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def tokens_of(texts: list[str], tokenizer: Tokenizer) -> torch.Tensor:
-    """All texts behind one another, each opened by BOS. No piece spans two words, so each word is encoded once."""
+    """All texts behind one another, each opened by BOS. No piece spans two words, so each word is encoded once,
+    behind a neighbour of the other kind: `encode` would put a space before it."""
     known: dict[str, list[int]] = {}
     ids: list[int] = []
     for text in texts:
         ids.append(BOS)
         for word in WORD.findall(" " + text):
             if word not in known:
-                known[word] = tokenizer.encode(word)[2:] if word[0] != " " else tokenizer.encode(word[1:])[1:]
+                before = "" if word[0] == " " else '"' if word[0].isalnum() else "x"
+                known[word] = tokenizer.encode(before + word.removeprefix(" "))[len(tokenizer.encode(before)) :]
             ids += known[word]
     return torch.tensor(ids)
 

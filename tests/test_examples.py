@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flash_attn_minimal.llama.generate import DEFAULT_CHECKPOINT, find_tokenizer
+from flash_attn_minimal.llama.tokenizer import load_tokenizer
 from flash_attn_minimal.llama.weights import Config, load_checkpoint, save_checkpoint, tensor_shapes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +39,20 @@ def test_training_runs_and_its_model_tells(tmp_path):
     assert (tmp_path / "losses.png").stat().st_size > 1000
     checkpoint = load_checkpoint(tmp_path / "stories.bin")
     assert find_tokenizer(checkpoint).decode(find_tokenizer(checkpoint).encode("Ada met a fox.")) == "Ada met a fox."
+
+
+def test_no_letter_of_the_training_text_is_lost():
+    pytest.importorskip("torch")
+    pytest.importorskip("rich")
+    from story_grammar import story
+    from train_tiny import tokens_of
+
+    tokenizer = load_tokenizer(DEFAULT_CHECKPOINT.with_name("tokenizer.bin"))
+    for seed in range(50):
+        text = story(seed)
+        tokens = tokens_of([text], tokenizer).tolist()
+        assert tokenizer.decode(tokens) == text
+        assert tokens == tokenizer.encode(text)
 
 
 def test_a_bad_step_count_is_refused():
