@@ -19,6 +19,7 @@ from ._library import (
 )
 from .attention import Plan, flash_attn_func, flash_attn_varlen_func, kernels, merge, quantize_fp8, query
 from .backward import backward, backward_kernels, backward_query
+from .kvcache import flash_attn_with_kvcache, kvcache_query
 
 __version__ = "0.1.0"
 
@@ -36,7 +37,9 @@ __all__ = [
     "backward_query",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "kernels",
+    "kvcache_query",
     "merge",
     "quantize_fp8",
     "query",

@@ -99,7 +99,7 @@ class Door:
 
 # ---- NumPy ----
 
-_NUMPY_DTYPES = {np.dtype(t): t for t in ("float32", "float16", "float64", "bool", "uint8", "int32", "int64")}
+_NUMPY_DTYPES = {np.dtype(t): t for t in ("float32", "float16", "float64", "bool", "uint8", "int8", "int32", "int64")}
 
 
 def _numpy_dtype_name(dtype: Any, name: str) -> str:
@@ -162,7 +162,7 @@ class TorchDoor(Door):
 
     def __init__(self, torch):
         self.torch = torch
-        names = "float32 float16 bfloat16 float64 bool uint8 int32 int64 float8_e4m3fn"
+        names = "float32 float16 bfloat16 float64 bool uint8 int8 int32 int64 float8_e4m3fn"
         self.dtypes = {getattr(torch, t): t for t in names.split() if hasattr(torch, t)}
         self.natives = {t: dtype for dtype, t in self.dtypes.items()}
         self.plain, self.address = torch.Tensor, torch.Tensor.data_ptr
@@ -406,6 +406,7 @@ class CudaArrayDoor(ForeignDoor):
         "f8": "float64",
         "b1": "bool",
         "u1": "uint8",
+        "i1": "int8",
         "i4": "int32",
         "i8": "int64",
     }
@@ -499,7 +500,7 @@ class DLPackDoor(ForeignDoor):
         (6, 8): "bool",
         (1, 8): "uint8",
     }
-    _dtypes |= {(0, 32): "int32", (0, 64): "int64", (10, 8): "float8_e4m3fn"}
+    _dtypes |= {(0, 8): "int8", (0, 32): "int32", (0, 64): "int64", (10, 8): "float8_e4m3fn"}
 
     def view(self, array, name):
         kind = int(array.__dlpack_device__()[0])

@@ -96,26 +96,9 @@ def _prepare(
     args.batch, args.seqlen_q, args.seqlen_k = batch, seqlen_q, seqlen_k
     args.nheads, args.nheads_k, args.headdim, args.headdim_v = nheads, nheads_k, headdim, vv.shape[-1]
 
-    if causal is not False:
-        args.causal = _flag("causal", causal)
-    if softmax_scale is not None:
-        args.softmax_scale, args.has_softmax_scale = _number("softmax_scale", softmax_scale), 1
-    if softcap != 0:
-        args.softcap = _number("softcap", softcap)
-    if window_size is not _OPEN:
-        args.window_left, args.window_right = _window(window_size)
-        args.has_window = 1
+    _score_options(args, views, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
     if top_left is not False:
         args.top_left = _flag("top_left", top_left)
-    if alibi_slopes is not None:
-        slopes = _option(views, "alibi_slopes", alibi_slopes, ("float32",))
-        if tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
-            raise BadArgument(
-                f"alibi_slopes has shape {tuple(slopes.shape)}: expected ({nheads},) or ({batch}, {nheads})"
-            )
-        _check_last_axis("alibi_slopes", slopes)
-        args.alibi_slopes = slopes.pointer
-        args.alibi_batch_stride = slopes.strides[0] if len(slopes.shape) == 2 else 0
     if bias is not None:
         view = _option(views, "bias", bias, (qv.dtype, "float32"))
         args.bias_dtype = DTYPES[view.dtype]
@@ -125,12 +108,6 @@ def _prepare(
         view = _option(views, "mask", mask, ("bool", "uint8"))
         strides = _broadcast("mask", view, (batch, nheads, seqlen_q, seqlen_k))
         args.mask_data, (args.mask_batch_stride, args.mask_head_stride, args.mask_row_stride) = view.pointer, strides
-    if sinks is not None:
-        view = _option(views, "sinks", sinks, ("float32",))
-        if tuple(view.shape) != (nheads,):
-            raise BadArgument(f"sinks has shape {tuple(view.shape)}: expected ({nheads},)")
-        _check_last_axis("sinks", view)
-        args.sinks = view.pointer
     if dropout_p != 0:
         args.dropout_p = _number("dropout_p", dropout_p)
         if dropout_seed is None:
@@ -155,11 +132,44 @@ def _prepare(
         if out_dtype not in DTYPES:
             raise BadArgument(f"out_dtype={out_dtype!r} is none of {', '.join(map(repr, DTYPES))}")
         args.out_dtype = DTYPES[out_dtype]
+    _kernel(args, kernel)
+    return args, views
+
+
+def _score_options(args: AttentionArgs, views: list[View], softmax_scale, causal, window_size, softcap, slopes, sinks):
+    """The options that every kind of call has."""
+    if causal is not False:
+        args.causal = _flag("causal", causal)
+    if softmax_scale is not None:
+        args.softmax_scale, args.has_softmax_scale = _number("softmax_scale", softmax_scale), 1
+    if softcap != 0:
+        args.softcap = _number("softcap", softcap)
+    if window_size is not _OPEN:
+        args.window_left, args.window_right = _window(window_size)
+        args.has_window = 1
+    if slopes is not None:
+        view = _option(views, "alibi_slopes", slopes, ("float32",))
+        batch, nheads = args.batch, args.nheads
+        if tuple(view.shape) not in ((nheads,), (batch, nheads)):
+            raise BadArgument(
+                f"alibi_slopes has shape {tuple(view.shape)}: expected ({nheads},) or ({batch}, {nheads})"
+            )
+        _check_last_axis("alibi_slopes", view)
+        args.alibi_slopes = view.pointer
+        args.alibi_batch_stride = view.strides[0] if len(view.shape) == 2 else 0
+    if sinks is not None:
+        view = _option(views, "sinks", sinks, ("float32",))
+        if tuple(view.shape) != (args.nheads,):
+            raise BadArgument(f"sinks has shape {tuple(view.shape)}: expected ({args.nheads},)")
+        _check_last_axis("sinks", view)
+        args.sinks = view.pointer
+
+
+def _kernel(args: AttentionArgs, kernel: Any) -> None:
     if kernel is not None:
         if not isinstance(kernel, str):
             raise BadArgument(f"kernel={kernel!r} is not the name of a kernel")
         args.kernel = kernel.encode()
-    return args, views
 
 
 _PREPARED = [*inspect.signature(_prepare).parameters][4:]  # the options, in order

@@ -396,6 +396,106 @@ def merge(out_a, lse_a, out_b, lse_b):
     return out, lse
 
 
+# ---- a cache of keys and values ----
+
+
+def rotary(x, cos, sin, positions, interleaved=True):
+    """Turns the first 2 * cos.shape[1] dims of x (seqlen, nheads, headdim) by the angles of each row's position.
+
+    >>> x, angle = np.array([[[1.0, 0.0]]]), np.array([[0.5]])
+    >>> bool(np.allclose(rotary(x, np.cos(angle), np.sin(angle), [0]), [[[np.cos(0.5), np.sin(0.5)]]]))
+    True
+    """
+    x = np.array(x, np.float64)
+    half = cos.shape[1]
+    c, s = (np.asarray(table, np.float64)[positions, None] for table in (cos, sin))
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    a, b = x[..., first].copy(), x[..., second].copy()
+    x[..., first], x[..., second] = a * c - b * s, a * s + b * c
+    return x
+
+
+def cached_rows(cache, length, sequence, *, batch_idx=None, block_table=None, scale=None):
+    """The first `length` rows of a sequence in a cache (entries, rows, nheads_k, dim), or in its pages, times their
+    factors: (length, nheads_k, dim) float64."""
+    if block_table is None:
+        entry, row = np.full(length, sequence if batch_idx is None else batch_idx[sequence]), np.arange(length)
+    else:
+        page, row = np.divmod(np.arange(length), cache.shape[1])
+        entry = np.asarray(block_table)[sequence, page]
+    rows = np.asarray(cache[entry, row], np.float64)
+    if scale is None:
+        return rows
+    factors = np.broadcast_to(scale, cache.shape[:3])  # (nheads_k), (entries, 1, nheads_k), (entries, rows, nheads_k)
+    return rows * np.asarray(factors[entry, row], np.float64)[..., None]
+
+
+def kvcache_attention(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    block_table=None,
+    *,
+    causal=False,
+    window_size=(-1, -1),
+    rotary_interleaved=True,
+    k_scale=None,
+    v_scale=None,
+    attention=standard_attention,
+    **options,
+):
+    """flash_attn_with_kvcache without its rounding: the new keys and values stand, rotated, behind those of the cache,
+    which is left as it is. Returns out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q), float64.
+
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 5, 2, 4))
+    >>> cached = kvcache_attention(q[:, 3:], k, v, k[:, 3:], v[:, 3:], cache_seqlens=[3], causal=True)[0]
+    >>> bool(np.allclose(cached, standard_attention(q, k, v, causal=True)[0][:, 3:]))
+    True
+    """
+    batch, seqlen_q, nheads, _ = q.shape
+    seqlen_new = 0 if k is None else k.shape[1]
+    room = k_cache.shape[1] if block_table is None else np.shape(block_table)[1] * k_cache.shape[1]
+    lengths = np.broadcast_to(room - seqlen_new if cache_seqlens is None else cache_seqlens, batch)
+    ordered = causal or window_size[0] >= 0 or window_size[1] >= 0
+    out = np.zeros((batch, seqlen_q, nheads, v_cache.shape[-1]))
+    lse = np.full((batch, nheads, seqlen_q), -np.inf)
+    if options.get("sinks") is not None:
+        lse[:] = np.asarray(options["sinks"])[:, None]
+    for b, length in enumerate(lengths):
+        if length < 0:  # idle
+            continue
+        where = {"batch_idx": cache_batch_idx, "block_table": block_table}
+        one_q = np.asarray(q[b], np.float64)
+        keys = cached_rows(k_cache, length, b, scale=k_scale, **where)
+        values = cached_rows(v_cache, length, b, scale=v_scale, **where)
+        if seqlen_new:
+            new = np.asarray(k[b], np.float64)
+            if rotary_cos is not None:
+                last = len(rotary_cos) - 1
+                turn = (rotary_cos, rotary_sin)
+                at = np.minimum(length + np.arange(seqlen_new), last)
+                new = rotary(new, *turn, at, rotary_interleaved)
+                at = np.minimum(length + np.arange(seqlen_q) * ordered, last)
+                one_q = rotary(one_q, *turn, at, rotary_interleaved)
+            keys = np.concatenate([keys, new])
+            values = np.concatenate([values, np.asarray(v[b], np.float64)])
+        o, l = attention(  # noqa: E741
+            one_q[None], keys[None], values[None], causal=causal, window_size=window_size, sequence=b, **options
+        )
+        out[b], lse[b] = o[0], l[0]
+    return out, lse
+
+
 # ---- dropout: cuda/attention/philox.h in NumPy ----
 
 

@@ -1,0 +1,357 @@
+"""Attention over a cache of keys and values: flash_attn_with_kvcache, kvcache_query.
+
+One call is one step of inference: the new keys and values, rotated, join the cache, and q attends to all of it. Names
+and meaning are those of the flash-attn package.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+from typing import Any
+
+import numpy as np
+
+from . import _arrays
+from ._arrays import View
+from ._launch import _with_workspace
+from ._library import CACHE_DTYPES, DTYPES, AttentionArgs, BadArgument, KVCacheArgs, Unsupported, load
+from ._pack import (
+    _ARGS_SIZE,
+    _OPEN,
+    _check_last_axis,
+    _check_same_place,
+    _destination,
+    _flag,
+    _integer,
+    _is_contiguous,
+    _kernel,
+    _option,
+    _put_tensor,
+    _score_options,
+)
+from .attention import Plan, _plan
+
+_CALL_SIZE = ct.sizeof(KVCacheArgs)
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=_OPEN,
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+    *,
+    sinks=None,
+    k_scale=None,
+    v_scale=None,
+    batch_invariant=False,
+    kernel=None,
+    out=None,
+    num_threads=0,
+):
+    """Appends k and v to the cache in place, rotates q and k, and returns attention of q over the cache.
+
+    Arguments:
+        q: (batch, seqlen_q, nheads, headdim), float32, float16 or bfloat16.
+        k_cache: (entries, seqlen_cache, nheads_k, headdim), or with block_table pages (pages, page_size, nheads_k,
+            headdim), any page_size from 1. Of q's dtype, or 8-bit (float8_e4m3fn, int8) with k_scale and v_scale.
+            headdim up to 512, or to 576 with a headdim_v up to 512.
+        v_cache: (entries, seqlen_cache, nheads_k, headdim_v), the same dtype; it may be a view of k_cache.
+        k, v: (batch, seqlen_new, nheads_k, .) of q's dtype, the keys and values to append; both or neither. An 8-bit
+            cache rounds them.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), contiguous, float32 or q's dtype: turn the first rotary_dim
+            dims of k and q. Key t of the new ones stands at position cache_seqlens + t; so does row t of q with causal
+            or a window, else every row at cache_seqlens. They want k and v.
+        cache_seqlens: the keys in the cache before this call: (batch,) int32 on q's device, or one integer for all,
+            which costs neither memory nor a copy. Below 0 (in an array) marks an idle sequence: it appends nothing and
+            returns out = 0, lse = -inf. None: the cache is full, with the last seqlen_new rows left for k and v.
+        cache_batch_idx: (batch,) int32, the entry of each sequence; None means 0, 1, 2, ... Not with block_table.
+            Sequences that append to the same entry race.
+        cache_leftpad: flash-attn's name, not served: keys start at row 0 of an entry.
+        block_table: (batch, pages of a sequence) int32: key j of sequence b is row j % page_size of page
+            block_table[b, j // page_size]. Entries past a sequence's keys are never read.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks: as in flash_attn_func. The last row of q is
+            aligned with the last key, appended ones included.
+        rotary_interleaved: rotate pairs (2i, 2i + 1) rather than (i, i + rotary_dim / 2).
+        num_splits: pieces that a sequence's keys are cut into to occupy a GPU, 1 .. 256; 0 lets the kernel choose. The
+            CPU backend cuts by length alone, whatever this says.
+        return_softmax_lse: also return lse.
+        k_scale, v_scale: what the values of an 8-bit cache are multiplied by, positive float32. (nheads_k,) or
+            (entries, 1, nheads_k): a factor for every head, which appended values are rounded with. (entries,
+            seqlen_cache, nheads_k): one for every token, written for appended tokens from their own largest value.
+            With pages read (pages, page_size, nheads_k).
+        batch_invariant: a sequence's result does not depend on what else is in the batch. Always true on the CPU.
+        kernel: force a kernel by name (see kernels()); None means $FLASH_ATTN_KERNEL, else the best one.
+        out: where to put the result; returned again.
+        num_threads: for the CPU backend; 0 means $FLASH_ATTN_NUM_THREADS, else one per core.
+
+    On the CPU lengths, entries and pages are checked before anything is written. On a GPU the host does not read them:
+    the call waits for nothing, can be captured in a CUDA graph and replayed after they have changed, and entries out
+    of range give wrong keys but never an access outside the cache, and write nothing.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_softmax_lse the pair (out, lse), lse (batch,
+        nheads, seqlen_q) float32, natural logarithm.
+
+    Raises:
+        BadArgument (a ValueError): the text names the argument and quotes its value; cache and `out` are untouched.
+        Unsupported (a NotImplementedError): legal, but no kernel here serves it; the text says why.
+        CudaError (a RuntimeError), OutOfMemory (a MemoryError).
+
+    Source: split keys: Dao et al., Flash-Decoding, 2023; pages: Kwon et al., PagedAttention, SOSP 2023; rotary
+    embedding: Su et al., RoFormer, 2021.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal import flash_attn_func, flash_attn_with_kvcache
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 6, 2, 8), dtype=np.float32)
+    >>> k_cache, v_cache = np.zeros((2, 1, 100, 2, 8), np.float32)
+    >>> for t in range(6):  # one token at a time
+    ...     now = slice(t, t + 1)
+    ...     out = flash_attn_with_kvcache(q[:, now], k_cache, v_cache, k[:, now], v[:, now], cache_seqlens=t)
+    >>> bool(np.allclose(out, flash_attn_func(q, k, v, causal=True)[:, -1:], atol=1e-6))
+    True
+    """
+    call, args, views = _prepare_cached(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant, kernel=kernel,
+        num_threads=num_threads,
+    )  # fmt: skip
+    qv = views[0]
+    shape = (*qv.shape[:3], args.headdim_v)
+    if out is None:
+        out_view = qv.door.empty(qv, shape, qv.dtype)
+    else:
+        out_view = _destination(
+            "out", out, dict(zip(("q", "k_cache", "v_cache"), views, strict=False)), shape, qv.dtype
+        )
+    _put_tensor(args, "out", out_view)
+    lse_view = None
+    if _flag("return_softmax_lse", return_softmax_lse):
+        lse_view = qv.door.empty(qv, (args.batch, args.nheads, args.seqlen_q), "float32")
+        args.lse = lse_view.pointer
+    lib = load()
+    _with_workspace(
+        args,
+        views,
+        lambda stream: lib.fa_kvcache_attention(call, stream),
+        lambda plan: lib.fa_kvcache_query(call, plan),
+    )
+    result = out if out is not None else out_view.door.result(out_view)
+    return result if lse_view is None else (result, lse_view.door.result(lse_view))
+
+
+def kvcache_query(*arrays, return_softmax_lse=False, out=None, **options) -> Plan:
+    """What flash_attn_with_kvcache would do with the same arguments, without doing it: see query.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal import kvcache_query
+    >>> q, cache = np.zeros((2, 1, 8, 64), np.float32), np.zeros((2, 1000, 2, 64), np.float32)
+    >>> kvcache_query(q, cache, cache, cache_seqlens=700, kernel="cpu_naive").status
+    'FA_OK'
+    """
+    call, args, views = _prepare_cached(*arrays, **options)
+    _flag("return_softmax_lse", return_softmax_lse)
+    shape = (*views[0].shape[:3], args.headdim_v)
+    if out is not None:
+        inputs = dict(zip(("q", "k_cache", "v_cache"), views, strict=False))
+        _put_tensor(args, "out", _destination("out", out, inputs, shape, views[0].dtype))
+    else:  # as the call would allocate it
+        args.out_head_stride, args.out_row_stride = shape[-1], shape[-1] * shape[-2]
+        args.out_batch_stride = args.out_row_stride * max(shape[-3], 1)
+    return _plan(lambda plan: load().fa_kvcache_query(call, plan))
+
+
+def _prepare_cached(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=_OPEN,
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    *,
+    sinks=None,
+    k_scale=None,
+    v_scale=None,
+    batch_invariant=False,
+    kernel=None,
+    num_threads=0,
+) -> tuple[KVCacheArgs, AttentionArgs, list[View]]:
+    """Everything but the outputs and the workspace. The views (q, k_cache, v_cache, then the optional ones) keep the
+    memory alive; the first struct points to the second."""
+    if cache_leftpad is not None:
+        raise Unsupported("cache_leftpad is set: the keys of an entry start at its row 0")
+    qv, kv, vv = _arrays.view(q, "q"), _arrays.view(k_cache, "k_cache"), _arrays.view(v_cache, "v_cache")
+    views = [qv, kv, vv]
+    for name, view in (("q", qv), ("k_cache", kv), ("v_cache", vv)):
+        if len(view.shape) != 4:
+            axes = "(batch, seqlen_q, nheads, headdim)" if view is qv else "(entries, seqlen_cache, nheads_k, headdim)"
+            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {axes}")
+        _check_last_axis(name, view)
+    _check_same_place("k_cache", kv, "q", qv)
+    _check_same_place("v_cache", vv, "q", qv)
+    if qv.dtype not in DTYPES or qv.dtype in CACHE_DTYPES:
+        raise BadArgument(f"q is {qv.dtype}: expected float32, float16 or bfloat16")
+    if vv.dtype != kv.dtype or kv.dtype not in (qv.dtype, *CACHE_DTYPES):
+        raise BadArgument(
+            f"k_cache is {kv.dtype}, v_cache is {vv.dtype}: expected q's {qv.dtype}, float8_e4m3fn or int8 for both"
+        )
+    batch, seqlen_q, nheads, headdim = qv.shape
+    entries, rows, nheads_k, headdim_k = kv.shape
+    if headdim_k != headdim:
+        raise BadArgument(f"k_cache has shape {tuple(kv.shape)}, but q has {tuple(qv.shape)}: headdim must agree")
+    if tuple(vv.shape[:3]) != tuple(kv.shape[:3]):
+        raise BadArgument(
+            f"v_cache has shape {tuple(vv.shape)}, but k_cache has {tuple(kv.shape)}: all but headdim must agree"
+        )
+    if vv.shape[-1] < 1:  # 0 would mean "the same as headdim" to the library
+        raise BadArgument(f"v_cache has shape {tuple(vv.shape)}: headdim_v=0 is outside 1 .. 512")
+
+    args, call = AttentionArgs(), KVCacheArgs()
+    args.struct_size, call.struct_size = _ARGS_SIZE, _CALL_SIZE
+    call.attention = ct.pointer(args)
+    args.device, args.dtype = qv.device, DTYPES[qv.dtype]
+    args.batch, args.seqlen_q, args.nheads, args.headdim = batch, seqlen_q, nheads, headdim
+    args.seqlen_k, args.nheads_k, args.headdim_v = rows, nheads_k, vv.shape[-1]
+    for name, view in (("q", qv), ("k", kv), ("v", vv)):
+        _put_tensor(args, name, view)
+    call.cache_dtype, call.cache_batch = CACHE_DTYPES.get(kv.dtype, 0), entries
+    _score_options(args, views, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
+    if num_threads != 0:
+        args.num_threads = _integer("num_threads", num_threads, -(2**31), 2**31 - 1)
+    _kernel(args, kernel)
+
+    if block_table is not None:
+        table = _option(views, "block_table", block_table, ("int32",))
+        if len(table.shape) != 2 or table.shape[0] != batch:
+            raise BadArgument(f"block_table has shape {tuple(table.shape)}: expected ({batch}, pages of a sequence)")
+        _check_last_axis("block_table", table)
+        call.block_table, call.block_table_stride, call.page_size = table.pointer, table.strides[0], rows
+        if rows < 1:
+            raise BadArgument(f"k_cache has shape {tuple(kv.shape)}: a page has at least one row")
+        args.seqlen_k = table.shape[1] * rows
+    if cache_batch_idx is not None:
+        call.cache_batch_idx = _per_sequence(views, "cache_batch_idx", cache_batch_idx, batch)
+    _put_new(call, args, views, k, v)
+    if isinstance(cache_seqlens, (int, np.integer)) and not isinstance(cache_seqlens, bool):
+        _shorten(args, cache_seqlens, call.seqlen_new)
+    elif cache_seqlens is not None:
+        call.cache_seqlens = _per_sequence(views, "cache_seqlens", cache_seqlens, batch)
+    if rotary_cos is not None or rotary_sin is not None:
+        _put_rotary(call, views, rotary_cos, rotary_sin, rotary_interleaved)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            _put_scale(call, views, name, scale, (entries, rows, nheads_k))
+    if batch_invariant is not False:
+        call.batch_invariant = _flag("batch_invariant", batch_invariant)
+    if num_splits != 0:
+        call.num_splits = _integer("num_splits", num_splits, -(2**31), 2**31 - 1)
+    return call, args, views
+
+
+def _per_sequence(views: list[View], name: str, array: Any, batch: int) -> int | None:
+    view = _option(views, name, array, ("int32",))
+    if tuple(view.shape) != (batch,):
+        raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected ({batch},)")
+    _check_last_axis(name, view)
+    return view.pointer
+
+
+def _shorten(args: AttentionArgs, length: int, seqlen_new: int) -> None:
+    """The same length for all: the cache ends behind it and what is appended, so that no array of lengths is needed."""
+    length = _integer("cache_seqlens", length, 0, 2**63 - 1)
+    if length + seqlen_new > args.seqlen_k:
+        raise BadArgument(
+            f"cache_seqlens={length} and {seqlen_new} new keys are more than the {args.seqlen_k} keys of a cache entry"
+        )
+    args.seqlen_k = length + seqlen_new
+
+
+def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, v: Any) -> None:
+    if k is None and v is None:
+        return
+    if k is None or v is None:
+        names = ("k", "v") if k is None else ("v", "k")
+        raise BadArgument(f"{names[0]} is None and {names[1]} is not: keys and values are appended together")
+    qv, kv, vv = views[:3]
+    kn, vn = _option(views, "k", k, (qv.dtype,)), _option(views, "v", v, (qv.dtype,))
+    for name, view, dim in (("k", kn, args.headdim), ("v", vn, args.headdim_v)):
+        shape = tuple(view.shape)
+        if len(shape) != 4 or (shape[0], *shape[2:]) != (args.batch, args.nheads_k, dim):
+            raise BadArgument(f"{name} has shape {shape}: expected ({args.batch}, seqlen_new, {args.nheads_k}, {dim})")
+        _check_last_axis(name, view)
+    if vn.shape[1] != kn.shape[1]:
+        raise BadArgument(f"v has shape {tuple(vn.shape)}, but k has {tuple(kn.shape)}: seqlen_new must agree")
+    for name, view in (("k_cache", kv), ("v_cache", vv)):
+        if not view.writable:
+            raise BadArgument(f"{name} is a read-only {view.door.name} array: k and v cannot join it")
+    call.seqlen_new = kn.shape[1]
+    if call.seqlen_new:
+        _put_tensor(call, "k_new", kn)
+        _put_tensor(call, "v_new", vn)
+
+
+def _put_rotary(call: KVCacheArgs, views: list[View], cos: Any, sin: Any, interleaved: Any) -> None:
+    if cos is None or sin is None:
+        names = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
+        raise BadArgument(f"{names[0]} is None and {names[1]} is not")
+    dtypes = ("float32", views[0].dtype)
+    cv, sv = _option(views, "rotary_cos", cos, dtypes), _option(views, "rotary_sin", sin, dtypes)
+    for name, view in (("rotary_cos", cv), ("rotary_sin", sv)):
+        if len(view.shape) != 2:
+            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected (positions, rotary_dim / 2)")
+        if not _is_contiguous(view):
+            raise BadArgument(f"{name} has strides {tuple(view.strides)}: it must be contiguous")
+    if tuple(sv.shape) != tuple(cv.shape) or sv.dtype != cv.dtype:
+        raise BadArgument(f"rotary_sin is {sv.dtype} {tuple(sv.shape)}, but rotary_cos is {cv.dtype} {tuple(cv.shape)}")
+    call.rotary_cos, call.rotary_sin, call.rotary_dtype = cv.pointer, sv.pointer, DTYPES[cv.dtype]
+    call.rotary_rows, call.rotary_dim = cv.shape[0], 2 * cv.shape[1]
+    call.rotary_interleaved = _flag("rotary_interleaved", interleaved)
+
+
+def _put_scale(call: KVCacheArgs, views: list[View], name: str, scale: Any, full: tuple[int, int, int]) -> None:
+    """Row stride 0 tells factors of heads from factors of tokens, which an append writes."""
+    view = _option(views, name, scale, ("float32",))
+    shape, strides = tuple(view.shape), tuple(view.strides)
+    entries, _, nheads_k = full
+    if shape == full:
+        batch_stride, row_stride, head_stride = strides
+        if call.seqlen_new and not view.writable:
+            raise BadArgument(f"{name} is a read-only {view.door.name} array: appended tokens write their factors")
+        row_stride = row_stride or 1  # of a page with one row: any stride but 0
+    elif shape == (entries, 1, nheads_k):
+        batch_stride, row_stride, head_stride = strides[0], 0, strides[2]
+    elif shape == (nheads_k,):
+        batch_stride, row_stride, head_stride = 0, 0, strides[0]
+    else:
+        raise BadArgument(f"{name} has shape {shape}: expected ({nheads_k},), {(entries, 1, nheads_k)} or {full}")
+    setattr(call, f"{name}_data", view.pointer)
+    setattr(call, f"{name}_batch_stride", batch_stride)
+    setattr(call, f"{name}_row_stride", row_stride)
+    setattr(call, f"{name}_head_stride", head_stride)
