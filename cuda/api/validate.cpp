@@ -4,65 +4,21 @@
 #include <cinttypes>
 #include <cmath>
 #include <cstddef>
-#include <cstdlib>
-#include <cstring>
-#include <thread>
 
 #include "attention/philox.h"
 #include "status.h"
+#include "validate_checks.h"
 
 namespace fa {
 namespace {
 
-constexpr int64_t kMaxLength = (int64_t(1) << 31) - 4096;  // tile arithmetic may step a tile beyond the end in int32
 constexpr int32_t kMaxHeadDim = 512;
-
-const char* dtype_name(int32_t dtype) {
-    switch (dtype) {
-        case FA_FLOAT32: return "float32";
-        case FA_FLOAT16: return "float16";
-        case FA_BFLOAT16: return "bfloat16";
-        case FA_FLOAT8_E4M3: return "float8_e4m3";
-    }
-    return "unknown";
-}
-
-size_t dtype_size(int32_t dtype) { return dtype == FA_FLOAT32 ? 4 : dtype == FA_FLOAT8_E4M3 ? 1 : 2; }
-
-fa_status check_pointer(const char* name, const void* data, size_t alignment, bool required) {
-    if (!data) return required ? fail(FA_BAD_ARGUMENT, "%s.data is NULL", name) : FA_OK;
-    if (reinterpret_cast<uintptr_t>(data) % alignment)
-        return fail(FA_BAD_ARGUMENT, "%s.data=%p is not aligned to its element size of %zu bytes", name, data, alignment);
-    return FA_OK;
-}
-
-// An output may not map two elements to one place through a zero stride.
-fa_status check_output_strides(const char* name, const fa_tensor& t, int64_t batch, int64_t rows, int64_t heads, bool varlen) {
-    if (batch == 0 || rows == 0) return FA_OK;
-    if (!varlen && batch > 1 && t.batch_stride == 0)
-        return fail(FA_BAD_ARGUMENT, "%s.batch_stride=0 with batch=%" PRId64 ": an output cannot be broadcast", name, batch);
-    if (rows > 1 && t.row_stride == 0)
-        return fail(FA_BAD_ARGUMENT, "%s.row_stride=0 with %" PRId64 " rows: an output cannot be broadcast", name, rows);
-    if (heads > 1 && t.head_stride == 0)
-        return fail(FA_BAD_ARGUMENT, "%s.head_stride=0 with nheads=%" PRId64 ": an output cannot be broadcast", name, heads);
-    return FA_OK;
-}
 
 fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool need) {
     if (!fp8 && d.data) return fail(FA_BAD_ARGUMENT, "%s.data is set, but only dtype=float8_e4m3 has factors", name);
     if (fp8 && need && !d.data) return fail(FA_BAD_ARGUMENT, "%s.data is NULL: dtype=float8_e4m3 needs the factors of q, k and v", name);
     if (reinterpret_cast<uintptr_t>(d.data) % 4)
         return fail(FA_BAD_ARGUMENT, "%s.data=%p is not aligned to its element size of 4 bytes", name, static_cast<const void*>(d.data));
-    return FA_OK;
-}
-
-fa_status check_bool(const char* name, int32_t value) {
-    return value == 0 || value == 1 ? FA_OK : fail(FA_BAD_ARGUMENT, "%s=%d is neither 0 nor 1", name, value);
-}
-
-fa_status check_length(const char* name, int64_t value) {
-    if (value < 0) return fail(FA_BAD_ARGUMENT, "%s=%" PRId64 " is negative", name, value);
-    if (value > kMaxLength) return fail(FA_UNSUPPORTED, "%s=%" PRId64 " is above %" PRId64, name, value, kMaxLength);
     return FA_OK;
 }
 
@@ -80,42 +36,8 @@ fa_status check_cu_seqlens(const char* name, const int32_t* cu, int32_t batch, i
     return FA_OK;
 }
 
-int32_t default_threads() {
-    if (const char* text = std::getenv("FLASH_ATTN_NUM_THREADS")) {
-        const long n = std::strtol(text, nullptr, 10);
-        if (n >= 1 && n <= 4096) return int32_t(n);
-    }
-    return int32_t(std::max(1u, std::thread::hardware_concurrency()));
-}
-
-// A caller compiled against an older, shorter struct: the fields it does not know are zero, which means the default.
-template <typename Args>
-fa_status copy_args(const Args* args, const char* name, size_t smallest, Args* full) {
-    if (!args) return fail(FA_BAD_ARGUMENT, "%s is NULL", name);
-    if (args->struct_size < smallest || args->struct_size > 65536)
-        return fail(FA_BAD_ARGUMENT, "%s.struct_size=%zu: set it to sizeof(%s) = %zu", name, args->struct_size, name, sizeof(Args));
-    std::memset(full, 0, sizeof(Args));
-    std::memcpy(full, args, std::min(args->struct_size, sizeof(Args)));
-    const auto* bytes = reinterpret_cast<const unsigned char*>(args);
-    for (size_t i = sizeof(Args); i < args->struct_size; ++i)
-        if (bytes[i])
-            return fail(FA_UNSUPPORTED, "%s sets a field this library (%s) does not know: byte %zu is not zero", name, fa_version(), i);
-    return FA_OK;
-}
-
-#define FA_RETURN_IF_ERROR(call)                                                \
-    do {                                                                        \
-        if (const fa_status status_ = (call); status_ != FA_OK) return status_; \
-    } while (0)
-
 DescaleView view(const fa_descale& d) { return {d.data, d.batch_stride, d.head_stride}; }
-TensorView view(const fa_tensor& t) { return {t.data, t.batch_stride, t.row_stride, t.head_stride}; }
 ScoreView view(const fa_score_tensor& t) { return {t.data, t.batch_stride, t.head_stride, t.row_stride}; }
-
-fa_status check_device(int32_t device) {
-    if (device == FA_CPU || device == FA_CUDA) return FA_OK;
-    return fail(FA_BAD_ARGUMENT, "device=%d is neither FA_CPU (1) nor FA_CUDA (2)", device);
-}
 
 }  // namespace
 
