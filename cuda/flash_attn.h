@@ -269,6 +269,145 @@ typedef struct fa_quantize_args {
 
 FA_API fa_status fa_quantize_fp8(const fa_quantize_args* args, void* stream);
 
+/* ---- the small operations around attention ----
+ *
+ * Matrices are data[row * row_stride + column], columns contiguous. Sums are float32 whatever the types; results are rounded once.
+ * A dtype field of 0 means the type named beside it; all of them may be float32, float16 or bfloat16.
+ *
+ * programmatic = 1 launches programmatically: on sm_90 and newer the kernel may start, and prepare, while the kernels before it in the
+ * stream still run; elsewhere, and on the CPU, it changes nothing. What it reads of the arrays below waits for the end of those kernels,
+ * with one exception: fa_linear reads weight and norm_weight at once, so no kernel between the last plain launch and this one may write
+ * them. Captured graphs keep the property. */
+
+typedef struct fa_matrix {
+    void* data;
+    int64_t row_stride; /* in elements */
+} fa_matrix;
+
+/* out = x / sqrt(mean(x^2) + eps) * weight, row by row. With a residual x += residual comes first, and x keeps the sum. */
+typedef struct fa_rms_norm_args {
+    size_t struct_size;
+    int32_t device;
+    int32_t dtype;          /* of x */
+    int32_t weight_dtype;   /* 0 = dtype */
+    int32_t residual_dtype; /* 0 = dtype */
+    int32_t out_dtype;      /* 0 = dtype */
+    int32_t dim;            /* 1 .. 2^24 */
+    int64_t rows;
+    fa_matrix x;        /* (rows, dim) */
+    fa_matrix residual; /* (rows, dim); data NULL = none */
+    fa_matrix out;      /* (rows, dim); may be x */
+    const void* weight; /* (dim) */
+    float eps;
+    int32_t programmatic;
+    int32_t num_threads; /* CPU: 0 = one per available core */
+    int32_t reserved;
+} fa_rms_norm_args;
+
+FA_API fa_status fa_rms_norm(const fa_rms_norm_args* args, void* stream);
+
+/* Turns pairs of every head by the angles of its position: (a, b) becomes (a cos - b sin, a sin + b cos). Pair j of rotary_dim / 2 is
+ * (j, j + rotary_dim / 2), or with interleaved (2 j, 2 j + 1); what lies beyond rotary_dim is copied. */
+typedef struct fa_rope_args {
+    size_t struct_size;
+    int32_t device;
+    int32_t dtype;       /* of x and out */
+    int32_t table_dtype; /* of cos and sin; 0 = dtype */
+    int32_t batch;
+    int32_t nheads;
+    int32_t headdim;
+    int32_t rotary_dim; /* even; 0 = headdim */
+    int32_t interleaved;
+    int32_t inverse; /* turn back: the gradient */
+    int32_t programmatic;
+    int64_t seqlen;
+    fa_tensor x;           /* (batch, seqlen, nheads, headdim) */
+    fa_tensor out;         /* the same; may be x */
+    const void *cos, *sin; /* (table_rows, rotary_dim / 2) */
+    int64_t table_row_stride;
+    int64_t table_rows;
+    /* NULL: token i of a sequence has position i. Else (batch): it has positions[b] + i; or, with per_token, (batch, seqlen): its own.
+     * Positions outside the tables are refused on the CPU and take the nearest row on the GPU. */
+    const int32_t* positions;
+    int32_t per_token;
+    int32_t num_threads;
+} fa_rope_args;
+
+FA_API fa_status fa_rope(const fa_rope_args* args, void* stream);
+
+/* out = silu(gate) * up, silu(x) = x / (1 + e^-x): gate is columns 0 .. dim - 1 of gate_up, up is dim .. 2 dim - 1. */
+typedef struct fa_swiglu_args {
+    size_t struct_size;
+    int32_t device;
+    int32_t dtype;     /* of gate_up */
+    int32_t out_dtype; /* 0 = dtype */
+    int32_t dim;
+    int64_t rows;
+    fa_matrix gate_up; /* (rows, 2 dim) */
+    fa_matrix out;     /* (rows, dim) */
+    int32_t programmatic;
+    int32_t num_threads;
+} fa_swiglu_args;
+
+FA_API fa_status fa_swiglu(const fa_swiglu_args* args, void* stream);
+
+/* Draws a token of every row from softmax(logits / temperature), cut to the top_k likeliest tokens and then to the fewest likeliest that
+ * hold top_p of what is left. Equal logits count in the order of their indices; temperature = 0 takes the first of the largest.
+ * A row that holds a NaN, or nothing above -inf, gives -1. The same arguments draw the same tokens on every device: the weights are
+ * integers and the random numbers Philox4x32-10 (ops/sampling.h). */
+typedef struct fa_sample_args {
+    size_t struct_size;
+    int32_t device;
+    int32_t dtype; /* of logits */
+    int32_t batch;
+    int32_t vocab;    /* 1 .. 2^20 */
+    fa_matrix logits; /* (batch, vocab) */
+    int32_t* out;     /* (batch) */
+    float temperature;
+    float top_p;   /* 0 < top_p <= 1; 0 = 1 */
+    int32_t top_k; /* 0 = all */
+    int32_t programmatic;
+    uint64_t seed;
+    uint64_t offset;      /* draws of one seed with different offsets are independent, and so are those of different steps */
+    const int64_t* seeds; /* (batch) a seed of its own for each row, whose draws then do not depend on its place; NULL = seed for all */
+    const int32_t* step;  /* read when the kernel runs, so that a replayed graph draws anew: step[b * step_stride]; NULL = 0 */
+    int64_t step_stride;  /* 0 = one step for all rows */
+    int32_t num_threads;
+    int32_t reserved;
+} fa_sample_args;
+
+FA_API fa_status fa_sample(const fa_sample_args* args, void* stream);
+
+/* out = residual + act(norm(x) weight^T + bias) for a few rows of x, at the speed the weights come from memory.
+ * norm(x) is x, or with norm_weight the RMSNorm of fa_rms_norm; act is nothing, or with swiglu silu(y[n]) * y[n + out_features / 2].
+ * Any number of rows is served; on a GPU a library of matrix products is faster from some 8 rows on. */
+typedef struct fa_linear_args {
+    size_t struct_size;
+    int32_t device;
+    int32_t dtype;          /* of x */
+    int32_t weight_dtype;   /* 0 = dtype */
+    int32_t bias_dtype;     /* 0 = weight_dtype */
+    int32_t norm_dtype;     /* of norm_weight; 0 = dtype */
+    int32_t residual_dtype; /* 0 = out_dtype */
+    int32_t out_dtype;      /* 0 = dtype */
+    int32_t in_features;
+    int32_t out_features; /* rows of weight */
+    int32_t swiglu;
+    int64_t rows;
+    fa_matrix x;             /* (rows, in_features) */
+    fa_matrix weight;        /* (out_features, in_features) */
+    fa_matrix residual;      /* (rows, columns of out); data NULL = none; may be out */
+    fa_matrix out;           /* (rows, out_features), with swiglu half as many columns; not x */
+    const void* bias;        /* (out_features); NULL = none */
+    const void* norm_weight; /* (in_features); NULL = no norm */
+    float eps;               /* of the norm */
+    int32_t programmatic;
+    int32_t num_threads;
+    int32_t reserved;
+} fa_linear_args;
+
+FA_API fa_status fa_linear(const fa_linear_args* args, void* stream);
+
 /* The kernels in this build, best first on each device: index 0 .. fa_kernel_count() - 1, NULL beyond. */
 FA_API int32_t fa_kernel_count(void);
 FA_API const char* fa_kernel_name(int32_t index);

@@ -6,7 +6,15 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["flash_attn_minimal", "flash_attn_minimal.attention", "flash_attn_minimal.reference"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flash_attn_minimal",
+        "flash_attn_minimal.attention",
+        "flash_attn_minimal.ops",
+        "flash_attn_minimal.reference",
+    ],
+)
 def test_examples(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted and not result.failed

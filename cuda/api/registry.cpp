@@ -274,18 +274,18 @@ fa_status device_facts(int index, DeviceInfo* info) {
 }
 }  // namespace
 
-fa_status find_device(fa_device device, const void* q, DeviceInfo* info) {
+fa_status find_device(fa_device device, const void* data, DeviceInfo* info, const char* name) {
     *info = {-1, 0, 0, 0};
     if (device == FA_CPU) return FA_OK;
     int index = -1;
-    if (q) {
+    if (data) {
         cudaPointerAttributes attributes{};
-        if (const cudaError_t error = cudaPointerGetAttributes(&attributes, q); error != cudaSuccess) {
+        if (const cudaError_t error = cudaPointerGetAttributes(&attributes, data); error != cudaSuccess) {
             cudaGetLastError();
             return fail(FA_CUDA_ERROR, "device=FA_CUDA: %s", cudaGetErrorString(error));
         }
         if (attributes.type == cudaMemoryTypeUnregistered)
-            return fail(FA_BAD_ARGUMENT, "q.data=%p is host memory, but device is FA_CUDA", q);
+            return fail(FA_BAD_ARGUMENT, "%s.data=%p is host memory, but device is FA_CUDA", name, data);
         if (attributes.type == cudaMemoryTypeDevice) index = attributes.device;
     }
     if (index < 0)
@@ -293,7 +293,7 @@ fa_status find_device(fa_device device, const void* q, DeviceInfo* info) {
             cudaGetLastError();
             return fail(FA_CUDA_ERROR, "device=FA_CUDA: %s", cudaGetErrorString(error));
         }
-    if (!q && cuda_device_count() == 0) return fail(FA_CUDA_ERROR, "device=FA_CUDA: no CUDA device or driver on this machine");
+    if (!data && cuda_device_count() == 0) return fail(FA_CUDA_ERROR, "device=FA_CUDA: no CUDA device or driver on this machine");
     return device_facts(index, info);
 }
 
@@ -310,7 +310,7 @@ CurrentDevice::~CurrentDevice() {
 
 int cuda_device_count() { return 0; }
 
-fa_status find_device(fa_device device, const void*, DeviceInfo* info) {
+fa_status find_device(fa_device device, const void*, DeviceInfo* info, const char*) {
     *info = {-1, 0, 0, 0};
     return device == FA_CPU ? FA_OK : fail(FA_UNSUPPORTED, "device=FA_CUDA: this build has the CPU backend only");
 }

@@ -38,8 +38,8 @@ const Kernel* kernel_at(int index);  // nullptr outside 0 .. kernel_count() - 1
 int backward_kernel_count();
 const BackwardKernel* backward_kernel_at(int index);
 
-// The device that runs the call; for CUDA the one owning `q` (the current one when q is null).
-fa_status find_device(fa_device device, const void* q, DeviceInfo* info);
+// The device that runs the call; for CUDA the one owning `data`, the argument of that name (the current one when it is null).
+fa_status find_device(fa_device device, const void* data, DeviceInfo* info, const char* name = "q");
 
 // Makes a device current for the enclosing scope, when it is not already.
 class CurrentDevice {

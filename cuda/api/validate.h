@@ -4,6 +4,8 @@
 #include "attention/params.h"
 #include "attention/quantize_fp8.h"
 #include "flash_attn.h"
+#include "ops/ops.h"
+#include "ops/sampling.h"
 
 namespace fa {
 
@@ -22,5 +24,10 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
 fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_args* forward, AppendParams* params);
 fa_status validate(const fa_merge_args* args, MergeParams* params);
 fa_status validate(const fa_quantize_args* args, QuantizeParams* params);
+fa_status validate(const fa_rms_norm_args* args, RmsNormParams* params);
+fa_status validate(const fa_rope_args* args, RopeParams* params);
+fa_status validate(const fa_swiglu_args* args, SwigluParams* params);
+fa_status validate(const fa_sample_args* args, SampleParams* params);
+fa_status validate(const fa_linear_args* args, LinearParams* params);
 
 }  // namespace fa

@@ -5,6 +5,8 @@
 
 #include "attention/params.h"
 #include "attention/quantize_fp8.h"
+#include "ops/ops.h"
+#include "ops/sampling.h"
 
 namespace fa::cpu {
 
@@ -29,5 +31,11 @@ void kvcache_append(const AppendParams& params);
 
 void merge(const MergeParams& params);
 void quantize_fp8(const QuantizeParams& params);
+
+void rms_norm(const RmsNormParams& params);
+void rope(const RopeParams& params);
+void swiglu(const SwigluParams& params);
+void sample(const SampleParams& params);
+void linear(const LinearParams& params);
 
 }  // namespace fa::cpu

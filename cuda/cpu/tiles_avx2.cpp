@@ -1,8 +1,11 @@
-// The tile kernels of both passes for AVX2 with FMA and F16C: 8 lanes, 16 registers. Compiled with -mavx2 -mfma -mf16c.
+// The tile kernels of both passes and of linear for AVX2 with FMA and F16C: 8 lanes, 16 registers. Compiled with -mavx2 -mfma -mf16c.
 #define FA_ISA avx2
 #define FA_LANES 8
 #define FA_VECTORS 2
 #define FA_TILE kTileAvx2
 #define FA_BACKWARD_TILE kBackwardTileAvx2
+#define FA_LINEAR kLinearAvx2
 #include "backward_tile_kernel.h"
 #include "tile_kernel.h"
+//
+#include "linear_tile_kernel.h"

@@ -1,8 +1,11 @@
-// The tile kernels of both passes for 64-bit ARM: 4 lanes, 32 registers. NEON is in its baseline, so there are no flags.
+// The tile kernels of both passes and of linear for 64-bit ARM: 4 lanes, 32 registers. NEON is in its baseline, so there are no flags.
 #define FA_ISA neon
 #define FA_LANES 4
 #define FA_VECTORS 4
 #define FA_TILE kTileNeon
 #define FA_BACKWARD_TILE kBackwardTileNeon
+#define FA_LINEAR kLinearNeon
 #include "backward_tile_kernel.h"
 #include "tile_kernel.h"
+//
+#include "linear_tile_kernel.h"

@@ -59,6 +59,14 @@ def _tensor(name: str) -> list[tuple[str, type]]:
     ]
 
 
+def _matrix(name: str) -> list[tuple[str, type]]:
+    return [(f"{name}_data", ct.c_void_p), (f"{name}_row_stride", ct.c_int64)]
+
+
+def _int32(*names: str) -> list[tuple[str, type]]:
+    return [(name, ct.c_int32) for name in names]
+
+
 def _score_tensor(name: str) -> list[tuple[str, type]]:
     return [(f"{name}_data", ct.c_void_p)] + [
         (f"{name}_{axis}_stride", ct.c_int64) for axis in ("batch", "head", "row")
@@ -227,6 +235,103 @@ class QuantizeArgs(ct.Structure):
     ]
 
 
+class RmsNormArgs(ct.Structure):
+    """fa_rms_norm_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        *_int32("device", "dtype", "weight_dtype", "residual_dtype", "out_dtype", "dim"),
+        ("rows", ct.c_int64),
+        *_matrix("x"),
+        *_matrix("residual"),
+        *_matrix("out"),
+        ("weight", ct.c_void_p),
+        ("eps", ct.c_float),
+        *_int32("programmatic", "num_threads", "reserved"),
+    ]
+
+
+class RopeArgs(ct.Structure):
+    """fa_rope_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        *_int32("device", "dtype", "table_dtype", "batch", "nheads", "headdim", "rotary_dim"),
+        *_int32("interleaved", "inverse", "programmatic"),
+        ("seqlen", ct.c_int64),
+        *_tensor("x"),
+        *_tensor("out"),
+        ("cos", ct.c_void_p),
+        ("sin", ct.c_void_p),
+        ("table_row_stride", ct.c_int64),
+        ("table_rows", ct.c_int64),
+        ("positions", ct.c_void_p),
+        *_int32("per_token", "num_threads"),
+    ]
+
+
+class SwigluArgs(ct.Structure):
+    """fa_swiglu_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        *_int32("device", "dtype", "out_dtype", "dim"),
+        ("rows", ct.c_int64),
+        *_matrix("gate_up"),
+        *_matrix("out"),
+        *_int32("programmatic", "num_threads"),
+    ]
+
+
+class SampleArgs(ct.Structure):
+    """fa_sample_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        *_int32("device", "dtype", "batch", "vocab"),
+        *_matrix("logits"),
+        ("out", ct.c_void_p),
+        ("temperature", ct.c_float),
+        ("top_p", ct.c_float),
+        *_int32("top_k", "programmatic"),
+        ("seed", ct.c_uint64),
+        ("offset", ct.c_uint64),
+        ("seeds", ct.c_void_p),
+        ("step", ct.c_void_p),
+        ("step_stride", ct.c_int64),
+        *_int32("num_threads", "reserved"),
+    ]
+
+
+class LinearArgs(ct.Structure):
+    """fa_linear_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        *_int32("device", "dtype", "weight_dtype", "bias_dtype", "norm_dtype", "residual_dtype", "out_dtype"),
+        *_int32("in_features", "out_features", "swiglu"),
+        ("rows", ct.c_int64),
+        *_matrix("x"),
+        *_matrix("weight"),
+        *_matrix("residual"),
+        *_matrix("out"),
+        ("bias", ct.c_void_p),
+        ("norm_weight", ct.c_void_p),
+        ("eps", ct.c_float),
+        *_int32("programmatic", "num_threads", "reserved"),
+    ]
+
+
+# The functions of one struct and a stream: fa_<name>.
+SMALL_OPERATIONS = {
+    "rms_norm": RmsNormArgs,
+    "rope": RopeArgs,
+    "swiglu": SwigluArgs,
+    "sample": SampleArgs,
+    "linear": LinearArgs,
+}
+
+
 def path() -> Path:
     """The shared library: $FLASH_ATTN_LIBRARY, else the one inside the package folder."""
     named = os.environ.get("FLASH_ATTN_LIBRARY")
@@ -263,6 +368,8 @@ def load() -> ct.CDLL:
     declare("fa_kvcache_query", ct.c_int, ct.POINTER(KVCacheArgs), ct.POINTER(AttentionPlan))
     declare("fa_attention_merge", ct.c_int, ct.POINTER(MergeArgs), ct.c_void_p)
     declare("fa_quantize_fp8", ct.c_int, ct.POINTER(QuantizeArgs), ct.c_void_p)
+    for name, struct in SMALL_OPERATIONS.items():
+        declare(f"fa_{name}", ct.c_int, ct.POINTER(struct), ct.c_void_p)
     for table in ("fa_kernel", "fa_backward_kernel"):
         declare(f"{table}_count", ct.c_int32)
         declare(f"{table}_name", ct.c_char_p, ct.c_int32)
@@ -283,6 +390,8 @@ def load() -> ct.CDLL:
     lib.fa_kvcache_attention.errcheck = raise_on_error
     lib.fa_attention_merge.errcheck = raise_on_error
     lib.fa_quantize_fp8.errcheck = raise_on_error
+    for name in SMALL_OPERATIONS:
+        getattr(lib, f"fa_{name}").errcheck = raise_on_error
     return lib
 
 

@@ -1,0 +1,231 @@
+// validate_ops.cpp: the arguments of the small operations, checked before any launch.
+#include <cmath>
+
+#include "validate.h"
+#include "validate_checks.h"
+
+namespace fa {
+namespace {
+
+constexpr int32_t kMaxColumns = 1 << 24;
+constexpr int64_t kMaxRows = (int64_t(1) << 31) - 1;
+
+// A dtype field: its value, `otherwise` when it is 0.
+fa_status check_dtype(const char* name, int32_t dtype, int32_t otherwise, DType* found) {
+    if (!dtype) dtype = otherwise;
+    if (dtype < FA_FLOAT32 || dtype > FA_BFLOAT16)
+        return fail(FA_BAD_ARGUMENT, "%s=%d is none of float32 (1), float16 (2), bfloat16 (3)", name, dtype);
+    *found = DType(dtype);
+    return FA_OK;
+}
+
+fa_status check_range(const char* name, int64_t value, int64_t low, int64_t high) {
+    if (low <= value && value <= high) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "%s=%" PRId64 " is outside %" PRId64 " .. %" PRId64, name, value, low, high);
+}
+
+size_t size_of(DType dtype) { return dtype_size(int32_t(dtype)); }
+
+fa_status check_array(const char* name, const void* data, DType dtype, bool required) {
+    return check_pointer(name, data, size_of(dtype), required);
+}
+
+fa_status check_output_matrix(const char* name, const fa_matrix& t, int64_t rows, int64_t columns) {
+    const int64_t distance = t.row_stride < 0 ? -t.row_stride : t.row_stride;
+    if (rows > 1 && distance < columns)
+        return fail(FA_BAD_ARGUMENT, "%s.row_stride=%" PRId64 " with %" PRId64 " columns: the rows of an output cannot overlap", name,
+                    t.row_stride, columns);
+    return FA_OK;
+}
+
+fa_status check_eps(float eps) {
+    if (std::isfinite(eps) && eps >= 0) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "eps=%g is not a finite number >= 0", eps);
+}
+
+fa_status check_launch(int32_t programmatic, int32_t num_threads) {
+    FA_RETURN_IF_ERROR(check_bool("programmatic", programmatic));
+    return check_range("num_threads", num_threads, 0, 4096);
+}
+
+fa_status check_reserved(int32_t reserved) { return reserved ? fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", reserved) : FA_OK; }
+
+int32_t threads_of(int32_t device, int32_t num_threads) { return num_threads ? num_threads : device == FA_CPU ? default_threads() : 1; }
+
+MatrixView view(const fa_matrix& t) { return {t.data, t.row_stride}; }
+
+}  // namespace
+
+fa_status validate(const fa_rms_norm_args* args, RmsNormParams* params) {
+    fa_rms_norm_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_rms_norm_args", sizeof a, &a));
+    RmsNormParams& p = *params;
+    p = {};
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    FA_RETURN_IF_ERROR(check_dtype("dtype", a.dtype, 0, &p.dtype));
+    FA_RETURN_IF_ERROR(check_dtype("weight_dtype", a.weight_dtype, a.dtype, &p.weight_dtype));
+    FA_RETURN_IF_ERROR(check_dtype("residual_dtype", a.residual_dtype, a.dtype, &p.residual_dtype));
+    FA_RETURN_IF_ERROR(check_dtype("out_dtype", a.out_dtype, a.dtype, &p.out_dtype));
+    FA_RETURN_IF_ERROR(check_range("dim", a.dim, 1, kMaxColumns));
+    FA_RETURN_IF_ERROR(check_range("rows", a.rows, 0, kMaxRows));
+    const bool any = a.rows > 0;
+    FA_RETURN_IF_ERROR(check_array("x", a.x.data, p.dtype, any));
+    FA_RETURN_IF_ERROR(check_array("residual", a.residual.data, p.residual_dtype, false));
+    FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, any));
+    FA_RETURN_IF_ERROR(check_array("weight", a.weight, p.weight_dtype, any));
+    FA_RETURN_IF_ERROR(check_output_matrix("out", a.out, a.rows, a.dim));
+    if (a.residual.data) FA_RETURN_IF_ERROR(check_output_matrix("x", a.x, a.rows, a.dim));
+    if (any && a.out.data == a.x.data && (p.out_dtype != p.dtype || (a.rows > 1 && a.out.row_stride != a.x.row_stride)))
+        return fail(FA_BAD_ARGUMENT, "out.data is x.data, but not with the same dtype and row_stride");
+    FA_RETURN_IF_ERROR(check_eps(a.eps));
+    FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
+    FA_RETURN_IF_ERROR(check_reserved(a.reserved));
+    p.x = view(a.x), p.residual = view(a.residual), p.out = view(a.out), p.weight = a.weight;
+    p.rows = a.rows, p.dim = a.dim, p.eps = a.eps;
+    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    return FA_OK;
+}
+
+fa_status validate(const fa_rope_args* args, RopeParams* params) {
+    fa_rope_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_rope_args", sizeof a, &a));
+    RopeParams& p = *params;
+    p = {};
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    FA_RETURN_IF_ERROR(check_dtype("dtype", a.dtype, 0, &p.dtype));
+    FA_RETURN_IF_ERROR(check_dtype("table_dtype", a.table_dtype, a.dtype, &p.table_dtype));
+    FA_RETURN_IF_ERROR(check_range("batch", a.batch, 0, INT32_MAX));
+    FA_RETURN_IF_ERROR(check_range("nheads", a.nheads, 1, INT32_MAX));
+    FA_RETURN_IF_ERROR(check_range("headdim", a.headdim, 1, kMaxColumns));
+    FA_RETURN_IF_ERROR(check_range("rotary_dim", a.rotary_dim, 0, a.headdim));
+    const int32_t rotary_dim = a.rotary_dim ? a.rotary_dim : a.headdim;
+    if (rotary_dim % 2) return fail(FA_BAD_ARGUMENT, "rotary_dim=%d is odd: it counts both numbers of each pair", rotary_dim);
+    FA_RETURN_IF_ERROR(check_length("seqlen", a.seqlen));
+    FA_RETURN_IF_ERROR(check_bool("interleaved", a.interleaved));
+    FA_RETURN_IF_ERROR(check_bool("inverse", a.inverse));
+    FA_RETURN_IF_ERROR(check_bool("per_token", a.per_token));
+    FA_RETURN_IF_ERROR(check_range("table_rows", a.table_rows, 1, INT32_MAX));
+    const bool any = a.batch > 0 && a.seqlen > 0;
+    FA_RETURN_IF_ERROR(check_array("x", a.x.data, p.dtype, any));
+    FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.dtype, any));
+    FA_RETURN_IF_ERROR(check_array("cos", a.cos, p.table_dtype, any));
+    FA_RETURN_IF_ERROR(check_array("sin", a.sin, p.table_dtype, any));
+    FA_RETURN_IF_ERROR(check_pointer("positions", a.positions, 4, a.per_token && any));
+    FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, a.seqlen, a.nheads, false));
+    if (any && a.out.data == a.x.data &&
+        ((a.batch > 1 && a.out.batch_stride != a.x.batch_stride) || (a.seqlen > 1 && a.out.row_stride != a.x.row_stride) ||
+         (a.nheads > 1 && a.out.head_stride != a.x.head_stride)))
+        return fail(FA_BAD_ARGUMENT, "out.data is x.data, but not with the same strides");
+    FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
+    if (!a.positions && a.seqlen > a.table_rows)
+        return fail(FA_BAD_ARGUMENT, "seqlen=%" PRId64 " goes beyond table_rows=%" PRId64, a.seqlen, a.table_rows);
+    if (a.positions && a.device == FA_CPU)
+        for (int64_t i = 0, n = a.per_token ? a.batch * a.seqlen : int64_t(a.batch); i < n; ++i) {
+            const int64_t last = a.positions[i] + (a.per_token || !any ? 0 : a.seqlen - 1);
+            if (any && (a.positions[i] < 0 || last >= a.table_rows))
+                return fail(FA_BAD_ARGUMENT,
+                            "positions[%" PRId64 "]=%d reaches row %" PRId64 " of cos and sin, which have table_rows=%" PRId64, i,
+                            a.positions[i], last, a.table_rows);
+        }
+    p.x = view(a.x), p.out = view(a.out);
+    p.cos = a.cos, p.sin = a.sin, p.table_row = a.table_row_stride, p.positions = a.positions;
+    p.batch = a.batch, p.seqlen = int32_t(a.seqlen), p.nheads = a.nheads, p.headdim = a.headdim;
+    p.rotary_dim = rotary_dim, p.table_rows = int32_t(a.table_rows);
+    p.per_token = a.per_token, p.interleaved = a.interleaved, p.inverse = a.inverse;
+    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    return FA_OK;
+}
+
+fa_status validate(const fa_swiglu_args* args, SwigluParams* params) {
+    fa_swiglu_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_swiglu_args", sizeof a, &a));
+    SwigluParams& p = *params;
+    p = {};
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    FA_RETURN_IF_ERROR(check_dtype("dtype", a.dtype, 0, &p.dtype));
+    FA_RETURN_IF_ERROR(check_dtype("out_dtype", a.out_dtype, a.dtype, &p.out_dtype));
+    FA_RETURN_IF_ERROR(check_range("dim", a.dim, 1, kMaxColumns));
+    FA_RETURN_IF_ERROR(check_range("rows", a.rows, 0, kMaxRows));
+    FA_RETURN_IF_ERROR(check_array("gate_up", a.gate_up.data, p.dtype, a.rows > 0));
+    FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, a.rows > 0));
+    FA_RETURN_IF_ERROR(check_output_matrix("out", a.out, a.rows, a.dim));
+    if (a.rows > 0 && a.out.data == a.gate_up.data) return fail(FA_BAD_ARGUMENT, "out.data is gate_up.data, which is read meanwhile");
+    FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
+    p.gate_up = view(a.gate_up), p.out = view(a.out);
+    p.rows = a.rows, p.dim = a.dim;
+    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    return FA_OK;
+}
+
+fa_status validate(const fa_sample_args* args, SampleParams* params) {
+    fa_sample_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_sample_args", sizeof a, &a));
+    SampleParams& p = *params;
+    p = {};
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    FA_RETURN_IF_ERROR(check_dtype("dtype", a.dtype, 0, &p.dtype));
+    FA_RETURN_IF_ERROR(check_range("batch", a.batch, 0, INT32_MAX));
+    FA_RETURN_IF_ERROR(check_range("vocab", a.vocab, 1, kMaxVocab));
+    FA_RETURN_IF_ERROR(check_array("logits", a.logits.data, p.dtype, a.batch > 0));
+    FA_RETURN_IF_ERROR(check_pointer("out", a.out, 4, a.batch > 0));
+    FA_RETURN_IF_ERROR(check_pointer("seeds", a.seeds, 8, false));
+    FA_RETURN_IF_ERROR(check_pointer("step", a.step, 4, false));
+    if (!std::isfinite(a.temperature) || a.temperature < 0)
+        return fail(FA_BAD_ARGUMENT, "temperature=%g is not a finite number >= 0", a.temperature);
+    if (!(a.top_p >= 0 && a.top_p <= 1)) return fail(FA_BAD_ARGUMENT, "top_p=%g is outside 0 < top_p <= 1", a.top_p);
+    if (a.top_k < 0) return fail(FA_BAD_ARGUMENT, "top_k=%d is negative", a.top_k);
+    FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
+    FA_RETURN_IF_ERROR(check_reserved(a.reserved));
+    p.logits = view(a.logits), p.out = a.out;
+    p.seeds = a.seeds, p.step = a.step, p.step_stride = a.step_stride, p.seed = a.seed, p.offset = a.offset;
+    p.batch = a.batch, p.vocab = a.vocab, p.top_k = a.top_k;
+    const double scale = 1.4426950408889634 / double(a.temperature);
+    p.greedy = !(scale <= 1e30);  // so cold that only the largest is left
+    p.scale = p.greedy ? 0.0f : float(scale);
+    p.top_p = a.top_p == 0 ? uint64_t(1) << 32 : uint64_t(std::ceil(double(a.top_p) * 4294967296.0));
+    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    return FA_OK;
+}
+
+fa_status validate(const fa_linear_args* args, LinearParams* params) {
+    fa_linear_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_linear_args", sizeof a, &a));
+    LinearParams& p = *params;
+    p = {};
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    FA_RETURN_IF_ERROR(check_dtype("dtype", a.dtype, 0, &p.dtype));
+    FA_RETURN_IF_ERROR(check_dtype("weight_dtype", a.weight_dtype, a.dtype, &p.weight_dtype));
+    FA_RETURN_IF_ERROR(check_dtype("bias_dtype", a.bias_dtype, int32_t(p.weight_dtype), &p.bias_dtype));
+    FA_RETURN_IF_ERROR(check_dtype("norm_dtype", a.norm_dtype, a.dtype, &p.norm_dtype));
+    FA_RETURN_IF_ERROR(check_dtype("out_dtype", a.out_dtype, a.dtype, &p.out_dtype));
+    FA_RETURN_IF_ERROR(check_dtype("residual_dtype", a.residual_dtype, int32_t(p.out_dtype), &p.residual_dtype));
+    FA_RETURN_IF_ERROR(check_range("in_features", a.in_features, 1, kMaxColumns));
+    FA_RETURN_IF_ERROR(check_range("out_features", a.out_features, 1, kMaxColumns));
+    FA_RETURN_IF_ERROR(check_bool("swiglu", a.swiglu));
+    if (a.swiglu && a.out_features % 2)
+        return fail(FA_BAD_ARGUMENT, "out_features=%d is odd, but swiglu=1 takes one half as gate and one as up", a.out_features);
+    FA_RETURN_IF_ERROR(check_range("rows", a.rows, 0, kMaxRows));
+    const bool any = a.rows > 0;
+    const int64_t columns = a.swiglu ? a.out_features / 2 : a.out_features;
+    FA_RETURN_IF_ERROR(check_array("x", a.x.data, p.dtype, any));
+    FA_RETURN_IF_ERROR(check_array("weight", a.weight.data, p.weight_dtype, any));
+    FA_RETURN_IF_ERROR(check_array("residual", a.residual.data, p.residual_dtype, false));
+    FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, any));
+    FA_RETURN_IF_ERROR(check_array("bias", a.bias, p.bias_dtype, false));
+    FA_RETURN_IF_ERROR(check_array("norm_weight", a.norm_weight, p.norm_dtype, false));
+    FA_RETURN_IF_ERROR(check_output_matrix("out", a.out, a.rows, columns));
+    if (any && a.out.data == a.x.data) return fail(FA_BAD_ARGUMENT, "out.data is x.data, which is read meanwhile");
+    if (any && a.out.data == a.residual.data &&
+        (p.out_dtype != p.residual_dtype || (a.rows > 1 && a.out.row_stride != a.residual.row_stride)))
+        return fail(FA_BAD_ARGUMENT, "out.data is residual.data, but not with the same dtype and row_stride");
+    FA_RETURN_IF_ERROR(check_eps(a.eps));
+    FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
+    FA_RETURN_IF_ERROR(check_reserved(a.reserved));
+    p.x = view(a.x), p.weight = view(a.weight), p.residual = view(a.residual), p.out = view(a.out);
+    p.bias = a.bias, p.norm_weight = a.norm_weight, p.eps = a.eps;
+    p.rows = a.rows, p.in_features = a.in_features, p.out_features = a.out_features, p.swiglu = a.swiglu;
+    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    return FA_OK;
+}
+
+}  // namespace fa

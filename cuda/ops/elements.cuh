@@ -1,0 +1,69 @@
+// elements.cuh: elements whose type is known at run time. The branch is the same for a whole grid, and costs nothing beside the memory.
+#pragma once
+
+#include "device/launch.h"
+
+namespace fa {
+
+__device__ __forceinline__ float load_element(const void* data, int64_t at, DType dtype) {
+    if (dtype == DType::kFloat32) return static_cast<const float*>(data)[at];
+    if (dtype == DType::kFloat16) return to_float(static_cast<const __half*>(data)[at]);
+    return to_float(static_cast<const __nv_bfloat16*>(data)[at]);
+}
+__device__ __forceinline__ void store_element(void* data, int64_t at, DType dtype, float x) {
+    if (dtype == DType::kFloat32) static_cast<float*>(data)[at] = x;
+    else if (dtype == DType::kFloat16) static_cast<__half*>(data)[at] = from_float<__half>(x);
+    else static_cast<__nv_bfloat16*>(data)[at] = from_float<__nv_bfloat16>(x);
+}
+
+// What an element is after a store.
+__device__ __forceinline__ float round_to(float x, DType dtype) {
+    if (dtype == DType::kFloat32) return x;
+    return dtype == DType::kFloat16 ? to_float(from_float<__half>(x)) : to_float(from_float<__nv_bfloat16>(x));
+}
+
+template <typename T>
+__device__ __forceinline__ float4 widen_4(uint2 bits) {
+    const T* x = reinterpret_cast<const T*>(&bits);
+    return make_float4(to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3]));
+}
+template <typename T>
+__device__ __forceinline__ uint2 narrow_4(float4 x) {
+    uint2 bits;
+    T* to = reinterpret_cast<T*>(&bits);
+    to[0] = from_float<T>(x.x), to[1] = from_float<T>(x.y), to[2] = from_float<T>(x.z), to[3] = from_float<T>(x.w);
+    return bits;
+}
+
+// Four neighbours, the first at a multiple of four elements; around the L1 cache, which may hold what an earlier kernel has overwritten.
+__device__ __forceinline__ float4 load_4(const void* data, int64_t at, DType dtype) {
+    if (dtype == DType::kFloat32) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(data) + at));
+    const uint2 bits = __ldcg(reinterpret_cast<const uint2*>(static_cast<const __half*>(data) + at));
+    return dtype == DType::kFloat16 ? widen_4<__half>(bits) : widen_4<__nv_bfloat16>(bits);
+}
+__device__ __forceinline__ void store_4(void* data, int64_t at, DType dtype, float4 x) {
+    if (dtype == DType::kFloat32) {
+        *reinterpret_cast<float4*>(static_cast<float*>(data) + at) = x;
+    } else {
+        const uint2 bits = dtype == DType::kFloat16 ? narrow_4<__half>(x) : narrow_4<__nv_bfloat16>(x);
+        *reinterpret_cast<uint2*>(static_cast<__half*>(data) + at) = bits;
+    }
+}
+
+inline int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Whether every row of a matrix can be read by load_4.
+inline bool by_fours(const void* data, int64_t row_stride, DType dtype) {
+    return reinterpret_cast<uintptr_t>(data) % (4 * element_bytes(dtype)) == 0 && row_stride % 4 == 0;
+}
+
+// v / (1 + e^-v)
+__device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+    return x;
+}
+
+}  // namespace fa

@@ -1,0 +1,68 @@
+// ops.h: what the small operations around attention are given. Plain data, validated by api/, for the GPU kernels and the CPU's alike;
+// flash_attn.h says what each field means. Matrices are data[row * stride + column].
+#pragma once
+
+#include "attention/params.h"
+
+namespace fa {
+
+struct MatrixView {
+    void* data;
+    int64_t row;  // stride in elements
+};
+
+// out = (x + residual) / rms(x + residual) * weight; x + residual goes back to x.
+struct RmsNormParams {
+    MatrixView x, residual, out;  // (rows, dim); residual.data nullptr = none
+    const void* weight;           // (dim)
+    DType dtype, residual_dtype, weight_dtype, out_dtype;
+    int64_t rows;
+    int32_t dim;
+    float eps;
+    bool programmatic;
+    int32_t num_threads;
+};
+
+struct RopeParams {
+    TensorView x, out;         // (batch, seqlen, nheads, headdim)
+    const void *cos, *sin;     // (table_rows, rotary_dim / 2)
+    int64_t table_row;         // stride
+    const int32_t* positions;  // (batch, seqlen), (batch) or nullptr
+    DType dtype, table_dtype;
+    int32_t batch, seqlen, nheads, headdim, rotary_dim, table_rows;
+    bool per_token, interleaved, inverse, programmatic;
+    int32_t num_threads;
+};
+
+// The row of the tables that turns token i of batch entry b. Positions on the device cannot be checked before the launch: those outside
+// the tables take the nearest row, never a wild address.
+FA_HOST_DEVICE int64_t rope_row(const RopeParams& p, int32_t b, int32_t i) {
+    const int64_t position = !p.positions ? i : p.per_token ? int64_t(p.positions[int64_t(b) * p.seqlen + i]) : int64_t(p.positions[b]) + i;
+    return position < 0 ? 0 : position < p.table_rows ? position : p.table_rows - 1;
+}
+
+// out = silu(gate) * up, gate the first dim columns of gate_up and up the others.
+struct SwigluParams {
+    MatrixView gate_up, out;  // (rows, 2 dim), (rows, dim)
+    DType dtype, out_dtype;
+    int64_t rows;
+    int32_t dim;
+    bool programmatic;
+    int32_t num_threads;
+};
+
+// out = residual + act(norm(x) weight^T + bias); act is the identity, or silu(first half) * second half.
+struct LinearParams {
+    MatrixView x, weight, residual, out;  // (rows, in_features), (out_features, in_features), (rows, columns of out) twice
+    const void *bias, *norm_weight;       // (out_features), (in_features); nullptr = none
+    DType dtype, weight_dtype, bias_dtype, norm_dtype, residual_dtype, out_dtype;
+    float eps;
+    int64_t rows;
+    int32_t in_features, out_features;
+    bool swiglu, programmatic;
+    int32_t num_threads;
+
+    FA_HOST_DEVICE int32_t columns() const { return swiglu ? out_features / 2 : out_features; }  // of out
+};
+
+}  // namespace fa

@@ -1,0 +1,180 @@
+// sampling.cu: greedy, top-k and top-p sampling (sampling.h says what a draw is). One block a row, which lies in L2: the product that
+// made it has just written it. Greedy reads it once; a draw reads it twice and once more for each of top_k and top_p, and searches what
+// falls into one bin of the histogram in shared memory.
+#include "device/ptx.cuh"
+#include "ops/elements.cuh"
+#include "ops/kernels.h"
+
+namespace fa {
+namespace {
+
+constexpr int kThreads = 1024, kWarps = kThreads / 32, kMembers = 3072;
+static_assert(kBins == kThreads, "a thread for every bin");
+
+struct Smem {
+    uint64_t weight[kBins];      // of a bin; summed up from the first bin on
+    uint64_t members[kMembers];  // ranks of the tokens in one bin
+    uint64_t per_warp[kWarps];
+    uint32_t count[kBins];
+    uint32_t member_count;
+    int bin;
+};
+
+__device__ __forceinline__ uint64_t shuffle_xor(uint64_t x, int offset) {
+    return __shfl_xor_sync(~0u, static_cast<unsigned long long>(x), offset);
+}
+
+// Every thread gets the sum, or the largest, over the block.
+template <bool kSum>
+__device__ __forceinline__ uint64_t reduce(uint64_t x, uint64_t* per_warp) {
+    for (int offset = 16; offset; offset /= 2) {
+        const uint64_t y = shuffle_xor(x, offset);
+        x = kSum ? x + y : x > y ? x : y;
+    }
+    __syncthreads();  // per_warp is free
+    if (threadIdx.x % 32 == 0) per_warp[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = per_warp[threadIdx.x % 32];
+    for (int offset = 16; offset; offset /= 2) {
+        const uint64_t y = shuffle_xor(x, offset);
+        x = kSum ? x + y : x > y ? x : y;
+    }
+    return x;
+}
+
+// Sums from the first thread on, x included.
+__device__ __forceinline__ uint64_t scan(uint64_t x, uint64_t* per_warp) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int offset = 1; offset < 32; offset *= 2) {
+        const uint64_t y = __shfl_up_sync(~0u, static_cast<unsigned long long>(x), offset);
+        if (lane >= offset) x += y;
+    }
+    __syncthreads();
+    if (lane == 31) per_warp[warp] = x;
+    __syncthreads();
+    uint64_t before = lane < warp ? per_warp[lane] : 0;
+    for (int offset = 16; offset; offset /= 2) before += shuffle_xor(before, offset);
+    return x + before;
+}
+
+struct Row {
+    const SampleParams& p;
+    Smem& smem;
+    int64_t start;  // of the row in logits
+    bool fours;     // aligned for load_4
+    float largest;
+
+    template <typename Body>
+    __device__ __forceinline__ void for_each(const Body& body) const {
+        if (fours) {
+            for (int i = 4 * threadIdx.x; i < p.vocab; i += 4 * kThreads) {
+                const float4 x = load_4(p.logits.data, start + i, p.dtype);
+                body(x.x, i), body(x.y, i + 1), body(x.z, i + 2), body(x.w, i + 3);
+            }
+        } else {
+            for (int i = threadIdx.x; i < p.vocab; i += kThreads) body(load_element(p.logits.data, start + i, p.dtype), i);
+        }
+    }
+    __device__ __forceinline__ float exponent(float logit) const { return exponent_of(logit, largest, p.scale); }
+
+    // The rank of the first token at which the running sum, of counts or of weights, reaches target >= 1, which the sum over all does;
+    // *mass becomes the sum of the weights up to and with that token.
+    __device__ uint64_t find(bool by_count, uint64_t target, uint64_t* mass) const {
+        const uint64_t weight = smem.weight[threadIdx.x], weights = scan(weight, smem.per_warp);
+        uint64_t reached = weights, before = weights - weight;
+        if (by_count) {
+            const uint64_t count = smem.count[threadIdx.x];
+            reached = scan(count, smem.per_warp), before = reached - count;
+        }
+        const bool here = before < target && target <= reached;  // true for one thread: the sums never decrease
+        const uint64_t sum_before = reduce<true>(here ? before : 0, smem.per_warp);
+        const uint64_t mass_before = reduce<true>(here ? weights - weight : 0, smem.per_warp);
+        if (here) smem.bin = threadIdx.x, smem.member_count = 0;
+        __syncthreads();
+        const int bin = smem.bin;
+
+        // The bin's tokens to shared memory, if they fit; the ends of the search.
+        uint64_t low = ~0ull, high = 0;
+        for_each([&](float logit, int i) {
+            if (bin_of(exponent(logit)) != bin) return;
+            const uint64_t rank = rank_of(logit, i);
+            low = rank < low ? rank : low, high = rank > high ? rank : high;
+            const uint32_t at = atomicAdd(&smem.member_count, 1u);
+            if (at < kMembers) smem.members[at] = rank;
+        });
+        low = ~reduce<false>(~low, smem.per_warp), high = reduce<false>(high, smem.per_warp);
+        const bool listed = smem.member_count <= kMembers;
+        const int members = int(smem.member_count);
+
+        // The largest rank r such that the tokens from r on reach the target: always low <= r <= high.
+        const auto sum_from = [&](uint64_t rank, bool counts) {
+            uint64_t sum = 0;
+            if (listed) {
+                for (int i = threadIdx.x; i < members; i += kThreads)
+                    if (smem.members[i] >= rank) sum += counts ? 1 : weight_of(exponent(logit_of(smem.members[i])));
+            } else {
+                for_each([&](float logit, int i) {
+                    const float e = exponent(logit);
+                    if (bin_of(e) == bin && rank_of(logit, i) >= rank) sum += counts ? 1 : weight_of(e);
+                });
+            }
+            return reduce<true>(sum, smem.per_warp);
+        };
+        while (low < high) {
+            const uint64_t middle = high - (high - low) / 2;  // above low
+            if (sum_before + sum_from(middle, by_count) >= target) low = middle;
+            else high = middle - 1;
+        }
+        *mass = mass_before + sum_from(low, false);
+        return low;
+    }
+};
+
+__global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ SampleParams p) {
+    __shared__ Smem smem;
+    launch_dependents();
+    grid_dependency_wait();
+    const int b = blockIdx.x;
+    Row row{p, smem, b * p.logits.row, false, 0.0f};
+    row.fours = p.vocab % 4 == 0 && p.logits.row % 4 == 0 &&
+                reinterpret_cast<uintptr_t>(p.logits.data) % (p.dtype == DType::kFloat32 ? 16 : 8) == 0;
+
+    uint64_t best = 0;
+    row.for_each([&](float logit, int i) {
+        const uint64_t rank = rank_of(logit, i);
+        best = rank > best ? rank : best;
+    });
+    best = reduce<false>(best, smem.per_warp);
+    row.largest = logit_of(best);
+    if (row.largest != row.largest || row.largest == -INFINITY) {  // NaN, or nothing to choose from
+        if (threadIdx.x == 0) p.out[b] = -1;
+        return;
+    }
+    if (p.greedy) {
+        if (threadIdx.x == 0) p.out[b] = int32_t(index_of(best));
+        return;
+    }
+
+    smem.weight[threadIdx.x] = 0, smem.count[threadIdx.x] = 0;
+    __syncthreads();
+    row.for_each([&](float logit, int) {
+        const float e = row.exponent(logit);
+        const int bin = bin_of(e);
+        atomicAdd(&smem.count[bin], 1u);
+        if (const uint64_t weight = weight_of(e)) atomicAdd(reinterpret_cast<unsigned long long*>(&smem.weight[bin]), weight);
+    });
+    __syncthreads();
+    uint64_t mass = reduce<true>(smem.weight[threadIdx.x], smem.per_warp);
+    if (p.top_k && p.top_k < p.vocab) row.find(true, uint64_t(p.top_k), &mass);
+    if (!(p.top_p >> 32)) row.find(false, nucleus_target(mass, p.top_p), &mass);
+    const uint64_t drawn = row.find(false, multiply_high(sample_bits(p, b), mass) + 1, &mass);
+    if (threadIdx.x == 0) p.out[b] = int32_t(index_of(drawn));
+}
+
+}  // namespace
+
+cudaError_t sample(const SampleParams& p, cudaStream_t stream) {
+    return launch_kernel(sample_kernel, unsigned(p.batch), kThreads, 0, stream, p, p.programmatic);
+}
+
+}  // namespace fa
