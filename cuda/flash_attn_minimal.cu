@@ -19,6 +19,7 @@
 // serves 64 rows. Plain CUDA cores and fp32 arithmetic; any head dim, dtype, stride and option. Bound by fp32 FMA throughput and
 // the shared-memory reads that feed it: 16 FMAs for two 16-byte reads. Tensor cores are the next rung: forward_mma_sm80.cu.
 #include "attention/kernels.h"
+#include "attention/key_rows.cuh"
 #include "attention/mask.h"
 #include "attention/online_softmax.cuh"
 #include "attention/philox.h"
@@ -40,13 +41,13 @@ struct Smem {
     int visible[kTile];       // does any row of this block see this key?
 };
 
-// tile[r][c] = source[r, column0 + c] as float; zero where keep(r) is false or the column is past the head dim.
-template <typename T, typename Keep>
-__device__ void load_tile(float (*tile)[kPitch], const T* source, int64_t row_stride, int column0, int columns, const Keep& keep) {
+// tile[r][c] = rows(row0 + r, column0 + c); zero where keep(r) is false or the column is past the head dim.
+template <typename Rows, typename Keep>
+__device__ void load_tile(float (*tile)[kPitch], const Rows& rows, int row0, int column0, int columns, const Keep& keep) {
 #pragma unroll 4
     for (int e = threadIdx.x; e < kTile * kTile; e += kThreads) {
         const int r = e / kTile, c = column0 + e % kTile;
-        tile[r][e % kTile] = c < columns && keep(r) ? to_float(source[r * row_stride + c]) : 0.0f;
+        tile[r][e % kTile] = c < columns && keep(r) ? rows(row0 + r, c) : 0.0f;
     }
 }
 
@@ -62,8 +63,8 @@ __device__ __noinline__ float general_score(const AttentionParams& p, const Sequ
     return transform_score(p, s, b, head, i, j, dot);
 }
 
-// kChunksV: head-dim chunks of V and of the output held in registers, 16 floats a thread each.
-template <typename T, int kChunksV>
+// kChunksV: head-dim chunks of V and of the output held in registers, 16 floats a thread each. KeyRows: where K and V lie, key_rows.cuh.
+template <typename T, int kChunksV, typename KeyRows>
 __global__ void __launch_bounds__(kThreads, kChunksV <= 2 ? 2 : 1) attention_kernel(const __grid_constant__ AttentionParams p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Smem& smem = *reinterpret_cast<Smem*>(shared);
@@ -75,9 +76,8 @@ __global__ void __launch_bounds__(kThreads, kChunksV <= 2 ? 2 : 1) attention_ker
     const Sequence s = sequence_of(p, b);
     if (row0 >= s.seqlen_q) return;
 
-    const T* q = static_cast<const T*>(p.q.data) + s.q + head * p.q.head + row0 * p.q.row;
-    const T* k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head;
-    const T* v = static_cast<const T*>(p.v.data) + s.v + head / p.group * p.v.head;
+    const StridedRows<T> q(p, p.q, {}, s.q, b, head);
+    const KeyRows k(p, p.k, p.cache.k_scale, s.k, b, head / p.group), v(p, p.v, p.cache.v_scale, s.v, b, head / p.group);
     const int last_row = min(row0 + kTile, s.seqlen_q) - 1;
     const int first_key = key_range(p, s, row0).begin / kTile * kTile, end_key = key_range(p, s, last_row).end;
     const int chunks = (p.headdim + kTile - 1) / kTile;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, kChunksV <= 2 ? 2 : 1) attention_ker
         range[r] = i < s.seqlen_q ? key_range(p, s, i) : KeyRange{0, 0};
     }
     const auto load_q = [&](int chunk) {
-        load_tile(smem.q, q, p.q.row, chunk * kTile, p.headdim, [&](int r) { return row0 + r <= last_row; });
+        load_tile(smem.q, q, row0, chunk * kTile, p.headdim, [&](int r) { return row0 + r <= last_row; });
     };
     if (chunks == 1) load_q(0);
 
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, kChunksV <= 2 ? 2 : 1) attention_ker
         float S[4][4] = {};
         for (int chunk = 0; chunk < chunks; ++chunk) {
             if (chunks > 1) load_q(chunk);
-            load_tile(smem.kv, k + key0 * p.k.row, p.k.row, chunk * kTile, p.headdim, [&](int r) { return key0 + r < end_key; });
+            load_tile(smem.kv, k, key0, chunk * kTile, p.headdim, [&](int r) { return key0 + r < end_key; });
             if (threadIdx.x < kTile) smem.visible[threadIdx.x] = 0;
             __syncthreads();
 #pragma unroll 4
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, kChunksV <= 2 ? 2 : 1) attention_ker
 #pragma unroll
         for (int chunk = 0; chunk < kChunksV; ++chunk) {
             // A key nobody sees has P = 0, but 0 x NaN is NaN: its V row must not be read.
-            load_tile(smem.kv, v + key0 * p.v.row, p.v.row, chunk * kTile, p.headdim_v, [&](int r) { return smem.visible[r]; });
+            load_tile(smem.kv, v, key0, chunk * kTile, p.headdim_v, [&](int r) { return smem.visible[r]; });
             __syncthreads();
 #pragma unroll 4
             for (int j = 0; j < kTile; j += 4) {
@@ -197,7 +197,8 @@ cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
         if constexpr (kChunksV < kMaxChunks) return launch<T, 2 * kChunksV>(p, stream);
     }
     const int tiles = (p.seqlen_q + kTile - 1) / kTile;
-    return launch_kernel(attention_kernel<T, kChunksV>, unsigned(tiles * p.nheads * p.batch), kThreads, sizeof(Smem), stream, p);
+    const auto kernel = p.strided_keys() ? attention_kernel<T, kChunksV, StridedRows<T>> : attention_kernel<T, kChunksV, CachedRows<T>>;
+    return launch_kernel(kernel, unsigned(tiles * p.nheads * p.batch), kThreads, sizeof(Smem), stream, p);
 }
 
 }  // namespace

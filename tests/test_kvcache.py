@@ -385,3 +385,118 @@ def test_whole_call_against_the_reference(kernel):
     out, lse, _ = run(kernel, case, call)
     np.testing.assert_allclose(out, exact, atol=2e-5, rtol=0)
     np.testing.assert_allclose(lse, exact_lse, atol=2e-5, rtol=0)
+
+
+PAGE_SIZES = [1, 3, 16, 17, 64, 256]
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@DTYPES
+def test_pages(kernel, page_size, dtype):
+    """Shuffled tables; unused pages are full of NaN, unused entries of the tables of nonsense."""
+    case = Case(dtype=dtype, rows=page_size, pages=-(-300 // page_size), lengths=(37, None, 0, 297), causal=True)
+    check(kernel, case)
+    check(kernel, replace(case, seqlen_q=3, seqlen_new=3, nheads=6, nheads_k=3, window_size=(70, 0)))
+    check(kernel, replace(case, seqlen_new=0, headdim=40, headdim_v=72, seqlen_q=70))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 17])
+def test_page_size_changes_no_bit(kernel, page_size):
+    """Paged and contiguous caches with the same keys give the same bits on one kernel."""
+    contiguous = make(Case(lengths=(100, 64, 3), seqlen_new=0, rows=128, spare=0, headdim=32, dtype="float16"))
+    pages = 128 // page_size + 1
+    order = np.random.default_rng(1).permutation(3 * pages).astype(np.int32)
+    table = order.reshape(3, pages)
+    paged = replace_arrays(contiguous, block_table=table)
+    for name, x in contiguous.cache.items():
+        whole = np.full((3, pages * page_size, *x.shape[2:]), np.nan, np.float32)
+        whole[:, : x.shape[1]] = x[:, : whole.shape[1]]
+        cache = np.empty((3 * pages, page_size, *x.shape[2:]), np.float32)
+        cache[table] = whole.reshape(3, pages, page_size, *x.shape[2:])
+        paged.cache[name] = cache
+    case = Case(dtype="float16")
+    results = [run(kernel, case, call)[:2] for call in (contiguous, paged)]
+    for one, two in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def replace_arrays(call: Call, **where) -> Call:
+    return replace(call, cache=dict(call.cache), where={**call.where, **where})
+
+
+CACHE_DTYPES = pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
+
+
+@CACHE_DTYPES
+@pytest.mark.parametrize("scales", SCALES)
+@DTYPES
+def test_eight_bit(kernel, cache_dtype, scales, dtype):
+    case = Case(dtype=dtype, cache_dtype=cache_dtype, scales=scales, lengths=(37, None, 0, 71), causal=True)
+    check(kernel, case)
+    check(kernel, replace(case, seqlen_q=5, seqlen_new=5, rotary_dim=32, headdim=40, headdim_v=72))
+    check(kernel, replace(case, seqlen_new=0, batch_idx=True, seqlen_q=33))
+    check(kernel, replace(case, rows=17, pages=5, window_size=(30, 0)))
+    if scales != "entries":  # with one row a page, (pages, 1, nheads_k) are the factors of tokens
+        check(kernel, replace(case, rows=1, pages=75, headdim=8))
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+@DTYPES
+def test_latent_attention(kernel, cache_dtype, seqlen_q, dtype):
+    """Multi-head latent attention: headdim 576, headdim_v 512, one key head."""
+    case = Case(dtype=dtype, cache_dtype=cache_dtype, headdim=576, headdim_v=512, nheads=4, nheads_k=1, causal=True)
+    case = replace(case, seqlen_q=seqlen_q, seqlen_new=seqlen_q, lengths=(130, None, 60), rows=64, pages=4)
+    check(kernel, case)
+    check(kernel, replace(case, rows=200, pages=0))
+
+
+def test_values_that_are_columns_of_the_keys(kernel):
+    """v_cache may be a view of k_cache."""
+    rng = np.random.default_rng(3)
+    latent = rng.standard_normal((5, 16, 1, 576), dtype=np.float32)
+    q = rng.standard_normal((1, 2, 4, 576), dtype=np.float32)
+    cache, table = kernel.device.array(latent), np.array([[4, 2, 0]], np.int32)
+    arrays = {"cache_seqlens": kernel.device.array(np.array([41], np.int32)), "block_table": kernel.device.array(table)}
+    call = {"q": kernel.device.array(q), "k_cache": cache, "v_cache": cache[..., :512], "kernel": kernel.name, **arrays}
+    if fa.kvcache_query(**call).status == "FA_UNSUPPORTED" and not kernel.general:
+        pytest.skip("refuses")
+    out = kernel.device.numpy(fa.flash_attn_with_kvcache(**call))
+    exact, _ = reference.kvcache_attention(q, latent, latent[..., :512], cache_seqlens=[41], block_table=table)
+    np.testing.assert_allclose(out, exact, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 2, 7, 64, 256])
+def test_long_caches(kernel, num_splits):
+    """Few rows against many keys: whoever cuts the keys into pieces puts them together again."""
+    case = Case(lengths=(9000, 0, 5000, None), rows=9001, nheads=4, nheads_k=2, headdim=32, num_splits=num_splits)
+    check(kernel, case)
+    check(kernel, replace(case, window_size=(3100, 0), sinks=True, seqlen_q=3, seqlen_new=3, rows=9003))
+    check(kernel, replace(case, rows=64, pages=141, causal=True, alibi=1, seqlen_q=2, dtype="float16"))
+
+
+def test_row_alone_equals_row_in_a_batch(kernel):
+    """batch_invariant: regrouping a batch changes no bit of a sequence's result."""
+    case = Case(
+        lengths=(5000, 3, 7001, 640, None), rows=7100, seqlen_q=2, seqlen_new=0, headdim=32, batch_invariant=True
+    )
+    call = make(case)
+    arrays = on_device(kernel, case, call)
+    if fa.kvcache_query(**arrays).status == "FA_UNSUPPORTED" and not kernel.general:
+        pytest.skip("refuses")
+    whole = [kernel.device.numpy(x) for x in fa.flash_attn_with_kvcache(**arrays, return_softmax_lse=True)]
+    for rows in ([0], [1, 2], [4, 3, 2, 1, 0], [2], [3, 3, 3, 3, 3, 3, 3, 3]):
+        part = {**arrays, "q": kernel.device.array(call.q[rows], case.dtype)}
+        part["cache_seqlens"] = kernel.device.array(call.where["cache_seqlens"][rows])
+        part["cache_batch_idx"] = kernel.device.array(np.array(rows, np.int32))
+        for got, want in zip(fa.flash_attn_with_kvcache(**part, return_softmax_lse=True), whole, strict=True):
+            np.testing.assert_array_equal(kernel.device.numpy(got), want[rows])
+
+
+def test_equal_calls_give_equal_bits(kernel):
+    case = Case(lengths=(5000, 3, 4097), rows=5100, seqlen_q=1, seqlen_new=0, headdim=32, dtype="float16")
+    call = make(case)
+    first, *others = [run(kernel, case, call)[:2] for _ in range(3)]
+    for again in others:
+        for one, two in zip(first, again, strict=True):
+            np.testing.assert_array_equal(one, two)

@@ -21,21 +21,14 @@ namespace {
 constexpr const char* kNoFloat8 = "takes no float8_e4m3: of all kernels only fp8_sm90 (Hopper) does";
 bool is_float8(const AttentionParams& p) { return p.dtype == DType::kFloat8E4M3; }
 
-// What a kernel that reads K and V by strides refuses of a cache.
-const char* strided_refuses(const AttentionParams& p) {
-    if (is_float8(p)) return kNoFloat8;
-    if (p.cache.block_table) return "block_table is set: it takes no pages";
-    if (p.cache.entries && p.cache.dtype != p.dtype) return "cache_dtype: it takes no 8-bit cache";
-    if (p.headdim > 512) return "headdim is above 512";
-    return nullptr;
-}
-const char* serves_all_strided(const AttentionParams& p, const DeviceInfo&, char*, size_t) { return strided_refuses(p); }
+// What a kernel that takes every cache refuses.
+const char* general_refuses(const AttentionParams& p) { return is_float8(p) ? kNoFloat8 : nullptr; }
 
 // ---- CPU ----
 
 template <cpu::Isa isa>
 const char* needs_isa(const AttentionParams& p, const DeviceInfo&, char*, size_t) {
-    if (const char* reason = strided_refuses(p)) return reason;
+    if (const char* reason = general_refuses(p)) return reason;
     return cpu::isa_available(isa) ? nullptr : "this processor, or this build, lacks the instruction set";
 }
 template <cpu::Isa isa>
@@ -51,6 +44,7 @@ template <cpu::Isa isa>
 constexpr Kernel cpu_kernel(const char* name, const char* summary) {
     return {name, summary, FA_CPU, needs_isa<isa>, cpu_workspace<isa>, cpu_launch<isa>};
 }
+const char* cpu_naive_refuses(const AttentionParams& p, const DeviceInfo&, char*, size_t) { return general_refuses(p); }
 size_t cpu_naive_workspace(const AttentionParams& p, const DeviceInfo&) { return cpu::forward_naive_workspace(p); }
 fa_status cpu_naive_launch(const AttentionParams& p, const DeviceInfo&, void*) {
     return on_host([&] { cpu::forward_naive(p); });
@@ -62,7 +56,7 @@ fa_status cpu_naive_launch(const AttentionParams& p, const DeviceInfo&, void*) {
 size_t no_workspace(const AttentionParams&, const DeviceInfo&) { return 0; }
 
 const char* minimal_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
-    if (const char* reason = strided_refuses(p)) return reason;
+    if (const char* reason = general_refuses(p)) return reason;
     const int64_t blocks = (int64_t(p.seqlen_q) + 63) / 64 * p.nheads * p.batch;
     if (blocks <= kMaxGrid) return nullptr;
     std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q);
@@ -162,6 +156,14 @@ fa_status fp8_sm90_launch(const AttentionParams& p, const DeviceInfo& device, vo
 #endif
 
 #if FA_WITH_MMA_SM80
+// What a kernel that reads K and V by strides refuses of a cache.
+const char* strided_refuses(const AttentionParams& p) {
+    if (is_float8(p)) return kNoFloat8;
+    if (p.cache.block_table) return "block_table is set: it takes no pages";
+    if (p.cache.entries && p.cache.dtype != p.dtype) return "cache_dtype: it takes no 8-bit cache";
+    if (p.headdim > 512) return "headdim is above 512";
+    return nullptr;
+}
 const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (device.compute < 80) {
         std::snprintf(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
@@ -196,7 +198,7 @@ fa_status mma_tf32_sm80_launch(const AttentionParams& p, const DeviceInfo& devic
 #endif
 
 const char* naive_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
-    if (const char* reason = strided_refuses(p)) return reason;
+    if (const char* reason = general_refuses(p)) return reason;
     const int64_t tiles = ((int64_t(p.seqlen_q) + 15) / 16) * ((int64_t(p.seqlen_k > p.headdim_v ? p.seqlen_k : p.headdim_v) + 15) / 16);
     const int64_t heads = int64_t(p.batch) * p.nheads;
     if (heads == 0 || tiles <= kMaxGrid / heads) return nullptr;
@@ -234,7 +236,7 @@ constexpr Kernel kKernels[] = {
     cpu_kernel<cpu::Isa::kAvx2>("cpu_avx2", "tiled online softmax, 8 lanes"),
     cpu_kernel<cpu::Isa::kNeon>("cpu_neon", "tiled online softmax, 4 lanes"),
     cpu_kernel<cpu::Isa::kPortable>("cpu_portable", "tiled online softmax, whatever the compiler makes of it"),
-    {"cpu_naive", "standard attention in three steps, S in the workspace", FA_CPU, serves_all_strided, cpu_naive_workspace,
+    {"cpu_naive", "standard attention in three steps, S in the workspace", FA_CPU, cpu_naive_refuses, cpu_naive_workspace,
      cpu_naive_launch},
 };
 

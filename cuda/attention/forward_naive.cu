@@ -8,6 +8,7 @@
 // written by the softmax, and read again; and each thread fetches its own operands, so every K and V byte comes from cache
 // once per query row.
 #include "attention/kernels.h"
+#include "attention/key_rows.cuh"
 #include "attention/mask.h"
 #include "attention/online_softmax.cuh"
 #include "attention/philox.h"
@@ -38,7 +39,7 @@ __device__ Tile tile_of_block(const AttentionParams& p, int columns) {
     return tile;
 }
 
-template <typename T>
+template <typename T, typename KeyRows>
 __global__ void __launch_bounds__(kThreads) scores_kernel(const __grid_constant__ AttentionParams p) {
     const Tile t = tile_of_block(p, p.seqlen_k);
     const Sequence s = sequence_of(p, t.b);
@@ -47,9 +48,9 @@ __global__ void __launch_bounds__(kThreads) scores_kernel(const __grid_constant_
     float score = -INFINITY;
     if (t.column >= range.begin && t.column < range.end) {
         const T* q = static_cast<const T*>(p.q.data) + s.q + t.head * p.q.head + t.row * p.q.row;
-        const T* k = static_cast<const T*>(p.k.data) + s.k + t.head / p.group * p.k.head + t.column * p.k.row;
+        const KeyRows k(p, p.k, p.cache.k_scale, s.k, t.b, t.head / p.group);
         float dot = 0;
-        for (int d = 0; d < p.headdim; ++d) dot = fmaf(to_float(q[d]), to_float(k[d]), dot);
+        for (int d = 0; d < p.headdim; ++d) dot = fmaf(to_float(q[d]), k(t.column, d), dot);
         score = transform_score(p, s, t.b, t.head, t.row, t.column, dot);
     }
     score_row(p, t.b, t.head, t.row)[t.column] = score;
@@ -78,16 +79,16 @@ __global__ void __launch_bounds__(kThreads) softmax_kernel(const __grid_constant
     if (lane == 0 && p.lse) p.lse[lse_offset(p, s, head) + i] = softmax.lse();
 }
 
-template <typename T>
+template <typename T, typename KeyRows>
 __global__ void __launch_bounds__(kThreads) output_kernel(const __grid_constant__ AttentionParams p) {
     const Tile t = tile_of_block(p, p.headdim_v);
     const Sequence s = sequence_of(p, t.b);
     if (t.row >= s.seqlen_q || t.column >= p.headdim_v) return;
     const float* P = score_row(p, t.b, t.head, t.row);
-    const T* v = static_cast<const T*>(p.v.data) + s.v + t.head / p.group * p.v.head + t.column;
+    const KeyRows v(p, p.v, p.cache.v_scale, s.v, t.b, t.head / p.group);
     float sum = 0;
     for (int j = 0; j < s.seqlen_k; ++j)
-        if (P[j] != 0) sum = fmaf(P[j], to_float(v[j * p.v.row]), sum);  // a masked key's V may hold NaN, and 0 x NaN is NaN
+        if (P[j] != 0) sum = fmaf(P[j], v(j, t.column), sum);  // a masked key's V may hold NaN, and 0 x NaN is NaN
     static_cast<T*>(p.out.data)[s.out + t.head * p.out.head + t.row * p.out.row + t.column] = from_float<T>(sum);
 }
 
@@ -101,18 +102,23 @@ size_t forward_naive_workspace(const AttentionParams& p) {
     return size_t(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * sizeof(float) + alignof(float);
 }
 
+template <typename T, typename KeyRows>
+static cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    if (p.seqlen_k > 0) error = launch_kernel(scores_kernel<T, KeyRows>, tiles(p.seqlen_k, p), kThreads, 0, stream, p);
+    const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen_q, rows_per_block = kThreads / kWarp;
+    if (error == cudaSuccess)
+        error = launch_kernel(softmax_kernel, unsigned((rows + rows_per_block - 1) / rows_per_block), kThreads, 0, stream, p);
+    if (error == cudaSuccess) error = launch_kernel(output_kernel<T, KeyRows>, tiles(p.headdim_v, p), kThreads, 0, stream, p);
+    return error;
+}
+
 cudaError_t forward_naive(const AttentionParams& params, cudaStream_t stream) {
     AttentionParams p = params;
     p.workspace = align_up(p.workspace, alignof(float));
     return with_dtype(p.dtype, [&](auto zero) {
         using T = decltype(zero);
-        cudaError_t error = cudaSuccess;
-        if (p.seqlen_k > 0) error = launch_kernel(scores_kernel<T>, tiles(p.seqlen_k, p), kThreads, 0, stream, p);
-        const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen_q, rows_per_block = kThreads / kWarp;
-        if (error == cudaSuccess)
-            error = launch_kernel(softmax_kernel, unsigned((rows + rows_per_block - 1) / rows_per_block), kThreads, 0, stream, p);
-        if (error == cudaSuccess) error = launch_kernel(output_kernel<T>, tiles(p.headdim_v, p), kThreads, 0, stream, p);
-        return error;
+        return p.strided_keys() ? launch<T, StridedRows<T>>(p, stream) : launch<T, CachedRows<T>>(p, stream);
     });
 }
 

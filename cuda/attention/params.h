@@ -87,6 +87,8 @@ struct AttentionParams {
 
     // True when a score is more than scale * (q . k) under a window: the general instantiation of a kernel.
     FA_HOST_DEVICE bool general_scores() const { return softcap != 0 || alibi_slopes || bias.data || mask.data || dropout_threshold; }
+    // True when K and V are of q's dtype and a sequence's rows lie a stride apart: no cache, or a contiguous one.
+    FA_HOST_DEVICE bool strided_keys() const { return !cache.block_table && (!cache.entries || cache.dtype == dtype); }
 };
 
 struct ScoreGradient {
@@ -161,10 +163,31 @@ FA_HOST_DEVICE GradientSequence gradients_of(const BackwardParams& p, int32_t b)
     return {q0 * p.dout.row, q0 * p.dq.row, k0 * p.dk.row, k0 * p.dv.row};
 }
 
+// Where key j of sequence b stands in a cache: its entry, or its page, and its row in there.
+struct CachePlace {
+    int64_t entry, row;
+};
+FA_HOST_DEVICE CachePlace cache_place(const CacheView& cache, int32_t b, int32_t j) {
+    if (!cache.block_table) return {cache_entry(cache, b), j};
+    return {cache_page(cache, b, j / cache.page_size), j % cache.page_size};
+}
+
 // Offset of key j of sequence b in k (or v) of a cache, head 0.
 FA_HOST_DEVICE int64_t cached_row(const AttentionParams& p, const TensorView& kv, int32_t b, int32_t j) {
-    if (!p.cache.block_table) return cache_entry(p.cache, b) * kv.batch + j * kv.row;
-    return cache_page(p.cache, b, j / p.cache.page_size) * kv.batch + j % p.cache.page_size * kv.row;
+    const CachePlace at = cache_place(p.cache, b, j);
+    return at.entry * kv.batch + at.row * kv.row;
+}
+
+// The same of any k (or v), `first` being where a sequence's rows start when they do not lie in pages.
+FA_HOST_DEVICE int64_t key_row(const AttentionParams& p, const TensorView& kv, int64_t first, int32_t b, int32_t j) {
+    return p.cache.block_table ? cached_row(p, kv, b, j) : first + j * kv.row;
+}
+
+// How much the elements of that row count.
+FA_HOST_DEVICE float cache_scale(const AttentionParams& p, const CacheScale& scale, int32_t b, int32_t j, int32_t head) {
+    if (!scale.data) return 1;
+    const CachePlace at = cache_place(p.cache, b, j);
+    return scale.data[at.entry * scale.batch + at.row * scale.row + head * scale.head];
 }
 
 // Offset of lse[b, head, row 0]: rows of one head are contiguous.

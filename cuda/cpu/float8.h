@@ -5,6 +5,12 @@
 
 namespace fa::cpu {
 
+inline float e4m3_to_float(uint8_t x) {
+    const uint32_t sign = uint32_t(x & 0x80u) << 24, magnitude = x & 0x7Fu;
+    if (magnitude == 0x7Fu) return bits_to_float(sign | 0x7FC00000u);
+    return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 20) * 0x1p120f));  // moves the exponent, exactly
+}
+
 // Beyond 464, half way from the largest number, 448, to where the next would be, there is only NaN.
 inline uint8_t float_to_e4m3(float f) {
     const uint32_t bits = float_to_bits(f), magnitude = bits & 0x7FFFFFFFu;

@@ -1,10 +1,12 @@
 // forward.cpp: the CPU forward pass outside the tile: which tiles there are, who computes them, where their scratch lies.
 // FlashAttention's order: one task owns a tile of queries and walks over the keys with an online softmax; memory per thread does
-// not depend on the sequence length, and nothing depends on which thread runs a task or how many there are.
+// not depend on the sequence length, and nothing depends on which thread runs a task or how many there are. The few queries of a
+// decoding step see their cache in pieces, cut by its length alone, which threads share when there are fewer tiles than threads.
 #include <algorithm>
 #include <cmath>
 
 #include "attention/mask.h"
+#include "half.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "tile.h"
@@ -53,14 +55,12 @@ struct Layout {
     }
 };
 
-// The tile of packed rows `first` .. that share key head `head_k` in sequence b.
-void attend(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int64_t first, int64_t rows,
-            const Scratch& scratch) {
-    QueryTile tile;
+// The tile of packed rows `first` .. that share key head `head_k` in sequence b; false when a varlen batch has a shorter sequence.
+bool set_tile(const AttentionParams& p, int32_t b, int32_t head_k, int64_t first, int64_t rows, const Scratch& scratch, QueryTile& tile) {
     tile.params = &p;
     tile.sequence = sequence_of(p, b);
     const int64_t end = packed_rows(p, tile.sequence.seqlen_q);
-    if (first >= end) return;  // a shorter sequence of a varlen batch
+    if (first >= end) return false;
     tile.batch = b, tile.head_k = head_k;
     tile.rows = int32_t(std::min(rows, end - first));
     tile.scratch = scratch;
@@ -70,7 +70,13 @@ void attend(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32
         tile.row[r] = {head, query, range.begin, range.end};
     }
     tile.key_begin = tile.row[0].key_begin, tile.key_end = tile.row[tile.rows - 1].key_end;  // both grow with the query
+    return true;
+}
 
+void attend(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int64_t first, int64_t rows,
+            const Scratch& scratch) {
+    QueryTile tile;
+    if (!set_tile(p, b, head_k, first, rows, scratch, tile)) return;
     kernel.run(tile);
 
     if (!p.lse) return;
@@ -80,10 +86,90 @@ void attend(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32
     }
 }
 
+// ---- few queries against a cache: the keys in pieces ----
+
+constexpr int kPieceKeys = 32 * kTileKeys;  // some 0.2 ms of reading at headdim 128: worth a thread
+constexpr int kMaxPieces = 16;
+
+int piece_count(const AttentionParams& p, int64_t keys) {
+    if (!p.cache.entries || packed_rows(p, p.seqlen_q) > kMaxGroupRows) return 1;
+    return p.cache.num_splits ? p.cache.num_splits : int(std::clamp<int64_t>((keys + kPieceKeys - 1) / kPieceKeys, 1, kMaxPieces));
+}
+
+// What one piece says about all rows of a key head: out over its keys alone, normalised, and the statistics of its softmax.
+struct Piece {
+    float *out, *row_max, *row_sum;  // (rows, headdim_v), (rows), (rows)
+    Piece(const AttentionParams& p, float* pieces, int index) {
+        const int64_t rows = packed_rows(p, p.seqlen_q);
+        out = pieces + index * rows * (p.headdim_v + 2), row_max = out + rows * p.headdim_v, row_sum = row_max + rows;
+    }
+};
+int64_t pieces_size(const AttentionParams& p) {
+    const int count = piece_count(p, p.seqlen_k);
+    return count == 1 ? 0 : lines(count * packed_rows(p, p.seqlen_q) * (p.headdim_v + 2));
+}
+
+// Piece `index` of the keys that key head `head_k` of sequence b shows; a short sequence has fewer, and the rest are empty.
+void attend_piece(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int index, const Scratch& scratch,
+                  float* pieces) {
+    QueryTile tile;
+    set_tile(p, b, head_k, 0, kMaxGroupRows, scratch, tile);
+    const int32_t first = tile.key_begin / kTileKeys * kTileKeys, keys = std::max(tile.key_end - first, 0);
+    const int count = piece_count(p, keys);
+    const Piece piece(p, pieces, index);
+    if (index >= count) {
+        std::fill_n(piece.row_max, tile.rows, -INFINITY);
+        std::fill_n(piece.row_sum, tile.rows, 0.0f);
+        return;
+    }
+    const int32_t tiles = (keys + kTileKeys - 1) / kTileKeys, length = (tiles + count - 1) / count * kTileKeys;
+    const int32_t begin = int32_t(std::min<int64_t>(tile.key_end, first + int64_t(index) * length));
+    const int32_t end = int32_t(std::min<int64_t>(tile.key_end, begin + int64_t(length)));
+    const auto cut = [&](int32_t& key) { key = std::clamp(key, begin, std::max(begin, end)); };
+    for (int32_t r = 0; r < tile.rows; ++r) cut(tile.row[r].key_begin), cut(tile.row[r].key_end);
+    cut(tile.key_begin), cut(tile.key_end);
+
+    AttentionParams part = p;
+    part.out = {piece.out, 0, int64_t(p.group) * p.headdim_v, p.headdim_v}, part.out_dtype = DType::kFloat32;
+    if (index > 0) part.sinks = nullptr;  // a sink counts once
+    tile.params = &part;
+    tile.sequence.out = -int64_t(head_k) * p.group * p.headdim_v;
+    kernel.run(tile);
+    std::copy_n(tile.row_max, tile.rows, piece.row_max);
+    std::copy_n(tile.row_sum, tile.rows, piece.row_sum);
+}
+
+// out and lse of all rows from their pieces, in order.
+void merge_pieces(const AttentionParams& p, int32_t b, int32_t head_k, float* pieces) {
+    const Sequence s = sequence_of(p, b);
+    const int count = piece_count(p, p.seqlen_k);
+    for (int64_t r = 0; r < packed_rows(p, s.seqlen_q); ++r) {
+        float row_max = -INFINITY, row_sum = 0, weight[256];
+        for (int i = 0; i < count; ++i) row_max = std::fmax(row_max, Piece(p, pieces, i).row_max[r]);
+        for (int i = 0; i < count; ++i) {
+            const Piece piece(p, pieces, i);
+            row_sum += weight[i] = piece.row_sum[r] == 0 ? 0 : piece.row_sum[r] * std::exp(piece.row_max[r] - row_max);
+        }
+        const int32_t head = head_k * p.group + int32_t(r % p.group), query = int32_t(r / p.group);
+        const int64_t at = s.out + head * p.out.head + query * p.out.row;
+        for (int32_t d = 0; d < p.headdim_v; ++d) {
+            float sum = 0;
+            for (int i = 0; i < count; ++i)
+                if (weight[i] != 0) sum += weight[i] * Piece(p, pieces, i).out[r * p.headdim_v + d];
+            store(p.out.data, at + d, p.out_dtype, row_sum == 0 ? 0 : sum / row_sum);
+        }
+        if (p.lse) p.lse[lse_offset(p, s, head) + query] = row_sum == 0 ? -INFINITY : row_max + std::log(row_sum);
+    }
+}
+
 // Starting a thread takes tens of microseconds; it has to find a quarter of a millisecond of work.
 int useful_threads(const AttentionParams& p, const TileKernel& kernel) {
     const double rows = std::ceil(double(packed_rows(p, p.seqlen_q)) / kernel.lanes) * kernel.lanes * p.nheads_k;
     double keys = p.seqlen_k;
+    if (p.cache.seqlens) {
+        keys = 0;
+        for (int32_t b = 0; b < p.batch; ++b) keys += double(cached_keys(p, b)) / p.batch;
+    }
     if (p.window_left >= 0 && p.window_right >= 0) keys = std::min(keys, double(p.window_left) + p.window_right + 1);
     const double work = p.batch * rows * keys * (p.headdim + p.headdim_v);  // multiply-adds
     const double per_thread = 250e3 * 2 * kernel.lanes;                     // at a modest 2 vectors per nanosecond
@@ -107,15 +193,40 @@ bool isa_available(Isa isa) {
     }
 }
 
-size_t forward_workspace(const AttentionParams& p, Isa) { return size_t(p.num_threads) * Layout(p).total * sizeof(float) + 64; }
+size_t forward_workspace(const AttentionParams& p, Isa) {
+    return size_t(p.num_threads) * size_t(Layout(p).total + pieces_size(p)) * sizeof(float) + 64;
+}
 
 void forward(const AttentionParams& p, Isa isa) {
     const TileKernel& kernel = tile_kernel(isa);
     const Layout layout(p);
     float* const workspace = static_cast<float*>(align_up(p.workspace, 64));
+    float* const pieces = workspace + p.num_threads * layout.total;
+    const int threads = useful_threads(p, kernel);
+    if (const int count = piece_count(p, p.seqlen_k); count > 1) {
+        const int64_t heads = int64_t(p.batch) * p.nheads_k;
+        const auto attend = [&](int64_t head, int index, int thread, int64_t slot) {
+            attend_piece(p, kernel, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), index,
+                         layout.at(workspace + thread * layout.total), pieces + slot * pieces_size(p));
+        };
+        const auto merge = [&](int64_t head, int64_t slot) {
+            merge_pieces(p, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), pieces + slot * pieces_size(p));
+        };
+        if (heads >= threads) {  // a thread takes a head, and its pieces in turn
+            parallel_for(heads, threads, [&](int64_t head, int thread) {
+                for (int index = 0; index < count; ++index) attend(head, index, thread, thread);
+                merge(head, thread);
+            });
+        } else {
+            parallel_for(heads * count, threads,
+                         [&](int64_t task, int thread) { attend(task / count, int(task % count), thread, task / count); });
+            for (int64_t head = 0; head < heads; ++head) merge(head, head);
+        }
+        return;
+    }
     const int64_t rows = tile_rows(p), tiles = (packed_rows(p, p.seqlen_q) + rows - 1) / rows;
     // The tiles of one head follow each other, so that its keys stay in the cache; within it the causal mask's longest come first.
-    parallel_for(p.batch * tiles * p.nheads_k, useful_threads(p, kernel), [&](int64_t task, int thread) {
+    parallel_for(p.batch * tiles * p.nheads_k, threads, [&](int64_t task, int thread) {
         const int64_t head = task / tiles, first = (tiles - 1 - task % tiles) * rows;
         attend(p, kernel, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), first, rows,
                layout.at(workspace + thread * layout.total));

@@ -13,13 +13,15 @@ namespace {
 // Row i of S = scores of q k^T; `q` is scratch for one row of Q in float32.
 template <DType dtype>
 void scores(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, float* q, float* row) {
-    const int64_t q0 = s.q + head * p.q.head + i * p.q.row, k0 = s.k + head / p.group * p.k.head;
+    const int64_t q0 = s.q + head * p.q.head + i * p.q.row;
+    const int32_t head_k = head / p.group;
     const KeyRange range = key_range(p, s, i);
     for (int32_t d = 0; d < p.headdim; ++d) q[d] = load(p.q.data, q0 + d, p.dtype);
     for (int32_t j = 0; j < s.seqlen_k; ++j) {
         row[j] = -INFINITY;
         if (j < range.begin || j >= range.end) continue;
-        row[j] = transform(p, s, b, head, i, j, dot_product<dtype>(q, p.k.data, k0 + j * p.k.row, p.headdim)).value;
+        const float dot = dot_product<dtype>(q, p.k.data, key_row(p, p.k, s.k, b, j) + head_k * p.k.head, p.headdim);
+        row[j] = transform(p, s, b, head, i, j, dot * cache_scale(p, p.cache.k_scale, b, j, head_k)).value;
     }
 }
 
@@ -41,12 +43,15 @@ void softmax(const AttentionParams& p, const Sequence& s, int32_t b, int32_t hea
 
 // Row i of out = P v; `out` is scratch for it in float32.
 template <DType dtype>
-void output(const AttentionParams& p, const Sequence& s, int32_t head, int32_t i, const float* row, float* out) {
-    const int64_t out0 = s.out + head * p.out.head + i * p.out.row, v0 = s.v + head / p.group * p.v.head;
+void output(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, const float* row, float* out) {
+    const int64_t out0 = s.out + head * p.out.head + i * p.out.row;
+    const int32_t head_k = head / p.group;
     for (int32_t d = 0; d < p.headdim_v; ++d) out[d] = 0;
     for (int32_t j = 0; j < s.seqlen_k; ++j) {
         if (row[j] == -INFINITY) continue;
-        for (int32_t d = 0; d < p.headdim_v; ++d) out[d] += row[j] * load(p.v.data, v0 + j * p.v.row + d, dtype);
+        const int64_t v0 = key_row(p, p.v, s.v, b, j) + head_k * p.v.head;
+        const float weight = row[j] * cache_scale(p, p.cache.v_scale, b, j, head_k);
+        for (int32_t d = 0; d < p.headdim_v; ++d) out[d] += weight * element<dtype>(p.v.data, v0 + d);
     }
     for (int32_t d = 0; d < p.headdim_v; ++d) store(p.out.data, out0 + d, p.out_dtype, out[d]);
 }
@@ -54,14 +59,14 @@ void output(const AttentionParams& p, const Sequence& s, int32_t head, int32_t i
 // Floats of one thread: S, and a row of Q or out.
 size_t scratch_size(const AttentionParams& p) { return size_t(p.seqlen_q) * p.seqlen_k + std::max(p.headdim, p.headdim_v); }
 
-template <DType dtype>
+template <DType dtype>  // of K and V
 void attend(const AttentionParams& p, int32_t b, int32_t head, float* scratch) {
     const Sequence s = sequence_of(p, b);
     float *const S = scratch, *const line = scratch + size_t(p.seqlen_q) * p.seqlen_k;
     const int64_t n = s.seqlen_k;
     for (int32_t i = 0; i < s.seqlen_q; ++i) scores<dtype>(p, s, b, head, i, line, S + i * n);
     for (int32_t i = 0; i < s.seqlen_q; ++i) softmax(p, s, b, head, i, S + i * n);
-    for (int32_t i = 0; i < s.seqlen_q; ++i) output<dtype>(p, s, head, i, S + i * n, line);
+    for (int32_t i = 0; i < s.seqlen_q; ++i) output<dtype>(p, s, b, head, i, S + i * n, line);
 }
 
 }  // namespace
@@ -74,9 +79,12 @@ void forward_naive(const AttentionParams& p) {
     float* const workspace = static_cast<float*>(align_up(p.workspace, alignof(float)));
     const double work = double(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * (p.headdim + p.headdim_v);  // multiply-adds
     const int threads = work < 1e6 ? 1 : p.num_threads;                                                    // too little to share
-    const auto attend_as = p.dtype == DType::kFloat32   ? attend<DType::kFloat32>
-                           : p.dtype == DType::kFloat16 ? attend<DType::kFloat16>
-                                                        : attend<DType::kBFloat16>;
+    const DType dtype = p.cache.entries ? p.cache.dtype : p.dtype;
+    const auto attend_as = dtype == DType::kFloat32      ? attend<DType::kFloat32>
+                           : dtype == DType::kFloat16    ? attend<DType::kFloat16>
+                           : dtype == DType::kBFloat16   ? attend<DType::kBFloat16>
+                           : dtype == DType::kFloat8E4M3 ? attend<DType::kFloat8E4M3>
+                                                         : attend<DType::kInt8>;
     parallel_for(int64_t(p.batch) * p.nheads, threads, [&](int64_t task, int thread) {
         attend_as(p, int32_t(task / p.nheads), int32_t(task % p.nheads), workspace + thread * scratch_size(p));
     });

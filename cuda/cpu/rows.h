@@ -3,7 +3,8 @@
 
 #include "simd.h"
 
-FA_INLINE int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+FA_INLINE constexpr bool is_8bit(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kInt8; }
+FA_INLINE constexpr int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : is_8bit(dtype) ? 1 : 2; }
 FA_INLINE const char* address(const void* data, int64_t index, DType dtype) {
     return static_cast<const char*>(data) + index * element_size(dtype);
 }
@@ -13,11 +14,13 @@ FA_INLINE Vec load_vector(const char* from) {
     if constexpr (dtype == DType::kFloat32) return load_unaligned<Vec>(from);
     if constexpr (dtype == DType::kFloat16) return float16_to_float(load_unaligned<HalfVec>(from));
     if constexpr (dtype == DType::kBFloat16) return bfloat16_to_float(load_unaligned<HalfVec>(from));
+    if constexpr (dtype == DType::kFloat8E4M3) return e4m3_to_float(load_unaligned<ByteVec>(from));
+    if constexpr (dtype == DType::kInt8) return int8_to_float(load_unaligned<SignedByteVec>(from));
 }
 template <DType dtype>
 FA_INLINE Vec load_partial(const char* from, int count) {  // the first `count` lanes; the others 0
     char bytes[4 * L] = {};
-    __builtin_memcpy(bytes, from, size_t(count) * (dtype == DType::kFloat32 ? 4 : 2));
+    __builtin_memcpy(bytes, from, size_t(count) * size_t(element_size(dtype)));
     return load_vector<dtype>(bytes);
 }
 FA_INLINE Vec load_any(const char* from, int count, DType dtype) {
@@ -35,23 +38,28 @@ FA_INLINE void store_any(char* to, int count, DType dtype, Vec x) {
     }
 }
 
-// `rows` rows of `dim` elements to contiguous float32. Returns whether all of them are finite.
+// `rows` rows of `dim` elements to contiguous float32; row i of 8-bit ones counts scale[i * scale_row] times. Returns whether all of
+// them are finite.
 template <DType dtype>
-bool copy_rows(const char* from, int64_t row_bytes, int rows, int dim, float* to, int64_t ld) {
-    constexpr int size = dtype == DType::kFloat32 ? 4 : 2;
+bool copy_rows(const char* from, int64_t row_bytes, int rows, int dim, float* to, int64_t ld, const float* scale = nullptr,
+               int64_t scale_row = 0) {
+    constexpr int size = int(element_size(dtype));
     constexpr int kAhead = 8;  // rows; when they do not touch each other, the processor does not prefetch them by itself
     Vec poison = {};           // x * 0 is NaN for an infinity or a NaN, and stays in the sum
     for (int i = 0; i < rows; ++i, from += row_bytes, to += ld) {
+        const float factor = is_8bit(dtype) ? scale[i * scale_row] : 1;
         if (i + kAhead < rows && row_bytes != dim * size)
             for (int byte = 0; byte < dim * size; byte += 64) __builtin_prefetch(from + kAhead * row_bytes + byte);
         int d = 0;
         for (; d + L <= dim; d += L) {
-            const Vec x = load_vector<dtype>(from + int64_t(d) * size);
+            Vec x = load_vector<dtype>(from + int64_t(d) * size);
+            if constexpr (is_8bit(dtype)) x *= factor;
             poison += x * 0.0f;
             *(Vec*)(to + d) = x;
         }
         if (d < dim) {
-            const Vec x = load_partial<dtype>(from + int64_t(d) * size, dim - d);
+            Vec x = load_partial<dtype>(from + int64_t(d) * size, dim - d);
+            if constexpr (is_8bit(dtype)) x *= factor;
             poison += x * 0.0f;
             *(Vec*)(to + d) = x;  // ld is a whole number of vectors
         }
@@ -66,4 +74,30 @@ bool copy_rows(const TensorView& t, int64_t first, int rows, int dim, DType dtyp
     if (dtype == DType::kFloat32) return copy_rows<DType::kFloat32>(from, row_bytes, rows, dim, to, ld);
     if (dtype == DType::kFloat16) return copy_rows<DType::kFloat16>(from, row_bytes, rows, dim, to, ld);
     return copy_rows<DType::kBFloat16>(from, row_bytes, rows, dim, to, ld);
+}
+
+// Keys first .. first + rows - 1 of sequence b: of K and V that lie a stride apart from element `start` on, or of a cache.
+bool copy_keys(const AttentionParams& p, const TensorView& t, const CacheScale& scale, int64_t start, int32_t b, int32_t head, int first,
+               int rows, int dim, float* to, int64_t ld) {
+    const CacheView& c = p.cache;
+    if (!c.block_table && (!c.entries || c.dtype == p.dtype)) return copy_rows(t, start + first * t.row, rows, dim, p.dtype, to, ld);
+    bool finite = true;
+    for (int run; rows > 0; first += run, rows -= run, to += run * ld) {  // the rows that lie in one page
+        int64_t entry = c.batch_idx ? c.batch_idx[b] : b, row = first;
+        run = rows;
+        if (c.block_table) {
+            entry = c.block_table[b * c.table_row + first / c.page_size], row = first % c.page_size;
+            if (c.page_size - row < run) run = int(c.page_size - row);
+        }
+        const int64_t offset = entry * t.batch + row * t.row + head * t.head;
+        if (is_8bit(c.dtype)) {
+            const float* factors = scale.data + entry * scale.batch + row * scale.row + head * scale.head;
+            const char* from = address(t.data, offset, c.dtype);
+            finite &= (c.dtype == DType::kInt8 ? copy_rows<DType::kInt8> : copy_rows<DType::kFloat8E4M3>)(from, t.row, run, dim, to, ld,
+                                                                                                          factors, scale.row);
+        } else {
+            finite &= copy_rows(t, offset, run, dim, p.dtype, to, ld);
+        }
+    }
+    return finite;
 }

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "attention/mask.h"
-#include "half.h"
+#include "float8.h"
 
 namespace fa::cpu {
 
@@ -31,14 +31,22 @@ inline Score transform(const AttentionParams& p, const Sequence& s, int32_t b, i
     return score;
 }
 
+// An element of K or V.
+template <DType dtype>
+float element(const void* data, int64_t index) {
+    if constexpr (dtype == DType::kFloat8E4M3) return e4m3_to_float(static_cast<const uint8_t*>(data)[index]);
+    else if constexpr (dtype == DType::kInt8) return static_cast<const int8_t*>(data)[index];
+    else return load(data, index, dtype);
+}
+
 // Eight partial sums: the compiler may keep them in one vector without changing the order of any addition.
 template <DType dtype>
 float dot_product(const float* q, const void* k, int64_t k0, int32_t headdim) {
     float part[8] = {}, sum = 0;
     int32_t d = 0;
     for (; d + 8 <= headdim; d += 8)
-        for (int32_t l = 0; l < 8; ++l) part[l] += q[d + l] * load(k, k0 + d + l, dtype);
-    for (; d < headdim; ++d) sum += q[d] * load(k, k0 + d, dtype);
+        for (int32_t l = 0; l < 8; ++l) part[l] += q[d + l] * element<dtype>(k, k0 + d + l);
+    for (; d < headdim; ++d) sum += q[d] * element<dtype>(k, k0 + d);
     for (float x : part) sum += x;
     return sum;
 }

@@ -10,6 +10,7 @@ typedef uint32_t UVec __attribute__((vector_size(4 * L), may_alias));
 typedef uint64_t U64Vec __attribute__((vector_size(8 * L), may_alias));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * L), may_alias));
 typedef uint8_t ByteVec __attribute__((vector_size(L), may_alias));
+typedef int8_t SignedByteVec __attribute__((vector_size(L), may_alias));
 
 #define FA_INLINE static inline __attribute__((always_inline))
 
@@ -56,6 +57,15 @@ FA_INLINE HalfVec float_to_float16(Vec x) {
     half = (UVec)(magnitude >= 0x477FF000u ? splat(0x7C00) : (IVec)half);  // 65520 and above round to infinity
     half = (UVec)(x == x ? (IVec)half : splat(0x7E00));
     return __builtin_convertvector(half | (bits >> 16 & 0x8000u), HalfVec);
+}
+
+// ---- 8-bit elements of a cache, by bits ----
+
+FA_INLINE Vec int8_to_float(SignedByteVec x) { return __builtin_convertvector(__builtin_convertvector(x, IVec), Vec); }
+FA_INLINE Vec e4m3_to_float(ByteVec x) {
+    const UVec bits = __builtin_convertvector(x, UVec), magnitude = bits & 0x7Fu;
+    const Vec number = (Vec)(magnitude << 20) * splat(0x1p120f);  // moves the exponent; exact for subnormals too
+    return (Vec)((bits & 0x80u) << 24 | (UVec)(magnitude == 0x7Fu ? splat(0x7FC00000) : (IVec)number));
 }
 
 // ---- elementary functions ----

@@ -348,11 +348,11 @@ struct Tile {
             for (int d = 0; special[j] && d < p.headdim_v; ++d) v[d] = 0;
         }
     }
-    void add_special_values(const Group& g, int64_t v_offset, int begin, int end, const bool* special) const {
+    void add_special_values(const Group& g, int key, int begin, int end, const bool* special) const {
         float* v = scratch.v + kTileKeys * scratch.ld_v;  // one row beyond the tile
         for (int j = begin; j < end; ++j) {
             if (!special[j]) continue;
-            copy_rows(p.v, v_offset + j * p.v.row, 1, p.headdim_v, p.dtype, v, scratch.ld_v);
+            copy_values(key + j, 1, v);
             for (int n = 0; n < g.width; ++n) {
                 const auto visible = *(const Vec*)(scratch.seen + (j * g.width + n) * L) != -kInfinity;
                 for (int d = 0; d < p.headdim_v; ++d) *(Vec*)(g.out + (d * g.width + n) * L) += visible ? g.score(j, n) * v[d] : Vec{};
@@ -385,13 +385,25 @@ struct Tile {
         }
     }
 
-    Prefetch prefetch_tile(int64_t k0, int64_t v0, int64_t first) const {
-        const int size = int(element_size(p.dtype));
+    void copy_keys(int first, int keys) const {
+        const int64_t start = t.sequence.k + t.head_k * p.k.head;
+        FA_ISA::copy_keys(p, p.k, p.cache.k_scale, start, t.batch, t.head_k, first, keys, p.headdim, scratch.k, scratch.ld_k);
+    }
+    bool copy_values(int first, int keys, float* to) const {
+        const int64_t start = t.sequence.v + t.head_k * p.v.head;
+        return FA_ISA::copy_keys(p, p.v, p.cache.v_scale, start, t.batch, t.head_k, first, keys, p.headdim_v, to, scratch.ld_v);
+    }
+
+    Prefetch prefetch_tile(int64_t first) const {
+        if (p.cache.block_table) return {};  // the next rows are not a stride away
+        const DType dtype = p.cache.entries ? p.cache.dtype : p.dtype;
+        const int64_t k0 = t.sequence.k + t.head_k * p.k.head, v0 = t.sequence.v + t.head_k * p.v.head;
+        const int size = int(element_size(dtype));
         const int64_t left = t.key_end - first;
         const int rows = left < 0 ? 0 : left < kTileKeys ? int(left) : kTileKeys;
         const int steps = (vectors + kQueryVectors - 1) / kQueryVectors * (kTileKeys / height(kQueryVectors));
-        return {address(p.k.data, k0 + first * p.k.row, p.dtype),
-                address(p.v.data, v0 + first * p.v.row, p.dtype),
+        return {address(p.k.data, k0 + first * p.k.row, dtype),
+                address(p.v.data, v0 + first * p.v.row, dtype),
                 p.k.row * size,
                 p.v.row * size,
                 p.headdim * size,
@@ -409,18 +421,16 @@ struct Tile {
                 if (g.rows() <= kNarrowRows) g.load_narrow_queries();
             });
 
-        const int64_t k0 = t.sequence.k + t.head_k * p.k.head, v0 = t.sequence.v + t.head_k * p.v.head;
         // Key tiles start at multiples of kTileKeys, so that a row's result does not depend on the rows it shares a tile with.
         for (int64_t first = t.key_begin, next; first < t.key_end; first = next) {
             next = (first / kTileKeys + 1) * kTileKeys;
             const int key = int(first), keys = int((next < t.key_end ? next : t.key_end) - first);
-            const int64_t v_offset = v0 + key * p.v.row;
-            copy_rows(p.k, k0 + key * p.k.row, keys, p.headdim, p.dtype, scratch.k, scratch.ld_k);
-            const bool finite = copy_rows(p.v, v_offset, keys, p.headdim_v, p.dtype, scratch.v, scratch.ld_v);
+            copy_keys(key, keys);
+            const bool finite = copy_values(key, keys, scratch.v);
             bool special[kTileKeys];
             if (!finite) take_out_special_values(keys, special);
 
-            Prefetch prefetch = prefetch_tile(k0, v0, next);
+            Prefetch prefetch = prefetch_tile(next);
             for_groups([&](auto width, int n) {
                 constexpr int kWidth = decltype(width)::value;
                 const Group g = group(n, kWidth);
@@ -439,7 +449,7 @@ struct Tile {
                 if (p.dropout_threshold) g.dropout(key, begin, end);
                 if (narrow) output_narrow(v, scratch.ld_v, end - begin, p.headdim_v, g.s + s0, g.rows(), correction[0], g.out);
                 else output<kWidth>(v, scratch.ld_v, end - begin, p.headdim_v, g.s + s0, correction, g.out);
-                if (!finite) add_special_values(g, v_offset, begin, end, special);
+                if (!finite) add_special_values(g, key, begin, end, special);
             });
         }
 

@@ -93,7 +93,7 @@ def flash_attn_with_kvcache(
         k_scale, v_scale: what the values of an 8-bit cache are multiplied by, positive float32. (nheads_k,) or
             (entries, 1, nheads_k): a factor for every head, which appended values are rounded with. (entries,
             seqlen_cache, nheads_k): one for every token, written for appended tokens from their own largest value.
-            With pages read (pages, page_size, nheads_k).
+            With pages read (pages, page_size, nheads_k); where a page is one row, its factors are a token's.
         batch_invariant: a sequence's result does not depend on what else is in the batch. Always true on the CPU.
         kernel: force a kernel by name (see kernels()); None means $FLASH_ATTN_KERNEL, else the best one.
         out: where to put the result; returned again.
