@@ -41,10 +41,11 @@ cudaError_t with_dtype(DType dtype, const Body& body) {
     }
 }
 
-// kernel<<<blocks, threads, shared_bytes, stream>>>(params), any size of shared memory the device has.
+// kernel<<<blocks, threads, shared_bytes, stream>>>(params), any size of shared memory the device has. A programmatic launch (sm_90)
+// may start while the kernel before it still runs: see grid_dependency_wait in ptx.cuh.
 template <typename Params>
 cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned threads, size_t shared_bytes, cudaStream_t stream,
-                          const Params& params) {
+                          const Params& params, bool programmatic = false) {
     const void* function = reinterpret_cast<const void*>(kernel);
     if (shared_bytes > 48 * 1024) {
         thread_local struct {
@@ -64,7 +65,18 @@ cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned thre
         }
     }
     void* arguments[] = {const_cast<Params*>(&params)};
-    const cudaError_t error = cudaLaunchKernel(function, dim3(blocks), dim3(threads), arguments, shared_bytes, stream);
+    cudaError_t error;
+    if (programmatic) {
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+        config.attrs = &attribute, config.numAttrs = 1;
+        error = cudaLaunchKernelExC(&config, function, arguments);
+    } else {
+        error = cudaLaunchKernel(function, dim3(blocks), dim3(threads), arguments, shared_bytes, stream);
+    }
     if (error != cudaSuccess) cudaGetLastError();
     return error;
 }

@@ -122,6 +122,23 @@ __device__ __forceinline__ void store_release(int* global, int x) {
 // fence.proxy.async: between ordinary accesses and those of the copy engine, in global memory too.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// ---- programmatic dependent launch (sm_90; elsewhere nothing, and the launch is a plain one) ----
+
+// griddepcontrol.launch_dependents: once every block has said so or ended, the next kernel of the stream may start, if it was launched
+// programmatically.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// griddepcontrol.wait: until all kernels this one depends on have ended and what they wrote is visible. Returns at once in a kernel
+// launched plainly. Every thread that touches what they touch has to call it, also before writing.
+__device__ __forceinline__ void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- registers: the whole warpgroup moves its share of the register file; freed registers feed the inc of the others ----
 
 template <int kRegisters>
