@@ -179,6 +179,54 @@ const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device
     std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q);
     return text;
 }
+// Rows of whole 16 bytes, which it copies and stores.
+const char* no_wide_rows(const char* name, const TensorView& t, int columns, int element_bytes, char* text, size_t size) {
+    const int step = 16 / element_bytes;
+    if (!(reinterpret_cast<uintptr_t>(t.data) % 16 || columns % step || t.batch % step || t.row % step || t.head % step)) return nullptr;
+    std::snprintf(text, size, "%s of %d columns, data=%p, strides (%lld, %lld, %lld): it takes multiples of 16 bytes", name, columns,
+                  t.data, static_cast<long long>(t.batch), static_cast<long long>(t.row), static_cast<long long>(t.head));
+    return text;
+}
+DecodeDevice decode_device(const DeviceInfo& device) { return {device.compute, device.multiprocessors, device.shared_memory}; }
+const char* decode_split_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (device.compute < 80) {
+        std::snprintf(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
+        return text;
+    }
+    if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
+    if (p.headdim > 256 || p.headdim_v > 256) {
+        std::snprintf(text, size, "headdim=%d, headdim_v=%d: at most 256", p.headdim, p.headdim_v);
+        return text;
+    }
+    if (p.bias.data || p.mask.data || p.dropout_threshold) return "takes no bias, mask or dropout";
+    const int element = p.cache.entries && p.cache.dtype != p.dtype ? 1 : 2;
+    const char* reason = no_wide_rows("q", p.q, p.headdim, 2, text, size);
+    if (!reason) reason = no_wide_rows("k", p.k, p.headdim, element, text, size);
+    if (!reason) reason = no_wide_rows("v", p.v, p.headdim_v, element, text, size);
+    if (!reason) reason = no_wide_rows("out", p.out, p.headdim_v, 2, text, size);
+    if (reason) return reason;
+    const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen_q;
+    if (rows <= kMaxGrid && int64_t(p.seqlen_q) * p.group < kMaxGrid / 2 && p.seqlen_k < kMaxGrid - 1024) return nullptr;
+    std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads,
+                  p.seqlen_q, p.seqlen_k);
+    return text;
+}
+const char* decode_split_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
+    const int64_t rows = int64_t(p.seqlen_q) * p.group;
+    if (p.cache.entries && strided_refuses(p)) return nullptr;  // pages and 8-bit elements
+    if (rows > 64) {
+        std::snprintf(text, size, "seqlen_q=%d x %d heads of a key head: other kernels are faster from 65 rows on", p.seqlen_q, p.group);
+        return text;
+    }
+    if (!p.cache.entries) return "k and v are no cache: other kernels are faster";
+    return nullptr;
+}
+size_t decode_split_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    return decode_split_workspace(p, decode_device(device));
+}
+fa_status decode_split_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
+    return launched("decode_split", decode_split(p, decode_device(device), false, static_cast<cudaStream_t>(stream)));
+}
 const char* mma_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
     return mma_shape_refuses(p, device, text, size);
@@ -214,6 +262,10 @@ fa_status naive_launch(const AttentionParams& p, const DeviceInfo&, void* stream
 // Best first within a device.
 constexpr Kernel kKernels[] = {
 #if FA_WITH_CUDA
+#if FA_WITH_MMA_SM80
+    {"decode_split", "few rows against a long cache, paged and 8-bit too: float16, bfloat16, head dims to 256; keys split over the GPU",
+     FA_CUDA, decode_split_refuses, decode_split_workspace, decode_split_launch, decode_split_yields},
+#endif
 #if FA_WITH_WGMMA_SM90
     {"wgmma_sm90", "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option", FA_CUDA, wgmma_sm90_refuses,
      wgmma_sm90_workspace, wgmma_sm90_launch, wgmma_sm90_yields},

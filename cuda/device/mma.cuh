@@ -29,6 +29,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, int valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
+// The same of 4 bytes.
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, int valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global), "r"(valid) : "memory");
+}
 // cp.async.wait_all: every copy this thread has started has landed. Other threads see it after the next barrier.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 

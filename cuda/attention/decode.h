@@ -1,0 +1,47 @@
+// decode.h: the plan of a decode call on the host, and the two launches it consists of.
+#pragma once
+
+#include "attention/decode_schedule.h"
+#include "attention/kernels.h"
+
+namespace fa {
+
+inline int decode_bucket(const AttentionParams& p) {
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    return d <= 64 ? 64 : d <= 128 ? 128 : 256;
+}
+
+inline bool decode_bytes(const AttentionParams& p) { return p.cache.entries && p.cache.dtype != p.dtype; }
+
+// Everything but the workspace's pointers and the stages.
+inline DecodeParams decode_plan(const AttentionParams& p, const DecodeDevice& device) {
+    constexpr int kInvariantPieces = 16, kInvariantTiles = 4;  // of a unit at most; of a piece at least
+    DecodeParams d{};
+    d.attention = p;
+    const int rows = p.seqlen_q * p.group, bucket = decode_bucket(p);
+    d.rows = rows <= 16 ? 16 : 64;
+    d.row_tiles = (rows + d.rows - 1) / d.rows;
+    d.tile_keys = decode_bytes(p) || bucket <= 64 ? 128 : 64;
+    const int blocks = (bucket <= 128 ? 2 : 1) * device.multiprocessors;
+    const int64_t tiles = (int64_t(p.seqlen_k) + d.tile_keys - 1) / d.tile_keys + 1;  // of a unit at most: a window may begin in a tile
+    const int64_t line = tiles * d.heads() * p.batch;
+    d.uniform = p.cache.num_splits > 0 || p.cache.batch_invariant;
+    d.least_tiles = p.cache.num_splits > 0 ? 1 : kInvariantTiles;
+    const int most = p.cache.num_splits > 0 ? p.cache.num_splits : kInvariantPieces;
+    d.pieces = !d.uniform ? int(line < blocks ? line : blocks) : int(most < tiles ? most : tiles);
+    d.combines = p.seqlen_k > d.tile_keys && d.pieces > 1;
+    return d;
+}
+
+inline int64_t decode_units(const DecodeParams& d) { return int64_t(d.attention.batch) * d.heads(); }
+inline int64_t decode_slots(const DecodeParams& d) { return d.uniform ? decode_units(d) * d.pieces : 2 * int64_t(d.pieces); }
+inline int64_t decode_blocks(const DecodeParams& d, const DecodeDevice& device) {
+    const int64_t most = (decode_bucket(d.attention) <= 128 ? 2 : 1) * int64_t(device.multiprocessors);
+    const int64_t work = d.uniform ? decode_units(d) * d.pieces : d.pieces;
+    return work < most ? work : most;
+}
+
+cudaError_t decode_split_8bit(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
+cudaError_t decode_combine(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
+
+}  // namespace fa

@@ -1,0 +1,55 @@
+// widen.cuh: 8-bit values from a cache to the fp16 values that the tensor cores multiply; exact. Four bytes of a register become two
+// registers, by neighbours (bytes 0, 1 and 2, 3) or by even and odd ones (0, 2 and 1, 3).
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+namespace fa {
+
+struct Float8 {  // e4m3
+    uint8_t bits;
+};
+struct Int8 {
+    int8_t value;
+};
+
+template <typename T>
+__device__ __forceinline__ void widen_neighbours(uint32_t (&to)[2], uint32_t bytes);
+template <typename T>
+__device__ __forceinline__ void widen_even_odd(uint32_t& even, uint32_t& odd, uint32_t bytes);
+
+__device__ __forceinline__ uint32_t widen_pair_e4m3(uint32_t two_bytes) {  // one instruction from sm_89 on
+    const __half2_raw x = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(two_bytes), __NV_E4M3);
+    return x.x | uint32_t(x.y) << 16;
+}
+template <>
+__device__ __forceinline__ void widen_neighbours<Float8>(uint32_t (&to)[2], uint32_t bytes) {
+    to[0] = widen_pair_e4m3(bytes & 0xFFFFu), to[1] = widen_pair_e4m3(bytes >> 16);
+}
+template <>
+__device__ __forceinline__ void widen_even_odd<Float8>(uint32_t& even, uint32_t& odd, uint32_t bytes) {
+    const uint32_t sorted = __byte_perm(bytes, 0, 0x3120);
+    even = widen_pair_e4m3(sorted & 0xFFFFu), odd = widen_pair_e4m3(sorted >> 16);
+}
+
+// A byte under 0x64 is the fp16 number 1024 + byte: biased by 128 it is exact, and 1152 is taken off again.
+__device__ __forceinline__ uint32_t widen_pair_int8(uint32_t biased, uint32_t selector) {
+    const uint32_t x = __byte_perm(biased, 0x64646464u, selector);
+    const __half2 y = __hsub2(reinterpret_cast<const __half2&>(x), __half2half2(__ushort_as_half(0x6480)));
+    return reinterpret_cast<const uint32_t&>(y);
+}
+template <>
+__device__ __forceinline__ void widen_neighbours<Int8>(uint32_t (&to)[2], uint32_t bytes) {
+    bytes ^= 0x80808080u;
+    to[0] = widen_pair_int8(bytes, 0x4140), to[1] = widen_pair_int8(bytes, 0x4342);
+}
+template <>
+__device__ __forceinline__ void widen_even_odd<Int8>(uint32_t& even, uint32_t& odd, uint32_t bytes) {
+    bytes ^= 0x80808080u;
+    even = widen_pair_int8(bytes, 0x4240), odd = widen_pair_int8(bytes, 0x4341);
+}
+
+}  // namespace fa
