@@ -159,11 +159,15 @@ def test_the_other_suites_on_the_same_shapes():
     gpu = type("Gpu", (), {"device": "cuda"})
     found = {}
     more = {"mma": ["--dtype", "bf16"], "fp8": ["--dtype", "fp8"], "float32": ["--dtype", "fp32", "--allow-tf32"]}
-    for suite, options in (more | {"backward": ["--dtype", "bf16", "--backward"]}).items():
+    more |= {suite: ["--dtype", "bf16", "--backward"] for suite in ("backward", "backward_mma")}
+    for suite, options in more.items():
         found[suite] = suites.shapes_of(bench._parser().parse_args([*options, "--suite", suite]), gpu)
         assert len(found[suite]) == (18 if suite == "float32" else 36)
         assert all(s.tokens == 16384 and s.nheads * s.headdim == 2048 for s in found[suite])
-    assert all(s.allow_tf32 for s in found["float32"]) and all(s.backward for s in found["backward"])
+    assert all(s.allow_tf32 for s in found["float32"]) and found["backward_mma"] == found["backward"]
+    assert all(s.backward for s in found["backward"]) and not any(s.backward for s in found["mma"])
+    for suite in ("mma", "backward_mma"):
+        assert (suites.SUITES[suite].kernels, suites.SUITES[suite].peers) == (("mma_sm80",), "fa2")
     one, eight, back = (found[suite][0] for suite in ("mma", "fp8", "backward"))
     assert eight.given == one and one.given is one
     assert (eight.flops, back.flops) == (one.flops, 2.5 * one.flops)
@@ -555,6 +559,10 @@ def test_meter_reads_nothing_on_the_cpu():
         (["--suite", "ladder", "--backward"], "--backward has no meaning in suite ladder"),
         (["--suite", "ladder", "--device", "cpu", "--dtype", "fp16", "--allow-tf32"], "needs --dtype fp32, not fp16"),
         (["--suite", "mma", "--device", "cpu", "--framework", "numpy"], "--kernel mma_sm80: 'mma_sm80' is none of"),
+        (
+            ["--suite", "backward_mma", "--device", "cpu", "--framework", "numpy"],
+            "--kernel mma_sm80: 'mma_sm80' is none of",
+        ),
         (["--suite", "cpu", "--seqlen", "0"], "0 is not positive"),
         (["--suite", "cpu", "--seqlen", "x"], "invalid numbers value: 'x'"),
         (["--suite", "cpu", "--mask", "full,round"], "'round' is neither full nor causal"),

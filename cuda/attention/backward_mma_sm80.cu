@@ -16,7 +16,7 @@ cudaError_t backward_mma_sm80(const BackwardParams& b, size_t shared_memory, cud
 size_t backward_mma_sm80_workspace(const BackwardParams& b) {
     return with_backward_bucket(b.forward.headdim, b.forward.headdim_v, [&](auto d, auto dv) {
         size_t most = 0;
-        for (const MmaSm sm : {MmaSm::kAny, MmaSm::k164, MmaSm::k228})
+        for (const MmaSm sm : {MmaSm::kAny, MmaSm::kShort, MmaSm::k164, MmaSm::k228})
             most = std::max(most, workspace_bytes(b, backward_mma_tile(d, sm).block_m, d));
         return most;
     });

@@ -146,13 +146,18 @@ constexpr bool operator==(const BackwardTile& a, const BackwardTile& b) {
 //     64 x 64, d 256, 8 warps    16 x 32: 384 | 32 x 64: 192 | 32 x 64 in parts: 256
 // The numbers beside a tile are of an H200, bf16, 512 .. 8192 tokens.
 constexpr BackwardTile backward_mma_tile(int d, MmaSm sm) {
-    if (sm == MmaSm::k228) {
+    if (sm == MmaSm::kShort) {
+        if (d <= 64) return {64, 64, 4, 2, 2, 2, 2, 2, 3};             // 65 KB
+        if (d > 96 && d <= 128) return {64, 64, 4, 2, 2, 1, 1, 1, 2};  // 81 KB
+    }
+    if (sm == MmaSm::kShort || sm == MmaSm::k228) {
         if (d <= 64)
-            return {64, 64, 4, 2, 2, 2, 2, 2, 3};  // 65 KB. Three blocks that do not wait for each other: the next is 9 .. 20 % slower
+            return {64, 128, 4, 2, 2, 2, 2, 2, 2};  // 97 KB, parts of S 32 x 64: ldmatrix is the limit, and reads a fifth less than with
+                                                    // 32 x 32 in three blocks of 64 x 64, 10 .. 18 % slower. The next: 10 % slower
         if (d > 128 && d <= 192) return {128, 64, 8, 4, 2, 4, 2, 1, 1};  // 226 KB
         if (d > 192) return {128, 64, 8, 4, 2, 4, 1, 1, 1};              // 225 KB. 64 x 64: 1 .. 18 % slower
     }
-    if (sm == MmaSm::k164 || sm == MmaSm::k228) {
+    if (sm != MmaSm::kAny) {
         if (d <= 64) return {128, 128, 8, 4, 4, 4, 2, 1, 1};  // 146 KB
         if (d <= 96) return {64, 128, 8, 2, 4, 4, 2, 2, 1};   // 129 KB
         if (d <= 128)
@@ -167,6 +172,10 @@ constexpr BackwardTile backward_mma_tile(int d, MmaSm sm) {
     if (d <= 192) return {64, 32, 8, 4, 2, 2, 1, 1, 1};  // 81 KB
     return {32, 32, 4, 2, 2, 2, 1, 1, 1};                // 68 KB; no 64 queries fit beside 32 keys
 }
+
+// Few keys under a causal mask: tiles of 64 keys hide less on the diagonal. On H200, 64 against 128 keys, head dims 64 and 128: 5 and 2 %
+// faster at 512, 9 and 1 % slower from 2048 and 1024 on.
+inline bool backward_mma_is_short(bool causal, int seqlen_k) { return causal && seqlen_k <= 512; }
 
 // Calls body with the bucket of a pair of head dims.
 template <typename Body>

@@ -6,6 +6,7 @@ mma       mma_sm80 on the first 36 of them, beside FlashAttention-2
 fp8       float8 on the same 36, the answer in bfloat16, beside cuDNN in bfloat16 (and FlashAttention-3 in float8)
 float32   float32 with tf32 allowed, the tensor-core and the CUDA-core kernel, beside PyTorch in float32 and tf32
 backward  dq, dk, dv on the shapes of forward (on the CPU of cpu), plain and deterministic
+backward_mma  dq, dk, dv from mma_sm80 on the same, beside FlashAttention-2
 short     seqlen 1 to 512 in batches of 1 and 8, where standard attention is hard to beat
 varlen    packed sequences whose lengths are drawn from a fixed distribution
 ladder    every kernel of the device on one shape; backward_ladder the backward ones
@@ -166,6 +167,7 @@ SUITES = {
         dtype="float32",
     ),
     "backward": Suite(backward_shapes, _PROTOCOL | {"dtype", "batch"}, peers="cudnn,fa2,fa3,torch"),
+    "backward_mma": Suite(backward_shapes, _PROTOCOL | {"dtype", "batch"}, kernels=("mma_sm80",), peers="fa2"),
     "short": Suite(short_shapes, _SHAPE | _TIMED | _TYPED | {"device", "batch"}),
     "varlen": Suite(varlen_shapes, _SHAPE - {"seqlen"} | _TIMED | _TYPED | {"device", "tokens"}),
     "ladder": Suite(one_shape, _SHAPE | _TIMED | _TYPED | {"device", "batch"}, kernels=()),
