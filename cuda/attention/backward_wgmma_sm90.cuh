@@ -16,7 +16,7 @@
 //
 // The main warpgroups never wait for each other and drift apart, which fills each other's gaps; that is why dQ, which needs the dS of both,
 // has a warpgroup of its own. Every product's accumulators live until all products issued with it are drained, so the products come in two
-// batches, {dP, dV} and {S of the next tile, dK}, and everything is drained twice a tile.
+// batches, {dP, dV} and {S of the next tile, dK}, and everything is drained twice a tile; where registers are scarce dP alone as well.
 //
 // What bounds it: shared memory (3072 cycles of operands and copies beside 2560 cycles of tensor cores a tile at head dim 128) and the
 // chain of the dQ warpgroup; short sequences by the memory traffic of the kernels around it, backward_wgmma_sm90_rows.cu.
@@ -96,27 +96,32 @@ __global__ void __launch_bounds__(512, 1)
             load_block(p, schedule, w, smem, map_q, map_k, map_v, map_dout);
         } else if (threadIdx.x == 32) {
             uint32_t stage = 0, phase = 0;
-            for (int head = w.head_k * p.group, end = head + p.group; head < end; ++head)
-                for (int m = end_m - 1; m >= first_m; --m) {
-                    float* sums = schedule.tiles.dq + (first_query_tile(p, schedule.tiles, w, head) + m) * (kBlockM * kD);
-                    const Turn turn = turn_of(b, schedule.tiles, w, head, m);
-                    wait_for_turn(turn);
+            int previous = -1;  // slot of the piece before, which is free when that has been read: waited for one piece later
+            const int start_m = w.start_m;
+            for (int head = w.head_k * p.group, end = head + p.group; head < end; ++head) {
+                const int64_t first_tile = first_query_tile(p, schedule.tiles, w, head);
+                for (int m = start_m, left = end_m - first_m; left > 0; --left, m = next_tile(m, first_m, end_m)) {
+                    float* sums = schedule.tiles.dq + (first_tile + m) * (kBlockM * kD);
+                    int* counter = schedule.tiles.turn + first_tile + m;
+                    const Turn turn = take_turn<kBlockM, kBlockN>(b, schedule.tiles, w, counter, m);
                     for (int piece = 0; piece < kPieces; ++piece, sums += kDqPiece) {
                         mbarrier_wait(dq_full + 8 * stage, phase);
-                        if (turn.own == 0) bulk_store(sums, smem_dq + stage * kPieceBytes, kPieceBytes);
+                        if (turn.writes) bulk_store(sums, smem_dq + stage * kPieceBytes, kPieceBytes);
                         else bulk_reduce_add(sums, smem_dq + stage * kPieceBytes, kPieceBytes);
                         bulk_commit();
-                        bulk_wait_read<0>();
-                        mbarrier_arrive(dq_empty + 8 * stage);
+                        bulk_wait_read<1>();
+                        if (previous >= 0) mbarrier_arrive(dq_empty + 8 * previous);
+                        previous = int(stage);
                         if (++stage == kDqStages) stage = 0, phase ^= 1;
                     }
                     if (turn.publish) {
                         bulk_wait<0>();
                         fence_proxy_async_global();
-                        store_release(turn.counter, turn.own + 1);
+                        store_release(counter, turn.publish);
                     }
                 }
-            bulk_wait<0>();
+            }
+            bulk_wait_read<0>();
         }
         return;
     }
@@ -245,7 +250,8 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll
         for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0.0f;
     } else {
-        int m = end_m - 1, head = w.head_k * p.group;
+        const int start_m = w.start_m;
+        int m = start_m, head = w.head_k * p.group;
         mbarrier_wait(kv_full, 0);
         zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.k, wg * 64, wg);
         zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.v, wg * 64, wg);
@@ -256,7 +262,7 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll 1
         for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // S of this tile is complete, nothing is in flight
             const uint32_t slot = it & 1, phase = it >> 1 & 1;
-            const int next_m = m == first_m ? end_m - 1 : m - 1;
+            const int next_m = next_tile(m, first_m, end_m);
             low_k = opaque(low_k), low_q = opaque(low_q);
             if (m == ragged) {
                 mbarrier_wait(dout_full + 8 * slot, phase);
@@ -286,9 +292,10 @@ __global__ void __launch_bounds__(512, 1)
             }
             mbarrier_wait(dout_full + 8 * slot, phase);
             multiply_dp(slot);
-            multiply_dv(slot, it);
+            if (kBlockM == 64) multiply_dv(slot, it);
             mbarrier_wait(ds_empty + 8 * slot, phase ^ 1);
-            wgmma_wait<1>(dp);
+            if (kBlockM == 64) wgmma_wait<1>(dp);
+            else wgmma_wait<0>(dp), multiply_dv(slot, it);  // frees the registers of dP one by one
             if constexpr (kGeneral)
                 if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
             store_ds(slot);  // while dV is multiplied
@@ -308,7 +315,7 @@ __global__ void __launch_bounds__(512, 1)
             multiply_dk(slot, it);
             wgmma_wait<0>(dk, s);
             release(q_empty, slot);
-            if (kGeneral && m == first_m) ++head;
+            if (kGeneral && next_m == start_m) ++head;
             m = next_m;
         }
         wgmma_wait<0>(dk, dv);

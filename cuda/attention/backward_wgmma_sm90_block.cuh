@@ -27,6 +27,7 @@ struct alignas(16) BackwardWork {
     int first_tile;      // of the sequence, in QueryTiles
     int left, right;     // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
     int first_m, end_m;  // query tiles that see any of the keys
+    int start_m;         // the first that it walks to; the others follow in ascending order and around the end
     int mask_end;        // those before it have rows that do not see all of them, keys past the end among them
 };
 
@@ -35,16 +36,26 @@ struct BackwardSchedule {
     int n_blocks;       // key blocks of a sequence (dense)
     int section_heads;  // with longest_first: key heads whose first, longest blocks come before all second ones
     bool longest_first;
+    bool in_order;                              // deterministic: blocks take turns at every query tile
+    int blocks;                                 // the grid
     int q_loads, k_loads, v_loads, dout_loads;  // boxes that make a tile
 };
 
 // Named barriers 1 and 2: the threads of main warpgroup 0 and 1.
 __device__ __forceinline__ void main_warpgroup_sync(int wg) { bar_sync(1 + wg, 128); }
 
-// The block's keys and the query tiles that see any of them. Within a head blocks are numbered in ascending order of their keys, which
-// taking turns relies on. False when it has no keys.
+// The query tile that a block walks to after tile m.
+FA_HOST_DEVICE int next_tile(int m, int first_m, int end_m) { return m + 1 == end_m ? first_m : m + 1; }
+
+// The block's keys and the query tiles that see any of them. False when it has no keys.
+//
+// Blocks of a head that run side by side should be at different tiles, because they add to the same sums. Under a causal mask every block
+// starts at its first tile, which is another for each of them; else the starts are spread. Taking turns (Turn) wants the same order at
+// every tile, and blocks that are waited for must have started before: without a right edge all start at the first tile and the lowest
+// keys come first; with one the highest keys do, whose first tile no other block has reached yet.
 template <int kBlockM, int kBlockN>
 FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, BackwardWork& w) {
+    if (schedule.in_order && p.window_right >= 0) index = schedule.blocks - 1 - index;
     if (p.cu_seqlens_k) {
         const int slot = index / p.nheads_k;
         w.head_k = index - slot * p.nheads_k;
@@ -78,7 +89,9 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
     const VisibleBand band = visible_band(p, s);
     w.left = band.left, w.right = band.right;
     const Range tiles = query_tiles_of(band, w.key0, kBlockM, kBlockN);
-    w.first_m = tiles.begin, w.end_m = tiles.end;
+    w.first_m = w.start_m = tiles.begin, w.end_m = tiles.end;
+    if (!schedule.in_order && p.window_right < 0)
+        w.start_m += int(int64_t(tiles.end - tiles.begin) * w.key0 / (w.seqlen_k > 0 ? w.seqlen_k : 1));
     // Tiles before this one hold rows that do not see every key of the block.
     const int hidden_rows = min(w.key0 + kBlockN, w.seqlen_k) - 1 - w.right;
     w.mask_end = w.key0 + kBlockN > w.seqlen_k ? w.end_m : hidden_rows > 0 ? (hidden_rows + kBlockM - 1) / kBlockM : 0;
@@ -108,8 +121,7 @@ __device__ __forceinline__ int64_t first_query_tile(const AttentionParams& p, co
     return int64_t((p.cu_seqlens_q ? 0 : w.batch) * p.nheads + head) * tiles.tiles + w.first_tile;
 }
 
-// One thread: K and V once, then Q with lse and dout with delta of every query tile, two slots each. Last tiles first: under a causal mask
-// those are the ones that every key block meets, so that nobody's turn at a tile (Turn) comes late.
+// One thread: K and V once, then Q with lse and dout with delta of every query tile, two slots each.
 template <typename Smem>
 __device__ __forceinline__ void load_block(const AttentionParams& p, const BackwardSchedule& schedule, const BackwardWork& w, Smem& smem,
                                            const CUtensorMap& map_q, const CUtensorMap& map_k, const CUtensorMap& map_v,
@@ -130,12 +142,14 @@ __device__ __forceinline__ void load_block(const AttentionParams& p, const Backw
     load(map_k, schedule.k_loads, smem.k, kBlockN, kv_full, w.k_row + w.key0, w.head_k, kEvictFirst);
     load(map_v, schedule.v_loads, smem.v, kBlockN, kv_full, w.k_row + w.key0, w.head_k, kEvictFirst);
     uint32_t it = 0;
-    for (int head = w.head_k * p.group, end = head + p.group; head < end; ++head)
-        for (int m = w.end_m - 1; m >= w.first_m; --m, ++it) {
+    const int q_row = w.q_row, first_m = w.first_m, end_m = w.end_m, start_m = w.start_m;  // shared memory is slow while products read it
+    for (int head = w.head_k * p.group, end = head + p.group; head < end; ++head) {
+        const int64_t first_tile = first_query_tile(p, schedule.tiles, w, head);
+        for (int m = start_m, left = end_m - first_m; left > 0; --left, m = next_tile(m, first_m, end_m), ++it) {
             const uint32_t slot = it & 1, free = (it >> 1 & 1) ^ 1;
             const uint32_t q_full = shared_address(&smem.q_full[slot]), dout_full = shared_address(&smem.dout_full[slot]);
-            const int row = w.q_row + m * kBlockM;
-            const int64_t statistics = (first_query_tile(p, schedule.tiles, w, head) + m) * kBlockM;
+            const int row = q_row + m * kBlockM;
+            const int64_t statistics = (first_tile + m) * kBlockM;
             mbarrier_wait(shared_address(&smem.q_empty[slot]), free);
             mbarrier_arrive_expect_tx(q_full, sizeof smem.q[0] + kStatisticsBytes);
             load(map_q, schedule.q_loads, smem.q[slot], kBlockM, q_full, row, head, kEvictLast);
@@ -145,32 +159,43 @@ __device__ __forceinline__ void load_block(const AttentionParams& p, const Backw
             load(map_dout, schedule.dout_loads, smem.dout[slot], kBlockM, dout_full, row, head, kEvictLast);
             bulk_load(shared_address(smem.delta[slot]), schedule.tiles.delta + statistics, kStatisticsBytes, dout_full);
         }
+    }
 }
 
-// dQ of a tile is the sum over the key blocks that meet it, kept in global memory. turn counts those that have added, from the lowest on:
+// dQ of a tile is the sum over the key blocks that meet it, kept in global memory. Who may add when, by the tile's counter:
 //     zeroed          a block adds when it comes
-//     else            the lowest writes instead of adding, and the others wait for that: nobody has to write zeros first
-//     deterministic   every block waits for all lower ones, so that the order of the additions is always the same
-// Blocks start in ascending order of their keys, so whoever is waited for is running or done.
+//     else            whoever comes first claims the tile and writes instead of adding, and the others wait for that: nobody has to write
+//                     zeros first. The claimant is running and waits for nobody, so this cannot hang
+//     deterministic   blocks add in the same order at every tile. They start in this order too (find_key_block)
 struct Turn {
-    int* counter;
-    int own;      // how many add before
-    int awaited;  // until the counter says so; 0: no wait
-    bool publish;
+    bool writes;
+    int publish;  // what the counter becomes when the block's part is in memory; 0: nothing
 };
-__device__ __forceinline__ Turn turn_of(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, int head, int m) {
-    const VisibleBand band{w.left, w.right, w.seqlen_q, w.seqlen_k};
-    const int own = w.key0 / tiles.block_n - key_blocks_of(band, m * tiles.block_m, tiles.block_m, tiles.block_n).begin;
-    return {tiles.turn + first_query_tile(b.forward, tiles, w, head) + m, own,
-            b.deterministic ? own
-            : tiles.zeroed  ? 0
-                            : min(own, 1),
-            b.deterministic || (!tiles.zeroed && own == 0)};
-}
-__device__ __forceinline__ void wait_for_turn(const Turn& turn) {
-    if (turn.awaited == 0) return;
-    while (load_acquire(turn.counter) < turn.awaited) __nanosleep(64);
+// Until the counter, which was `seen`, is `value`.
+__device__ __forceinline__ void wait_for_counter(const int* counter, int seen, int value) {
+    for (; seen != value; seen = load_acquire(counter)) __nanosleep(64);
     fence_proxy_async_global();
+}
+// Deterministic: how many blocks add to tile m before this one.
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ int place_in_order(const AttentionParams& p, const BackwardWork& w, int m) {
+    const Range blocks = key_blocks_of({w.left, w.right, w.seqlen_q, w.seqlen_k}, m * kBlockM, kBlockM, kBlockN);
+    const int n = w.key0 / kBlockN;
+    return p.window_right < 0 ? n - blocks.begin : blocks.end - 1 - n;
+}
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ Turn take_turn(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, int* counter, int m) {
+    constexpr int kClaimed = 1, kWritten = 2;
+    if (b.deterministic) {
+        const int place = place_in_order<kBlockM, kBlockN>(b.forward, w, m);
+        wait_for_counter(counter, load_acquire(counter), place);
+        return {place == 0 && !tiles.zeroed, place + 1};
+    }
+    if (tiles.zeroed) return {false, 0};
+    const int seen = compare_exchange_acquire(counter, 0, kClaimed);
+    if (seen == 0) return {true, kWritten};
+    wait_for_counter(counter, seen, kWritten);
+    return {false, 0};
 }
 
 // ---- what must not leak: P and dS of such rows are 0, but 0 x NaN is NaN. A warpgroup each, all of it ----
@@ -330,6 +355,8 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
     schedule.n_blocks = (p.seqlen_k + kPlan.block_n - 1) / kPlan.block_n;
     schedule.section_heads = int(backward_section_heads(p));
     schedule.longest_first = p.window_right >= 0;
+    schedule.in_order = b.deterministic;
+    schedule.blocks = int(backward_blocks(p, kPlan));
 
     CUtensorMap map_q, map_k, map_v, map_dout;
     const auto encode = [&](const TensorView& x, int columns, int64_t rows, int heads, int box_rows, int padded, CUtensorMap* map,
@@ -358,7 +385,7 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
     }
     if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
     void* arguments[] = {&map_q, &map_k, &map_v, &map_dout, const_cast<BackwardParams*>(&b), &schedule};
-    if (cudaError_t error = cudaLaunchKernel(kernel, dim3(unsigned(backward_blocks(p, kPlan))), dim3(512), arguments, shared_bytes, stream))
+    if (cudaError_t error = cudaLaunchKernel(kernel, dim3(unsigned(schedule.blocks)), dim3(512), arguments, shared_bytes, stream))
         return cudaGetLastError(), error;
     return backward_rows_after(b, schedule.tiles, stream);
 }

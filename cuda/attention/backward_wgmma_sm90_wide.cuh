@@ -102,13 +102,17 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll 1
         for (int head = w.head_k * p.group, end = head + p.group; head < end; ++head)
 #pragma unroll 1
-            for (int m = end_m - 1; m >= first_m; --m, ++it) {
+            for (int m = w.start_m, left = end_m - first_m; left > 0; --left, m = next_tile(m, first_m, end_m), ++it) {
                 const uint32_t slot = it & 1;
-                float* sums = schedule.tiles.dq + (first_query_tile(p, schedule.tiles, w, head) + m) * (kBlockM * kD) + thread * 4;
+                const auto tile = [&] { return first_query_tile(p, schedule.tiles, w, head) + m; };
+                float* sums = schedule.tiles.dq + tile() * (kBlockM * kD) + thread * 4;
                 low = opaque(low);
                 const uint32_t rows = low + kDs + slot * (kDsBytes >> 4);
                 uint32_t columns = low;
-                if (b.deterministic) wait_for_turn(turn_of(b, schedule.tiles, w, head, m));
+                if (b.deterministic) {
+                    const int* counter = schedule.tiles.turn + tile();
+                    wait_for_counter(counter, load_acquire(counter), place_in_order<kBlockM, kBlockN>(p, w, m));
+                }
                 mbarrier_wait(ds_full + 8 * slot, it >> 1 & 1);
                 __syncwarp();
 #pragma unroll 1
@@ -128,8 +132,7 @@ __global__ void __launch_bounds__(512, 1)
                 if (b.deterministic) {
                     __threadfence();
                     bar_sync(3, 128);
-                    const Turn turn = turn_of(b, schedule.tiles, w, head, m);
-                    if (thread == 0) store_release(turn.counter, turn.own + 1);
+                    if (thread == 0) store_release(schedule.tiles.turn + tile(), place_in_order<kBlockM, kBlockN>(p, w, m) + 1);
                 }
             }
         return;
@@ -179,7 +182,8 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll
             for (int i = 0; i < kDV / 2; ++i) dv[i] = 0.0f;
         } else {
-            int m = end_m - 1, head = w.head_k * p.group;
+            const int start_m = w.start_m;
+            int m = start_m, head = w.head_k * p.group;
             mbarrier_wait(kv_full, 0);
             zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.k, 0, wg);
             mbarrier_wait(q_full, 0);
@@ -189,7 +193,7 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll 1
             for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // S of this tile is complete, nothing is in flight
                 const uint32_t slot = it & 1, phase = it >> 1 & 1;
-                const int next_m = m == first_m ? end_m - 1 : m - 1;
+                const int next_m = next_tile(m, first_m, end_m);
                 low = opaque(low);
                 const auto hand_over = [&](int i, const uint32_t* x) { smem.p[slot][i][thread] = make_uint4(x[0], x[1], x[2], x[3]); };
                 mbarrier_wait(p_empty + 8 * slot, phase ^ 1);
@@ -226,7 +230,7 @@ __global__ void __launch_bounds__(512, 1)
                 accumulate(dv, low + kDout + slot * (kDoutBytes >> 4), it);
                 wgmma_wait<0>(d, dv);
                 arrive(dout_empty, slot);
-                if (kGeneral && m == first_m) ++head;
+                if (kGeneral && next_m == start_m) ++head;
                 m = next_m;
             }
             wgmma_wait<0>(dv);
@@ -245,7 +249,7 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll
         for (int i = 0; i < kD / 2; ++i) dk[i] = 0.0f;
     } else {
-        int m = end_m - 1;
+        int m = w.start_m;
         mbarrier_wait(kv_full, 0);
         zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.v, 0, wg);
         mbarrier_wait(dout_full, 0);
@@ -255,7 +259,7 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll 1
         for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // dP of this tile is complete, nothing is in flight
             const uint32_t slot = it & 1, phase = it >> 1 & 1;
-            const int next_m = m == first_m ? end_m - 1 : m - 1;
+            const int next_m = next_tile(m, first_m, end_m);
             low = opaque(low);
             mbarrier_wait(p_full + 8 * slot, phase);
             mbarrier_wait(ds_empty + 8 * slot, phase ^ 1);

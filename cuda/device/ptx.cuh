@@ -119,6 +119,12 @@ __device__ __forceinline__ int load_acquire(const int* global) {
 __device__ __forceinline__ void store_release(int* global, int x) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
+// atom.acquire.gpu.cas: what was there; `value` is there now if that was `expected`.
+__device__ __forceinline__ int compare_exchange_acquire(int* global, int expected, int value) {
+    int x;
+    asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(x) : "l"(global), "r"(expected), "r"(value) : "memory");
+    return x;
+}
 // fence.proxy.async: between ordinary accesses and those of the copy engine, in global memory too.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async;" ::: "memory"); }
 

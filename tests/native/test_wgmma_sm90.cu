@@ -72,25 +72,34 @@ void check_items(const AttentionParams& p, int blocks, bool sections) {
             }
 }
 
-// ---- backward: every key block once, ascending within a head; the query tiles it meets are those that meet it, and no visible pair is
-// missed ----
+// ---- backward: every key block once and, where blocks take turns, in the order of the turns; the query tiles it meets are those that
+// meet it, it walks through all of them, and no visible pair is missed ----
 
 template <int kBlockM, int kBlockN>
-void check_key_blocks(const AttentionParams& p) {
+void check_key_blocks(const AttentionParams& p, bool in_order) {
     BackwardSchedule schedule{};
     schedule.n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
     schedule.section_heads = int(backward_section_heads(p));
     schedule.longest_first = p.window_right >= 0;
     const BackwardPlan plan{64, 64, kBlockM, kBlockN, 2, true};
-    std::vector<int> next_key(size_t(p.batch) * p.nheads_k);
-    for (int index = 0; index < backward_blocks(p, plan); ++index) {
+    schedule.in_order = in_order, schedule.blocks = int(backward_blocks(p, plan));
+    const bool descending = in_order && p.window_right >= 0;
+    std::vector<int> found(size_t(p.batch) * p.nheads_k);  // blocks of the head so far
+    for (int index = 0; index < schedule.blocks; ++index) {
         BackwardWork w;
         if (!find_key_block<kBlockM, kBlockN>(p, schedule, index, w)) continue;
-        int& next = next_key[size_t(w.batch) * p.nheads_k + w.head_k];
-        EXPECT(w.key0 == next, "sequence %d head %d: key %d where %d was due", w.batch, w.head_k, w.key0, next);
-        next = w.key0 + kBlockN;
-        if (w.head_k) continue;
         const Sequence s = sequence_of(p, w.batch);
+        const int n = found[size_t(w.batch) * p.nheads_k + w.head_k]++;
+        const int due = descending ? (s.seqlen_k - 1) / kBlockN - n : n;
+        EXPECT(w.key0 == due * kBlockN, "sequence %d head %d: key %d where block %d was due", w.batch, w.head_k, w.key0, due);
+        if (w.head_k) continue;
+        if (w.first_m < w.end_m) {
+            std::vector<bool> walked(w.end_m);
+            for (int m = w.start_m, left = w.end_m - w.first_m; left > 0; --left, m = next_tile(m, w.first_m, w.end_m)) {
+                EXPECT(m >= w.first_m && m < w.end_m && !walked[m], "walks to tile %d of %d .. %d", m, w.first_m, w.end_m);
+                walked[m] = true;
+            }
+        }
         for (int m = 0; m * kBlockM < s.seqlen_q; ++m) {
             const Range blocks = key_blocks_of(visible_band(p, s), m * kBlockM, kBlockM, kBlockN);
             const bool meets = m >= w.first_m && m < w.end_m, met = w.key0 / kBlockN >= blocks.begin && w.key0 / kBlockN < blocks.end;
@@ -107,8 +116,8 @@ void check_key_blocks(const AttentionParams& p) {
     }
     for (int b = 0; b < p.batch; ++b)
         for (int head = 0; head < p.nheads_k; ++head) {
-            const int found = next_key[size_t(b) * p.nheads_k + head], keys = sequence_of(p, b).seqlen_k;
-            EXPECT(found >= keys && found < keys + kBlockN, "sequence %d head %d: %d of %d keys", b, head, found, keys);
+            const int blocks = found[size_t(b) * p.nheads_k + head], keys = sequence_of(p, b).seqlen_k;
+            EXPECT(blocks == (keys + kBlockN - 1) / kBlockN, "sequence %d head %d: %d blocks of %d keys", b, head, blocks, keys);
         }
 }
 
@@ -137,9 +146,11 @@ void test_items() {
         check_items<128, 128>(p, blocks, sections);
         check_items<192, 80>(p, blocks, sections);
         check_items<128, 64>(p, blocks, sections);
-        check_key_blocks<128, 128>(p);
-        check_key_blocks<64, 128>(p);
-        check_key_blocks<64, 64>(p);
+        for (const bool in_order : {false, true}) {
+            check_key_blocks<128, 128>(p, in_order);
+            check_key_blocks<64, 128>(p, in_order);
+            check_key_blocks<64, 64>(p, in_order);
+        }
     }
 }
 
