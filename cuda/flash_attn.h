@@ -126,6 +126,10 @@ typedef struct fa_attention_args {
     fa_descale q_descale; /* (batch, nheads): required by float8_e4m3, NULL for every other dtype */
     fa_descale k_descale; /* (batch, nheads_k) */
     fa_descale v_descale; /* (batch, nheads_k) */
+    /* float8_e4m3: P v is summed over all keys in the tensor cores, whose sums of 8-bit products keep 14 bits. The default, 0,
+     * promotes every 1024 keys' sum to float: slower on more keys than that, and a mean of v does not fade. */
+    int32_t fast_accum;
+    int32_t reserved2;
 } fa_attention_args;
 
 /* What a call with these arguments would do. */

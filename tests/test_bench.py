@@ -19,7 +19,7 @@ needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed
 FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 
 ROW_TYPES = dict.fromkeys("suite system kernel pass dtype mix arrays device call".split(), str)
-ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic".split(), bool)
+ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic fast_accum".split(), bool)
 ROW_TYPES |= dict.fromkeys(
     "headdim headdim_v seqlen_q seqlen_k batch nheads nheads_k m n k input_sets tokens".split(), int
 )
@@ -198,11 +198,12 @@ def fp8_attention(monkeypatch):
 def test_fp8_suite(tmp_path, fp8_attention):
     options = [*FAST, "--device", "cpu", "--tokens", "128", "--seqlen", "64,128", "--headdim", "64", "--heads", "2"]
     rows = attention_rows(run(tmp_path, "--suite", "fp8", *options))
-    assert [(row["seqlen_q"], row["batch"], row["causal"]) for row in rows] == [
-        (64, 2, False), (128, 1, False), (64, 2, True), (128, 1, True)
-    ]  # fmt: skip
+    assert [(row["seqlen_q"], row["batch"], row["causal"], "fast_accum" in row) for row in rows] == [
+        (n, 128 // n, causal, fast) for causal in (False, True) for n in (64, 128) for fast in (False, True)
+    ]
     assert all((row["kernel"], row["dtype"]) == ("fp8_cpu", "float8_e4m3fn") for row in rows)
-    assert (tmp_path / "fp8.md").read_text().startswith("# fp8: ")
+    text = (tmp_path / "fp8.md").read_text()
+    assert text.startswith("# fp8: ") and "flash-attn-minimal, fast_accum" in text
 
 
 def test_fp8_with_a_wrong_factor_is_wrong(tmp_path, monkeypatch, fp8_attention):

@@ -130,6 +130,10 @@ def test_attention_refuses():
         x = np.zeros((2, 5, 4, 16), np.float32)
         with pytest.raises(fa.BadArgument, match=f"{name}.data is set"):
             fa.flash_attn_func(x, x, x, **{name: descale})
+    with pytest.raises(fa.BadArgument, match="fast_accum=1, but only dtype=float8_e4m3"):
+        fa.flash_attn_func(x, x, x, fast_accum=True)
+    with pytest.raises(fa.BadArgument, match="fast_accum=3 is neither True nor False"):
+        fa.flash_attn_func(x8, x8, x8, **good, fast_accum=3)
     with pytest.raises(fa.Unsupported, match="takes no float8_e4m3"):
         fa.flash_attn_func(x8, x8, x8, **good)
     with pytest.raises(fa.Unsupported, match="out_dtype=float32 with dtype=float8_e4m3"):
@@ -174,8 +178,12 @@ def plain_attention(q, k, v, causal, p_dtype=None):
 
 @pytest.mark.parametrize("headdim", [16, 64, 80, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(1, 1), (113, 203), (203, 113), (799, 3), (300, 1500)])
-def test_attention_within_budget(torch, headdim, causal, lengths):
+@pytest.mark.parametrize(
+    ("lengths", "fast_accum"),
+    [((1, 1), False), ((113, 203), False), ((203, 113), False), ((799, 3), False), ((300, 2500), False)]
+    + [((203, 113), True), ((300, 2500), True)],
+)
+def test_attention_within_budget(torch, headdim, causal, lengths, fast_accum):
     generator = torch.Generator("cuda").manual_seed(headdim)
     draw = [
         torch.randn(2, n, h, headdim, device="cuda", generator=generator)
@@ -189,6 +197,7 @@ def test_attention_within_budget(torch, headdim, causal, lengths):
             "k_descale": dk,
             "v_descale": dv,
             "out_dtype": str(out_dtype).removeprefix("torch."),
+            "fast_accum": fast_accum,
         }
         _, lse = fa.flash_attn_func(q, k, v, causal=causal, out=out, return_lse=True, **options)
         again = fa.flash_attn_func(q, k, v, causal=causal, **options)
@@ -207,6 +216,15 @@ def test_attention_within_budget(torch, headdim, causal, lengths):
         assert np.abs(got[finite] - exact_lse[finite]).max(initial=0) <= 1e-2  # scores too are cut off at 13 bits
 
 
+def few_rows(torch, keys, headdim, mean, spread):
+    """48 queries, V of this mean and spread: q, k, v; their factors as options; and what they stand for."""
+    generator = torch.Generator("cuda").manual_seed(keys)
+    q, k, v = (torch.randn(1, n, 1, headdim, device="cuda", generator=generator) for n in (48, keys, keys))
+    pairs = [*map(fa.quantize_fp8, (q, k, mean + spread * v))]
+    options = dict(zip(("q_descale", "k_descale", "v_descale"), (d for _, d in pairs), strict=True))
+    return [x for x, _ in pairs], options, [dequantised(x.float().cpu().numpy(), d.cpu().numpy()) for x, d in pairs]
+
+
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("keys", [1024, 4096, 16384])
@@ -214,17 +232,46 @@ def test_attention_within_budget(torch, headdim, causal, lengths):
 def test_a_mean_in_v_survives_many_keys(torch, headdim, causal, keys, spread):
     """8-bit tensor cores cut products off at 2^-13 of the sum they join: unless that sum stays short, out falls short
     of V's mean by a part that grows with the keys. Allowed are P's rounding, out's, and 2^-7 of the mean."""
-    generator = torch.Generator("cuda").manual_seed(keys)
-    q, k, v = (torch.randn(1, n, 1, headdim, device="cuda", generator=generator) for n in (48, keys, keys))
-    (q, dq), (k, dk), (v, dv) = map(fa.quantize_fp8, (q, k, 1.3 + spread * v))
-    out = fa.flash_attn_func(q, k, v, causal=causal, q_descale=dq, k_descale=dk, v_descale=dv)
-    host = [dequantised(x.float().cpu().numpy(), d.cpu().numpy()) for x, d in ((q, dq), (k, dk), (v, dv))]
+    arrays, options, host = few_rows(torch, keys, headdim, 1.3, spread)
+    out = fa.flash_attn_func(*arrays, causal=causal, **options)
     exact, _ = plain_attention(*host, causal)
     rounded, _ = plain_attention(*host, causal, e4m3)
     off = out.double().cpu().numpy() - exact
     budget = 2 * np.abs(rounded - exact).max() + (2**-9 + 2**-7) * np.abs(exact).max()
     assert np.abs(off).max() <= budget, f"{np.abs(off).max()} against {budget}"
     assert abs(off.mean()) <= 2**-7 * 1.3, f"the mean of out is off by {off.mean()}"
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_fast_accum(torch, headdim, causal):
+    """Up to 1024 keys it changes nothing. Beyond, values of either sign come out as well as by default, the row sums
+    too; a mean of V is what fades, by 8 % of it at 4096 keys."""
+    for keys, mean, spread in ((1024, 1.3, 0.1), (4096, 0.0, 1.0), (4096, 1.3, 0.1)):
+        arrays, options, host = few_rows(torch, keys, headdim, mean, spread)
+        exact, exact_lse = plain_attention(*host, causal)
+        rounded, _ = plain_attention(*host, causal, e4m3)
+        out, fast = (fa.flash_attn_func(*arrays, causal=causal, fast_accum=f, **options) for f in (False, True))
+        if keys == 1024:
+            assert torch.equal(out, fast)
+        elif mean == 0:
+            budget = 2 * np.abs(rounded - exact).max() + 2**-8 * np.abs(exact).max()
+            assert np.abs(fast.double().cpu().numpy() - exact).max() <= budget
+            _, lse = fa.flash_attn_func(*arrays, causal=causal, fast_accum=True, return_lse=True, **options)
+            assert np.abs(lse.double().cpu().numpy() - exact_lse).max() <= 1e-2
+        else:
+            assert 0.02 * mean < (out - fast).double().mean().item() < 0.12 * mean
+
+
+def test_query_names_the_kernel(torch):
+    x8, descale = fa.quantize_fp8(torch.randn(1, 64, 2, 64, device="cuda"))
+    good = {"q_descale": descale, "k_descale": descale, "v_descale": descale}
+    plan = fa.query(x8, x8, x8, **good)
+    assert plan.kernel == "fp8_sm90" and "fast_accum=0" in plan.why_not["fp8_fast_sm90"]
+    assert fa.query(x8, x8, x8, **good, fast_accum=True).kernel == "fp8_fast_sm90"
+    assert fa.query(x8, x8, x8, **good, fast_accum=True, kernel="fp8_sm90").kernel == "fp8_sm90"
+    plan = fa.query(x8, x8, x8, **good, kernel="fp8_fast_sm90")
+    assert plan.status == "FA_UNSUPPORTED" and "fast_accum=0" in plan.error
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -144,6 +144,7 @@ def other_values(kind):
         "num_threads": 2,
         **{f"{name}_descale": factor for name, factor in factors.items()},
         "out_dtype": "float16",
+        "fast_accum": True,  # refused: not float8
     }
 
 

@@ -147,11 +147,22 @@ const char* fp8_sm90_refuses(const AttentionParams& p, const DeviceInfo& device,
     if (!reason && rows_k) reason = no_tensor_map("v", p.v, batch, rows_k, p.nheads_k, 1, text, size);
     return reason ? reason : no_wide_stores(p, text, size);
 }
-size_t fp8_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
-    return forward_fp8_sm90_workspace(p, device.multiprocessors);
+AttentionParams fp8_params(AttentionParams p, bool fast_accum) {
+    p.fast_accum = fast_accum;
+    return p;
 }
+template <bool kFastAccum>
+size_t fp8_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    return forward_fp8_sm90_workspace(fp8_params(p, kFastAccum), device.multiprocessors);
+}
+template <bool kFastAccum>
 fa_status fp8_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
-    return launched("fp8_sm90", forward_fp8_sm90(p, device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
+    return launched(kFastAccum ? "fp8_fast_sm90" : "fp8_sm90",
+                    forward_fp8_sm90(fp8_params(p, kFastAccum), device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
+}
+const char* fp8_fast_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (is_float8(p) && !p.fast_accum) return "fast_accum=0: the tensor cores keep 14 bits of its sums, which the call must allow";
+    return fp8_sm90_refuses(p, device, text, size);
 }
 #endif
 
@@ -280,8 +291,10 @@ constexpr Kernel kKernels[] = {
      minimal_launch},
     {"naive", "standard attention in three steps, S in the workspace", FA_CUDA, naive_refuses, naive_workspace, naive_launch},
 #if FA_WITH_WGMMA_SM90
+    {"fp8_fast_sm90", "Hopper: as fp8_sm90, with fast_accum: P v summed in the tensor cores", FA_CUDA, fp8_fast_sm90_refuses,
+     fp8_sm90_workspace<true>, fp8_sm90_launch<true>},
     {"fp8_sm90", "Hopper: float8_e4m3 inputs with a factor for every head, head dims to 256, plain or causal", FA_CUDA, fp8_sm90_refuses,
-     fp8_sm90_workspace, fp8_sm90_launch},
+     fp8_sm90_workspace<false>, fp8_sm90_launch<false>},
 #endif
 #endif
     cpu_kernel<cpu::Isa::kAvx512>("cpu_avx512", "tiled online softmax, 16 lanes"),

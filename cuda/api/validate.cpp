@@ -118,6 +118,8 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     FA_RETURN_IF_ERROR(check_bool("has_window", a.has_window));
     FA_RETURN_IF_ERROR(check_bool("deterministic", a.deterministic));
     FA_RETURN_IF_ERROR(check_bool("allow_tf32", a.allow_tf32));
+    FA_RETURN_IF_ERROR(check_bool("fast_accum", a.fast_accum));
+    if (a.fast_accum && !fp8) return fail(FA_BAD_ARGUMENT, "fast_accum=1, but only dtype=float8_e4m3 has sums of 8-bit products");
     if (a.has_window) {
         if (a.window_left < -1) return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 " is below -1 (open)", a.window_left);
         if (a.window_right < -1) return fail(FA_BAD_ARGUMENT, "window_right=%" PRId64 " is below -1 (open)", a.window_right);
@@ -127,7 +129,8 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     }
     if (!(a.dropout_p >= 0 && a.dropout_p < 1)) return fail(FA_BAD_ARGUMENT, "dropout_p=%g is outside 0 <= p < 1", a.dropout_p);
     if (a.num_threads < 0 || a.num_threads > 4096) return fail(FA_BAD_ARGUMENT, "num_threads=%d is outside 0 .. 4096", a.num_threads);
-    if (a.reserved0 || a.reserved1) return fail(FA_BAD_ARGUMENT, "reserved0=%d, reserved1=%d must be 0", a.reserved0, a.reserved1);
+    if (a.reserved0 || a.reserved1 || a.reserved2)
+        return fail(FA_BAD_ARGUMENT, "reserved0=%d, reserved1=%d, reserved2=%d must be 0", a.reserved0, a.reserved1, a.reserved2);
 
     AttentionParams& p = *params;
     p = {};
@@ -155,6 +158,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
         dropout_key(a.dropout_seed, a.dropout_offset, p.dropout_key);
     }
     p.allow_tf32 = a.allow_tf32;
+    p.fast_accum = a.fast_accum;
     p.num_threads = a.num_threads ? a.num_threads : a.device == FA_CPU ? default_threads() : 1;
     p.workspace = a.workspace;
     p.q_descale = view(a.q_descale), p.k_descale = view(a.k_descale), p.v_descale = view(a.v_descale);

@@ -5,13 +5,16 @@ namespace fa {
 
 cudaError_t forward_fp8_sm90(const AttentionParams& p, int device, int multiprocessors, cudaStream_t stream) {
     switch (fp8_choose(p)) {
-#define FA_FP8_CASE(id) \
-    case Fp8PlanId::id: return launch_fp8<Fp8PlanId::id>(p, device, multiprocessors, stream);
+#define FA_FP8_CASE(id)                                                                    \
+    case Fp8PlanId::id:                                                                    \
+        return p.lse ? launch_fp8<Fp8PlanId::id, true>(p, device, multiprocessors, stream) \
+                     : launch_fp8<Fp8PlanId::id, false>(p, device, multiprocessors, stream);
         FA_FP8_CASE(kD64Short)
         FA_FP8_CASE(kD64Long)
         FA_FP8_CASE(kD128Short)
         FA_FP8_CASE(kD128Long)
         FA_FP8_CASE(kD256)
+        FA_FP8_CASE(kD256Long)
 #undef FA_FP8_CASE
     }
     return cudaErrorInvalidValue;

@@ -4,7 +4,7 @@
 //
 //     producer, warp 0      Q -> q;  K tiles -> ring k;  V tiles -> ring v, as they lie in memory: a row for each key
 //     transposer, warps 1-3 ring v -> ring vt: a row for each head dim, keys along it, for 8-bit products know no other order
-//     consumers             S(n) = Q K(n)^T, P(n+1) V(n+1), softmax(n) -> P(n) in e4m3; P V of a few tiles -> O, in float
+//     consumers             S(n) = Q K(n)^T, O += P(n+1) V(n+1), softmax(n) -> P(n) in e4m3; now and then O -> sums in float
 //
 //     v_full: the copy has landed     v_empty, vt_full: one arrival per transposer warp     vt_empty, k_empty: one per consumer warp
 //
@@ -14,14 +14,17 @@
 //
 // P is at most 448, e4m3's largest number, and below 2^-9 there is nothing, so the lazy maximum m stands 2^6 below the largest score of
 // the first tile: P reaches 64, a row may rise by 2^2.75 before O is rescaled, and 2^-16 of the maximum still counts. The largest P is then
-// no power of two, and rounding it would tilt rows that one key dominates; so out = O / (sum of P as rounded), which the tensor cores
-// take with a column of ones, over the tiles that P V is summed over. lse has the sum before rounding. The factors of q and k belong to the
-// exponential's scale, that of v to the last division.
+// no power of two, and rounding it would tilt rows that one key dominates; so out = O / (sum of P as rounded), which comes with P V: below
+// its head dims V^T has eight more rows of constants. lse has the sum before rounding, which only calls that want lse pay for. The factors
+// of q and k belong to the exponential's scale, that of v to the last division.
 //
-// The tensor cores cut every product off at 2^-13 of the sum it joins: summed there, out fell short of a mean of V by 8 % at 4k keys and
-// up to 56 % at 16k (measured). So a sum grows over at most three tiles and is promoted to O by float additions, in the way that the
-// registers of the plan allow (Fp8Sum, tiles.h). What is lost of the mean then does not grow with the keys: with sums over 128, 256 and 384
-// keys 0.1, 0.2 and 0.3 % (measured, ordinary scores); rounding out to bfloat16 takes up to 0.4 %.
+// The tensor cores cut every product off at 2^-13 of the sum it joins: summed there, out falls short of a mean of V by 8 % at 4k keys and
+// up to 43 % at 16k (measured). So by default a sum grows over at most 1024 keys and is promoted to additions in float, in the way that the
+// plan has room for (Fp8Sum, tiles.h). What a sum of 1024 keys loses, 1.5 %, depends on how many bits its products have. The constants are
+// 1 and 1.375, few bits and many: the mean of the two sums of P loses about as much as V's mean does, and out = O / that mean is off by
+// up to 0.6 % of V's mean at any length, with 512 keys by 0.2 % (measured, 0.0 to 3.0 of scores' spread); rounding out to bfloat16 takes up
+// to 0.4 %. With fast_accum O stays in the tensor cores for all keys and the sums of P alone are promoted: right for values of either sign,
+// and a mean of V fades.
 //
 // Bound by the softmax at head dim 64, where the exponentials alone take twice the tensor cores' time, and at 128, as long; at 256 by the
 // tensor cores and shared memory.
@@ -38,16 +41,17 @@ struct Fp8Work : WgmmaWork {
 };
 
 template <Fp8PlanId kId>
+constexpr int kVtRows = fp8_plan(kId).headdim + 8;  // the last eight sum P
+
+template <Fp8PlanId kId>
 struct alignas(1024) Fp8Smem {
     static constexpr Fp8Plan kPlan = fp8_plan(kId);
     uint8_t q[kPlan.warpgroups][64 * kPlan.columns()];
     uint8_t k[kPlan.k_stages][kPlan.block_n * kPlan.columns()];
     uint8_t v[kPlan.v_stages][kPlan.block_n * kPlan.columns()];
-    uint8_t vt[kPlan.v_stages][kPlan.headdim * kPlan.keys()];
-    static constexpr bool kShared = kPlan.sum == Fp8Sum::kShared;
-    float4 o[kPlan.warpgroups][kShared ? kPlan.headdim / 8 : 1]
-            [kShared ? 128 : 1];  // Fp8Sum::kShared: a thread's registers lie 2 KiB apart
-    uint8_t ones[1024];           // eight rows of a chunk: what sums P
+    uint8_t vt[kPlan.v_stages][kVtRows<kId> * kPlan.keys()];
+    // Fp8Sum::kShared: a thread's registers lie 2 KiB apart
+    float4 o[kPlan.warpgroups][kPlan.sum == Fp8Sum::kShared ? kPlan.headdim / 8 : 1][kPlan.sum == Fp8Sum::kShared ? 128 : 1];
     uint64_t q_full, q_empty;
     uint64_t k_full[kPlan.k_stages], k_empty[kPlan.k_stages], v_full[kPlan.v_stages], v_empty[kPlan.v_stages];
     uint64_t vt_full[kPlan.v_stages], vt_empty[kPlan.v_stages];
@@ -57,7 +61,7 @@ struct alignas(1024) Fp8Smem {
 };
 
 constexpr int kTransposerWarps = 3;
-constexpr uint32_t kOnes = 0x38383838;  // four times 1.0 in e4m3
+constexpr uint32_t kEvenRow = 0x38383838, kOddRow = 0x3B3B3B3B;  // of V^T's last eight: four times 1.0 and 1.375 in e4m3
 
 // One tile of V to V^T, by warps 0 .. kTransposerWarps - 1: a warp takes every third of the 16-byte pieces of the keys' rows.
 template <int kHeadDim, int kBlockN, int kBatch>  // kBatch: steps of 32 keys on their way at a time
@@ -74,7 +78,7 @@ struct Transposer {
         ldmatrix_x4_trans(x, from + piece / 8 * kBlockN * kChunkRowBytes + ((piece ^ lane) % 8 << 4) + i * 32 * kChunkRowBytes);
     }
     __device__ __forceinline__ void store_step(const uint32_t (&x)[2][2], int piece, int i) const {
-        stmatrix_x4((to + piece * 16 * kChunkRowBytes ^ i % 4 << 5) + i / 4 * kHeadDim * kChunkRowBytes,
+        stmatrix_x4((to + piece * 16 * kChunkRowBytes ^ i % 4 << 5) + i / 4 * (kHeadDim + 8) * kChunkRowBytes,
                     permute_bytes<0x6420>(x[0][0], x[0][1]), permute_bytes<0x7531>(x[0][0], x[0][1]),
                     permute_bytes<0x6420>(x[1][0], x[1][1]), permute_bytes<0x7531>(x[1][0], x[1][1]));
     }
@@ -108,7 +112,7 @@ struct Transposer {
     }
 };
 
-template <Fp8PlanId kId>
+template <Fp8PlanId kId, bool kLse>
 __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
     forward_fp8_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                        const __grid_constant__ CUtensorMap map_v, const __grid_constant__ AttentionParams p,
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
     constexpr Fp8Plan kPlan = fp8_plan(kId);
     constexpr int kD = kPlan.headdim, kBlockM = kPlan.block_m(), kBlockN = kPlan.block_n, kWarpgroups = kPlan.warpgroups;
     constexpr bool kPingPong = kPlan.ping_pong, kQInRegisters = kPlan.q_in_registers;
-    constexpr uint32_t kSlabBytes = 64 * kPlan.columns(), kTileBytes = kBlockN * kPlan.columns(), kVtBytes = kD * kPlan.keys();
+    constexpr uint32_t kSlabBytes = 64 * kPlan.columns(), kTileBytes = kBlockN * kPlan.columns(), kVtBytes = kVtRows<kId> * kPlan.keys();
     static_assert(kBlockN % 32 == 0, "whole steps of 32 keys");
     using Smem = Fp8Smem<kId>;
     static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
@@ -145,7 +149,11 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
             mbarrier_init(work_full + 8 * i, 1), mbarrier_init(work_empty + 8 * i, kConsumerWarps + kTransposerWarps);
         fence_mbarrier_init();
     }
-    if (threadIdx.x < 64) store_shared_16(shared_address(smem.ones) + threadIdx.x * 16, make_uint4(kOnes, kOnes, kOnes, kOnes));
+    constexpr uint32_t kVtChunkBytes = kVtRows<kId> * kChunkRowBytes;
+    for (uint32_t i = threadIdx.x; i < 64 * kPlan.v_stages * (kPlan.keys() / 128); i += blockDim.x) {  // the swizzle stays within a row
+        const uint32_t x = i / 8 % 2 ? kOddRow : kEvenRow;
+        store_shared_16(smem_vt + i / 64 * kVtChunkBytes + kD * kChunkRowBytes + i % 64 * 16, make_uint4(x, x, x, x));
+    }
     fence_proxy_async();
     __syncthreads();
 
@@ -236,25 +244,26 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
     // ------------------------------------------------------------------------------------------------ consumers
     setmaxnreg_inc<kPlan.consumer_registers()>();
     constexpr float kLn2 = 0.6931471805599453f;
-    constexpr float kOffset = 6.0f, kRise = 2.75f;  // 2^8.75 = 431
-    constexpr int kStored = 16;                     // beside the count in `carried`
-    static_assert(kPlan.carry < kStored, "the count has four bits");
+    constexpr float kOffset = 6.0f, kRise = 2.75f;                 // 2^8.75 = 431
+    constexpr float kEvenShare = 0.5f, kOddShare = 0.5f / 1.375f;  // of the sums over kEvenRow and kOddRow in the sum of P
+    constexpr int kCarry = kFp8Promotion / kBlockN;
     const int wg = warpgroup - 1, warp = threadIdx.x % 128 / 32, g = lane / 4, quad = lane % 4;
     Ring k, v, work;  // v: the ring of V^T
     uint32_t q_phase = 0;
-    constexpr bool kShared = kPlan.sum == Fp8Sum::kShared, kOverlap = kPlan.sum != Fp8Sum::kPieces;
-    constexpr int kPiece = kOverlap ? kD : 64, kPieces = kD / kPiece;
-    constexpr int kParts = kPieces < 2 ? 1 : 2, kPart = kShared ? 1 : kPiece / 2;
-    float part[kParts][kPart];        // P V on its way to O; kShared: in o, on its way to smem.o
-    float s[kBlockN / 2], o[kD / 2];  // row g + 8 r of the warp's 16: elements with i / 2 % 2 = r
-    float tile_sum[4], sum[2];        // of P as rounded: 0, 1 and 2, 3 are rows g and g + 8 of the tiles carried; of those promoted
-    float m[2], l[2], alpha[2];       // see the header; l: this thread's share of the row sum; alpha: what O is off by
-    int carried;                      // tiles in part (o) and tile_sum; kShared: + kStored once smem.o has something
-    uint32_t prob[kBlockN / 8];       // P as A operand
+    constexpr bool kShared = kPlan.sum == Fp8Sum::kShared, kInPieces = kPlan.sum == Fp8Sum::kPieces;
+    constexpr int kPiece = kInPieces ? 64 : kD < 128 ? kD : 128, kPieces = kD / kPiece;  // head dims of one product
+    constexpr int kRegisters = kVtRows<kId> / 2;
+    float s[kBlockN / 2];                             // row g + 8 r of the warp's 16: elements with i / 2 % 2 = r
+    float o[kRegisters];                              // likewise; the last four are the sums of P
+    float sum[2];                                     // of P, in float
+    float part[2][kInPieces ? kPiece / 2 + 4 : 1];    // P V on its way to O
+    float m[2], l[2], alpha[2];                       // see the header; l: this thread's share of the row sum; alpha: what O is off by
+    int carried;                                      // tiles in the sums that o holds; kInPieces: 0
+    bool stored;                                      // smem.o has something
+    uint32_t prob[kBlockN / 8];                       // P as A operand
     uint32_t q_fragment[kQInRegisters ? kD / 8 : 1];  // Q as A operand
     const uint32_t slab = smem_q + wg * kSlabBytes;
-    const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(smem_k, 16), desc_v = wgmma_descriptor(smem_vt, 16),
-                   desc_ones = wgmma_descriptor(shared_address(smem.ones), 16);
+    const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(smem_k, 16), desc_v = wgmma_descriptor(smem_vt, 16);
 
     const auto take_turn = [&] {
         if (kPingPong) bar_sync(kTurn + wg, 256);
@@ -287,54 +296,66 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
             }
             wgmma_commit();
         };
-        const auto tiles_carried = [&] { return kShared ? carried & (kStored - 1) : carried; };
-        float4* const stored = smem.o[wg][0] + threadIdx.x % 128;
+        float4* const mine = smem.o[wg][0] + threadIdx.x % 128;
         const auto add_stored = [&] {
-            if (!(carried & kStored)) return;
+            if (!stored) return;
 #pragma unroll
             for (int i = 0; i < kD / 8; ++i) {
-                const float4 x = stored[i * 128];
+                const float4 x = mine[i * 128];
                 o[4 * i] += x.x, o[4 * i + 1] += x.y, o[4 * i + 2] += x.z, o[4 * i + 3] += x.w;
             }
         };
-        const auto store = [&] {
+        const auto add_sums = [&] {
 #pragma unroll
-            for (int i = 0; i < kD / 8; ++i) stored[i * 128] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+            for (int r = 0; r < 2; ++r) sum[r] += kEvenShare * o[kD / 2 + 2 * r] + kOddShare * o[kD / 2 + 2 * r + 1];
         };
-        const auto gemm_pv = [&](int piece) {  // its head dims of P V, on top of the tiles carried
+        const auto promote = [&] {  // with fast_accum the sums of P alone
+            add_sums();
+            if (kShared && !p.fast_accum) {
+                add_stored();
+#pragma unroll
+                for (int i = 0; i < kD / 8; ++i) mine[i * 128] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+                stored = true, carried = 0;
+            } else {
+#pragma unroll
+                for (int i = kD / 2; i < kRegisters; ++i) o[i] = 0.0f;
+                carried = 1;
+            }
+        };
+        // Head dims kPiece * piece and following of P V, the last piece with the sums of P, on top of the tiles carried.
+        const auto gemm_piece = [&](int piece) {
             const uint64_t desc = desc_v + v.slot * descriptor_step(kVtBytes) + descriptor_step(piece * kPiece * kChunkRowBytes);
-            const int some = tiles_carried();
-            wgmma_fence();
+            float* d = kInPieces ? part[piece % 2] : o + piece * kPiece / 2;
 #pragma unroll
             for (int i = 0; i < kBlockN / 32; ++i) {
-                const uint64_t keys = desc + descriptor_k_step(i, kD);
-                if constexpr (kShared) wgmma_fp8_rs<kPiece>(o, prob + 4 * i, keys, i != 0 ? 1 : some);
-                else wgmma_fp8_rs<kPiece>(part[piece % kParts], prob + 4 * i, keys, i != 0 ? 1 : some);
-                if (piece == kPieces - 1) wgmma_fp8_rs<8>(tile_sum, prob + 4 * i, desc_ones, i != 0 ? 1 : some);
+                const uint64_t keys = desc + descriptor_k_step(i, kVtRows<kId>);
+                if (piece == kPieces - 1) wgmma_fp8_rs<kPiece + 8>(d, prob + 4 * i, keys, i != 0 ? 1 : carried);
+                else wgmma_fp8_rs<kPiece>(d, prob + 4 * i, keys, i != 0 ? 1 : carried);
             }
+        };
+        const auto gemm_pv = [&] {
+            wgmma_fence();
+#pragma unroll
+            for (int piece = 0; piece < kPieces; ++piece) gemm_piece(piece);
             wgmma_commit();
         };
-        const auto wait_pv = [&](int piece) {
-            if constexpr (kShared) wgmma_wait<0>(o);
-            else if (piece + 1 < kPieces) wgmma_wait<1>(part[piece % kParts]);
-            else wgmma_wait<0>(part[piece % kParts]);
-        };
-        const auto promote = [&](int piece) {
-            if constexpr (kShared) add_stored(), store(), carried = kStored;
-            else {
+        const auto add_piece = [&](int piece) {
 #pragma unroll
-                for (int i = 0; i < kPiece / 2; ++i) o[piece * kPiece / 2 + i] += part[piece % kParts][i];
-                carried = 0;
-            }
-            if (piece == kPieces - 1) hold(tile_sum[0]), hold(tile_sum[2]), sum[0] += tile_sum[0], sum[1] += tile_sum[2];
+            for (int i = 0; i < (piece == kPieces - 1 ? kPiece / 2 + 4 : kPiece / 2); ++i) o[piece * kPiece / 2 + i] += part[piece % 2][i];
         };
-        const auto multiply_pv = [&] {  // P V; all but its last piece is promoted
-            gemm_pv(0);
+        const auto multiply_pv_in_pieces = [&] {  // all but the last, which is still to be added, are in O then
+            wgmma_fence();
+            gemm_piece(0);
+            wgmma_commit();
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
-                if (piece + 1 < kPieces) gemm_pv(piece + 1);
-                wait_pv(piece);
-                if (piece + 1 < kPieces) promote(piece);
+                if (piece + 1 < kPieces) {
+                    wgmma_fence();
+                    gemm_piece(piece + 1);
+                    wgmma_commit();
+                    wgmma_wait<1>(part[piece % 2]);
+                    add_piece(piece);
+                } else wgmma_wait<0>(part[piece % 2]);
             }
         };
         const auto mask = [&] {
@@ -363,24 +384,19 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
                 }
             }
             exponentials(s, c, m, share);
-            l[0] += share[0], l[1] += share[1];
+            if constexpr (kLse) l[0] += share[0], l[1] += share[1];  // l is 0 otherwise; leaving it out altogether makes ptxas spill
             return moved;
         };
-        const auto rescale_o = [&] {  // and what is on its way there
+        const auto rescale_o = [&] {
             sum[0] *= alpha[0], sum[1] *= alpha[1];
 #pragma unroll
-            for (int i = 0; i < kD / 2; ++i) o[i] *= alpha[i / 2 % 2];
+            for (int i = 0; i < kRegisters; ++i) o[i] *= alpha[i / 2 % 2];
             if constexpr (kShared) {
-                tile_sum[0] *= alpha[0], tile_sum[2] *= alpha[1];
 #pragma unroll 4
-                for (int i = 0; i < (carried & kStored ? kD / 8 : 0); ++i) {
-                    const float4 x = stored[i * 128];
-                    stored[i * 128] = make_float4(x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]);
+                for (int i = 0; i < (stored ? kD / 8 : 0); ++i) {
+                    const float4 x = mine[i * 128];
+                    mine[i * 128] = make_float4(x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]);
                 }
-            } else if (carried) {
-                tile_sum[0] *= alpha[0], tile_sum[2] *= alpha[1];
-#pragma unroll
-                for (int i = 0; i < kPart; ++i) part[0][i] *= alpha[i / 2 % 2];
             }
         };
         const auto convert_p = [&] {
@@ -388,10 +404,12 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
             for (int i = 0; i < kBlockN / 32; ++i) pack_p(s, i, reinterpret_cast<uint32_t(&)[4]>(prob[4 * i]));
         };
 
+        if constexpr (kInPieces) {
 #pragma unroll
-        for (int i = 0; i < kD / 2; ++i) o[i] = 0.0f;
+            for (int i = 0; i < kRegisters; ++i) o[i] = 0.0f;
+        }
         sum[0] = sum[1] = 0.0f;
-        carried = 0;
+        carried = 0, stored = false;
         mbarrier_wait(q_full, q_phase);
         q_phase ^= 1;
         if constexpr (kQInRegisters) {
@@ -414,40 +432,44 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
 #pragma unroll 1
         for (--n; n >= first_tile; --n) {
             mbarrier_wait(k_full + 8 * k.slot, k.phase);
-            if constexpr (kOverlap) {
+            if constexpr (kInPieces) {
+                mbarrier_wait(vt_full + 8 * v.slot, v.phase);
+                multiply_pv_in_pieces();
+                gemm_qk();
+                release(vt_empty, v, kPlan.v_stages);
+                add_piece(kPieces - 1);
+                wgmma_wait<0>(s);
+            } else {
                 take_turn();
                 gemm_qk();  // S(n)
                 mbarrier_wait(vt_full + 8 * v.slot, v.phase);
-                gemm_pv(0);  // P(n + 1) V(n + 1)
+                gemm_pv();  // P(n + 1) V(n + 1)
                 give_turn();
                 wgmma_wait<1>(s);
-            } else {
-                mbarrier_wait(vt_full + 8 * v.slot, v.phase);
-                multiply_pv();
-                gemm_qk();
-                release(vt_empty, v, kPlan.v_stages);
-                promote(kPieces - 1);
-                wgmma_wait<0>(s);
             }
             release(k_empty, k, kPlan.k_stages);
             mask();
             const bool moved = softmax(false);
-            if constexpr (kOverlap) {
-                wait_pv(0);
+            if constexpr (!kInPieces) {
+                wgmma_wait<0>(o);
                 release(vt_empty, v, kPlan.v_stages);
                 ++carried;
-                if (tiles_carried() == kPlan.carry) promote(0);
+                if (carried == kCarry) promote();
             }
             convert_p();  // not before the wait: P(n + 1) was still being read
             if (moved) rescale_o();
         }
         if (!kQInRegisters && lane == 0) mbarrier_arrive(q_empty);  // the next Q arrives during the last product and the epilogue
         mbarrier_wait(vt_full + 8 * v.slot, v.phase);
-        multiply_pv();
+        if constexpr (kInPieces) multiply_pv_in_pieces();
+        else {
+            gemm_pv();
+            wgmma_wait<0>(o);
+        }
         release(vt_empty, v, kPlan.v_stages);
+        if constexpr (kInPieces) add_piece(kPieces - 1);
         if constexpr (kShared) add_stored();
-        else promote(kPieces - 1);
-        if constexpr (kShared) hold(tile_sum[0]), hold(tile_sum[2]), sum[0] += tile_sum[0], sum[1] += tile_sum[2];
+        add_sums();
 
         // ---- out = O / l, lse = ln(l) + m ----
         const int row = w.row0 + wg * 64 + warp * 16 + g;
@@ -460,10 +482,12 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = row + 8 * r;
-            l[r] += __shfl_xor_sync(~0u, l[r], 1);
-            l[r] += __shfl_xor_sync(~0u, l[r], 2);
-            const bool empty = l[r] == 0.0f;  // no visible key
-            if (p.lse && quad == 0 && i < w.seqlen_q) p.lse[lse_row + i] = empty ? -INFINITY : m[r] * kLn2 + __logf(l[r]);
+            if (p.lse) {
+                l[r] += __shfl_xor_sync(~0u, l[r], 1);
+                l[r] += __shfl_xor_sync(~0u, l[r], 2);
+                const bool empty = l[r] == 0.0f;  // no visible key
+                if (quad == 0 && i < w.seqlen_q) p.lse[lse_row + i] = empty ? -INFINITY : m[r] * kLn2 + __logf(l[r]);
+            }
             const float inverse = sum[r] == 0.0f ? 0.0f : w.v_descale / sum[r];
             // Of the sixteen head dims of column groups 2 j and 2 j + 1 the lane has 4 quad .. 4 quad + 3. Even lanes complete theirs to
             // eight with their neighbour's of the same sixteen, odd lanes those of the next sixteen.
@@ -486,7 +510,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
     }
 }
 
-template <Fp8PlanId kId>
+template <Fp8PlanId kId, bool kLse>
 cudaError_t launch_fp8(const AttentionParams& p, int device, int multiprocessors, cudaStream_t stream) {
     constexpr Fp8Plan kPlan = fp8_plan(kId);
     constexpr int kBytes = sizeof(Fp8Smem<kId>);
@@ -520,7 +544,7 @@ cudaError_t launch_fp8(const AttentionParams& p, int device, int multiprocessors
                                    kPlan.block_n, &map_v, &schedule.v_loads))
         return error;
 
-    const void* kernel = reinterpret_cast<const void*>(forward_fp8_kernel<kId>);
+    const void* kernel = reinterpret_cast<const void*>(forward_fp8_kernel<kId, kLse>);
     static std::atomic<uint64_t> opted_in{0};  // devices on which this kernel may use its shared memory: asking again would be harmless
     if (!(opted_in.load(std::memory_order_relaxed) >> device & 1)) {
         if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))

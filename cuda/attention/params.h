@@ -79,6 +79,7 @@ struct AttentionParams {
     uint32_t dropout_key[2];     // philox.h: dropout_key(seed, offset)
 
     bool allow_tf32;
+    bool fast_accum;  // fp8 only
     int32_t num_threads;
     void* workspace;
 

@@ -157,14 +157,16 @@ inline void wgmma_sections(const AttentionParams& p, int m_blocks, int multiproc
 
 // ---- forward_fp8_sm90 ----
 
-enum class Fp8PlanId { kD64Short, kD64Long, kD128Short, kD128Long, kD256 };
+enum class Fp8PlanId { kD64Short, kD64Long, kD128Short, kD128Long, kD256, kD256Long };
 
-// The tensor cores cut every 8-bit product off at 2^-13 of the sum it joins, so sums over a few tiles are promoted to O in float.
+// The tensor cores cut every 8-bit product off at 2^-13 of the sum it joins, so sums over more than kFp8Promotion keys are promoted to
+// additions in float, unless fast_accum allows otherwise.
 enum class Fp8Sum {
-    kPieces,     // 64 head dims at a time, to registers that S leaves: the product has to wait for the softmax and S for the product
-    kRegisters,  // to registers of their own, under the softmax of the next tile
-    kShared      // to O's registers, likewise, and from there to shared memory, which keeps O
+    kTensorCores,  // never promoted
+    kShared,       // every kFp8Promotion keys O is added to what shared memory keeps of it, and starts afresh; never with fast_accum
+    kPieces        // tile by tile, 64 head dims at a time, to registers that S leaves: one product has to wait for the other
 };
+constexpr int kFp8Promotion = 1024;
 
 struct Fp8Plan {
     int headdim;             // the largest of q, k and v that it serves; smaller ones are padded with zeros by the copy engine
@@ -174,7 +176,6 @@ struct Fp8Plan {
     bool ping_pong;
     bool q_in_registers;
     Fp8Sum sum;
-    int carry;  // tiles whose P V the tensor cores sum before it is promoted
 
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 127) / 128 * 128; }  // of Q, K, V in shared memory: chunks of 128
@@ -184,21 +185,23 @@ struct Fp8Plan {
     FA_HOST_DEVICE constexpr int keys() const { return (block_n + 127) / 128 * 128; }  // of V^T, likewise
 };
 
-// Numbers measured as above, on e4m3.
+// Numbers measured as above, on e4m3; fast_accum or not changes the long plans only.
 FA_HOST_DEVICE constexpr Fp8Plan fp8_plan(Fp8PlanId id) {
     switch (id) {
         // Short items start and end sooner with two warpgroups, and need no turns: 9 .. 10 % over the long plan up to 1k causal.
-        // Promotion every three tiles costs 0 .. 5 % at head dim 64; sums in registers leave the long plan no overlap: 3 .. 11 %.
-        case Fp8PlanId::kD64Short: return {64, 128, 2, 4, 3, false, true, Fp8Sum::kShared, 3};
-        // 192 rows share a tile's transposition: 11 .. 28 % over 128 rows from 2k on. 160 keys serialise the products (C7512).
-        case Fp8PlanId::kD64Long: return {64, 128, 3, 4, 3, true, true, Fp8Sum::kShared, 3};
-        // Room for Q in registers, so that the next item's first product runs under the epilogue. Promotion: 1 .. 10 %.
-        case Fp8PlanId::kD128Short: return {128, 128, 2, 4, 3, false, true, Fp8Sum::kPieces, 1};
-        // Three warpgroups of 160 registers have none for the sum. Without promotion they are 7 .. 15 % faster; by way of shared memory
-        // they lose as much. Turns: -1 .. -4 %.
-        case Fp8PlanId::kD128Long: return {128, 128, 2, 4, 3, false, false, Fp8Sum::kRegisters, 2};
-        // Turns make no difference. Promotion: 8 .. 12 %.
-        case Fp8PlanId::kD256: return {256, 128, 2, 2, 2, false, false, Fp8Sum::kPieces, 1};
+        case Fp8PlanId::kD64Short: return {64, 128, 2, 4, 3, false, true, Fp8Sum::kTensorCores};
+        // 192 rows share a tile's transposition: 11 .. 28 % over 128 rows from 2k on. Promotion: 4 .. 7 %, without turns 9 %. 160 and 192
+        // keys lose 8 .. 15 % (the first serialises the products, C7512), Q in shared memory 10 %.
+        case Fp8PlanId::kD64Long: return {64, 128, 3, 4, 3, true, true, Fp8Sum::kShared};
+        // Room for Q in registers, so that the next item's first product runs under the epilogue.
+        case Fp8PlanId::kD128Short: return {128, 128, 2, 4, 3, false, true, Fp8Sum::kTensorCores};
+        // 96 keys are what 160 registers hold beside 64 of O. Promotion: 6 .. 8 %, the time that shared memory takes for O; every 512 keys
+        // 11 %. Two warpgroups with 160, 192, 224 keys: -2 .. -9 % (without promotion).
+        case Fp8PlanId::kD128Long: return {128, 96, 3, 3, 2, true, false, Fp8Sum::kShared};
+        // Turns +0 .. 1 %. 96 keys: -13 %.
+        case Fp8PlanId::kD256: return {256, 128, 2, 2, 2, true, false, Fp8Sum::kTensorCores};
+        // Shared memory has no room for O. 6 .. 9 % behind the sum in the tensor cores.
+        case Fp8PlanId::kD256Long: return {256, 128, 2, 2, 2, false, false, Fp8Sum::kPieces};
     }
     return {};
 }
@@ -208,7 +211,7 @@ inline Fp8PlanId fp8_choose(const AttentionParams& p) {
     const bool causal = p.window_right >= 0;
     if (d <= 64) return causal && p.seqlen_k <= 1024 ? Fp8PlanId::kD64Short : Fp8PlanId::kD64Long;
     if (d <= 128) return p.seqlen_k <= 1024 ? Fp8PlanId::kD128Short : Fp8PlanId::kD128Long;
-    return Fp8PlanId::kD256;
+    return p.fast_accum || p.seqlen_k <= kFp8Promotion ? Fp8PlanId::kD256 : Fp8PlanId::kD256Long;
 }
 
 }  // namespace fa

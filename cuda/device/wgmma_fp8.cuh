@@ -52,8 +52,10 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t shared, uint32_t d0, uint32
                  : "memory");
 }
 
-#define FA_TEXT_4 "%0,%1,%2,%3"
-#define FA_BIND_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define FA_TEXT_36 FA_TEXT_32 ",%32,%33,%34,%35"
+#define FA_BIND_36 FA_BIND_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define FA_TEXT_68 FA_TEXT_64 ",%64,%65,%66,%67"
+#define FA_BIND_68 FA_BIND_64, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
 
 // Operands after the R accumulators: descriptors A and B, then the accumulate flag | four A registers, descriptor B, flag.
 #undef FA_WGMMA_SS
@@ -74,20 +76,22 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t shared, uint32_t d0, uint32
                      : FA_BIND_##R                                                                                                      \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 
-// d (64 x N) = A (64 x 32) B (32 x N), plus d when accumulate; A and B in shared memory.
+// d (64 x N, kN / 2 registers) = A (64 x 32) B (32 x N), plus d when accumulate; A and B in shared memory.
 template <int kN>
-__device__ __forceinline__ void wgmma_fp8_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-    static_assert(kN == 128, "add this N");
+__device__ __forceinline__ void wgmma_fp8_ss(float* d, uint64_t a, uint64_t b, int accumulate) {
+    static_assert(kN == 96 || kN == 128, "add this N");
+    FA_WGMMA_SS(96, 48, 48, 49, 50)
     FA_WGMMA_SS(128, 64, 64, 65, 66)
 }
 
 // The same with A in registers.
 template <int kN>
-__device__ __forceinline__ void wgmma_fp8_rs(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate) {
-    static_assert(kN == 8 || kN == 64 || kN == 128, "add this N");
-    FA_WGMMA_RS(8, 4, 4, 5, 6, 7, 8, 9)
+__device__ __forceinline__ void wgmma_fp8_rs(float* d, const uint32_t* a, uint64_t b, int accumulate) {
+    static_assert(kN == 64 || kN == 72 || kN == 128 || kN == 136, "add this N");
     FA_WGMMA_RS(64, 32, 32, 33, 34, 35, 36, 37)
+    FA_WGMMA_RS(72, 36, 36, 37, 38, 39, 40, 41)
     FA_WGMMA_RS(128, 64, 64, 65, 66, 67, 68, 69)
+    FA_WGMMA_RS(136, 68, 68, 69, 70, 71, 72, 73)
 }
 
 #undef FA_WGMMA_SS

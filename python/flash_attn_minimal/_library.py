@@ -133,6 +133,8 @@ class AttentionArgs(ct.Structure):
         *_descale("q_descale"),
         *_descale("k_descale"),
         *_descale("v_descale"),
+        ("fast_accum", ct.c_int32),
+        ("reserved2", ct.c_int32),
     ]
 
 

@@ -44,6 +44,7 @@ def _prepare(
     k_descale=None,
     v_descale=None,
     out_dtype=None,
+    fast_accum=False,
 ) -> tuple[AttentionArgs, list[View]]:
     """Everything but the outputs and the workspace. The views (q, k, v, then the optional ones) keep the memory
     alive."""
@@ -132,6 +133,8 @@ def _prepare(
         if out_dtype not in DTYPES:
             raise BadArgument(f"out_dtype={out_dtype!r} is none of {', '.join(map(repr, DTYPES))}")
         args.out_dtype = DTYPES[out_dtype]
+    if fast_accum is not False:
+        args.fast_accum = _flag("fast_accum", fast_accum)
     _kernel(args, kernel)
     return args, views
 

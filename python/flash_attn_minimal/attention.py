@@ -89,6 +89,7 @@ def flash_attn_func(
     k_descale=None,
     v_descale=None,
     out_dtype=None,
+    fast_accum=False,
 ):
     """out = softmax(softmax_scale * q k^T + ...) v, without the (seqlen_q, seqlen_k) matrix in memory.
 
@@ -128,6 +129,8 @@ def flash_attn_func(
             them and for no other dtype: float32, positive, broadcasting to (batch, nheads), (batch, nheads_k) and
             (batch, nheads_k).
         out_dtype: "bfloat16" or "float16" for float8_e4m3fn inputs; None means q's dtype, bfloat16 for these.
+        fast_accum: float8_e4m3fn inputs may have P v summed over all keys in the tensor cores, which keep 14 bits of
+            such sums: faster beyond 1024 keys, but there a mean of v fades with their number, as in FlashAttention-3.
 
     The order is: scale, softcap, ALiBi, bias, mask, causal and window, sinks, dropout.
 
@@ -164,7 +167,7 @@ def flash_attn_func(
     if not _is_compiling() and (
         alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is out_dtype is None
         and k_descale is v_descale is None
-        and deterministic is top_left is allow_tf32 is False
+        and deterministic is top_left is allow_tf32 is fast_accum is False
         and dropout_p == softcap == dropout_offset == 0
     ):
         signature = _signature(q, k, v, out, causal, softmax_scale, window_size, return_lse, num_threads)
@@ -175,7 +178,7 @@ def flash_attn_func(
     options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
-        q_descale, k_descale, v_descale, out_dtype,
+        q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
     if _is_compiling() or _records_gradient(q, k, v, bias, mask, alibi_slopes, sinks):
         from . import autograd
@@ -230,6 +233,7 @@ def flash_attn_varlen_func(
     k_descale=None,
     v_descale=None,
     out_dtype=None,
+    fast_accum=False,
 ):
     """flash_attn_func for sequences of different lengths, packed one after the other.
 
@@ -260,7 +264,7 @@ def flash_attn_varlen_func(
     options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
-        q_descale, k_descale, v_descale, out_dtype,
+        q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
     if _is_compiling() or _records_gradient(q, k, v, bias, mask, alibi_slopes, sinks):
         from . import autograd

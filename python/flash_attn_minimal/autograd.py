@@ -33,8 +33,9 @@ def differentiable(q, k, v, varlen, out, return_lse, options: tuple):
     for name in ("alibi_slopes", "mask"):
         if isinstance(options.get(name), torch.Tensor) and options[name].requires_grad:
             raise Unsupported(f"{name} requires a gradient, which attention does not have: pass {name}.detach()")
-    for name in ("q_descale", "k_descale", "v_descale", "out_dtype"):
-        if options.pop(name, None) is not None:
+    for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
+        value = options.pop(name, None)
+        if value is not None and value is not False:
             raise Unsupported(f"{name} is given, but float8 has no backward pass")
     for name, array in {"q": q, "k": k, "v": v, **options}.items():
         if name in _ARRAYS and array is not None and not isinstance(array, torch.Tensor):

@@ -41,8 +41,9 @@ def traced(q, k, v, varlen, out, return_lse, options: tuple):
     if out is not None:
         raise Unsupported("out is given, but a traced call has no memory to write to: pass out=None")
     options = dict(zip(_PREPARED, options, strict=True))
-    for name in ("q_descale", "k_descale", "v_descale", "out_dtype"):
-        if options.pop(name) is not None:
+    for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
+        value = options.pop(name)
+        if value is not None and value is not False:
             raise Unsupported(f"{name} is given, but float8 is not served in a traced call")
     arrays = {"q": q, "k": k, "v": v, **{name: options.pop(name) for name in _ARRAYS}}
     if varlen:

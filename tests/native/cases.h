@@ -40,7 +40,7 @@ struct Case {
     bool bias_is_fp32 = false, bias_has_infinities = false;
     Mask mask = Mask::kNone;
     int sinks = 0;  // 1: ordinary ones, 2: some -inf
-    bool allow_tf32 = false;
+    bool allow_tf32 = false, fast_accum = false;
     float dropout_p = 0;
     uint64_t dropout_seed = 0, dropout_offset = 0;
     Layout layout = Layout::kContiguous;
@@ -163,12 +163,13 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
         c.nheads = 4, c.causal = true, c.softcap = 3, c.alibi = 2, c.bias = 1, c.mask = Mask::kHoles, c.sinks = 1;
         c.dropout_p = 0.3f, c.dropout_seed = 1234567890123456789u, c.dropout_offset = 42;
     };
-    for (const int32_t dim : {64, 128, 256})  // one tile and a part, and enough of them to be promoted
-        for (const int64_t keys : {150, 950}) {
+    const auto fast = [](Case& c) { c.fast_accum = true; };
+    for (const int32_t dim : {64, 128, 256})  // one tile and a part; and sums that are promoted once and twice
+        for (const int64_t keys : {150, 1200, 2200}) {
             t.add("tiny/float8", shape(70, keys, dim, FA_FLOAT8_E4M3), heads(2, 1));
             t.add("tiny/float8_causal", shape(70, keys, dim, FA_FLOAT8_E4M3), causal);
+            if (keys == 2200) t.add("tiny/float8_fast", shape(70, keys, dim, FA_FLOAT8_E4M3), fast);
         }
-    t.add("tiny/float8", shape(70, 1100, 128, FA_FLOAT8_E4M3), heads(2, 1));  // head dim 128 has a plan of its own beyond 1024 keys
     for (const int32_t dim : {33, 64, 96, 128, 192, 256}) {
         t.add("tiny/tf32", shape(70, 90, dim, FA_FLOAT32), [](Case& c) { c.allow_tf32 = true; });
         t.add("tiny/tf32_causal", shape(70, 90, dim, FA_FLOAT32), [](Case& c) { c.allow_tf32 = c.causal = true, c.softcap = 3; });

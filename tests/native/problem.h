@@ -182,7 +182,7 @@ public:
         a.causal = c.causal, a.top_left = c.top_left, a.has_window = c.has_window;
         a.window_left = c.window_left, a.window_right = c.window_right;
         a.dropout_p = c.dropout_p, a.dropout_seed = c.dropout_seed, a.dropout_offset = c.dropout_offset;
-        a.allow_tf32 = c.allow_tf32;
+        a.allow_tf32 = c.allow_tf32, a.fast_accum = c.fast_accum;
         if (c.dtype == FA_FLOAT8_E4M3) {
             a.q_descale = {descale_device[0].as<float>(), c.nheads, 1}, a.k_descale = {descale_device[1].as<float>(), c.nheads_k, 1};
             a.v_descale = {descale_device[2].as<float>(), c.nheads_k, 1};

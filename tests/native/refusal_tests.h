@@ -28,6 +28,8 @@ inline const std::vector<Refusal>& refusals() {
         {"dtype/fp8", [](A& a) { a.dtype = FA_FLOAT8_E4M3; }, kBad, "q_descale.data is NULL", false},
         {"out_dtype/fp8", [](A& a) { a.dtype = FA_FLOAT8_E4M3, a.out_dtype = FA_FLOAT32; }, kNot, "out_dtype=float32"},
         {"k_descale", [](A& a) { a.k_descale.data = odd; }, kBad, "k_descale.data is set"},
+        {"fast_accum", [](A& a) { a.fast_accum = 2; }, kBad, "fast_accum=2"},
+        {"fast_accum/dtype", [](A& a) { a.fast_accum = 1; }, kBad, "fast_accum=1"},
         {"out_dtype", [](A& a) { a.out_dtype = -1; }, kBad, "out_dtype=-1"},
         {"out_dtype/other", [](A& a) { a.out_dtype = FA_BFLOAT16; }, kNot, "out_dtype=bfloat16"},
         {"batch", [](A& a) { a.batch = -1; }, kBad, "batch=-1"},
@@ -83,6 +85,7 @@ inline const std::vector<Refusal>& refusals() {
         {"num_threads/huge", [](A& a) { a.num_threads = 1 << 20; }, kBad, "num_threads=1048576"},
         {"reserved0", [](A& a) { a.reserved0 = 1; }, kBad, "reserved0=1"},
         {"reserved1", [](A& a) { a.reserved1 = 1; }, kBad, "reserved1=1"},
+        {"reserved2", [](A& a) { a.reserved2 = 1; }, kBad, "reserved2=1"},
         {"kernel/unknown", [](A& a) { a.kernel = "no_such_kernel"; }, kBad, "no_such_kernel"},
         {"kernel/other_device",
          [](A& a) {

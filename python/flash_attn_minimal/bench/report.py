@@ -4,6 +4,7 @@ rows, left_out."""
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from .. import __version__
 from .._library import load
 from . import fa3
 from .machine import SHORT, BenchError, Meter, cores, cpu_model
-from .systems import LABELS
+from .systems import LABELS, MODES
 
 PASSES = {"fwd": "forward", "bwd": "backward"}
 BUSY = 0.5  # other processes running for each core, before ours start, from which on CPU numbers are suspect
@@ -118,7 +119,7 @@ def series(row: dict) -> str:
     name = row["kernel"] if row.get("forced") else row["system"]
     return (
         name
-        + " deterministic" * ("deterministic" in row)
+        + "".join(f" {mode}" for mode in MODES.values() if mode in row)
         + " bf16" * ((row["suite"], row["dtype"]) == ("fp8", "bfloat16"))
     )
 
@@ -253,11 +254,13 @@ def curves_table(data: dict, rows: list[dict]) -> list[str]:
     if any(row["system"].startswith("fa3") for row in rows):
         against["FlashAttention-3"] = lambda row: row["system"].startswith("fa3")
 
-    def is_ours(row):  # a deterministic pass beside the plain one is there for its price
-        return row["system"] == "ours" and "deterministic" not in row
+    # Ours by mode; a deterministic pass beside the plain one is there for its price.
+    plain = [row for row in rows if row["system"] == "ours" and not any(mode in row for mode in MODES.values())]
+    fast = [row for row in rows if "fast_accum" in row]
+    ours = {"": plain, ", fast_accum": fast} if fast else {"": plain}
 
     body: list[list[str]] = []
-    ratios: dict[str, list[float]] = {name: [] for name in against}
+    ratios: dict[str, list[float]] = {name + mode: [] for name in against for mode in ours}
     sustained = any("sustained_us" in row for row in rows)
     for key in sorted({group(row) for row in rows}):
         for causal in (False, True):
@@ -271,15 +274,15 @@ def curves_table(data: dict, rows: list[dict]) -> list[str]:
                 if sustained and not short:
                     cells = [number(mine[c]["sustained_tflops"] * scale) if c in mine else "" for c in columns]
                     body.append([*start, f"{label(system)}, sustained", *cells])
-            for rival, is_rival in against.items():
+            for (rival, is_rival), (mode, rows_of_ours) in itertools.product(against.items(), ours.items()):
                 line: list[float | None] = []
                 for c in columns:
-                    mine = [row["us"] for row in panel if row[axis] == c and is_ours(row)]
+                    mine = [row["us"] for row in panel if row[axis] == c and row in rows_of_ours]
                     theirs = [row["us"] for row in panel if row[axis] == c and is_rival(row)]
                     line.append(min(theirs) / min(mine) if mine and theirs else None)
                 if any(line):
-                    body.append([*start, f"**speed over {rival}**", *(f"{x:.2f}" if x else "" for x in line)])
-                    ratios[rival] += [x for x in line if x]
+                    body.append([*start, f"**speed over {rival}{mode}**", *(f"{x:.2f}" if x else "" for x in line)])
+                    ratios[rival + mode] += [x for x in line if x]
     what = "Microseconds, less is better" if short else f"{name}, more is better"
     lines = [f"## {what}", "", *table(["shape", "mask", "system", *map(str, columns)], body)]
     for rival, found in ratios.items():

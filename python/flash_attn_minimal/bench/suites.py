@@ -3,7 +3,8 @@
 cpu       float32, headdim 64 and 128, seqlen 1024 to 4096, one sequence, heads x headdim = 512
 forward   16384 tokens, heads x headdim = 2048, headdim 64, 128, 256, seqlen 512 to 16384; then 64 heads on 8 key heads
 mma       mma_sm80 on the first 36 of them, beside FlashAttention-2
-fp8       float8 on the same 36, the answer in bfloat16, beside cuDNN in bfloat16 (and FlashAttention-3 in float8)
+fp8       float8 on the same 36, the answer in bfloat16, plain and with fast_accum, beside cuDNN in bfloat16 (and
+          FlashAttention-3 in float8)
 float32   float32 with tf32 allowed, the tensor-core and the CUDA-core kernel, beside PyTorch in float32 and tf32
 backward  dq, dk, dv on the shapes of forward (on the CPU of cpu), plain and deterministic
 backward_mma  dq, dk, dv from mma_sm80 on the same, beside FlashAttention-2
@@ -31,7 +32,7 @@ import numpy as np
 from .. import backward_kernels, flash_attn_func, kernels, query
 from .check import Exact
 from .machine import SHORT, BenchError, Meter, load_average, open_machine
-from .systems import Inputs, Refused, Shape, System, allowing_tf32, ours, peer, peers_of
+from .systems import MODES, Inputs, Refused, Shape, System, allowing_tf32, ours, peer, peers_of
 from .timing import Protocol, interleave
 
 FORWARD_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -282,7 +283,7 @@ def _one(shape, named, peers, options, machine, protocol, meter, threads, outcom
     makers = []  # what it is called, whether it was asked for by that name, more about its row, how to make it
     for name in named:
         kernel = None if name == "best" else name
-        for row in [{}, {"deterministic": True}] if options.suite == "backward" else [{}]:
+        for row in [{}, {MODES[options.suite]: True}] if options.suite in MODES else [{}]:
             make = functools.partial(ours, shape, mine, kernel, threads, **row)
             makers.append((" ".join([kernel or "ours", *row]), bool(kernel), row, make))
     makers += [(name, False, {}, functools.partial(peer, name, machine, *of[name])) for name in peers]
@@ -328,7 +329,9 @@ def _one(shape, named, peers, options, machine, protocol, meter, threads, outcom
         outcome.rows.append(row)
         speed = f"{row['us']:.1f} us" if options.suite == "short" else speed_text(row["tflops"])
         parts.append(
-            " ".join(filter(None, [system.name, system.kernel, "deterministic" * ("deterministic" in row), speed]))
+            " ".join(
+                filter(None, [system.name, system.kernel, *(mode for mode in MODES.values() if mode in row), speed])
+            )
         )
     machine.release()
     return "; ".join(parts + notes)

@@ -157,6 +157,9 @@ class Inputs:
         return mine, stand_for
 
 
+MODES = {"backward": "deterministic", "fp8": "fast_accum"}  # by suite: the option that ours is timed with as well
+
+
 @dataclass
 class System:
     name: str  # "ours", "cudnn", ...
@@ -169,12 +172,10 @@ class Refused(Exception):
     """A system does not serve a shape."""
 
 
-def ours(shape: Shape, inputs: Inputs, kernel: str | None, threads: int, deterministic: bool = False) -> System:
+def ours(shape: Shape, inputs: Inputs, kernel: str | None, threads: int, **more: bool) -> System:
     """flash_attn_func, flash_attn_varlen_func or backward with the named kernel, or with the one that the library
-    picks."""
-    options: dict[str, Any] = {"causal": shape.causal, "kernel": kernel, "num_threads": threads}
-    if deterministic:
-        options["deterministic"] = True
+    picks; `more` options, one of MODES, beside those of the shape."""
+    options: dict[str, Any] = {"causal": shape.causal, "kernel": kernel, "num_threads": threads, **more}
     if shape.allow_tf32:
         options["allow_tf32"] = True
     lengths = (inputs.cu_seqlens, inputs.cu_seqlens, shape.seqlen, shape.seqlen) if shape.lengths else ()
