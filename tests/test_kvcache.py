@@ -296,8 +296,8 @@ def check_cache(case: Case, call: Call, after: dict[str, np.ndarray]) -> None:
                 else:
                     want_row = want[t]
                 assert (np.abs(row - want_row) <= step + 1e-6).all(), f"{name}_cache row of sequence {b}, token {t}"
-        same = old.view(np.uint8)[~touched] == got.view(np.uint8)[~touched]
-        assert same.all(), f"{name}_cache changed outside the appended rows"
+        rest = [(x.view(np.uint8) if case.cache_dtype else x)[~touched] for x in (old, got)]
+        assert np.array_equal(*rest, equal_nan=not case.cache_dtype), f"{name}_cache changed outside the appended rows"
         if f"{name}_scale" in after and case.scales != "tokens":
             np.testing.assert_array_equal(after[f"{name}_scale"], call.scales[f"{name}_scale"])
 
@@ -654,6 +654,47 @@ def test_refused(call, text):
         fa.flash_attn_with_kvcache(**call)
     for name, x in before.items():
         np.testing.assert_array_equal(call[name], x)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_repeated_steps(framework):
+    """From its third call on a step takes the shortcut: other arrays, one length for all or an array of them, the end
+    of the cache, a longer cache, and refusals are what they are on the long way."""
+    if framework == "torch" and torch is None:
+        pytest.skip("PyTorch is not installed")
+    as_array = torch.from_numpy if framework == "torch" else np.asarray
+    rng = np.random.default_rng(8)
+    new = rng.standard_normal((24, 3, 2, 1, 2, 16), dtype=np.float32)  # (steps, q k v, batch, 1, heads, headdim)
+    turn = np.outer(np.arange(24), [1.0, 0.1]).astype(np.float32)
+    cos, sin = np.cos(turn), np.sin(turn)
+    exact = [np.zeros((2, 24, 2, 16), np.float32) for _ in "kv"]
+    for lengths_too in (False, True):
+        cache = [as_array(np.full((2, 24, 2, 16), np.nan, np.float32)) for _ in "kv"]
+        tables = {"rotary_cos": as_array(cos), "rotary_sin": as_array(sin), "return_softmax_lse": True}
+        for t in range(25):
+            length = as_array(np.full(2, t, np.int32)) if lengths_too else t
+            q, k, v = (as_array(x.copy()) for x in new[t % 24])
+            if t == 24:
+                with pytest.raises(fa.BadArgument, match="24 .*1.* are more than the 24 keys"):
+                    fa.flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=length, **tables)
+                continue
+            out, lse = fa.flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=length, **tables)
+            assert type(out) is type(q)
+            arrays = (np.asarray(q), *exact, np.asarray(k), np.asarray(v), cos, sin)
+            want = reference.kvcache_attention(*arrays, cache_seqlens=t)
+            np.testing.assert_allclose(out, want[0], atol=1e-5)
+            np.testing.assert_allclose(lse, want[1], atol=1e-5)
+            for b in range(2):
+                exact[0][b, t] = reference.rotary(np.asarray(k)[b], cos, sin, [t])[0]
+            exact[1][:, t] = np.asarray(v)[:, 0]
+        q = as_array(new[0, 0].copy())
+        out = as_array(np.zeros((2, 1, 2, 16), np.float32))
+        for _ in range(4):
+            assert fa.flash_attn_with_kvcache(q, *cache, cache_seqlens=7, out=out) is out
+        with pytest.raises(fa.BadArgument, match="out starts at the same address as q"):
+            fa.flash_attn_with_kvcache(q, *cache, cache_seqlens=7, out=q)
+        with pytest.raises(fa.BadArgument, match="cache_seqlens=-3"):
+            fa.flash_attn_with_kvcache(q, *cache, cache_seqlens=-3, out=out)
 
 
 def test_left_padding_is_refused():
