@@ -1,8 +1,8 @@
 // test_flash_attn.cu: the native tests and the benchmark, through the C ABI alone (flash_attn.h, and the CUDA runtime for memory).
 //
 // Every case of tests/native/cases.h is answered in float64, then by each kernel of the device that serves it, and judged by what the
-// precision allows, the forward pass and its gradients; api_tests.h and backward_tests.h ask for the rest of the contract. Compiles as CUDA
-// and, without nvcc, as C++17.
+// precision allows, the forward pass and its gradients; api_tests.h, backward_tests.h and kvcache_tests.h ask for the rest of the contract.
+// Compiles as CUDA and, without nvcc, as C++17.
 #include <unistd.h>
 
 #include <cctype>
@@ -15,6 +15,7 @@
 #include "native/backward_tests.h"
 #include "native/bench.h"
 #include "native/cases.h"
+#include "native/kvcache_tests.h"
 #include "native/launch.h"
 #include "native/reference.h"
 
@@ -104,6 +105,7 @@ public:
             tests_.push_back({c.name, [this, c](const Context&) { answer(c); }});
         for (Test& test : api_tests()) tests_.push_back(std::move(test));
         for (Test& test : backward_tests(options.seed, options.quick)) tests_.push_back(std::move(test));
+        for (Test& test : kvcache::tests()) tests_.push_back(std::move(test));
         std::map<std::string, int> seen;
         for (const Test& test : tests_)
             if (seen[test.name]++) throw std::logic_error("two tests are called " + test.name);

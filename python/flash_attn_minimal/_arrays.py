@@ -88,6 +88,10 @@ class Door:
         array is kept in it."""
         return None
 
+    def facts(self, array: Any) -> tuple | None:
+        """The same of one array."""
+        return None
+
     def maker(self, like: View, result: View) -> Callable[[Any], Any]:
         """A function that makes one more array like `result`, uninitialised, from an array described like `like`."""
         raise NotImplementedError
@@ -124,6 +128,7 @@ class NumpyDoor(Door):
     plain = np.ndarray
     address = operator.attrgetter("ctypes.data")
     _facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
+    facts = property(operator.attrgetter("_facts"))
 
     def describe(self, q, k, v, out):
         facts = self._facts
@@ -187,6 +192,14 @@ class TorchDoor(Door):
         except RuntimeError:  # no strides; a layout that has them and is not strided has no address
             return None
 
+    def facts(self, array):
+        try:
+            if array.requires_grad or array.is_neg():
+                return None
+            return array.dtype, array.shape, array.stride(), array.device
+        except RuntimeError:  # as in describe
+            return None
+
     def maker(self, like, result):
         shape, strides, dtype, device = result.shape, result.strides, result.owner.dtype, result.owner.device
         empty_like, empty_strided = self.torch.empty_like, self.torch.empty_strided
@@ -232,6 +245,7 @@ class CupyDoor(Door):
     name = "CuPy"
     address = operator.attrgetter("data.ptr")
     _facts = operator.attrgetter("dtype", "shape", "strides", "data.device_id")
+    facts = property(operator.attrgetter("_facts"))
 
     def __init__(self, cupy):
         self.cupy = cupy

@@ -91,19 +91,18 @@ def _with_workspace(
 _VARYING = ("q_data", "k_data", "v_data", "out_data", "lse", "workspace", "workspace_bytes")
 
 
-def _packing() -> tuple[struct.Struct, list[slice]]:
-    """AttentionArgs as a `struct` format, the varying fields as numbers and what lies between them as bytes; and where
-    these bytes are."""
+def _packing(offsets: list[int], size: int) -> tuple[struct.Struct, list[slice]]:
+    """`size` bytes as a `struct` format, the 8-byte fields at the offsets as numbers and what lies between them as
+    bytes; and where these bytes are."""
     pattern, gaps, end = "=", [], 0
-    for name in _VARYING:
-        field = getattr(AttentionArgs, name)
-        pattern += f"{field.offset - end}sQ"
-        gaps.append(slice(end, field.offset))
-        end = field.offset + field.size
-    return struct.Struct(pattern + f"{_ARGS_SIZE - end}s"), [*gaps, slice(end, _ARGS_SIZE)]
+    for offset in offsets:
+        pattern += f"{offset - end}sQ"
+        gaps.append(slice(end, offset))
+        end = offset + 8
+    return struct.Struct(pattern + f"{size - end}s"), [*gaps, slice(end, size)]
 
 
-_PACKED_ARGS, _GAPS = _packing()
+_PACKED_ARGS, _GAPS = _packing([getattr(AttentionArgs, name).offset for name in _VARYING], _ARGS_SIZE)
 _pack_args = _PACKED_ARGS.pack
 _MOST_REPEATS = 1024  # signatures kept, some 2 KB each; then the table starts afresh
 _REPEATED_SCRATCH = 4096  # bytes; a call that needs more on the GPU has work enough to hide the long way

@@ -403,6 +403,14 @@ def failure(status: int) -> FlashAttnError:
 
 
 @functools.cache
+def load_packed_kvcache() -> Callable[[int, int | None], int]:
+    """fa_kvcache_attention once more, taking the address of a KVCacheArgs and returning the status."""
+    function = load()["fa_kvcache_attention"]
+    function.restype, function.argtypes = ct.c_int, [ct.c_void_p, ct.c_void_p]
+    return function
+
+
+@functools.cache
 def load_packed_forward() -> Callable[[bytes, int | None], int]:
     """fa_attention_forward once more, taking the bytes of an AttentionArgs and returning the status."""
     function = load()["fa_attention_forward"]  # indexing makes a function object of its own

@@ -7,14 +7,28 @@ and meaning are those of the flash-attn package.
 from __future__ import annotations
 
 import ctypes as ct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from . import _arrays
 from ._arrays import View
-from ._launch import _with_workspace
-from ._library import CACHE_DTYPES, DTYPES, AttentionArgs, BadArgument, KVCacheArgs, Unsupported, load
+from ._launch import _MOST_REPEATS, _packing, _scratch, _with_workspace
+from ._library import (
+    CACHE_DTYPES,
+    CPU,
+    DTYPES,
+    OK,
+    WORKSPACE_TOO_SMALL,
+    AttentionArgs,
+    BadArgument,
+    KVCacheArgs,
+    Unsupported,
+    failure,
+    load,
+    load_packed_kvcache,
+)
 from ._pack import (
     _ARGS_SIZE,
     _OPEN,
@@ -125,7 +139,21 @@ def flash_attn_with_kvcache(
     >>> bool(np.allclose(out, flash_attn_func(q, k, v, causal=True)[:, -1:], atol=1e-6))
     True
     """
-    call, args, views = _prepare_cached(
+    arrays = (
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, block_table, alibi_slopes, sinks, k_scale,
+        v_scale, out,
+    )  # fmt: skip
+    signature = None
+    if cache_leftpad is None:
+        signature = _signature(
+            arrays, cache_seqlens, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
+            return_softmax_lse, batch_invariant, kernel, num_threads,
+        )  # fmt: skip
+        repeat = _repeats.get(signature)
+        results = repeat(arrays, cache_seqlens) if repeat else None
+        if results is not None:
+            return results
+    call, args, views, room = _prepare_cached(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
         sinks=sinks, k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant, kernel=kernel,
@@ -145,12 +173,14 @@ def flash_attn_with_kvcache(
         lse_view = qv.door.empty(qv, (args.batch, args.nheads, args.seqlen_q), "float32")
         args.lse = lse_view.pointer
     lib = load()
-    _with_workspace(
+    scratch = _with_workspace(
         args,
         views,
         lambda stream: lib.fa_kvcache_attention(call, stream),
         lambda plan: lib.fa_kvcache_query(call, plan),
     )
+    if signature and (k is None or call.seqlen_new):
+        _remember(signature, call, args, qv, out_view, lse_view, scratch, room)
     result = out if out is not None else out_view.door.result(out_view)
     return result if lse_view is None else (result, lse_view.door.result(lse_view))
 
@@ -164,7 +194,7 @@ def kvcache_query(*arrays, return_softmax_lse=False, out=None, **options) -> Pla
     >>> kvcache_query(q, cache, cache, cache_seqlens=700, kernel="cpu_naive").status
     'FA_OK'
     """
-    call, args, views = _prepare_cached(*arrays, **options)
+    call, args, views, _ = _prepare_cached(*arrays, **options)
     _flag("return_softmax_lse", return_softmax_lse)
     shape = (*views[0].shape[:3], args.headdim_v)
     if out is not None:
@@ -202,9 +232,9 @@ def _prepare_cached(
     batch_invariant=False,
     kernel=None,
     num_threads=0,
-) -> tuple[KVCacheArgs, AttentionArgs, list[View]]:
+) -> tuple[KVCacheArgs, AttentionArgs, list[View], int]:
     """Everything but the outputs and the workspace. The views (q, k_cache, v_cache, then the optional ones) keep the
-    memory alive; the first struct points to the second."""
+    memory alive; the first struct points to the second; last the keys that a sequence can hold."""
     if cache_leftpad is not None:
         raise Unsupported("cache_leftpad is set: the keys of an entry start at its row 0")
     qv, kv, vv = _arrays.view(q, "q"), _arrays.view(k_cache, "k_cache"), _arrays.view(v_cache, "v_cache")
@@ -256,6 +286,7 @@ def _prepare_cached(
         if rows < 1:
             raise BadArgument(f"k_cache has shape {tuple(kv.shape)}: a page has at least one row")
         args.seqlen_k = table.shape[1] * rows
+    room = args.seqlen_k
     if cache_batch_idx is not None:
         call.cache_batch_idx = _per_sequence(views, "cache_batch_idx", cache_batch_idx, batch)
     _put_new(call, args, views, k, v)
@@ -272,7 +303,7 @@ def _prepare_cached(
         call.batch_invariant = _flag("batch_invariant", batch_invariant)
     if num_splits != 0:
         call.num_splits = _integer("num_splits", num_splits, -(2**31), 2**31 - 1)
-    return call, args, views
+    return call, args, views, room
 
 
 def _per_sequence(views: list[View], name: str, array: Any, batch: int) -> int | None:
@@ -355,3 +386,133 @@ def _put_scale(call: KVCacheArgs, views: list[View], name: str, scale: Any, full
     setattr(call, f"{name}_batch_stride", batch_stride)
     setattr(call, f"{name}_row_stride", row_stride)
     setattr(call, f"{name}_head_stride", head_stride)
+
+
+# ---- the shortcut: a step like one before, see _launch.py ----
+#
+# A step differs from the one before in addresses and, where cache_seqlens is one integer, in the keys there are.
+
+_VARYING = (
+    (AttentionArgs, "seqlen_k q_data k_data v_data out_data lse alibi_slopes sinks workspace workspace_bytes"),
+    (
+        KVCacheArgs,
+        "attention cache_seqlens cache_batch_idx block_table k_new_data v_new_data rotary_cos rotary_sin k_scale_data "
+        "v_scale_data",
+    ),
+)
+_OFFSETS = [
+    start + getattr(kind, name).offset
+    for start, (kind, names) in zip((0, _ARGS_SIZE), _VARYING, strict=True)
+    for name in names.split()
+]
+_Both = ct.c_char * (_ARGS_SIZE + _CALL_SIZE)  # an AttentionArgs, then the KVCacheArgs that points to it
+_PACKED, _GAPS = _packing(_OFFSETS, ct.sizeof(_Both))
+_repeats: dict[tuple, Callable | None] = {}  # None: seen once
+
+
+def _signature(arrays, cache_seqlens, softmax_scale, causal, window_size, softcap, *others) -> tuple | None:
+    """All that decides about a call but addresses and a length that is an integer, or None for a call that takes the
+    long way. Types are strict because equal keys need not be equally legal (1 == 1.0)."""
+    kind = type(arrays[0])
+    door = _arrays._doors.get(kind)
+    rotary_interleaved, num_splits, return_lse, batch_invariant, kernel, num_threads = others
+    if (
+        door is None
+        or door.plain is not kind
+        or not (type(causal) is type(rotary_interleaved) is type(return_lse) is type(batch_invariant) is bool)
+        or not (type(num_splits) is type(num_threads) is int)
+        or not (softmax_scale is None or type(softmax_scale) is float)
+        or type(softcap) not in (int, float)
+        or not (kernel is None or type(kernel) is str)
+        or not (window_size is _OPEN or (type(window_size) is tuple and [*map(type, window_size)] == [int, int]))
+    ):
+        return None
+    facts = door.facts
+    about = [door, type(cache_seqlens), softmax_scale, causal, window_size, softcap, *others]
+    for array in (*arrays, None if type(cache_seqlens) is int else cache_seqlens):
+        if array is None:
+            about.append(None)
+        elif type(array) is not kind or (fact := facts(array)) is None:
+            return None
+        else:
+            about.append(fact)
+    return tuple(about)
+
+
+def _repeat(
+    call: KVCacheArgs,
+    args: AttentionArgs,
+    qv: View,
+    out_view: View,
+    lse_view: View | None,
+    scratch: View | None,
+    room: int,
+) -> Callable[[tuple, Any], Any]:
+    """The same call on other arrays: a function of them and the lengths. What it holds never changes and is no array,
+    so threads use it side by side."""
+    door, on_cpu, index = qv.door, qv.device == CPU, qv.index
+    address, current_stream, launch = door.address, door.current_stream, load_packed_kvcache()
+    make_out = door.maker(qv, out_view)
+    make_lse = lse_view and door.maker(qv, lse_view)
+    make_scratch = scratch and door.maker(qv, scratch)
+    scratch_bytes = scratch.shape[0] if scratch else 0
+    seqlen_k, seqlen_new = args.seqlen_k, call.seqlen_new
+    filled = bytes(args) + bytes(call)
+    fields: list[Any] = [0] * (2 * len(_GAPS) - 1)
+    fields[::2] = [filled[gap] for gap in _GAPS]
+
+    def repeat(arrays, lengths):
+        keys, at_lengths = seqlen_k, 0
+        try:
+            at = [address(x) if x is not None else 0 for x in arrays]
+            q, k_cache, v_cache, k, v, cos, sin, batch_idx, table, slopes, sinks, k_scale, v_scale, at_out = at
+            result = arrays[-1]
+            if result is None:
+                result = make_out(arrays[0])
+                at_out = address(result)
+            elif at_out in (q, k_cache, v_cache):
+                return None
+            if type(lengths) is int:
+                keys = lengths + seqlen_new
+                if not seqlen_new <= keys <= room:
+                    return None
+            elif lengths is not None:
+                at_lengths = address(lengths)
+        except RuntimeError:
+            return None
+        at_lse = at_scratch = 0
+        stream, size = None, scratch_bytes
+        if make_lse:
+            lse = make_lse(arrays[0])
+            at_lse = address(lse)
+        if on_cpu:
+            at_scratch, size = _scratch.address, _scratch.size
+        else:
+            stream = current_stream(index)
+            if size:  # from the caller's allocator, which knows about streams and graph captures
+                scratch = make_scratch(arrays[0])
+                at_scratch = address(scratch)
+        both = _Both()
+        start = ct.addressof(both)
+        packed = fields.copy()
+        packed[1::2] = (
+            keys, q, k_cache, v_cache, at_out, at_lse, slopes, sinks, at_scratch or 0, size,
+            start, at_lengths, batch_idx, table, k, v, cos, sin, k_scale, v_scale,
+        )  # fmt: skip
+        _PACKED.pack_into(both, 0, *packed)
+        status = launch(start + _ARGS_SIZE, stream)
+        if status != OK:
+            if status == WORKSPACE_TOO_SMALL:  # more keys, another kernel, or this thread's first call
+                return None
+            raise failure(status)
+        return (result, lse) if make_lse else result
+
+    return repeat
+
+
+def _remember(signature: tuple, call, args, qv, out_view, lse_view, scratch, room) -> None:
+    """For the next call of this signature; this one has been launched."""
+    if len(_repeats) >= _MOST_REPEATS and signature not in _repeats:
+        _repeats.clear()
+    known = signature in _repeats
+    _repeats[signature] = _repeat(call, args, qv, out_view, lse_view, scratch, room) if known else None
