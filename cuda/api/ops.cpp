@@ -13,18 +13,36 @@ namespace fa {
 namespace {
 
 #if FA_WITH_CUDA
-int64_t blocks_of(const RmsNormParams& p, const DeviceInfo&) { return rms_norm_blocks(p); }
-int64_t blocks_of(const RopeParams& p, const DeviceInfo&) { return rope_blocks(p); }
-int64_t blocks_of(const SwigluParams& p, const DeviceInfo&) { return swiglu_blocks(p); }
-int64_t blocks_of(const SampleParams& p, const DeviceInfo&) { return p.batch; }
-int64_t blocks_of(const LinearParams& p, const DeviceInfo& device) { return linear_gemv_blocks(p, device.multiprocessors); }
+// launch() queues a kernel of that many blocks.
+template <typename Launch>
+fa_status start(const char* name, int64_t blocks, const Launch& launch) {
+    if (blocks > kMaxGrid) return fail(FA_UNSUPPORTED, "%s: %lld blocks are more than a grid has", name, static_cast<long long>(blocks));
+    return launched(name, launch());
+}
 
-cudaError_t start(const RmsNormParams& p, const DeviceInfo&, cudaStream_t stream) { return rms_norm(p, stream); }
-cudaError_t start(const RopeParams& p, const DeviceInfo&, cudaStream_t stream) { return rope(p, stream); }
-cudaError_t start(const SwigluParams& p, const DeviceInfo&, cudaStream_t stream) { return swiglu(p, stream); }
-cudaError_t start(const SampleParams& p, const DeviceInfo&, cudaStream_t stream) { return sample(p, stream); }
-cudaError_t start(const LinearParams& p, const DeviceInfo& device, cudaStream_t stream) {
-    return linear_gemv(p, device.multiprocessors, stream);
+fa_status on_gpu(const RmsNormParams& p, const DeviceInfo&, cudaStream_t stream) {
+    return start("rms_norm", rms_norm_blocks(p), [&] { return rms_norm(p, stream); });
+}
+fa_status on_gpu(const RopeParams& p, const DeviceInfo&, cudaStream_t stream) {
+    return start("rope", rope_blocks(p), [&] { return rope(p, stream); });
+}
+fa_status on_gpu(const SwigluParams& p, const DeviceInfo&, cudaStream_t stream) {
+    return start("swiglu", swiglu_blocks(p), [&] { return swiglu(p, stream); });
+}
+fa_status on_gpu(const SampleParams& p, const DeviceInfo&, cudaStream_t stream) {
+    return start("sample", p.batch, [&] { return sample(p, stream); });
+}
+fa_status on_gpu([[maybe_unused]] const LinearParams& p, const DeviceInfo& device, [[maybe_unused]] cudaStream_t stream) {
+    if (device.compute < 80) return fail(FA_UNSUPPORTED, "linear needs a GPU of sm_80 or newer, this is sm_%d", device.compute);
+#if FA_WITH_MMA_SM80
+    const GpuSize gpu{device.multiprocessors, device.shared_memory};
+    if (!linear_gemv_fits(p, gpu))
+        return fail(FA_UNSUPPORTED, "in_features=%d: a row of x does not fit into the %zu bytes of shared memory", p.in_features,
+                    device.shared_memory);
+    return start("linear_gemv", linear_gemv_blocks(p, gpu), [&] { return linear_gemv(p, gpu, stream); });
+#else
+    return fail(FA_UNSUPPORTED, "this build has no kernels for sm_80 and newer");
+#endif
 }
 #endif
 
@@ -36,20 +54,16 @@ void on_cpu(const LinearParams& p) { cpu::linear(p); }
 
 // `input` decides which GPU; a call without rows has nothing to do.
 template <typename Params>
-fa_status run(Params& params, const char* name, int32_t device, const char* input_name, const void* input, bool any,
-              [[maybe_unused]] void* stream) {
+fa_status run(Params& params, int32_t device, const char* input_name, const void* input, bool any, [[maybe_unused]] void* stream) {
     DeviceInfo info;
     if (const fa_status status = find_device(fa_device(device), input, &info, input_name); status != FA_OK) return status;
     if (!any) return FA_OK;
     if (device == FA_CPU) return on_host([&] { on_cpu(params); });
 #if FA_WITH_CUDA
-    if (const int64_t blocks = blocks_of(params, info); blocks > kMaxGrid)
-        return fail(FA_UNSUPPORTED, "%s: %lld blocks are more than a grid has", name, static_cast<long long>(blocks));
     params.programmatic = params.programmatic && info.compute >= 90;
     const CurrentDevice scope(info.index);
-    return launched(name, start(params, info, static_cast<cudaStream_t>(stream)));
+    return on_gpu(params, info, static_cast<cudaStream_t>(stream));
 #else
-    (void)name;
     return FA_UNSUPPORTED;
 #endif
 }
@@ -62,31 +76,31 @@ extern "C" {
 fa_status fa_rms_norm(const fa_rms_norm_args* args, void* stream) {
     fa::RmsNormParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, "rms_norm", args->device, "x", p.x.data, p.rows > 0, stream);
+    return fa::run(p, args->device, "x", p.x.data, p.rows > 0, stream);
 }
 
 fa_status fa_rope(const fa_rope_args* args, void* stream) {
     fa::RopeParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, "rope", args->device, "x", p.x.data, p.batch > 0 && p.seqlen > 0, stream);
+    return fa::run(p, args->device, "x", p.x.data, p.batch > 0 && p.seqlen > 0, stream);
 }
 
 fa_status fa_swiglu(const fa_swiglu_args* args, void* stream) {
     fa::SwigluParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, "swiglu", args->device, "gate_up", p.gate_up.data, p.rows > 0, stream);
+    return fa::run(p, args->device, "gate_up", p.gate_up.data, p.rows > 0, stream);
 }
 
 fa_status fa_sample(const fa_sample_args* args, void* stream) {
     fa::SampleParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, "sample", args->device, "logits", p.logits.data, p.batch > 0, stream);
+    return fa::run(p, args->device, "logits", p.logits.data, p.batch > 0, stream);
 }
 
 fa_status fa_linear(const fa_linear_args* args, void* stream) {
     fa::LinearParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, "linear_gemv", args->device, "x", p.x.data, p.rows > 0, stream);
+    return fa::run(p, args->device, "x", p.x.data, p.rows > 0, stream);
 }
 
 }  // extern "C"

@@ -5,10 +5,11 @@
 
 namespace fa {
 
+// Loads go around the L1 cache, which may hold what an earlier kernel has overwritten since a programmatic launch began.
 __device__ __forceinline__ float load_element(const void* data, int64_t at, DType dtype) {
-    if (dtype == DType::kFloat32) return static_cast<const float*>(data)[at];
-    if (dtype == DType::kFloat16) return to_float(static_cast<const __half*>(data)[at]);
-    return to_float(static_cast<const __nv_bfloat16*>(data)[at]);
+    if (dtype == DType::kFloat32) return __ldcg(static_cast<const float*>(data) + at);
+    if (dtype == DType::kFloat16) return to_float(__ldcg(static_cast<const __half*>(data) + at));
+    return to_float(__ldcg(static_cast<const __nv_bfloat16*>(data) + at));
 }
 __device__ __forceinline__ void store_element(void* data, int64_t at, DType dtype, float x) {
     if (dtype == DType::kFloat32) static_cast<float*>(data)[at] = x;
@@ -35,7 +36,7 @@ __device__ __forceinline__ uint2 narrow_4(float4 x) {
     return bits;
 }
 
-// Four neighbours, the first at a multiple of four elements; around the L1 cache, which may hold what an earlier kernel has overwritten.
+// Four neighbours, the first at a multiple of four elements.
 __device__ __forceinline__ float4 load_4(const void* data, int64_t at, DType dtype) {
     if (dtype == DType::kFloat32) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(data) + at));
     const uint2 bits = __ldcg(reinterpret_cast<const uint2*>(static_cast<const __half*>(data) + at));

@@ -6,6 +6,16 @@
 
 namespace fa {
 
+// What an earlier kernel may have written while this one was starting: around the L1 cache.
+template <typename T>
+FA_HOST_DEVICE T load_fresh(const T* data) {
+#if defined(__CUDA_ARCH__)
+    return __ldcg(data);
+#else
+    return *data;
+#endif
+}
+
 struct MatrixView {
     void* data;
     int64_t row;  // stride in elements
@@ -37,7 +47,9 @@ struct RopeParams {
 // The row of the tables that turns token i of batch entry b. Positions on the device cannot be checked before the launch: those outside
 // the tables take the nearest row, never a wild address.
 FA_HOST_DEVICE int64_t rope_row(const RopeParams& p, int32_t b, int32_t i) {
-    const int64_t position = !p.positions ? i : p.per_token ? int64_t(p.positions[int64_t(b) * p.seqlen + i]) : int64_t(p.positions[b]) + i;
+    const int64_t position = !p.positions  ? i
+                             : p.per_token ? int64_t(load_fresh(p.positions + int64_t(b) * p.seqlen + i))
+                                           : int64_t(load_fresh(p.positions + b)) + i;
     return position < 0 ? 0 : position < p.table_rows ? position : p.table_rows - 1;
 }
 

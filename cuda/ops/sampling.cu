@@ -8,13 +8,16 @@
 namespace fa {
 namespace {
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32, kMembers = 3072;
+constexpr int kThreads = 1024, kWarps = kThreads / 32, kMembers = 1024;
 static_assert(kBins == kThreads, "a thread for every bin");
 
 struct Smem {
     uint64_t weight[kBins];      // of a bin; summed up from the first bin on
     uint64_t members[kMembers];  // ranks of the tokens in one bin
+    uint64_t member_weight[kMembers];
     uint64_t per_warp[kWarps];
+    uint64_t sum_before, mass_before;  // of what comes before the bin
+    uint64_t found, mass;
     uint32_t count[kBins];
     uint32_t member_count;
     int bin;
@@ -67,9 +70,16 @@ struct Row {
     template <typename Body>
     __device__ __forceinline__ void for_each(const Body& body) const {
         if (fours) {
-            for (int i = 4 * threadIdx.x; i < p.vocab; i += 4 * kThreads) {
-                const float4 x = load_4(p.logits.data, start + i, p.dtype);
-                body(x.x, i), body(x.y, i + 1), body(x.z, i + 2), body(x.w, i + 3);
+            constexpr int kAhead = 4;  // loads on their way
+            for (int first = 4 * threadIdx.x; first < p.vocab; first += 4 * kAhead * kThreads) {
+                float4 x[kAhead];
+#pragma unroll
+                for (int j = 0; j < kAhead; ++j)
+                    if (const int i = first + 4 * j * kThreads; i < p.vocab) x[j] = load_4(p.logits.data, start + i, p.dtype);
+#pragma unroll
+                for (int j = 0; j < kAhead; ++j)
+                    if (const int i = first + 4 * j * kThreads; i < p.vocab)
+                        body(x[j].x, i), body(x[j].y, i + 1), body(x[j].z, i + 2), body(x[j].w, i + 3);
             }
         } else {
             for (int i = threadIdx.x; i < p.vocab; i += kThreads) body(load_element(p.logits.data, start + i, p.dtype), i);
@@ -86,42 +96,57 @@ struct Row {
             const uint64_t count = smem.count[threadIdx.x];
             reached = scan(count, smem.per_warp), before = reached - count;
         }
-        const bool here = before < target && target <= reached;  // true for one thread: the sums never decrease
-        const uint64_t sum_before = reduce<true>(here ? before : 0, smem.per_warp);
-        const uint64_t mass_before = reduce<true>(here ? weights - weight : 0, smem.per_warp);
-        if (here) smem.bin = threadIdx.x, smem.member_count = 0;
+        if (before < target && target <= reached) {  // true for one thread: the sums never decrease
+            smem.bin = threadIdx.x, smem.member_count = 0;
+            smem.sum_before = before, smem.mass_before = weights - weight;
+        }
         __syncthreads();
         const int bin = smem.bin;
-
-        // The bin's tokens to shared memory, if they fit; the ends of the search.
-        uint64_t low = ~0ull, high = 0;
+        const uint64_t sum_before = smem.sum_before;
         for_each([&](float logit, int i) {
-            if (bin_of(exponent(logit)) != bin) return;
-            const uint64_t rank = rank_of(logit, i);
-            low = rank < low ? rank : low, high = rank > high ? rank : high;
+            const float e = exponent(logit);
+            if (bin_of(e) != bin) return;
             const uint32_t at = atomicAdd(&smem.member_count, 1u);
-            if (at < kMembers) smem.members[at] = rank;
+            if (at < kMembers) smem.members[at] = rank_of(logit, i), smem.member_weight[at] = weight_of(e);
         });
-        low = ~reduce<false>(~low, smem.per_warp), high = reduce<false>(high, smem.per_warp);
-        const bool listed = smem.member_count <= kMembers;
+        __syncthreads();
         const int members = int(smem.member_count);
+        if (members > kMembers) return search(bin, by_count, target, mass);
+        if (threadIdx.x < members) {  // every member adds up what comes before it
+            const uint64_t mine = smem.members[threadIdx.x], own_weight = smem.member_weight[threadIdx.x];
+            uint64_t counts = 0, weights_before = 0;
+            for (int i = 0; i < members; ++i)
+                if (smem.members[i] > mine) ++counts, weights_before += smem.member_weight[i];
+            const uint64_t sum = sum_before + (by_count ? counts : weights_before);
+            if (sum < target && target <= sum + (by_count ? 1 : own_weight))
+                smem.found = mine, smem.mass = smem.mass_before + weights_before + own_weight;
+        }
+        __syncthreads();
+        *mass = smem.mass;
+        return smem.found;
+    }
 
-        // The largest rank r such that the tokens from r on reach the target: always low <= r <= high.
+    // The same in a bin with more tokens than there is room for: halves the interval of ranks, reading all logits each time.
+    __device__ uint64_t search(int bin, bool by_count, uint64_t target, uint64_t* mass) const {
+        const uint64_t sum_before = smem.sum_before, mass_before = smem.mass_before;
+        uint64_t low = ~0ull, high = 0;
+        const auto for_bin = [&](const auto& body) {
+            for_each([&](float logit, int i) {
+                const float e = exponent(logit);
+                if (bin_of(e) == bin) body(e, rank_of(logit, i));
+            });
+        };
         const auto sum_from = [&](uint64_t rank, bool counts) {
             uint64_t sum = 0;
-            if (listed) {
-                for (int i = threadIdx.x; i < members; i += kThreads)
-                    if (smem.members[i] >= rank) sum += counts ? 1 : weight_of(exponent(logit_of(smem.members[i])));
-            } else {
-                for_each([&](float logit, int i) {
-                    const float e = exponent(logit);
-                    if (bin_of(e) == bin && rank_of(logit, i) >= rank) sum += counts ? 1 : weight_of(e);
-                });
-            }
+            for_bin([&](float e, uint64_t other) {
+                if (other >= rank) sum += counts ? 1 : weight_of(e);
+            });
             return reduce<true>(sum, smem.per_warp);
         };
-        while (low < high) {
-            const uint64_t middle = high - (high - low) / 2;  // above low
+        for_bin([&](float, uint64_t rank) { low = rank < low ? rank : low, high = rank > high ? rank : high; });
+        low = ~reduce<false>(~low, smem.per_warp), high = reduce<false>(high, smem.per_warp);
+        while (low < high) {  // the largest rank such that the tokens from it on reach the target: low <= it <= high
+            const uint64_t middle = high - (high - low) / 2;
             if (sum_before + sum_from(middle, by_count) >= target) low = middle;
             else high = middle - 1;
         }

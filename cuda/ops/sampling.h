@@ -122,8 +122,8 @@ FA_HOST_DEVICE uint64_t weight_of(float exponent) {
 
 // 64 random bits for row b of the batch: of its own seed, or of the call's seed and its place in the batch.
 FA_HOST_DEVICE uint64_t sample_bits(const SampleParams& p, int32_t b) {
-    const uint64_t seed = p.seeds ? uint64_t(p.seeds[b]) : p.seed;
-    const uint32_t step = p.step ? uint32_t(p.step[b * p.step_stride]) : 0, place = p.seeds ? 0 : uint32_t(b);
+    const uint64_t seed = p.seeds ? uint64_t(load_fresh(p.seeds + b)) : p.seed;
+    const uint32_t step = p.step ? uint32_t(load_fresh(p.step + b * p.step_stride)) : 0, place = p.seeds ? 0 : uint32_t(b);
     const Philox4 r = philox(step, place, uint32_t(p.offset), uint32_t(p.offset >> 32), uint32_t(seed), uint32_t(seed >> 32));
     return uint64_t(r.word[1]) << 32 | r.word[0];
 }
