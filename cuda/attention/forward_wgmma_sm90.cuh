@@ -27,6 +27,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <numeric>
 
 #include "attention/general_scores.cuh"
 #include "attention/kernels.h"
@@ -48,6 +49,7 @@ struct WgmmaSchedule {
     bool longest_first;
     int* counter;                   // WorkOrder::kCounter: items handed out, beyond every block's first
     int q_loads, k_loads, v_loads;  // boxes that make a tile
+    int page_rows;                  // paged cache: rows of a box, a divisor of the page and of the tile; k_loads, v_loads for each
 };
 
 // One work item and everything about its sequence, worked out by the producer.
@@ -134,7 +136,7 @@ FA_HOST_DEVICE bool find_work(const AttentionParams& p, const WgmmaSchedule& sch
         w.batch = sequence_head / p.nheads;
         w.head = sequence_head - w.batch * p.nheads;
         w.q_row = w.k_row = 0;
-        w.seqlen_q = p.seqlen_q, w.seqlen_k = p.seqlen_k;
+        w.seqlen_q = p.seqlen_q, w.seqlen_k = p.cache.entries ? cached_keys(p, w.batch) : p.seqlen_k;
     }
     w.row0 = m * kBlockM;
     if (m < 0 || w.row0 >= w.seqlen_q) return false;
@@ -196,6 +198,93 @@ __device__ __forceinline__ void exponentials(float (&S)[kCount], float c, const 
     }
 }
 
+// The producer of a call with a paged cache: a whole warp, each lane brings the boxes of page_rows rows of the tile. A box past the
+// sequence's last page has a page out of bounds, which arrives as zeros: nothing behind the sequence's part of the table is read.
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ void produce_from_pages(const CUtensorMap& map_q, const CUtensorMap& map_k, const CUtensorMap& map_v,
+                                                   const AttentionParams& p, const WgmmaSchedule& schedule, WgmmaSmem<T, kId>& smem) {
+    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    constexpr int kBlockM = kPlan.block_m(), kBlockN = kPlan.block_n, kStages = kPlan.stages;
+    constexpr uint32_t kChunkBytes = kBlockN * kChunkRowBytes, kSlabBytes = sizeof(smem.q[0]);
+    const uint32_t q_full = shared_address(&smem.q_full), q_empty = shared_address(&smem.q_empty);
+    Ring ring, work;
+    uint32_t q_phase = 0;
+    for (int index = blockIdx.x;;) {
+        WgmmaWork& w = smem.work[work.slot];
+        mbarrier_wait(shared_address(smem.work_empty) + 8 * work.slot, work.phase ^ 1);
+        bool rows = false;
+        if (threadIdx.x == 0) {
+            rows = find_work<kBlockM, kBlockN>(p, schedule, index, w);
+            if (rows || !w.valid) mbarrier_arrive(shared_address(smem.work_full) + 8 * work.slot);
+        }
+        rows = __any_sync(~0u, rows);
+        __syncwarp();  // w is written
+        if (!w.valid) return;
+        if (rows) {
+            const int lane = opaque(int(threadIdx.x)), box_row = lane * schedule.page_rows;  // of the tile
+            work.next(WgmmaSmem<T, kId>::kWorkSlots);
+            int page, row;  // of this lane's rows of a tile
+            const auto find_page = [&](int tile) {
+                const int key = tile * kBlockN + box_row, index = key / p.cache.page_size;
+                row = key - index * p.cache.page_size;
+                page = box_row < kBlockN && key < w.seqlen_k ? cache_page(p.cache, w.batch, index) : p.cache.entries;
+            };
+            const auto load = [&](const CUtensorMap& map, int chunks, uint32_t tile, uint32_t full, uint32_t empty, uint32_t bytes,
+                                  const Ring& at, int row, int page) {
+                mbarrier_wait(empty + 8 * at.slot, at.phase ^ 1);
+                if (lane == 0) mbarrier_arrive_expect_tx(full + 8 * at.slot, bytes);
+                __syncwarp();
+                tile += at.slot * bytes + box_row * kChunkRowBytes;
+                if (box_row < kBlockN)
+#pragma unroll 1
+                    for (int c = 0; c < chunks; ++c)
+                        tma_load(tile + c * kChunkBytes, &map, full + 8 * at.slot, c * kChunkColumns, row, 0, w.head / p.group, page);
+            };
+            const auto load_k = [&](const Ring& at) {
+                load(map_k, schedule.k_loads, shared_address(smem.k), shared_address(smem.k_full), shared_address(smem.k_empty),
+                     sizeof(smem.k[0]), at, row, page);
+            };
+            const auto load_v = [&](const Ring& at, int row, int page) {
+                load(map_v, schedule.v_loads, shared_address(smem.v), shared_address(smem.v_full), shared_address(smem.v_empty),
+                     sizeof(smem.v[0]), at, row, page);
+            };
+            int tile = w.last_tile;
+            find_page(tile);
+            load_k(ring);  // does not wait for the Q buffer
+            mbarrier_wait(q_empty, q_phase ^ 1);
+            q_phase ^= 1;
+            if (lane == 0) {
+                mbarrier_arrive_expect_tx(q_full, kPlan.warpgroups * kSlabBytes);
+#pragma unroll 1
+                for (int slab = 0; slab < kPlan.warpgroups; ++slab)
+#pragma unroll 1
+                    for (int c = 0; c < schedule.q_loads; ++c)
+                        tma_load(shared_address(smem.q) + slab * kSlabBytes + c * 64 * kChunkRowBytes, &map_q, q_full, c * kChunkColumns,
+                                 w.row0 + slab * 64, 0, w.head, w.batch, kEvictFirst);
+            }
+            __syncwarp();
+            while (tile > w.first_tile) {  // K one tile ahead of V
+                const int row_v = row, page_v = page;
+                find_page(--tile);
+                Ring ahead = ring;
+                ahead.next(kStages);
+                load_k(ahead);
+                load_v(ring, row_v, page_v);
+                ring = ahead;
+            }
+            load_v(ring, row, page);
+            ring.next(kStages);
+        }
+        if (schedule.order == WorkOrder::kCounter) {
+            int next = 0;
+            if (threadIdx.x == 0) next = gridDim.x + atomicAdd(schedule.counter, 1);
+            index = __shfl_sync(~0u, next, 0);
+        } else {
+            index += gridDim.x;
+        }
+    }
+}
+
 template <typename T, WgmmaPlanId kId>
 __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     forward_wgmma_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
@@ -240,6 +329,11 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     // ------------------------------------------------------------------------------------------------ producer
     if (warpgroup == 0) {
         setmaxnreg_dec<kWarpgroups == 2 ? 40 : 32>();
+        if constexpr (kPlan.pages())
+            if (p.cache.block_table) {
+                if (threadIdx.x < 32) produce_from_pages(map_q, map_k, map_v, p, schedule, smem);
+                return;
+            }
         if (threadIdx.x != 0) return;
         Ring ring, work;  // the K and V rings stand at the same slot between items
         uint32_t q_phase = 0;
@@ -261,16 +355,17 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
 
                 Ring k = ring, v = ring;
                 const int head = w.head, head_k = head / p.group, batch = p.cu_seqlens_q ? 0 : w.batch;
+                const int entry = p.cache.entries ? cache_entry(p.cache, batch) : batch;
                 const auto load_k = [&](int row) {
                     mbarrier_wait(k_empty + 8 * k.slot, k.phase ^ 1);
                     mbarrier_arrive_expect_tx(k_full + 8 * k.slot, kKBytes);
-                    load(map_k, schedule.k_loads, smem_k + k.slot * kKBytes, kBlockN, k_full + 8 * k.slot, row, head_k, batch);
+                    load(map_k, schedule.k_loads, smem_k + k.slot * kKBytes, kBlockN, k_full + 8 * k.slot, row, head_k, entry);
                     k.next(kStages);
                 };
                 const auto load_v = [&](int row) {
                     mbarrier_wait(v_empty + 8 * v.slot, v.phase ^ 1);
                     mbarrier_arrive_expect_tx(v_full + 8 * v.slot, kVBytes);
-                    load(map_v, schedule.v_loads, smem_v + v.slot * kVBytes, kBlockN, v_full + 8 * v.slot, row, head_k, batch);
+                    load(map_v, schedule.v_loads, smem_v + v.slot * kVBytes, kBlockN, v_full + 8 * v.slot, row, head_k, entry);
                     v.next(kStages);
                 };
                 int row = w.k_row + w.last_tile * kBlockN;
@@ -484,10 +579,11 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
                 if (hidden(i / 8 % kBlockN)) tile[i] = make_uint4(0, 0, 0, 0);
             fence_proxy_async();
         };
-        // Keys outside those that the sequence's rows see between them; past the end of a dense tensor the copy engine wrote zeros.
+        // Keys outside those that the sequence's rows see between them; past the end of a dense tensor the copy engine wrote zeros, but in
+        // a varlen call the next sequence follows, and in a cache whatever lies there.
         const auto zero_v_outside = [&](int tile) {
             const int begin = clamp_to(w.left, 0, w.seqlen_k), end = clamp_to(w.seqlen_q + w.right, 0, w.seqlen_k);
-            const bool hidden_end = (tile + 1) * kBlockN > end && (p.cu_seqlens_q || end < w.seqlen_k);
+            const bool hidden_end = (tile + 1) * kBlockN > end && (p.cu_seqlens_q || p.cache.entries || end < w.seqlen_k);
             if (!hidden_end && tile * kBlockN >= begin) return;
             mbarrier_wait(v_full + 8 * v.slot, v.phase);
             zero_v([&](int j) { return tile * kBlockN + j < begin || tile * kBlockN + j >= end; });
@@ -616,17 +712,22 @@ cudaError_t launch_wgmma(const AttentionParams& p, int device, int multiprocesso
     schedule.order = wgmma_order(p, items, blocks);
 
     CUtensorMap map_q, map_k, map_v;
-    const auto encode = [&](const TensorView& x, int columns, int64_t rows, int heads, int box_rows, int padded, CUtensorMap* map,
-                            int* loads) {
-        return encode_tiles({x.data, std::is_same_v<T, __half>, columns, rows, heads, varlen ? 1 : p.batch, 2 * x.row, 2 * x.head,
-                             2 * x.batch, box_rows, padded},
+    const bool paged = p.cache.block_table;
+    schedule.page_rows = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;
+    const auto encode = [&](const TensorView& x, int columns, int64_t batch, int64_t rows, int heads, int box_rows, int padded,
+                            CUtensorMap* map, int* loads) {
+        return encode_tiles({x.data, std::is_same_v<T, __half>, columns, rows, heads, batch, 2 * x.row, 2 * x.head, 2 * x.batch, box_rows,
+                             padded, box_rows < kPlan.block_n && &x != &p.q},
                             map, loads);
     };
-    const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
-    if (cudaError_t error = encode(p.q, p.headdim, rows_q, p.nheads, 64, kPlan.columns(), &map_q, &schedule.q_loads)) return error;
-    if (cudaError_t error = encode(p.k, p.headdim, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads))
+    const int64_t batch_q = varlen ? 1 : p.batch, batch_k = varlen ? 1 : p.cache.entries ? p.cache.entries : p.batch;
+    const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : paged ? p.cache.page_size : p.seqlen_k;
+    if (cudaError_t error = encode(p.q, p.headdim, batch_q, rows_q, p.nheads, 64, kPlan.columns(), &map_q, &schedule.q_loads)) return error;
+    if (cudaError_t error =
+            encode(p.k, p.headdim, batch_k, rows_k, p.nheads_k, schedule.page_rows, kPlan.columns(), &map_k, &schedule.k_loads))
         return error;
-    if (cudaError_t error = encode(p.v, p.headdim_v, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads))
+    if (cudaError_t error =
+            encode(p.v, p.headdim_v, batch_k, rows_k, p.nheads_k, schedule.page_rows, kPlan.columns_v(), &map_v, &schedule.v_loads))
         return error;
 
     const void* kernel = reinterpret_cast<const void*>(forward_wgmma_kernel<T, kId>);
