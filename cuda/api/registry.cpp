@@ -75,11 +75,6 @@ const char* no_wide_stores(const AttentionParams& p, char* text, size_t size) {
     return text;
 }
 
-const char* pages_of_eight(const AttentionParams& p, char* text, size_t size) {
-    std::snprintf(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
-    return text;
-}
-
 const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (device.compute != 90) {
         std::snprintf(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
@@ -87,7 +82,6 @@ const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& devic
     }
     if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
     if (p.cache.entries && p.cache.dtype != p.dtype) return kNo8BitCache;
-    if (p.cache.block_table && p.cache.page_size % 8) return pages_of_eight(p, text, size);
     if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim || p.headdim % 8 || p.headdim_v % 8) {
         std::snprintf(text, size, "headdim=%d, headdim_v=%d: multiples of 8 up to %d", p.headdim, p.headdim_v, kWgmmaMaxHeadDim);
         return text;
@@ -137,7 +131,10 @@ const char* mla_sm90_refuses(const AttentionParams& p, const DeviceInfo& device,
     if (p.cache.dtype != p.dtype) return kNo8BitCache;
     if (p.v.data != p.k.data || p.v.batch != p.k.batch || p.v.row != p.k.row || p.v.head != p.k.head)
         return "v is not k: it takes values that are the first columns of the keys, in the same memory";
-    if (p.cache.block_table && p.cache.page_size % 8) return pages_of_eight(p, text, size);
+    if (p.cache.block_table && p.cache.page_size % 8) {
+        std::snprintf(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
+        return text;
+    }
     if (p.general_scores() || p.sinks) return "takes no softcap, ALiBi, bias, mask, sinks or dropout";
     if (!(p.scale > 0)) {
         std::snprintf(text, size, "softmax_scale=%g: it takes positive ones", double(p.scale));

@@ -23,6 +23,7 @@ namespace {
 
 constexpr int kD = 576, kDv = 512, kRows = 64, kKeys = 64, kStages = 2;
 constexpr uint32_t kTileBytes = kKeys * kD * 2, kChunkBytes = kKeys * kChunkRowBytes;
+constexpr int kMostShares = 256;  // as validation has it
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
@@ -296,39 +297,39 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
     }
 }
 
-// out = sum of w_i O_i, w_i = exp(lse_i - lse), lse = log sum exp(lse_i): one warp for each row, 4 x 4 columns a lane.
+// out = sum of w_i O_i, w_i = exp(lse_i - lse), lse = log sum exp(lse_i): a block for each row, four columns a thread.
+constexpr int kMergeThreads = kDv / 4;
 template <typename T>
-__global__ void __launch_bounds__(128) merge_shares_kernel(const __grid_constant__ MlaParams params) {
+__global__ void __launch_bounds__(kMergeThreads) merge_shares_kernel(const __grid_constant__ MlaParams params) {
+    __shared__ float weight[kMostShares], lse;
     const AttentionParams& p = params.attention;
-    const int64_t index = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
-    if (index >= int64_t(p.batch) * p.nheads_k * params.rows) return;
-    const int lane = threadIdx.x % 32, row = int(index % params.rows);
-    const int64_t heads = index / params.rows;
-    const float* lses = params.lses + heads * params.splits * params.rows + row;
-    const float* from = params.partial + (heads * params.splits * params.rows + row) * kDv + 4 * lane;
-    float m = -INFINITY, l = 0;
-    for (int i = 0; i < params.splits; ++i) m = fmaxf(m, lses[int64_t(i) * params.rows]);
-    float4 sum[4] = {};
-    for (int i = 0; i < params.splits; ++i) {
-        const float lse = lses[int64_t(i) * params.rows];
-        if (lse == -INFINITY) continue;
-        const float weight = __expf(lse - m);
-        l += weight;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float4 x = *reinterpret_cast<const float4*>(from + int64_t(i) * params.rows * kDv + 128 * j);
-            sum[j].x += weight * x.x, sum[j].y += weight * x.y, sum[j].z += weight * x.z, sum[j].w += weight * x.w;
-        }
+    const int row = blockIdx.x % params.rows, heads = blockIdx.x / params.rows, splits = params.splits;
+    const float* lses = params.lses + int64_t(heads) * splits * params.rows + row;
+    for (int i = threadIdx.x; i < splits; i += kMergeThreads) weight[i] = lses[int64_t(i) * params.rows];
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        float m = -INFINITY, l = 0;
+        for (int i = threadIdx.x; i < splits; i += 32) m = fmaxf(m, weight[i]);
+        for (int x = 16; x > 0; x /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, x));
+        for (int i = threadIdx.x; i < splits; i += 32) l += weight[i] = weight[i] == -INFINITY ? 0.0f : __expf(weight[i] - m);
+        for (int x = 16; x > 0; x /= 2) l += __shfl_xor_sync(~0u, l, x);
+        for (int i = threadIdx.x; i < splits; i += 32) weight[i] = l == 0.0f ? 0.0f : weight[i] / l;
+        if (threadIdx.x == 0) lse = l == 0.0f ? -INFINITY : m + __logf(l);
     }
-    const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
-    const int b = int(heads / p.nheads_k), head = int(heads % p.nheads_k) * p.group + row % p.group;
+    __syncthreads();
+    const float* from = params.partial + (int64_t(heads) * splits * params.rows + row) * kDv + 4 * threadIdx.x;
+    float4 sum{};
+#pragma unroll 8
+    for (int i = 0; i < splits; ++i) {  // a share without keys is zero
+        const float4 x = *reinterpret_cast<const float4*>(from + int64_t(i) * params.rows * kDv);
+        const float w = weight[i];
+        sum.x += w * x.x, sum.y += w * x.y, sum.z += w * x.z, sum.w += w * x.w;
+    }
+    const int b = heads / p.nheads_k, head = heads % p.nheads_k * p.group + row % p.group;
     const Sequence s = sequence_of(p, b);
-    T* to = static_cast<T*>(p.out.data) + s.out + row / p.group * p.out.row + head * p.out.head + 4 * lane;
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-        *reinterpret_cast<uint2*>(to + 128 * j) =
-            make_uint2(pack_16<T>(sum[j].x * inverse, sum[j].y * inverse), pack_16<T>(sum[j].z * inverse, sum[j].w * inverse));
-    if (p.lse && lane == 0) p.lse[lse_offset(p, s, head) + row / p.group] = l == 0.0f ? -INFINITY : m + __logf(l);
+    T* to = static_cast<T*>(p.out.data) + s.out + row / p.group * p.out.row + head * p.out.head + 4 * threadIdx.x;
+    *reinterpret_cast<uint2*>(to) = make_uint2(pack_16<T>(sum.x, sum.y), pack_16<T>(sum.z, sum.w));
+    if (p.lse && threadIdx.x == 0) p.lse[lse_offset(p, s, head) + row / p.group] = lse;
 }
 
 MlaParams mla_params(const AttentionParams& p, int multiprocessors) {
@@ -357,7 +358,7 @@ cudaError_t launch_mla(const AttentionParams& p, int multiprocessors, cudaStream
     const cudaError_t error = launch_kernel(decode_mla_kernel<T>, unsigned(heads * params.row_blocks * params.splits), kThreads,
                                             sizeof(MlaSmem<T>), stream, params);
     if (error != cudaSuccess || params.splits == 1) return error;
-    return launch_kernel(merge_shares_kernel<T>, unsigned((heads * params.rows + 3) / 4), 128, 0, stream, params);
+    return launch_kernel(merge_shares_kernel<T>, unsigned(heads * params.rows), kMergeThreads, 0, stream, params);
 }
 
 }  // namespace

@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     constexpr bool kAnyAlignment = kSm == MmaSm::kAny;
     constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: nothing that can be read again is kept beside it
     static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
-    static_assert(!kPaged || (kStages == 2 && kD == kDv && sizeof(T) == 2), "K and V of a tile are looked up once and loaded together");
+    static_assert(!kPaged || (kD == kDv && sizeof(T) == 2), "K and V of a tile are looked up once");
     using TileQK = SharedTile<T, kD>;
     using TileV = SharedTile<T, kDv>;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -262,7 +262,10 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
         }
         __syncthreads();  // K (and with two stages V) of this tile is here; nobody reads the tile before it any more
         const bool sees = key0 < some.end && key0 + kBlockN > some.begin, cut = key0 < every.begin || key0 + kBlockN > every.end;
-        if (kStages == 1 && tile < last_tile) load_v(tile, 0);
+        if (kStages == 1 && tile < last_tile) {
+            load_v(tile, 0);
+            if (tile > first_tile) find_rows(tile - 1);
+        }
         if (kStages == 2 && tile > first_tile) {
             load_k(tile - 1, stage ^ 1), load_v(tile - 1, stage ^ 1);
             if (tile - 1 > first_tile) find_rows(tile - 2);

@@ -16,7 +16,8 @@ cudaError_t forward_minimal(const AttentionParams& params, cudaStream_t stream);
 
 // fp16 and bf16, head dims up to 256, sm_80 and newer. The device decides between tiles.
 cudaError_t forward_mma_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
-cudaError_t forward_mma_sm80_paged(const AttentionParams& params, cudaStream_t stream);  // its half for the pages of a cache
+// Its part for the pages of a cache.
+cudaError_t forward_mma_sm80_paged(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
 // fp32 whose products are rounded to tf32; the rest as above, but no pages.
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
 

@@ -163,7 +163,7 @@ inline void wgmma_sections(const AttentionParams& p, int m_blocks, int multiproc
 // when a block costs a few tiles more than those of its share. The capacity of the cache stands for the lengths, which only the device
 // knows.
 inline int mla_splits(const AttentionParams& p, int64_t blocks_per_sequence, int multiprocessors) {
-    constexpr int kBlockCost = 6, kInvariantTiles = 32, kMostSplits = 64;
+    constexpr int kBlockCost = 6, kInvariantTiles = 32, kMostSplits = 128;
     const int64_t tiles = (int64_t(p.seqlen_k) + 63) / 64, most = tiles < kMostSplits ? tiles : kMostSplits;
     if (p.cache.num_splits > 0) return p.cache.num_splits;
     if (most <= 1) return 1;
