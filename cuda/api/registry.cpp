@@ -19,6 +19,7 @@ namespace fa {
 namespace {
 
 constexpr const char* kNoFloat8 = "takes no float8_e4m3: of all kernels only fp8_sm90 (Hopper) does";
+constexpr const char* kNo8BitCache = "cache_dtype: it takes no 8-bit cache";
 bool is_float8(const AttentionParams& p) { return p.dtype == DType::kFloat8E4M3; }
 
 // What a kernel that takes every cache refuses.
@@ -80,7 +81,7 @@ const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& devic
         return text;
     }
     if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
-    if (p.cache.entries) return "k and v are a cache";
+    if (p.cache.entries && p.cache.dtype != p.dtype) return kNo8BitCache;
     if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim || p.headdim % 8 || p.headdim_v % 8) {
         std::snprintf(text, size, "headdim=%d, headdim_v=%d: multiples of 8 up to %d", p.headdim, p.headdim_v, kWgmmaMaxHeadDim);
         return text;
@@ -93,9 +94,10 @@ const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& devic
                       p.seqlen_q, p.seqlen_k);
         return text;
     }
+    const int64_t batch_k = p.cache.entries ? p.cache.entries : batch, rows = p.cache.block_table ? p.cache.page_size : rows_k;
     const char* reason = no_tensor_map("q", p.q, batch, rows_q, p.nheads, 2, text, size);
-    if (!reason) reason = no_tensor_map("k", p.k, batch, rows_k, p.nheads_k, 2, text, size);
-    if (!reason) reason = no_tensor_map("v", p.v, batch, rows_k, p.nheads_k, 2, text, size);
+    if (!reason) reason = no_tensor_map("k", p.k, batch_k, rows, p.nheads_k, 2, text, size);
+    if (!reason) reason = no_tensor_map("v", p.v, batch_k, rows, p.nheads_k, 2, text, size);
     return reason ? reason : no_wide_stores(p, text, size);
 }
 const char* wgmma_sm90_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
@@ -114,6 +116,48 @@ size_t wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) 
 }
 fa_status wgmma_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
     return launched("wgmma_sm90", forward_wgmma_sm90(p, device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
+}
+
+const char* mla_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (p.headdim != 576 || p.headdim_v != 512 || !p.cache.entries) {
+        std::snprintf(text, size, "headdim=%d, headdim_v=%d: it serves a cache of 576 and 512", p.headdim, p.headdim_v);
+        return text;
+    }
+    if (device.compute != 90) {
+        std::snprintf(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
+        return text;
+    }
+    if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
+    if (p.cache.dtype != p.dtype) return kNo8BitCache;
+    if (p.v.data != p.k.data || p.v.batch != p.k.batch || p.v.row != p.k.row || p.v.head != p.k.head)
+        return "v is not k: it takes values that are the first columns of the keys, in the same memory";
+    if (p.cache.block_table && p.cache.page_size % 8) {
+        std::snprintf(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
+        return text;
+    }
+    if (p.general_scores() || p.sinks) return "takes no softcap, ALiBi, bias, mask, sinks or dropout";
+    if (!(p.scale > 0)) {
+        std::snprintf(text, size, "softmax_scale=%g: it takes positive ones", double(p.scale));
+        return text;
+    }
+    if (p.seqlen_k == 0) return "there are no keys to load";
+    const int64_t rows = int64_t(p.seqlen_q) * p.group;
+    if (rows * p.batch * p.nheads_k > kMaxGrid / 64 || decode_mla_sm90_blocks(p, device.multiprocessors) > kMaxGrid ||
+        p.seqlen_k > kMaxGrid - 1024) {
+        std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads,
+                      p.seqlen_q, p.seqlen_k);
+        return text;
+    }
+    const int64_t rows_k = p.cache.block_table ? p.cache.page_size : p.seqlen_k;
+    const char* reason = no_tensor_map("q", p.q, p.batch, p.seqlen_q, p.nheads, 2, text, size);
+    if (!reason) reason = no_tensor_map("k", p.k, p.cache.entries, rows_k, p.nheads_k, 2, text, size);
+    return reason ? reason : no_wide_stores(p, text, size);
+}
+size_t mla_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    return decode_mla_sm90_workspace(p, device.multiprocessors);
+}
+fa_status mla_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
+    return launched("mla_sm90", decode_mla_sm90(p, device.multiprocessors, static_cast<cudaStream_t>(stream)));
 }
 
 const char* fp8_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
@@ -184,7 +228,6 @@ const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device
         std::snprintf(text, size, "headdim=%d, headdim_v=%d: at most 256", p.headdim, p.headdim_v);
         return text;
     }
-    if (const char* reason = strided_refuses(p)) return reason;
     const int64_t blocks = (int64_t(p.seqlen_q) + 31) / 32 * p.nheads * p.batch;  // its smallest tile has 32 rows
     if (blocks <= kMaxGrid) return nullptr;
     std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q);
@@ -224,7 +267,7 @@ const char* decode_split_refuses(const AttentionParams& p, const DeviceInfo& dev
 }
 const char* decode_split_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     const int64_t rows = int64_t(p.seqlen_q) * p.group;
-    if (p.cache.entries && strided_refuses(p)) return nullptr;  // pages and 8-bit elements
+    if (p.cache.entries && p.cache.dtype != p.dtype) return nullptr;
     if (rows > 64) {
         std::snprintf(text, size, "seqlen_q=%d x %d heads of a key head: other kernels are faster from 65 rows on", p.seqlen_q, p.group);
         return text;
@@ -240,11 +283,13 @@ fa_status decode_split_launch(const AttentionParams& p, const DeviceInfo& device
 }
 const char* mma_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
+    if (p.cache.entries && p.cache.dtype != p.dtype) return kNo8BitCache;
     return mma_shape_refuses(p, device, text, size);
 }
 const char* mma_tf32_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (p.dtype != DType::kFloat32) return "takes float32 only, with allow_tf32";
     if (!p.allow_tf32) return "allow_tf32=0: its products are rounded to tf32, which float32 inputs must allow";
+    if (const char* reason = strided_refuses(p)) return reason;
     return mma_shape_refuses(p, device, text, size);
 }
 fa_status mma_sm80_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
@@ -278,6 +323,8 @@ constexpr Kernel kKernels[] = {
      FA_CUDA, decode_split_refuses, decode_split_workspace, decode_split_launch, decode_split_yields},
 #endif
 #if FA_WITH_WGMMA_SM90
+    {"mla_sm90", "Hopper: a cache of headdim 576 whose values are the first 512 columns of its keys; float16, bfloat16", FA_CUDA,
+     mla_sm90_refuses, mla_sm90_workspace, mla_sm90_launch},
     {"wgmma_sm90", "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option", FA_CUDA, wgmma_sm90_refuses,
      wgmma_sm90_workspace, wgmma_sm90_launch, wgmma_sm90_yields},
 #endif

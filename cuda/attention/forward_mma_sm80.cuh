@@ -135,7 +135,8 @@ __device__ __forceinline__ Work work_of(const MmaParams& params, int block) {
 template <typename T, int kD, int kDv, MmaSm kSm>
 inline constexpr MmaTile kTileOf = sizeof(T) == 2 ? mma_tile(kD, kDv, kSm) : mma_tile_tf32(kD, kDv, kSm);
 
-template <typename T, int kD, int kDv, MmaSm kSm, bool kGeneral>
+// kPaged: K and V lie in the pages of a cache.
+template <typename T, int kD, int kDv, MmaSm kSm, bool kGeneral, bool kPaged>
 __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T, kD, kDv, kSm>.blocks_per_sm)
     attention_kernel(const __grid_constant__ MmaParams params) {
 #if defined(__CUDA_ARCH__)
@@ -149,6 +150,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     constexpr bool kAnyAlignment = kSm == MmaSm::kAny;
     constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: nothing that can be read again is kept beside it
     static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
+    static_assert(!kPaged || (kD == kDv && sizeof(T) == 2), "K and V of a tile are looked up once");
     using TileQK = SharedTile<T, kD>;
     using TileV = SharedTile<T, kDv>;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -175,13 +177,24 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
     __syncwarp();
 
+    [[maybe_unused]] std::conditional_t<kPaged, PagedRows<kBlockN, kD, kThreads, T>, int> rows;  // of the tile to be loaded next
     const auto load_k = [&](int tile, int stage) {
-        load_tile<kBlockN, kD, kThreads, kAnyAlignment>(smem.k[stage], k + tile * kBlockN * p.k.row, p.k.row, first_key - tile * kBlockN,
-                                                        end_key - tile * kBlockN, p.headdim, params.aligned_k);
+        const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
+        if constexpr (kPaged) load_paged_tile<kBlockN, kD, kThreads>(smem.k[stage], k, p.k, rows, begin, end, p.headdim, params.aligned_k);
+        else
+            load_tile<kBlockN, kD, kThreads, kAnyAlignment>(smem.k[stage], k + tile * kBlockN * p.k.row, p.k.row, begin, end, p.headdim,
+                                                            params.aligned_k);
     };
     const auto load_v = [&](int tile, int stage) {
-        load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v[stage], v + tile * kBlockN * p.v.row, p.v.row, first_key - tile * kBlockN,
-                                                         end_key - tile * kBlockN, p.headdim_v, params.aligned_v);
+        const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
+        if constexpr (kPaged)
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, rows, begin, end, p.headdim_v, params.aligned_v);
+        else
+            load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v[stage], v + tile * kBlockN * p.v.row, p.v.row, begin, end, p.headdim_v,
+                                                             params.aligned_v);
+    };
+    const auto find_rows = [&](int tile) {
+        if constexpr (kPaged) rows.find(p, b, tile * kBlockN, first_key - tile * kBlockN, end_key - tile * kBlockN);
     };
 
     // Addresses of this lane's rows. For ldmatrix: A and V^T take 16 rows x 32 bytes, K 16 keys x 32 bytes with the halves exchanged. fp32
@@ -213,10 +226,12 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
 
     if (first_tile <= last_tile) {
         load_tile<kBlockM, kD, kThreads, kAnyAlignment>(smem.q, q, p.q.row, 0, s.seqlen_q - row0, p.headdim, params.aligned_q);
+        find_rows(last_tile);
         load_k(last_tile, 0);
         if (kStages == 1) cp_async_commit();
         load_v(last_tile, 0);
         if (kStages == 1) cp_async_commit();
+        if (last_tile > first_tile) find_rows(last_tile - 1);
         if (kTile.q_in_registers) {
             static_assert(!kTile.q_in_registers || (kStages == 2 && sizeof(T) == 2), "what this wait and the lack of rounding are for");
             cp_async_wait_all();
@@ -247,8 +262,14 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
         }
         __syncthreads();  // K (and with two stages V) of this tile is here; nobody reads the tile before it any more
         const bool sees = key0 < some.end && key0 + kBlockN > some.begin, cut = key0 < every.begin || key0 + kBlockN > every.end;
-        if (kStages == 1 && tile < last_tile) load_v(tile, 0);
-        if (kStages == 2 && tile > first_tile) load_k(tile - 1, stage ^ 1), load_v(tile - 1, stage ^ 1);
+        if (kStages == 1 && tile < last_tile) {
+            load_v(tile, 0);
+            if (tile > first_tile) find_rows(tile - 1);
+        }
+        if (kStages == 2 && tile > first_tile) {
+            load_k(tile - 1, stage ^ 1), load_v(tile - 1, stage ^ 1);
+            if (tile - 1 > first_tile) find_rows(tile - 2);
+        }
 
         // ---- S = Q K^T ----
         float S[kMmas][kTilesN][4];
@@ -425,50 +446,57 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
 }
 
-template <typename T, int kD, int kDv>
-cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
+template <typename T>
+MmaParams mma_params(const AttentionParams& p) {
     MmaParams params{};
     params.attention = p;
     params.aligned_q = aligned_rows<T>(p, p.q, p.nheads, p.headdim), params.aligned_out = aligned_rows<T>(p, p.out, p.nheads, p.headdim_v);
     params.aligned_k = aligned_rows<T>(p, p.k, p.nheads_k, p.headdim), params.aligned_v = aligned_rows<T>(p, p.v, p.nheads_k, p.headdim_v);
+    return params;
+}
+// The maximum of the products is the maximum of the scores for scale > 0 alone.
+inline bool mma_needs_general(const AttentionParams& p) { return p.general_scores() || !(p.scale > 0); }
+
+template <typename T, int kD, int kDv, MmaSm kSm, bool kGeneral, bool kPaged>
+cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
+    constexpr const MmaTile& kTile = kTileOf<T, kD, kDv, kSm>;
+    const AttentionParams& p = params.attention;
+    const int64_t heads = int64_t(p.nheads) * p.batch, section = heads_per_section(p.seqlen_k, (kD + kDv) * int64_t(sizeof(T)), p.group);
+    params.tiles = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m;
+    params.section = int(section < heads ? section : heads);
+    return launch_kernel(attention_kernel<T, kD, kDv, kSm, kGeneral, kPaged>, unsigned(params.tiles * heads), unsigned(kTile.warps * 32),
+                         sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>), stream, params);
+}
+
+template <typename T, int kD, int kDv>
+cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
+    MmaParams params = mma_params<T>(p);
     const int64_t heads = int64_t(p.nheads) * p.batch;
-    const bool general = p.general_scores() || !(p.scale > 0);  // the maximum of the products is the maximum of the scores for scale > 0
-    const bool aligned = params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_out;
-    const auto run = [&](auto kernel, const MmaTile& tile, size_t shared_bytes) {
-        params.tiles = (p.seqlen_q + tile.block_m - 1) / tile.block_m;
-        const int64_t section = heads_per_section(p.seqlen_k, (kD + kDv) * int64_t(sizeof(T)), p.group);
-        params.section = int(section < heads ? section : heads);
-        return launch_kernel(kernel, unsigned(params.tiles * heads), unsigned(tile.warps * 32), shared_bytes, stream, params);
-    };
+    const bool general = mma_needs_general(p), aligned = params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_out;
     const auto serves = [&](const MmaTile& tile, size_t shared_bytes) {
         return aligned && mma_tile_fits(tile, shared_bytes, shared_memory) && mma_tile_fills(tile, heads, p.seqlen_q, multiprocessors);
     };
     if constexpr (sizeof(T) == 2) {
         constexpr const MmaTile &kShort = kTileOf<T, kD, kDv, MmaSm::kShort>, &k99 = kTileOf<T, kD, kDv, MmaSm::k99>;
-        constexpr size_t kShortBytes = sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::kShort>, kD, kDv>);
-        constexpr size_t k99Bytes = sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k99>, kD, kDv>);
         if (!general && aligned && p.seqlen_q <= 2 * kShort.block_m && p.seqlen_k <= kShort.block_n)
-            return run(attention_kernel<T, kD, kDv, MmaSm::kShort, false>, kShort, kShortBytes);
+            return launch_tile<T, kD, kDv, MmaSm::kShort, false, false>(params, stream);
         if (!general && aligned && mma_tile_runs_at_once(k99, heads, p.seqlen_q, p.seqlen_k, multiprocessors))
-            return run(attention_kernel<T, kD, kDv, MmaSm::k99, false>, k99, k99Bytes);
+            return launch_tile<T, kD, kDv, MmaSm::k99, false, false>(params, stream);
     }
     if (!general) {
         constexpr const MmaTile &k228 = kTileOf<T, kD, kDv, MmaSm::k228>, &k164 = kTileOf<T, kD, kDv, MmaSm::k164>;
         if constexpr (!(k228 == k164)) {
-            constexpr size_t kBytes = sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k228>, kD, kDv>);
-            if (serves(k228, kBytes)) return run(attention_kernel<T, kD, kDv, MmaSm::k228, false>, k228, kBytes);
+            if (serves(k228, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k228>, kD, kDv>)))
+                return launch_tile<T, kD, kDv, MmaSm::k228, false, false>(params, stream);
         }
-        constexpr size_t kBytes = sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k164>, kD, kDv>);
-        if (serves(k164, kBytes)) return run(attention_kernel<T, kD, kDv, MmaSm::k164, false>, k164, kBytes);
+        if (serves(k164, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k164>, kD, kDv>)))
+            return launch_tile<T, kD, kDv, MmaSm::k164, false, false>(params, stream);
     }
     if constexpr (sizeof(T) == 2) {
-        constexpr size_t kBytes = sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k99>, kD, kDv>);
-        if (!general && aligned) return run(attention_kernel<T, kD, kDv, MmaSm::k99, false>, kTileOf<T, kD, kDv, MmaSm::k99>, kBytes);
+        if (!general && aligned) return launch_tile<T, kD, kDv, MmaSm::k99, false, false>(params, stream);
     }
-    constexpr const MmaTile& kAny = kTileOf<T, kD, kDv, MmaSm::kAny>;
-    constexpr size_t kBytes = sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::kAny>, kD, kDv>);
-    if (general) return run(attention_kernel<T, kD, kDv, MmaSm::kAny, true>, kAny, kBytes);
-    return run(attention_kernel<T, kD, kDv, MmaSm::kAny, false>, kAny, kBytes);
+    if (general) return launch_tile<T, kD, kDv, MmaSm::kAny, true, false>(params, stream);
+    return launch_tile<T, kD, kDv, MmaSm::kAny, false, false>(params, stream);
 }
 
 template <typename T>

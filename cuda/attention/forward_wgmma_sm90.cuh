@@ -27,6 +27,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <type_traits>
 
 #include "attention/general_scores.cuh"
 #include "attention/kernels.h"
@@ -48,6 +49,7 @@ struct WgmmaSchedule {
     bool longest_first;
     int* counter;                   // WorkOrder::kCounter: items handed out, beyond every block's first
     int q_loads, k_loads, v_loads;  // boxes that make a tile
+    bool page_copies;               // a paged cache whose pages tiles do not divide
 };
 
 // One work item and everything about its sequence, worked out by the producer.
@@ -59,6 +61,7 @@ struct alignas(16) WgmmaWork {
     int q_row, k_row;  // varlen: the sequence's first row, else 0
     int left, right;   // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
     int first_tile, last_tile;
+    int has_rows;  // the producer's own
 };
 
 template <typename T, WgmmaPlanId kId>
@@ -79,7 +82,8 @@ struct alignas(1024) WgmmaSmem {
 enum WgmmaBarrier : int {
     kTurn = 1,       // 1, 2, 3: warpgroup's turn to issue products, handed round by its predecessor
     kWarpgroup = 4,  // 4, 5, 6: the threads of one warpgroup
-    kConsumers = 7   // all consumers
+    kConsumers = 7,  // all consumers
+    kProducer = 8    // the producer's warpgroup
 };
 
 // Position in a circular buffer. Both sides start at slot 0, phase 0, and never reset.
@@ -134,7 +138,7 @@ FA_HOST_DEVICE bool find_work(const AttentionParams& p, const WgmmaSchedule& sch
         w.batch = sequence_head / p.nheads;
         w.head = sequence_head - w.batch * p.nheads;
         w.q_row = w.k_row = 0;
-        w.seqlen_q = p.seqlen_q, w.seqlen_k = p.seqlen_k;
+        w.seqlen_q = p.seqlen_q, w.seqlen_k = p.cache.entries ? cached_keys(p, w.batch) : p.seqlen_k;
     }
     w.row0 = m * kBlockM;
     if (m < 0 || w.row0 >= w.seqlen_q) return false;
@@ -196,6 +200,120 @@ __device__ __forceinline__ void exponentials(float (&S)[kCount], float c, const 
     }
 }
 
+// Pages that tiles do not divide: no box holds a tile then, and a box for each page takes the copy engine longer than its bytes. So the
+// producer's whole warpgroup copies, 16 bytes a thread, every row from where the table says; rows past the sequence are zeros.
+template <typename T, int kBlockN>
+struct PageCopies {
+    static constexpr int kPasses = kBlockN / 16;  // of 16 rows, four for each warp, eight lanes for the 128 bytes of a chunk
+    static_assert(4 * kPasses <= 32, "each lane looks one row up");
+    const AttentionParams& p;
+    int page, row;  // row 16 (lane / 4) + 4 warp + lane % 4 of the tile; page -1: past the sequence
+
+    __device__ __forceinline__ void find(const WgmmaWork& w, int tile) {
+        const int lane = threadIdx.x % 32, key = tile * kBlockN + lane / 4 * 16 + threadIdx.x / 32 * 4 + lane % 4;
+        page = -1;
+        if (lane >= 4 * kPasses || key >= w.seqlen_k) return;
+        const int index = key / p.cache.page_size;
+        page = cache_page(p.cache, w.batch, index), row = key - index * p.cache.page_size;
+    }
+    // Rows of the head that starts at `head` to the tile at `tile`; kChunks of 64 columns, zeros from `columns` on.
+    template <int kChunks>
+    __device__ __forceinline__ void copy(uint32_t tile, const T* head, const TensorView& view, int columns) const {
+        const int lane = threadIdx.x % 32, r = threadIdx.x / 32 * 4 + lane / 8, left = columns - lane % 8 * 8;
+        const int64_t offset = page * view.batch + row * view.row;  // of the row this lane knows
+        tile += r * kChunkRowBytes + ((lane % 8 ^ r % 8) << 4);
+        head += lane % 8 * 8;
+#pragma unroll 2
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const bool exists = __shfl_sync(~0u, page, 4 * pass + lane / 8) >= 0;
+            const T* from = head + __shfl_sync(~0u, offset, 4 * pass + lane / 8);
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c) {
+                const bool there = exists && left > c * kChunkColumns;
+                cp_async_16(tile + c * kBlockN * kChunkRowBytes, there ? from + c * kChunkColumns : head, there ? 16 : 0);
+            }
+            tile += 16 * kChunkRowBytes;
+        }
+    }
+};
+
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ void produce_from_pages(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
+                                                   WgmmaSmem<T, kId>& smem) {
+    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    constexpr int kBlockM = kPlan.block_m(), kBlockN = kPlan.block_n, kStages = kPlan.stages;
+    constexpr uint32_t kSlabBytes = sizeof(smem.q[0]);
+    const uint32_t q_full = shared_address(&smem.q_full), q_empty = shared_address(&smem.q_empty);
+    Ring ring, work;
+    uint32_t q_phase = 0;
+    for (int index = blockIdx.x;; bar_sync(kProducer, 128)) {  // thread 0 finds the work, whose slot nobody reads any more
+        WgmmaWork& w = smem.work[work.slot];
+        mbarrier_wait(shared_address(smem.work_empty) + 8 * work.slot, work.phase ^ 1);
+        if (threadIdx.x == 0) {
+            w.has_rows = find_work<kBlockM, kBlockN>(p, schedule, index, w);
+            if (w.has_rows || !w.valid) mbarrier_arrive(shared_address(smem.work_full) + 8 * work.slot);
+            if (schedule.order == WorkOrder::kCounter) index = gridDim.x + atomicAdd(schedule.counter, 1);
+            else index += gridDim.x;
+        }
+        bar_sync(kProducer, 128);
+        if (!w.valid) return;
+        if (!w.has_rows) continue;
+        work.next(WgmmaSmem<T, kId>::kWorkSlots);
+        PageCopies<T, kBlockN> rows{p, 0, 0};
+        uint32_t landing = 0;  // the barrier of the copies on their way
+        // Says of all copies but the newest tile's, or of all, that they have landed.
+        const auto landed = [&](auto pending) {
+            cp_async_wait_group<decltype(pending)::value>();
+            fence_proxy_async();
+            __syncwarp();
+            if (landing && threadIdx.x % 32 == 0) mbarrier_arrive(landing);
+        };
+        const auto load_k = [&](const Ring& at) {
+            mbarrier_wait(shared_address(smem.k_empty) + 8 * at.slot, at.phase ^ 1);
+            rows.template copy<kPlan.columns() / kChunkColumns>(
+                shared_address(smem.k[at.slot]), static_cast<const T*>(p.k.data) + w.head / p.group * p.k.head, p.k, p.headdim);
+            cp_async_commit();
+            landed(std::integral_constant<int, 1>{});
+            landing = shared_address(smem.k_full) + 8 * at.slot;
+        };
+        const auto load_v = [&](const Ring& at, const PageCopies<T, kBlockN>& rows) {
+            mbarrier_wait(shared_address(smem.v_empty) + 8 * at.slot, at.phase ^ 1);
+            rows.template copy<kPlan.columns_v() / kChunkColumns>(
+                shared_address(smem.v[at.slot]), static_cast<const T*>(p.v.data) + w.head / p.group * p.v.head, p.v, p.headdim_v);
+            cp_async_commit();
+            landed(std::integral_constant<int, 1>{});
+            landing = shared_address(smem.v_full) + 8 * at.slot;
+        };
+        int tile = w.last_tile;
+        rows.find(w, tile);
+        load_k(ring);  // does not wait for the Q buffer
+        mbarrier_wait(q_empty, q_phase ^ 1);
+        q_phase ^= 1;
+        if (threadIdx.x == 0) {
+            mbarrier_arrive_expect_tx(q_full, kPlan.warpgroups * kSlabBytes);
+#pragma unroll 1
+            for (int slab = 0; slab < kPlan.warpgroups; ++slab)
+#pragma unroll 1
+                for (int c = 0; c < schedule.q_loads; ++c)
+                    tma_load(shared_address(smem.q) + slab * kSlabBytes + c * 64 * kChunkRowBytes, &map_q, q_full, c * kChunkColumns,
+                             w.row0 + slab * 64, 0, w.head, w.batch, kEvictFirst);
+        }
+        __syncwarp();
+        while (tile > w.first_tile) {  // K one tile ahead of V
+            const PageCopies<T, kBlockN> behind = rows;
+            rows.find(w, --tile);
+            Ring ahead = ring;
+            ahead.next(kStages);
+            load_k(ahead);
+            load_v(ring, behind);
+            ring = ahead;
+        }
+        load_v(ring, rows);
+        ring.next(kStages);
+        landed(std::integral_constant<int, 0>{});
+    }
+}
+
 template <typename T, WgmmaPlanId kId>
 __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     forward_wgmma_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
@@ -204,6 +322,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     constexpr WgmmaPlan kPlan = wgmma_plan(kId);
     constexpr int kD = kPlan.headdim, kDV = kPlan.headdim_v, kBlockM = kPlan.block_m(), kBlockN = kPlan.block_n, kStages = kPlan.stages;
     constexpr int kWarpgroups = kPlan.warpgroups, kVPieces = kBlockN * kPlan.columns_v() / 8;
+    constexpr bool kPages = kPlan.pages();
     constexpr bool kGeneral = kPlan.general, kPingPong = kPlan.ping_pong, kQInRegisters = kPlan.q_in_registers,
                    kEarlyPack = kPlan.early_pack;
     constexpr uint32_t kSlabBytes = 64 * kPlan.columns() * 2, kKBytes = kBlockN * kPlan.columns() * 2,
@@ -227,8 +346,8 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
         constexpr int kConsumerWarps = 4 * kWarpgroups;
         mbarrier_init(q_full, 1), mbarrier_init(q_empty, kConsumerWarps);
         for (int i = 0; i < kStages; ++i) {
-            mbarrier_init(k_full + 8 * i, 1), mbarrier_init(k_empty + 8 * i, kConsumerWarps);
-            mbarrier_init(v_full + 8 * i, 1), mbarrier_init(v_empty + 8 * i, kConsumerWarps);
+            mbarrier_init(k_full + 8 * i, schedule.page_copies ? 4 : 1), mbarrier_init(k_empty + 8 * i, kConsumerWarps);
+            mbarrier_init(v_full + 8 * i, schedule.page_copies ? 4 : 1), mbarrier_init(v_empty + 8 * i, kConsumerWarps);
         }
         for (int i = 0; i < Smem::kWorkSlots; ++i) mbarrier_init(work_full + 8 * i, 1), mbarrier_init(work_empty + 8 * i, kConsumerWarps);
         fence_mbarrier_init();
@@ -240,6 +359,11 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     // ------------------------------------------------------------------------------------------------ producer
     if (warpgroup == 0) {
         setmaxnreg_dec<kWarpgroups == 2 ? 40 : 32>();
+        if constexpr (kPages)
+            if (schedule.page_copies) {
+                produce_from_pages(map_q, p, schedule, smem);
+                return;
+            }
         if (threadIdx.x != 0) return;
         Ring ring, work;  // the K and V rings stand at the same slot between items
         uint32_t q_phase = 0;
@@ -261,27 +385,43 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
 
                 Ring k = ring, v = ring;
                 const int head = w.head, head_k = head / p.group, batch = p.cu_seqlens_q ? 0 : w.batch;
-                const auto load_k = [&](int row) {
+                int row, entry = p.cache.entries ? cache_entry(p.cache, batch) : batch;  // where a tile lies in the tensor
+                const auto find = [&](int key) {
+                    row = key;
+                    if constexpr (kPages)
+                        if (p.cache.block_table) {  // of a multiple of kBlockN rows; a page that the sequence lacks arrives as zeros
+                            const int page = key / p.cache.page_size;
+                            entry = key < w.seqlen_k ? cache_page(p.cache, w.batch, page) : p.cache.entries;
+                            row -= page * p.cache.page_size;
+                        }
+                };
+                const auto load_k = [&] {
                     mbarrier_wait(k_empty + 8 * k.slot, k.phase ^ 1);
                     mbarrier_arrive_expect_tx(k_full + 8 * k.slot, kKBytes);
-                    load(map_k, schedule.k_loads, smem_k + k.slot * kKBytes, kBlockN, k_full + 8 * k.slot, row, head_k, batch);
+                    load(map_k, schedule.k_loads, smem_k + k.slot * kKBytes, kBlockN, k_full + 8 * k.slot, row, head_k, entry);
                     k.next(kStages);
                 };
-                const auto load_v = [&](int row) {
+                const auto load_v = [&](int row, int entry) {
                     mbarrier_wait(v_empty + 8 * v.slot, v.phase ^ 1);
                     mbarrier_arrive_expect_tx(v_full + 8 * v.slot, kVBytes);
-                    load(map_v, schedule.v_loads, smem_v + v.slot * kVBytes, kBlockN, v_full + 8 * v.slot, row, head_k, batch);
+                    load(map_v, schedule.v_loads, smem_v + v.slot * kVBytes, kBlockN, v_full + 8 * v.slot, row, head_k, entry);
                     v.next(kStages);
                 };
-                int row = w.k_row + w.last_tile * kBlockN;
-                load_k(row);  // does not wait for the Q buffer
+                int key = w.k_row + w.last_tile * kBlockN;
+                find(key);
+                load_k();  // does not wait for the Q buffer
                 mbarrier_wait(q_empty, q_phase ^ 1);
                 q_phase ^= 1;
                 mbarrier_arrive_expect_tx(q_full, kWarpgroups * kSlabBytes);
                 for (int g = 0, row_q = w.q_row + w.row0; g < kWarpgroups; ++g)
                     load(map_q, schedule.q_loads, smem_q + g * kSlabBytes, 64, q_full, row_q + g * 64, head, batch, kEvictFirst);
-                for (const int last = w.k_row + w.first_tile * kBlockN; row > last; row -= kBlockN) load_k(row - kBlockN), load_v(row);
-                load_v(row);
+                for (const int last = w.k_row + w.first_tile * kBlockN; key > last;) {
+                    const int row_v = row, entry_v = entry;
+                    find(key -= kBlockN);
+                    load_k();
+                    load_v(row_v, entry_v);
+                }
+                load_v(row, entry);
                 ring = v;
             }
             if (schedule.order == WorkOrder::kCounter) index = gridDim.x + atomicAdd(schedule.counter, 1);
@@ -484,10 +624,11 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
                 if (hidden(i / 8 % kBlockN)) tile[i] = make_uint4(0, 0, 0, 0);
             fence_proxy_async();
         };
-        // Keys outside those that the sequence's rows see between them; past the end of a dense tensor the copy engine wrote zeros.
+        // Keys outside those that the sequence's rows see between them; past the end of a dense tensor the copy engine wrote zeros, but in
+        // a varlen call the next sequence follows, and in a cache whatever lies there.
         const auto zero_v_outside = [&](int tile) {
             const int begin = clamp_to(w.left, 0, w.seqlen_k), end = clamp_to(w.seqlen_q + w.right, 0, w.seqlen_k);
-            const bool hidden_end = (tile + 1) * kBlockN > end && (p.cu_seqlens_q || end < w.seqlen_k);
+            const bool hidden_end = (tile + 1) * kBlockN > end && (p.cu_seqlens_q || p.cache.entries || end < w.seqlen_k);
             if (!hidden_end && tile * kBlockN >= begin) return;
             mbarrier_wait(v_full + 8 * v.slot, v.phase);
             zero_v([&](int j) { return tile * kBlockN + j < begin || tile * kBlockN + j >= end; });
@@ -616,17 +757,21 @@ cudaError_t launch_wgmma(const AttentionParams& p, int device, int multiprocesso
     schedule.order = wgmma_order(p, items, blocks);
 
     CUtensorMap map_q, map_k, map_v;
-    const auto encode = [&](const TensorView& x, int columns, int64_t rows, int heads, int box_rows, int padded, CUtensorMap* map,
-                            int* loads) {
-        return encode_tiles({x.data, std::is_same_v<T, __half>, columns, rows, heads, varlen ? 1 : p.batch, 2 * x.row, 2 * x.head,
-                             2 * x.batch, box_rows, padded},
-                            map, loads);
+    const bool paged = p.cache.block_table;
+    schedule.page_copies = paged && p.cache.page_size % kPlan.block_n != 0;
+    const auto encode = [&](const TensorView& x, int columns, int64_t batch, int64_t rows, int heads, int box_rows, int padded,
+                            CUtensorMap* map, int* loads) {
+        return encode_tiles(
+            {x.data, std::is_same_v<T, __half>, columns, rows, heads, batch, 2 * x.row, 2 * x.head, 2 * x.batch, box_rows, padded}, map,
+            loads);
     };
-    const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
-    if (cudaError_t error = encode(p.q, p.headdim, rows_q, p.nheads, 64, kPlan.columns(), &map_q, &schedule.q_loads)) return error;
-    if (cudaError_t error = encode(p.k, p.headdim, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads))
+    const int64_t batch_q = varlen ? 1 : p.batch, batch_k = varlen ? 1 : p.cache.entries ? p.cache.entries : p.batch;
+    const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : paged ? p.cache.page_size : p.seqlen_k;
+    if (cudaError_t error = encode(p.q, p.headdim, batch_q, rows_q, p.nheads, 64, kPlan.columns(), &map_q, &schedule.q_loads)) return error;
+    if (cudaError_t error = encode(p.k, p.headdim, batch_k, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads))
         return error;
-    if (cudaError_t error = encode(p.v, p.headdim_v, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads))
+    if (cudaError_t error =
+            encode(p.v, p.headdim_v, batch_k, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads))
         return error;
 
     const void* kernel = reinterpret_cast<const void*>(forward_wgmma_kernel<T, kId>);

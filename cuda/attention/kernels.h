@@ -16,13 +16,20 @@ cudaError_t forward_minimal(const AttentionParams& params, cudaStream_t stream);
 
 // fp16 and bf16, head dims up to 256, sm_80 and newer. The device decides between tiles.
 cudaError_t forward_mma_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
-// fp32 whose products are rounded to tf32; the rest as above.
+// Its part for the pages of a cache.
+cudaError_t forward_mma_sm80_paged(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
+// fp32 whose products are rounded to tf32; the rest as above, but no pages.
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
 
 // fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; q, k, v as tensor maps can describe them.
 cudaError_t forward_wgmma_sm90(const AttentionParams& params, int device, int multiprocessors, cudaStream_t stream);
 size_t forward_wgmma_sm90_workspace(const AttentionParams& params,
                                     int multiprocessors);  // bytes: the counter of dynamic scheduling, or none
+
+// fp16 and bf16, headdim 576, headdim_v 512, over a cache whose values are the first columns of its keys, Hopper only.
+cudaError_t decode_mla_sm90(const AttentionParams& params, int multiprocessors, cudaStream_t stream);
+size_t decode_mla_sm90_workspace(const AttentionParams& params, int multiprocessors);  // bytes: the results of the shares of the keys
+int64_t decode_mla_sm90_blocks(const AttentionParams& params, int multiprocessors);    // of its grid, which has at most 2^31 - 1
 
 // e4m3 q, k, v and fp16 or bf16 out, head dims up to 256 in steps of 16, plain or causal scores, Hopper only.
 cudaError_t forward_fp8_sm90(const AttentionParams& params, int device, int multiprocessors, cudaStream_t stream);

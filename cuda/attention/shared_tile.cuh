@@ -74,11 +74,61 @@ __device__ __forceinline__ void load_tile(const T* tile, const T* source, int64_
     }
 }
 
+// Where the rows of a tile of a paged cache lie: lane l of a warp knows it of row `row_of(l)`, and together the lanes know it of all rows
+// that their warp copies, in the order in which load_tile does.
+template <int kRows, int kColumns, int kThreads, typename T>
+struct PagedRows {
+    static constexpr int kPieces = SharedTile<T, kColumns>::kPieces, kRowsAtOnce = SharedTile<T, kColumns>::rows_at_once(kThreads);
+    static constexpr int kWarpRowsAtOnce = 32 / kPieces, kPasses = kRows / kRowsAtOnce;
+    static_assert(32 % kPieces == 0 && kRowsAtOnce * kPieces == kThreads && kPasses * kWarpRowsAtOnce <= 32, "a row for each lane");
+    int page, row;
+
+    // Rows outside [begin, end) are not looked up; key0 is the key of row 0.
+    __device__ __forceinline__ void find(const AttentionParams& p, int b, int key0, int begin, int end) {
+        const int lane = threadIdx.x % 32;
+        const int r = lane / kWarpRowsAtOnce * kRowsAtOnce + threadIdx.x / 32 * kWarpRowsAtOnce + lane % kWarpRowsAtOnce;
+        page = row = 0;
+        if (r < begin || r >= end || r >= kRows) return;
+        const int index = (key0 + r) / p.cache.page_size;
+        page = cache_page(p.cache, b, index), row = key0 + r - index * p.cache.page_size;
+    }
+};
+
+// load_tile of rows that lie where `rows` says; `source` is the head in page 0.
+template <int kRows, int kColumns, int kThreads, typename T>
+__device__ __forceinline__ void load_paged_tile(const T* tile, const T* source, const TensorView& view,
+                                                const PagedRows<kRows, kColumns, kThreads, T>& rows, int begin, int end, int columns,
+                                                bool aligned) {
+    using Tile = SharedTile<T, kColumns>;
+    using Rows = PagedRows<kRows, kColumns, kThreads, T>;
+    constexpr int kPieceColumns = Tile::kPieceColumns;
+    const int row0 = threadIdx.x / Tile::kPieces, piece = threadIdx.x % Tile::kPieces;
+    const uint32_t shared = shared_address(tile);
+    const bool whole = aligned && (piece + 1) * kPieceColumns <= columns;
+#pragma unroll
+    for (int pass = 0; pass < Rows::kPasses; ++pass) {
+        const int lane = pass * Rows::kWarpRowsAtOnce + row0 % Rows::kWarpRowsAtOnce, r = row0 + pass * Rows::kRowsAtOnce;
+        const int page = __shfl_sync(~0u, rows.page, lane), row = __shfl_sync(~0u, rows.row, lane);
+        const T* from = source + page * view.batch + row * view.row + piece * kPieceColumns;
+        const uint32_t to = shared + Tile::offset(r, piece);
+        const int left = r >= begin && r < end ? columns - piece * kPieceColumns : 0;  // columns of the piece that exist
+        if (whole || left <= 0) {
+            cp_async_16(to, left > 0 ? from : source, left > 0 ? 16 : 0);
+        } else {
+            uint32_t word[4] = {};
+#pragma unroll
+            for (int e = 0; e < kPieceColumns; ++e)
+                if (e < left) word[e / 2] |= uint32_t(reinterpret_cast<const uint16_t*>(from)[e]) << (e % 2 * 16);
+            store_shared_16(to, make_uint4(word[0], word[1], word[2], word[3]));
+        }
+    }
+}
+
 // Rows start on 16 bytes, for 16-byte copies, and are a multiple of them. Axes of one entry have no stride to speak of.
 template <typename T>
 bool aligned_rows(const AttentionParams& p, const TensorView& t, int heads, int columns) {
     constexpr int kPiece = 16 / int(sizeof(T));
-    const bool batch_fits = p.cu_seqlens_q || p.batch == 1 || t.batch % kPiece == 0;
+    const bool batch_fits = p.cu_seqlens_q || (p.batch == 1 && !p.cache.entries) || t.batch % kPiece == 0;
     return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && columns % kPiece == 0 && t.row % kPiece == 0 &&
            (heads == 1 || t.head % kPiece == 0) && batch_fits;
 }

@@ -48,6 +48,7 @@ struct WgmmaPlan {
     bool early_pack = false;
 
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
+    FA_HOST_DEVICE constexpr bool pages() const { return warpgroups == 2; }            // three leave the producer too few registers
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory: chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
 };
@@ -93,19 +94,20 @@ FA_HOST_DEVICE bool wgmma_scores_are_natural(const AttentionParams& p) { return 
 inline bool wgmma_needs_general(const AttentionParams& p) { return wgmma_scores_are_natural(p) || p.window_left >= 0; }
 
 inline WgmmaPlanId wgmma_choose(const AttentionParams& p) {
-    const bool general = wgmma_needs_general(p), causal = p.window_right >= 0;
+    const bool general = wgmma_needs_general(p), causal = p.window_right >= 0, pages = p.cache.block_table;
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v, keys = p.seqlen_k;
     // With rows and keys 128 by 128 every row sees a key of its first tile when the diagonal starts at a multiple of 128. A row that
     // does not would send its warp down the slow path of the speculative maximum.
-    const bool aligned = !causal || p.cu_seqlens_q || p.top_left || (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0;
+    const bool aligned =
+        !causal || p.cu_seqlens_q || p.top_left || (!p.cache.seqlens && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
     if (d <= 64) {
         if (general) return WgmmaPlanId::kD64General;
-        return keys <= (causal ? 2048 : 1024) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
+        return pages || keys <= (causal ? 2048 : 1024) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
     }
     if (d <= 96) return general ? WgmmaPlanId::kD96General : WgmmaPlanId::kD96;
     if (d <= 128) {
         if (general) return WgmmaPlanId::kD128General;
-        if (keys >= (causal ? 8192 : 2048)) return WgmmaPlanId::kD128Long;
+        if (keys >= (causal ? 8192 : 2048)) return pages ? WgmmaPlanId::kD128Middle : WgmmaPlanId::kD128Long;
         return !aligned || keys <= (causal ? 1024 : 512) ? WgmmaPlanId::kD128Short : WgmmaPlanId::kD128Middle;
     }
     if (d <= 192) {
@@ -125,7 +127,7 @@ inline WorkOrder wgmma_order(const AttentionParams& p, int64_t items, int blocks
     // 20 us, 3 % of one of 39 us, which is 10^10 of these.
     const double work = double(p.batch) * p.nheads * p.seqlen_q * p.seqlen_k * (p.headdim + p.headdim_v);
     if (items <= blocks || (!p.cu_seqlens_q && work <= 1e10)) return WorkOrder::kStride;
-    const bool uneven = p.cu_seqlens_q || p.window_left >= 0 || p.window_right >= 0;
+    const bool uneven = p.cu_seqlens_q || p.cache.seqlens || p.window_left >= 0 || p.window_right >= 0;
     return uneven ? WorkOrder::kCounter : WorkOrder::kStride;
 }
 
@@ -153,6 +155,26 @@ inline void wgmma_sections(const AttentionParams& p, int m_blocks, int multiproc
     while (2 * heads * m_blocks <= multiprocessors / 2) heads *= 2;
     *leading_section = int(heads);
     *leading = p.seqlen_k <= 1024 ? int((all - last) / p.group * p.group) : 0;
+}
+
+// ---- decode_mla_sm90 ----
+
+// Shares into which the keys of every sequence are cut: what the whole grid, one block on each multiprocessor, takes in tiles of 64 keys,
+// when a block costs a few tiles more than those of its share. The capacity of the cache stands for the lengths, which only the device
+// knows.
+inline int mla_splits(const AttentionParams& p, int64_t blocks_per_sequence, int multiprocessors) {
+    constexpr int kBlockCost = 6, kInvariantTiles = 32, kMostSplits = 128;
+    const int64_t tiles = (int64_t(p.seqlen_k) + 63) / 64, most = tiles < kMostSplits ? tiles : kMostSplits;
+    if (p.cache.num_splits > 0) return p.cache.num_splits;
+    if (most <= 1) return 1;
+    if (p.cache.batch_invariant) return int(tiles < kInvariantTiles * most ? (tiles + kInvariantTiles - 1) / kInvariantTiles : most);
+    int64_t best = 1, best_cost = -1;
+    for (int64_t splits = 1; splits <= most; ++splits) {
+        const int64_t waves = (p.batch * blocks_per_sequence * splits + multiprocessors - 1) / multiprocessors;
+        const int64_t cost = waves * ((tiles + splits - 1) / splits + kBlockCost);
+        if (best_cost < 0 || cost < best_cost) best = splits, best_cost = cost;
+    }
+    return int(best);
 }
 
 // ---- forward_fp8_sm90 ----

@@ -27,7 +27,7 @@ cudaError_t encode_tiles(const TensorTiles& t, CUtensorMap* map, int* loads) {
     constexpr cuuint64_t kChunk = 64, kChunkBytes = 128;
     if (!encoder()) return cudaErrorNotSupported;
     // Chunks as an axis of their own let one copy fetch a whole tile; but then nothing is out of bounds inside a chunk.
-    const bool whole = t.columns == t.padded_columns;
+    const bool whole = t.columns == t.padded_columns && !t.by_chunk;
     const cuuint64_t chunks = whole ? t.columns / kChunk : 1;
     // The stride of an axis with one element is never used, but has to be valid.
     const auto stride = [](int64_t extent, int64_t bytes) { return extent > 1 ? cuuint64_t(bytes) : kChunkBytes; };

@@ -14,13 +14,14 @@ struct TensorTiles {
     bool half;  // __half, else __nv_bfloat16
     int64_t columns, rows, heads, batch;
     int64_t row_stride, head_stride, batch_stride;
-    int box_rows;        // rows of a tile
-    int padded_columns;  // columns of a tile, a multiple of 64; those past `columns` read as zero
+    int box_rows;           // rows of a tile
+    int padded_columns;     // columns of a tile, a multiple of 64; those past `columns` read as zero
+    bool by_chunk = false;  // a box for every chunk in any case: where boxes of fewer rows make a tile, its chunks are not neighbours
 };
 
 // The map's coordinates are {column, row, chunk, head, batch}, its boxes chunks of 64 columns in the 128-byte swizzle of wgmma.cuh.
-// Returns in *loads how many boxes make a tile: 1 when a box holds every chunk (columns = padded_columns), else one per chunk, at
-// columns 64 c and chunk 0. Rows and columns out of bounds arrive as zeros.
+// Returns in *loads how many boxes make a tile: 1 when a box holds every chunk (columns = padded_columns, not by_chunk), else one per
+// chunk, at columns 64 c and chunk 0. Rows and columns out of bounds arrive as zeros.
 cudaError_t encode_tiles(const TensorTiles& tiles, CUtensorMap* map, int* loads);
 
 }  // namespace fa
