@@ -24,7 +24,7 @@ def check_names(attention: str, dtype: str) -> None:
 
 def flash_attention(q: Array, k: Array, v: Array, cache_k: Array, cache_v: Array, rows, rope, config: Config) -> Array:
     """Rotates q and k, appends k and v to the cache, attends: (batch, seqlen, nheads, headdim), one call."""
-    from ..attention import flash_attn_with_kvcache
+    from .. import flash_attn_with_kvcache
 
     if rows.table is None:
         cache_k, cache_v = (c[rows.first : rows.first + len(q)] for c in (cache_k, cache_v))

@@ -70,13 +70,14 @@ class Cublas:
     def product(
         self, a: Any, b: Any, out: Any, transpose_b: bool, alpha: float = 1.0, accumulate: bool = False
     ) -> None:
-        """out (batch, m, n) = alpha a (batch, m, k) times b (batch, k, n), or with transpose_b (batch, n, k) transposed,
-        sums in float32. Last axes are contiguous."""
+        """out (batch, m, n) = alpha a (batch, m, k) times b (batch, k, n), or b (batch, n, k) transposed;
+        sums are float32, last axes contiguous."""
         # Row-major matrices are the transposed column-major ones of cuBLAS: out^T = b^T a^T.
         batch, m, n = out.shape
         arguments = [
             self._handle, int(transpose_b), 0, n, m, a.shape[2], ct.byref(ct.c_float(alpha)),
-            *self._operand(b), *self._operand(a), ct.byref(self._one if accumulate else self._zero), *self._operand(out),
+            *self._operand(b), *self._operand(a),
+            ct.byref(self._one if accumulate else self._zero), *self._operand(out),
             batch, self.COMPUTE_32F, self.DEFAULT_ALGORITHM,
         ]  # fmt: skip
         self._call("cublasGemmStridedBatchedEx", *arguments)
@@ -174,9 +175,9 @@ class Cuda:
         from .. import ops
 
         xp, (batch, seqlen, nheads, headdim), nheads_k = self.xp, q.shape, k.shape[2]
-        for x in (q, k):
-            ops.rope(x, *rope, positions=rows.lengths, interleaved=config.rope_interleaved, out=x)
         own = xp.maximum(rows.lengths, 0)[:, None] + xp.arange(seqlen, dtype=np.int32)  # (batch, seqlen) positions
+        for x in (q, k):
+            ops.rope(x, *rope, positions=own, interleaved=config.rope_interleaved, out=x)
         keys, values = self._append_and_gather(k, v, cache_k, cache_v, rows, own)
         column = xp.arange(keys.shape[1], dtype=np.int32)
         visible = column <= own[..., None]
@@ -203,7 +204,7 @@ class Cuda:
         return xp.ascontiguousarray(out).view(self.dtype).reshape(batch, seqlen, nheads, headdim)
 
     def _append_and_gather(self, k, v, cache_k, cache_v, rows, own) -> tuple[Any, Any]:
-        """The new keys and values go to the cache; (batch, n, nheads_k, headdim) of each sequence, n >= rows.longest."""
+        """The new keys and values go to the cache. Those of all sequences, (batch, n, nheads_k, headdim)."""
         xp, batch, page_size = self.xp, len(own), cache_k.shape[1]
         which = xp.arange(batch)[:, None]
         if rows.table is None:
@@ -342,6 +343,6 @@ class _Kernels:
         kernel(active, tokens, len(ring), len(count), ring, count, lengths)
 
     def round_bfloat16(self, bits: Any) -> Any:
-        """float32 bits to bfloat16 bits, to nearest even. A NaN may become an infinity: there is none in probabilities."""
+        """float32 bits to bfloat16 bits, to nearest even. A NaN may become an infinity: probabilities hold none."""
         code = "y = (unsigned short)((x + 0x7fff + ((x >> 16) & 1)) >> 16)"
         return self._kernel("uint32 x", "uint16 y", code, "round_bfloat16")(bits)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .attend import check_names, rotate, standard_attention
+from .attend import check_names, flash_attention, rotate, standard_attention
 from .config import Config
 from .huggingface import numpy_dtype
 from .sampling import GREEDY, Rule
@@ -55,6 +55,9 @@ class Host:
 
     def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
         """Rotates q and k, appends k and v to the cache, attends: (batch, seqlen, nheads, headdim)."""
+        if self.attention == "flash" and rows.table is None:
+            q, k, v = (x.astype(self.dtype, copy=False) for x in (q, k, v))
+            return flash_attention(q, k, v, cache_k, cache_v, rows, rope, config)
         batch, seqlen = q.shape[:2]
         positions = np.maximum(rows.lengths, 0)[:, None] + np.arange(seqlen)
         cos, sin = rope[0][positions], rope[1][positions]
