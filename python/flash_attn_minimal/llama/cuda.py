@@ -128,7 +128,7 @@ class Cuda:
         joined = on_device[0] if len(parts) == 1 else cupy.concatenate([part.view(bits) for part in on_device])
         return joined.view(dtype)
 
-    def _narrow(self, x: Any) -> Any:
+    def narrow(self, x: Any) -> Any:
         """float32 to self.dtype."""
         if self.dtype.name != "bfloat16":
             return x.astype(self.dtype, copy=False)
@@ -162,7 +162,7 @@ class Cuda:
         return ops.swiglu(y, out_dtype=out_dtype, programmatic=True) if swiglu else y
 
     def _bias(self, bias: Any, dtype: np.dtype) -> Any:
-        return bias if dtype.itemsize == 4 else self._narrow(bias).view(np.uint16)
+        return bias if dtype.itemsize == 4 else self.narrow(bias).view(np.uint16)
 
     def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> Any:
         """As host.Host.attend."""
@@ -199,7 +199,7 @@ class Cuda:
         xp.exp(s, out=s)
         s /= s.sum(-1, keepdims=True)
         out = xp.empty((batch * nheads_k, m, headdim), self.dtype)
-        self._cublas.product(self._narrow(s).reshape(batch * nheads_k, m, n), values, out, False)
+        self._cublas.product(self.narrow(s).reshape(batch * nheads_k, m, n), values, out, False)
         out = _bits(out).reshape(batch, nheads_k, group, seqlen, headdim).transpose(0, 3, 1, 2, 4)
         return xp.ascontiguousarray(out).view(self.dtype).reshape(batch, seqlen, nheads, headdim)
 

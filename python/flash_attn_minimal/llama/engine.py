@@ -22,8 +22,8 @@ import numpy as np
 
 from .._library import BadArgument, FlashAttnError
 from .cache import KVCache, pages_of
-from .model import Llama, Rows
-from .sampling import Rule, Sampler, Sampling
+from .model import Array, Llama, Rows
+from .sampling import GREEDY, Rule, Sampler, Sampling
 
 
 @dataclass(eq=False)
@@ -184,6 +184,38 @@ class Engine:
         while self.busy:
             self.step()
 
+    def hold(self, batch: int, position: int) -> Callable[[], Array]:
+        """A decode step of `batch` sequences that stay at one position, over whatever the cache holds: for timing. It
+        returns the logits (batch, vocab)."""
+        if self.busy or not (1 <= batch <= self.max_batch and 0 <= position < self.context):
+            raise BadArgument(
+                f"batch={batch}, position={position} of {self.max_batch}, {self.context}; busy={self.busy}"
+            )
+        lengths, kept = np.full(self.max_batch, -1, np.int32), []
+        lengths[:batch] = position
+        with self.device.scope():
+            self.device.upload(self.lengths, lengths)
+            self.device.upload(self.active, np.zeros(self.max_batch, np.int32))
+            if self.table is not None:
+                last = self.cache.scratch_page - 1
+                pages = np.minimum(np.arange(self._table.size, dtype=np.int32), last).reshape(self._table.shape)
+                self.device.upload(self.table, pages)
+        self._stale = True
+        longest = self.device.longest_bucket(position + 1, self.context)
+
+        def body() -> None:
+            kept[:] = [self._body(batch, longest, (GREEDY,))]
+
+        def run() -> Array:
+            with self.device.scope():
+                step()
+            return kept[0]
+
+        with self.device.scope():
+            body()
+        step = self.device.once(body)
+        return run
+
     # ---- joining and leaving ----
 
     def _admit(self) -> None:
@@ -258,13 +290,14 @@ class Engine:
         self.timing.positions_read += int(self._lengths[self._active != 0].sum())
         self._sent(lanes, True, started)
 
-    def _body(self, batch: int, longest: int, rules: tuple[Rule, ...]) -> None:
+    def _body(self, batch: int, longest: int, rules: tuple[Rule, ...]) -> Array:
         """One decode step of slots 0 .. batch - 1: reads and advances the state, nothing else."""
         table = None if self.table is None else self.table[:batch]
         rows = Rows(self.tokens[:batch], self.lengths[:batch], table, 0, longest)
         logits = self.model.forward(rows, self.cache)
         self.sampler.draw(logits, self.tokens[:batch], self.lengths[:batch], rules)
         self.device.advance(self.tokens, self.ring, self.count, self.lengths, self.active)
+        return logits
 
     def _sent(self, lanes: list[tuple[int, Request]], is_decode: bool, started: float) -> None:
         row = self._entries % self._ring_rows

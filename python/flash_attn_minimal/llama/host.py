@@ -55,7 +55,7 @@ class Host:
 
     def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
         """Rotates q and k, appends k and v to the cache, attends: (batch, seqlen, nheads, headdim)."""
-        if self.attention == "flash" and rows.table is None:
+        if self.attention == "flash":
             q, k, v = (x.astype(self.dtype, copy=False) for x in (q, k, v))
             return flash_attention(q, k, v, cache_k, cache_v, rows, rope, config)
         batch, seqlen = q.shape[:2]
@@ -71,7 +71,7 @@ class Host:
                 continue
             start, end = int(rows.lengths[b]), int(rows.lengths[b]) + seqlen
             keys, values = self._append(k[b], v[b], cache_k, cache_v, rows, b, start, end)
-            out[b] = self._attend(q[b : b + 1], keys, values, config.window)[0]
+            out[b] = standard_attention(np, q[b : b + 1], keys, values, config.window)[0]
         return out
 
     def _append(self, k, v, cache_k, cache_v, rows, b, start, end):
@@ -87,13 +87,6 @@ class Host:
         pages = rows.table[b, : -(-end // page_size)]
         keys, values = (c[pages].reshape(1, -1, *c.shape[2:])[:, :end] for c in (cache_k, cache_v))
         return keys, values
-
-    def _attend(self, q, keys, values, window):
-        if self.attention == "standard":
-            return standard_attention(np, q, keys, values, window)
-        from ..attention import flash_attn_func
-
-        return flash_attn_func(q, keys, values, causal=True, window_size=(window - 1, -1))
 
     # ---- what the engine asks for ----
 
