@@ -85,7 +85,7 @@ def test_saved_checkpoints_are_read_back(tmp_path):
         path = tmp_path / f"{version}{tied}.bin"
         save_checkpoint(path, config, tensors, version, tied)
         read = load_checkpoint(path)
-        assert (read.version, read.tied, read.config) == (version, tied, config)
+        assert (read.format, read.tied, read.config) == (f"llama2.c v{version}", tied, config)
         assert all(np.array_equal(read[name], tensors[name]) for name in shapes)
     wrong = {**tensors, "wq": np.zeros(3, np.float32)}
     with pytest.raises(ValueError, match=r"wq has shape \(3,\): expected \(2, 16, 16\)"):

@@ -43,7 +43,8 @@ def cli(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
 
     def call(*argv):
-        status = main([str(argument) for argument in argv])
+        words = [str(argument) for argument in argv]
+        status = main(words if "--device" in words else [*words, "--device", "cpu"])
         return status, *capsys.readouterr()
 
     return call
@@ -64,7 +65,7 @@ def test_golden_text(capsys, attention, name, tokenizer):
     if not (MODELS / name).is_file():
         pytest.skip(f"{MODELS / name} is not here; FLASH_ATTN_TEST_MODELS names the folder of the real models")
     case = json.loads((MODELS / "stories260K_greedy.json").read_text())["cases"][-1]
-    argv = [str(MODELS / name), "--prompt", case["prompt"], "--attention", attention]
+    argv = [str(MODELS / name), "--prompt", case["prompt"], "--attention", attention, "--device", "cpu"]
     argv += ["--steps", str(len(case["token_ids"]) - len(case["prompt_ids"]))]
     argv += ["--tokenizer", str(MODELS / tokenizer)] if tokenizer else []
     assert main(argv) == 0
@@ -73,6 +74,7 @@ def test_golden_text(capsys, attention, name, tokenizer):
     assert re.search(r"prefill +7 tokens in \d+\.\d\d ms", err)
     assert re.search(r"decode +93 steps in \d+\.\d+ s, \d+\.\d steps/s", err)
     assert re.search(r"memory +weights (1\.0 MiB|\d+\.\d KiB), KV cache 126\.2 KiB \(101 positions\)", err)
+    assert re.search(r"limit +\d+\.\d [KM]iB read per step at \d+\.\d GB/s", err)
     assert f"{attention} attention, float32, cpu, greedy" in err and "stopped" not in err
 
 
@@ -128,6 +130,31 @@ def test_prompt_beyond_ascii(cli):
     assert cli("model.bin", "--steps", 0, "--prompt", "\u4f60\u597d \U0001f600")[1] == "\u4f60\u597d \U0001f600\n"
 
 
+def test_several_texts(cli):
+    alone = [cli("model.bin", "--prompt", text, "--steps", 12)[1] for text in ("hello", "you")]
+    for options in ((), ("--page-size", 5), ("--attention", "standard")):
+        status, out, err = cli("model.bin", "--prompt", "hello", "--prompt", "you", "--steps", 12, *options)
+        assert (status, out) == (0, "\n".join(alone)) and "greedy, 2 at once" in err and "tokens/s" in err
+    assert cli("model.bin", "--prompt", "hello", "--steps", 12, "--batch", 2)[1] == "\n".join([alone[0]] * 2)
+
+
+def test_a_paged_cache(cli):
+    status, out, err = cli("model.bin", "--prompt", "hello", "--steps", 12, "--page-size", 5)
+    assert (status, out) == (0, cli("model.bin", "--prompt", "hello", "--steps", 12)[1])
+    assert "pages of 5 positions" in err
+
+
+def test_a_hugging_face_folder(cli, tmp_path):
+    pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
+    assert synthetic.main(["tiny", str(tmp_path / "tiny"), "--dtype", "float32", "--shards", "2"]) == 0
+    texts = set()
+    for options in ((), ("--page-size", 5), ("--attention", "standard")):
+        status, out, err = cli(tmp_path / "tiny", "--prompt", "hello", "--steps", 12, *options)
+        assert status == 0 and out.startswith("hello") and "tiny: Hugging Face LlamaForCausalLM, dim 64" in err
+        texts.add(out)
+    assert len(texts) == 1
+
+
 # ---- errors ----
 
 
@@ -135,7 +162,11 @@ def test_prompt_beyond_ascii(cli):
     "argv, message",
     [
         (["nowhere.bin"], r"checkpoint 'nowhere.bin': No such file"),
-        (["."], r"checkpoint '.' is not a file"),
+        (["."], r"checkpoint '.' is a folder without config.json"),
+        (["model.bin", "--prompt", "a", "--prompt", "!" * 47], r"prompt has 49 tokens"),
+        (["model.bin", "--batch", "0"], r"batch=0 is not positive"),
+        (["model.bin", "--page-size", "-1"], r"page_size=-1 is negative"),
+        (["model.bin", "--top-k", "-1"], r"top_k=-1 is negative"),
         (["truncated.bin"], r"checkpoint 'truncated.bin' is truncated: \d+ bytes where its header"),
         (["trailing.bin"], r"checkpoint 'trailing.bin' has 3 trailing bytes"),
         (["foreign.bin"], r"checkpoint 'foreign.bin' is no llama2.c checkpoint: its header says dim=\d+"),
@@ -196,7 +227,7 @@ def test_out_of_memory(cli, monkeypatch):
     def refuse(*_):
         raise MemoryError("Unable to allocate 7 TiB")
 
-    monkeypatch.setattr("flash_attn_minimal.llama.model.KVCache.__init__", refuse)
+    monkeypatch.setattr("flash_attn_minimal.llama.cache.KVCache.__init__", refuse)
     assert cli("model.bin") == (1, "", "generate: out of memory: Unable to allocate 7 TiB\n")
 
 
@@ -206,7 +237,7 @@ def test_interrupted(cli, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flash_attn_minimal.llama.sampling.Sampler.__call__", interrupt)
+    monkeypatch.setattr("flash_attn_minimal.llama.sampling.Sampler.draw", interrupt)
     status, out, err = cli("model.bin", "--prompt", "hello", "--attention", "standard")
     assert (status, out) == (130, "hello\n") and "decode   0 steps" in err
 
@@ -228,7 +259,7 @@ def test_standard_attention_needs_no_library(folder):
 
 def test_a_reader_that_leaves(folder):
     """`generate ... | head -c 1`: no traceback."""
-    argv = [*COMMAND, "model.bin", "--steps", "40", "--temperature", "2", "--top-p", "1", "--attention", "standard"]
+    argv = [*COMMAND, "model.bin", "--steps", "40", "--attention", "standard"]
     process = subprocess.Popen(argv, cwd=folder, env=subprocess_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait() == 0
@@ -244,7 +275,20 @@ def test_a_terminal_that_lacks_the_characters(folder):
 def test_help_names_every_option(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for option in ("tokenizer", "prompt", "steps", "temperature", "top-p", "seed", "attention", "device", "dtype"):
+    for option in (
+        "tokenizer",
+        "prompt",
+        "steps",
+        "temperature",
+        "top-k",
+        "top-p",
+        "seed",
+        "attention",
+        "device",
+        "dtype",
+        "batch",
+        "page-size",
+    ):
         assert f"--{option}" in out
     assert "examples:" in out and "exit status:" in out
 
@@ -264,7 +308,8 @@ def test_synthetic_command(tmp_path, capsys):
     ]
     assert synthetic.main(argv) == 0
     checkpoint = load_checkpoint(tmp_path / "model.bin")
-    assert (checkpoint.version, checkpoint.tied, checkpoint.config) == (1, False, synthetic.SHAPES["stories260K"])
+    assert checkpoint.format == "llama2.c v1" and not checkpoint.tied
+    assert checkpoint.config == synthetic.SHAPES["stories260K"]
     assert main([str(tmp_path / "model.bin"), "--steps", "3", "--attention", "standard"]) == 0
     assert synthetic.main(["stories260K", str(tmp_path / "nowhere" / "model.bin")]) == 2
     assert "nowhere" in capsys.readouterr().err

@@ -11,7 +11,8 @@ _COMMANDS = {
     "info": ("flash_attn_minimal.info", "version, library, devices, kernels, and which kernel serves what"),
     "verify": ("flash_attn_minimal.verify", "check large shapes against NumPy float64"),
     "bench": ("flash_attn_minimal.bench", "time the kernels, write JSON, tables and pictures"),
-    "generate": ("flash_attn_minimal.llama.generate", "run a llama2.c checkpoint with this attention"),
+    "generate": ("flash_attn_minimal.llama.generate", "text from a Llama model, with this attention"),
+    "synthetic": ("flash_attn_minimal.llama.synthetic", "write a random model of a known shape"),
 }
 
 

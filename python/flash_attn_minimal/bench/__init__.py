@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         help="ours: kernels by name, or best; default: best, in the ladder all",
     )
     add("--peers", metavar="NAME,...", help=f"{'; '.join(', '.join(names) for names in PEERS.values())}; all; none")
+    add("--model", metavar="NAME", help="llama: a shape that `synthetic` knows")
     add("--threads", type=positive, metavar="N", help="CPU threads; default: all cores")
     add("--rounds", type=positive, metavar="N", help="bursts of each system on each shape")
     add("--quick", action="store_const", const=True, help="fewer shapes, shorter bursts")
@@ -136,6 +137,10 @@ def _run(options, parser, argv) -> int:
 
     if options.suite == "overhead":
         machine, outcome = suites.overhead(options, protocol)
+    elif options.suite == "llama":
+        from . import llama
+
+        machine, outcome = llama.run(options, protocol)
     else:
         machine = open_machine("cpu" if options.suite == "cpu" else options.device, options.framework)
         usual = suites.SUITES[options.suite].dtype or ("bfloat16" if machine.device == "cuda" else "float32")

@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from . import fa3
+from .machine import SHORT
 from .report import (
     PASSES,
     attention_rows,
@@ -72,6 +73,7 @@ def draw(data: dict, file: Path) -> list[Path]:
         return []
     rows += fa3.rows(data)
     makers = {"ladder": {"": ladder}, "backward_ladder": {"": ladder}, "varlen": {"": bars}, "overhead": {"": overhead}}
+    makers["llama"] = {"": steps}
     pictures = []
     with matplotlib.rc_context(STYLE):
         for suffix, maker in makers.get(data["suite"], {"": curves, "_roofline": roofline}).items():
@@ -274,6 +276,28 @@ def bars(data: dict, rows: list[dict]):
         axis.set_title(f"{group_name(key)}, {MASKS[causal]}")
     axes[0][0].set_ylabel(name)
     _title(figure, data, "Attention forward, packed sequences (more is better)")
+    _legend(figure, axes)
+    return figure
+
+
+def steps(data: dict, rows: list[dict]):
+    """Steps/s over position, a panel for each model and batch, a line for each dtype and attention."""
+    panels = list(dict.fromkeys((row["model"], row["batch"]) for row in rows))
+    figure, axes = _figure(1, len(panels), max(6, 3.1 * len(panels)), 3.9)
+    for axis, (model, batch) in zip(axes[0], panels, strict=True):
+        mine = [row for row in rows if (row["model"], row["batch"]) == (model, batch)]
+        for i, dtype in enumerate(dict.fromkeys(row["dtype"] for row in mine)):
+            for kernel, line, marker in (("flash", "-", "o"), ("standard", "--", "v")):
+                points = [
+                    (r["position"], r["steps_per_s"]) for r in mine if (r["dtype"], r["kernel"]) == (dtype, kernel)
+                ]
+                x, y = zip(*sorted(points), strict=True)
+                axis.plot(x, y, line, marker=marker, color=MINE[i], label=f"{kernel}, {SHORT[dtype]}", markersize=4)
+        axis.set_title(f"{model}, batch {batch}")
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("position")
+    axes[0][0].set_ylabel("decode steps/s")
+    _title(figure, data, "Whole models, one token a step (more is better)")
     _legend(figure, axes)
     return figure
 

@@ -17,7 +17,7 @@ from . import fa3
 from .machine import SHORT, BenchError, Meter, cores, cpu_model
 from .systems import LABELS, MODES
 
-PASSES = {"fwd": "forward", "bwd": "backward"}
+PASSES = {"fwd": "forward", "bwd": "backward", "step": "decode step"}
 BUSY = 0.5  # other processes running for each core, before ours start, from which on CPU numbers are suspect
 
 
@@ -109,7 +109,7 @@ def dtypes(data: dict) -> str:
 
 
 def attention_rows(data: dict) -> list[dict]:
-    """The rows that have a time and are attention."""
+    """The rows that have a time and are attention, or a step of a model."""
     return [row for row in data["rows"] if row.get("pass") in PASSES and "us" in row]
 
 
@@ -180,7 +180,7 @@ def markdown(data: dict, pictures: list[Path]) -> str:
     ]
     for picture in pictures:
         lines += [f"![{picture.stem.replace('_', ' ')}]({picture.name})", ""]
-    makers = {"ladder": ladder_table, "backward_ladder": ladder_table, "overhead": overhead_table}
+    makers = {"ladder": ladder_table, "backward_ladder": ladder_table, "overhead": overhead_table, "llama": llama_table}
     lines += makers.get(suite, curves_table)(data, rows)
     roofs = [row for row in data["rows"] if row.get("pass") in ("linear", "copy") and "us" in row]
     if roofs:
@@ -222,6 +222,10 @@ def conditions(data: dict) -> str:
     if "load" in machine:
         parts.append(f"THE MACHINE WAS BUSY (load {machine['load']} before the start), which blurs every number here")
     checked = [row for row in data["rows"] if "max_err" in row and row["system"] == "ours" and not row.get("wrong")]
+    if data["suite"] == "llama":
+        parts.append("median of the bursts, both attentions in shuffled turns, host time of queued steps")
+        parts.append("logits of both compared first")
+        return "; ".join(parts) + "."
     if data["suite"] == "overhead":
         parts.append("host time of one call, median of the bursts, systems in shuffled turns")
     else:
@@ -337,6 +341,29 @@ def overhead_table(data: dict, rows: list[dict]) -> list[str]:
         "",
         *table(["arrays", "device", "system", "call", "us", "least", "spread"], body),
     ]
+
+
+def llama_table(data: dict, rows: list[dict]) -> list[str]:
+    """One line for each model, dtype and batch, steps/s at each position; then what flash attention gains."""
+    positions = sorted({row["position"] for row in rows})
+    body = []
+    for model, dtype, batch in dict.fromkeys((row["model"], row["dtype"], row["batch"]) for row in rows):
+        found = {
+            (row["kernel"], row["position"]): row
+            for row in rows
+            if (row["model"], row["dtype"], row["batch"]) == (model, dtype, batch)
+        }
+        start = [model, SHORT[dtype], str(batch)]
+        for kernel in ("flash", "standard"):
+            mine = [found.get((kernel, position)) for position in positions]
+            body.append([*start, kernel, *(number(row["steps_per_s"]) if row else "" for row in mine)])
+            if kernel == "flash":
+                body.append([*start, "of the limit", *(f"{row['share']:.0%}" if row else "" for row in mine)])
+        pairs = [(found.get(("flash", p)), found.get(("standard", p))) for p in positions]
+        gains = [f"{standard['us'] / flash['us']:.2f}" if flash and standard else "" for flash, standard in pairs]
+        body.append([*start, "**flash over standard**", *gains])
+    head = ["model", "dtype", "batch", "attention", *(f"position {position}" for position in positions)]
+    return ["## Decode steps/s of the whole batch, more is better", "", *table(head, body)]
 
 
 def default_folder(slug: str) -> Path:

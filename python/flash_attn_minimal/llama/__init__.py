@@ -1,11 +1,18 @@
 """A Llama model on top of the attention kernels: real checkpoints in, text out.
 
-    weights.py     llama2.c checkpoints (v0, v1), memory-mapped
-    tokenizer.py   byte-pair encoding; reads tokenizer.bin and sentencepiece's tokenizer.model
-    model.py       the forward pass with a KV cache; NumPy or CuPy for the matrix products, this library for attention
-    sampling.py    greedy, temperature, top-p
-    generate.py    the command line: python -m flash_attn_minimal generate CHECKPOINT
-    synthetic.py   random checkpoints of any shape in the real file format
+    config.py       what a model is: its shape and the constants of its formulas
+    weights.py      its tensors by name; llama2.c checkpoints (v0, v1, v2), memory-mapped
+    huggingface.py  Hugging Face folders: config.json, *.safetensors, tokenizer.json
+    tokenizer.py    byte-pair encoding; reads tokenizer.bin and sentencepiece's tokenizer.model
+    model.py        one forward pass over a cache, in terms of a device's operations
+    host.py         those operations on the CPU: NumPy, and this library for attention
+    cuda.py         the same on a GPU: CuPy's arrays, this library's kernels, cuBLAS for larger products, CUDA graphs
+    attend.py       standard attention in array operations, to compare with
+    cache.py        the KV cache, contiguous or paged
+    engine.py       sequences that join and leave a running batch
+    sampling.py     greedy, temperature, top-k, top-p
+    generate.py     the command line: python -m flash_attn_minimal generate CHECKPOINT
+    synthetic.py    random models of any shape in the real file formats
 
 Nothing here is imported by the rest of the package.
 """

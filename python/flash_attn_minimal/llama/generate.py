@@ -1,4 +1,4 @@
-"""python -m flash_attn_minimal generate CHECKPOINT: text from a Llama checkpoint, with this library's attention."""
+"""python -m flash_attn_minimal generate CHECKPOINT: text from a Llama model, with this library's attention."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import argparse
 import os
 import random
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from .. import _library
 from .._library import BadArgument, FlashAttnError
-from .model import ATTENTIONS, KVCache, Llama
-from .sampling import Sampler
-from .tokenizer import BOS, EOS, Tokenizer, load_tokenizer
+from .attend import ATTENTIONS, DTYPES
+from .engine import Engine, Request
+from .host import Host
+from .huggingface import JsonTokenizer, stop_ids
+from .model import Llama
+from .sampling import Sampling
+from .tokenizer import Tokenizer, load_tokenizer
 from .weights import Checkpoint, load_checkpoint
 
-DTYPES = ("float32", "float16", "bfloat16")
-DEVICES = ("cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda")
 
 DEFAULT_CHECKPOINT = Path(__file__).with_name("default") / "stories.bin"  # written by examples/train_tiny.py
 
 DESCRIPTION = """\
-Load a llama2.c checkpoint (version 0 or 1, float32), continue a prompt, and print the text as it comes.
+Load a llama2.c checkpoint or a Hugging Face model's folder, continue a prompt, and print the text as it comes.
 Standard output carries the text alone; timings and memory follow on standard error."""
 
 EXAMPLES = """\
@@ -37,112 +36,63 @@ examples:
   python -m flash_attn_minimal generate stories15M.bin --temperature 0.8 --top-p 0.9 --seed 7
   python -m flash_attn_minimal generate stories15M.bin --attention standard      (the same text, the other way)
   python -m flash_attn_minimal generate stories110M.bin --device cuda --dtype float16
+  python -m flash_attn_minimal generate Llama-3.2-1B/ --prompt "The capital of France is" --prompt "1, 2, 3,"
 
 exit status: 0 done, 1 out of memory, 2 bad input (one line on standard error says what), 130 interrupted."""
 
 
-@dataclass
-class Timing:
-    """What `generate` measures. The first new token comes out of the prefill, every further one costs a decode step."""
+def open_device(name: str, attention: str = "flash", dtype: str = "auto", stored: str = "float32") -> Any:
+    """The engine's device. "auto" is a GPU where CuPy and the library find one; dtype "auto" is float32 on the host and
+    on a GPU what the checkpoint stores."""
+    if name not in DEVICES:
+        raise BadArgument(f"device={name!r} is none of {', '.join(DEVICES)}")
+    if name != "cpu":
+        from .cuda import Cuda, reason_against
 
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_steps: int = 0
-    decode_seconds: float = 0.0
-    stopped: str = ""  # why it ended before `steps` tokens; empty when it did not
-
-
-def generate(
-    model: Llama, prompt: list[int], steps: int, sampler: Sampler, cache: KVCache, timing: Timing | None = None
-) -> Iterator[int]:
-    """Yields up to `steps` new token ids behind the prompt, each as soon as it is drawn.
-
-    The prompt is run in one pass, then one token per pass. It ends early where the model ends the text (BOS or EOS, not
-    yielded) and where the context ends: a model of context n runs n tokens, so a prompt of p tokens is followed by at
-    most n - p + 1.
-    """
-    context = cache.seqlen
-    if not prompt:
-        raise BadArgument("prompt has no tokens: it starts with BOS")
-    if len(prompt) > context:
-        raise BadArgument(f"prompt has {len(prompt)} tokens, more than the context of {context}")
-    if steps < 0:
-        raise BadArgument(f"steps={steps} is negative")
-    timing = Timing() if timing is None else timing
-    tokens = prompt
-    for step in range(steps):
-        if cache.length + len(tokens) > context:
-            timing.stopped = f"the context of {context} tokens is full"
-            return
-        started = time.perf_counter()
-        token = sampler(model.forward([tokens], cache)[0])
-        elapsed = time.perf_counter() - started
-        if step == 0:
-            timing.prompt_tokens, timing.prefill_seconds = len(prompt), elapsed
-        else:
-            timing.decode_steps += 1
-            timing.decode_seconds += elapsed
-        if token in (BOS, EOS):
-            timing.stopped = "the model ended the text"
-            return
-        timing.new_tokens += 1
-        yield token
-        tokens = [token]
+        why_not = reason_against()
+        if not why_not:
+            return Cuda(attention, dtype if dtype != "auto" else stored if stored in DTYPES else "float32")
+        if name == "cuda":
+            raise BadArgument(f"device='cuda' {why_not}")
+    return Host(attention, "float32" if dtype == "auto" else dtype)
 
 
-def array_module(device: str) -> Any:
-    """NumPy for "cpu", CuPy for "cuda", which is imported only when it is asked for."""
-    if device == "cpu":
-        return np
-    if device != "cuda":
-        raise BadArgument(f"device={device!r} is none of {', '.join(DEVICES)}")
-    try:
-        import cupy
-    except ImportError as error:
-        raise BadArgument(f"device='cuda' needs CuPy (pip install cupy-cuda13x, or cupy-cuda12x): {error}") from None
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise BadArgument(f"device='cuda': {error}") from None
-    return cupy
-
-
-def cache_dtype(name: str, xp: Any = np) -> np.dtype:
-    """The dtype of q, k, v and the KV cache by name; bfloat16 comes from the ml_dtypes package."""
-    if name not in DTYPES:
-        raise BadArgument(f"dtype={name!r} is none of {', '.join(DTYPES)}")
-    if name != "bfloat16":
-        return np.dtype(name)
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise BadArgument(f"dtype='bfloat16' needs the ml_dtypes package (pip install ml_dtypes): {error}") from None
-    dtype = np.dtype(ml_dtypes.bfloat16)
-    try:
-        xp.empty(1, dtype)
-    except (TypeError, ValueError, NotImplementedError) as error:  # CuPy before 14
-        raise BadArgument(f"dtype='bfloat16' is not served by this {xp.__name__} {xp.__version__}: {error}") from None
-    return dtype
-
-
-def find_tokenizer(checkpoint: Checkpoint, path: str | None = None) -> Tokenizer:
-    """The tokenizer in `path`, or the one beside the checkpoint; its size must be the model's vocabulary."""
-    vocab_size = checkpoint.config.vocab_size
+def find_tokenizer(checkpoint: Checkpoint, path: str | None = None) -> Tokenizer | JsonTokenizer:
+    """The tokenizer in `path`, or the one with the checkpoint; its size must fit the model's vocabulary."""
+    vocab_size, place = checkpoint.config.vocab_size, Path(checkpoint.path)
     if path is None:
-        names = [f"tok{vocab_size}.bin", f"tok{vocab_size}.model", "tokenizer.bin", "tokenizer.model"]
-        found = [file for name in names if (file := Path(checkpoint.path).parent / name).is_file()]
+        folder = place if place.is_dir() else place.parent
+        names = ["tokenizer.json"] if place.is_dir() else [f"tok{vocab_size}.bin", f"tok{vocab_size}.model"]
+        names += ["tokenizer.model"] if place.is_dir() else ["tokenizer.bin", "tokenizer.model"]
+        found = [file for name in names if (file := folder / name).is_file()]
         if not found:
-            raise BadArgument(
-                f"tokenizer: none of {', '.join(names)} is beside the checkpoint; give its path with --tokenizer"
-            )
+            where = "in the folder" if place.is_dir() else "beside the checkpoint"
+            raise BadArgument(f"tokenizer: none of {', '.join(names)} is {where}; give its path with --tokenizer")
         path = str(found[0])
-    tokenizer = load_tokenizer(path)
-    if tokenizer.vocab_size != vocab_size:
+    if path.endswith(".json"):
+        tokenizer = JsonTokenizer(path, stop_ids(place) if place.is_dir() else frozenset())
+        fits = tokenizer.vocab_size <= vocab_size  # the matrices of many of these models are padded
+    else:
+        tokenizer = load_tokenizer(path)
+        fits = tokenizer.vocab_size == vocab_size
+    if not fits:
         raise BadArgument(
             f"tokenizer {path!r} has {tokenizer.vocab_size} tokens, but the checkpoint's vocab_size is {vocab_size}"
         )
     return tokenizer
+
+
+def stream(engine: Engine, request: Request) -> Iterator[int]:
+    """The prompt's tokens, then the new ones, each as soon as it has come."""
+    yield from request.prompt
+    sent = 0
+    while True:
+        while sent < len(request.tokens):
+            yield request.tokens[sent]
+            sent += 1
+        if request.finished:
+            return
+        engine.step()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -165,16 +115,19 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="CHECKPOINT",
         nargs="?",
         default=str(DEFAULT_CHECKPOINT),
-        help="llama2.c checkpoint, such as stories15M.bin (default: the small model in the package)",
+        help="llama2.c checkpoint, such as stories15M.bin, or a folder with config.json and *.safetensors "
+        "(default: the small model in the package)",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",
-        help="tokenizer.bin or sentencepiece tokenizer.model "
+        help="tokenizer.bin, sentencepiece tokenizer.model or tokenizer.json "
         "(default: tok<vocabulary size>.* or tokenizer.* beside the checkpoint)",
     )
     text = parser.add_argument_group("text")
-    text.add_argument("--prompt", metavar="TEXT", default="", help="text to continue (default: none)")
+    text.add_argument(
+        "--prompt", metavar="TEXT", action="append", help="text to continue (default: none); may be given several times"
+    )
     text.add_argument("--steps", metavar="N", type=int, default=256, help="most new tokens to write (default 256)")
     text.add_argument(
         "--temperature",
@@ -182,6 +135,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         help="0 = always the likeliest token (default), 1 = as the model was trained",
+    )
+    text.add_argument(
+        "--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest tokens (default 0 = all)"
     )
     text.add_argument(
         "--top-p",
@@ -196,77 +152,116 @@ def build_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how it is computed")
     how.add_argument(
         "--attention",
-        choices=sorted(ATTENTIONS),
+        choices=ATTENTIONS,
         default="flash",
         help="flash = this library (default), standard = softmax of the whole score matrix",
     )
-    how.add_argument("--device", choices=DEVICES, default="cpu", help="cpu = NumPy (default), cuda = CuPy")
+    how.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="auto",
+        help="cpu = NumPy, cuda = CuPy, auto = a GPU if there is one (default)",
+    )
     how.add_argument(
         "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="of q, k, v and the KV cache; float16 on cuda is that of the matrices too (default float32)",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="of q, k, v and the KV cache, on cuda of the matrices too "
+        "(default: float32 on cpu, the file's own on cuda)",
+    )
+    how.add_argument(
+        "--batch",
+        metavar="N",
+        type=int,
+        help="texts that are written at once, from the prompts in turn (default: one each)",
+    )
+    how.add_argument(
+        "--page-size", metavar="N", type=int, help="a paged KV cache with pages of N positions (default: contiguous)"
     )
     return parser
 
 
-def _size(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+def _size(count: float) -> str:
+    for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= bytes_:
+            return f"{count / bytes_:.1f} {unit}"
+    return f"{count / 2**10:.1f} KiB"
 
 
-def report(
-    args: argparse.Namespace, model: Llama, checkpoint: Checkpoint, cache: KVCache, timing: Timing, seed: int
-) -> str:
+def report(args: argparse.Namespace, checkpoint: Checkpoint, engine: Engine, requests: list[Request], seed: int) -> str:
     """The lines behind the text."""
-    t = timing
-    rate = t.decode_steps / t.decode_seconds if t.decode_seconds else 0.0
-    sampling = f"temperature {args.temperature:g}, top-p {args.top_p:g}, seed {seed}" if args.temperature else "greedy"
+    model, device, cache, t = engine.model, engine.device, engine.cache, engine.timing
+    steps_per_second = t.decode_steps / t.decode_seconds if t.decode_seconds else 0.0
+    sampling = "greedy"
+    if args.temperature:
+        top_k = f"top-k {args.top_k}, " if args.top_k else ""
+        sampling = f"temperature {args.temperature:g}, {top_k}top-p {args.top_p:g}, seed {seed}"
+    batch = f", {engine.max_batch} at once" if engine.max_batch > 1 else ""
+    several = f", {t.decode_tokens / t.decode_seconds:.1f} tokens/s" if batch and t.decode_seconds else ""
     lines = [
-        f"model    {Path(checkpoint.path).name}: llama2.c v{checkpoint.version}, {checkpoint.config}",
-        f"run      {args.attention} attention, {args.dtype}, {args.device}, {sampling}",
+        f"model    {Path(checkpoint.path).name}: {checkpoint.format}, {checkpoint.config}",
+        f"run      {args.attention} attention, {device.dtype.name}, {device.name}, {sampling}{batch}",
         f"prefill  {t.prompt_tokens} tokens in {t.prefill_seconds * 1e3:.2f} ms",
-        f"decode   {t.decode_steps} steps in {t.decode_seconds:.3f} s, {rate:.1f} steps/s",
-        f"memory   weights {_size(model.weight_bytes)}, KV cache {_size(cache.nbytes)} ({cache.seqlen} positions)",
+        f"decode   {t.decode_steps} steps in {t.decode_seconds:.3f} s, {steps_per_second:.1f} steps/s{several}",
+        f"memory   weights {_size(model.weight_bytes)}, KV cache {_size(cache.nbytes)} ({cache.describe()})",
     ]
-    if t.stopped:
-        lines.append(f"stopped  after {t.new_tokens} of {args.steps} new tokens: {t.stopped}")
+    if t.decode_steps:
+        read = model.step_bytes + t.positions_read * cache.position_bytes / t.decode_steps
+        bandwidth = device.bandwidth()
+        lines.append(
+            f"limit    {_size(read)} read per step at {bandwidth / 1e9:.1f} GB/s (a copy here) allow "
+            f"{bandwidth / read:.1f} steps/s: {100 * steps_per_second * read / bandwidth:.1f} % reached"
+        )
+    why = {"stop": "the model ended the text", "context": f"the context of {engine.context} tokens is full"}
+    for number, request in enumerate(requests, 1):
+        if request.finished in why:
+            which = f"text {number} " if len(requests) > 1 else ""
+            reason = why[request.finished]
+            lines.append(f"stopped  {which}after {len(request.tokens)} of {args.steps} new tokens: {reason}")
     return "\n".join(lines)
 
 
 def run(args: argparse.Namespace) -> int:
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
-    sampler = Sampler(args.temperature, args.top_p, seed)
-    if args.steps < 0:
-        raise BadArgument(f"steps={args.steps} is negative")
-    xp = array_module(args.device)
-    dtype = cache_dtype(args.dtype, xp)
+    Sampling(args.temperature, args.top_k, args.top_p, seed)  # says what is wrong before anything is loaded
+    for name, least in (("steps", 0), ("batch", 1), ("page_size", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise BadArgument(f"{name}={value} is {'negative' if value < 0 else 'not positive'}")
+    checkpoint = load_checkpoint(args.checkpoint)
+    device = open_device(args.device, args.attention, args.dtype, checkpoint.dtype)
     if args.attention == "flash":
         _library.load()  # a missing library is reported before any text
-    checkpoint = load_checkpoint(args.checkpoint)
     tokenizer = find_tokenizer(checkpoint, args.tokenizer)
-    prompt = tokenizer.encode(args.prompt)
-    if len(prompt) > checkpoint.config.seq_len:
-        raise BadArgument(
-            f"prompt has {len(prompt)} tokens, more than the model's context of {checkpoint.config.seq_len}"
-        )
-    model = Llama(checkpoint, xp, args.attention, dtype)
-    cache = model.new_cache(seqlen=min(checkpoint.config.seq_len, len(prompt) + args.steps))
-    timing = Timing()
-
-    def tokens() -> Iterator[int]:
-        yield from prompt
-        yield from generate(model, prompt, args.steps, sampler, cache, timing)
+    given = args.prompt or [""]
+    prompts = [tokenizer.encode(text) for text in given]
+    prompts = [prompts[i % len(prompts)] for i in range(args.batch or len(prompts))]
+    context = checkpoint.config.seq_len
+    for text, prompt in zip(given, prompts, strict=False):
+        if not prompt:
+            raise BadArgument(f"prompt {text!r} has no tokens, and this model's tokenizer puts none in front")
+        if len(prompt) > context:
+            raise BadArgument(f"prompt has {len(prompt)} tokens, more than the model's context of {context}")
+    model = Llama(checkpoint, device)
+    engine = Engine(model, len(prompts), min(context, max(map(len, prompts)) + args.steps), args.page_size)
+    requests = []
+    for number, prompt in enumerate(prompts):
+        sampling = Sampling(args.temperature, args.top_k, args.top_p, seed + number)
+        requests.append(engine.add(prompt, args.steps, sampling, tokenizer.stops))
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a "?", not a traceback
     interrupted = False
     try:
-        for text in tokenizer.stream(tokens()):
-            print(text, end="", flush=True)
+        for number, request in enumerate(requests):
+            if number:
+                print("\n")  # an empty line between two texts
+            for text in tokenizer.stream(stream(engine, request)):
+                print(text, end="", flush=True)
     except KeyboardInterrupt:
         interrupted = True
     print(flush=True)
-    print(report(args, model, checkpoint, cache, timing, seed), file=sys.stderr)
+    print(report(args, checkpoint, engine, requests, seed), file=sys.stderr)
     return 130 if interrupted else 0
 
 

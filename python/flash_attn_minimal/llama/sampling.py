@@ -1,59 +1,76 @@
-"""From logits to the next token: greedy, temperature, top-p (nucleus)."""
+"""From logits to the next token: greedy, temperature, top-k, top-p, for each slot of a batch in its own way."""
 
 from __future__ import annotations
 
 import math
-import random
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from .._library import BadArgument, FlashAttnError
+from .._library import BadArgument
+
+Rule = tuple[float, int, float]  # temperature, top_k, top_p
+GREEDY: Rule = (0.0, 0, 1.0)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn: from softmax(logits / temperature), cut to the top_k likeliest tokens (0 = all),
+    then to the fewest likeliest that hold probability top_p of those. temperature 0 is greedy: the largest logit, the
+    lowest id on a tie, whatever the rest says. The same seed draws the same tokens, on every device and in any batch.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise BadArgument(f"temperature={self.temperature} is not a finite number >= 0")
+        if self.top_k < 0:
+            raise BadArgument(f"top_k={self.top_k} is negative")
+        if not 0 < self.top_p <= 1:
+            raise BadArgument(f"top_p={self.top_p} is outside 0 < top_p <= 1")
+        if not 0 <= self.seed < 1 << 63:
+            raise BadArgument(f"seed={self.seed} is {'negative' if self.seed < 0 else 'not below 2^63'}")
+
+    @property
+    def rule(self) -> Rule:
+        return (self.temperature, self.top_k, self.top_p) if self.temperature else GREEDY
 
 
 class Sampler:
-    """Draws tokens from softmax(logits / temperature), cut to the fewest likeliest tokens that hold probability top_p.
+    """The sampling of every slot. What differs by number (seeds) lies on the device; what differs in kind (rules) is
+    part of a step: as many draws as there are rules, each slot keeping that of its own."""
 
-    temperature 0 is greedy: the largest logit, the lowest id on a tie, whatever the rest says. The same seed draws the
-    same tokens: the random numbers come from random.Random(seed).random(), the one sequence that Python promises to
-    keep from release to release.
-    """
+    def __init__(self, device: Any, slots: int):
+        self.device = device
+        self._rules: list[Rule] = [GREEDY] * slots
+        self._seeds = np.zeros(slots, np.int64)
+        self.seeds, self.rule = device.xp.zeros(slots, np.int64), device.xp.zeros(slots, np.int32)
 
-    def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0):
-        if not (temperature >= 0 and math.isfinite(temperature)):
-            raise BadArgument(f"temperature={temperature} is not a finite number >= 0")
-        if not 0 < top_p <= 1:
-            raise BadArgument(f"top_p={top_p} is outside 0 < top_p <= 1")
-        if seed < 0:
-            raise BadArgument(f"seed={seed} is negative")
-        self.temperature, self.top_p = temperature, top_p
-        self._random = random.Random(seed)
+    def set(self, slot: int, sampling: Sampling) -> None:
+        self._rules[slot], self._seeds[slot] = sampling.rule, sampling.seed
 
-    def __call__(self, logits) -> int:
-        """logits (vocab,), NumPy or CuPy. Waits for the device; the draw itself is on the host."""
-        if self.temperature == 0:
-            token = int(logits.argmax())
-            self._check(float(logits[token]))  # a NaN wins every argmax
-            return token
-        logits = logits.get() if hasattr(logits, "get") else logits  # CuPy's copy to the host
-        logits = logits.astype(np.float64)
-        self._check(logits.max())
-        p = np.exp((logits - logits.max()) / self.temperature)
-        p /= p.sum()
-        tokens = self._nucleus(p)
-        cumulative = p[tokens].cumsum()
-        drawn = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
-        return int(tokens[min(drawn, len(tokens) - 1)])
+    def synchronise(self, used: list[int]) -> tuple[Rule, ...]:
+        """Brings the device's copies up to date; the rules of the slots in use."""
+        rules = sorted({self._rules[slot] for slot in used})
+        index = [rules.index(rule) if rule in rules else 0 for rule in self._rules]
+        self.device.upload(self.seeds, self._seeds)
+        self.device.upload(self.rule, np.array(index, np.int32))
+        return tuple(rules)
 
-    @staticmethod
-    def _check(largest: float) -> None:
-        if not math.isfinite(largest):
-            raise FlashAttnError(f"the model's largest logit is {largest}: damaged weights, or an overflow in 16 bits")
-
-    def _nucleus(self, p: np.ndarray) -> np.ndarray:
-        """Ids of the likeliest tokens, likeliest first, until their probabilities reach top_p."""
-        if self.top_p == 1:
-            return np.arange(len(p))
-        # Tokens below this cutoff hold less than 1 - top_p together: none is in the set, and few are left to sort.
-        ids = np.flatnonzero(p >= (1 - self.top_p) / len(p))
-        ids = ids[np.argsort(-p[ids], kind="stable")]
-        return ids[: int(np.searchsorted(p[ids].cumsum(), self.top_p)) + 1]
+    def draw(self, logits: Any, tokens: Any, steps: Any, rules: tuple[Rule, ...], first: int = 0) -> None:
+        """The next tokens, (batch, 1) int32, of slots first ..., from logits (batch, vocab); -1 where they are not
+        finite. steps (batch,): one number for each draw of a sequence."""
+        device, here = self.device, slice(first, first + len(logits))
+        seeds = self.seeds[here]
+        if len(rules) == 1:
+            device.sample(logits, tokens, rules[0], seeds, steps)
+            return
+        for number, rule in enumerate(rules):
+            drawn = device.xp.empty(tokens.shape, np.int32)
+            device.sample(logits, drawn, rule, seeds, steps)
+            device.xp.copyto(tokens, drawn, where=(self.rule[here] == number)[:, None])

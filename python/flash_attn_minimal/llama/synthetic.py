@@ -1,71 +1,108 @@
-"""Random checkpoints in the real file formats: for tests, and for timing a model's shape without downloading it.
+"""Random models in the real file formats: for tests, and for timing a model's shape without downloading it.
 
-    python -m flash_attn_minimal.llama.synthetic stories110M model.bin [--version 1] [--untied] [--seed 0] [--tokenizer
-    tok32000.bin]
+    python -m flash_attn_minimal synthetic stories110M model.bin [--version 1] [--untied] [--tokenizer tok32000.bin]
+    python -m flash_attn_minimal synthetic 7b FOLDER [--dtype float16] [--shards 3]
 
-The text such a model writes is noise; its arithmetic, memory and file layout are those of a trained one.
+The text such a model writes is noise; its arithmetic, memory and file layout are those of a trained one. The story
+shapes become llama2.c checkpoints, the others Hugging Face folders.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from .._library import BadArgument, FlashAttnError
+from .config import Config
+from .huggingface import DTYPES, save_folder
 from .tokenizer import save_tokenizer
-from .weights import Config, save_checkpoint, tensor_shapes
+from .weights import LAYERED, matrix_shapes, save_checkpoint
 
 SHAPES = {
     "stories260K": Config(64, 172, 5, 8, 4, 512, 512),
     "stories15M": Config(288, 768, 6, 6, 6, 32000, 256),
     "stories42M": Config(512, 1376, 8, 8, 8, 32000, 1024),
     "stories110M": Config(768, 2048, 12, 12, 12, 32000, 1024),
+    "tiny": Config(64, 172, 5, 8, 4, 512, 512, rope_interleaved=False),
+    "7b": Config(4096, 11008, 32, 32, 32, 32000, 4096, rope_interleaved=False),
 }
 
 
-def write_checkpoint(
-    path: str | os.PathLike[str], config: Config, version: int = 0, tied: bool = True, seed: int = 0
-) -> None:
-    """Writes a checkpoint with normally distributed matrices (variance 1 / in, so activations keep their size) and
-    norms near 1.
+class RandomTensors(Mapping):
+    """Normally distributed matrices (variance 1 / in, so activations keep their size) and norms near 1, by the names of
+    a Checkpoint. Each is made when it is asked for: a large model need not fit into memory at once."""
 
-    The same config and seed give the same tensors in both versions.
-    """
-    if version not in (0, 1):
-        raise BadArgument(f"version={version} is neither 0 nor 1")
-    if problem := config.problem():
-        raise BadArgument(f"config: {problem}")
-    save_checkpoint(path, config, _Tensors(tensor_shapes(config, version, tied), seed), version, tied)
+    def __init__(self, config: Config, tied: bool = True, biases: bool = False, seed: int = 0):
+        dim, matrices = config.dim, matrix_shapes(config)
+        self.seed, self.n_layers = seed, config.n_layers
+        self.shapes = {"rms_att": (dim,), "rms_ffn": (dim,), "rms_final": (dim,), **matrices}
+        self.shapes["token_embedding"] = (config.vocab_size, dim)
+        if not tied:
+            self.shapes["wcls"] = (config.vocab_size, dim)
+        if biases:
+            self.shapes |= {f"b{name}": matrices[f"w{name}"][:1] for name in "qkv"}
 
+    def __getitem__(self, name: str) -> np.ndarray | Sequence[np.ndarray]:
+        if name in LAYERED or name in ("bq", "bk", "bv"):
+            self.shapes[name]  # a KeyError for what this model has not
+            return _Layers(self, name)
+        return self.make(name, 0)
 
-class _Tensors(Mapping):
-    """Each made when it is asked for: a large model need not fit into memory at once."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int):
-        self.shapes, self.seed = shapes, seed
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        rng = np.random.default_rng([self.seed, *name.encode()])
+    def make(self, name: str, layer: int) -> np.ndarray:
         shape = self.shapes[name]
-        values = rng.standard_normal(shape, dtype=np.float32)
-        if name.startswith("rms"):
-            values = 1 + values / 8
-        elif not name.startswith("freq"):
-            values /= np.float32(np.sqrt(shape[-1]))
-        return values
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.shapes
+        values = np.random.default_rng([self.seed, layer, *name.encode()]).standard_normal(shape, dtype=np.float32)
+        if len(shape) == 2:
+            return values / np.float32(np.sqrt(shape[1]))
+        return values / 8 + np.float32(name.startswith("rms"))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+
+class _Layers(Sequence):
+    def __init__(self, tensors: RandomTensors, name: str):
+        self.tensors, self.name = tensors, name
+
+    def __len__(self) -> int:
+        return self.tensors.n_layers
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        if not 0 <= layer < len(self):
+            raise IndexError(layer)
+        return self.tensors.make(self.name, layer)
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str], config: Config, version: int = 0, tied: bool = True, seed: int = 0
+) -> None:
+    """Writes a llama2.c checkpoint. The same config and seed give the same tensors in both versions."""
+    if problem := config.problem():
+        raise BadArgument(f"config: {problem}")
+    save_checkpoint(path, config, RandomTensors(config, tied, seed=seed), version, tied)
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    config: Config,
+    dtype: str = "bfloat16",
+    tied: bool = False,
+    biases: bool = False,
+    shards: int = 1,
+    seed: int = 0,
+) -> None:
+    """Writes a Hugging Face folder without a tokenizer."""
+    if problem := config.problem():
+        raise BadArgument(f"config: {problem}")
+    save_folder(path, config, RandomTensors(config, tied, biases, seed), dtype, tied, shards)
 
 
 def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> tuple[list[bytes], list[float]]:
@@ -93,24 +130,87 @@ def write_tokenizer(path: str | os.PathLike[str], vocab_size: int, seed: int = 0
     save_tokenizer(path, *synthetic_vocabulary(vocab_size, seed))
 
 
+def write_tokenizer_json(path: str | os.PathLike[str], vocab_size: int, seed: int = 0) -> None:
+    """Writes a tokenizer.json of that size: byte-level byte-pair encoding, <s> in front of every text."""
+    special = ["<unk>", "<s>", "</s>"]
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # these bytes stand for themselves
+    others = iter(range(0x100, 0x200))
+    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    pieces, merges = special + letters, []
+    if vocab_size < len(pieces):
+        raise BadArgument(f"vocab_size={vocab_size} is below {len(pieces)}, the special tokens and the bytes")
+    rng = np.random.default_rng(seed)
+    parts = [letters[byte] for byte in b" abcdefghijklmnopqrstuvwxyz"]
+    seen = set(pieces)
+    while len(pieces) < vocab_size:
+        left, right = parts[rng.integers(len(parts))], parts[1 + rng.integers(26)]
+        if len(left) < 12 and left + right not in seen:
+            seen.add(left + right)
+            parts.append(left + right)
+            pieces.append(left + right)
+            merges.append([left, right])
+    token = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}]}
+    token["single"].append({"Sequence": {"id": "A", "type_id": 0}})
+    token["pair"] = [*token["single"], {"Sequence": {"id": "B", "type_id": 1}}]
+    token["special_tokens"] = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    text = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": name, **flags, "special": True} for i, name in enumerate(special)],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": token,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {piece: token for token, piece in enumerate(pieces)},
+            "merges": merges,
+        },
+    }
+    Path(path).write_text(json.dumps(text, ensure_ascii=False), encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m flash_attn_minimal.llama.synthetic",
-        description="Write a random llama2.c checkpoint of a known shape: right layout and size, meaningless text.",
+        prog="python -m flash_attn_minimal synthetic",
+        description="Write a random model of a known shape: right layout and size, meaningless text.",
+        epilog="The story shapes become llama2.c checkpoints, the others Hugging Face folders.",
     )
-    parser.add_argument("shape", choices=sorted(SHAPES), help="which model's shape")
-    parser.add_argument("output", help="the checkpoint to write")
-    parser.add_argument("--version", type=int, choices=(0, 1), default=0, help="file format (default 0)")
-    parser.add_argument("--untied", action="store_true", help="give the classifier its own matrix")
+    parser.add_argument("shape", choices=list(SHAPES), help="which model's shape")
+    parser.add_argument("output", help="the checkpoint or folder to write")
+    parser.add_argument("--version", type=int, choices=(0, 1), help="llama2.c's file format (default 0)")
+    parser.add_argument("--untied", action="store_true", help="give the classifier its own matrix (as folders have it)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default 0)")
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", help="also write a tokenizer.bin of the same vocabulary size here"
-    )
-    args = parser.parse_args(argv)
+    parser.add_argument("--tokenizer", metavar="FILE", help="also write a tokenizer.bin of the same size here")
+    parser.add_argument("--dtype", choices=list(DTYPES.values()), help="of a folder's matrices (default bfloat16)")
+    parser.add_argument("--shards", metavar="N", type=int, help="how many safetensors files (default 1)")
     try:
-        write_checkpoint(args.output, SHAPES[args.shape], args.version, not args.untied, args.seed)
+        args = parser.parse_args(argv)
+    except SystemExit as done:  # argparse has said why
+        return int(done.code or 0)
+    config = SHAPES[args.shape]
+    try:
+        if config.is_llama2c:
+            for name in ("dtype", "shards"):
+                if getattr(args, name) is not None:
+                    raise BadArgument(f"--{name} {getattr(args, name)}: {args.shape} becomes a llama2.c checkpoint")
+            write_checkpoint(args.output, config, args.version or 0, not args.untied, args.seed)
+        else:
+            if args.version is not None:
+                raise BadArgument(f"--version {args.version}: {args.shape} becomes a Hugging Face folder")
+            write_folder(args.output, config, args.dtype or "bfloat16", False, False, args.shards or 1, args.seed)
+            write_tokenizer_json(Path(args.output) / "tokenizer.json", config.vocab_size, args.seed)
         if args.tokenizer:
-            write_tokenizer(args.tokenizer, SHAPES[args.shape].vocab_size, args.seed)
+            write_tokenizer(args.tokenizer, config.vocab_size, args.seed)
     except (FlashAttnError, OSError) as error:
         print(f"synthetic: {error}", file=sys.stderr)
         return 2

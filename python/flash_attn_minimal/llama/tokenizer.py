@@ -38,6 +38,8 @@ class Tokenizer:
     A piece "<0xNN>" stands for that byte; text outside the vocabulary is spelled with those.
     """
 
+    stops = frozenset({BOS, EOS})  # a text ends with either
+
     def __init__(self, pieces: list[bytes], scores: list[float], is_text: list[bool] | None = None):
         self.pieces, self.scores = pieces, scores
         self._bytes = [b"" if token in (BOS, EOS) else piece for token, piece in enumerate(pieces)]

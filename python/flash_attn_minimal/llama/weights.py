@@ -1,12 +1,19 @@
-"""llama2.c checkpoints: the two float32 formats, memory-mapped.
+"""A model's tensors by name, from any source; and llama2.c checkpoints, memory-mapped.
 
-Both are little endian: a header, then float32 tensors without padding, row-major, each per-layer tensor stored for all
-layers together.
+Names, with matrices as (out, in) and one entry for each layer where (layers):
+
+    token_embedding                       rms_att, rms_ffn (layers)                rms_final      wcls (unless tied)
+    wq, wk, wv, wo, w1, w2, w3 (layers)   bq, bk, bv (layers; only some models)
+
+llama2.c's three formats are little endian: a header, then tensors without padding, row-major, each per-layer tensor
+stored for all layers together.
 
 v0      7 int32: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len. A negative vocab_size says that
-        the classifier is not tied to the embedding and stands at the end of the file. The body carries two RoPE tables
-        that nothing reads.
-v1      256 bytes: "24ka", int32 1, the same 7 int32 (vocab_size positive), uint8 1 = tied classifier, zeros.
+        the classifier is not tied to the embedding and stands at the end of the file. The body, float32, carries two
+        RoPE tables that nothing reads.
+v1      256 bytes: "24ka", int32 1, the same 7 int32 (vocab_size positive), uint8 1 = tied classifier, zeros. float32.
+v2      the header of v1 with int32 2 and, behind the tied flag, int32 group size. Norms float32; every matrix int8,
+        followed by one float32 factor for each group of consecutive values: value = int8 * factor.
 """
 
 from __future__ import annotations
@@ -14,75 +21,67 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .._library import BadArgument
+from .config import Config
 
 MAGIC = b"24ka"
 V0_HEADER = struct.Struct("<7i")
 V1_HEADER = struct.Struct("<4si7iB")
+V2_HEADER = struct.Struct("<4si7iBi")
 V1_HEADER_BYTES = 256
-MAX_HEADER_NUMBER = (
-    1 << 24
-)  # no dimension of a Llama model comes near; text or another format read as int32 goes beyond
+LAYERED = ("rms_att", "rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3")
 
 
 @dataclass(frozen=True)
-class Config:
-    """The shape of a model, in the order of the file header."""
+class Checkpoint:
+    """What the model is, with every tensor read when it is first used."""
 
-    dim: int
-    hidden_dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    vocab_size: int
-    seq_len: int
+    path: str
+    format: str  # "llama2.c v0", for people
+    tied: bool  # the classifier is the embedding
+    config: Config
+    dtype: str  # of the matrices as stored: float32, float16, bfloat16, int8
+    tensors: Mapping[str, Any]  # an array, or for the layered names a sequence of arrays
 
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
+    def __getitem__(self, name: str) -> Any:
+        return self.tensors["token_embedding" if name == "wcls" and self.tied else name]
 
-    def problem(self) -> str | None:
-        """What makes these numbers impossible, or None."""
-        for name, value in vars(self).items():
-            if not 0 < value <= MAX_HEADER_NUMBER:
-                return f"{name}={value} is outside 1 .. {MAX_HEADER_NUMBER}"
-        if self.dim % self.n_heads:
-            return f"dim={self.dim} is not a multiple of n_heads={self.n_heads}"
-        if self.n_heads % self.n_kv_heads:
-            return f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
-        if self.head_dim % 2 or self.head_dim > 512:
-            return f"dim / n_heads = {self.head_dim} is not an even head size up to 512"
-        return None
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
 
-    def __str__(self) -> str:
-        return (
-            f"dim {self.dim}, hidden {self.hidden_dim}, {self.n_layers} layers, {self.n_heads} heads "
-            f"({self.n_kv_heads} kv) of {self.head_dim}, vocabulary {self.vocab_size}, context {self.seq_len}"
-        )
+
+def matrix_shapes(config: Config) -> dict[str, tuple[int, int]]:
+    """The matrices of one layer, (out, in)."""
+    dim, hidden = config.dim, config.hidden_dim
+    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    return {
+        "wq": (q, dim), "wk": (kv, dim), "wv": (kv, dim), "wo": (dim, q),
+        "w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim),
+    }  # fmt: skip
+
+
+# ---- llama2.c ----
 
 
 def tensor_shapes(config: Config, version: int, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the body's tensors in file order; matrices are (..., out, in)."""
-    dim, hidden, layers, heads, kv_heads, vocab, seq_len = astuple(config)
-    hs = config.head_dim
+    """Names and shapes of the body's tensors in file order."""
+    dim, layers, vocab = config.dim, config.n_layers, config.vocab_size
     embedding = {"token_embedding": (vocab, dim)}
     rms_att, rms_ffn, rms_final = {"rms_att": (layers, dim)}, {"rms_ffn": (layers, dim)}, {"rms_final": (dim,)}
-    attention = {
-        "wq": (layers, heads * hs, dim),
-        "wk": (layers, kv_heads * hs, dim),
-        "wv": (layers, kv_heads * hs, dim),
-        "wo": (layers, dim, heads * hs),
-    }
-    ffn = {"w1": (layers, hidden, dim), "w2": (layers, dim, hidden), "w3": (layers, hidden, dim)}
+    matrices = {name: (layers, *shape) for name, shape in matrix_shapes(config).items()}
+    attention = {name: matrices[name] for name in ("wq", "wk", "wv", "wo")}
+    ffn = {name: matrices[name] for name in ("w1", "w2", "w3")}
     classifier = {} if tied else {"wcls": (vocab, dim)}
     if version == 0:
-        unused = {"freq_cis_real": (seq_len, hs // 2), "freq_cis_imag": (seq_len, hs // 2)}
+        table = (config.seq_len, config.head_dim // 2)
+        unused = {"freq_cis_real": table, "freq_cis_imag": table}
         return {**embedding, **rms_att, **attention, **rms_ffn, **ffn, **rms_final, **unused, **classifier}
     return {**rms_att, **rms_ffn, **rms_final, **embedding, **attention, **ffn, **classifier}
 
@@ -91,24 +90,30 @@ def header_bytes(version: int) -> int:
     return V0_HEADER.size if version == 0 else V1_HEADER_BYTES
 
 
-def checkpoint_bytes(config: Config, version: int, tied: bool) -> int:
-    """The exact size of the file."""
-    floats = sum(math.prod(shape) for shape in tensor_shapes(config, version, tied).values())
-    return header_bytes(version) + 4 * floats
+def checkpoint_bytes(config: Config, version: int, tied: bool, group: int = 0) -> int:
+    """The exact size of the file; `group` is version 2's."""
+    size = header_bytes(version)
+    for name, shape in tensor_shapes(config, version, tied).items():
+        count = math.prod(shape)
+        size += count + 4 * (count // group) if version == 2 and not name.startswith("rms") else 4 * count
+    return size
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint file; every tensor is a read-only float32 view of the mapped file, read when it is first used."""
+class Quantised(Sequence):
+    """The layers of one matrix of a v2 file; each becomes float32 when it is taken."""
 
-    path: str
-    version: int
-    tied: bool  # the classifier is the embedding
-    config: Config
-    tensors: dict[str, np.ndarray]
+    def __init__(self, body: np.ndarray, layers: int, shape: tuple[int, int], group: int):
+        self.layers = body.reshape(layers, -1)  # uint8: the int8 values of a layer, then its factors
+        self.shape, self.group = shape, group
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.tensors["token_embedding" if name == "wcls" and self.tied else name]
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        raw, count = self.layers[layer], math.prod(self.shape)
+        values = raw[:count].view(np.int8).reshape(-1, self.group)
+        factors = np.frombuffer(raw[count:].tobytes(), "<f4")  # a copy: they need not lie aligned in the file
+        return (values * factors[:, None]).reshape(self.shape)
 
 
 def read_file_size(what: str, path: str | os.PathLike[str]) -> int:
@@ -123,7 +128,8 @@ def read_file_size(what: str, path: str | os.PathLike[str]) -> int:
     return size
 
 
-def _read_header(path: str | os.PathLike[str], size: int) -> tuple[int, bool, Config]:
+def _read_header(path: str | os.PathLike[str], size: int) -> tuple[int, bool, Config, int]:
+    """(version, tied, config, group size)"""
     try:
         with open(path, "rb") as file:
             header = file.read(V1_HEADER_BYTES)
@@ -134,47 +140,66 @@ def _read_header(path: str | os.PathLike[str], size: int) -> tuple[int, bool, Co
             raise BadArgument(
                 f"checkpoint {str(path)!r} is truncated: {size} bytes are less than its {V1_HEADER_BYTES}-byte header"
             )
-        _, version, *shape, tied = V1_HEADER.unpack_from(header)
-        if version != 1:
-            raise BadArgument(f"checkpoint {str(path)!r} has format version {version}: 0 and 1 (float32) are read")
-        return 1, bool(tied), Config(*shape)
+        _, version, *shape, tied, group = V2_HEADER.unpack_from(header)
+        if version not in (1, 2):
+            raise BadArgument(f"checkpoint {str(path)!r} has format version {version}: 0, 1 and 2 are read")
+        return version, bool(tied), Config(*shape), group
     if size < V0_HEADER.size:
         raise BadArgument(
             f"checkpoint {str(path)!r} is truncated: {size} bytes are less than its {V0_HEADER.size}-byte header"
         )
     *shape, vocab_size, seq_len = V0_HEADER.unpack_from(header)
-    return 0, vocab_size > 0, Config(*shape, abs(vocab_size), seq_len)
+    return 0, vocab_size > 0, Config(*shape, abs(vocab_size), seq_len), 0
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Maps a llama2.c checkpoint of version 0 or 1. A file that is not exactly one raises BadArgument."""
+    """Maps a llama2.c checkpoint, or a Hugging Face model's folder. What is not exactly one raises BadArgument."""
+    if os.path.isdir(path):
+        from .huggingface import load_folder
+
+        return load_folder(path)
     size = read_file_size("checkpoint", path)
-    version, tied, config = _read_header(path, size)
-    if problem := config.problem():
+    version, tied, config, group = _read_header(path, size)
+    problem = config.problem()
+    if version == 2 and not problem:
+        counts = [math.prod(shape) for shape in matrix_shapes(config).values()]
+        counts.append(config.vocab_size * config.dim)
+        if group < 1 or any(count % group for count in counts):
+            problem = f"group_size={group}, which does not divide every matrix"
+    if problem:
         raise BadArgument(f"checkpoint {str(path)!r} is no llama2.c checkpoint: its header says {problem}")
-    expected = checkpoint_bytes(config, version, tied)
+    expected = checkpoint_bytes(config, version, tied, group)
     if size != expected:
         what = "is truncated" if size < expected else f"has {size - expected} trailing bytes"
         raise BadArgument(f"checkpoint {str(path)!r} {what}: {size} bytes where its header ({config}) needs {expected}")
-    body = np.asarray(np.memmap(path, dtype="<f4", mode="r", offset=header_bytes(version)))
+    body = np.asarray(np.memmap(path, dtype=np.uint8, mode="r", offset=header_bytes(version)))
     tensors, at = {}, 0
     for name, shape in tensor_shapes(config, version, tied).items():
         count = math.prod(shape)
-        tensors[name] = body[at : at + count].reshape(shape)
-        at += count
-    return Checkpoint(os.fspath(path), version, tied, config, tensors)
+        if version == 2 and not name.startswith("rms"):
+            end = at + count + 4 * (count // group)
+            layers = Quantised(body[at:end], math.prod(shape[:-2]), shape[-2:], group)
+            tensors[name] = layers if name in LAYERED else layers[0]
+        else:
+            end = at + 4 * count
+            tensors[name] = body[at:end].view("<f4").reshape(shape)
+        at = end
+    dtype = "int8" if version == 2 else "float32"
+    return Checkpoint(os.fspath(path), f"llama2.c v{version}", tied, config, dtype, tensors)
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str], config: Config, tensors: Mapping[str, np.ndarray], version: int = 0, tied: bool = True
+    path: str | os.PathLike[str], config: Config, tensors: Mapping[str, Any], version: int = 0, tied: bool = True
 ) -> None:
-    """Writes a checkpoint; `tensors` by the names and shapes of tensor_shapes, converted to float32. The tables of
-    version 0 that nothing reads may be left out and become zeros."""
+    """Writes a checkpoint; `tensors` by the names and shapes of tensor_shapes (or as a Checkpoint holds them),
+    converted to float32. The tables of version 0 that nothing reads may be left out and become zeros."""
     if version not in (0, 1):
         raise BadArgument(f"version={version} is neither 0 nor 1")
     if problem := config.problem():
         raise BadArgument(f"config: {problem}")
-    *shape, vocab_size, seq_len = astuple(config)
+    if not config.is_llama2c:
+        raise BadArgument(f"config ({config}) has constants that a llama2.c checkpoint cannot carry")
+    *shape, vocab_size, seq_len = config.shape
     if version == 0:
         header = V0_HEADER.pack(*shape, vocab_size if tied else -vocab_size, seq_len)
     else:
@@ -189,9 +214,11 @@ def save_checkpoint(
             file.write(header)
             for name, wanted in shapes.items():
                 values = tensors[name] if name in tensors else np.zeros(wanted)
-                if np.shape(values) != wanted:
-                    raise BadArgument(f"{name} has shape {np.shape(values)}: expected {wanted}")
-                file.write(np.ascontiguousarray(values, "<f4").tobytes())
+                found = values.shape if isinstance(values, np.ndarray) else (len(values), *values[0].shape)
+                if found != wanted:
+                    raise BadArgument(f"{name} has shape {found}: expected {wanted}")
+                for array in values if name in LAYERED else [values]:
+                    file.write(np.ascontiguousarray(array, "<f4").tobytes())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

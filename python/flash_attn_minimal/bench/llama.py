@@ -1,0 +1,200 @@
+"""The suite `llama`: decode steps of the engine, whole model and sampling included, at a fixed position.
+
+Flash and standard attention take turns in one engine over one cache of random keys and values; their logits are
+compared before anything is timed. The limit of a step is what it reads, weights and cache, over the bandwidth of a
+large copy in the same run.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ..llama.attend import ATTENTIONS
+from ..llama.engine import Engine
+from ..llama.host import Host
+from ..llama.model import Llama
+from ..llama.synthetic import SHAPES, RandomTensors
+from ..llama.weights import Checkpoint
+from .machine import SHORT, BenchError, Meter, library_has_cuda, load_average, open_machine
+from .suites import Outcome, Progress, rounded
+from .timing import Protocol, Timing
+
+POSITIONS = (1, 100, 500, 1000)
+PLANS = {  # model -> dtypes, batches, positions
+    "cpu": {"stories15M": (("float32",), (1, 8), (1, 100, 200))},
+    "cuda": {
+        "stories110M": (("float32", "float16", "bfloat16"), (1, 8, 64), POSITIONS),
+        "7b": (("bfloat16",), (1, 8), (1, 1000, 4000)),
+    },
+}
+QUICK = {"cpu": (1, 200), "cuda": (1, 1000)}
+# Largest difference of two logits, over the standard deviation of the logits: attention of the same numbers in another
+# order, rounded to the cache's dtype in every layer.
+TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
+
+
+class _DeviceTensors(RandomTensors):
+    """Made on a GPU: 7 billion weights in a second."""
+
+    def __init__(self, device, config, seed):
+        super().__init__(config, tied=False, seed=seed)
+        self.device, self.random = device, device.xp.random.RandomState(seed)
+
+    def make(self, name: str, layer: int) -> Any:
+        shape = self.shapes[name]
+        values = self.random.standard_normal(shape, dtype=np.float32)
+        if len(shape) == 1:
+            return values / 8 + np.float32(name.startswith("rms"))
+        values *= np.float32(shape[1] ** -0.5)
+        return self.device.narrow(values)
+
+
+def _model(name: str, device, seed: int) -> Llama:
+    config = SHAPES[name]
+    tied = name != "7b"
+    tensors = RandomTensors(config, tied, seed=seed)
+    if device.name == "cuda":
+        with device.scope():
+            tensors = _DeviceTensors(device, config, seed)
+    return Llama(Checkpoint(name, "random", tied, config, device.dtype.name, tensors), device)
+
+
+def _fill(engine: Engine, seed: int) -> None:
+    """Keys and values like a model's: of unit variance."""
+    device = engine.device
+    with device.scope():
+        if device.name == "cpu":
+            for i, array in enumerate((*engine.cache.k, *engine.cache.v)):
+                array[...] = np.random.default_rng([seed, i]).standard_normal(array.shape, np.float32)
+            return
+        state = device.xp.random.RandomState(seed)
+        for array in (*engine.cache.k, *engine.cache.v):
+            for part in array:
+                values = device.narrow(state.standard_normal(part.shape, dtype=np.float32))
+                part.view(np.uint16 if part.itemsize == 2 else part.dtype)[...] = values.view(
+                    np.uint16 if part.itemsize == 2 else part.dtype
+                )
+
+
+def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
+    kind = options.device or ("cuda" if library_has_cuda() else "cpu")
+    machine = open_machine(kind, "cupy" if kind == "cuda" else "numpy")
+    seed, outcome = options.seed or 0, Outcome(load=load_average())
+    plans = PLANS[machine.device]
+    if options.model:
+        if options.model not in SHAPES:
+            raise BenchError(f"--model {options.model} is none of {', '.join(SHAPES)}")
+        plans = {options.model: plans.get(options.model, next(iter(plans.values())))}
+    jobs = []
+    for name, (dtypes, batches, positions) in plans.items():
+        context = SHAPES[name].seq_len
+        positions = options.seqlen or (QUICK[machine.device] if options.quick else positions)
+        if max(positions) >= context:
+            raise BenchError(f"--seqlen {max(positions)}: positions of {name} end at {context - 1}")
+        for dtype in [options.dtype] if options.dtype else dtypes:
+            for batch in [options.batch] if options.batch else (1,) if options.quick else batches:
+                jobs.append((name, dtype, batch, positions))
+    bandwidth = None
+    print(f"{machine.title}, {machine.framework} arrays", flush=True)
+    with Meter(machine) as meter, Progress(len(jobs), "llama") as progress:
+        made: dict[tuple[str, str], Llama] = {}
+        for name, dtype, batch, positions in jobs:
+            if (name, dtype) not in made:
+                made.clear()  # one model in memory at a time
+                made[name, dtype] = _model(name, _device(machine.device, dtype), seed)
+            model = made[name, dtype]
+            bandwidth = bandwidth or model.device.bandwidth()
+            lines = _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcome)
+            progress.step(f"{name} {SHORT[dtype]} batch {batch}: {'; '.join(lines)}")
+        outcome.conditions, outcome.driver = meter.between(), meter.driver
+    outcome.rows.append(
+        rounded({"suite": "llama", "system": "copy", "pass": "copy", "us": 0.0, "tbps": bandwidth / 1e12})
+    )
+    return machine, outcome
+
+
+def _device(kind: str, dtype: str) -> Any:
+    if kind == "cpu":
+        return Host("flash", dtype)
+    from ..llama.cuda import Cuda
+
+    return Cuda("flash", dtype)
+
+
+def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcome) -> list[str]:
+    """All positions of one batch size; the lines that say so."""
+    engine = Engine(model, batch, context=min(model.config.seq_len, max(positions) + 8))
+    _fill(engine, seed)
+    lines = []
+    for position in positions:
+        steps: dict[str, Callable[[], Any]] = {}
+        logits = {}
+        for attention in ATTENTIONS:
+            steps[attention] = _step(engine, batch, position, attention)
+            with model.device.scope():
+                model.device.upload(engine.tokens, np.ones((batch, 1), np.int32))
+            found = steps[attention]()
+            model.device.synchronize()
+            logits[attention] = (found.get() if hasattr(found, "get") else found).astype(np.float64)
+        err = np.abs(logits["flash"] - logits["standard"]).max() / logits["standard"].std()
+        row = {"suite": "llama", "pass": "step", "model": name, "dtype": dtype, "batch": batch, "position": position}
+        if not err <= TOLERANCE[dtype]:
+            outcome.wrong += 1
+            outcome.rows.append(row | {"system": "ours", "wrong": True, "max_err": float(err)})
+            lines.append(f"WRONG at {position}: the logits differ by {err:.3g} standard deviations")
+            continue
+        times = _times(model.device, steps, protocol, seed)
+        read = model.step_bytes + batch * (position + 1) * engine.cache.position_bytes
+        for attention, timing in times.items():
+            timed = timing.row(0.0)
+            del timed["tflops"]
+            us = timed["us"]
+            share = read / bandwidth / (us * 1e-6)
+            speed = {"steps_per_s": 1e6 / us, "bytes": read, "tbps": read / us * 1e-6, "share": share}
+            system = "ours" if attention == "flash" else "standard"
+            checked = {"max_err": float(err), "err_budget": TOLERANCE[dtype]}
+            outcome.rows.append(rounded(row | {"system": system, "kernel": attention} | timed | speed | checked))
+        flash, standard = (times[a].row(0.0)["us"] for a in ("flash", "standard"))
+        lines.append(f"at {position} {1e6 / flash:.0f} steps/s ({standard / flash:.2f}x standard)")
+    return lines
+
+
+def _step(engine: Engine, batch: int, position: int, attention: str) -> Callable[[], Any]:
+    device = engine.device
+    device.attention = attention
+    step = engine.hold(batch, position)
+
+    def run():
+        device.attention = attention
+        return step()
+
+    return run
+
+
+def _times(device, steps: dict[str, Callable], protocol: Protocol, seed: int) -> dict[str, Timing]:
+    """Bursts in shuffled turns."""
+
+    def burst(step, count) -> float:
+        device.synchronize()
+        started = time.perf_counter()
+        for _ in range(count):
+            step()
+        device.synchronize()
+        return (time.perf_counter() - started) / count
+
+    order, timings, counts = random.Random(seed), {}, {}
+    for name, step in steps.items():
+        burst(step, 2)  # the second is captured
+        once = median(burst(step, 2) for _ in range(3))
+        counts[name] = max(2, min(protocol.max_launches, round(2 * protocol.burst_s / once)))
+        timings[name] = Timing()
+    for _ in range(protocol.rounds):
+        for name in order.sample(list(steps), len(steps)):
+            timings[name].bursts.append(burst(steps[name], counts[name]) * 1e6)
+    return timings

@@ -1,0 +1,107 @@
+"""What a Llama model is: its shape and the constants of its formulas, from whatever file they come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+MAX_DIMENSION = 1 << 24  # no dimension of a Llama model comes near; text or another format read as int32 goes beyond
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How a context longer than the one trained first is reached: all frequencies divided by `factor` ("linear"), or
+    the slow ones only, with a ramp between low_freq_factor and high_freq_factor turns per original context ("llama3").
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        if self.kind == "linear":
+            return frequencies / self.factor
+        turns = self.original_context * frequencies / (2 * np.pi)  # in the original context
+        ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = np.clip(ramp, 0, 1)  # 1: a fast pair, left alone; 0: a slow one, divided
+        return kept * frequencies + (1 - kept) * frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Config:
+    """The first seven are those of a llama2.c header, in its order; the rest default to llama2.c's constants."""
+
+    dim: int
+    hidden_dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    vocab_size: int
+    seq_len: int  # the context: positions 0 .. seq_len - 1
+    head_size: int = 0  # 0 = dim / n_heads
+    rms_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rope_interleaved: bool = True  # pairs (2i, 2i + 1) of a head turn together, else (i, i + head_dim / 2)
+    window: int = 0  # a row sees this many keys, itself included; 0 = all before it
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_size or self.dim // self.n_heads
+
+    @property
+    def qkv_heads(self) -> int:
+        """Heads of the stacked product of q, k and v."""
+        return self.n_heads + 2 * self.n_kv_heads
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The seven numbers of a llama2.c header."""
+        return (
+            self.dim,
+            self.hidden_dim,
+            self.n_layers,
+            self.n_heads,
+            self.n_kv_heads,
+            self.vocab_size,
+            self.seq_len,
+        )
+
+    @property
+    def is_llama2c(self) -> bool:
+        """Whether a llama2.c checkpoint, which holds the seven numbers alone, can carry it."""
+        return self == Config(*self.shape)
+
+    def problem(self) -> str | None:
+        """What makes these numbers impossible, or None."""
+        names = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
+        for name, value in zip(names, self.shape, strict=True):
+            if not 0 < value <= MAX_DIMENSION:
+                return f"{name}={value} is outside 1 .. {MAX_DIMENSION}"
+        if not self.head_size and self.dim % self.n_heads:
+            return f"dim={self.dim} is not a multiple of n_heads={self.n_heads}"
+        if self.n_heads % self.n_kv_heads:
+            return f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
+        if self.head_dim % 2 or not 0 < self.head_dim <= 512:
+            name = "head_dim" if self.head_size else "dim / n_heads"
+            return f"{name} = {self.head_dim} is not an even head size up to 512"
+        return None
+
+    def rope_tables(self, positions: int) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin, float32 (positions, head_dim / 2): pair i of a head at position t turns by the angle
+        t * theta^(-2i / head_dim)."""
+        frequencies = self.rope_theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        if self.rope_scaling:
+            frequencies = self.rope_scaling(frequencies)
+        angles = np.outer(np.arange(positions), frequencies)
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def __str__(self) -> str:
+        extras = f", window {self.window}" if self.window else ""
+        return (
+            f"dim {self.dim}, hidden {self.hidden_dim}, {self.n_layers} layers, {self.n_heads} heads "
+            f"({self.n_kv_heads} kv) of {self.head_dim}, vocabulary {self.vocab_size}, context {self.seq_len}{extras}"
+        )

@@ -1,0 +1,348 @@
+"""The GPU as the engine's device: CuPy's arrays on a stream of its own, this library's kernels, cuBLAS for products of
+many rows, and a CUDA graph for each kind of step.
+
+A captured step keeps every array it makes: they come from a memory pool that belongs to the graph, and a replay writes
+to the same places again.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .. import _library
+from .._library import BadArgument, CudaError
+from .attend import check_names, flash_attention
+from .config import Config
+from .huggingface import numpy_dtype
+from .sampling import Rule
+
+FUSED_ROWS = 8  # up to here one kernel for norm, product and what follows beats cuBLAS and its neighbours
+WORKSPACE_BYTES = 32 << 20  # what cuBLAS is recommended to have on Hopper
+
+
+def reason_against() -> str:
+    """Why there is no such device here; empty when there is."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"needs CuPy (pip install cupy-cuda13x, or cupy-cuda12x): {error}"
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"has no GPU: {error}"
+    if not _library.load().fa_cuda_device_count():
+        return "needs a library that was built with CUDA"
+    return ""
+
+
+class Cublas:
+    """Matrix products, also inside a stream capture, where CuPy refuses them."""
+
+    TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
+    COMPUTE_32F, DEFAULT_ALGORITHM = 68, -1
+
+    def __init__(self, cupy, stream):
+        cupy.cuda.device.get_cublas_handle()  # CuPy knows where the library is, and loads it
+        for version in (13, 12, 11):
+            try:
+                self._lib = ct.CDLL(f"libcublas.so.{version}")
+                break
+            except OSError:
+                continue
+        else:
+            raise CudaError("cuBLAS is not to be found (libcublas.so.13, 12 or 11)")
+        self._handle, self._one, self._zero = ct.c_void_p(), ct.c_float(1), ct.c_float(0)
+        self._workspace = cupy.empty(WORKSPACE_BYTES, np.uint8)
+        self._call("cublasCreate_v2", ct.byref(self._handle))
+        self._call("cublasSetStream_v2", self._handle, ct.c_void_p(stream.ptr))
+        pointer = ct.c_void_p(self._workspace.data.ptr)
+        self._call("cublasSetWorkspace_v2", self._handle, pointer, ct.c_size_t(WORKSPACE_BYTES))
+
+    def _call(self, name: str, *arguments) -> None:
+        if status := getattr(self._lib, name)(*arguments):
+            raise CudaError(f"{name} returned cuBLAS status {status}")
+
+    def product(
+        self, a: Any, b: Any, out: Any, transpose_b: bool, alpha: float = 1.0, accumulate: bool = False
+    ) -> None:
+        """out (batch, m, n) = alpha a (batch, m, k) times b (batch, k, n), or b (batch, n, k) transposed;
+        sums are float32, last axes contiguous."""
+        # Row-major matrices are the transposed column-major ones of cuBLAS: out^T = b^T a^T.
+        batch, m, n = out.shape
+        arguments = [
+            self._handle, int(transpose_b), 0, n, m, a.shape[2], ct.byref(ct.c_float(alpha)),
+            *self._operand(b), *self._operand(a),
+            ct.byref(self._one if accumulate else self._zero), *self._operand(out),
+            batch, self.COMPUTE_32F, self.DEFAULT_ALGORITHM,
+        ]  # fmt: skip
+        self._call("cublasGemmStridedBatchedEx", *arguments)
+
+    def _operand(self, x: Any) -> tuple:
+        batch_stride, row_stride, item = x.strides[0] // x.itemsize, x.strides[1] // x.itemsize, x.strides[2]
+        assert item == x.itemsize, "last axes are contiguous"
+        kind = self.TYPES[x.dtype.name]
+        return ct.c_void_p(x.data.ptr), kind, max(row_stride, x.shape[2]), ct.c_longlong(batch_stride)
+
+
+class Cuda:
+    """dtype is that of the matrices, q, k, v and the cache."""
+
+    name = "cuda"
+    ahead = 8  # steps queued beyond the one waited for: what the host does meanwhile costs nothing
+
+    def __init__(self, attention: str = "flash", dtype: str = "float32"):
+        check_names(attention, dtype)
+        import cupy
+
+        self.xp, self.attention, self.dtype = cupy, attention, numpy_dtype(dtype)
+        try:
+            cupy.empty(1, self.dtype)
+        except (TypeError, ValueError, NotImplementedError) as error:  # bfloat16, CuPy before 14
+            raise BadArgument(f"dtype={dtype!r} is not served by this CuPy {cupy.__version__}: {error}") from None
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._cublas = Cublas(cupy, self.stream)
+        self._kernels = _Kernels(cupy)
+
+    # ---- weights ----
+
+    def matrix(self, *parts: Any) -> Any:
+        return self._array(parts, self.dtype)
+
+    def vector(self, *parts: Any) -> Any:
+        return self._array(parts, np.dtype(np.float32))
+
+    def _array(self, parts: tuple, dtype: np.dtype) -> Any:
+        cupy = self.xp
+        bits = np.dtype(np.uint16) if dtype.itemsize == 2 else dtype  # CuPy moves bfloat16, it does not calculate
+        on_device = [
+            part
+            if isinstance(part, cupy.ndarray)
+            else cupy.asarray(np.asarray(part).astype(dtype, copy=False).view(bits))
+            for part in parts
+        ]
+        joined = on_device[0] if len(parts) == 1 else cupy.concatenate([part.view(bits) for part in on_device])
+        return joined.view(dtype)
+
+    def narrow(self, x: Any) -> Any:
+        """float32 to self.dtype."""
+        if self.dtype.name != "bfloat16":
+            return x.astype(self.dtype, copy=False)
+        return self._kernels.round_bfloat16(x.view(np.uint32)).view(self.dtype)
+
+    # ---- the operations of a forward pass ----
+
+    def embed(self, embedding: Any, tokens: Any) -> Any:
+        x = self.xp.empty((tokens.size, embedding.shape[1]), np.float32)
+        return self._kernels.embed(embedding, tokens, x)
+
+    def linear(self, x, weight, norm=None, eps=0.0, bias=None, residual=None, swiglu=False, narrow=False):
+        """As host.Host.linear; `residual` is overwritten with the sum."""
+        from .. import ops
+
+        out_dtype = self.dtype.name if narrow else "float32"
+        if len(x) <= FUSED_ROWS:
+            return ops.linear(
+                x, weight, norm_weight=norm, eps=eps, bias=bias, residual=residual, swiglu=swiglu, out_dtype=out_dtype,
+                programmatic=True,
+            )  # fmt: skip
+        if norm is not None:
+            x = ops.rms_norm(x, norm, eps=eps, out_dtype=self.dtype.name, programmatic=True)
+        y = residual
+        if y is None:
+            y = self.xp.empty((len(x), len(weight)), self.dtype if narrow and not swiglu else np.float32)
+            if bias is not None:
+                y.view(np.uint16 if y.itemsize == 2 else y.dtype)[...] = self._bias(bias, y.dtype)
+        accumulate = residual is not None or bias is not None
+        self._cublas.product(x[None], weight[None], y[None], True, accumulate=accumulate)
+        return ops.swiglu(y, out_dtype=out_dtype, programmatic=True) if swiglu else y
+
+    def _bias(self, bias: Any, dtype: np.dtype) -> Any:
+        return bias if dtype.itemsize == 4 else self.narrow(bias).view(np.uint16)
+
+    def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> Any:
+        """As host.Host.attend."""
+        if self.attention == "flash":
+            return flash_attention(q, k, v, cache_k, cache_v, rows, rope, config)
+        return self._standard_attention(q, k, v, cache_k, cache_v, rows, rope, config)
+
+    def _standard_attention(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> Any:
+        """In array operations, over the first rows.longest keys of every sequence, those beyond its own masked."""
+        from .. import ops
+
+        xp, (batch, seqlen, nheads, headdim), nheads_k = self.xp, q.shape, k.shape[2]
+        own = xp.maximum(rows.lengths, 0)[:, None] + xp.arange(seqlen, dtype=np.int32)  # (batch, seqlen) positions
+        for x in (q, k):
+            ops.rope(x, *rope, positions=own, interleaved=config.rope_interleaved, out=x)
+        keys, values = self._append_and_gather(k, v, cache_k, cache_v, rows, own)
+        column = xp.arange(keys.shape[1], dtype=np.int32)
+        visible = column <= own[..., None]
+        if config.window:
+            visible &= column > own[..., None] - config.window
+        if rows.table is not None:  # pages hold anything behind a sequence's keys, and 0 * NaN is NaN
+            values = xp.where((column <= own[:, -1:])[..., None, None], _bits(values), 0).view(values.dtype)
+
+        group = nheads // nheads_k
+        m, n = group * seqlen, keys.shape[1]
+        q = _bits(q).reshape(batch, seqlen, nheads_k, group, headdim).transpose(0, 2, 3, 1, 4)
+        q = xp.ascontiguousarray(q).view(self.dtype).reshape(batch * nheads_k, m, headdim)
+        keys, values = (self._by_head(x) for x in (keys, values))  # (batch * nheads_k, n, headdim)
+        s = xp.empty((batch * nheads_k, m, n), np.float32)
+        self._cublas.product(q, keys, s, True, alpha=headdim**-0.5)
+        s = s.reshape(batch, nheads_k, group, seqlen, n)
+        s = xp.where(visible[:, None, None], s, np.float32(-np.inf))
+        s -= s.max(-1, keepdims=True)
+        xp.exp(s, out=s)
+        s /= s.sum(-1, keepdims=True)
+        out = xp.empty((batch * nheads_k, m, headdim), self.dtype)
+        self._cublas.product(self.narrow(s).reshape(batch * nheads_k, m, n), values, out, False)
+        out = _bits(out).reshape(batch, nheads_k, group, seqlen, headdim).transpose(0, 3, 1, 2, 4)
+        return xp.ascontiguousarray(out).view(self.dtype).reshape(batch, seqlen, nheads, headdim)
+
+    def _append_and_gather(self, k, v, cache_k, cache_v, rows, own) -> tuple[Any, Any]:
+        """The new keys and values go to the cache. Those of all sequences, (batch, n, nheads_k, headdim)."""
+        xp, batch, page_size = self.xp, len(own), cache_k.shape[1]
+        which = xp.arange(batch)[:, None]
+        if rows.table is None:
+            entry, offset = rows.first + which, own
+        else:
+            entry, offset = rows.table[which, own // page_size], own % page_size
+        _bits(cache_k)[entry, offset], _bits(cache_v)[entry, offset] = _bits(k), _bits(v)
+        if rows.table is None:
+            here = slice(rows.first, rows.first + batch)
+            return cache_k[here, : rows.longest], cache_v[here, : rows.longest]
+        pages = rows.table[:, : -(-rows.longest // page_size)]
+        shape = (batch, -1, *cache_k.shape[2:])
+        return tuple(_bits(c)[pages].reshape(shape).view(c.dtype) for c in (cache_k, cache_v))
+
+    def _by_head(self, x: Any) -> Any:
+        """(batch, n, nheads_k, headdim) -> (batch * nheads_k, n, headdim); of one sequence a view, else a copy, for
+        cuBLAS takes one stride between matrices."""
+        batch, n, nheads_k, headdim = x.shape
+        if batch == 1:
+            return x[0].transpose(1, 0, 2)
+        copy = self.xp.ascontiguousarray(_bits(x).transpose(0, 2, 1, 3)).view(x.dtype)
+        return copy.reshape(batch * nheads_k, n, headdim)
+
+    def sample(self, logits, tokens, rule: Rule, seeds, steps) -> None:
+        from .. import ops
+
+        temperature, top_k, top_p = rule
+        ops.sample(logits, temperature, top_k, top_p, seeds=seeds, step=steps, out=tokens[:, 0], programmatic=True)
+
+    # ---- what the engine asks for ----
+
+    def scope(self):
+        return self.stream
+
+    def vector_int32(self, values) -> Any:
+        return self.xp.asarray(np.asarray(values, np.int32))
+
+    def upload(self, target: Any, values: np.ndarray) -> None:
+        target.set(values, stream=self.stream)
+
+    def shared(self, shape: tuple[int, ...]) -> tuple[Any, np.ndarray]:
+        """Page-locked host memory, which a kernel writes to directly."""
+        cuda, count = self.xp.cuda, int(np.prod(shape))
+        memory = cuda.alloc_pinned_memory(4 * count)
+        host = np.frombuffer(memory, np.int32, count).reshape(shape)
+        host[...] = 0
+        mapped = cuda.UnownedMemory(memory.ptr, 4 * count, memory, self.stream.device_id)
+        return self.xp.ndarray(shape, np.int32, cuda.MemoryPointer(mapped, 0)), host
+
+    def advance(self, tokens, ring, count, lengths, active) -> None:
+        self._kernels.advance(tokens, active, ring, count, lengths)
+
+    def longest_bucket(self, longest: int, context: int) -> int:
+        """Standard attention reads keys up to a power of two, the same for all steps until it is reached; flash
+        attention reads the lengths on the device."""
+        return 0 if self.attention == "flash" else min(context, max(64, 1 << (longest - 1).bit_length()))
+
+    def once(self, body: Callable[[], None]) -> Callable[[], None]:
+        """A function that repeats what body() does, as one CUDA graph."""
+        return _Graph(self.xp, self.stream, body)
+
+    def event(self) -> Callable[[], None]:
+        event = self.xp.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        return event.synchronize
+
+    def synchronize(self) -> None:
+        self.xp.cuda.runtime.deviceSynchronize()
+
+    def bandwidth(self) -> float:
+        cupy, size = self.xp, 1 << 29
+        with self.stream:
+            source, target = cupy.zeros(size, np.uint8), cupy.empty(size, np.uint8)
+            times = []
+            for _ in range(4):
+                start, end = cupy.cuda.Event(), cupy.cuda.Event()
+                start.record(self.stream)
+                target[...] = source
+                end.record(self.stream)
+                end.synchronize()
+                times.append(cupy.cuda.get_elapsed_time(start, end) * 1e-3)
+        return 2 * size / min(times)
+
+
+def _bits(x: Any) -> Any:
+    """16-bit arrays as integers, which CuPy moves whatever they stand for."""
+    return x.view(np.uint16) if x.dtype.itemsize == 2 else x
+
+
+class _Graph:
+    """Captured at the first call, replayed from then on."""
+
+    def __init__(self, cupy, stream, body: Callable[[], None]):
+        self._cupy, self._stream, self._body = cupy, stream, body
+        self._pool, self._graph = cupy.cuda.MemoryPool(), None
+
+    def __call__(self) -> None:
+        if self._graph is None:
+            with self._cupy.cuda.using_allocator(self._pool.malloc):
+                self._stream.begin_capture()
+                try:
+                    self._body()
+                finally:
+                    graph = self._stream.end_capture()
+            self._graph = graph
+        self._graph.launch(self._stream)
+
+
+class _Kernels:
+    """Three element-wise kernels that CuPy compiles when they are first used."""
+
+    def __init__(self, cupy):
+        self._kernel = functools.partial(functools.cache(cupy.ElementwiseKernel))
+
+    def embed(self, embedding: Any, tokens: Any, x: Any) -> Any:
+        """x (rows, dim) float32 = embedding[tokens]; of a token that is none, of -1, the first."""
+        stored, value = _bits(embedding), "(float)stored"
+        if embedding.dtype.name == "bfloat16":
+            value = "__uint_as_float((unsigned int)stored << 16)"
+        elif embedding.dtype.name == "float16":
+            stored = embedding
+        code = f"""
+            const long long row = max(tokens[i / dim], 0);
+            const T stored = embedding[row * dim + i % dim];
+            x = {value};"""
+        kernel = self._kernel("raw T embedding, raw int32 tokens, int64 dim", "float32 x", code, "embed")
+        return kernel(stored, tokens, embedding.shape[1], x)
+
+    def advance(self, tokens: Any, active: Any, ring: Any, count: Any, lengths: Any) -> None:
+        code = """
+            ring[(count[i] % rows) * slots + i] = tokens[i];
+            count[i] += 1;
+            lengths[i] += active;"""
+        inputs, outputs = "int32 active, raw int32 tokens, int32 rows, int32 slots", "raw int32 ring, raw int32 count"
+        kernel = self._kernel(inputs, f"{outputs}, raw int32 lengths", code, "advance")
+        kernel(active, tokens, len(ring), len(count), ring, count, lengths)
+
+    def round_bfloat16(self, bits: Any) -> Any:
+        """float32 bits to bfloat16 bits, to nearest even. A NaN may become an infinity: probabilities hold none."""
+        code = "y = (unsigned short)((x + 0x7fff + ((x >> 16) & 1)) >> 16)"
+        return self._kernel("uint32 x", "uint16 y", code, "round_bfloat16")(bits)

@@ -1,0 +1,337 @@
+"""The engine: a batch of sequences that join and leave while the others run (continuous batching), over a paged or a
+contiguous cache.
+
+A slot is one row of the batch. The state of all slots (next token, filled positions, pages, sampling) lies on the
+device and is advanced there, so a decode step is one function without arguments: on a GPU one CUDA graph for each size
+of the batch, replayed. The host queues up to `ahead` steps before it looks at the tokens of the first; it knows every
+length without asking, and learns late of a token that ends a text: what was drawn behind it is thrown away.
+
+A sequence joins when a slot is free and the pages for its prompt and all its new tokens are: it can never be stopped by
+a full cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .._library import BadArgument, FlashAttnError
+from .cache import KVCache, pages_of
+from .model import Array, Llama, Rows
+from .sampling import GREEDY, Rule, Sampler, Sampling
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence, from `add` to its last token."""
+
+    id: int
+    prompt: list[int]
+    max_new: int
+    sampling: Sampling
+    stops: frozenset[int]
+    cut_by_context: bool  # fewer than the wanted new tokens fit
+    tokens: list[int] = field(default_factory=list)  # the new ones that the host has seen
+    queued: int = 0  # how many new ones are computed or on their way
+    finished: str = ""  # "stop", "length", "context"
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def positions(self) -> int:
+        """Of the cache, at its end: the last new token is not run."""
+        return max(len(self.prompt) + self.max_new - 1, len(self.prompt))
+
+
+@dataclass
+class _InFlight:
+    """Tokens on their way: those of one decode step, or the first one of a sequence."""
+
+    wait: Callable[[], None]
+    row: int  # of the ring
+    lanes: list[tuple[int, Request]]  # (slot, whose token it holds)
+    is_decode: bool
+    started: float
+
+
+@dataclass
+class Timing:
+    """What was collected. Work overlaps: a step counts from when it was queued, or the one before it arrived if that
+    was later."""
+
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+    decode_tokens: int = 0  # several a step when several sequences run
+    positions_read: int = 0  # of the cache, by the decode steps
+
+
+class Engine:
+    """max_batch: sequences that run at once. page_size None: a contiguous cache. num_pages: by default enough for
+    max_batch full contexts. ahead: by default what suits the device."""
+
+    def __init__(
+        self,
+        model: Llama,
+        max_batch: int = 1,
+        context: int | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        ahead: int | None = None,
+    ):
+        limit = model.config.seq_len
+        context = limit if context is None else context
+        if not 1 <= context <= limit:
+            raise BadArgument(f"context={context} is outside 1 .. {limit}, the model's context")
+        for name, value in (("max_batch", max_batch), ("page_size", page_size), ("num_pages", num_pages)):
+            if value is not None and value < 1:
+                raise BadArgument(f"{name}={value} is not positive")
+        if page_size is None and num_pages is not None:
+            raise BadArgument(f"num_pages={num_pages} needs a page_size")
+        self.model, self.device, self.max_batch, self.context = model, model.device, max_batch, context
+        self.ahead = (self.device.ahead if ahead is None else ahead) if max_batch else 0
+        max_pages = 1 if page_size is None else pages_of(context, page_size)
+        num_pages = max_batch * max_pages if num_pages is None else num_pages
+        with self.device.scope():
+            self._allocate(max_pages, num_pages, page_size)
+        self.device.synchronize()
+
+        self._ids = itertools.count()
+        self._waiting: deque[Request] = deque()
+        self._flight: deque[_InFlight] = deque()
+        self._steps: dict[tuple, Callable[[], None]] = {}
+        self.timing, self._collected = Timing(), 0.0
+
+    def _allocate(self, max_pages: int, num_pages: int, page_size: int | None) -> None:
+        xp, device, model, max_batch, context = self.device.xp, self.device, self.model, self.max_batch, self.context
+        model.prepare(context)
+        self.cache = KVCache(xp, model.config, device.dtype, max_batch, context, page_size, num_pages)
+
+        self._slots: list[Request | None] = [None] * max_batch
+        # The host's copies of what the device advances by itself: right behind everything queued so far.
+        self._lengths = np.full(max_batch, -1, np.int32)  # -1: an idle slot
+        self._active = np.zeros(max_batch, np.int32)
+        self._table = np.full((max_batch, max_pages), self.cache.scratch_page, np.int32)
+        self._stale = True  # the device's copies differ
+        self.tokens = xp.zeros((max_batch, 1), np.int32)
+        self.lengths, self.active, self.idle, self.zero = (xp.zeros(max_batch, np.int32) for _ in range(4))
+        self.table = None if page_size is None else xp.zeros((max_batch, max_pages), np.int32)
+        self.sampler = Sampler(device, max_batch)
+        self._rules: tuple[Rule, ...] = ()
+        self._ring_rows = self.ahead + max_batch + 2
+        self.ring, self._ring = device.shared((self._ring_rows, max_batch))  # row: one entry of _flight
+        self.count = xp.zeros(max_batch, np.int32)  # entries so far, the same for all
+        self._entries = 0
+
+    # ---- requests ----
+
+    def add(
+        self, prompt: Sequence[int], max_new: int, sampling: Sampling | None = None, stops: Iterable[int] = ()
+    ) -> Request:
+        """Queues a sequence of up to max_new tokens behind the prompt, ended early by a token of `stops` (which is not
+        part of the text). A model of context n runs n tokens: a prompt of p is followed by at most n - p + 1."""
+        prompt = [int(token) for token in prompt]
+        if not prompt:
+            raise BadArgument("prompt has no tokens")
+        if len(prompt) > self.context:
+            raise BadArgument(f"prompt has {len(prompt)} tokens, more than the context of {self.context}")
+        vocab = self.model.config.vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < vocab:
+            raise BadArgument(
+                f"prompt reaches from token {min(prompt)} to {max(prompt)}, outside the vocabulary 0 .. {vocab - 1}"
+            )
+        if max_new < 0:
+            raise BadArgument(f"max_new={max_new} is negative")
+        room = self.context - len(prompt) + 1
+        request = Request(
+            next(self._ids), prompt, min(max_new, room), sampling or Sampling(), frozenset(stops), max_new > room
+        )
+        if self.cache.page_size is not None:
+            wanted, there = pages_of(request.positions, self.cache.page_size), self.cache.scratch_page
+            if wanted > there:
+                raise BadArgument(
+                    f"a prompt of {len(prompt)} tokens and {request.max_new} new ones need {wanted} pages of "
+                    f"{self.cache.page_size} positions, more than num_pages={there}"
+                )
+        if request.max_new == 0:
+            request.finished = "length"
+        else:
+            self._waiting.append(request)
+        return request
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._waiting or self._flight or any(self._slots))
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Lets sequences join, queues work, and returns the tokens of the oldest step under way: (sequence, token) for
+        those that got one. A call may return none, and one more may follow as long as `busy`."""
+        with self.device.scope():
+            self._admit()
+            while any(self._slots) and len(self._flight) <= self.ahead:
+                self._decode()
+        return self._collect() if self._flight else []
+
+    def run(self) -> None:
+        """Until every sequence has ended."""
+        while self.busy:
+            self.step()
+
+    def hold(self, batch: int, position: int) -> Callable[[], Array]:
+        """A decode step of `batch` sequences that stay at one position, over whatever the cache holds: for timing. It
+        returns the logits (batch, vocab)."""
+        if self.busy or not (1 <= batch <= self.max_batch and 0 <= position < self.context):
+            raise BadArgument(
+                f"batch={batch}, position={position} of {self.max_batch}, {self.context}; busy={self.busy}"
+            )
+        lengths, kept = np.full(self.max_batch, -1, np.int32), []
+        lengths[:batch] = position
+        with self.device.scope():
+            self.device.upload(self.lengths, lengths)
+            self.device.upload(self.active, np.zeros(self.max_batch, np.int32))
+            if self.table is not None:
+                last = self.cache.scratch_page - 1
+                pages = np.minimum(np.arange(self._table.size, dtype=np.int32), last).reshape(self._table.shape)
+                self.device.upload(self.table, pages)
+        self._stale = True
+        longest = self.device.longest_bucket(position + 1, self.context)
+
+        def body() -> None:
+            kept[:] = [self._body(batch, longest, (GREEDY,))]
+
+        def run() -> Array:
+            with self.device.scope():
+                step()
+            return kept[0]
+
+        with self.device.scope():
+            body()
+        step = self.device.once(body)
+        return run
+
+    # ---- joining and leaving ----
+
+    def _admit(self) -> None:
+        while self._waiting and None in self._slots and len(self._flight) < self._ring_rows - self.ahead - 1:
+            request, slot = self._waiting[0], self._slots.index(None)
+            if self.cache.page_size is not None:
+                wanted = pages_of(request.positions, self.cache.page_size)
+                if wanted > len(self.cache.pool):
+                    return  # first come, first served: a small one behind it waits as well
+                request.pages = self.cache.pool.take(wanted)
+                self._table[slot, :wanted] = request.pages
+            self._waiting.popleft()
+            self._slots[slot], request.slot = request, slot
+            self._lengths[slot], self._active[slot], self._stale = len(request.prompt), 1, True
+            self.sampler.set(slot, request.sampling)
+            self._prefill(request, slot)
+
+    def _leave(self, request: Request) -> None:
+        """Frees the slot. Steps under way may still write to its pages: whoever gets them is queued behind."""
+        slot = request.slot
+        if slot is None:
+            return
+        self._slots[slot], request.slot = None, None
+        self._lengths[slot], self._active[slot], self._stale = -1, 0, True
+        self._table[slot] = self.cache.scratch_page
+        if request.pages:
+            self.cache.pool.give_back(request.pages)
+
+    # ---- work on the device ----
+
+    def _synchronise_state(self) -> None:
+        if self._stale:
+            self.device.upload(self.lengths, self._lengths)
+            self.device.upload(self.active, self._active)
+            if self.table is not None:
+                self.device.upload(self.table, self._table)
+            self._rules = self.sampler.synchronise([slot for slot, request in enumerate(self._slots) if request])
+            self._stale = False
+
+    def _prefill(self, request: Request, slot: int) -> None:
+        started = time.perf_counter()
+        self._synchronise_state()
+        here = slice(slot, slot + 1)
+        rows = Rows(
+            tokens=self.device.vector_int32([request.prompt]),
+            lengths=self.zero[:1],
+            table=None if self.table is None else self.table[here],
+            first=slot,
+            longest=len(request.prompt),
+        )
+        logits = self.model.forward(rows, self.cache)
+        self.sampler.draw(logits, self.tokens[here], self.zero[:1], (request.sampling.rule,), slot)
+        self.device.advance(self.tokens, self.ring, self.count, self.lengths, self.idle)
+        self._sent([(slot, request)], False, started)
+
+    def _decode(self) -> None:
+        """Queues one token for every sequence."""
+        started = time.perf_counter()
+        lanes = [(slot, request) for slot, request in enumerate(self._slots) if request]
+        self._synchronise_state()
+        batch = min(1 << lanes[-1][0].bit_length(), self.max_batch)
+        longest = int(self._lengths.max()) + 1
+        key = (batch, self.device.longest_bucket(longest, self.context), self._rules)
+        body = self._steps.get(key)
+        if body is None:  # the first step of a kind runs as it is: what is compiled late is compiled then
+            body = lambda: self._body(*key)  # noqa: E731
+            body()
+            self._steps[key] = self.device.once(body)
+        else:
+            body()
+        self._lengths[self._active != 0] += 1
+        self.timing.positions_read += int(self._lengths[self._active != 0].sum())
+        self._sent(lanes, True, started)
+
+    def _body(self, batch: int, longest: int, rules: tuple[Rule, ...]) -> Array:
+        """One decode step of slots 0 .. batch - 1: reads and advances the state, nothing else."""
+        table = None if self.table is None else self.table[:batch]
+        rows = Rows(self.tokens[:batch], self.lengths[:batch], table, 0, longest)
+        logits = self.model.forward(rows, self.cache)
+        self.sampler.draw(logits, self.tokens[:batch], self.lengths[:batch], rules)
+        self.device.advance(self.tokens, self.ring, self.count, self.lengths, self.active)
+        return logits
+
+    def _sent(self, lanes: list[tuple[int, Request]], is_decode: bool, started: float) -> None:
+        row = self._entries % self._ring_rows
+        self._flight.append(_InFlight(self.device.event(), row, lanes, is_decode, started))
+        self._entries += 1
+        for _, request in lanes:
+            request.queued += 1
+            if request.queued == request.max_new:
+                self._leave(request)
+
+    def _collect(self) -> list[tuple[Request, int]]:
+        entry = self._flight.popleft()
+        entry.wait()
+        now, arrived, timing = time.perf_counter(), [], self.timing
+        elapsed, self._collected = now - max(entry.started, self._collected), now
+        if entry.is_decode:
+            timing.decode_steps += 1
+            timing.decode_seconds += elapsed
+        else:
+            timing.prompt_tokens += len(entry.lanes[0][1].prompt)
+            timing.prefill_seconds += elapsed
+        for slot, request in entry.lanes:
+            if request.finished:
+                continue
+            token = int(self._ring[entry.row, slot])
+            if token < 0:
+                raise FlashAttnError("the model's logits hold a NaN: damaged weights, or an overflow in 16 bits")
+            if token in request.stops:
+                request.finished = "stop"
+                self._leave(request)
+                continue
+            timing.decode_tokens += entry.is_decode
+            request.tokens.append(token)
+            arrived.append((request, token))
+            if len(request.tokens) == request.max_new:
+                request.finished = "context" if request.cut_by_context else "length"
+        return arrived

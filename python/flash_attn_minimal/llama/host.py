@@ -1,0 +1,151 @@
+"""The host as the engine's device: NumPy arrays, BLAS for the products, this library for flash attention."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from .attend import check_names, flash_attention, rotate, standard_attention
+from .config import Config
+from .huggingface import numpy_dtype
+from .sampling import GREEDY, Rule
+
+
+class Host:
+    """dtype is that of q, k, v and the cache; matrices and products are float32."""
+
+    name, xp = "cpu", np
+
+    def __init__(self, attention: str = "flash", dtype: str = "float32"):
+        check_names(attention, dtype)
+        self.attention, self.dtype = attention, numpy_dtype(dtype)
+
+    # ---- weights ----
+
+    def matrix(self, *parts: np.ndarray) -> np.ndarray:
+        parts = [np.asarray(part).astype(np.float32, copy=False) for part in parts]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    vector = matrix
+
+    # ---- the operations of a forward pass ----
+
+    def embed(self, embedding: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        return embedding[tokens.ravel()]
+
+    def linear(self, x, weight, norm=None, eps=0.0, bias=None, residual=None, swiglu=False, narrow=False):
+        """rms(x) weight^T + bias + residual, or with swiglu silu of the first half of the columns times the second.
+        `narrow` asks for the dtype of the next product's input, which is float32 here."""
+        x = x.astype(np.float32, copy=False)
+        if norm is not None:
+            mean_square = (x * x).sum(-1, keepdims=True) * (1 / x.shape[-1])
+            x = x * norm / np.sqrt(mean_square + eps)
+        y = x @ weight.T
+        if bias is not None:
+            y += bias
+        if swiglu:
+            gate, up = np.split(y, 2, axis=-1)
+            half = gate * 0.5  # silu by way of tanh, which cannot overflow
+            return (half + half * np.tanh(half)) * up
+        return y if residual is None else residual + y
+
+    def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
+        """Rotates q and k, appends k and v to the cache, attends: (batch, seqlen, nheads, headdim)."""
+        if self.attention == "flash":
+            q, k, v = (x.astype(self.dtype, copy=False) for x in (q, k, v))
+            return flash_attention(q, k, v, cache_k, cache_v, rows, rope, config)
+        batch, seqlen = q.shape[:2]
+        positions = np.maximum(rows.lengths, 0)[:, None] + np.arange(seqlen)
+        cos, sin = rope[0][positions], rope[1][positions]
+        rotate(q, cos, sin, config.rope_interleaved)
+        rotate(k, cos, sin, config.rope_interleaved)
+        out = np.empty(q.shape, self.dtype)
+        q = q.astype(self.dtype, copy=False)
+        for b in range(batch):
+            if rows.lengths[b] < 0:  # an idle slot
+                out[b] = 0
+                continue
+            start, end = int(rows.lengths[b]), int(rows.lengths[b]) + seqlen
+            keys, values = self._append(k[b], v[b], cache_k, cache_v, rows, b, start, end)
+            out[b] = standard_attention(np, q[b : b + 1], keys, values, config.window)[0]
+        return out
+
+    def _append(self, k, v, cache_k, cache_v, rows, b, start, end):
+        """Keys and values of sequence b with the new ones behind them; of a contiguous cache a view."""
+        if rows.table is None:
+            at = rows.first + b
+            cache_k[at, start:end], cache_v[at, start:end] = k, v
+            return cache_k[at : at + 1, :end], cache_v[at : at + 1, :end]
+        page_size = cache_k.shape[1]
+        row = np.arange(start, end)
+        page, offset = rows.table[b, row // page_size], row % page_size
+        cache_k[page, offset], cache_v[page, offset] = k, v
+        pages = rows.table[b, : -(-end // page_size)]
+        keys, values = (c[pages].reshape(1, -1, *c.shape[2:])[:, :end] for c in (cache_k, cache_v))
+        return keys, values
+
+    # ---- what the engine asks for ----
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """Everything the engine does happens inside."""
+        return contextlib.nullcontext()
+
+    ahead = 0  # a step is done when it returns
+
+    def vector_int32(self, values) -> np.ndarray:
+        return np.asarray(values, np.int32)
+
+    def upload(self, target: np.ndarray, values: np.ndarray) -> None:
+        target[...] = values
+
+    def shared(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """int32 memory that the device writes and the host reads: its two views."""
+        memory = np.zeros(shape, np.int32)
+        return memory, memory
+
+    def advance(self, tokens, ring, count, lengths, active) -> None:
+        """The end of a step: the tokens go to the host, by way of the ring; active sequences are one longer."""
+        ring[count[0] % len(ring)] = tokens[:, 0]
+        count += 1
+        lengths += active
+
+    def sample(self, logits, tokens, rule: Rule, seeds, steps) -> None:
+        """tokens (batch, 1): drawn by the rule, as ops.sample, -1 where a row holds a NaN or nothing above -inf."""
+        if rule == GREEDY:  # without the library, as standard attention
+            best = logits.argmax(-1)
+            largest = np.take_along_axis(logits, best[:, None], -1)[:, 0]
+            tokens[:, 0] = np.where(largest > -np.inf, best, -1)  # a NaN wins every argmax and no comparison
+            return
+        temperature, top_k, top_p = rule
+        from ..ops import sample
+
+        sample(logits, temperature, top_k, top_p, seeds=seeds, step=steps, out=tokens[:, 0])
+
+    def longest_bucket(self, longest: int, context: int) -> int:
+        """What a step needs to know of the longest sequence: a step is made once for each answer."""
+        return 0
+
+    def once(self, body: Callable[[], None]) -> Callable[[], None]:
+        """A function that repeats what body() does, on the same arrays."""
+        return body
+
+    def event(self) -> Callable[[], None]:
+        """A function that waits until all work queued so far is done."""
+        return lambda: None
+
+    def synchronize(self) -> None:
+        """Waits for all work on the device."""
+
+    def bandwidth(self) -> float:
+        """Bytes per second that a large copy reads and writes."""
+        source, target = np.ones(1 << 26, np.uint8), np.ones(1 << 26, np.uint8)
+        best = math.inf
+        for _ in range(3):
+            started = time.perf_counter()
+            np.copyto(target, source)
+            best = min(best, time.perf_counter() - started)
+        return 2 * source.nbytes / best

@@ -1,0 +1,432 @@
+"""A Hugging Face model's folder: config.json, *.safetensors (with an index when there are several), tokenizer.json.
+
+LlamaForCausalLM, MistralForCausalLM and Qwen2ForCausalLM, which are one architecture: Mistral's has a sliding window,
+Qwen2's has biases on q, k and v. Fields of config.json that change the arithmetic are understood or refused; the rest
+(dropout for training, names, versions) is not read.
+
+safetensors: uint64 little endian n, n bytes of JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}}, then the
+data, to which the offsets count. It is read here because the arrays are to stay views of the mapped file.
+tokenizer.json is read by the tokenizers package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._library import BadArgument
+from .config import Config, RopeScaling
+from .weights import Checkpoint, matrix_shapes, read_file_size
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NAMES = {  # ours -> Hugging Face's; {} is the layer
+    "token_embedding": "model.embed_tokens.weight",
+    "rms_att": "model.layers.{}.input_layernorm.weight",
+    "wq": "model.layers.{}.self_attn.q_proj.weight",
+    "wk": "model.layers.{}.self_attn.k_proj.weight",
+    "wv": "model.layers.{}.self_attn.v_proj.weight",
+    "wo": "model.layers.{}.self_attn.o_proj.weight",
+    "bq": "model.layers.{}.self_attn.q_proj.bias",
+    "bk": "model.layers.{}.self_attn.k_proj.bias",
+    "bv": "model.layers.{}.self_attn.v_proj.bias",
+    "rms_ffn": "model.layers.{}.post_attention_layernorm.weight",
+    "w1": "model.layers.{}.mlp.gate_proj.weight",
+    "w2": "model.layers.{}.mlp.down_proj.weight",
+    "w3": "model.layers.{}.mlp.up_proj.weight",
+    "rms_final": "model.norm.weight",
+    "wcls": "lm_head.weight",
+}
+UNREAD = (".rotary_emb.inv_freq",)  # tensors that older files carry and that config.json says better
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """bfloat16 is NumPy's by way of the ml_dtypes package."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise BadArgument(f"dtype='bfloat16' needs the ml_dtypes package (pip install ml_dtypes): {error}") from None
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadArgument(f"{str(path)!r}: {error.strerror}") from None
+    except ValueError as error:
+        raise BadArgument(f"{str(path)!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BadArgument(f"{str(path)!r} holds a JSON {type(found).__name__}: expected an object")
+    return found
+
+
+# ---- config.json ----
+
+
+class _Fields:
+    """config.json's fields, each read with its type; an error quotes the field and its value."""
+
+    def __init__(self, path: Path, fields: Mapping[str, Any], prefix: str = ""):
+        self.path, self.fields, self.prefix = path, fields, prefix
+
+    def refuse(self, name: str, why: str) -> BadArgument:
+        return BadArgument(f"{str(self.path)!r}: {self.prefix}{name}={self.fields.get(name)!r} {why}")
+
+    def get(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        value = self.fields.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            wanted = kind.__name__ if isinstance(kind, type) else "number"
+            raise self.refuse(name, f"is not {'an' if wanted == 'int' else 'a'} {wanted}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = float(self.get(name, (int, float), default))
+        if not (math.isfinite(value) and value > 0):
+            raise self.refuse(name, "is not a positive number")
+        return value
+
+    def must_be(self, name: str, *values: Any) -> None:
+        """Refuses all but these values; the first is the default."""
+        if self.fields.get(name, values[0]) not in values:
+            raise self.refuse(name, f"is not understood (only {', '.join(map(repr, values))})")
+
+
+def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
+    """rope_theta and rope_scaling, or the one field rope_parameters that newer files have instead."""
+    name = "rope_parameters" if isinstance(fields.fields.get("rope_parameters"), dict) else "rope_scaling"
+    found = fields.fields.get(name) or {}
+    if not isinstance(found, dict):
+        raise fields.refuse(name, "is not an object")
+    scaling = _Fields(fields.path, found, f"{name}.")
+    theta = (scaling if "rope_theta" in found else fields).number("rope_theta", 10000.0)
+    key = "type" if "rope_type" not in found and "type" in found else "rope_type"
+    kind = found.get(key, "default")
+    scaling.must_be("partial_rotary_factor", 1.0, 1, None)
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind, scaling.number("factor"))
+    if kind != "llama3":
+        raise scaling.refuse(key, "is not understood (only 'default', 'linear', 'llama3')")
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if low >= high:
+        raise scaling.refuse("low_freq_factor", f"is not below high_freq_factor={high}")
+    context = scaling.get("original_max_position_embeddings", int)
+    return theta, RopeScaling(kind, scaling.number("factor"), low, high, context)
+
+
+def _read_config(path: Path) -> tuple[Config, str, bool, bool]:
+    """(config, architecture, tied, biases on q, k and v)"""
+    fields = _Fields(path, _read_json(path))
+    architectures = fields.fields.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
+    if name not in ARCHITECTURES:
+        raise BadArgument(f"{str(path)!r}: architectures={architectures!r} is none of {', '.join(ARCHITECTURES)}")
+    fields.must_be("hidden_act", "silu")
+    fields.must_be("attention_bias", False, None)
+    fields.must_be("mlp_bias", False, None)
+    fields.must_be("use_sliding_window", False, None)
+    fields.must_be("partial_rotary_factor", 1.0, 1, None)
+    fields.must_be("quantization_config", None)
+    theta, scaling = _rope(fields)
+    heads = fields.get("num_attention_heads", int)
+    window = fields.get("sliding_window", int, 0) if name == "MistralForCausalLM" else 0
+    if window < 0:
+        raise fields.refuse("sliding_window", "is negative")
+    config = Config(
+        dim=fields.get("hidden_size", int),
+        hidden_dim=fields.get("intermediate_size", int),
+        n_layers=fields.get("num_hidden_layers", int),
+        n_heads=heads,
+        n_kv_heads=fields.get("num_key_value_heads", int, heads),
+        vocab_size=fields.get("vocab_size", int),
+        seq_len=fields.get("max_position_embeddings", int, 2048),
+        head_size=fields.get("head_dim", int, 0),
+        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rope_interleaved=False,
+        window=window,
+    )
+    if problem := config.problem():
+        raise BadArgument(f"{str(path)!r}: {problem}")
+    return config, name, fields.get("tie_word_embeddings", bool, False), name == "Qwen2ForCausalLM"
+
+
+def stop_ids(folder: str | os.PathLike[str]) -> frozenset[int]:
+    """The ids that end a text: eos_token_id of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        found = _read_json(path).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+                raise BadArgument(f"{str(path)!r}: eos_token_id={found!r} is neither an int nor a list of them")
+            return frozenset(ids)
+    return frozenset()
+
+
+# ---- safetensors ----
+
+
+def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """The file's tensors by name: read-only views of the mapped file."""
+    size = read_file_size("safetensors file", path)
+
+    def bad(why: str) -> BadArgument:
+        return BadArgument(f"safetensors file {str(path)!r}: {why}")
+
+    if size < 8:
+        raise bad(f"truncated: {size} bytes")
+    data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    start = 8 + int(data[:8].view("<u8")[0])
+    if start > size:
+        raise bad(f"its header would end at byte {start}, but the file has {size}")
+    try:
+        header = json.loads(data[8:start].tobytes())
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        entries = {name: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise bad(f"its header is damaged: {error!r}") from None
+    tensors = {}
+    for name, (dtype, shape, begin, end) in entries.items():
+        if dtype not in DTYPES:
+            raise bad(f"tensor {name!r} has dtype {dtype!r}: only {', '.join(DTYPES)} are read")
+        wanted = math.prod(shape) * (4 if dtype == "F32" else 2)
+        if not 0 <= begin <= end <= size - start or end - begin != wanted:
+            raise bad(
+                f"tensor {name!r} of {dtype} {shape} needs {wanted} bytes, but lies at {begin} .. {end} "
+                f"of {size - start}: truncated or damaged"
+            )
+        raw = data[start + begin : start + end]
+        native = numpy_dtype(DTYPES[dtype]).newbyteorder("<") if dtype != "BF16" else numpy_dtype("bfloat16")
+        if (start + begin) % native.itemsize:  # never written so by the format's own library
+            raw = raw.copy()
+        tensors[name] = raw.view(native).reshape(shape)
+    return tensors
+
+
+def write_safetensors(path: str | os.PathLike[str], tensors: Iterable[tuple[str, np.ndarray]], shapes: Mapping) -> None:
+    """Writes the tensors one after another, in the order of `shapes` (name -> (dtype, shape)), so that a large model
+    need not be in memory at once."""
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    header, at = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        end = at + math.prod(shape) * numpy_dtype(dtype).itemsize
+        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data start aligned
+    part = Path(f"{os.fspath(path)}.part")  # an older file stays until the new one is whole
+    try:
+        with open(part, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for (name, array), (wanted, (dtype, shape)) in zip(tensors, shapes.items(), strict=True):
+                if (name, array.dtype, array.shape) != (wanted, numpy_dtype(dtype), shape):
+                    raise BadArgument(f"{name} is {array.dtype} {array.shape}: expected {wanted}, {dtype} {shape}")
+                file.write(np.ascontiguousarray(array).tobytes())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if not (folder / "model.safetensors").is_file():
+            raise BadArgument(f"checkpoint {str(folder)!r} has neither model.safetensors nor {index.name}")
+        return read_safetensors(folder / "model.safetensors")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise BadArgument(f"{str(index)!r} has no weight_map from tensors to files")
+    files = {name: read_safetensors(folder / name) for name in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        if name not in files[file]:
+            raise BadArgument(f"{str(index)!r} says that {name!r} is in {file!r}, where it is not")
+    return {name: files[file][name] for name, file in weight_map.items()}
+
+
+# ---- the folder ----
+
+
+def tensor_names(config: Config, tied: bool, biases: bool) -> dict[str, tuple[str, int | None, tuple[int, ...]]]:
+    """Hugging Face's name -> (ours, layer, shape), in the order in which we write them."""
+    matrices = matrix_shapes(config)
+    layered: dict[str, tuple[int, ...]] = {"rms_att": (config.dim,), "rms_ffn": (config.dim,), **matrices}
+    if biases:
+        layered |= {f"b{name}": matrices[f"w{name}"][:1] for name in "qkv"}
+    names = {NAMES["token_embedding"]: ("token_embedding", None, (config.vocab_size, config.dim))}
+    for layer in range(config.n_layers):
+        names |= {NAMES[name].format(layer): (name, layer, shape) for name, shape in layered.items()}
+    names[NAMES["rms_final"]] = ("rms_final", None, (config.dim,))
+    if not tied:
+        names[NAMES["wcls"]] = ("wcls", None, (config.vocab_size, config.dim))
+    return names
+
+
+def load_folder(path: str | os.PathLike[str]) -> Checkpoint:
+    """Maps the model in a folder; nothing of the tensors is read yet."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise BadArgument(f"checkpoint {str(path)!r} is a folder without config.json: not a Hugging Face model")
+    config, architecture, tied, biases = _read_config(folder / "config.json")
+    found = _read_tensors(folder)
+    wanted = tensor_names(config, tied, biases)
+    if tied:  # some files carry the classifier all the same
+        found.pop(NAMES["wcls"], None)
+    tensors: dict[str, Any] = {}
+    for name, (ours, layer, shape) in wanted.items():
+        if name not in found:
+            raise BadArgument(f"checkpoint {str(path)!r} lacks the tensor {name!r}, {shape}")
+        array = found.pop(name)
+        if array.shape != shape:
+            raise BadArgument(f"checkpoint {str(path)!r}: {name!r} has shape {array.shape}, expected {shape}")
+        if layer is None:
+            tensors[ours] = array
+        else:
+            tensors.setdefault(ours, []).append(array)
+    if left := sorted(name for name in found if not name.endswith(UNREAD)):
+        raise BadArgument(
+            f"checkpoint {str(path)!r}: {left[0]!r} is no tensor of this {architecture} ({len(left)} such)"
+        )
+    dtype = str(tensors["wq"][0].dtype.name)
+    return Checkpoint(os.fspath(path), f"Hugging Face {architecture}", tied, config, dtype, tensors)
+
+
+class _Views(Iterable):
+    """(Hugging Face's name, array) of a checkpoint's tensors, made one at a time."""
+
+    def __init__(self, names, tensors, dtype):
+        self.names, self.tensors, self.dtype = names, tensors, dtype
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name, (ours, layer, _) in self.names.items():
+            array = self.tensors[ours] if layer is None else self.tensors[ours][layer]
+            yield name, np.asarray(array).astype(self.dtype)
+
+
+def save_folder(
+    path: str | os.PathLike[str],
+    config: Config,
+    tensors: Mapping[str, Any],
+    dtype: str = "bfloat16",
+    tied: bool = True,
+    shards: int = 1,
+    eos: int = 2,
+) -> None:
+    """Writes config.json and the safetensors files; `tensors` as a Checkpoint holds them, converted to dtype. The
+    architecture follows from what they are: biases make a Qwen2, a window a Mistral, else it is a Llama."""
+    if problem := config.problem():
+        raise BadArgument(f"config: {problem}")
+    if config.rope_interleaved:
+        raise BadArgument(
+            "config: rope_interleaved=True, but these models turn halves of a head (rope_interleaved=False)"
+        )
+    biases = "bq" in tensors
+    if biases and config.window:
+        raise BadArgument(f"config: window={config.window} with biases on q, k, v is no architecture here")
+    names = tensor_names(config, tied, biases)
+    if not 1 <= shards <= len(names):
+        raise BadArgument(f"shards={shards} is outside 1 .. {len(names)}, the number of tensors")
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    scaling = config.rope_scaling
+    fields = {
+        "architectures": [ARCHITECTURES[2 if biases else 1 if config.window else 0]],
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.seq_len,
+        "rms_norm_eps": config.rms_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling
+        and {
+            "rope_type": scaling.kind,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        },
+        "sliding_window": config.window or None,
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+        "eos_token_id": eos,
+    }
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    listed, per_shard = list(names.items()), -(-len(names) // shards)
+    parts = [dict(listed[at : at + per_shard]) for at in range(0, len(listed), per_shard)]
+    weight_map = {}
+    for number, part in enumerate(parts, 1):
+        file = "model.safetensors" if shards == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        shapes = {name: (dtype, shape) for name, (_, _, shape) in part.items()}
+        write_safetensors(folder / file, _Views(part, tensors, numpy_dtype(dtype)), shapes)
+        weight_map |= dict.fromkeys(part, file)
+    if shards > 1:
+        text = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text + "\n")
+
+
+# ---- tokenizer.json ----
+
+
+class JsonTokenizer:
+    """A tokenizer.json, run by the tokenizers package; the interface of tokenizer.Tokenizer."""
+
+    def __init__(self, path: str | os.PathLike[str], stops: frozenset[int] = frozenset()):
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise BadArgument(
+                f"tokenizer {str(path)!r} needs the tokenizers package (pip install tokenizers): {error}"
+            ) from None
+        read_file_size("tokenizer", path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(os.fspath(path))
+        except Exception as error:  # the package raises a bare Exception for whatever it cannot read
+            raise BadArgument(f"tokenizer {str(path)!r}: {error}") from None
+        self.stops = stops
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(tokens))
+
+    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        """The text of the tokens as they come, one string for each and one more at the end. A token's text can depend
+        on the one before it, so each is what a longer text has beyond a shorter one; an unfinished character waits."""
+        kept: list[int] = []
+        shown, text = 0, ""
+        for token in tokens:
+            kept.append(token)
+            text = self.decode(kept)
+            if text.endswith("\ufffd"):
+                yield ""
+                continue
+            yield text[shown:]
+            shown = len(text)
+            if text.endswith("\n") and len(kept) > 1:  # what follows depends on the last token alone: a bounded window
+                kept = kept[-1:]
+                text = self.decode(kept)
+                shown = len(text)
+        yield text[shown:]
