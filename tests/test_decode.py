@@ -1,0 +1,116 @@
+"""decode_split: every way in which the keys of a call are cut and loaded, in 16 bits, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import accuracy
+import numpy as np
+import pytest
+import test_kvcache
+from conftest import Kernel
+from test_kvcache import SCORES, Case, check
+
+import flash_attn_minimal as fa
+
+
+@pytest.fixture
+def kernel(device) -> Kernel:
+    if not any(k["name"] == "decode_split" and k["device"] == device.name for k in fa.kernels()):
+        pytest.skip("a GPU kernel")
+    return Kernel(device, "decode_split")
+
+
+DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+LONG = Case(lengths=(1300, None, 0, 64, 517), rows=1400, nheads=8, nheads_k=2, headdim=128, dtype="bfloat16")
+CACHES = pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "int8"])
+
+
+@DTYPES
+@CACHES
+@pytest.mark.parametrize("headdim", [(64, None), (128, None), (256, None), (16, 32), (96, None), (192, 128)], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+def test_head_dims(kernel, dtype, cache_dtype, headdim, seqlen_q):
+    case = replace(LONG, dtype=dtype, cache_dtype=cache_dtype, headdim=headdim[0], headdim_v=headdim[1])
+    check(kernel, replace(case, seqlen_q=seqlen_q, causal=True))
+
+
+@CACHES
+@pytest.mark.parametrize("page", [1, 3, 16, 17, 64, 256])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_pages(kernel, page, cache_dtype, headdim):
+    case = replace(LONG, cache_dtype=cache_dtype, headdim=headdim, rows=page, pages=-(-1400 // page))
+    for scales in test_kvcache.SCALES if cache_dtype else ("heads",):
+        check(kernel, replace(case, scales=scales))
+    check(kernel, replace(case, seqlen_q=20, causal=True, scales="tokens"))
+
+
+@CACHES
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+@pytest.mark.parametrize("rows", [3, 9])
+def test_scores(kernel, scores, cache_dtype, rows):
+    check(kernel, replace(LONG, cache_dtype=cache_dtype, seqlen_q=rows, seqlen_new=2, **scores))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2, 7, 16, 33, 64, 200])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (6, 2), (8, 8), (16, 2), (64, 1)])
+def test_rows_and_heads(kernel, seqlen_q, heads):
+    case = Case(seqlen_q=seqlen_q, seqlen_new=seqlen_q, lengths=(130, 0, 300), rows=520, dtype="float16")
+    check(kernel, replace(case, nheads=heads[0], nheads_k=heads[1], causal=True))
+
+
+@CACHES
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 256])
+def test_num_splits(kernel, splits, cache_dtype):
+    check(kernel, replace(LONG, num_splits=splits, cache_dtype=cache_dtype))
+    check(kernel, replace(LONG, num_splits=splits, cache_dtype=cache_dtype, seqlen_q=17, sinks=True))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 31, 33, 70, 300])
+def test_batches(kernel, batch):
+    lengths = tuple(int(x) for x in np.random.default_rng(batch).integers(-40, 700, batch))
+    lengths = tuple(None if x < 0 else x for x in lengths)
+    case = replace(LONG, lengths=lengths, rows=720, headdim=64, nheads=4, spare=0)
+    check(kernel, case)
+    check(kernel, replace(case, batch_invariant=True))
+
+
+def outputs(kernel: Kernel, case: Case):
+    return test_kvcache.run(kernel, case, test_kvcache.make(case))[:2]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 5}, {"batch_invariant": True}], ids=str)
+def test_same_bits_again(kernel, options):
+    case = replace(LONG, **options)
+    for first, again in zip(outputs(kernel, case), outputs(kernel, case), strict=True):
+        np.testing.assert_array_equal(first, again)
+
+
+def test_batch_invariant(kernel):
+    """A sequence alone and among others: the same bits."""
+    call = test_kvcache.make(replace(LONG, lengths=(1300, 900, 517, 64, 1), seqlen_new=0))
+    arrays = {"q": call.q, **call.cache}
+
+    def attend(rows, lengths):
+        on = {n: kernel.device.array(x[rows], "bfloat16") for n, x in arrays.items()}
+        on["cache_seqlens"] = kernel.device.array(lengths[rows])
+        return kernel.device.numpy(fa.flash_attn_with_kvcache(**on, kernel=kernel.name, batch_invariant=True))
+
+    lengths = call.where["cache_seqlens"]
+    together = attend(slice(0, 5), lengths)
+    for b in range(5):
+        np.testing.assert_array_equal(attend(slice(b, b + 1), lengths)[0], together[b])
+
+
+def test_plain_calls(kernel):
+    """Few rows and no cache, packed sequences too."""
+    rng = np.random.default_rng(3)
+    q, k, v = (
+        accuracy.round_to(rng.standard_normal(s, dtype=np.float32), "float16")
+        for s in ((2, 3, 4, 64), (2, 1111, 2, 64), (2, 1111, 2, 64))
+    )
+    at = kernel.device.array
+    exact, _ = fa.reference.standard_attention(q, k, v, causal=True)
+    plain, _ = accuracy.plain_attention(q, k, v, "float16", causal=True)
+    out = fa.flash_attn_func(*(at(x, "float16") for x in (q, k, v)), causal=True, kernel=kernel.name)
+    accuracy.check("out", kernel.device.numpy(out), exact, plain, "float16")
