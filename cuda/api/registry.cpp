@@ -233,13 +233,13 @@ const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device
     std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q);
     return text;
 }
-// Rows of whole 16 bytes, which it copies and stores.
-const char* no_wide_rows(const char* name, const TensorView& t, int columns, int element_bytes, char* text, size_t size) {
+// Whether rows are whole 16 bytes, by which it copies and stores; if not, `text` says so.
+bool has_wide_rows(const char* name, const TensorView& t, int columns, int element_bytes, char* text, size_t size) {
     const int step = 16 / element_bytes;
-    if (!(reinterpret_cast<uintptr_t>(t.data) % 16 || columns % step || t.batch % step || t.row % step || t.head % step)) return nullptr;
+    if (!(reinterpret_cast<uintptr_t>(t.data) % 16 || columns % step || t.batch % step || t.row % step || t.head % step)) return true;
     std::snprintf(text, size, "%s of %d columns, data=%p, strides (%lld, %lld, %lld): it takes multiples of 16 bytes", name, columns,
                   t.data, static_cast<long long>(t.batch), static_cast<long long>(t.row), static_cast<long long>(t.head));
-    return text;
+    return false;
 }
 DecodeDevice decode_device(const DeviceInfo& device) { return {device.compute, device.multiprocessors, device.shared_memory}; }
 const char* decode_split_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
@@ -254,11 +254,14 @@ const char* decode_split_refuses(const AttentionParams& p, const DeviceInfo& dev
     }
     if (p.bias.data || p.mask.data || p.dropout_threshold) return "takes no bias, mask or dropout";
     const int element = p.cache.entries && p.cache.dtype != p.dtype ? 1 : 2;
-    const char* reason = no_wide_rows("q", p.q, p.headdim, 2, text, size);
-    if (!reason) reason = no_wide_rows("k", p.k, p.headdim, element, text, size);
-    if (!reason) reason = no_wide_rows("v", p.v, p.headdim_v, element, text, size);
-    if (!reason) reason = no_wide_rows("out", p.out, p.headdim_v, 2, text, size);
-    if (reason) return reason;
+    const struct {
+        const char* name;
+        const TensorView& view;
+        int columns, element;
+    } tensors[] = {
+        {"q", p.q, p.headdim, 2}, {"k", p.k, p.headdim, element}, {"v", p.v, p.headdim_v, element}, {"out", p.out, p.headdim_v, 2}};
+    for (const auto& t : tensors)
+        if (!has_wide_rows(t.name, t.view, t.columns, t.element, text, size)) return text;
     const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen_q;
     if (rows <= kMaxGrid && int64_t(p.seqlen_q) * p.group < kMaxGrid / 2 && p.seqlen_k < kMaxGrid - 1024) return nullptr;
     std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads,
