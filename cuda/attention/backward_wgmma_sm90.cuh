@@ -231,10 +231,13 @@ __global__ void __launch_bounds__(512, 1)
         if (lane == 0) mbarrier_arrive(empty + 8 * slot);
         __syncwarp();
     };
-    // dS to its slot. P comes back from 16 bits: its float registers are needed elsewhere. delta is read one step ahead, because a read
-    // does not pass the store before it.
-    const auto store_ds = [&](uint32_t slot) {
-        float4 delta = statistic(smem.delta[slot], quad, 0);
+    // A read of shared memory takes 300 cycles while products read theirs: the first of lse and delta are read before S and dP are waited
+    // for.
+    float4 lse[2];
+    const auto read_lse = [&](uint32_t slot) { lse[0] = statistic(smem.lse[slot], quad, 0), lse[1] = statistic(smem.lse[slot], quad, 1); };
+    // dS to its slot. P comes back from 16 bits: its float registers are needed elsewhere. delta, given for i = 0, is read one step ahead,
+    // because a read does not pass the store before it.
+    const auto store_ds = [&](uint32_t slot, float4 delta) {
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
             uint32_t ds[4];
@@ -258,6 +261,7 @@ __global__ void __launch_bounds__(512, 1)
         mbarrier_wait(q_full, 0);
         if (m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[0], wg);
         multiply_s(0);
+        if (!kGeneral) read_lse(0);
         wgmma_wait<0>(s);
 #pragma unroll 1
         for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // S of this tile is complete, nothing is in flight
@@ -288,17 +292,18 @@ __global__ void __launch_bounds__(512, 1)
                     const int ln = opaque(lane);
                     mask_fragment(s, w, w.key0 + wg * 64 + warp * 16 + ln / 4, m * kBlockM + ln % 4 * 2);
                 }
-                probabilities<T>(s, prob, c, smem.lse[slot], quad);
+                probabilities<T>(s, prob, c, lse, smem.lse[slot], quad);
             }
             mbarrier_wait(dout_full + 8 * slot, phase);
             multiply_dp(slot);
             if (kBlockM == 64) multiply_dv(slot, it);
+            const float4 delta = statistic(smem.delta[slot], quad, 0);
             mbarrier_wait(ds_empty + 8 * slot, phase ^ 1);
             if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(slot, it);  // frees the registers of dP one by one
             if constexpr (kGeneral)
                 if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
-            store_ds(slot);  // while dV is multiplied
+            store_ds(slot, delta);  // while dV is multiplied
             const bool more = it + 1 < uint32_t(tiles);
             if (more) {
                 mbarrier_wait(q_full + 8 * (slot ^ 1), (it + 1) >> 1 & 1);
@@ -313,6 +318,7 @@ __global__ void __launch_bounds__(512, 1)
             multiply_s(slot ^ 1);  // after the last tile of what lies there, for nobody: a conditional product would cost copies
             release(dout_empty, slot);
             multiply_dk(slot, it);
+            if (!kGeneral) read_lse(slot ^ 1);
             wgmma_wait<0>(dk, s);
             release(q_empty, slot);
             if (kGeneral && next_m == start_m) ++head;

@@ -264,12 +264,13 @@ __device__ __forceinline__ float4 statistic(const float* statistics, int quad, i
     return load_shared_16(shared_address(statistics) + quad * 16 + i * 64);
 }
 
-// S becomes P = 2^(c S - lse), packed as A operand.
-template <typename T, int kCount>
-__device__ __forceinline__ void probabilities(const float (&S)[kCount], uint32_t (&P)[kCount / 2], float c, const float* lse_of, int quad) {
+// S becomes P = 2^(c S - lse), packed as A operand. The first `kAhead` of lse have been read before.
+template <typename T, int kCount, int kAhead>
+__device__ __forceinline__ void probabilities(const float (&S)[kCount], uint32_t (&P)[kCount / 2], float c, const float4 (&ahead)[kAhead],
+                                              const float* lse_of, int quad) {
 #pragma unroll
     for (int i = 0; i < kCount / 8; ++i) {
-        const float4 lse = statistic(lse_of, quad, i);
+        const float4 lse = i < kAhead ? ahead[i] : statistic(lse_of, quad, i);
 #pragma unroll
         for (int x = 0; x < 4; ++x)
             P[4 * i + x] = pack_16<T>(exp2_approx(fmaf(S[8 * i + 2 * x], c, x < 2 ? -lse.x : -lse.z)),

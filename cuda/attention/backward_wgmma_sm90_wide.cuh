@@ -175,6 +175,10 @@ __global__ void __launch_bounds__(512, 1)
         const float c = p.scale * 1.4426950408889634f;
         const int mask_end = w.mask_end;
         float dv[kDV / 2];
+        float4 lse[2];  // the first two of the next tile, read while its S is multiplied
+        const auto read_lse = [&](uint32_t slot) {
+            lse[0] = statistic(smem.lse[slot], quad, 0), lse[1] = statistic(smem.lse[slot], quad, 1);
+        };
         const auto multiply_s = [&](uint32_t slot) {
             multiply(low, low + kQ + slot * (kQBytes >> 4), std::integral_constant<int, kD / 16>{});
         };
@@ -189,6 +193,7 @@ __global__ void __launch_bounds__(512, 1)
             mbarrier_wait(q_full, 0);
             if (m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[0], wg);
             multiply_s(0);
+            if (!kGeneral) read_lse(0);
             wgmma_wait<0>(d);
 #pragma unroll 1
             for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // S of this tile is complete, nothing is in flight
@@ -213,7 +218,7 @@ __global__ void __launch_bounds__(512, 1)
                         const int ln = opaque(lane);
                         mask_fragment(d, w, w.key0 + warp * 16 + ln / 4, m * kBlockM + ln % 4 * 2);
                     }
-                    probabilities<T>(d, fragment, c, smem.lse[slot], quad);
+                    probabilities<T>(d, fragment, c, lse, smem.lse[slot], quad);
 #pragma unroll
                     for (int i = 0; i < kBlockM / 16; ++i) hand_over(i, fragment + 4 * i);
                 }
@@ -228,6 +233,7 @@ __global__ void __launch_bounds__(512, 1)
                 __syncwarp();
                 multiply_s(slot ^ 1);  // after the last tile of what lies there, for nobody: a conditional product would cost copies
                 accumulate(dv, low + kDout + slot * (kDoutBytes >> 4), it);
+                if (!kGeneral) read_lse(slot ^ 1);
                 wgmma_wait<0>(d, dv);
                 arrive(dout_empty, slot);
                 if (kGeneral && next_m == start_m) ++head;
