@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "QUICK_REFERENCE.md", "docs/contract.md")
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "QUICK_REFERENCE.md", "docs/contract.md", "docs/generate.md")
 
 
 def blocks(language):
@@ -32,6 +33,24 @@ def test_readme_example_prints_what_the_readme_says(tmp_path):
     code, output = re.search(r"^```python\n(.*?)^```\n+```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL).groups()
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.stdout == output
+
+
+def test_commands_of_the_generate_page_run(tmp_path):
+    """Every command that needs no file of the reader's own, in order, in one folder."""
+    pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
+    page = (ROOT / "docs/generate.md").read_text()
+    commands = re.findall(r"^python (-m flash_attn_minimal .*)$", page, re.MULTILINE)
+    foreign = ("stories15M.bin --prompt", "Llama-3.2-1B/")
+    ran = [command for command in commands if not any(name in command for name in foreign)]
+    assert len(ran) == 7 and len(commands) == 9
+    for command in ran:
+        done = subprocess.run(
+            [sys.executable, *shlex.split(command)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        if "generate" in command:
+            said = [line.partition(" ")[0] for line in done.stderr.splitlines()]
+            assert said[:6] == ["model", "run", "prefill", "decode", "memory", "limit"]
 
 
 @pytest.mark.parametrize("code", list(blocks("c")))

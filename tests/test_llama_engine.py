@@ -56,8 +56,9 @@ def model(tmp_path, device, attention):
 def poison(engine):
     """Every position that nobody has written, and every page of nobody."""
     if engine.device.attention == "flash" or engine.table is not None or engine.device.name == "cpu":
-        for array in (*engine.cache.k, *engine.cache.v):
-            array[...] = np.nan
+        with engine.device.scope():
+            for array in (*engine.cache.k, *engine.cache.v):
+                array[...] = np.nan
 
 
 def run(engine, jobs):
@@ -191,7 +192,8 @@ def test_a_sequence_that_never_fits_is_refused(tmp_path):
 def test_damaged_weights_are_noticed(tmp_path, device):
     write_checkpoint(tmp_path / "model.bin", CONFIG)
     model = Llama(load_checkpoint(tmp_path / "model.bin"), device("standard"))
-    model.rms_final = model.rms_final * np.float32(np.nan)
+    with model.device.scope():
+        model.rms_final = model.rms_final * np.float32(np.nan)
     engine = Engine(model, 1)
     engine.add([5], 3)
     with pytest.raises(FlashAttnError, match="logits hold a NaN"):
