@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 import accuracy
 import numpy as np
 import pytest
-from conftest import NO_CUDA, Kernel, torch
+from conftest import NO_CUDA, SEED, Kernel, torch
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import reference
@@ -530,6 +531,67 @@ def test_threads_change_no_bit():
             for one, two, want in zip(got, results[0], exact, strict=True):
                 np.testing.assert_array_equal(one, two)
                 np.testing.assert_allclose(one, want, atol=2e-6, rtol=0)
+
+
+def random_cases(st):
+    """Everything the contract allows, small."""
+
+    @st.composite
+    def cases(draw):
+        flags, options = st.booleans(), {}
+        options["seqlen_new"] = draw(st.integers(0, 6))
+        longest = draw(st.integers(options["seqlen_new"], 150))
+        options["rows"] = draw(st.sampled_from([0, 0, 1, 2, 3, 16, 17, 64, 256]))
+        if options["rows"]:
+            options["pages"] = max(-(-longest // options["rows"]), 1)
+        else:
+            options |= {"rows": max(longest, 1), "batch_idx": draw(flags)}
+        room = options["rows"] * options.get("pages", 1) - options["seqlen_new"]
+        length = st.none() | st.integers(0, min(room, longest - options["seqlen_new"]))
+        options["lengths"] = tuple(draw(st.lists(length, min_size=1, max_size=4)))
+        options["spare"] = draw(st.integers(0, 3))
+        options["nheads_k"] = draw(st.integers(1, 3))
+        options["nheads"] = options["nheads_k"] * draw(st.sampled_from([1, 2, 3, 5, 8]))
+        options["seqlen_q"] = draw(st.sampled_from([1, 1, 1, 2, 3, 7, 16, 40, 70]))
+        dims = st.sampled_from([1, 8, 33, 40, 64, 72, 80, 96, 128, 192, 256])
+        options["headdim"], options["headdim_v"] = draw(dims), draw(st.none() | dims)
+        options["dtype"] = draw(st.sampled_from(["float32", "float16", "bfloat16"]))
+        options["cache_dtype"] = draw(st.sampled_from([None, None, "float8_e4m3fn", "int8"]))
+        options["scales"] = draw(st.sampled_from(SCALES if options["rows"] > 1 else ("heads", "tokens")))
+        options["causal"] = draw(flags)
+        options["window_size"] = draw(st.just((-1, -1)) | st.tuples(st.integers(-1, 160), st.integers(-1, 160)))
+        options["softcap"] = draw(st.sampled_from([0.0, 0.0, 1.0, 30.0]))
+        options["softmax_scale"] = draw(st.none() | st.floats(-1, 1, width=32))
+        options["alibi"], options["sinks"] = draw(st.sampled_from([0, 0, 1, 2])), draw(flags)
+        if options["seqlen_new"] and options["headdim"] > 1 and draw(flags):
+            options["rotary_dim"] = 2 * draw(st.integers(1, options["headdim"] // 2))
+            options["rotary_interleaved"], options["rotary_float32"] = draw(flags), draw(flags)
+            options["rotary_rows"] = draw(st.sampled_from([0, 0, 5]))
+        options["num_splits"] = draw(st.sampled_from([0, 0, 1, 2, 3, 256]))
+        options["batch_invariant"], options["seed"] = draw(flags), draw(st.integers(0, 2**16))
+        return Case(**options)
+
+    return cases()
+
+
+def test_random_calls(kernel):
+    hypothesis = pytest.importorskip("hypothesis")
+    examples = int(os.environ.get("FLASH_ATTN_TEST_EXAMPLES", "40"))
+    health = list(hypothesis.HealthCheck)
+
+    @hypothesis.seed(SEED)
+    @hypothesis.settings(max_examples=examples, deadline=None, database=None, suppress_health_check=health)
+    @hypothesis.given(random_cases(hypothesis.strategies))
+    def run(case):
+        try:
+            check(kernel, case)
+        except pytest.skip.Exception:
+            pass
+
+    try:
+        run()
+    except AssertionError as error:
+        raise AssertionError(f"FLASH_ATTN_TEST_SEED={SEED}: {error}") from error
 
 
 # ---- what is refused ----

@@ -507,6 +507,7 @@ def _repeat(
             raise failure(status)
         return (result, lse) if make_lse else result
 
+    repeat.kept = args  # `filled` holds the address of the kernel's name
     return repeat
 
 

@@ -319,11 +319,45 @@ inline void refusals(const Context& context) {
     }
 }
 
+// Lengths, entries and pages that only the device knows may be anything: no access leaves the cache (a sanitizer looks on), and a
+// sequence without a place for its new keys writes none.
+inline void wild_contents(const Context& context) {
+    if (context.device == FA_CPU) throw Skip("on the CPU contents are checked");
+    for (const int32_t page_size : {0, 16})
+        for (const int32_t cache_dtype : {0, int32_t(FA_INT8)}) {
+            CacheCase c;
+            c.name = "wild contents", c.dtype = FA_FLOAT16, c.cache_dtype = cache_dtype, c.page_size = page_size, c.rotary_dim = 8;
+            c.token_scales = cache_dtype, c.headdim = c.headdim_v = 64;
+            for (const std::string& name : context.kernels)
+                for (const bool lengths : {false, true}) {
+                    CacheProblem p(c, context);
+                    fa_attention_args attention = p.attention(name.c_str(), context.num_threads);
+                    fa_kvcache_args args = p.args(&attention);
+                    std::vector<int32_t> wild(size_t(p.batch * p.pages), 0);
+                    for (size_t i = 0; i < wild.size(); ++i) wild[i] = i % 3 == 0 ? INT32_MAX : i % 3 == 1 ? INT32_MIN : p.entries;
+                    const Buffer contents(p.device, wild.data(), wild.size() * 4);
+                    if (lengths) args.cache_seqlens = contents.as<int32_t>();
+                    else if (page_size) args.block_table = contents.as<int32_t>();
+                    else args.cache_batch_idx = contents.as<int32_t>();
+                    const fa_attention_plan plan = query(args);
+                    if (plan.status == FA_UNSUPPORTED) continue;
+                    const Workspace workspace(p.device, plan.workspace_bytes);
+                    workspace.attach(&attention);
+                    expect_ok(fa_kvcache_attention(&args, nullptr), name.c_str());
+                    wait(p.device);
+                    workspace.check();
+                    EXPECT(p.k.device.bytes() == p.k.host && p.v.device.bytes() == p.v.host, "%s: keys without a place were written",
+                           name.c_str());
+                }
+        }
+}
+
 inline std::vector<Test> tests() {
     static const std::vector<CacheCase> cases = cache_cases();
     std::vector<Test> all;
     for (const CacheCase& c : cases)
         all.push_back({std::string("kvcache/tiny/") + c.name, [&c](const Context& context) { answer(context, c); }});
+    all.push_back({"kvcache/tiny/wild contents", wild_contents});
     all.push_back({"kvcache/refusals", refusals});
     return all;
 }
