@@ -9,7 +9,7 @@ template <WgmmaPlanId kId>
 cudaError_t launch_wgmma(const AttentionParams& p, int device, int multiprocessors, cudaStream_t stream);
 
 cudaError_t forward_wgmma_sm90(const AttentionParams& p, int device, int multiprocessors, cudaStream_t stream) {
-    switch (wgmma_choose(p)) {
+    switch (wgmma_choose(p, multiprocessors)) {
 #define FA_WGMMA_CASE(id) \
     case WgmmaPlanId::id: return launch_wgmma<WgmmaPlanId::id>(p, device, multiprocessors, stream);
         FA_WGMMA_CASE(kD64Short)
@@ -32,7 +32,7 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& p, int device, int multipr
 }
 
 size_t forward_wgmma_sm90_workspace(const AttentionParams& p, int multiprocessors) {
-    const int64_t items = wgmma_items(p, wgmma_plan(wgmma_choose(p)).block_m());
+    const int64_t items = wgmma_items(p, wgmma_plan(wgmma_choose(p, multiprocessors)).block_m());
     return wgmma_order(p, items, multiprocessors) == WorkOrder::kCounter ? 2 * sizeof(int) : 0;  // the counter and room to align it
 }
 

@@ -207,32 +207,38 @@ struct PageCopies {
     static constexpr int kPasses = kBlockN / 16;  // of 16 rows, four for each warp, eight lanes for the 128 bytes of a chunk
     static_assert(4 * kPasses <= 32, "each lane looks one row up");
     const AttentionParams& p;
-    int page, row;  // row 16 (lane / 4) + 4 warp + lane % 4 of the tile; page -1: past the sequence
+    int page, row;  // of row 16 (lane / 4) + 4 warp + lane % 4 of the tile: the table's entry, not yet looked at; row -1: past the sequence
 
     __device__ __forceinline__ void find(const WgmmaWork& w, int tile) {
         const int lane = threadIdx.x % 32, key = tile * kBlockN + lane / 4 * 16 + threadIdx.x / 32 * 4 + lane % 4;
-        page = -1;
-        if (lane >= 4 * kPasses || key >= w.seqlen_k) return;
+        row = -1;
+        if (tile < 0 || lane >= 4 * kPasses || key >= w.seqlen_k) return;
         const int index = key / p.cache.page_size;
-        page = cache_page(p.cache, w.batch, index), row = key - index * p.cache.page_size;
+        page = p.cache.block_table[w.batch * p.cache.table_row + index], row = key - index * p.cache.page_size;
     }
     // Rows of the head that starts at `head` to the tile at `tile`; kChunks of 64 columns, zeros from `columns` on.
     template <int kChunks>
     __device__ __forceinline__ void copy(uint32_t tile, const T* head, const TensorView& view, int columns) const {
+        constexpr int kBatch = kPasses % 4 == 0 ? 4 : 1;  // offsets that are on their way from other lanes together
         const int lane = threadIdx.x % 32, r = threadIdx.x / 32 * 4 + lane / 8, left = columns - lane % 8 * 8;
-        const int64_t offset = page * view.batch + row * view.row;  // of the row this lane knows
+        const int64_t known = row < 0 ? -1 : clamp_to(page, 0, p.cache.entries - 1) * view.batch + row * view.row;
         tile += r * kChunkRowBytes + ((lane % 8 ^ r % 8) << 4);
         head += lane % 8 * 8;
-#pragma unroll 2
-        for (int pass = 0; pass < kPasses; ++pass) {
-            const bool exists = __shfl_sync(~0u, page, 4 * pass + lane / 8) >= 0;
-            const T* from = head + __shfl_sync(~0u, offset, 4 * pass + lane / 8);
+#pragma unroll 1
+        for (int pass = 0; pass < kPasses; pass += kBatch) {
+            int64_t offset[kBatch];
 #pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
-                const bool there = exists && left > c * kChunkColumns;
-                cp_async_16(tile + c * kBlockN * kChunkRowBytes, there ? from + c * kChunkColumns : head, there ? 16 : 0);
+            for (int x = 0; x < kBatch; ++x) offset[x] = __shfl_sync(~0u, known, 4 * (pass + x) + lane / 8);
+#pragma unroll
+            for (int x = 0; x < kBatch; ++x) {
+                const T* from = head + (offset[x] < 0 ? 0 : offset[x]);
+                const int exist = offset[x] < 0 ? 0 : left;
+#pragma unroll
+                for (int c = 0; c < kChunks; ++c)
+                    cp_async_16(tile + (16 * x + c * kBlockN) * kChunkRowBytes, from + c * kChunkColumns,
+                                exist > c * kChunkColumns ? 16 : 0);
             }
-            tile += 16 * kChunkRowBytes;
+            tile += kBatch * 16 * kChunkRowBytes;
         }
     }
 };
@@ -260,33 +266,33 @@ __device__ __forceinline__ void produce_from_pages(const CUtensorMap& map_q, con
         if (!w.has_rows) continue;
         work.next(WgmmaSmem<T, kId>::kWorkSlots);
         PageCopies<T, kBlockN> rows{p, 0, 0};
-        uint32_t landing = 0;  // the barrier of the copies on their way
-        // Says of all copies but the newest tile's, or of all, that they have landed.
-        const auto landed = [&](auto pending) {
-            cp_async_wait_group<decltype(pending)::value>();
+        uint32_t landing[2] = {0, 0};  // the barriers of the two newest tiles' copies, which may still be on their way
+        // After each tile's copies, with its barrier: says of the tile two before it that it has landed.
+        const auto issued = [&](uint32_t barrier) {
+            cp_async_commit();
+            cp_async_wait_group<2>();
             fence_proxy_async();
             __syncwarp();
-            if (landing && threadIdx.x % 32 == 0) mbarrier_arrive(landing);
+            if (landing[0] && threadIdx.x % 32 == 0) mbarrier_arrive(landing[0]);
+            landing[0] = landing[1], landing[1] = barrier;
         };
         const auto load_k = [&](const Ring& at) {
             mbarrier_wait(shared_address(smem.k_empty) + 8 * at.slot, at.phase ^ 1);
             rows.template copy<kPlan.columns() / kChunkColumns>(
                 shared_address(smem.k[at.slot]), static_cast<const T*>(p.k.data) + w.head / p.group * p.k.head, p.k, p.headdim);
-            cp_async_commit();
-            landed(std::integral_constant<int, 1>{});
-            landing = shared_address(smem.k_full) + 8 * at.slot;
+            issued(shared_address(smem.k_full) + 8 * at.slot);
         };
         const auto load_v = [&](const Ring& at, const PageCopies<T, kBlockN>& rows) {
             mbarrier_wait(shared_address(smem.v_empty) + 8 * at.slot, at.phase ^ 1);
             rows.template copy<kPlan.columns_v() / kChunkColumns>(
                 shared_address(smem.v[at.slot]), static_cast<const T*>(p.v.data) + w.head / p.group * p.v.head, p.v, p.headdim_v);
-            cp_async_commit();
-            landed(std::integral_constant<int, 1>{});
-            landing = shared_address(smem.v_full) + 8 * at.slot;
+            issued(shared_address(smem.v_full) + 8 * at.slot);
         };
         int tile = w.last_tile;
         rows.find(w, tile);
-        load_k(ring);  // does not wait for the Q buffer
+        load_k(ring);                           // does not wait for the Q buffer
+        PageCopies<T, kBlockN> next{p, 0, -1};  // looked up while copies are issued
+        next.find(w, tile - 1);
         mbarrier_wait(q_empty, q_phase ^ 1);
         q_phase ^= 1;
         if (threadIdx.x == 0) {
@@ -300,17 +306,24 @@ __device__ __forceinline__ void produce_from_pages(const CUtensorMap& map_q, con
         }
         __syncwarp();
         while (tile > w.first_tile) {  // K one tile ahead of V
-            const PageCopies<T, kBlockN> behind = rows;
-            rows.find(w, --tile);
+            const int page_v = rows.page, row_v = rows.row;
+            rows.page = next.page, rows.row = next.row;
             Ring ahead = ring;
             ahead.next(kStages);
             load_k(ahead);
-            load_v(ring, behind);
+            next.find(w, --tile - 1);
+            load_v(ring, PageCopies<T, kBlockN>{p, page_v, row_v});
             ring = ahead;
         }
         load_v(ring, rows);
         ring.next(kStages);
-        landed(std::integral_constant<int, 0>{});
+        cp_async_wait_all();
+        fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            if (landing[0]) mbarrier_arrive(landing[0]);
+            mbarrier_arrive(landing[1]);
+        }
     }
 }
 

@@ -1,0 +1,65 @@
+"""Caches whose rows and pages take the tensor-core kernels through all paths: chunks of queries, latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import accuracy
+import pytest
+from test_kvcache import Case, check, expected, make, on_device
+
+import flash_attn_minimal as fa
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 8, 16, 24, 64, 128, 256])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+def test_chunks(kernel, headdim, page_size):
+    """A chunk joins caches of many lengths and attends to all of them: pages that tiles divide and that they do not."""
+    case = Case(
+        lengths=(0, None, 253, 130), rows=page_size or 390, pages=-(-390 // page_size) if page_size else 0,
+        seqlen_q=130, seqlen_new=130, headdim=headdim, nheads_k=1, nheads=2, dtype="bfloat16", batch_idx=not page_size,
+    )  # fmt: skip
+    check(kernel, replace(case, causal=True))
+    check(kernel, replace(case, headdim_v=64, dtype="float16", seqlen_new=0, seqlen_q=70))
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 64, 128])
+@pytest.mark.parametrize(
+    "scores", [{"causal": True}, {}, {"window_size": (90, 20)}, {"softcap": 5.0, "alibi": 1}], ids=str
+)
+def test_capacity_beyond_the_lengths(kernel, scores, page_size):
+    """Tiles are chosen by what the cache can hold; the lengths are the device's."""
+    case = Case(
+        lengths=(300, 5, None), rows=page_size or 9000, pages=-(-9000 // page_size) if page_size else 0, spare=0,
+        seqlen_q=140, seqlen_new=0, nheads=2, nheads_k=1, headdim=128, dtype="bfloat16", **scores,
+    )  # fmt: skip
+    check(kernel, replace(case, headdim=64, nheads=1, lengths=(200,)))
+    check(kernel, case)
+
+
+@pytest.mark.parametrize("page_size", [0, 8, 16, 64, 128])
+@pytest.mark.parametrize("nheads", [5, 16, 128])
+def test_latent_attention_in_one_memory(kernel, nheads, page_size):
+    """v_cache is the first 512 columns of k_cache; the rows of all heads are one matrix, cut every 64."""
+    case = Case(
+        lengths=(300, None, 0, 64), rows=page_size or 320, pages=320 // page_size if page_size else 0,
+        batch_idx=not page_size, seqlen_new=0, nheads=nheads, nheads_k=1, headdim=576, headdim_v=512,
+    )  # fmt: skip
+    check_latent(kernel, replace(case, dtype="bfloat16"))
+    check_latent(kernel, replace(case, dtype="float16", seqlen_q=3, causal=True, num_splits=3))
+    check_latent(kernel, replace(case, dtype="bfloat16", seqlen_q=2, window_size=(70, 0), num_splits=1))
+
+
+def check_latent(kernel, case):
+    call = make(case)
+    call.cache["v_cache"] = call.cache["k_cache"][..., : case.headdim_v]
+    arrays = on_device(kernel, case, call)
+    arrays["v_cache"] = arrays["k_cache"][..., : case.headdim_v]
+    plan = fa.kvcache_query(**arrays)
+    if plan.status == "FA_UNSUPPORTED" and not kernel.general:
+        pytest.skip(plan.error)
+    out = kernel.device.nans((*call.q.shape[:3], case.headdim_v), case.dtype)
+    _, lse = fa.flash_attn_with_kvcache(**arrays, out=out, return_softmax_lse=True)
+    exact, plain = expected(case, call, call.q, call.cache)
+    accuracy.check("lse", kernel.device.numpy(lse), exact[1], plain[1], "float32", floor=4e-5)
+    accuracy.check("out", kernel.device.numpy(out), exact[0], plain[0], case.dtype, floor=4e-5)
