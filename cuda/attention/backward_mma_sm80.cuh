@@ -90,8 +90,9 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
                   kPartsDq = kTilesDq / kPartTiles;  // of dQ at a time
     // Halves of a step that an edge may hide: rows above the first keys, keys past the last rows. Beyond 192 registers are short.
     constexpr bool kHalfRows = kBlockM > kBlockN && kD <= 192, kHalfKeys = kBlockN > kBlockM;
-    // The first S begins before V and dO have landed; where an SM has three blocks, the others work meanwhile.
-    constexpr bool kEarlyStart = kTile.blocks_per_sm < 3;
+    // The first S begins before V and dO have landed; where an SM has three blocks, the others work meanwhile. Beyond 192 registers are
+    // short.
+    constexpr bool kEarlyStart = kTile.blocks_per_sm < 3 && kD <= 192;
     // A warp computes its S and dP in parts of so many key tiles that the two take at most 64 registers.
     constexpr int kPartTilesS = kMmasS * kTilesS <= 8 ? kTilesS : 8 / kMmasS, kPartsS = kTilesS / kPartTilesS;
     static_assert(kPartTilesS % 2 == 0 && kPartsS * kPartTilesS == kTilesS, "S is cut into even parts");
@@ -281,8 +282,8 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
                 for (int x = kPairs * step / kStepsDv; x < kPairs * (step + 1) / kStepsDv; ++x) {
                     const int m = x / (2 * kTiles), half = x % 2;
                     float* pair = S[m][x / 2 % kTiles] + 2 * half;
-                    pair[0] = exp2_approx(fmaf(pair[0], p.scale * kLog2e, -lse[m][half]));
-                    pair[1] = exp2_approx(fmaf(pair[1], p.scale * kLog2e, -lse[m][half]));
+                    pair[0] = exp2_approx(fmaf(pair[0], params.scale_log2, -lse[m][half]));
+                    pair[1] = exp2_approx(fmaf(pair[1], params.scale_log2, -lse[m][half]));
                 }
             };
             if (does_s) multiply_rows<T, TileV, TileV, kStepsDv>(dP, dout_a + to_dout, v_part, exponentials);
@@ -396,7 +397,7 @@ template <typename T, int kD, int kDv>
 cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, cudaStream_t stream) {
     const AttentionParams& p = backward.forward;
     MmaBackwardParams params{};
-    params.backward = backward;
+    params.backward = backward, params.scale_log2 = backward.forward.scale * kLog2e;
     params.aligned_q = aligned_rows<T>(p, p.q, p.nheads, p.headdim), params.aligned_out = aligned_rows<T>(p, p.out, p.nheads, p.headdim_v);
     params.aligned_k = aligned_rows<T>(p, p.k, p.nheads_k, p.headdim), params.aligned_v = aligned_rows<T>(p, p.v, p.nheads_k, p.headdim_v);
     params.aligned_dout = aligned_rows<T>(p, backward.dout, p.nheads, p.headdim_v);

@@ -28,6 +28,7 @@ struct MmaBackwardParams {
     int tiles_q, tiles_k;   // of one head of the longest sequence
     int section;            // KV heads per section, see tiles_mma_sm80.h
     int block_m, tiles_dq;  // for the kernel that computes dQ alone: rows of a workspace tile, its own tiles of one head
+    float scale_log2;       // scale x log2 e
     bool aligned_q, aligned_k, aligned_v, aligned_out, aligned_dout, aligned_dq, aligned_dk, aligned_dv;
 };
 

@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
 #pragma unroll
             for (int i = 0; i < 4 * kTilesN; ++i) {
                 const int half = i / 2 % 2;
-                const float P = exp2_approx(fmaf(flat(S[0])[i], p.scale * kLog2e, -lse[0][half]));
+                const float P = exp2_approx(fmaf(flat(S[0])[i], params.scale_log2, -lse[0][half]));
                 flat(dP[0])[i] = P * (flat(dP[0])[i] - delta[0][half]);
             }
         }

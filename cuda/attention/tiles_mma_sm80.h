@@ -152,8 +152,8 @@ constexpr BackwardTile backward_mma_tile(int d, MmaSm sm) {
     }
     if (sm == MmaSm::kShort || sm == MmaSm::k228) {
         if (d <= 64)
-            return {64, 128, 4, 2, 2, 2, 2, 2, 2};  // 97 KB, parts of S 32 x 64: ldmatrix is the limit, and reads a fifth less than with
-                                                    // 32 x 32 in three blocks of 64 x 64, 10 .. 18 % slower. The next: 10 % slower
+            return {64, 128, 4, 2, 2, 2, 2, 2, 2};  // 97 KB. Three blocks of 64 x 64, with twice the copies of Q and dO, twice the adds to
+                                                    // dQ and a tenth more for ldmatrix: 9 .. 16 % slower. The next: 10 % slower
         if (d > 128 && d <= 192) return {128, 64, 8, 4, 2, 4, 2, 1, 1};  // 226 KB
         if (d > 192) return {128, 64, 8, 4, 2, 4, 1, 1, 1};              // 225 KB. 64 x 64: 1 .. 18 % slower
     }
