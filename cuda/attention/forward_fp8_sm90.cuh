@@ -15,7 +15,7 @@
 // P is at most 448, e4m3's largest number, and below 2^-9 there is nothing, so the lazy maximum m stands 2^6 below the largest score of
 // the first tile: P reaches 64, a row may rise by 2^2.75 before O is rescaled, and 2^-16 of the maximum still counts. The largest P is then
 // no power of two, and rounding it would tilt rows that one key dominates; so out = O / (sum of P as rounded), which comes with P V: below
-// its head dims V^T has eight more rows of constants. lse has the sum before rounding, which only calls that want lse pay for. The factors
+// its head dims V^T has eight more rows of constants. lse has the sum before rounding, worth 3 .. 7 % to calls without lse. The factors
 // of q and k belong to the exponential's scale, that of v to the last division.
 //
 // The tensor cores cut every product off at 2^-13 of the sum it joins: summed there, out falls short of a mean of V by 8 % at 4k keys and

@@ -223,15 +223,15 @@ FA_HOST_DEVICE constexpr Fp8Plan fp8_plan(Fp8PlanId id) {
     switch (id) {
         // Short items start and end sooner with two warpgroups, and need no turns: 9 .. 10 % over the long plan up to 1k causal.
         case Fp8PlanId::kD64Short: return {64, 128, 2, 4, 3, false, true, Fp8Sum::kTensorCores};
-        // 192 rows share a tile's transposition: 11 .. 28 % over 128 rows from 2k on. Promotion: 4 .. 7 %, without turns 9 %. 160 and 192
-        // keys lose 8 .. 15 % (the first serialises the products, C7512), Q in shared memory 10 %.
+        // 192 rows share a tile's transposition: 11 .. 28 % over 128 rows from 2k on. Promotion: 2 .. 7 %. Without turns -4 .. -6 %, Q in
+        // shared memory -10 %, 160 keys -14 % (the products are serialised, C7512), two warpgroups with 192 keys -17 %.
         case Fp8PlanId::kD64Long: return {64, 128, 3, 4, 3, true, true, Fp8Sum::kShared};
         // Room for Q in registers, so that the next item's first product runs under the epilogue.
         case Fp8PlanId::kD128Short: return {128, 128, 2, 4, 3, false, true, Fp8Sum::kTensorCores};
-        // 96 keys are what 160 registers hold beside 64 of O. Promotion: 6 .. 8 %, the time that shared memory takes for O; every 512 keys
-        // 11 %. Two warpgroups with 160, 192, 224 keys: -2 .. -9 % (without promotion).
+        // 96 keys are what 160 registers hold beside 64 of O. Promotion: 2 .. 8 %, the time that shared memory takes for O; every 512 keys
+        // 5 % more. Without turns -1 .. -2 %. Two warpgroups with 160, 192, 224 keys: -2 .. -13 % without promotion.
         case Fp8PlanId::kD128Long: return {128, 96, 3, 3, 2, true, false, Fp8Sum::kShared};
-        // Turns +0 .. 1 %. 96 keys: -13 %.
+        // Turns +0 .. 2 %. 96 keys -14 %.
         case Fp8PlanId::kD256: return {256, 128, 2, 2, 2, true, false, Fp8Sum::kTensorCores};
         // Shared memory has no room for O. 6 .. 9 % behind the sum in the tensor cores.
         case Fp8PlanId::kD256Long: return {256, 128, 2, 2, 2, false, false, Fp8Sum::kPieces};
