@@ -18,8 +18,8 @@
 // has a warpgroup of its own. Every product's accumulators live until all products issued with it are drained, so the products come in two
 // batches, {dP, dV} and {S of the next tile, dK}, and everything is drained twice a tile; where registers are scarce dP alone as well.
 //
-// What bounds it: shared memory (3072 cycles of operands and copies beside 2560 cycles of tensor cores a tile at head dim 128) and the
-// chain of the dQ warpgroup; short sequences by the memory traffic of the kernels around it, backward_wgmma_sm90_rows.cu.
+// What bounds it: shared memory, busy 86 % of the time at head dim 128 and 79 % at 64 on an H200 (seqlen 16384), tensor cores 77 % and
+// 63 %; short sequences by the memory traffic of the kernels around it, backward_wgmma_sm90_rows.cu.
 #pragma once
 
 #include "attention/backward_wgmma_sm90_block.cuh"
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(512, 1)
             const float4 delta = statistic(smem.delta[slot], quad, 0);
             mbarrier_wait(ds_empty + 8 * slot, phase ^ 1);
             if (kBlockM == 64) wgmma_wait<1>(dp);
-            else wgmma_wait<0>(dp), multiply_dv(slot, it);  // frees the registers of dP one by one
+            else wgmma_wait<0>(dp), multiply_dv(slot, it);  // drained alone, dP gives its registers back one by one
             if constexpr (kGeneral)
                 if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
             store_ds(slot, delta);  // while dV is multiplied

@@ -94,11 +94,11 @@ FA_HOST_DEVICE Range key_blocks_of(const VisibleBand& band, int row0, int block_
 // What the kernels before, inside and after hand to each other for every tile of block_m queries, in the caller's workspace.
 struct QueryTiles {
     float* dq;     // (heads, tiles, block_m * columns): sums of dS K, each tile in the order of the accumulators that hold it
-    int* turn;     // (heads, tiles): how many of its key blocks have added to dq; Turn in backward_wgmma_sm90_block.cuh
+    int* turn;     // (heads, tiles): who may add to dq; Turn in backward_wgmma_sm90_block.cuh
     float* lse;    // (heads, tiles, block_m): in units of log2, +inf for rows without keys and past the end, in the order of quad_order
     float* delta;  // likewise: rowsum(dout * out)
     int block_m, block_n, columns;
-    bool zeroed;    // dq starts as zeros; else the first of its key blocks writes it and the others wait for that
+    bool zeroed;    // dq starts as zeros; else the first key block to come writes it and the others wait for that
     int tiles;      // of a sequence; varlen: of all sequences, tile m of sequence b at cu_seqlens_q[b] / block_m + b + m
     int64_t heads;  // batch * nheads; varlen: nheads
 
