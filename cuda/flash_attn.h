@@ -206,7 +206,7 @@ typedef struct fa_kvcache_args {
     int32_t cache_dtype;            /* fa_dtype of the cache: 0 = dtype, FA_FLOAT8_E4M3 or FA_INT8 */
     int32_t cache_batch;            /* entries of the cache, or pages */
     const int32_t* cache_seqlens;   /* (batch) keys in the cache before this call, at most seqlen_k - seqlen_new; below 0: an idle
-                                       sequence, which appends nothing and gets out = 0, lse = -inf. NULL = seqlen_k - seqlen_new */
+                                       sequence, which appends nothing and whose rows are empty. NULL = seqlen_k - seqlen_new */
     const int32_t* cache_batch_idx; /* (batch) entry of each sequence; NULL = 0, 1, ...; contiguous only */
     const int32_t* block_table;     /* (batch, pages of a sequence); NULL = contiguous. Entries past a sequence's keys are not read */
     int64_t block_table_stride;

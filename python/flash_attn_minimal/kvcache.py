@@ -92,7 +92,8 @@ def flash_attn_with_kvcache(
             or a window, else every row at cache_seqlens. They want k and v.
         cache_seqlens: the keys in the cache before this call: (batch,) int32 on q's device, or one integer for all,
             which costs neither memory nor a copy. Below 0 (in an array) marks an idle sequence: it appends nothing and
-            returns out = 0, lse = -inf. None: the cache is full, with the last seqlen_new rows left for k and v.
+            returns out = 0, lse = -inf (the sink with sinks). None: the cache is full but for the last seqlen_new rows,
+            which are left for k and v.
         cache_batch_idx: (batch,) int32, the entry of each sequence; None means 0, 1, 2, ... Not with block_table.
             Sequences that append to the same entry race.
         cache_leftpad: flash-attn's name, not served: keys start at row 0 of an entry.
@@ -101,8 +102,8 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sinks: as in flash_attn_func. The last row of q is
             aligned with the last key, appended ones included.
         rotary_interleaved: rotate pairs (2i, 2i + 1) rather than (i, i + rotary_dim / 2).
-        num_splits: pieces that a sequence's keys are cut into to occupy a GPU, 1 .. 256; 0 lets the kernel choose. The
-            CPU backend cuts by length alone, whatever this says.
+        num_splits: pieces that a sequence's keys are cut into, to occupy the whole processor with a few rows, 1 .. 256;
+            0 lets the kernel choose (on the CPU by length alone). Kernels for many rows do not cut.
         return_softmax_lse: also return lse.
         k_scale, v_scale: what the values of an 8-bit cache are multiplied by, positive float32. (nheads_k,) or
             (entries, 1, nheads_k): a factor for every head, which appended values are rounded with. (entries,

@@ -334,7 +334,8 @@ inline void wild_contents(const Context& context) {
                     fa_attention_args attention = p.attention(name.c_str(), context.num_threads);
                     fa_kvcache_args args = p.args(&attention);
                     std::vector<int32_t> wild(size_t(p.batch * p.pages), 0);
-                    for (size_t i = 0; i < wild.size(); ++i) wild[i] = i % 3 == 0 ? INT32_MAX : i % 3 == 1 ? INT32_MIN : p.entries;
+                    for (size_t i = 0; i < wild.size(); ++i)
+                        wild[i] = i % 3 == 0 ? INT32_MAX : i % 3 == 1 ? INT32_MIN : lengths ? p.rows * p.pages : p.entries;
                     const Buffer contents(p.device, wild.data(), wild.size() * 4);
                     if (lengths) args.cache_seqlens = contents.as<int32_t>();
                     else if (page_size) args.block_table = contents.as<int32_t>();
