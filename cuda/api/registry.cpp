@@ -282,7 +282,7 @@ size_t decode_split_workspace(const AttentionParams& p, const DeviceInfo& device
     return decode_split_workspace(p, decode_device(device));
 }
 fa_status decode_split_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
-    return launched("decode_split", decode_split(p, decode_device(device), false, static_cast<cudaStream_t>(stream)));
+    return launched("decode_split", decode_split(p, decode_device(device), static_cast<cudaStream_t>(stream)));
 }
 const char* mma_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";

@@ -13,6 +13,11 @@ inline int decode_bucket(const AttentionParams& p) {
 
 inline bool decode_bytes(const AttentionParams& p) { return p.cache.entries && p.cache.dtype != p.dtype; }
 
+// Of a unit at most.
+inline int64_t decode_tiles(const AttentionParams& p, int tile_shift) {
+    return p.seqlen_k ? (int64_t(p.seqlen_k - 1) >> tile_shift) + 1 : 1;
+}
+
 // Everything but the workspace's pointers and the stages.
 inline DecodeParams decode_plan(const AttentionParams& p, const DecodeDevice& device) {
     constexpr int kInvariantPieces = 16, kInvariantTiles = 4;  // of a unit at most; of a piece at least
@@ -21,15 +26,18 @@ inline DecodeParams decode_plan(const AttentionParams& p, const DecodeDevice& de
     const int rows = p.seqlen_q * p.group, bucket = decode_bucket(p);
     d.rows = rows <= 16 ? 16 : 64;
     d.row_tiles = (rows + d.rows - 1) / d.rows;
-    d.tile_keys = decode_bytes(p) || bucket <= 64 ? 128 : 64;
+    d.tile_shift = decode_bytes(p) || bucket <= 64 ? 7 : 6;
+    const int widest = p.seqlen_q + p.seqlen_k;
+    int32_t &left = d.attention.window_left, &right = d.attention.window_right;
+    left = left < widest ? left : widest, right = right < widest ? right : widest;
     const int blocks = (bucket <= 128 ? 2 : 1) * device.multiprocessors;
-    const int64_t tiles = (int64_t(p.seqlen_k) + d.tile_keys - 1) / d.tile_keys + 1;  // of a unit at most: a window may begin in a tile
+    const int64_t tiles = decode_tiles(p, d.tile_shift);
     const int64_t line = tiles * d.heads() * p.batch;
     d.uniform = p.cache.num_splits > 0 || p.cache.batch_invariant;
     d.least_tiles = p.cache.num_splits > 0 ? 1 : kInvariantTiles;
     const int most = p.cache.num_splits > 0 ? p.cache.num_splits : kInvariantPieces;
     d.pieces = !d.uniform ? int(line < blocks ? line : blocks) : int(most < tiles ? most : tiles);
-    d.combines = p.seqlen_k > d.tile_keys && d.pieces > 1;
+    d.combines = tiles > 1 && d.pieces > 1;
     return d;
 }
 

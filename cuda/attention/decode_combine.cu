@@ -19,11 +19,10 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     const AttentionParams& p = d.attention;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int head = blockIdx.x % p.nheads, i = blockIdx.x / p.nheads % p.seqlen_q, b = blockIdx.x / p.nheads / p.seqlen_q;
-    const Sequence s = sequence_of(p, b);
     const int r = i * p.group + head % p.group, unit = head / p.group * d.row_tiles + r / d.rows;
     const UnitPieces pieces = pieces_of(d, b, unit);
     grid_dependency_wait();  // by every block: the end of this kernel is then also the end of those before it
-    if (i >= s.seqlen_q || pieces.count == 1) return;
+    if (pieces.count == 1) return;
 
     float max = -FLT_MAX, sum = 0;
     float4 acc[kParts] = {};
@@ -79,8 +78,9 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
         const float next = fmaxf(top, sink), factor = exp2_approx(top - next);
         total = total * factor + exp2_approx(sink - next), top = next, inverse = factor / total;
     }
-    if (p.lse && threadIdx.x == 0) p.lse[lse_offset(p, s, head) + i] = total == 0 ? -INFINITY : (top + log2f(total)) * kLn2;
-    uint16_t* const out = static_cast<uint16_t*>(p.out.data) + s.out + i * p.out.row + head * p.out.head;
+    if (p.lse && threadIdx.x == 0)
+        p.lse[(int64_t(b) * p.nheads + head) * p.seqlen_q + i] = total == 0 ? -INFINITY : (top + log2f(total)) * kLn2;
+    uint16_t* const out = static_cast<uint16_t*>(p.out.data) + b * p.out.batch + i * p.out.row + head * p.out.head;
     for (int column = threadIdx.x; column < p.headdim_v; column += kThreads) {
         float x = 0;
 #pragma unroll

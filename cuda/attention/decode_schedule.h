@@ -13,10 +13,10 @@
 namespace fa {
 
 struct DecodeParams {
-    AttentionParams attention;
-    int rows, row_tiles;  // of a tile; tiles of the seqlen_q * group rows that share a key head
-    int tile_keys;
-    int pieces;  // balanced: of the line at most, one for each block; uniform: of a unit at most
+    AttentionParams attention;  // its window no wider than all queries and keys together
+    int rows, row_tiles;        // of a tile; tiles of the seqlen_q * group rows that share a key head
+    int tile_shift;             // a tile has 2^tile_shift keys
+    int pieces;                 // balanced: of the line at most, one for each block; uniform: of a unit at most
     bool uniform;
     int least_tiles;     // uniform: of a piece, where that leaves fewer pieces
     int stages;          // of the ring in shared memory
@@ -28,93 +28,53 @@ struct DecodeParams {
     FA_HOST_DEVICE int heads() const { return attention.nheads_k * row_tiles; }  // units of a sequence
 };
 
-// Tiles of keys first .. first + count - 1 and, of them, the keys that some row sees.
-struct KeyTiles {
-    int first, count;
-    KeyRange keys;
-};
-
-FA_HOST_DEVICE KeyTiles key_tiles(const DecodeParams& d, const Sequence& s) {
-    if (s.seqlen_q == 0) return {0, 0, {0, 0}};
-    const KeyRange keys{key_range(d.attention, s, 0).begin, key_range(d.attention, s, s.seqlen_q - 1).end};
-    const int first = keys.begin / d.tile_keys;
-    return {first, keys.end > keys.begin ? (keys.end - 1) / d.tile_keys - first + 1 : 0, keys};
-}
-
-// Uniform: tiles of each piece of a unit, the last one's remainder aside.
-FA_HOST_DEVICE int piece_tiles(const DecodeParams& d, int count) {
-    const int most = (count + d.least_tiles - 1) / d.least_tiles, pieces = most < d.pieces ? most : d.pieces;
-    return pieces > 1 ? (count + pieces - 1) / pieces : count > 1 ? count : 1;
-}
-
 #if defined(__CUDACC__)
 
-// A unit without keys takes one place on the line, so that some block writes its zeros.
-__device__ __forceinline__ int line_tiles(const DecodeParams& d, int b) { return max(key_tiles(d, sequence_of(d.attention, b)).count, 1); }
-
-__device__ __forceinline__ bool same_lengths(const AttentionParams& p) { return !p.cache.seqlens && !p.cu_seqlens_k; }
-
-struct Line {
-    int64_t length, before;  // tiles of all units; of the sequences before the one asked for
+// The keys of a sequence: how many, those that some row sees, and their tiles, one at least, so that some block writes the zeros of a
+// sequence without keys. 32 bits, and short: this is the first thing that every block computes.
+struct SequenceKeys {
+    int count, shift, begin, end;
+    int first_tile, tiles;
 };
 
-// Called by whole warps, the same for all lanes.
-__device__ __forceinline__ Line line_of(const DecodeParams& d, int b) {
+__device__ __forceinline__ SequenceKeys sequence_keys(const DecodeParams& d, int b) {
     const AttentionParams& p = d.attention;
-    if (same_lengths(p)) {
-        const int64_t tiles = int64_t(line_tiles(d, 0)) * d.heads();
-        return {tiles * p.batch, tiles * b};
-    }
-    int64_t length = 0, before = 0;
-    for (int x = threadIdx.x % 32; x < p.batch; x += 32) {
-        const int tiles = line_tiles(d, x);
-        length += tiles;
-        if (x < b) before += tiles;
-    }
-    for (int offset = 16; offset; offset /= 2) {
-        length += __shfl_xor_sync(~0u, length, offset);
-        before += __shfl_xor_sync(~0u, before, offset);
-    }
-    return {length * d.heads(), before * d.heads()};
+    SequenceKeys k;
+    k.count = p.cache.entries ? cached_keys(p, b) : p.seqlen_k;
+    k.shift = p.top_left ? 0 : k.count - p.seqlen_q;
+    k.begin = p.window_left >= 0 ? min(max(k.shift - p.window_left, 0), k.count) : 0;
+    k.end = max(p.window_right >= 0 ? min(p.seqlen_q + k.shift + p.window_right, k.count) : k.count, k.begin);
+    k.first_tile = k.begin >> d.tile_shift;
+    k.tiles = max(((k.end - 1) >> d.tile_shift) + 1 - k.first_tile, 1);
+    return k;
+}
+__device__ __forceinline__ int tiles_of(const DecodeParams& d, int b) {
+    return b < d.attention.batch ? sequence_keys(d, b).tiles * d.heads() : 0;
 }
 
-// The sequence in which place x of the line lies; `before` becomes where it begins.
-__device__ __forceinline__ int sequence_at(const DecodeParams& d, int64_t x, int64_t& before) {
-    const AttentionParams& p = d.attention;
-    if (same_lengths(p)) {
-        const int64_t tiles = int64_t(line_tiles(d, 0)) * d.heads();
-        const int b = int(x / tiles);
-        before = b * tiles;
-        return b;
-    }
-    const int lane = threadIdx.x % 32;
-    before = 0;
-    for (int b0 = 0; b0 < p.batch; b0 += 32) {
-        int64_t end = b0 + lane < p.batch ? int64_t(line_tiles(d, b0 + lane)) * d.heads() : 0;
-        const int64_t own = end;
-        for (int offset = 1; offset < 32; offset *= 2) {
-            const int64_t lower = __shfl_up_sync(~0u, end, offset);
-            if (lane >= offset) end += lower;
-        }
-        const unsigned behind = __ballot_sync(~0u, before + end > x);
-        if (behind) {
-            const int at = __ffs(behind) - 1;
-            before += __shfl_sync(~0u, end - own, at);
-            return b0 + at;
-        }
-        before += __shfl_sync(~0u, end, 31);
-    }
-    return p.batch - 1;  // not reached: x is on the line
+// Uniform: tiles of each piece of a unit of so many, the last one's remainder aside.
+__device__ __forceinline__ int piece_tiles(const DecodeParams& d, int tiles) {
+    const int pieces = min((tiles + d.least_tiles - 1) / d.least_tiles, d.pieces);
+    return (tiles + pieces - 1) / pieces;
 }
 
-// The pieces of the line, `pieces` of them: piece c begins at place c * length / pieces.
+// Balanced: the line in pieces that differ by one tile at most, the longer ones first.
 struct Cut {
-    int64_t length;
-    int pieces;
-    __device__ __forceinline__ Cut(const DecodeParams& d, int64_t length) : length(length), pieces(int(min(int64_t(d.pieces), length))) {}
-    __device__ __forceinline__ int64_t begin(int piece) const { return piece * length / pieces; }
-    __device__ __forceinline__ int piece_at(int64_t place) const { return int(((place + 1) * pieces - 1) / length); }
+    unsigned each, longer, pieces;
+    __device__ __forceinline__ Cut(const DecodeParams& d, unsigned length) {
+        pieces = min(unsigned(d.pieces), length), each = length / pieces, longer = length % pieces;
+    }
+    __device__ __forceinline__ unsigned begin(unsigned piece) const { return piece * each + min(piece, longer); }
+    __device__ __forceinline__ unsigned piece_at(unsigned place) const {
+        const unsigned end = longer * (each + 1);
+        return place < end ? place / (each + 1) : longer + (place - end) / each;
+    }
 };
+
+__device__ __forceinline__ unsigned warp_sum(unsigned x) {
+    for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+    return x;
+}
 
 // A unit's pieces and where their results lie.
 struct UnitPieces {
@@ -125,22 +85,25 @@ struct UnitPieces {
     __device__ __forceinline__ int64_t slot(int i) const { return balanced ? first_slot + 2 * i + (i == 0) : first_slot + i; }
 };
 
+// Called by whole warps, as is all of the following.
 __device__ __forceinline__ UnitPieces pieces_of(const DecodeParams& d, int b, int unit) {
-    const KeyTiles tiles = key_tiles(d, sequence_of(d.attention, b));
+    const int tiles = sequence_keys(d, b).tiles;
     if (d.uniform) {
-        const int64_t slot = (int64_t(b) * d.heads() + unit) * d.pieces;
-        const int each = piece_tiles(d, tiles.count);
-        return {max((tiles.count + each - 1) / each, 1), slot, false};
+        const int each = piece_tiles(d, tiles);
+        return {(tiles + each - 1) / each, (int64_t(b) * d.heads() + unit) * d.pieces, false};
     }
-    const Line line = line_of(d, b);
-    const Cut cut(d, line.length);
-    const int count = max(tiles.count, 1);
-    const int64_t begin = line.before + int64_t(unit) * count;
-    const int first = cut.piece_at(begin), last = cut.piece_at(begin + count - 1);
-    return {last - first + 1, 2 * int64_t(first), true};
+    unsigned length = 0, before = 0;
+    for (int x = threadIdx.x % 32; x < d.attention.batch; x += 32) {
+        const unsigned more = tiles_of(d, x);
+        length += more;
+        if (x < b) before += more;
+    }
+    const Cut cut(d, warp_sum(length));
+    const unsigned begin = warp_sum(before) + unit * tiles, first = cut.piece_at(begin), last = cut.piece_at(begin + tiles - 1);
+    return {int(last - first) + 1, 2 * int64_t(first), true};
 }
 
-// What a block does at a time: tiles begin .. end - 1 of a unit.
+// What a block does at a time: tiles begin .. end - 1, counted from the sequence's first, of a unit.
 struct Segment {
     int b, unit, begin, end;
     int64_t slot;  // of its partial result; below 0: it is the whole unit
@@ -148,46 +111,46 @@ struct Segment {
 
 class Segments {
 public:
-    __device__ __forceinline__ Segments(const DecodeParams& d, int block, int blocks) : d_(d) {
+    __device__ __forceinline__ Segments(const DecodeParams& d, unsigned block) : d_(d), block_(block) {
         if (d.uniform) {
-            at_ = block, step_ = blocks, end_ = int64_t(d.attention.batch) * d.heads() * d.pieces;
+            at_ = block, end_ = d.attention.batch * d.heads() * d.pieces;
             return;
         }
-        const Cut cut(d, line_of(d, 0).length);
-        if (block >= cut.pieces) {
-            at_ = end_ = 0;
-            return;
-        }
-        piece_ = block, at_ = cut.begin(block), end_ = cut.begin(block + 1);
-        int64_t before;
-        b_ = sequence_at(d, at_, before);
-        count_ = line_tiles(d, b_);
-        unit_ = int((at_ - before) / count_), tile_ = int((at_ - before) % count_);
+        unsigned length = 0;
+        for (int b = threadIdx.x % 32; b < d.attention.batch; b += 32) length += tiles_of(d, b);
+        const Cut cut(d, warp_sum(length));
+        at_ = cut.begin(min(block, cut.pieces)), end_ = cut.begin(min(block + 1, cut.pieces));
     }
 
     // False when there is nothing left.
     __device__ __forceinline__ bool next(Segment& segment) {
         while (at_ < end_) {
             if (d_.uniform) {
-                const int64_t unit = at_ / d_.pieces;
-                const int piece = int(at_ % d_.pieces), b = int(unit / d_.heads());
-                const int64_t slot = at_;
-                at_ += step_;
-                const KeyTiles tiles = key_tiles(d_, sequence_of(d_.attention, b));
-                const int each = piece_tiles(d_, tiles.count), begin = piece * each;
-                if (piece && begin >= tiles.count) continue;
-                const int end = min(begin + each, tiles.count);
-                segment = {b, int(unit % d_.heads()), tiles.first + begin, tiles.first + end, each >= tiles.count ? -1 : slot};
+                const unsigned slot = at_, piece = slot % d_.pieces, unit = slot / d_.pieces, b = unit / d_.heads();
+                at_ += gridDim.x;
+                const int tiles = sequence_keys(d_, b).tiles, each = piece_tiles(d_, tiles), begin = piece * each;
+                if (begin >= tiles) continue;
+                segment = {int(b), int(unit % d_.heads()), begin, min(begin + each, tiles), each >= tiles ? -1 : int64_t(slot)};
                 return true;
             }
-            const int end = int(min(int64_t(count_), tile_ + (end_ - at_)));
-            const KeyTiles tiles = key_tiles(d_, sequence_of(d_.attention, b_));
-            const bool whole = tile_ == 0 && end == count_;
-            segment = {b_, unit_, tiles.first + tile_, tiles.first + min(end, tiles.count),
-                       whole ? -1 : 2 * int64_t(piece_) + (tile_ == 0 ? 1 : 0)};
-            at_ += end - tile_;
-            tile_ = 0;
-            if (++unit_ == d_.heads() && at_ < end_) unit_ = 0, count_ = line_tiles(d_, ++b_);
+            const int lane = threadIdx.x % 32;
+            while (at_ >= before_ + length_) {  // on to the next 32 sequences: where on the line each of them ends
+                before_ += length_, first_ += 32;
+                place_ = tiles_of(d_, first_ + lane);
+                for (int offset = 1; offset < 32; offset *= 2) {
+                    const unsigned lower = __shfl_up_sync(~0u, place_, offset);
+                    if (lane >= offset) place_ += lower;
+                }
+                length_ = __shfl_sync(~0u, place_, 31);
+            }
+            const int source = __ffs(__ballot_sync(~0u, before_ + place_ > at_)) - 1;
+            const unsigned end = before_ + __shfl_sync(~0u, place_, source);
+            const unsigned begin = source ? before_ + __shfl_sync(~0u, place_, source - 1) : before_;
+            const unsigned tiles = (end - begin) / d_.heads(), unit = (at_ - begin) / tiles, tile = at_ - begin - unit * tiles;
+            const unsigned count = min(tiles - tile, end_ - at_);
+            segment = {first_ + source, int(unit), int(tile), int(tile + count),
+                       count == tiles ? -1 : 2 * int64_t(block_) + (tile == 0 ? 1 : 0)};
+            at_ += count;
             return true;
         }
         return false;
@@ -195,8 +158,10 @@ public:
 
 private:
     const DecodeParams& d_;
-    int64_t at_, end_, step_ = 0;
-    int piece_ = 0, b_ = 0, unit_ = 0, tile_ = 0, count_ = 1;
+    const unsigned block_;
+    unsigned at_, end_;
+    int first_ = -32;                               // of 32 sequences,
+    unsigned before_ = 0, length_ = 0, place_ = 0;  // which begin at before_; place_: where this lane's ends, from there
 };
 
 #endif

@@ -8,11 +8,11 @@ size_t decode_split_workspace(const AttentionParams& p, const DecodeDevice& devi
     return d.combines ? size_t(decode_slots(d)) * d.rows * (p.headdim_v + 1) * sizeof(float) + 128 : 0;
 }
 
-cudaError_t decode_split(const AttentionParams& p, const DecodeDevice& device, bool after_append, cudaStream_t stream) {
+cudaError_t decode_split(const AttentionParams& p, const DecodeDevice& device, cudaStream_t stream) {
     DecodeParams d = decode_plan(p, device);
     d.partial = static_cast<float*>(align_up(p.workspace, 128));
     d.partial_lse = d.partial + decode_slots(d) * d.rows * p.headdim_v;
-    d.after_append = after_append && device.compute >= 90;
+    d.after_append = p.cache.added > 0 && device.compute >= 90;
     const cudaError_t error = decode_bytes(p)              ? decode_split_8bit(d, device, stream)
                               : p.dtype == DType::kFloat16 ? launch_decode<__half>(d, device, stream)
                                                            : launch_decode<__nv_bfloat16>(d, device, stream);

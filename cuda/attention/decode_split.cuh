@@ -10,8 +10,11 @@
 //   - 8-bit caches arrive as bytes and become fp16 in registers (device/widen.cuh): ldmatrix takes two neighbouring bytes for one 16-bit
 //     value, so Q's columns and O's are permuted instead of the data. K's factor multiplies the score, V's multiplies P.
 //
-// Shared memory     stages x 4 parts x (K part_keys x d | V part_keys x d | factors), then fragments of Q at head dim 256; at the end of a
-// segment O of each warp lies in its part of stage 0
+// Shared memory     stages x 4 parts x (K part_keys x d | V part_keys x d) and their factors | Q rows x d; at the end of a segment O of
+// each warp lies in its part of stage 0
+//
+// A call of few keys takes as long as the chain lengths -> first keys -> result, and as the code that is read from memory on the way: the
+// integer work before the first copy and the length of the code matter there, not the arithmetic.
 #pragma once
 
 #include "attention/decode.h"
@@ -33,22 +36,24 @@ constexpr float kRescaleThreshold = 8;  // of log2: see forward_mma_sm80.cuh
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 constexpr int kDecodeWarps = 4, kDecodeThreads = 32 * kDecodeWarps, kMaxStages = 6;
 
-template <typename E, int kD>
+// The shared memory of a block; the numbers of stages are what fits beside another block, or alone, on an SM of 228 KB.
+template <typename E, int kD, bool kWide>
 struct DecodeTile {
     using Tile = SharedTile<E, kD>;
     static constexpr bool kBytes = sizeof(E) == 1;
+    static constexpr int kRows = kWide ? 64 : 16;
     static constexpr int kPartKeys = kBytes || kD <= 64 ? 32 : 16, kKeys = kDecodeWarps * kPartKeys;
     static constexpr int kPartBytes = 2 * kPartKeys * Tile::kPitch;     // K, then V
     static constexpr int kScaleBytes = kBytes ? 2 * kPartKeys * 4 : 0;  // of K's keys, then of V's
     static constexpr int kStageBytes = kDecodeWarps * (kPartBytes + kScaleBytes);
+    static constexpr int kQueryBytes = kRows * kD * 2;
     static constexpr int kBlocksPerSm = kD <= 128 ? 2 : 1;
-    static constexpr int kQueryBytes = kD <= 128 ? 0 : kDecodeWarps * 32 * kD;    // beyond 128 the registers have no room for Q
-    static constexpr int kRingBytes = kBlocksPerSm == 2 ? 100 << 10 : 194 << 10;  // at most, where the SM has it
+    static constexpr int kMostBytes = (kBlocksPerSm == 2 ? 112 : 225) << 10;
     static_assert(16 * kD * 4 <= kPartBytes, "O of a warp fits in its part of a stage");
 
     static int stages(size_t shared_memory) {
-        const size_t most = shared_memory - 1024 - kQueryBytes, room = most < size_t(kRingBytes) ? most : kRingBytes;
-        const int stages = int(room / kStageBytes);
+        const int room = (shared_memory - 1024 < size_t(kMostBytes) ? int(shared_memory) - 1024 : kMostBytes) - kQueryBytes;
+        const int stages = room / kStageBytes;
         return stages < kMaxStages ? stages : kMaxStages;
     }
 };
@@ -73,54 +78,63 @@ __device__ __forceinline__ void wait_for_oldest(int stages) {
     }
 }
 
-// Words of two values of a row of q from global memory.
-__device__ __forceinline__ uint32_t word_at(const void* row, int column) {
-    return *reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + 2 * column);
-}
-
-// Registers that hold q as pairs of bf16 become pairs of fp16: divided by the power of two below the row's largest magnitude, so that none
-// overflows and what underflows is below 2^-24 of that. Returns the power.
-template <int kSteps>
-__device__ __forceinline__ float narrow_row(uint32_t (&Q)[kSteps][4], int half) {
+// Rows of q as bf16 in shared memory become fp16 in place: divided by the power of two below the row's largest magnitude, so that none
+// overflows and what underflows is below 2^-24 of that. The power goes to row_factor.
+template <int kRows, int kD>
+__device__ __forceinline__ void narrow_rows(uint32_t q, float* row_factor) {
+    using Tile = SharedTile<__half, kD>;
+    constexpr int kThreadsPerRow = kDecodeThreads / kRows, kEach = Tile::kPieces / kThreadsPerRow;
+    const int row = threadIdx.x / kThreadsPerRow, piece0 = threadIdx.x % kThreadsPerRow * kEach;
     float amax = 0;
+#pragma unroll 1
+    for (int piece = piece0; piece < piece0 + kEach; ++piece) {
+        const float4 bits = load_shared_16(q + Tile::offset(row, piece));
+        const float word[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-        for (int w = 0; w < 4; w += 2) {
+        for (int w = 0; w < 4; ++w) {
             float x[2];
-            unpack_16<__nv_bfloat16>(x, Q[step][w + half]);
+            unpack_16<__nv_bfloat16>(x, __float_as_uint(word[w]));
             amax = fmaxf(amax, fmaxf(fabsf(x[0]), fabsf(x[1])));
         }
-    const uint32_t exponent = min(max(__float_as_uint(quad_max(amax)) >> 23, 1u), 253u);
+    }
+    for (int offset = 1; offset < kThreadsPerRow; offset *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, offset));
+    const uint32_t exponent = min(max(__float_as_uint(amax) >> 23, 1u), 253u);
     const float inverse = __uint_as_float((254 - exponent) << 23);
+#pragma unroll 1
+    for (int piece = piece0; piece < piece0 + kEach; ++piece) {
+        const float4 bits = load_shared_16(q + Tile::offset(row, piece));
+        const float word[4] = {bits.x, bits.y, bits.z, bits.w};
+        uint32_t half[4];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-        for (int w = 0; w < 4; w += 2) {
+        for (int w = 0; w < 4; ++w) {
             float x[2];
-            unpack_16<__nv_bfloat16>(x, Q[step][w + half]);
-            Q[step][w + half] = pack_16<__half>(x[0] * inverse, x[1] * inverse);
+            unpack_16<__nv_bfloat16>(x, __float_as_uint(word[w]));
+            half[w] = pack_16<__half>(x[0] * inverse, x[1] * inverse);
         }
-    return __uint_as_float(exponent << 23);
+        store_shared_16(q + Tile::offset(row, piece), make_uint4(half[0], half[1], half[2], half[3]));
+    }
+    if (threadIdx.x % kThreadsPerRow == 0) row_factor[row] = __uint_as_float(exponent << 23);
 }
 
 // E: the cache's elements. kWide: tiles of 64 rows instead of 16.
 template <typename E, int kD, bool kWide>
-__global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerSm) decode_kernel(const __grid_constant__ DecodeParams d) {
-    using Plan = DecodeTile<E, kD>;
+__global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlocksPerSm)
+    decode_kernel(const __grid_constant__ DecodeParams d) {
+    using Plan = DecodeTile<E, kD, kWide>;
     using Tile = typename Plan::Tile;
+    using TileQ = SharedTile<__half, kD>;  // of 16-bit values
     constexpr bool kBytes = Plan::kBytes;
     using Mma = std::conditional_t<kBytes, __half, E>;  // what the tensor cores multiply
     constexpr int kPartKeys = Plan::kPartKeys, kPieces = Tile::kPieces, kRowsAtOnce = 32 / kPieces, kPasses = kPartKeys / kRowsAtOnce;
     constexpr int kTilesN = kPartKeys / 8, kTilesV = kD / 8, kStepsD = kD / 16, kPitch = Tile::kPitch;
-    constexpr bool kQueryShared = Plan::kQueryBytes > 0;
+    constexpr bool kQueryInRegisters = kD <= 128;
     constexpr int kSources = kWide ? 1 : kDecodeWarps;  // warps whose O add up
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ float row_max_of[kDecodeWarps][16], row_sum_of[kDecodeWarps][16];
+    __shared__ float row_max_of[kDecodeWarps][16], row_sum_of[kDecodeWarps][16], row_factor[Plan::kRows];
     const AttentionParams& p = d.attention;
     const CacheView& cache = p.cache;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
-    const uint32_t ring = shared_address(shared);
+    const uint32_t ring = shared_address(shared), q_tile = ring + d.stages * uint32_t(Plan::kStageBytes);
     const auto part_of = [&](int slot, int part) { return ring + slot * uint32_t(Plan::kStageBytes) + part * uint32_t(Plan::kPartBytes); };
     const auto scales_of = [&](int slot, int part) {
         return ring + slot * uint32_t(Plan::kStageBytes) + kDecodeWarps * Plan::kPartBytes + part * uint32_t(Plan::kScaleBytes);
@@ -137,37 +151,38 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerS
         waited = true;
     };
 
-    Segments segments(d, blockIdx.x, gridDim.x);
+    Segments segments(d, blockIdx.x);
 #pragma unroll 1
     for (Segment segment; segments.next(segment);) {
-        const int b = segment.b, head_k = segment.unit / d.row_tiles;
-        const Sequence s = sequence_of(p, b);
-        const KeyTiles tiles = key_tiles(d, s);
-        const int row0 = segment.unit % d.row_tiles * d.rows + (kWide ? 16 * warp : 0), rows = s.seqlen_q * p.group;
+        const int b = segment.b, head_k = segment.unit / d.row_tiles, row_tile0 = segment.unit % d.row_tiles * Plan::kRows;
+        const SequenceKeys keys = sequence_keys(d, b);
+        const int rows = p.seqlen_q * p.group;  // of the key head; row r is head r % group of query r / group
+        const int first_tile = keys.first_tile + segment.begin, end_tile = keys.first_tile + segment.end;
 
         // ---- copies: this warp's part of a tile ----
         const int piece = lane % kPieces;
         const bool k_piece = piece * Tile::kPieceColumns < p.headdim, v_piece = piece * Tile::kPieceColumns < p.headdim_v;
-        const E* const k = static_cast<const E*>(p.k.data) + s.k + head_k * p.k.head + piece * Tile::kPieceColumns;
-        const E* const v = static_cast<const E*>(p.v.data) + s.v + head_k * p.v.head + piece * Tile::kPieceColumns;
+        const int64_t entry_of = !cache.entries ? b : cache.block_table ? 0 : cache_entry(cache, b);
+        const E* const k = static_cast<const E*>(p.k.data) + entry_of * p.k.batch + head_k * p.k.head + piece * Tile::kPieceColumns;
+        const E* const v = static_cast<const E*>(p.v.data) + entry_of * p.v.batch + head_k * p.v.head + piece * Tile::kPieceColumns;
+        const auto seen = [&](int key) { return unsigned(key - keys.begin) < unsigned(keys.end - keys.begin); };
         const auto own_key = [&](int tile) { return tile * Plan::kKeys + warp * kPartKeys + lane % kPartKeys; };
-        const auto seen = [&](int key) { return key >= tiles.keys.begin && key < tiles.keys.end; };
         const auto page_of = [&](int tile) {
             const int key = own_key(tile);
-            return cache.block_table && tile < segment.end && seen(key) ? cache_page(cache, b, key / cache.page_size) : 0;
+            return tile < end_tile && seen(key) ? cache_page(cache, b, key / cache.page_size) : 0;
         };
-        int page = page_of(segment.begin);  // of this lane's key in the tile that is copied next
+        int page = cache.block_table ? page_of(first_tile) : 0;  // of this lane's key in the tile that is copied next
         const auto copy = [&](int tile, int slot) {
             const int key0 = tile * Plan::kKeys + warp * kPartKeys;
-            if (key0 + kPartKeys > s.seqlen_k - cache.added) wait_for_append();
+            if (key0 + kPartKeys > keys.count - cache.added) wait_for_append();
             const uint32_t to_k = part_of(slot, warp), to_v = to_k + kPartKeys * kPitch;
             const int row = lane / kPieces;
-            int entry = 0, at = own_key(tile);
+            int entry = int(entry_of), at = own_key(tile);
             if (cache.block_table) {
                 entry = page, at %= cache.page_size;
                 page = page_of(tile + 1);
                 const int64_t k_own = entry * p.k.batch + at * p.k.row, v_own = entry * p.v.batch + at * p.v.row;
-#pragma unroll
+#pragma unroll(kD == 256 ? 2 : 4)
                 for (int i = 0; i < kPasses; ++i) {
                     const int r = i * kRowsAtOnce + row;
                     const int64_t k_from = __shfl_sync(kFullWarp, k_own, r), v_from = __shfl_sync(kFullWarp, v_own, r);
@@ -178,7 +193,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerS
             } else {
                 const E* k_from = k + (key0 + row) * p.k.row;
                 const E* v_from = v + (key0 + row) * p.v.row;
-#pragma unroll
+#pragma unroll(kD == 256 ? 2 : 4)
                 for (int i = 0; i < kPasses; ++i) {
                     const int r = i * kRowsAtOnce + row;
                     const bool is = seen(key0 + r);
@@ -186,7 +201,6 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerS
                     cp_async_16(to_v + Tile::offset(r, piece), v_from, is && v_piece ? 16 : 0);
                     k_from += kRowsAtOnce * p.k.row, v_from += kRowsAtOnce * p.v.row;
                 }
-                if (kBytes) entry = cache_entry(cache, b);
             }
             if (kBytes && lane < kPartKeys) {
                 const bool is = seen(key0 + lane);
@@ -196,52 +210,52 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerS
                 cp_async_4(to + 4 * kPartKeys, vs.data + (entry * vs.batch + at * vs.row + head_k * vs.head), is ? 4 : 0);
             }
         };
+        const auto copy_q = [&] {
+            constexpr int kRowsOfPass = kDecodeThreads / TileQ::kPieces;
+            const int q_piece = threadIdx.x % TileQ::kPieces;
 #pragma unroll 1
-        for (int stage = 0; stage < d.stages; ++stage) {
-            if (segment.begin + stage < segment.end) copy(segment.begin + stage, stage);
-            cp_async_commit();
-        }
-
-        // ---- this thread's two rows: q in registers, and what differs from row to row ----
-        wait_for_append();
-        uint32_t Q[kStepsD][4];
-        float row_scale[2], slope[2] = {0, 0};
-        int aligned[2];
-        KeyRange range[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int r = row0 + lane / 4 + 8 * half, i = r / p.group, head = head_k * p.group + r % p.group;
-            const bool is = r < rows;
-            const uint16_t* const q = static_cast<const uint16_t*>(p.q.data) + s.q + i * p.q.row + head * p.q.head;
-#pragma unroll
-            for (int step = 0; step < kStepsD; ++step)
-#pragma unroll
-                for (int w = 0; w < 2; ++w) {
-                    // 16-bit keys: columns 8 w + 2 (lane % 4) of a step; bytes: columns 4 (lane % 4) + 2 w, as widen_neighbours gives them
-                    const int column = 16 * step + (kBytes ? 4 * (lane % 4) + 2 * w : 8 * w + 2 * (lane % 4));
-                    Q[step][2 * w + half] = is && column < p.headdim ? word_at(q, column) : 0;
-                }
-            row_scale[half] = p.scale;
-            if (kBytes && p.dtype == DType::kBFloat16) row_scale[half] *= narrow_row(Q, half);
-            if (p.softcap == 0) row_scale[half] *= kLog2e;
-            if (p.alibi_slopes && is) slope[half] = p.alibi_slopes[b * p.alibi_batch + head] * kLog2e;
-            aligned[half] = i + s.shift;
-            range[half] = key_range(p, s, is ? i : 0);
-        }
-        uint4* const q_words = reinterpret_cast<uint4*>(shared + size_t(d.stages) * Plan::kStageBytes) + warp * kStepsD * 32 + lane;
-        if (kQueryShared) {
-#pragma unroll
-            for (int step = 0; step < kStepsD; ++step) q_words[32 * step] = make_uint4(Q[step][0], Q[step][1], Q[step][2], Q[step][3]);
-        }
-        const auto fragment_q = [&](uint32_t(&A)[4], int step) {
-            if (kQueryShared) {
-                const uint4 x = q_words[32 * step];
-                A[0] = x.x, A[1] = x.y, A[2] = x.z, A[3] = x.w;
-            } else {
-                A[0] = Q[step][0], A[1] = Q[step][1], A[2] = Q[step][2], A[3] = Q[step][3];
+            for (int row = threadIdx.x / TileQ::kPieces; row < Plan::kRows; row += kRowsOfPass) {
+                const int r = row_tile0 + row, i = r / p.group, head = head_k * p.group + r % p.group;
+                const uint16_t* const from =
+                    static_cast<const uint16_t*>(p.q.data) + b * p.q.batch + i * p.q.row + head * p.q.head + 8 * q_piece;
+                cp_async_16(q_tile + TileQ::offset(row, q_piece), from, r < rows && 8 * q_piece < p.headdim ? 16 : 0);
             }
         };
-        const KeyRange every{key_range(p, s, s.seqlen_q - 1).begin, key_range(p, s, 0).end};  // keys that every row sees
+
+        // ---- this thread's two rows ----
+        uint32_t Q[kQueryInRegisters ? kStepsD : 1][4];
+        const int warp_row = kWide ? 16 * warp : 0;
+        const auto load_q = [&](uint32_t(&A)[4], int step) {
+            if constexpr (kBytes) {  // columns 4 (lane % 4) .. + 3 of a step are a lane's, as widen_neighbours gives those of K
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const uint32_t at = q_tile + TileQ::offset(warp_row + lane / 4 + 8 * half, 2 * step + lane % 4 / 2) + lane % 2 * 8;
+                    A[half] = load_shared_4(at), A[2 + half] = load_shared_4(at + 4);
+                }
+            } else {
+                ldmatrix_x4(A, TileQ::advance(q_tile + TileQ::offset(warp_row + lane % 16, lane / 16), step));
+            }
+        };
+        float row_scale[2];
+        const auto row_of = [&](int half) { return min(row_tile0 + warp_row + opaque(lane) / 4 + 8 * half, rows - 1); };
+        const auto prepare_rows = [&] {
+            if (kBytes && p.dtype == DType::kBFloat16) {
+                narrow_rows<Plan::kRows, kD>(q_tile, row_factor);
+                __syncthreads();
+            }
+            if (kQueryInRegisters) {
+#pragma unroll
+                for (int step = 0; step < kStepsD; ++step) load_q(Q[step], step);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                row_scale[half] = p.softcap == 0 ? p.scale * kLog2e : p.scale;
+                if (kBytes && p.dtype == DType::kBFloat16) row_scale[half] *= row_factor[warp_row + lane / 4 + 8 * half];
+            }
+        };
+        // Keys that every row sees.
+        const int every_begin = p.window_left >= 0 ? max(p.seqlen_q - 1 + keys.shift - p.window_left, keys.begin) : keys.begin;
+        const int every_end = p.window_right >= 0 ? min(keys.shift + p.window_right + 1, keys.end) : keys.end;
 
         float O[kTilesV][4] = {};
         float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // log2 units; this thread's share
@@ -254,9 +268,11 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerS
             float S[kTilesN][4] = {};
 #pragma unroll
             for (int step = 0; step < kStepsD; step += kBytes ? 2 : 1) {
-                uint32_t A[2][4];
-                fragment_q(A[0], step);
-                if (kBytes) fragment_q(A[1], step + 1);
+                if (!kQueryInRegisters) load_q(Q[0], step);
+                uint32_t next[4];
+                if (!kQueryInRegisters && kBytes) load_q(next, step + 1);
+                const auto& A = Q[kQueryInRegisters ? step : 0];
+                const auto& A1 = kQueryInRegisters && kBytes ? Q[step + 1] : next;
 #pragma unroll
                 for (int n = 0; n < kTilesN; n += 2) {
                     uint32_t B[4];
@@ -266,11 +282,11 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerS
                         for (int x = 0; x < 4; ++x) {
                             uint32_t wide[2];
                             widen_neighbours<E>(wide, B[x]);
-                            mma<Mma>(S[n + x / 2], A[x % 2], wide[0], wide[1]);
+                            mma<Mma>(S[n + x / 2], x % 2 ? A1 : A, wide[0], wide[1]);
                         }
                     } else {
-                        mma<Mma>(S[n], A[0], B[0], B[1]);
-                        mma<Mma>(S[n + 1], A[0], B[2], B[3]);
+                        mma<Mma>(S[n], A, B[0], B[1]);
+                        mma<Mma>(S[n + 1], A, B[2], B[3]);
                     }
                 }
             }
@@ -310,19 +326,27 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerS
             }
             if (p.alibi_slopes) {
 #pragma unroll
-                for (int n = 0; n < kTilesN; ++n)
+                for (int half = 0; half < 2; ++half) {
+                    const int r = row_of(half), distance = r / p.group + keys.shift - key0 - mma_column(lane, 0);
+                    const float slope = p.alibi_slopes[b * p.alibi_batch + head_k * p.group + r % p.group] * kLog2e;
 #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        S[n][e] -= slope[e / 2] * fabsf(float(aligned[e / 2] - (key0 + 8 * n + mma_column(lane, e % 2))));
+                    for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) S[n][2 * half + e] -= slope * fabsf(float(distance - 8 * n - e));
+                }
             }
-            if (key0 < every.begin || key0 + kPartKeys > every.end) {
+            if (key0 < every_begin || key0 + kPartKeys > every_end) {
 #pragma unroll
-                for (int n = 0; n < kTilesN; ++n)
+                for (int half = 0; half < 2; ++half) {
+                    const int aligned = row_of(half) / p.group + keys.shift, first = key0 + mma_column(lane, 0);
+                    const int begin = (p.window_left >= 0 ? max(aligned - p.window_left, keys.begin) : keys.begin) - first;
+                    const int end = (p.window_right >= 0 ? min(aligned + p.window_right + 1, keys.end) : keys.end) - first;
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const int key = key0 + 8 * n + mma_column(lane, e % 2);
-                        if (key < range[e / 2].begin || key >= range[e / 2].end) S[n][e] = -INFINITY;
-                    }
+                    for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e)
+                            if (8 * n + e < begin || 8 * n + e >= end) S[n][2 * half + e] = -INFINITY;
+                }
             }
 
             // ---- P = 2^(S - row_max), as in forward_mma_sm80.cuh ----
@@ -390,34 +414,52 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerS
             }
         };
 
-        // ---- the tiles ----
+        // ---- the tiles: copied `stages` steps before they are attended to ----
+        const int query_step = d.after_append ? first_tile - 1 : first_tile - d.stages;
         int slot = 0;
 #pragma unroll 1
-        for (int tile = segment.begin; tile < segment.end; ++tile) {
-            wait_for_oldest(d.stages);
-            meet();  // the parts of this tile are here
+        for (int step = first_tile - d.stages; step < end_tile; ++step) {
+            if (step >= first_tile) {
+                if (d.after_append && step == first_tile) cp_async_wait_all();
+                wait_for_oldest(d.stages);
+                if (step == first_tile) {
+                    __syncthreads();  // the rows of q are here
+                    prepare_rows();
+                } else {
+                    meet();  // the parts of this tile are here
+                }
 #pragma unroll 1
-            for (int part = kWide ? 0 : warp; part < (kWide ? kDecodeWarps : warp + 1); ++part) {
-                const int key0 = tile * Plan::kKeys + part * kPartKeys;
-                if (key0 < tiles.keys.end && key0 + kPartKeys > tiles.keys.begin) attend(key0, part_of(slot, part), scales_of(slot, part));
+                for (int part = kWide ? 0 : warp; part < (kWide ? kDecodeWarps : warp + 1); ++part) {
+                    const int key0 = step * Plan::kKeys + part * kPartKeys;
+                    if (key0 < keys.end && key0 + kPartKeys > keys.begin) attend(key0, part_of(slot, part), scales_of(slot, part));
+                }
+                meet();  // nobody reads them any more
             }
-            meet();  // nobody reads them any more
-            if (tile + d.stages < segment.end) copy(tile + d.stages, slot);
+            if (step + d.stages < end_tile) copy(step + d.stages, slot);
+            if (step == query_step) {
+                wait_for_append();
+                copy_q();
+            }
             cp_async_commit();
             slot = slot + 1 == d.stages ? 0 : slot + 1;
         }
 
         // ---- the warps' results, through their parts of stage 0 ----
-        if (kWide) __syncthreads();  // a part of stage 0 may still be read by others
         float* const own = reinterpret_cast<float*>(shared + warp * Plan::kPartBytes);
         const auto place = [](int row, int column) { return row * kD + (column ^ row % 4 * 8); };
         const float unit = kBytes ? v_unit : 1.0f;
 #pragma unroll
-        for (int n = 0; n < kTilesV; ++n)
+        for (int n = 0; n < kTilesV; n += 2)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int column = kBytes ? 8 * (n & ~1) + 4 * (lane % 4) + 2 * (e % 2) + n % 2 : 8 * n + mma_column(lane, e % 2);
-                own[place(mma_row(lane, e), column)] = O[n][e] * unit;
+            for (int half = 0; half < 2; ++half) {
+                const int row = lane / 4 + 8 * half, x = 2 * half;
+                if (kBytes) {  // two tiles hold the even and the odd columns of 16
+                    *reinterpret_cast<float4*>(own + place(row, 8 * n + 4 * (lane % 4))) =
+                        make_float4(O[n][x] * unit, O[n + 1][x] * unit, O[n][x + 1] * unit, O[n + 1][x + 1] * unit);
+                } else {
+                    *reinterpret_cast<float2*>(own + place(row, 8 * n + 2 * (lane % 4))) = make_float2(O[n][x], O[n][x + 1]);
+                    *reinterpret_cast<float2*>(own + place(row, 8 * n + 8 + 2 * (lane % 4))) = make_float2(O[n + 1][x], O[n + 1][x + 1]);
+                }
             }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -429,7 +471,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerS
 
         constexpr int kThreadsPerRow = 32 * kSources / 16;
         const int thread = kWide ? lane : int(threadIdx.x), source0 = kWide ? warp : 0;
-        const int row = thread / kThreadsPerRow, r = row0 + row;
+        const int row = thread / kThreadsPerRow, tile_row = warp_row + row, r = row_tile0 + tile_row;
         if (r < rows) {
             float max = -FLT_MAX, sum = 0, weight[kSources];
 #pragma unroll
@@ -447,13 +489,14 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerS
                     const float next = fmaxf(max, sink), factor = exp2_approx(max - next);
                     sum = sum * factor + exp2_approx(sink - next), max = next, inverse = factor / sum;
                 }
-                if (p.lse && first) p.lse[lse_offset(p, s, head) + i] = sum == 0 ? -INFINITY : (max + log2f(sum)) * kLn2;
+                if (p.lse && first)
+                    p.lse[(int64_t(b) * p.nheads + head) * p.seqlen_q + i] = sum == 0 ? -INFINITY : (max + log2f(sum)) * kLn2;
             } else if (first) {
-                d.partial_lse[segment.slot * d.rows + r % d.rows] = sum == 0 ? -INFINITY : max + log2f(sum);
+                d.partial_lse[segment.slot * Plan::kRows + tile_row] = sum == 0 ? -INFINITY : max + log2f(sum);
             }
-            float* const partial = d.partial + (segment.slot * d.rows + r % d.rows) * p.headdim_v;
-            uint16_t* const out = static_cast<uint16_t*>(p.out.data) + s.out + i * p.out.row + head * p.out.head;
-#pragma unroll 2
+            float* const partial = d.partial + (segment.slot * Plan::kRows + tile_row) * p.headdim_v;
+            uint16_t* const out = static_cast<uint16_t*>(p.out.data) + b * p.out.batch + i * p.out.row + head * p.out.head;
+#pragma unroll 1
             for (int column = thread % kThreadsPerRow * 4; column < kD; column += 4 * kThreadsPerRow) {
                 if (column >= p.headdim_v) continue;
                 float4 x{};
@@ -480,13 +523,18 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD>::kBlocksPerS
     wait_for_append();  // so that this kernel's end implies the end of the one before
 }
 
-template <typename E, int kD>
+template <typename E, int kD, bool kWide>
 cudaError_t launch_decode(DecodeParams d, const DecodeDevice& device, cudaStream_t stream) {
-    using Plan = DecodeTile<E, kD>;
+    using Plan = DecodeTile<E, kD, kWide>;
     d.stages = Plan::stages(device.shared_memory);
     const size_t bytes = size_t(d.stages) * Plan::kStageBytes + Plan::kQueryBytes;
-    const auto kernel = d.rows == 16 ? decode_kernel<E, kD, false> : decode_kernel<E, kD, true>;
-    return launch_kernel(kernel, unsigned(decode_blocks(d, device)), kDecodeThreads, bytes, stream, d, d.after_append);
+    const unsigned blocks = unsigned(decode_blocks(d, device));
+    return launch_kernel(decode_kernel<E, kD, kWide>, blocks, kDecodeThreads, bytes, stream, d, d.after_append);
+}
+
+template <typename E, int kD>
+cudaError_t launch_decode(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream) {
+    return d.rows == 16 ? launch_decode<E, kD, false>(d, device, stream) : launch_decode<E, kD, true>(d, device, stream);
 }
 
 template <typename E>

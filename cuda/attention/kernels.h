@@ -36,12 +36,12 @@ cudaError_t forward_fp8_sm90(const AttentionParams& params, int device, int mult
 size_t forward_fp8_sm90_workspace(const AttentionParams& params, int multiprocessors);
 
 // A few rows of fp16 and bf16 against long keys: a cache, paged or 8-bit too, or plain K and V. Head dims up to 256, rows of whole 16
-// bytes, sm_80 and newer. `after_append`: kvcache_append was launched just before.
+// bytes, sm_80 and newer. With cache.added > 0 it follows kvcache_append and starts while that runs.
 struct DecodeDevice {
     int compute, multiprocessors;
     size_t shared_memory;
 };
-cudaError_t decode_split(const AttentionParams& params, const DecodeDevice& device, bool after_append, cudaStream_t stream);
+cudaError_t decode_split(const AttentionParams& params, const DecodeDevice& device, cudaStream_t stream);
 size_t decode_split_workspace(const AttentionParams& params, const DecodeDevice& device);  // bytes: partial results
 
 // rowsum(dout * out) in float32, laid out like lse; the count of both is that of all rows.

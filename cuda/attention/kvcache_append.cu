@@ -5,6 +5,7 @@
 #include "attention/kernels.h"
 #include "attention/kvcache_append.h"
 #include "device/launch.h"
+#include "device/ptx.cuh"
 
 namespace fa {
 namespace {
@@ -18,6 +19,7 @@ __device__ uint8_t to_byte(DType dtype, float x) {  // x in units of the factor;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendParams a) {
+    launch_dependents();  // a kernel that can start while this one runs waits for it by grid_dependency_wait
     const int64_t index = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
     if (index >= append_rows(a)) return;
     const AttentionParams& p = a.attention;
