@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flash_attn_minimal import backward_kernels, bench, kernels
-from flash_attn_minimal.bench import check, machine, plots, report, suites, systems, timing
+from flash_attn_minimal.bench import check, machine, plots, report, small_ops, suites, systems, timing
 from flash_attn_minimal.cli import main as command_line
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -18,7 +18,7 @@ needs_matplotlib = pytest.mark.skipif(not plots.available(), reason="matplotlib 
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed")
 FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 
-ROW_TYPES = dict.fromkeys("suite system kernel pass dtype mix arrays device call".split(), str)
+ROW_TYPES = dict.fromkeys("suite system kernel pass dtype mix arrays device call mode fused".split(), str)
 ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic fast_accum".split(), bool)
 ROW_TYPES |= dict.fromkeys(
     "headdim headdim_v seqlen_q seqlen_k batch nheads nheads_k m n k input_sets tokens".split(), int
@@ -52,7 +52,7 @@ def check_schema(data, suite):
             assert type(value) in (ROW_TYPES[key], int if ROW_TYPES[key] is float else ROW_TYPES[key]), (key, value)
         for key in ("us", "us_min", "tflops", "tbps"):
             assert 0 < row.get(key, 1) < math.inf
-        if row["system"] not in ("blas", "copy") and suite != "overhead":
+        if row["system"] not in ("blas", "copy") and suite not in ("overhead", "ops"):
             assert (
                 row["pass"] == ("bwd" if suite.startswith("backward") else "fwd") and row["headdim"] == row["headdim_v"]
             )
@@ -124,6 +124,19 @@ def test_ladder_has_every_kernel_and_says_who_refuses(tmp_path):
     assert all(item["reason"] for item in data["left_out"])
     text = (tmp_path / "ladder.md").read_text()
     assert all(name in text for name in everyone)
+
+
+def test_ops_suite(tmp_path, monkeypatch):
+    monkeypatch.setattr(small_ops, "STORY", [(768, 64), (2304, 32), (4096, 40)])
+    data = run(tmp_path, "--suite", "ops", "--device", "cpu", *FAST)
+    assert not data["left_out"]
+    mine = [row for row in data["rows"] if row["system"] == "ours"]
+    assert [row.get("fused") for row in mine if row["pass"] == "matvec"] == [None, "norm", "norm, swiglu"]
+    assert {row["pass"] for row in mine} == {"matvec", "sample", "rms_norm", "swiglu", "rope"}
+    assert all(row["max_err"] <= row["err_budget"] for row in mine if row["pass"] == "matvec")
+    monkeypatch.setattr(small_ops.reference, "linear", lambda *_, **__: np.float64(7))
+    wrong = run(tmp_path, "--suite", "ops", "--device", "cpu", *FAST, code=1)
+    assert [row["pass"] for row in wrong["rows"] if row.get("wrong")] == ["matvec"] * 3
 
 
 def test_varlen_suite(tmp_path):

@@ -7,7 +7,8 @@ import pytest
 
 from flash_attn_minimal import _library
 
-REPORTS = sorted((Path(_library.path()).parent / "ptxas").glob("*ward_*_sm*.log"))
+FOLDER = Path(_library.path()).parent / "ptxas"
+REPORTS = sorted([*FOLDER.glob("*ward_*_sm*.log"), *FOLDER.glob("linear_gemv*.log")])
 
 pytestmark = pytest.mark.skipif(
     not REPORTS, reason="no ptxas reports beside the library: installed, or built without CUDA"

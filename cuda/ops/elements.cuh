@@ -59,7 +59,7 @@ inline bool by_fours(const void* data, int64_t row_stride, DType dtype) {
 }
 
 // v / (1 + e^-v)
-__device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
+__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + expf(-v)); }
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

@@ -21,13 +21,15 @@ namespace fa {
 namespace {
 
 constexpr int kMaxWarps = 8;
-constexpr int kRing = 16;  // vectors of 16 bytes on their way to each thread
+constexpr size_t kStaticShared = 4096;  // at most, and what the system takes
+constexpr int kRing = 20;               // vectors of 16 bytes on their way to each thread
 
 struct Launch {
     LinearParams p;
     int32_t split;       // warps that share a group's columns of W
     int32_t steps;       // of 32 x 16 bytes along a row of W
     int64_t walks;       // of all blocks together over the columns of out
+    float per_feature;   // 1 / in_features
     int32_t row_blocks;  // ceil(rows / kM): neighbouring blocks use the same weights
 };
 
@@ -96,7 +98,7 @@ __device__ __forceinline__ void stage_x(const LinearParams& p, int64_t row0, int
 }
 
 template <typename W, int kM, int kR, bool kVectors>
-__global__ void __launch_bounds__(32 * kMaxWarps, kM == 1 ? 3 : 2) linear_gemv_kernel(const __grid_constant__ Launch launch) {
+__global__ void __launch_bounds__(32 * kMaxWarps, 2) linear_gemv_kernel(const __grid_constant__ Launch launch) {
     constexpr int V = kVector<W>, kTurns = kRing / kR;
     static_assert(kM * kR <= 32, "a lane for each number a group makes");
     extern __shared__ uint4 shared[];
@@ -164,7 +166,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, kM == 1 ? 3 : 2) linear_gemv_k
     if (p.norm_weight) {
         float sum = 0.0f;
         for (int other = 0; other < warps; ++other) sum += squares_of[other][m];
-        scale = 1.0f / sqrtf(sum / p.in_features + p.eps);
+        scale = rsqrtf(sum * launch.per_feature + p.eps);
     }
 
     int buffer = 0;
@@ -230,10 +232,16 @@ size_t shared_of(const LinearParams& p, int m, int warps) {
     return size_t(kRing) * 32 * warps * 16 + sizeof(float) * 32 * vector_of(p) * size_t(m) * size_t(steps_of(p));
 }
 
+int64_t walks_of(const LinearParams& p, const Plan& plan) {
+    const int per_group = p.swiglu ? plan.r / 2 : plan.r;
+    return ceil_div(ceil_div(p.columns(), per_group), plan.warps / plan.split);
+}
+
 // How the work is cut. Rows of W that a warp reads together share each number of x, but a small matrix has to be spread over the GPU
-// first. All rows of x a block takes have to fit into its shared memory beside the ring.
+// first. All rows of x a block takes have to fit into its shared memory beside the ring. The numbers are those of an H200.
 Plan plan_of(const LinearParams& p, const GpuSize& gpu) {
-    const size_t room = gpu.shared_memory - 4096;  // what the kernel takes besides
+    const size_t room = gpu.shared_memory - kStaticShared;
+    const int64_t steps = steps_of(p), sms = gpu.multiprocessors;
     Plan plan{};
     plan.m = p.rows == 1 ? 1 : p.rows == 2 ? 2 : 4;
     plan.warps = kMaxWarps;
@@ -241,18 +249,21 @@ Plan plan_of(const LinearParams& p, const GpuSize& gpu) {
     while (plan.warps > 1 && shared_of(p, plan.m, plan.warps) > room) plan.warps /= 2;
     plan.vectors =
         reinterpret_cast<uintptr_t>(p.weight.data) % 16 == 0 && p.weight.row % vector_of(p) == 0 && p.in_features % vector_of(p) == 0;
-    plan.r = plan.vectors && p.out_features >= 16 * int64_t(gpu.multiprocessors) ? 4 : 2;
-    plan.split = 1;
-    const int64_t groups = p.out_features / plan.r;
-    while (plan.split < plan.warps && plan.split * groups < 4 * int64_t(gpu.multiprocessors) && steps_of(p) >= 4 * plan.split)
-        plan.split *= 2;
-    plan.blocks_per_sm = 2 * shared_of(p, plan.m, plan.warps) < room ? 2 : 1;
-    return plan;
-}
+    plan.r = plan.vectors && p.out_features >= 24 * sms ? 4 : 2;
+    plan.blocks_per_sm = 2 * (shared_of(p, plan.m, plan.warps) + kStaticShared) <= gpu.shared_memory ? 2 : 1;
 
-int64_t walks_of(const LinearParams& p, const Plan& plan) {
-    const int per_group = p.swiglu ? plan.r / 2 : plan.r;
-    return ceil_div(ceil_div(p.columns(), per_group), plan.warps / plan.split);
+    // Warps that share rows of W make smaller pieces. A small matrix needs them to reach half of the GPU, where more blocks would cost more
+    // than they bring; a large one where the pieces would not come out even among the blocks.
+    const bool large = p.out_features * steps >= 32768;  // 16 MB
+    const double places = double(sms * plan.blocks_per_sm);
+    double best = 0;
+    Plan cut = plan;
+    for (cut.split = 1; cut.split <= plan.warps && (cut.split == 1 || steps >= 4 * cut.split); cut.split *= 2) {
+        const int64_t walks = walks_of(p, cut);
+        const double used = large ? double(walks) / (places * double(ceil_div(walks, int64_t(places)))) : walks >= sms / 2 ? 1 : 0;
+        if (cut.split == 1 || used > 1.02 * best || (!large && best == 0)) best = used, plan.split = cut.split;
+    }
+    return plan;
 }
 
 // Blocks beside each other along the columns of out: all of them walk equally far, or one step less.
@@ -263,7 +274,7 @@ int64_t stride_of(const LinearParams& p, const Plan& plan, const GpuSize& gpu) {
 
 template <typename W, int kM, int kR, bool kVectors>
 cudaError_t launch_gemv(const LinearParams& p, const Plan& plan, const GpuSize& gpu, cudaStream_t stream) {
-    const Launch launch{p, plan.split, int32_t(steps_of(p)), walks_of(p, plan), int32_t(ceil_div(p.rows, kM))};
+    const Launch launch{p, plan.split, int32_t(steps_of(p)), walks_of(p, plan), 1.0f / float(p.in_features), int32_t(ceil_div(p.rows, kM))};
     return launch_kernel(linear_gemv_kernel<W, kM, kR, kVectors>, unsigned(stride_of(p, plan, gpu) * launch.row_blocks), 32 * plan.warps,
                          shared_of(p, kM, plan.warps), stream, launch, p.programmatic);
 }
@@ -282,7 +293,7 @@ int64_t linear_gemv_blocks(const LinearParams& p, const GpuSize& gpu) {
     return stride_of(p, plan, gpu) * ceil_div(p.rows, plan.m);
 }
 
-bool linear_gemv_fits(const LinearParams& p, const GpuSize& gpu) { return shared_of(p, 1, 1) <= gpu.shared_memory - 4096; }
+bool linear_gemv_fits(const LinearParams& p, const GpuSize& gpu) { return shared_of(p, 1, 1) <= gpu.shared_memory - kStaticShared; }
 
 cudaError_t linear_gemv(const LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
     const Plan plan = plan_of(p, gpu);

@@ -60,6 +60,14 @@ __device__ __forceinline__ uint64_t scan(uint64_t x, uint64_t* per_warp) {
     return x + before;
 }
 
+// A 64-bit sum in shared memory by halves, which the hardware adds by itself: whoever overflows the lower one carries.
+__device__ __forceinline__ void add_to(uint64_t* sum, uint64_t x) {
+    uint32_t* const half = reinterpret_cast<uint32_t*>(sum);
+    const uint32_t low = uint32_t(x), before = atomicAdd(half, low);
+    const uint32_t high = uint32_t(x >> 32) + (before + low < before);
+    if (high) atomicAdd(half + 1, high);
+}
+
 struct Row {
     const SampleParams& p;
     Smem& smem;
@@ -164,11 +172,14 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
     row.fours = p.vocab % 4 == 0 && p.logits.row % 4 == 0 &&
                 reinterpret_cast<uintptr_t>(p.logits.data) % (p.dtype == DType::kFloat32 ? 16 : 8) == 0;
 
-    uint64_t best = 0;
-    row.for_each([&](float logit, int i) {
-        const uint64_t rank = rank_of(logit, i);
-        best = rank > best ? rank : best;
+    float largest = -INFINITY;
+    int first = 0;
+    bool nan = false;
+    row.for_each([&](float logit, int i) {  // each thread meets its tokens in order
+        if (logit > largest) largest = logit, first = i;
+        nan |= logit != logit;
     });
+    uint64_t best = nan ? ~0ull : rank_of(largest, uint32_t(first));
     best = reduce<false>(best, smem.per_warp);
     row.largest = logit_of(best);
     if (row.largest != row.largest || row.largest == -INFINITY) {  // NaN, or nothing to choose from
@@ -186,7 +197,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
         const float e = row.exponent(logit);
         const int bin = bin_of(e);
         atomicAdd(&smem.count[bin], 1u);
-        if (const uint64_t weight = weight_of(e)) atomicAdd(reinterpret_cast<unsigned long long*>(&smem.weight[bin]), weight);
+        if (const uint64_t weight = weight_of(e)) add_to(&smem.weight[bin], weight);
     });
     __syncthreads();
     uint64_t mass = reduce<true>(smem.weight[threadIdx.x], smem.per_warp);

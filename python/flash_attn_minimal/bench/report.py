@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import __version__
 from .._library import load
-from . import fa3
+from . import fa3, small_ops
 from .machine import SHORT, BenchError, Meter, cores, cpu_model
 from .systems import LABELS, MODES
 
@@ -180,7 +180,13 @@ def markdown(data: dict, pictures: list[Path]) -> str:
     ]
     for picture in pictures:
         lines += [f"![{picture.stem.replace('_', ' ')}]({picture.name})", ""]
-    makers = {"ladder": ladder_table, "backward_ladder": ladder_table, "overhead": overhead_table, "llama": llama_table}
+    makers = {
+        "ladder": ladder_table,
+        "backward_ladder": ladder_table,
+        "overhead": overhead_table,
+        "llama": llama_table,
+        "ops": small_ops.table,
+    }
     lines += makers.get(suite, curves_table)(data, rows)
     roofs = [row for row in data["rows"] if row.get("pass") in ("linear", "copy") and "us" in row]
     if roofs:

@@ -14,6 +14,7 @@ ladder    every kernel of the device on one shape; backward_ladder the backward 
 profile   the ncu (CPU: perf) command for one kernel and shape
 llama     decode steps of whole models over position, flash and standard attention (--seqlen: the positions)
 overhead  host time of a small call, for NumPy, PyTorch and CuPy arrays
+ops       linear with weights from memory, beside the framework's own product; a decode step of them; sampling, norms
 """
 
 from __future__ import annotations
@@ -178,6 +179,7 @@ SUITES = {
     ),
     "profile": Suite(one_shape, _SHAPE | _TYPED | {"device", "batch", "run", "inner", "backward"}),
     "llama": Suite(None, {"device", "dtype", "model", "batch", "seqlen", "rounds", "quick", "seed", "output"}),
+    "ops": Suite(None, {"device", "framework", "rounds", "quick", "seed", "output"}),
     "overhead": Suite(None, {"device", "framework", "rounds", "quick", "seed", "output"}),
 }
 
