@@ -18,13 +18,13 @@ needs_matplotlib = pytest.mark.skipif(not plots.available(), reason="matplotlib 
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed")
 FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 
-ROW_TYPES = dict.fromkeys("suite system kernel pass dtype mix arrays device call mode fused".split(), str)
+ROW_TYPES = dict.fromkeys("suite system kernel pass dtype mix arrays device call mode fused model".split(), str)
 ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic fast_accum".split(), bool)
 ROW_TYPES |= dict.fromkeys(
-    "headdim headdim_v seqlen_q seqlen_k batch nheads nheads_k m n k input_sets tokens".split(), int
+    "headdim headdim_v seqlen_q seqlen_k batch nheads nheads_k m n k input_sets tokens position bytes".split(), int
 )
 ROW_TYPES |= dict.fromkeys(
-    "us us_min us_spread tflops tbps max_err err_budget sustained_us sustained_tflops".split(), float
+    "us us_min us_spread tflops tbps max_err err_budget sustained_us sustained_tflops steps_per_s share".split(), float
 )
 
 
@@ -52,7 +52,9 @@ def check_schema(data, suite):
             assert type(value) in (ROW_TYPES[key], int if ROW_TYPES[key] is float else ROW_TYPES[key]), (key, value)
         for key in ("us", "us_min", "tflops", "tbps"):
             assert 0 < row.get(key, 1) < math.inf
-        if row["system"] not in ("blas", "copy") and suite not in ("overhead", "ops"):
+        if suite == "llama":
+            assert row["pass"] in ("step", "copy")
+        elif row["system"] not in ("blas", "copy") and suite not in ("overhead", "ops"):
             assert (
                 row["pass"] == ("bwd" if suite.startswith("backward") else "fwd") and row["headdim"] == row["headdim_v"]
             )
@@ -426,6 +428,44 @@ def test_every_ratio_has_a_shape():
     for table in report.fa3.RATIOS.values():
         assert set(table) == {(d, causal) for d in (64, 128, 256) for causal in (False, True)}
         assert all(len(line) == len(report.fa3.SEQLENS) and min(line) > 0.7 for line in table.values())
+
+
+def test_llama_suite(tmp_path):
+    shape = ["--device", "cpu", "--model", "stories260K", "--batch", "2", "--seqlen", "3,40"]
+    data = run(tmp_path, "--suite", "llama", "--rounds", "2", "--quick", *shape)
+    steps = [row for row in data["rows"] if row["pass"] == "step"]
+    assert [(row["kernel"], row["position"]) for row in steps] == [
+        (kernel, position) for position in (3, 40) for kernel in ("flash", "standard")
+    ]
+    for row in steps:
+        assert row["steps_per_s"] == pytest.approx(1e6 / row["us"], rel=1e-3) and row["max_err"] < row["err_budget"]
+        cache = 2 * (row["position"] + 1) * 5 * 2 * 4 * 8 * 4  # batch, keys, layers, k and v, heads, headdim, float32
+        assert row["bytes"] == pytest.approx(1_040_000 + cache, rel=0.01)
+    assert "**flash over standard**" in (tmp_path / "llama.md").read_text()
+
+
+def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch):
+    from flash_attn_minimal.llama import host
+
+    wrong = lambda *arguments: 1.01 * attention(*arguments)  # noqa: E731
+    attention = host.flash_attention
+    monkeypatch.setattr(host, "flash_attention", wrong)
+    shape = ["--device", "cpu", "--model", "stories260K", "--batch", "1", "--seqlen", "3"]
+    assert bench.main(["--suite", "llama", "--quick", *shape, "--output", str(tmp_path)]) == 1
+    [row, _] = json.loads((tmp_path / "llama.json").read_text())["rows"]
+    assert row["wrong"] and "us" not in row
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--model", "13b"], "--model 13b is none of stories260K"),
+        (["--model", "stories260K", "--seqlen", "512"], "--seqlen 512: positions of stories260K end at 511"),
+    ],
+)
+def test_llama_suite_refuses(tmp_path, capsys, argv, message):
+    assert bench.main(["--suite", "llama", "--device", "cpu", *argv, "--output", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_overhead_suite(tmp_path):

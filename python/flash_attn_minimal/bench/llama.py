@@ -33,6 +33,7 @@ PLANS = {  # model -> dtypes, batches, positions
         "7b": (("bfloat16",), (1, 8), (1, 1000, 4000)),
     },
 }
+COPY_BYTES = 1 << 30  # read and written
 QUICK = {"cpu": (1, 200), "cuda": (1, 1000)}
 # Largest difference of two logits, over the standard deviation of the logits: attention of the same numbers in another
 # order, rounded to the cache's dtype in every layer.
@@ -114,7 +115,15 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
             progress.step(f"{name} {SHORT[dtype]} batch {batch}: {'; '.join(lines)}")
         outcome.conditions, outcome.driver = meter.between(), meter.driver
     outcome.rows.append(
-        rounded({"suite": "llama", "system": "copy", "pass": "copy", "us": 0.0, "tbps": bandwidth / 1e12})
+        rounded(
+            {
+                "suite": "llama",
+                "system": "copy",
+                "pass": "copy",
+                "us": COPY_BYTES / bandwidth * 1e6,
+                "tbps": bandwidth / 1e12,
+            }
+        )
     )
     return machine, outcome
 

@@ -1,0 +1,164 @@
+"""The GPU's side of the engine without a GPU: the same code over NumPy arrays that pass for CuPy's. It shows that the
+pieces fit (shapes, dtypes, which array goes where); streams, captures and the three small kernels need a GPU and are
+tested in test_llama_engine.py there."""
+
+import contextlib
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+from test_llama_engine import model_file
+
+from flash_attn_minimal.llama import cuda as cuda_module
+from flash_attn_minimal.llama.engine import Engine
+from flash_attn_minimal.llama.huggingface import numpy_dtype
+from flash_attn_minimal.llama.model import Llama
+from flash_attn_minimal.llama.sampling import Sampling
+from flash_attn_minimal.llama.synthetic import write_folder
+from flash_attn_minimal.llama.weights import Config, load_checkpoint
+
+
+class Array(np.ndarray):
+    """Told apart from the host's, and written to by `set` alone."""
+
+    def set(self, values, stream):
+        assert (values.shape, values.dtype) == (self.shape, self.dtype)
+        np.copyto(self, values)
+
+
+def on_device(x):
+    return x.view(Array) if isinstance(x, np.ndarray) else x
+
+
+class StandInCupy(types.ModuleType):
+    """NumPy's functions, with results of the other class."""
+
+    ndarray = Array
+
+    def __getattr__(self, name):
+        function = getattr(np, name)
+        return lambda *arguments, **options: on_device(function(*arguments, **options))
+
+
+class Stream:
+    device_id = ptr = 0
+
+    def __init__(self, **_):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+class Event:
+    def __init__(self, **_):
+        pass
+
+    def record(self, stream):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class Cublas:
+    """The contract of cuda.Cublas: what it may be given, and what it makes of it."""
+
+    def __init__(self, *_):
+        pass
+
+    def product(self, a, b, out, transpose_b, alpha=1.0, accumulate=False):
+        assert a.dtype == b.dtype and a.strides[2] == a.itemsize and b.strides[2] == b.itemsize
+        assert out.flags.c_contiguous and out.dtype in (a.dtype, np.float32)
+        a, b = (np.asarray(x).astype(np.float32) for x in (a, b))
+        product = alpha * (a @ (b.swapaxes(1, 2) if transpose_b else b))
+        out[...] = product + out.astype(np.float32) if accumulate else product
+
+
+class Kernels:
+    def __init__(self, _):
+        pass
+
+    def embed(self, embedding, tokens, x):
+        x[...] = np.asarray(embedding)[np.maximum(np.asarray(tokens).ravel(), 0)]
+        return x
+
+    def advance(self, tokens, active, ring, count, lengths):
+        ring[count[0] % len(ring)] = tokens[:, 0]
+        count += 1
+        lengths += active
+
+    def round_bfloat16(self, bits):
+        return on_device(bits.view(np.float32).astype(numpy_dtype("bfloat16")).view(np.uint16))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """The class Cuda over the stand-in."""
+    cupy = StandInCupy("cupy")
+    runtime = types.SimpleNamespace(deviceSynchronize=lambda: None)
+    cupy.cuda = types.SimpleNamespace(
+        Stream=Stream, Event=Event, runtime=runtime, using_allocator=lambda _: contextlib.nullcontext()
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda_module, "Cublas", Cublas)
+    monkeypatch.setattr(cuda_module, "_Kernels", Kernels)
+    monkeypatch.setattr(cuda_module, "_Graph", lambda cupy, stream, body: body)
+
+    def shared(self, shape):
+        memory = np.zeros(shape, np.int32)
+        return on_device(memory), memory
+
+    monkeypatch.setattr(cuda_module.Cuda, "shared", shared)
+    return cuda_module.Cuda
+
+
+@pytest.fixture(params=[8, 0], ids=["fused", "cublas"])
+def fused_rows(request, monkeypatch):
+    monkeypatch.setattr(cuda_module, "FUSED_ROWS", request.param)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("attention", ["flash", "standard"])
+@pytest.mark.parametrize("page_size", [None, 17])
+def test_golden_texts(cuda, fused_rows, dtype, attention, page_size):
+    """Float32 to the end; 16 bits for as long as no choice is close."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
+    cases = json.loads(model_file("stories260K_greedy.json").read_text())["cases"]
+    model = Llama(load_checkpoint(model_file("stories260K.bin")), cuda(attention, dtype))
+    assert model.embedding.dtype == dtype and model.layers[0].rms_att.dtype == np.float32
+    engine = Engine(model, 3, page_size=page_size)
+    if attention == "flash" or page_size:
+        for array in (*engine.cache.k, *engine.cache.v):
+            array[...] = np.nan
+    longest = 1000 if dtype == "float32" else 20
+    requests = [engine.add(case["prompt_ids"], min(longest, case["n_positions"] - 20)) for case in cases]
+    engine.add([5, 6, 7], 9, Sampling(1.0, seed=3))  # in between, another way to draw
+    engine.run()
+    for case, request in zip(cases, requests, strict=True):
+        text = request.prompt + request.tokens
+        assert text == case["token_ids"][: len(text)]
+
+
+@pytest.mark.parametrize("attention", ["flash", "standard"])
+def test_biases_and_a_window(cuda, fused_rows, attention, tmp_path):
+    """As the host computes them."""
+    from flash_attn_minimal.llama.host import Host
+
+    shape = (48, 56, 2, 6, 2, 70, 40)
+    for config, biases in ((Config(*shape, rope_interleaved=False, window=5), False),
+                           (Config(*shape, rope_interleaved=False), True)):  # fmt: skip
+        write_folder(tmp_path, config, "float32", biases=biases)
+        texts = []
+        for device in (Host("standard"), cuda(attention)):
+            engine = Engine(Llama(load_checkpoint(tmp_path), device), 2, page_size=4)
+            requests = [engine.add(prompt, 20) for prompt in ([3, 4, 5, 6, 7, 8, 9], [10])]
+            engine.run()
+            texts.append([request.tokens for request in requests])
+        assert texts[0] == texts[1]
