@@ -13,6 +13,9 @@ inline int decode_bucket(const AttentionParams& p) {
 
 inline bool decode_bytes(const AttentionParams& p) { return p.cache.entries && p.cache.dtype != p.dtype; }
 
+// 64 rows of 8-bit keys of head dim 256 want more registers than there are.
+constexpr bool decode_has_wide(size_t element_bytes, int bucket) { return element_bytes == 2 || bucket <= 128; }
+
 // Of a unit at most.
 inline int64_t decode_tiles(const AttentionParams& p, int tile_shift) {
     return p.seqlen_k ? (int64_t(p.seqlen_k - 1) >> tile_shift) + 1 : 1;
@@ -24,7 +27,7 @@ inline DecodeParams decode_plan(const AttentionParams& p, const DecodeDevice& de
     DecodeParams d{};
     d.attention = p;
     const int rows = p.seqlen_q * p.group, bucket = decode_bucket(p);
-    d.rows = rows <= 16 ? 16 : 64;
+    d.rows = rows > 16 && decode_has_wide(decode_bytes(p) ? 1 : 2, bucket) ? 64 : 16;
     d.row_tiles = (rows + d.rows - 1) / d.rows;
     d.tile_shift = decode_bytes(p) || bucket <= 64 ? 7 : 6;
     const int widest = p.seqlen_q + p.seqlen_k;

@@ -106,37 +106,37 @@ __device__ __forceinline__ UnitPieces pieces_of(const DecodeParams& d, int b, in
 // What a block does at a time: tiles begin .. end - 1, counted from the sequence's first, of a unit.
 struct Segment {
     int b, unit, begin, end;
-    int64_t slot;  // of its partial result; below 0: it is the whole unit
+    int slot;  // of its partial result; below 0: it is the whole unit
 };
 
 class Segments {
 public:
-    __device__ __forceinline__ Segments(const DecodeParams& d, unsigned block) : d_(d), block_(block) {
+    __device__ __forceinline__ explicit Segments(const DecodeParams& d) {
         if (d.uniform) {
-            at_ = block, end_ = d.attention.batch * d.heads() * d.pieces;
+            at_ = blockIdx.x, end_ = d.attention.batch * d.heads() * d.pieces;
             return;
         }
         unsigned length = 0;
         for (int b = threadIdx.x % 32; b < d.attention.batch; b += 32) length += tiles_of(d, b);
         const Cut cut(d, warp_sum(length));
-        at_ = cut.begin(min(block, cut.pieces)), end_ = cut.begin(min(block + 1, cut.pieces));
+        at_ = cut.begin(min(blockIdx.x, cut.pieces)), end_ = cut.begin(min(blockIdx.x + 1, cut.pieces));
     }
 
     // False when there is nothing left.
-    __device__ __forceinline__ bool next(Segment& segment) {
+    __device__ __forceinline__ bool next(const DecodeParams& d, Segment& segment) {
         while (at_ < end_) {
-            if (d_.uniform) {
-                const unsigned slot = at_, piece = slot % d_.pieces, unit = slot / d_.pieces, b = unit / d_.heads();
+            if (d.uniform) {
+                const unsigned slot = at_, piece = slot % d.pieces, unit = slot / d.pieces, b = unit / d.heads();
                 at_ += gridDim.x;
-                const int tiles = sequence_keys(d_, b).tiles, each = piece_tiles(d_, tiles), begin = piece * each;
+                const int tiles = sequence_keys(d, b).tiles, each = piece_tiles(d, tiles), begin = piece * each;
                 if (begin >= tiles) continue;
-                segment = {int(b), int(unit % d_.heads()), begin, min(begin + each, tiles), each >= tiles ? -1 : int64_t(slot)};
+                segment = {int(b), int(unit % d.heads()), begin, min(begin + each, tiles), each >= tiles ? -1 : int(slot)};
                 return true;
             }
             const int lane = threadIdx.x % 32;
             while (at_ >= before_ + length_) {  // on to the next 32 sequences: where on the line each of them ends
                 before_ += length_, first_ += 32;
-                place_ = tiles_of(d_, first_ + lane);
+                place_ = tiles_of(d, first_ + lane);
                 for (int offset = 1; offset < 32; offset *= 2) {
                     const unsigned lower = __shfl_up_sync(~0u, place_, offset);
                     if (lane >= offset) place_ += lower;
@@ -146,10 +146,9 @@ public:
             const int source = __ffs(__ballot_sync(~0u, before_ + place_ > at_)) - 1;
             const unsigned end = before_ + __shfl_sync(~0u, place_, source);
             const unsigned begin = source ? before_ + __shfl_sync(~0u, place_, source - 1) : before_;
-            const unsigned tiles = (end - begin) / d_.heads(), unit = (at_ - begin) / tiles, tile = at_ - begin - unit * tiles;
+            const unsigned tiles = (end - begin) / d.heads(), unit = (at_ - begin) / tiles, tile = at_ - begin - unit * tiles;
             const unsigned count = min(tiles - tile, end_ - at_);
-            segment = {first_ + source, int(unit), int(tile), int(tile + count),
-                       count == tiles ? -1 : 2 * int64_t(block_) + (tile == 0 ? 1 : 0)};
+            segment = {first_ + source, int(unit), int(tile), int(tile + count), count == tiles ? -1 : int(2 * blockIdx.x) + (tile == 0)};
             at_ += count;
             return true;
         }
@@ -157,8 +156,6 @@ public:
     }
 
 private:
-    const DecodeParams& d_;
-    const unsigned block_;
     unsigned at_, end_;
     int first_ = -32;                               // of 32 sequences,
     unsigned before_ = 0, length_ = 0, place_ = 0;  // which begin at before_; place_: where this lane's ends, from there

@@ -131,6 +131,15 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
     constexpr int kSources = kWide ? 1 : kDecodeWarps;  // warps whose O add up
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float row_max_of[kDecodeWarps][16], row_sum_of[kDecodeWarps][16], row_factor[Plan::kRows];
+    constexpr bool kFull = kD > 128;  // O fills the registers: what is needed before and after the tiles alone waits in shared memory
+    struct Kept {
+        Segments segments;
+        Segment segment;
+        SequenceKeys keys;
+        int head_k, row_tile0;
+    };
+    __shared__ __align__(8) unsigned char kept_bytes[kFull ? kDecodeWarps * sizeof(Kept) : 8];
+    Kept* const kept = reinterpret_cast<Kept*>(kept_bytes);
     const AttentionParams& p = d.attention;
     const CacheView& cache = p.cache;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
@@ -151,59 +160,67 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
         waited = true;
     };
 
-    Segments segments(d, blockIdx.x);
+    Segments segments(d);
 #pragma unroll 1
-    for (Segment segment; segments.next(segment);) {
-        const int b = segment.b, head_k = segment.unit / d.row_tiles, row_tile0 = segment.unit % d.row_tiles * Plan::kRows;
-        const SequenceKeys keys = sequence_keys(d, b);
-        const int rows = p.seqlen_q * p.group;  // of the key head; row r is head r % group of query r / group
-        const int first_tile = keys.first_tile + segment.begin, end_tile = keys.first_tile + segment.end;
+    for (Segment segment; segments.next(d, segment);) {
+        const int b0 = segment.b, head_k0 = segment.unit / d.row_tiles, row_tile00 = segment.unit % d.row_tiles * Plan::kRows;
+        const SequenceKeys found = sequence_keys(d, b0);
+        if (kFull && lane == 0)
+            kept[warp] = {segments, segment, found, segment.unit / d.row_tiles, segment.unit % d.row_tiles * Plan::kRows};
+        if (kFull) __syncwarp();
+        const auto sequence_now = [&] { return kFull ? (opaque(kept) + warp)->segment.b : b0; };
+        const auto head_now = [&] { return kFull ? (opaque(kept) + warp)->head_k : head_k0; };
+        const auto row_tile_now = [&] { return kFull ? (opaque(kept) + warp)->row_tile0 : row_tile00; };
+        const auto keys_now = [&] { return kFull ? (opaque(kept) + warp)->keys : found; };
+        // Row r of the seqlen_q * group rows of a key head is head r % group of query r / group.
+        const int first_tile = found.first_tile + segment.begin, end_tile = found.first_tile + segment.end;
 
         // ---- copies: this warp's part of a tile ----
-        const int piece = lane % kPieces;
-        const bool k_piece = piece * Tile::kPieceColumns < p.headdim, v_piece = piece * Tile::kPieceColumns < p.headdim_v;
-        const int64_t entry_of = !cache.entries ? b : cache.block_table ? 0 : cache_entry(cache, b);
-        const E* const k = static_cast<const E*>(p.k.data) + entry_of * p.k.batch + head_k * p.k.head + piece * Tile::kPieceColumns;
-        const E* const v = static_cast<const E*>(p.v.data) + entry_of * p.v.batch + head_k * p.v.head + piece * Tile::kPieceColumns;
-        const auto seen = [&](int key) { return unsigned(key - keys.begin) < unsigned(keys.end - keys.begin); };
+        const auto seen = [](const SequenceKeys& keys, int key) { return unsigned(key - keys.begin) < unsigned(keys.end - keys.begin); };
         const auto own_key = [&](int tile) { return tile * Plan::kKeys + warp * kPartKeys + lane % kPartKeys; };
-        const auto page_of = [&](int tile) {
+        const auto page_of = [&](const SequenceKeys& keys, int tile) {
             const int key = own_key(tile);
-            return tile < end_tile && seen(key) ? cache_page(cache, b, key / cache.page_size) : 0;
+            return tile < end_tile && seen(keys, key) ? cache_page(cache, sequence_now(), key / cache.page_size) : 0;
         };
-        int page = cache.block_table ? page_of(first_tile) : 0;  // of this lane's key in the tile that is copied next
+        int page = cache.block_table ? page_of(found, first_tile) : 0;  // of this lane's key in the tile that is copied next
         const auto copy = [&](int tile, int slot) {
+            const SequenceKeys keys = keys_now();
+            const int b = sequence_now(), head_k = head_now();
+            const int here = kFull ? opaque(lane) : lane, piece = here % kPieces, row = here / kPieces;
+            const bool k_piece = piece * Tile::kPieceColumns < p.headdim, v_piece = piece * Tile::kPieceColumns < p.headdim_v;
+            const int entry_of = !cache.entries ? b : cache.block_table ? 0 : cache_entry(cache, b);
+            const E* const k = static_cast<const E*>(p.k.data) + entry_of * p.k.batch + head_k * p.k.head + piece * Tile::kPieceColumns;
+            const E* const v = static_cast<const E*>(p.v.data) + entry_of * p.v.batch + head_k * p.v.head + piece * Tile::kPieceColumns;
             const int key0 = tile * Plan::kKeys + warp * kPartKeys;
             if (key0 + kPartKeys > keys.count - cache.added) wait_for_append();
             const uint32_t to_k = part_of(slot, warp), to_v = to_k + kPartKeys * kPitch;
-            const int row = lane / kPieces;
-            int entry = int(entry_of), at = own_key(tile);
+            int entry = entry_of, at = own_key(tile);
             if (cache.block_table) {
                 entry = page, at %= cache.page_size;
-                page = page_of(tile + 1);
+                page = page_of(keys, tile + 1);
                 const int64_t k_own = entry * p.k.batch + at * p.k.row, v_own = entry * p.v.batch + at * p.v.row;
-#pragma unroll(kD == 256 ? 2 : 4)
+#pragma unroll(kFull ? 2 : 4)
                 for (int i = 0; i < kPasses; ++i) {
                     const int r = i * kRowsAtOnce + row;
                     const int64_t k_from = __shfl_sync(kFullWarp, k_own, r), v_from = __shfl_sync(kFullWarp, v_own, r);
-                    const bool is = seen(key0 + r);
+                    const bool is = seen(keys, key0 + r);
                     cp_async_16(to_k + Tile::offset(r, piece), k + k_from, is && k_piece ? 16 : 0);
                     cp_async_16(to_v + Tile::offset(r, piece), v + v_from, is && v_piece ? 16 : 0);
                 }
             } else {
                 const E* k_from = k + (key0 + row) * p.k.row;
                 const E* v_from = v + (key0 + row) * p.v.row;
-#pragma unroll(kD == 256 ? 2 : 4)
+#pragma unroll(kFull ? 2 : 4)
                 for (int i = 0; i < kPasses; ++i) {
                     const int r = i * kRowsAtOnce + row;
-                    const bool is = seen(key0 + r);
+                    const bool is = seen(keys, key0 + r);
                     cp_async_16(to_k + Tile::offset(r, piece), k_from, is && k_piece ? 16 : 0);
                     cp_async_16(to_v + Tile::offset(r, piece), v_from, is && v_piece ? 16 : 0);
                     k_from += kRowsAtOnce * p.k.row, v_from += kRowsAtOnce * p.v.row;
                 }
             }
             if (kBytes && lane < kPartKeys) {
-                const bool is = seen(key0 + lane);
+                const bool is = seen(keys, key0 + lane);
                 const CacheScale &ks = cache.k_scale, &vs = cache.v_scale;
                 const uint32_t to = scales_of(slot, warp) + 4 * lane;
                 cp_async_4(to, ks.data + (entry * ks.batch + at * ks.row + head_k * ks.head), is ? 4 : 0);
@@ -211,6 +228,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
             }
         };
         const auto copy_q = [&] {
+            const int b = sequence_now(), head_k = head_now(), row_tile0 = row_tile_now();
             constexpr int kRowsOfPass = kDecodeThreads / TileQ::kPieces;
             const int q_piece = threadIdx.x % TileQ::kPieces;
 #pragma unroll 1
@@ -218,7 +236,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
                 const int r = row_tile0 + row, i = r / p.group, head = head_k * p.group + r % p.group;
                 const uint16_t* const from =
                     static_cast<const uint16_t*>(p.q.data) + b * p.q.batch + i * p.q.row + head * p.q.head + 8 * q_piece;
-                cp_async_16(q_tile + TileQ::offset(row, q_piece), from, r < rows && 8 * q_piece < p.headdim ? 16 : 0);
+                cp_async_16(q_tile + TileQ::offset(row, q_piece), from, r < p.seqlen_q * p.group && 8 * q_piece < p.headdim ? 16 : 0);
             }
         };
 
@@ -237,7 +255,9 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
             }
         };
         float row_scale[2];
-        const auto row_of = [&](int half) { return min(row_tile0 + warp_row + opaque(lane) / 4 + 8 * half, rows - 1); };
+        const auto row_of = [&](int half) {
+            return min(row_tile_now() + warp_row + opaque(lane) / 4 + 8 * half, p.seqlen_q * p.group - 1);
+        };
         const auto prepare_rows = [&] {
             if (kBytes && p.dtype == DType::kBFloat16) {
                 narrow_rows<Plan::kRows, kD>(q_tile, row_factor);
@@ -253,17 +273,14 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
                 if (kBytes && p.dtype == DType::kBFloat16) row_scale[half] *= row_factor[warp_row + lane / 4 + 8 * half];
             }
         };
-        // Keys that every row sees.
-        const int every_begin = p.window_left >= 0 ? max(p.seqlen_q - 1 + keys.shift - p.window_left, keys.begin) : keys.begin;
-        const int every_end = p.window_right >= 0 ? min(keys.shift + p.window_right + 1, keys.end) : keys.end;
-
         float O[kTilesV][4] = {};
         float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // log2 units; this thread's share
         float v_unit = 1e-30f;                                         // bytes: O counts in units of the largest factor of V so far
 
         const auto attend = [&](int key0, uint32_t part, uint32_t scales) {
-            const uint32_t k_lane = part + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-            const uint32_t v_lane = part + kPartKeys * kPitch + Tile::offset(lane % 16, lane / 16);
+            const int here = kFull && !kWide ? opaque(lane) : lane;
+            const uint32_t k_lane = part + Tile::offset(here % 8 + here / 16 * 8, here / 8 % 2);
+            const uint32_t v_lane = part + kPartKeys * kPitch + Tile::offset(here % 16, here / 16);
             // ---- S = Q K^T ----
             float S[kTilesN][4] = {};
 #pragma unroll
@@ -317,6 +334,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
                     v_unit = largest;
                 }
             }
+            const SequenceKeys keys = keys_now();
             if (p.softcap != 0) {
                 const float inverse = 1.0f / p.softcap, cap = p.softcap * kLog2e;
 #pragma unroll
@@ -328,13 +346,16 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int r = row_of(half), distance = r / p.group + keys.shift - key0 - mma_column(lane, 0);
-                    const float slope = p.alibi_slopes[b * p.alibi_batch + head_k * p.group + r % p.group] * kLog2e;
+                    const float slope = p.alibi_slopes[sequence_now() * p.alibi_batch + head_now() * p.group + r % p.group] * kLog2e;
 #pragma unroll
                     for (int n = 0; n < kTilesN; ++n)
 #pragma unroll
                         for (int e = 0; e < 2; ++e) S[n][2 * half + e] -= slope * fabsf(float(distance - 8 * n - e));
                 }
             }
+            // Keys that every row sees need no comparison.
+            const int every_begin = p.window_left >= 0 ? max(p.seqlen_q - 1 + keys.shift - p.window_left, keys.begin) : keys.begin;
+            const int every_end = p.window_right >= 0 ? min(keys.shift + p.window_right + 1, keys.end) : keys.end;
             if (key0 < every_begin || key0 + kPartKeys > every_end) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -431,7 +452,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
 #pragma unroll 1
                 for (int part = kWide ? 0 : warp; part < (kWide ? kDecodeWarps : warp + 1); ++part) {
                     const int key0 = step * Plan::kKeys + part * kPartKeys;
-                    if (key0 < keys.end && key0 + kPartKeys > keys.begin) attend(key0, part_of(slot, part), scales_of(slot, part));
+                    if (const SequenceKeys keys = keys_now(); key0 < keys.end && key0 + kPartKeys > keys.begin)
+                        attend(key0, part_of(slot, part), scales_of(slot, part));
                 }
                 meet();  // nobody reads them any more
             }
@@ -445,6 +467,12 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
         }
 
         // ---- the warps' results, through their parts of stage 0 ----
+        Segment done = segment;
+        if (kFull) {
+            __syncwarp();
+            const Kept* const from = opaque(kept) + warp;
+            segments = from->segments, done = from->segment;
+        }
         float* const own = reinterpret_cast<float*>(shared + warp * Plan::kPartBytes);
         const auto place = [](int row, int column) { return row * kD + (column ^ row % 4 * 8); };
         const float unit = kBytes ? v_unit : 1.0f;
@@ -471,8 +499,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
 
         constexpr int kThreadsPerRow = 32 * kSources / 16;
         const int thread = kWide ? lane : int(threadIdx.x), source0 = kWide ? warp : 0;
-        const int row = thread / kThreadsPerRow, tile_row = warp_row + row, r = row_tile0 + tile_row;
-        if (r < rows) {
+        const int row = thread / kThreadsPerRow, tile_row = warp_row + row, r = done.unit % d.row_tiles * Plan::kRows + tile_row;
+        if (r < p.seqlen_q * p.group) {
             float max = -FLT_MAX, sum = 0, weight[kSources];
 #pragma unroll
             for (int x = 0; x < kSources; ++x) max = fmaxf(max, row_max_of[source0 + x][row]);
@@ -481,8 +509,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
                 weight[x] = exp2_approx(row_max_of[source0 + x][row] - max);
                 sum += weight[x] * row_sum_of[source0 + x][row];
             }
-            const int i = r / p.group, head = head_k * p.group + r % p.group;
-            const bool whole = segment.slot < 0, first = thread % kThreadsPerRow == 0;
+            const int i = r / p.group, head = done.unit / d.row_tiles * p.group + r % p.group;
+            const bool whole = done.slot < 0, first = thread % kThreadsPerRow == 0;
             float inverse = sum == 0 ? 0 : 1 / sum;
             if (whole) {
                 if (const float sink = p.sinks ? p.sinks[head] * kLog2e : -INFINITY; sink != -INFINITY) {
@@ -490,14 +518,14 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
                     sum = sum * factor + exp2_approx(sink - next), max = next, inverse = factor / sum;
                 }
                 if (p.lse && first)
-                    p.lse[(int64_t(b) * p.nheads + head) * p.seqlen_q + i] = sum == 0 ? -INFINITY : (max + log2f(sum)) * kLn2;
+                    p.lse[(int64_t(done.b) * p.nheads + head) * p.seqlen_q + i] = sum == 0 ? -INFINITY : (max + log2f(sum)) * kLn2;
             } else if (first) {
-                d.partial_lse[segment.slot * Plan::kRows + tile_row] = sum == 0 ? -INFINITY : max + log2f(sum);
+                d.partial_lse[int64_t(done.slot) * Plan::kRows + tile_row] = sum == 0 ? -INFINITY : max + log2f(sum);
             }
-            float* const partial = d.partial + (segment.slot * Plan::kRows + tile_row) * p.headdim_v;
-            uint16_t* const out = static_cast<uint16_t*>(p.out.data) + b * p.out.batch + i * p.out.row + head * p.out.head;
+            float* const partial = d.partial + (int64_t(done.slot) * Plan::kRows + tile_row) * p.headdim_v;
+            uint16_t* const out = static_cast<uint16_t*>(p.out.data) + done.b * p.out.batch + i * p.out.row + head * p.out.head;
 #pragma unroll 1
-            for (int column = thread % kThreadsPerRow * 4; column < kD; column += 4 * kThreadsPerRow) {
+            for (int column = opaque(thread) % kThreadsPerRow * 4; column < kD; column += 4 * kThreadsPerRow) {
                 if (column >= p.headdim_v) continue;
                 float4 x{};
 #pragma unroll
@@ -534,7 +562,9 @@ cudaError_t launch_decode(DecodeParams d, const DecodeDevice& device, cudaStream
 
 template <typename E, int kD>
 cudaError_t launch_decode(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream) {
-    return d.rows == 16 ? launch_decode<E, kD, false>(d, device, stream) : launch_decode<E, kD, true>(d, device, stream);
+    if constexpr (decode_has_wide(sizeof(E), kD))
+        if (d.rows == 64) return launch_decode<E, kD, true>(d, device, stream);
+    return launch_decode<E, kD, false>(d, device, stream);
 }
 
 template <typename E>
