@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import accuracy
+import numpy as np
 import pytest
 from test_kvcache import Case, check, expected, make, on_device
 
 import flash_attn_minimal as fa
 
 
-@pytest.mark.parametrize("page_size", [0, 1, 8, 16, 24, 64, 128, 256])
-@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "headdim, page_size",
+    [*((d, page) for d in (64, 128, 256) for page in (0, 1, 16, 24, 64, 128)), (96, 16), (192, 16), (128, 256)],
+)
 def test_chunks(kernel, headdim, page_size):
     """A chunk joins caches of many lengths and attends to all of them: pages that tiles divide and that they do not."""
     case = Case(
@@ -37,8 +40,29 @@ def test_capacity_beyond_the_lengths(kernel, scores, page_size):
     check(kernel, case)
 
 
-@pytest.mark.parametrize("page_size", [0, 8, 16, 64, 128])
-@pytest.mark.parametrize("nheads", [5, 16, 128])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_chunk_alone_equals_chunk_in_a_batch(kernel, page_size):
+    """batch_invariant: the size of the batch decides between no kernels and no tiles."""
+    case = Case(
+        lengths=(300, None, 129), rows=page_size or 8200, pages=8200 // page_size + 1 if page_size else 0, spare=0,
+        seqlen_q=140, seqlen_new=0, nheads=2, nheads_k=1, headdim=128, dtype="bfloat16", causal=True, batch_invariant=True,
+    )  # fmt: skip
+    call = make(case)
+    arrays = on_device(kernel, case, call)
+    if fa.kvcache_query(**arrays).status == "FA_UNSUPPORTED" and not kernel.general:
+        pytest.skip("refuses")
+    whole = kernel.device.numpy(fa.flash_attn_with_kvcache(**arrays))
+    for rows in ([0], [2, 0], [0] * 40):
+        part = {**arrays, "q": kernel.device.array(call.q[rows], case.dtype)}
+        part["cache_seqlens"] = kernel.device.array(call.where["cache_seqlens"][rows])
+        if page_size:
+            part["block_table"] = kernel.device.array(call.where["block_table"][rows])
+        else:
+            part["cache_batch_idx"] = kernel.device.array(np.array(rows, np.int32))
+        np.testing.assert_array_equal(kernel.device.numpy(fa.flash_attn_with_kvcache(**part)), whole[rows])
+
+
+@pytest.mark.parametrize("nheads, page_size", [(16, 0), (16, 8), (5, 16), (128, 64), (16, 128), (70, 0)])
 def test_latent_attention_in_one_memory(kernel, nheads, page_size):
     """v_cache is the first 512 columns of k_cache; the rows of all heads are one matrix, cut every 64."""
     case = Case(

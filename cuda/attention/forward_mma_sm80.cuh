@@ -471,7 +471,7 @@ cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
 template <typename T, int kD, int kDv>
 cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
     MmaParams params = mma_params<T>(p);
-    const int64_t heads = int64_t(p.nheads) * p.batch;
+    const int64_t heads = int64_t(p.nheads) * p.deciding_batch();
     const bool general = mma_needs_general(p), aligned = params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_out;
     const auto serves = [&](const MmaTile& tile, size_t shared_bytes) {
         return aligned && mma_tile_fits(tile, shared_bytes, shared_memory) && mma_tile_fills(tile, heads, p.seqlen_q, multiprocessors);

@@ -12,7 +12,7 @@ cudaError_t launch_pages(const AttentionParams& p, int multiprocessors, size_t s
     constexpr const MmaTile& kLarge = kTileOf<T, kD, kD, MmaSm::k164>;
     if (params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_out &&
         mma_tile_fits(kLarge, sizeof(Smem<T, kTileOf<T, kD, kD, MmaSm::k164>, kD, kD>), shared_memory) &&
-        mma_tile_fills(kLarge, int64_t(p.nheads) * p.batch, p.seqlen_q, multiprocessors))
+        mma_tile_fills(kLarge, int64_t(p.nheads) * p.deciding_batch(), p.seqlen_q, multiprocessors))
         return launch_tile<T, kD, kD, MmaSm::k164, false, true>(params, stream);
     return launch_tile<T, kD, kD, MmaSm::kAny, false, true>(params, stream);
 }

@@ -266,15 +266,15 @@ __device__ __forceinline__ void produce_from_pages(const CUtensorMap& map_q, con
         if (!w.has_rows) continue;
         work.next(WgmmaSmem<T, kId>::kWorkSlots);
         PageCopies<T, kBlockN> rows{p, 0, 0};
-        uint32_t landing[2] = {0, 0};  // the barriers of the two newest tiles' copies, which may still be on their way
-        // After each tile's copies, with its barrier: says of the tile two before it that it has landed.
+        uint32_t landing = 0;  // the barrier of the newest tile's copies, which may still be on their way
+        // After each tile's copies, with its barrier: says of the tile before it that it has landed.
         const auto issued = [&](uint32_t barrier) {
             cp_async_commit();
-            cp_async_wait_group<2>();
+            cp_async_wait_group<1>();
             fence_proxy_async();
             __syncwarp();
-            if (landing[0] && threadIdx.x % 32 == 0) mbarrier_arrive(landing[0]);
-            landing[0] = landing[1], landing[1] = barrier;
+            if (landing && threadIdx.x % 32 == 0) mbarrier_arrive(landing);
+            landing = barrier;
         };
         const auto load_k = [&](const Ring& at) {
             mbarrier_wait(shared_address(smem.k_empty) + 8 * at.slot, at.phase ^ 1);
@@ -320,10 +320,7 @@ __device__ __forceinline__ void produce_from_pages(const CUtensorMap& map_q, con
         cp_async_wait_all();
         fence_proxy_async();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-            if (landing[0]) mbarrier_arrive(landing[0]);
-            mbarrier_arrive(landing[1]);
-        }
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(landing);
     }
 }
 

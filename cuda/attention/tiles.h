@@ -94,10 +94,10 @@ FA_HOST_DEVICE bool wgmma_scores_are_natural(const AttentionParams& p) { return 
 inline bool wgmma_needs_general(const AttentionParams& p) { return wgmma_scores_are_natural(p) || p.window_left >= 0; }
 
 // Whether blocks of 192 rows take longer than those of 128, which read K and V more often, because they leave more of the GPU idle:
-// up to two rounds of blocks. 512 rows x 32 heads over 8192 keys: 124 -> 99 us.
+// up to two rounds of blocks. 512 rows x 32 heads over 8192 keys: 124 -> 99 us (those 128 rows on pages of 256 keys).
 inline bool wgmma_blocks_of_192_idle(const AttentionParams& p, int multiprocessors) {
     const auto rows = [&](int block_m) {
-        const int64_t blocks = (int64_t(p.seqlen_q) + block_m - 1) / block_m * p.batch * p.nheads;
+        const int64_t blocks = (int64_t(p.seqlen_q) + block_m - 1) / block_m * p.deciding_batch() * p.nheads;
         return (blocks + multiprocessors - 1) / multiprocessors * block_m;
     };
     return !p.cu_seqlens_q && rows(192) <= 2 * 192 && 20 * rows(192) > 21 * rows(128);

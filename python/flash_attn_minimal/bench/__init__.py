@@ -141,6 +141,10 @@ def _run(options, parser, argv) -> int:
         from . import llama
 
         machine, outcome = llama.run(options, protocol)
+    elif options.suite == "prefill":
+        from . import prefill
+
+        machine, outcome = prefill.run(options, protocol)
     else:
         machine = open_machine("cpu" if options.suite == "cpu" else options.device, options.framework)
         usual = suites.SUITES[options.suite].dtype or ("bfloat16" if machine.device == "cuda" else "float32")

@@ -73,7 +73,7 @@ def draw(data: dict, file: Path) -> list[Path]:
         return []
     rows += fa3.rows(data)
     makers = {"ladder": {"": ladder}, "backward_ladder": {"": ladder}, "varlen": {"": bars}, "overhead": {"": overhead}}
-    makers["llama"] = {"": steps}
+    makers |= {"llama": {"": steps}, "prefill": {}}
     pictures = []
     with matplotlib.rc_context(STYLE):
         for suffix, maker in makers.get(data["suite"], {"": curves, "_roofline": roofline}).items():

@@ -186,6 +186,7 @@ def markdown(data: dict, pictures: list[Path]) -> str:
         "overhead": overhead_table,
         "llama": llama_table,
         "ops": small_ops.table,
+        "prefill": prefill_table,
     }
     lines += makers.get(suite, curves_table)(data, rows)
     roofs = [row for row in data["rows"] if row.get("pass") in ("linear", "copy") and "us" in row]
@@ -370,6 +371,31 @@ def llama_table(data: dict, rows: list[dict]) -> list[str]:
         body.append([*start, "**flash over standard**", *gains])
     head = ["model", "dtype", "batch", "attention", *(f"position {position}" for position in positions)]
     return ["## Decode steps/s of the whole batch, more is better", "", *table(head, body)]
+
+
+def prefill_table(data: dict, rows: list[dict]) -> list[str]:
+    """One line for each shape, one column for each place of the keys."""
+    name, scale = unit(data)
+    keys = ("headdim", "batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k")
+    lines: list[str] = []
+    for latent, title in (
+        (False, f"Chunks of queries, {name}"),
+        (True, f"Latent attention, TB/s of the cache and {name}"),
+    ):
+        shapes: dict[tuple, dict[str, str]] = {}
+        chosen = [row for row in rows if (row["headdim"] != row["headdim_v"]) == latent]
+        for row in chosen:
+            speed = number(row["tflops"] * scale)
+            found = shapes.setdefault(tuple(row[key] for key in keys), {})
+            found[row["layout"]] = f"{row['tbps']:.2f}, {speed}" if latent else speed
+        layouts = list(dict.fromkeys(row["layout"] for row in chosen))
+        body = [
+            [*map(str, shape[:4]), f"{shape[4]}/{shape[5]}", *(found.get(layout, "") for layout in layouts)]
+            for shape, found in shapes.items()
+        ]
+        if body:
+            lines += [f"## {title}", "", *table(["headdim", "batch", "queries", "keys", "heads", *layouts], body), ""]
+    return lines[:-1]
 
 
 def default_folder(slug: str) -> Path:
