@@ -21,8 +21,8 @@ from .config import Config
 from .huggingface import numpy_dtype
 from .sampling import Rule
 
-FUSED_ROWS = 8  # up to here one kernel for norm, product and what follows beats cuBLAS and its neighbours
-WORKSPACE_BYTES = 32 << 20  # what cuBLAS is recommended to have on Hopper
+FUSED_ROWS = 8  # up to here ops.linear, beyond cuBLAS between rms_norm and swiglu: see ops.linear
+WORKSPACE_BYTES = 32 << 20  # what cuBLAS's documentation recommends for Hopper
 
 
 def reason_against() -> str:

@@ -54,7 +54,6 @@ class Llama:
 
     def __init__(self, checkpoint: Checkpoint, device):
         self.config, self.device = checkpoint.config, device
-        self.rope: tuple[Array, Array] | None = None
         with device.scope():
             self._load(checkpoint)
         device.synchronize()
@@ -76,10 +75,6 @@ class Llama:
         self.embedding = matrix(c["token_embedding"])
         self.rms_final = vector(c["rms_final"])
         self.wcls = self.embedding if c.tied else matrix(c["wcls"])
-
-    def prepare(self, context: int) -> None:
-        """RoPE's tables, up to a context."""
-        self.rope = tuple(map(self.device.vector, self.config.rope_tables(context)))
 
     @property
     def weight_bytes(self) -> int:
@@ -104,7 +99,7 @@ class Llama:
             )
             heads = qkv.reshape(batch, seqlen, nheads + 2 * nheads_k, headdim)
             q, k, v = heads[:, :, :nheads], heads[:, :, nheads : nheads + nheads_k], heads[:, :, nheads + nheads_k :]
-            attended = device.attend(q, k, v, cache.k[i], cache.v[i], rows, self.rope, config)
+            attended = device.attend(q, k, v, cache.k[i], cache.v[i], rows, cache.rope, config)
             x = device.linear(attended.reshape(batch * seqlen, nheads * headdim), layer.wo, residual=x)
             hidden = device.linear(
                 x, layer.w13, norm=layer.rms_ffn, eps=config.rms_eps, swiglu=True, out_dtype=device.matrix_dtype
