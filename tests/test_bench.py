@@ -18,7 +18,9 @@ needs_matplotlib = pytest.mark.skipif(not plots.available(), reason="matplotlib 
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed")
 FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 
-ROW_TYPES = dict.fromkeys("suite system kernel pass dtype mix arrays device call mode fused model".split(), str)
+ROW_TYPES = dict.fromkeys(
+    "suite system kernel pass dtype mix arrays device call mode fused model cache_dtype".split(), str
+)
 ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic fast_accum".split(), bool)
 ROW_TYPES |= dict.fromkeys(
     "headdim headdim_v seqlen_q seqlen_k batch nheads nheads_k m n k input_sets tokens position bytes".split(), int

@@ -123,21 +123,25 @@ def fused_rows(request, monkeypatch):
     monkeypatch.setattr(cuda_module, "FUSED_ROWS", request.param)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype, cache_dtype", [
+    ("float32", None), ("float16", None), ("bfloat16", None), ("float32", "float16"), ("float32", "bfloat16"),
+    ("bfloat16", "float32"), ("bfloat16", "float16"),
+])  # fmt: skip
 @pytest.mark.parametrize("attention", ["flash", "standard"])
 @pytest.mark.parametrize("page_size", [None, 17])
-def test_golden_texts(cuda, fused_rows, dtype, attention, page_size):
+def test_golden_texts(cuda, fused_rows, dtype, cache_dtype, attention, page_size):
     """Float32 to the end; 16 bits for as long as no choice is close."""
-    if dtype == "bfloat16":
+    if "bfloat16" in (dtype, cache_dtype):
         pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
     cases = json.loads(model_file("stories260K_greedy.json").read_text())["cases"]
-    model = Llama(load_checkpoint(model_file("stories260K.bin")), cuda(attention, dtype))
+    model = Llama(load_checkpoint(model_file("stories260K.bin")), cuda(attention, dtype, cache_dtype))
     assert model.embedding.dtype == dtype and model.layers[0].rms_att.dtype == np.float32
     engine = Engine(model, 3, page_size=page_size)
     if attention == "flash" or page_size:
         for array in (*engine.cache.k, *engine.cache.v):
             array[...] = np.nan
-    longest = 1000 if dtype == "float32" else 20
+    assert engine.cache.k[0].dtype == (cache_dtype or dtype)
+    longest = 1000 if (dtype, cache_dtype) == ("float32", None) else 20
     requests = [engine.add(case["prompt_ids"], min(longest, case["n_positions"] - 20)) for case in cases]
     engine.add([5, 6, 7], 9, Sampling(1.0, seed=3))  # in between, another way to draw
     engine.run()

@@ -145,6 +145,27 @@ def test_the_context_ends_the_text(model, prompt_tokens, new, page_size):
     assert engine.timing.decode_steps == new - 1 and engine.timing.prompt_tokens == prompt_tokens
 
 
+def test_engines_share_a_model(model):
+    """A second engine, of another context, changes nothing in the first."""
+    job = ([3, 4, 5], 30)
+    [alone] = run(Engine(model, 1), [job])
+    first = Engine(model, 1)
+    request = first.add(*job)
+    while len(request.tokens) < 10:
+        first.step()
+    assert run(Engine(model, 2, context=12), [([3, 4, 5], 10)]) == [alone[:10]]
+    first.run()
+    assert request.tokens == alone
+
+
+@pytest.mark.parametrize("batch, position", [(0, 1), (3, 1), (1, -1), (1, 40)])
+def test_hold_refuses(model, batch, position):
+    with pytest.raises(
+        BadArgument, match=f"batch={batch}, position={position} cannot be held: max_batch=2, context=40"
+    ):
+        Engine(model, 2).hold(batch, position)
+
+
 def test_no_new_tokens(model):
     request = Engine(model, 1).add([5], 0)
     assert request.finished == "length" and request.tokens == []

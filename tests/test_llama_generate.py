@@ -93,7 +93,7 @@ def test_half_precision(cli, dtype, attention):
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
     status, out, err = cli("model.bin", "--dtype", dtype, "--attention", attention, "--steps", 5, "--prompt", "hello")
-    assert status == 0 and out.startswith("hello") and f"{attention} attention, {dtype}" in err
+    assert status == 0 and out.startswith("hello") and f"{attention} attention, float32 with q, k, v in {dtype}" in err
 
 
 def test_the_seed_repeats_a_text(cli):

@@ -110,9 +110,8 @@ class Sequences:
 
     def __init__(self, model, batch, page_size=None):
         config = model.config
-        model.prepare(config.seq_len)
         pages = 0 if page_size is None else -(-config.seq_len // page_size)
-        self.cache = KVCache(np, config, model.device.dtype, batch, config.seq_len, page_size, batch * pages + 3)
+        self.cache = KVCache(model.device, config, batch, config.seq_len, page_size, batch * pages + 3)
         for array in (*self.cache.k, *self.cache.v):
             array[...] = np.nan
         self.model, self.lengths = model, np.zeros(batch, np.int32)

@@ -21,15 +21,15 @@ from ..llama.host import Host
 from ..llama.model import Llama
 from ..llama.synthetic import SHAPES, RandomTensors
 from ..llama.weights import Checkpoint
-from .machine import SHORT, BenchError, Meter, library_has_cuda, load_average, open_machine
+from .machine import BenchError, Meter, library_has_cuda, load_average, open_machine
 from .suites import Outcome, Progress, rounded
 from .timing import Protocol, Timing
 
 POSITIONS = (1, 100, 500, 1000)
-PLANS = {  # model -> dtypes, batches, positions
+PLANS = {  # model -> dtypes (of the matrices, or of matrices and cache), batches, positions
     "cpu": {"stories15M": (("float32",), (1, 8), (1, 100, 200))},
     "cuda": {
-        "stories110M": (("float32", "float16", "bfloat16"), (1, 8, 64), POSITIONS),
+        "stories110M": (("float32", "float32/float16", "float16", "bfloat16"), (1, 8, 64), POSITIONS),
         "7b": (("bfloat16",), (1, 8), (1, 1000, 4000)),
     },
 }
@@ -53,7 +53,7 @@ class _DeviceTensors(RandomTensors):
         if len(shape) == 1:
             return values / 8 + np.float32(name.startswith("rms"))
         values *= np.float32(shape[1] ** -0.5)
-        return self.device.narrow(values)
+        return self.device.cast(values, self.device.matrix_dtype)
 
 
 def _model(name: str, device, seed: int) -> Llama:
@@ -77,7 +77,7 @@ def _fill(engine: Engine, seed: int) -> None:
         state = device.xp.random.RandomState(seed)
         for array in (*engine.cache.k, *engine.cache.v):
             for part in array:
-                values = device.narrow(state.standard_normal(part.shape, dtype=np.float32))
+                values = device.cast(state.standard_normal(part.shape, dtype=np.float32), device.dtype)
                 part.view(np.uint16 if part.itemsize == 2 else part.dtype)[...] = values.view(
                     np.uint16 if part.itemsize == 2 else part.dtype
                 )
@@ -112,7 +112,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
             model = made[name, dtype]
             bandwidth = bandwidth or model.device.bandwidth()
             lines = _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcome)
-            progress.step(f"{name} {SHORT[dtype]} batch {batch}: {'; '.join(lines)}")
+            progress.step(f"{name} {dtype} batch {batch}: {'; '.join(lines)}")
         outcome.conditions, outcome.driver = meter.between(), meter.driver
     outcome.rows.append(
         rounded(
@@ -129,11 +129,12 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 
 def _device(kind: str, dtype: str) -> Any:
+    matrices, _, cache = dtype.partition("/")
     if kind == "cpu":
-        return Host("flash", dtype)
+        return Host("flash", cache or matrices)
     from ..llama.cuda import Cuda
 
-    return Cuda("flash", dtype)
+    return Cuda("flash", matrices, cache or None)
 
 
 def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcome) -> list[str]:
@@ -151,9 +152,11 @@ def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcom
             found = steps[attention]()
             model.device.synchronize()
             logits[attention] = (found.get() if hasattr(found, "get") else found).astype(np.float64)
+        tolerance = TOLERANCE[model.device.dtype.name]
         err = np.abs(logits["flash"] - logits["standard"]).max() / logits["standard"].std()
-        row = {"suite": "llama", "pass": "step", "model": name, "dtype": dtype, "batch": batch, "position": position}
-        if not err <= TOLERANCE[dtype]:
+        kinds = {"dtype": dtype.partition("/")[0], "cache_dtype": model.device.dtype.name}
+        row = {"suite": "llama", "pass": "step", "model": name} | kinds | {"batch": batch, "position": position}
+        if not err <= tolerance:
             outcome.wrong += 1
             outcome.rows.append(row | {"system": "ours", "wrong": True, "max_err": float(err)})
             lines.append(f"WRONG at {position}: the logits differ by {err:.3g} standard deviations")
@@ -167,7 +170,7 @@ def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcom
             share = read / bandwidth / (us * 1e-6)
             speed = {"steps_per_s": 1e6 / us, "bytes": read, "tbps": read / us * 1e-6, "share": share}
             system = "ours" if attention == "flash" else "standard"
-            checked = {"max_err": float(err), "err_budget": TOLERANCE[dtype]}
+            checked = {"max_err": float(err), "err_budget": tolerance}
             outcome.rows.append(rounded(row | {"system": system, "kernel": attention} | timed | speed | checked))
         flash, standard = (times[a].row(0.0)["us"] for a in ("flash", "standard"))
         lines.append(f"at {position} {1e6 / flash:.0f} steps/s ({standard / flash:.2f}x standard)")

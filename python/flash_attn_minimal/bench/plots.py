@@ -7,7 +7,6 @@ import importlib.util
 from pathlib import Path
 
 from . import fa3
-from .machine import SHORT
 from .report import (
     PASSES,
     attention_rows,
@@ -20,6 +19,7 @@ from .report import (
     order_of,
     series,
     shape_text,
+    step_dtype,
     unit,
 )
 
@@ -286,13 +286,11 @@ def steps(data: dict, rows: list[dict]):
     figure, axes = _figure(1, len(panels), max(6, 3.1 * len(panels)), 3.9)
     for axis, (model, batch) in zip(axes[0], panels, strict=True):
         mine = [row for row in rows if (row["model"], row["batch"]) == (model, batch)]
-        for i, dtype in enumerate(dict.fromkeys(row["dtype"] for row in mine)):
+        for i, dtype in enumerate(dict.fromkeys(step_dtype(row) for row in mine)):
             for kernel, line, marker in (("flash", "-", "o"), ("standard", "--", "v")):
-                points = [
-                    (r["position"], r["steps_per_s"]) for r in mine if (r["dtype"], r["kernel"]) == (dtype, kernel)
-                ]
-                x, y = zip(*sorted(points), strict=True)
-                axis.plot(x, y, line, marker=marker, color=MINE[i], label=f"{kernel}, {SHORT[dtype]}", markersize=4)
+                line_of = [row for row in mine if (step_dtype(row), row["kernel"]) == (dtype, kernel)]
+                x, y = zip(*sorted((row["position"], row["steps_per_s"]) for row in line_of), strict=True)
+                axis.plot(x, y, line, marker=marker, color=MINE[i], label=f"{kernel}, {dtype}", markersize=4)
         axis.set_title(f"{model}, batch {batch}")
         axis.set_ylim(bottom=0)
         axis.set_xlabel("position")

@@ -350,17 +350,21 @@ def overhead_table(data: dict, rows: list[dict]) -> list[str]:
     ]
 
 
+def step_dtype(row: dict) -> str:
+    """fp32, or fp32/fp16 for float32 matrices with a float16 cache."""
+    kinds = dict.fromkeys((row["dtype"], row["cache_dtype"]))
+    return "/".join(SHORT[kind] for kind in kinds)
+
+
 def llama_table(data: dict, rows: list[dict]) -> list[str]:
     """One line for each model, dtype and batch, steps/s at each position; then what flash attention gains."""
     positions = sorted({row["position"] for row in rows})
     body = []
-    for model, dtype, batch in dict.fromkeys((row["model"], row["dtype"], row["batch"]) for row in rows):
-        found = {
-            (row["kernel"], row["position"]): row
-            for row in rows
-            if (row["model"], row["dtype"], row["batch"]) == (model, dtype, batch)
-        }
-        start = [model, SHORT[dtype], str(batch)]
+    names = list(dict.fromkeys((row["model"], step_dtype(row), row["batch"]) for row in rows))
+    for name in names:
+        mine = [row for row in rows if (row["model"], step_dtype(row), row["batch"]) == name]
+        found = {(row["kernel"], row["position"]): row for row in mine}
+        start = [*map(str, name)]
         for kernel in ("flash", "standard"):
             mine = [found.get((kernel, position)) for position in positions]
             body.append([*start, kernel, *(number(row["steps_per_s"]) if row else "" for row in mine)])
@@ -369,7 +373,7 @@ def llama_table(data: dict, rows: list[dict]) -> list[str]:
         pairs = [(found.get(("flash", p)), found.get(("standard", p))) for p in positions]
         gains = [f"{standard['us'] / flash['us']:.2f}" if flash and standard else "" for flash, standard in pairs]
         body.append([*start, "**flash over standard**", *gains])
-    head = ["model", "dtype", "batch", "attention", *(f"position {position}" for position in positions)]
+    head = ["model", "matrices/cache", "batch", "attention", *(f"position {position}" for position in positions)]
     return ["## Decode steps/s of the whole batch, more is better", "", *table(head, body)]
 
 

@@ -44,9 +44,12 @@ class PagePool:
 
 
 class KVCache:
-    """page_size None = contiguous, `slots` sequences of `context` positions each."""
+    """page_size None = contiguous, `slots` sequences of `context` positions each. `rope` are the cosines and sines of
+    these positions."""
 
-    def __init__(self, xp, config: Config, dtype, slots: int, context: int, page_size: int | None, num_pages: int = 0):
+    def __init__(
+        self, device: Any, config: Config, slots: int, context: int, page_size: int | None = None, num_pages: int = 0
+    ):
         if page_size is None:
             rows = (slots, context)
         else:
@@ -54,9 +57,10 @@ class KVCache:
             self.pool = PagePool(num_pages)
         self.page_size, self.context = page_size, context
         self.scratch_page = num_pages
-        storage = xp.zeros((config.n_layers, 2, *rows, config.n_kv_heads, config.head_dim), dtype)
+        storage = device.xp.zeros((config.n_layers, 2, *rows, config.n_kv_heads, config.head_dim), device.dtype)
         self.k: list[Any] = [storage[layer, 0] for layer in range(config.n_layers)]
         self.v: list[Any] = [storage[layer, 1] for layer in range(config.n_layers)]
+        self.rope = tuple(device.vector(table) for table in config.rope_tables(context))
         self.nbytes = storage.nbytes
         self.position_bytes = self.nbytes // (rows[0] * rows[1])
 

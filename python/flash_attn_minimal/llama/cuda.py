@@ -21,8 +21,8 @@ from .config import Config
 from .huggingface import numpy_dtype
 from .sampling import Rule
 
-FUSED_ROWS = 8  # up to here one kernel for norm, product and what follows beats cuBLAS and its neighbours
-WORKSPACE_BYTES = 32 << 20  # what cuBLAS is recommended to have on Hopper
+FUSED_ROWS = 8  # up to here ops.linear, beyond cuBLAS between rms_norm and swiglu: see ops.linear
+WORKSPACE_BYTES = 32 << 20  # what cuBLAS's documentation recommends for Hopper
 
 
 def reason_against() -> str:
@@ -90,20 +90,25 @@ class Cublas:
 
 
 class Cuda:
-    """dtype is that of the matrices, q, k, v and the cache."""
+    """dtype is that of the matrices; cache_dtype, by default the same, that of q, k, v and the cache."""
 
     name = "cuda"
     ahead = 8  # steps queued beyond the one waited for: what the host does meanwhile costs nothing
 
-    def __init__(self, attention: str = "flash", dtype: str = "float32"):
+    def __init__(self, attention: str = "flash", dtype: str = "float32", cache_dtype: str | None = None):
+        cache_dtype = cache_dtype or dtype
         check_names(attention, dtype)
+        check_names(attention, cache_dtype)
         import cupy
 
-        self.xp, self.attention, self.dtype = cupy, attention, numpy_dtype(dtype)
-        try:
-            cupy.empty(1, self.dtype)
-        except (TypeError, ValueError, NotImplementedError) as error:  # bfloat16, CuPy before 14
-            raise BadArgument(f"dtype={dtype!r} is not served by this CuPy {cupy.__version__}: {error}") from None
+        self.xp, self.attention = cupy, attention
+        self.matrix_dtype, self.dtype = numpy_dtype(dtype), numpy_dtype(cache_dtype)
+        for native in (self.matrix_dtype, self.dtype):
+            try:
+                cupy.empty(1, native)
+            except (TypeError, ValueError, NotImplementedError) as error:  # bfloat16, CuPy before 14
+                what = f"dtype={native.name!r} is not served by this CuPy {cupy.__version__}"
+                raise BadArgument(f"{what}: {error}") from None
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._cublas = Cublas(cupy, self.stream)
         self._kernels = _Kernels(cupy)
@@ -111,7 +116,7 @@ class Cuda:
     # ---- weights ----
 
     def matrix(self, *parts: Any) -> Any:
-        return self._array(parts, self.dtype)
+        return self._array(parts, self.matrix_dtype)
 
     def vector(self, *parts: Any) -> Any:
         return self._array(parts, np.dtype(np.float32))
@@ -128,11 +133,15 @@ class Cuda:
         joined = on_device[0] if len(parts) == 1 else cupy.concatenate([part.view(bits) for part in on_device])
         return joined.view(dtype)
 
-    def narrow(self, x: Any) -> Any:
-        """float32 to self.dtype."""
-        if self.dtype.name != "bfloat16":
-            return x.astype(self.dtype, copy=False)
-        return self._kernels.round_bfloat16(x.view(np.uint32)).view(self.dtype)
+    def cast(self, x: Any, dtype: np.dtype) -> Any:
+        """x as another of the three dtypes; itself when it is that already."""
+        if x.dtype == dtype:
+            return x
+        if x.dtype.name == "bfloat16":
+            x = (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        if dtype.name == "bfloat16":
+            return self._kernels.round_bfloat16(x.astype(np.float32, copy=False).view(np.uint32)).view(dtype)
+        return x.astype(dtype, copy=False)
 
     # ---- the operations of a forward pass ----
 
@@ -140,29 +149,28 @@ class Cuda:
         x = self.xp.empty((tokens.size, embedding.shape[1]), np.float32)
         return self._kernels.embed(embedding, tokens, x)
 
-    def linear(self, x, weight, norm=None, eps=0.0, bias=None, residual=None, swiglu=False, narrow=False):
-        """As host.Host.linear; `residual` is overwritten with the sum."""
+    def linear(self, x, weight, norm=None, eps=0.0, bias=None, residual=None, swiglu=False, out_dtype=None):
+        """As host.Host.linear, the result of out_dtype (None: float32); `residual` is overwritten with the sum."""
         from .. import ops
 
-        out_dtype = self.dtype.name if narrow else "float32"
+        out_dtype = out_dtype or np.dtype(np.float32)
         if len(x) <= FUSED_ROWS:
             return ops.linear(
-                x, weight, norm_weight=norm, eps=eps, bias=bias, residual=residual, swiglu=swiglu, out_dtype=out_dtype,
-                programmatic=True,
+                x, weight, norm_weight=norm, eps=eps, bias=bias, residual=residual, swiglu=swiglu,
+                out_dtype=out_dtype.name, programmatic=True,
             )  # fmt: skip
         if norm is not None:
-            x = ops.rms_norm(x, norm, eps=eps, out_dtype=self.dtype.name, programmatic=True)
+            x = ops.rms_norm(x, norm, eps=eps, out_dtype=self.matrix_dtype.name, programmatic=True)
         y = residual
-        if y is None:
-            y = self.xp.empty((len(x), len(weight)), self.dtype if narrow and not swiglu else np.float32)
+        if y is None:  # cuBLAS writes float32, or what the matrices are
+            direct = not swiglu and out_dtype == self.matrix_dtype
+            y = self.xp.empty((len(x), len(weight)), out_dtype if direct else np.float32)
             if bias is not None:
-                y.view(np.uint16 if y.itemsize == 2 else y.dtype)[...] = self._bias(bias, y.dtype)
+                _bits(y)[...] = _bits(self.cast(bias, y.dtype))
         accumulate = residual is not None or bias is not None
+        x = self.cast(x, self.matrix_dtype)
         self._cublas.product(x[None], weight[None], y[None], True, accumulate=accumulate)
-        return ops.swiglu(y, out_dtype=out_dtype, programmatic=True) if swiglu else y
-
-    def _bias(self, bias: Any, dtype: np.dtype) -> Any:
-        return bias if dtype.itemsize == 4 else self.narrow(bias).view(np.uint16)
+        return ops.swiglu(y, out_dtype=out_dtype.name, programmatic=True) if swiglu else self.cast(y, out_dtype)
 
     def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> Any:
         """As host.Host.attend."""
@@ -199,7 +207,7 @@ class Cuda:
         xp.exp(s, out=s)
         s /= s.sum(-1, keepdims=True)
         out = xp.empty((batch * nheads_k, m, headdim), self.dtype)
-        self._cublas.product(self.narrow(s).reshape(batch * nheads_k, m, n), values, out, False)
+        self._cublas.product(self.cast(s, self.dtype).reshape(batch * nheads_k, m, n), values, out, False)
         out = _bits(out).reshape(batch, nheads_k, group, seqlen, headdim).transpose(0, 3, 1, 2, 4)
         return xp.ascontiguousarray(out).view(self.dtype).reshape(batch, seqlen, nheads, headdim)
 

@@ -95,7 +95,7 @@ class Engine:
         if page_size is None and num_pages is not None:
             raise BadArgument(f"num_pages={num_pages} needs a page_size")
         self.model, self.device, self.max_batch, self.context = model, model.device, max_batch, context
-        self.ahead = (self.device.ahead if ahead is None else ahead) if max_batch else 0
+        self.ahead = self.device.ahead if ahead is None else ahead
         max_pages = 1 if page_size is None else pages_of(context, page_size)
         num_pages = max_batch * max_pages if num_pages is None else num_pages
         with self.device.scope():
@@ -109,9 +109,8 @@ class Engine:
         self.timing, self._collected = Timing(), 0.0
 
     def _allocate(self, max_pages: int, num_pages: int, page_size: int | None) -> None:
-        xp, device, model, max_batch, context = self.device.xp, self.device, self.model, self.max_batch, self.context
-        model.prepare(context)
-        self.cache = KVCache(xp, model.config, device.dtype, max_batch, context, page_size, num_pages)
+        xp, device, max_batch = self.device.xp, self.device, self.max_batch
+        self.cache = KVCache(device, self.model.config, max_batch, self.context, page_size, num_pages)
 
         self._slots: list[Request | None] = [None] * max_batch
         # The host's copies of what the device advances by itself: right behind everything queued so far.
@@ -172,7 +171,7 @@ class Engine:
 
     def step(self) -> list[tuple[Request, int]]:
         """Lets sequences join, queues work, and returns the tokens of the oldest step under way: (sequence, token) for
-        those that got one. A call may return none, and one more may follow as long as `busy`."""
+        those that got one. There may be none; there is more to come as long as the engine is `busy`."""
         with self.device.scope():
             self._admit()
             while any(self._slots) and len(self._flight) <= self.ahead:
@@ -188,9 +187,8 @@ class Engine:
         """A decode step of `batch` sequences that stay at one position, over whatever the cache holds: for timing. It
         returns the logits (batch, vocab)."""
         if self.busy or not (1 <= batch <= self.max_batch and 0 <= position < self.context):
-            raise BadArgument(
-                f"batch={batch}, position={position} of {self.max_batch}, {self.context}; busy={self.busy}"
-            )
+            where = f"max_batch={self.max_batch}, context={self.context}, busy={self.busy}"
+            raise BadArgument(f"batch={batch}, position={position} cannot be held: {where}")
         lengths, kept = np.full(self.max_batch, -1, np.int32), []
         lengths[:batch] = position
         with self.device.scope():

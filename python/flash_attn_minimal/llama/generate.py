@@ -41,9 +41,11 @@ examples:
 exit status: 0 done, 1 out of memory, 2 bad input (one line on standard error says what), 130 interrupted."""
 
 
-def open_device(name: str, attention: str = "flash", dtype: str = "auto", stored: str = "float32") -> Any:
+def open_device(
+    name: str, attention: str = "flash", dtype: str = "auto", stored: str = "float32", cache_dtype: str = "auto"
+) -> Any:
     """The engine's device. "auto" is a GPU where CuPy and the library find one; dtype "auto" is float32 on the host and
-    on a GPU what the checkpoint stores."""
+    on a GPU what the checkpoint stores; cache_dtype "auto" is dtype."""
     if name not in DEVICES:
         raise BadArgument(f"device={name!r} is none of {', '.join(DEVICES)}")
     if name != "cpu":
@@ -51,9 +53,11 @@ def open_device(name: str, attention: str = "flash", dtype: str = "auto", stored
 
         why_not = reason_against()
         if not why_not:
-            return Cuda(attention, dtype if dtype != "auto" else stored if stored in DTYPES else "float32")
+            dtype = dtype if dtype != "auto" else stored if stored in DTYPES else "float32"
+            return Cuda(attention, dtype, dtype if cache_dtype == "auto" else cache_dtype)
         if name == "cuda":
             raise BadArgument(f"device='cuda' {why_not}")
+    dtype = dtype if cache_dtype == "auto" else cache_dtype
     return Host(attention, "float32" if dtype == "auto" else dtype)
 
 
@@ -170,6 +174,12 @@ def build_parser() -> argparse.ArgumentParser:
         "(default: float32 on cpu, the file's own on cuda)",
     )
     how.add_argument(
+        "--cache-dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="of q, k, v and the KV cache (default: --dtype)",
+    )
+    how.add_argument(
         "--batch",
         metavar="N",
         type=int,
@@ -196,11 +206,13 @@ def report(args: argparse.Namespace, checkpoint: Checkpoint, engine: Engine, req
     if args.temperature:
         top_k = f"top-k {args.top_k}, " if args.top_k else ""
         sampling = f"temperature {args.temperature:g}, {top_k}top-p {args.top_p:g}, seed {seed}"
+    dtype = device.matrix_dtype.name
+    dtype += "" if device.dtype == device.matrix_dtype else f" with q, k, v in {device.dtype.name}"
     batch = f", {engine.max_batch} at once" if engine.max_batch > 1 else ""
     several = f", {t.decode_tokens / t.decode_seconds:.1f} tokens/s" if batch and t.decode_seconds else ""
     lines = [
         f"model    {Path(checkpoint.path).name}: {checkpoint.format}, {checkpoint.config}",
-        f"run      {args.attention} attention, {device.dtype.name}, {device.name}, {sampling}{batch}",
+        f"run      {args.attention} attention, {dtype}, {device.name}, {sampling}{batch}",
         f"prefill  {t.prompt_tokens} tokens in {t.prefill_seconds * 1e3:.2f} ms",
         f"decode   {t.decode_steps} steps in {t.decode_seconds:.3f} s, {steps_per_second:.1f} steps/s{several}",
         f"memory   weights {_size(model.weight_bytes)}, KV cache {_size(cache.nbytes)} ({cache.describe()})",
@@ -229,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < least:
             raise BadArgument(f"{name}={value} is {'negative' if value < 0 else 'not positive'}")
     checkpoint = load_checkpoint(args.checkpoint)
-    device = open_device(args.device, args.attention, args.dtype, checkpoint.dtype)
+    device = open_device(args.device, args.attention, args.dtype, checkpoint.dtype, args.cache_dtype)
     if args.attention == "flash":
         _library.load()  # a missing library is reported before any text
     tokenizer = find_tokenizer(checkpoint, args.tokenizer)

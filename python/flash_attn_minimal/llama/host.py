@@ -18,7 +18,7 @@ from .sampling import GREEDY, Rule
 class Host:
     """dtype is that of q, k, v and the cache; matrices and products are float32."""
 
-    name, xp = "cpu", np
+    name, xp, matrix_dtype = "cpu", np, np.dtype(np.float32)
 
     def __init__(self, attention: str = "flash", dtype: str = "float32"):
         check_names(attention, dtype)
@@ -37,9 +37,9 @@ class Host:
     def embed(self, embedding: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         return embedding[tokens.ravel()]
 
-    def linear(self, x, weight, norm=None, eps=0.0, bias=None, residual=None, swiglu=False, narrow=False):
+    def linear(self, x, weight, norm=None, eps=0.0, bias=None, residual=None, swiglu=False, out_dtype=None):
         """rms(x) weight^T + bias + residual, or with swiglu silu of the first half of the columns times the second.
-        `narrow` asks for the dtype of the next product's input, which is float32 here."""
+        The result is float32 whatever `out_dtype` says: nothing is gained by rounding it."""
         x = x.astype(np.float32, copy=False)
         if norm is not None:
             mean_square = (x * x).sum(-1, keepdims=True) * (1 / x.shape[-1])

@@ -47,14 +47,13 @@ class Rows:
 class Llama:
     """A model ready to run: its matrices on the device.
 
-    Norms, the residual stream and the logits are float32; `dtype` is that of q, k, v and the cache, and on a GPU of the
-    matrices. On the host products are float32, the one type BLAS is fast in, and float32 tensors stay views of the
-    mapped file, except wqkv and w13: stacking them copies them once.
+    Norms, the residual stream and the logits are float32. The device's `dtype` is that of q, k, v and the cache, its
+    `matrix_dtype` that of the matrices: on the host float32, the one type BLAS is fast in. There float32 tensors stay
+    views of the mapped file, except wqkv and w13: stacking them copies them once.
     """
 
     def __init__(self, checkpoint: Checkpoint, device):
         self.config, self.device = checkpoint.config, device
-        self.rope: tuple[Array, Array] | None = None
         with device.scope():
             self._load(checkpoint)
         device.synchronize()
@@ -77,10 +76,6 @@ class Llama:
         self.rms_final = vector(c["rms_final"])
         self.wcls = self.embedding if c.tied else matrix(c["wcls"])
 
-    def prepare(self, context: int) -> None:
-        """RoPE's tables, up to a context."""
-        self.rope = tuple(map(self.device.vector, self.config.rope_tables(context)))
-
     @property
     def weight_bytes(self) -> int:
         """What the model's arrays hold, mapped or not."""
@@ -99,12 +94,16 @@ class Llama:
         nheads, nheads_k, headdim = config.n_heads, config.n_kv_heads, config.head_dim
         x = device.embed(self.embedding, rows.tokens)
         for i, layer in enumerate(self.layers):
-            qkv = device.linear(x, layer.wqkv, norm=layer.rms_att, eps=config.rms_eps, bias=layer.bqkv, narrow=True)
+            qkv = device.linear(
+                x, layer.wqkv, norm=layer.rms_att, eps=config.rms_eps, bias=layer.bqkv, out_dtype=device.dtype
+            )
             heads = qkv.reshape(batch, seqlen, nheads + 2 * nheads_k, headdim)
             q, k, v = heads[:, :, :nheads], heads[:, :, nheads : nheads + nheads_k], heads[:, :, nheads + nheads_k :]
-            attended = device.attend(q, k, v, cache.k[i], cache.v[i], rows, self.rope, config)
+            attended = device.attend(q, k, v, cache.k[i], cache.v[i], rows, cache.rope, config)
             x = device.linear(attended.reshape(batch * seqlen, nheads * headdim), layer.wo, residual=x)
-            hidden = device.linear(x, layer.w13, norm=layer.rms_ffn, eps=config.rms_eps, swiglu=True, narrow=True)
+            hidden = device.linear(
+                x, layer.w13, norm=layer.rms_ffn, eps=config.rms_eps, swiglu=True, out_dtype=device.matrix_dtype
+            )
             x = device.linear(hidden, layer.w2, residual=x)
         last = x.reshape(batch, seqlen, config.dim)[:, -1]
         return device.linear(last, self.wcls, norm=self.rms_final, eps=config.rms_eps)
