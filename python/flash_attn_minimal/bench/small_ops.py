@@ -87,7 +87,7 @@ class Linear:
         return self.n * self.k * (4e-12 if self.dtype == "float32" else 2e-12)
 
 
-def shapes(gpu: bool, quick: bool) -> list[dict[str, Any]]:
+def shapes(gpu: bool, quick: bool, sixteen_bit: str) -> list[dict[str, Any]]:
     found = [
         {"n": n, "k": k, "m": 1, "dtype": dtype, "fused": n != 768, "swiglu": n == 4096}
         for dtype in (("float16", "float32") if gpu else ("float32",))
@@ -95,7 +95,7 @@ def shapes(gpu: bool, quick: bool) -> list[dict[str, Any]]:
     ]
     if gpu and not quick:
         found += [
-            {"n": n, "k": k, "m": m, "dtype": "bfloat16", "fused": False} for n, k in LARGE for m in (1, 2, 4, 16)
+            {"n": n, "k": k, "m": m, "dtype": sixteen_bit, "fused": False} for n, k in LARGE for m in (1, 2, 4, 16)
         ]
     return found
 
@@ -143,7 +143,8 @@ def run(options, protocol):
     machine = open_machine(options.device, options.framework)
     gpu = machine.device == "cuda"
     outcome = suites.Outcome(load=load_average())
-    cases = shapes(gpu, bool(options.quick))
+    sixteen_bit = "bfloat16" if machine.framework == "torch" else "float16"  # CuPy may have no bfloat16
+    cases = shapes(gpu, bool(options.quick), sixteen_bit)
     print(f"{machine.title}, {machine.framework} arrays", flush=True)
 
     def timed(launches, rows, terabytes):
@@ -190,14 +191,14 @@ def run(options, protocol):
             modes = [row | {"mode": "programmatic"}, row | {"mode": "plain"}]
             timed([step, step.plain], modes, step.terabytes())
             progress.step(f"a step of products, {SHORT[dtype]}: {outcome.rows[-2]['us']:.1f} us")
-        for row, launch, terabytes in small(machine, gpu):
+        for row, launch, terabytes in small(machine, gpu, sixteen_bit):
             timed([launch], [row], terabytes)
             progress.say(f"{row['call']}: {outcome.rows[-1]['us']:.1f} us")
     outcome.conditions, outcome.driver = meter.between(), meter.driver
     return machine, outcome
 
 
-def small(machine, gpu: bool):
+def small(machine, gpu: bool, sixteen_bit: str):
     """(row, launch, terabytes moved) of the other operations."""
 
     def row(name, call, dtype):
@@ -219,7 +220,7 @@ def small(machine, gpu: bool):
                 lambda i, x=logits, t=token, c=cut: ops.sample(x, out=t, seed=i, **c),
                 0.0,
             )
-    dtype, tokens = ("bfloat16", 8192) if gpu else ("float32", 256)
+    dtype, tokens = (sixteen_bit, 8192) if gpu else ("float32", 256)
     size = 2e-12 if gpu else 4e-12
     x, weight = machine.random((tokens, 4096), dtype, 0), machine.random((4096,), dtype, 1)
     out = machine.nans((tokens, 4096), dtype)
