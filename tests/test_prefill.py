@@ -45,7 +45,8 @@ def test_chunk_alone_equals_chunk_in_a_batch(kernel, page_size):
     """batch_invariant: the size of the batch decides between no kernels and no tiles."""
     case = Case(
         lengths=(300, None, 129), rows=page_size or 8200, pages=8200 // page_size + 1 if page_size else 0, spare=0,
-        seqlen_q=140, seqlen_new=0, nheads=2, nheads_k=1, headdim=128, dtype="bfloat16", causal=True, batch_invariant=True,
+        seqlen_q=140, seqlen_new=0, nheads=2, nheads_k=1, headdim=128, dtype="bfloat16", causal=True,
+        batch_invariant=True,
     )  # fmt: skip
     call = make(case)
     arrays = on_device(kernel, case, call)
@@ -66,7 +67,7 @@ def test_chunk_alone_equals_chunk_in_a_batch(kernel, page_size):
 def test_latent_attention_in_one_memory(kernel, nheads, page_size):
     """v_cache is the first 512 columns of k_cache; the rows of all heads are one matrix, cut every 64."""
     case = Case(
-        lengths=(300, None, 0, 64), rows=page_size or 320, pages=320 // page_size if page_size else 0,
+        lengths=(300, None, 0, 64), rows=page_size or 320, pages=-(-320 // page_size) if page_size else 0,
         batch_idx=not page_size, seqlen_new=0, nheads=nheads, nheads_k=1, headdim=576, headdim_v=512,
     )  # fmt: skip
     check_latent(kernel, replace(case, dtype="bfloat16"))
