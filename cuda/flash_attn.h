@@ -384,7 +384,7 @@ FA_API fa_status fa_sample(const fa_sample_args* args, void* stream);
 
 /* out = residual + act(norm(x) weight^T + bias) for a few rows of x, at the speed the weights come from memory.
  * norm(x) is x, or with norm_weight the RMSNorm of fa_rms_norm; act is nothing, or with swiglu silu(y[n]) * y[n + out_features / 2].
- * Any number of rows is served; on a GPU a library of matrix products is faster from some 8 rows on. */
+ * Any number of rows is served; on a GPU, with large weights, a library of matrix products is faster from two rows on. */
 typedef struct fa_linear_args {
     size_t struct_size;
     int32_t device;

@@ -1,11 +1,13 @@
 """rms_norm, rope, swiglu, linear and sample: against float64, on awkward shapes, with wrong arguments, in a graph."""
 
+import ctypes as ct
+
 import accuracy
 import numpy as np
 import pytest
 from conftest import CUDA, NO_CUDA, jax, ml_dtypes, torch
 
-from flash_attn_minimal import BadArgument, FlashAttnError, Unsupported, ops
+from flash_attn_minimal import BadArgument, FlashAttnError, Unsupported, _library, ops
 from flash_attn_minimal import reference_ops as reference
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -442,6 +444,48 @@ BAD = [
 def test_wrong_arguments_are_named(call, text):
     with pytest.raises(FlashAttnError, match=text):
         call()
+
+
+@pytest.mark.parametrize("name", _library.SMALL_OPERATIONS)
+def test_c_structs_are_checked(name):
+    """What Python never sends: each field alone, and none of it reaches memory."""
+    function, kind = getattr(_library.load(), f"fa_{name}"), _library.SMALL_OPERATIONS[name]
+    fields = [field for field, _ in kind._fields_]
+    usual = {"device": _library.CPU, "dtype": 1, "rows": 1, "dim": 4, "batch": 1, "vocab": 4, "nheads": 1, "headdim": 4}
+    usual |= {"seqlen": 1, "table_rows": 1, "in_features": 4, "out_features": 4, "struct_size": ct.sizeof(kind)}
+
+    def refused(text, **wrong):
+        args = kind(**{field: value for field, value in (usual | wrong).items() if field in fields})
+        with pytest.raises(BadArgument, match=text):
+            function(args, None)
+
+    refused(f"fa_{name}_args.struct_size=3: set it to", struct_size=3)
+    refused("device=7 is neither", device=7)
+    refused("dtype=4 is none of", dtype=4)
+    refused(r"\.data is NULL")
+    for field in fields:
+        if field.endswith("_dtype"):
+            refused(f"{field}=9 is none of", **{field: 9})
+        if field in ("rows", "batch", "seqlen", "dim", "vocab", "nheads", "headdim", "in_features", "out_features"):
+            refused(f"{field}=-1", **{field: -1})
+    with pytest.raises(BadArgument, match=f"fa_{name}_args is NULL"):
+        function(None, None)
+
+
+def test_c_fields_that_only_matter_with_data():
+    x = np.ones((2, 4), F)
+    args = _library.SwigluArgs(struct_size=ct.sizeof(_library.SwigluArgs), device=1, dtype=1, dim=2, rows=2)
+    args.gate_up_data, args.gate_up_row_stride, args.out_data = x.ctypes.data, 4, x.ctypes.data + 32
+    for wrong, text in ((1, "out.row_stride=1 with 2 columns"), (0, "out.row_stride=0 with 2 columns")):
+        args.out_row_stride = wrong
+        with pytest.raises(BadArgument, match=text):
+            _library.load().fa_swiglu(args, None)
+    args.out_row_stride, args.programmatic = 2, 3
+    with pytest.raises(BadArgument, match="programmatic=3 is neither 0 nor 1"):
+        _library.load().fa_swiglu(args, None)
+    args.programmatic, args.out_data = 0, x.ctypes.data + 33
+    with pytest.raises(BadArgument, match="not aligned to its element size"):
+        _library.load().fa_swiglu(args, None)
 
 
 def test_an_error_leaves_the_output_alone():
