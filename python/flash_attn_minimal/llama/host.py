@@ -48,7 +48,8 @@ class Host:
         if bias is not None:
             y += bias
         if swiglu:
-            gate, up = np.split(y, 2, axis=-1)
+            columns = y.shape[1] // 2
+            gate, up = y[:, :columns], y[:, columns:]
             half = gate * 0.5  # silu by way of tanh, which cannot overflow
             return (half + half * np.tanh(half)) * up
         return y if residual is None else residual + y
@@ -117,7 +118,7 @@ class Host:
         """tokens (batch, 1): drawn by the rule, as ops.sample, -1 where a row holds a NaN or nothing above -inf."""
         if rule == GREEDY:  # without the library, as standard attention
             best = logits.argmax(-1)
-            largest = np.take_along_axis(logits, best[:, None], -1)[:, 0]
+            largest = logits[np.arange(len(logits)), best]
             tokens[:, 0] = np.where(largest > -np.inf, best, -1)  # a NaN wins every argmax and no comparison
             return
         temperature, top_k, top_p = rule
