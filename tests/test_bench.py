@@ -19,7 +19,7 @@ needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed
 FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 
 ROW_TYPES = dict.fromkeys(
-    "suite system kernel pass dtype mix arrays device call mode fused model cache_dtype".split(), str
+    "suite system kernel pass dtype mix arrays device call mode fused model cache_dtype layout".split(), str
 )
 ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic fast_accum".split(), bool)
 ROW_TYPES |= dict.fromkeys(

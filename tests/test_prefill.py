@@ -7,6 +7,8 @@ from dataclasses import replace
 import accuracy
 import numpy as np
 import pytest
+from test_bench import FAST
+from test_bench import run as bench
 from test_kvcache import Case, check, expected, make, on_device
 
 import flash_attn_minimal as fa
@@ -88,3 +90,9 @@ def check_latent(kernel, case):
     exact, plain = expected(case, call, call.q, call.cache)
     accuracy.check("lse", kernel.device.numpy(lse), exact[1], plain[1], "float32", floor=4e-5)
     accuracy.check("out", kernel.device.numpy(out), exact[0], plain[0], case.dtype, floor=4e-5)
+
+
+def test_bench_suite(tmp_path):
+    rows = bench(tmp_path, "--suite", "prefill", "--device", "cpu", *FAST)["rows"]
+    assert [row["layout"] for row in rows] == ["no cache", "contiguous", "page 1", "page 16", "page 64", "page 256"]
+    assert all(0 < row["max_err"] <= row["err_budget"] for row in rows)
