@@ -103,7 +103,7 @@ def test_batch_invariant(kernel):
 
 
 def test_plain_calls(kernel):
-    """Few rows and no cache, packed sequences too."""
+    """Few rows and no cache; packed sequences are refused."""
     rng = np.random.default_rng(3)
     q, k, v = (
         accuracy.round_to(rng.standard_normal(s, dtype=np.float32), "float16")
@@ -114,3 +114,8 @@ def test_plain_calls(kernel):
     plain, _ = accuracy.plain_attention(q, k, v, "float16", causal=True)
     out = fa.flash_attn_func(*(at(x, "float16") for x in (q, k, v)), causal=True, kernel=kernel.name)
     accuracy.check("out", kernel.device.numpy(out), exact, plain, "float16")
+    starts = at(np.array([0, 3], np.int32))
+    plan = fa.query(
+        *(at(x[0], "float16") for x in (q, q[:, :, :2], q[:, :, :2])), starts, starts, 3, 3, kernel=kernel.name
+    )
+    assert plan.status == "FA_UNSUPPORTED" and "takes no packed sequences" in plan.error

@@ -252,6 +252,7 @@ const char* decode_split_refuses(const AttentionParams& p, const DeviceInfo& dev
         std::snprintf(text, size, "headdim=%d, headdim_v=%d: at most 256", p.headdim, p.headdim_v);
         return text;
     }
+    if (p.cu_seqlens_q) return "takes no packed sequences";
     if (p.bias.data || p.mask.data || p.dropout_threshold) return "takes no bias, mask or dropout";
     const int element = p.cache.entries && p.cache.dtype != p.dtype ? 1 : 2;
     const struct {
@@ -262,8 +263,7 @@ const char* decode_split_refuses(const AttentionParams& p, const DeviceInfo& dev
         {"q", p.q, p.headdim, 2}, {"k", p.k, p.headdim, element}, {"v", p.v, p.headdim_v, element}, {"out", p.out, p.headdim_v, 2}};
     for (const auto& t : tensors)
         if (!has_wide_rows(t.name, t.view, t.columns, t.element, text, size)) return text;
-    const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen_q;
-    if (rows <= kMaxGrid && int64_t(p.seqlen_q) * p.group < kMaxGrid / 2 && p.seqlen_k < kMaxGrid - 1024) return nullptr;
+    if (decode_split_fits(p, decode_device(device))) return nullptr;
     std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads,
                   p.seqlen_q, p.seqlen_k);
     return text;

@@ -8,6 +8,15 @@ size_t decode_split_workspace(const AttentionParams& p, const DecodeDevice& devi
     return d.combines ? size_t(decode_slots(d)) * d.rows * (p.headdim_v + 1) * sizeof(float) + 128 : 0;
 }
 
+bool decode_split_fits(const AttentionParams& p, const DecodeDevice& device) {
+    constexpr int64_t kMost = int64_t(1) << 30;
+    const int64_t rows = int64_t(p.seqlen_q) * p.group;
+    if (int64_t(p.seqlen_q) + p.seqlen_k >= kMost || rows >= kMost || rows * p.nheads_k >= kMost || rows * p.nheads_k * p.batch >= kMost)
+        return false;
+    const DecodeParams d = decode_plan(p, device);
+    return decode_units(d) * decode_tiles(p, d.tile_shift) < kMost && decode_units(d) * (d.uniform ? d.pieces : 1) < kMost;
+}
+
 cudaError_t decode_split(const AttentionParams& p, const DecodeDevice& device, cudaStream_t stream) {
     DecodeParams d = decode_plan(p, device);
     d.partial = static_cast<float*>(align_up(p.workspace, 128));

@@ -43,6 +43,7 @@ struct DecodeDevice {
 };
 cudaError_t decode_split(const AttentionParams& params, const DecodeDevice& device, cudaStream_t stream);
 size_t decode_split_workspace(const AttentionParams& params, const DecodeDevice& device);  // bytes: partial results
+bool decode_split_fits(const AttentionParams& params, const DecodeDevice& device);         // its 32-bit places and rows
 
 // rowsum(dout * out) in float32, laid out like lse; the count of both is that of all rows.
 cudaError_t backward_delta(const BackwardParams& params, float* delta, cudaStream_t stream);

@@ -73,7 +73,7 @@ def draw(data: dict, file: Path) -> list[Path]:
         return []
     rows += fa3.rows(data)
     makers = {"ladder": {"": ladder}, "backward_ladder": {"": ladder}, "varlen": {"": bars}, "overhead": {"": overhead}}
-    makers |= {"llama": {"": steps}, "prefill": {}}
+    makers |= {"llama": {"": steps}, "prefill": {}, "decode": {"": reading}}
     pictures = []
     with matplotlib.rc_context(STYLE):
         for suffix, maker in makers.get(data["suite"], {"": curves, "_roofline": roofline}).items():
@@ -277,6 +277,32 @@ def bars(data: dict, rows: list[dict]):
     axes[0][0].set_ylabel(name)
     _title(figure, data, "Attention forward, packed sequences (more is better)")
     _legend(figure, axes)
+    return figure
+
+
+def reading(data: dict, rows: list[dict]):
+    """TB/s of keys and values at every point, a bar for each system on the plain cache."""
+    rows = [
+        row for row in rows if row["system"] != "ours" or (row["cache_dtype"] == row["dtype"] and not row["page_size"])
+    ]
+    points = list(
+        dict.fromkeys(tuple(row[x] for x in ("batch", "seqlen_k", "nheads", "nheads_k", "headdim")) for row in rows)
+    )
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    figure, [[axis]] = _figure(1, 1, max(6, 0.9 * len(points)), 4.2)
+    for i, system in enumerate(systems):
+        mine = {
+            tuple(r[x] for x in ("batch", "seqlen_k", "nheads", "nheads_k", "headdim")): r["tbps"]
+            for r in rows
+            if r["system"] == system
+        }
+        x = [j + (i - (len(systems) - 1) / 2) * 0.8 / len(systems) for j in range(len(points))]
+        axis.bar(x, [mine.get(point, 0) for point in points], 0.8 / len(systems), label=label(system))
+    names = [f"{batch} x {keys}\n{nheads}/{nheads_k} x {headdim}" for batch, keys, nheads, nheads_k, headdim in points]
+    axis.set_xticks(range(len(points)), names, fontsize=7)
+    axis.set_ylabel("TB/s")
+    _title(figure, data, "One query token against a cache: keys and values read (more is better)")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(systems))
     return figure
 
 

@@ -17,7 +17,7 @@ from . import fa3, small_ops
 from .machine import SHORT, BenchError, Meter, cores, cpu_model
 from .systems import LABELS, MODES
 
-PASSES = {"fwd": "forward", "bwd": "backward", "step": "decode step"}
+PASSES = {"fwd": "forward", "bwd": "backward", "step": "decode step", "decode": "decode"}
 BUSY = 0.5  # other processes running for each core, before ours start, from which on CPU numbers are suspect
 
 
@@ -187,6 +187,7 @@ def markdown(data: dict, pictures: list[Path]) -> str:
         "llama": llama_table,
         "ops": small_ops.table,
         "prefill": prefill_table,
+        "decode": decode_table,
     }
     lines += makers.get(suite, curves_table)(data, rows)
     roofs = [row for row in data["rows"] if row.get("pass") in ("linear", "copy") and "us" in row]
@@ -354,6 +355,33 @@ def step_dtype(row: dict) -> str:
     """fp32, or fp32/fp16 for float32 matrices with a float16 cache."""
     kinds = dict.fromkeys((row["dtype"], row["cache_dtype"]))
     return "/".join(SHORT[kind] for kind in kinds)
+
+
+def decode_table(data: dict, rows: list[dict]) -> list[str]:
+    """One line for each point: microseconds and TB/s of every system, then ours over the fastest peer and the read."""
+
+    def name(row):
+        if row["system"] != "ours":
+            return row["system"]
+        page = f"paged {row['page_size']}" * bool(row["page_size"])
+        return " ".join(filter(None, ["ours", page, SHORT.get(row["cache_dtype"], row["cache_dtype"])]))
+
+    names = list(dict.fromkeys(map(name, rows)))
+    points: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        key = tuple(row[x] for x in ("batch", "seqlen_k", "nheads", "nheads_k", "headdim"))
+        points.setdefault(key, {})[name(row)] = row
+    body = []
+    for (batch, keys, nheads, nheads_k, headdim), found in points.items():
+        cells = [f"{found[n]['us']:.1f} ({found[n]['tbps']:.2f})" if n in found else "" for n in names]
+        mine = found.get(names[0], {}).get("us")
+        peers = [row["us"] for row in found.values() if row["system"] not in ("ours", "read")]
+        over = f"{min(peers) / mine:.2f}" if mine and peers else ""
+        share = f"{found['read']['us'] / mine:.2f}" if mine and "read" in found else ""
+        body.append([str(batch), str(keys), f"{nheads}/{nheads_k}", str(headdim), *cells, over, share])
+    labels = [LABELS.get(n, n) for n in names]
+    head = ["batch", "keys", "heads", "headdim", *labels, "**speed over the best peer**", "**share of the read**"]
+    return ["## Microseconds of a call (TB/s of keys and values)", "", *table(head, body)]
 
 
 def llama_table(data: dict, rows: list[dict]) -> list[str]:

@@ -13,6 +13,8 @@ varlen    packed sequences whose lengths are drawn from a fixed distribution
 ladder    every kernel of the device on one shape; backward_ladder the backward ones
 profile   the ncu (CPU: perf) command for one kernel and shape
 prefill   causal chunks against caches, contiguous and paged, beside the same without a cache; latent attention
+decode    one query token against caches of 128 to 131072 keys: contiguous, paged, 8-bit; beside cuDNN,
+          FlashAttention-2 and a kernel that only reads the cache
 llama     decode steps of whole models over position, flash and standard attention (--seqlen: the positions)
 overhead  host time of a small call, for NumPy, PyTorch and CuPy arrays
 ops       linear with weights from memory, beside the framework's own product; a decode step of them; sampling, norms
@@ -180,6 +182,7 @@ SUITES = {
     ),
     "profile": Suite(one_shape, _SHAPE | _TYPED | {"device", "batch", "run", "inner", "backward"}),
     "prefill": Suite(None, {"device", "framework", "dtype", "rounds", "quick", "seed", "output"}),
+    "decode": Suite(None, {"device", "dtype", "kernel", "rounds", "quick", "seed", "output"}),
     "llama": Suite(None, {"device", "dtype", "model", "batch", "seqlen", "rounds", "quick", "seed", "output"}),
     "ops": Suite(None, {"device", "framework", "rounds", "quick", "seed", "output"}),
     "overhead": Suite(None, {"device", "framework", "rounds", "quick", "seed", "output"}),

@@ -371,6 +371,7 @@ LABELS = {
     "fa2": "FlashAttention-2 (PyTorch)",
     "efficient": "memory-efficient attention (PyTorch)",
     "torch": "PyTorch SDPA",
+    "read": "a read alone",
     "standard": "standard (PyTorch, S in memory)",
     "standard_tf32": "standard in tf32 (PyTorch, S in memory)",
 }

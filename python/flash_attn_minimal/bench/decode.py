@@ -1,0 +1,235 @@
+"""The suite `decode`: one query token of every sequence against its cache, at the speed of the memory.
+
+Caches rotate, so that the level-2 cache carries nothing from one call to the next, and calls are in CUDA graphs. Beside
+ours stand PyTorch's backends on the same contiguous cache and a kernel that only reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .. import flash_attn_with_kvcache, kvcache_query
+from .machine import DTYPES, Meter, load_average, open_machine
+from .suites import Outcome, Progress, rounded
+from .systems import Refused, only
+from .timing import Protocol, interleave
+
+
+@dataclass(frozen=True)
+class Point:
+    batch: int
+    seqlen: int
+    nheads: int
+    nheads_k: int
+    headdim: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, {self.seqlen} keys, heads {self.nheads}/{self.nheads_k}, headdim {self.headdim}"
+
+    def bytes(self, dtype: str) -> int:
+        return 2 * self.batch * self.seqlen * self.nheads_k * self.headdim * DTYPES.get(dtype, 1)
+
+
+LARGE = [
+    Point(batch, seqlen, nheads, nheads_k, 128)
+    for batch, seqlen, nheads, nheads_k in (
+        (1, 1024, 32, 8), (1, 8192, 32, 8), (1, 32768, 32, 8), (1, 131072, 32, 8), (4, 4096, 32, 8), (16, 2048, 32, 8),
+        (16, 8192, 32, 8), (64, 1024, 32, 8), (64, 8192, 32, 8), (8, 4096, 32, 32), (32, 8192, 64, 8),
+        (128, 2048, 32, 8),
+    )
+]  # fmt: skip
+SHORT = [Point(1, seqlen, 12, 12, 64) for seqlen in (128, 512, 1024)] + [Point(1, 256, 32, 8, 128)]
+CPU = [Point(1, 1024, 8, 8, 64), Point(4, 1024, 16, 4, 64)]
+QUICK = {"cuda": [LARGE[0], LARGE[6]], "cpu": CPU[:1]}
+PAGES = (16, 64)
+EIGHT_BIT = ("float8_e4m3fn", "int8")
+FACTOR, FLOOR = 2.0, 2e-5
+L2_FACTOR, MAX_SETS = 5, 64
+
+READ = r"""
+extern "C" __global__ void __launch_bounds__(512) read(const uint4* x, long long count, unsigned* out) {
+    const long long stride = (long long)gridDim.x * blockDim.x;
+    unsigned bits = 0;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += 8 * stride) {
+        uint4 piece[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) piece[j] = i + j * stride < count ? __ldcs(x + i + j * stride) : uint4{};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) bits ^= piece[j].x ^ piece[j].y ^ piece[j].z ^ piece[j].w;
+    }
+    if (bits == 0x9E3779B9u) *out = bits;
+}"""
+
+
+class Caches:
+    """Sets of q, K and V of a point, and what else calls over them want."""
+
+    def __init__(self, machine, point: Point, dtype: str, seed: int):
+        torch = self.torch = machine.torch
+        wanted = math.ceil(L2_FACTOR * machine.l2_bytes / point.bytes(dtype)) if machine.l2_bytes else 1
+        self.machine, self.point, self.dtype, self.sets = machine, point, dtype, max(1, min(MAX_SETS, wanted))
+        heads = point.batch, point.seqlen, point.nheads_k, point.headdim
+        self.q = machine.random((point.batch, 1, point.nheads, point.headdim), dtype, seed)
+        self.kv = [machine.random((self.sets, *heads), dtype, seed + 1 + i) for i in range(2)]
+        self.lengths = machine.int32([point.seqlen] * point.batch)
+        self.out = machine.nans((point.batch, 1, point.nheads, point.headdim), dtype)
+        self.order = {}
+        generator = torch.Generator().manual_seed(seed)
+        for page in PAGES:
+            pages = torch.randperm(point.batch * point.seqlen // page, generator=generator).to(self.q.device)
+            self.order[page] = pages.to(torch.int32).view(point.batch, -1)
+
+    def paged(self, x, page: int):
+        return x.reshape(-1, page, *x.shape[-2:])
+
+    def eight_bit(self, name: str):
+        """K and V rounded with one factor, and that factor for every head."""
+        torch, most = self.torch, 448.0 if name == "float8_e4m3fn" else 127.0
+        factor = torch.full((self.point.nheads_k,), 5 / most, device=self.q.device)
+        made = []
+        for whole in self.kv:
+            made.append(torch.empty(whole.shape, dtype=getattr(torch, name), device=whole.device))
+            for i in range(self.sets):
+                x = (whole[i].float() / factor[0]).clamp(-most, most)
+                made[-1][i].copy_(x.round() if name == "int8" else x)
+        return made, factor
+
+
+def ours(caches: Caches, kernel: str | None, page: int, cache_dtype: str) -> tuple[str, Callable[[int], Any], list]:
+    """The kernel that runs, its launch and the K and V of set 0 as float64, (batch, seqlen, nheads_k, headdim)."""
+    (k, v), scales = caches.kv, {}
+    if cache_dtype != caches.dtype:
+        (k, v), factor = caches.eight_bit(cache_dtype)
+        scales = {"k_scale": factor, "v_scale": factor}
+    options = {"cache_seqlens": caches.lengths, "out": caches.out, "kernel": kernel, **scales}
+    seen = [x[0] for x in (k, v)]
+    pairs = [tuple(caches.paged(y, page) if page else y for y in x) for x in zip(k, v, strict=True)]
+    if page:
+        options["block_table"] = table = caches.order[page]
+        seen = [caches.paged(x, page)[table.long()].reshape(x.shape) for x in seen]
+    plan = kvcache_query(caches.q, *pairs[0], **options)
+    if plan.status != "FA_OK":
+        raise Refused(plan.error)
+    seen = [x.double() * (scales["k_scale"].double()[:, None] if scales else 1) for x in seen]
+    return plan.kernel, lambda i: flash_attn_with_kvcache(caches.q, *pairs[i % caches.sets], **options), seen
+
+
+def peer(caches: Caches, name: str) -> Callable[[int], Any]:
+    gqa = {"enable_gqa": True} if caches.point.nheads != caches.point.nheads_k else {}
+    attention = caches.torch.nn.functional.scaled_dot_product_attention
+    q, (k, v) = caches.q.transpose(1, 2), caches.kv
+
+    def launch(i):
+        with only(name):
+            return attention(
+                q, k[i % caches.sets].transpose(1, 2), v[i % caches.sets].transpose(1, 2), **gqa
+            ).transpose(1, 2)
+
+    return launch
+
+
+def reader(caches: Caches) -> Callable[[int], Any]:
+    """Reads K and V of a set, in two launches of a kernel that does nothing else."""
+    try:
+        import cupy
+    except ImportError:
+        raise Refused("the read-only kernel needs CuPy") from None
+    kernel, blocks = cupy.RawKernel(READ, "read"), 4 * cupy.cuda.Device().attributes["MultiProcessorCount"]
+    result = caches.machine.int32([0])
+
+    def launch(i):
+        for x in caches.kv:
+            x, stream = x[i % caches.sets], caches.torch.cuda.current_stream()
+            with cupy.cuda.ExternalStream(stream.cuda_stream):
+                count = x.numel() * x.element_size() // 16
+                kernel((blocks,), (512,), (x.data_ptr(), cupy.int64(count), result.data_ptr()))
+
+    return launch
+
+
+def judge(caches: Caches, answer, k, v) -> tuple[float, float]:
+    """(max_err, err_budget) over the first and the last head of the first and the last sequence."""
+    point, torch, worst = caches.point, caches.torch, (0.0, FLOOR)
+    dtype = getattr(torch, caches.dtype)
+    group = point.nheads // point.nheads_k
+    for b in {0, point.batch - 1}:
+        for h in {0, point.nheads - 1}:
+            keys, values = k[b, :, h // group], v[b, :, h // group]
+            p = torch.softmax(keys @ caches.q[b, 0, h].double() * point.headdim**-0.5, 0)
+            exact = p @ values
+            plain = (p.to(dtype).double() @ values).to(dtype).double()
+            error = (answer[b, 0, h].double() - exact).abs().max().item()
+            budget = FACTOR * (plain - exact).abs().max().item() + FLOOR
+            worst = max(worst, (error if math.isfinite(error) else 1e30, budget), key=lambda x: x[0] / x[1])
+    return worst
+
+
+def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
+    machine = open_machine(options.device, "torch")
+    gpu = machine.device == "cuda"
+    dtype = options.dtype or ("bfloat16" if gpu else "float32")
+    points = QUICK[machine.device] if options.quick else LARGE + SHORT if gpu else CPU
+    outcome = Outcome(load=load_average())
+    print(f"{machine.title}, {dtype}, {machine.framework} arrays", flush=True)
+    with Meter(machine) as meter, Progress(len(points), "decode") as progress:
+        for point in points:
+            progress.step(f"{point}: {_one(machine, point, dtype, options, protocol, meter, outcome)}")
+        outcome.conditions, outcome.driver = meter.between(), meter.driver
+    return machine, outcome
+
+
+def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: Outcome) -> str:
+    """Checks and times everything at one point; the line that says so."""
+    seed = options.seed or 0
+    caches = Caches(machine, point, dtype, seed)
+    base = {"suite": "decode", "pass": "decode", "dtype": dtype, "headdim": point.headdim, "headdim_v": point.headdim}
+    base |= {"batch": point.batch, "nheads": point.nheads, "nheads_k": point.nheads_k, "input_sets": caches.sets}
+    base |= {"seqlen_q": 1, "seqlen_k": point.seqlen}
+    timed, notes = [], []
+
+    def left_out(system: str, reason: str):
+        outcome.left_out.append({"system": system, "shape": str(point), "reason": reason})
+
+    [kernel] = options.kernel or [None]
+    variants = [(0, dtype), *((page, dtype) for page in PAGES), *((0, name) for name in EIGHT_BIT)]
+    for page, cache_dtype in variants:
+        name = "ours" + (f" paged {page}" if page else "") + ("" if cache_dtype == dtype else f" {cache_dtype}")
+        try:
+            found, launch, seen = ours(caches, kernel, page, cache_dtype)
+        except Refused as refusal:
+            left_out(name, str(refusal))
+            continue
+        caches.out.fill_(float("nan"))
+        err, budget = judge(caches, launch(0), *seen)
+        del seen
+        row = base | {"system": "ours", "kernel": found, "cache_dtype": cache_dtype, "page_size": page}
+        row |= {"max_err": err, "err_budget": budget}
+        if err > budget:
+            outcome.wrong += 1
+            outcome.rows.append(rounded(row | {"wrong": True}))
+            notes.append(f"{name} is WRONG: error {err:.3g}, budget {budget:.3g}")
+        else:
+            timed.append((name, launch, row, point.bytes(cache_dtype)))
+    names = ("cudnn", "fa2") if machine.device == "cuda" else ("torch",)
+    for name in [*names, "read"]:
+        try:
+            launch = reader(caches) if name == "read" else peer(caches, name)
+            launch(0)
+            machine.synchronize()
+        except (Refused, RuntimeError) as reason:
+            left_out(name, str(reason).partition("\n")[0])
+            continue
+        timed.append((name, launch, base | {"system": name}, point.bytes(dtype)))
+    timings = interleave(machine, [launch for _, launch, *_ in timed], protocol, meter, seed=seed)
+    parts = []
+    for (name, _, row, read), timing in zip(timed, timings, strict=True):
+        measured = timing.row(0.0)
+        del measured["tflops"]
+        measured["tbps"] = read / measured["us"] * 1e-6
+        outcome.rows.append(rounded(row | measured))
+        parts.append(f"{name} {measured['us']:.1f} us ({measured['tbps']:.2f} TB/s)")
+    machine.release()
+    return "; ".join(parts + notes)
