@@ -41,7 +41,8 @@ def test_head_dims(kernel, dtype, cache_dtype, headdim, seqlen_q):
 def test_pages(kernel, page, cache_dtype, headdim):
     case = replace(LONG, cache_dtype=cache_dtype, headdim=headdim, rows=page, pages=-(-1400 // page))
     for scales in test_kvcache.SCALES if cache_dtype else ("heads",):
-        check(kernel, replace(case, scales=scales))
+        if page > 1 or scales != "entries":  # a page of one row has its factors by token
+            check(kernel, replace(case, scales=scales))
     check(kernel, replace(case, seqlen_q=20, causal=True, scales="tokens"))
 
 

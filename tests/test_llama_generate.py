@@ -246,7 +246,7 @@ def test_standard_attention_needs_no_library(folder):
     env = subprocess_env(FLASH_ATTN_LIBRARY=str(folder / "nowhere.so"))
     for attention, status in (("standard", 0), ("flash", 2)):
         done = subprocess.run(
-            [*COMMAND, "model.bin", "--steps", "2", "--attention", attention],
+            [*COMMAND, "model.bin", "--steps", "2", "--attention", attention, "--device", "cpu"],
             cwd=folder,
             env=env,
             capture_output=True,

@@ -53,7 +53,13 @@ def rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     fp8 = any(row.get("dtype") == "float8_e4m3fn" for row in data["rows"])
     placed = []
     for row in data["rows"]:
-        if row["system"] != "cudnn" or row.get("dtype") != "bfloat16" or "us" not in row or "mix" in row:
+        if (
+            row["pass"] not in RATIOS
+            or row["system"] != "cudnn"
+            or row.get("dtype") != "bfloat16"
+            or "us" not in row
+            or "mix" in row
+        ):
             continue
         ratios = RATIOS["fp8" if fp8 else row["pass"]].get((row["headdim"], row["causal"]))
         protocol = row["batch"] * row["seqlen_q"] == TOKENS and row["nheads_k"] * row["headdim"] == HIDDEN
