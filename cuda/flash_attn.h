@@ -201,7 +201,8 @@ typedef struct fa_kvcache_args {
      *   contiguous  (cache_batch, seqlen_k, nheads_k, dim): seqlen_k is what an entry can hold
      *   paged       (cache_batch, page_size, nheads_k, dim): key j of sequence b is row j % page_size of page
      *               block_table[b * block_table_stride + j / page_size]; seqlen_k is what a row of the table can hold
-     * headdim may be 576 with headdim_v = 512 (v may be the first columns of k). The workspace is the whole call's. */
+     * headdim may be 576 with headdim_v = 512. v may be the first columns of k: then v_new has to be those of k_new, and neither the
+     * rotary embedding nor an 8-bit cache goes with appending. The workspace is the whole call's. */
     const fa_attention_args* attention;
     int32_t cache_dtype;            /* fa_dtype of the cache: 0 = dtype, FA_FLOAT8_E4M3 or FA_INT8 */
     int32_t cache_batch;            /* entries of the cache, or pages */

@@ -627,6 +627,10 @@ def rotating(**change) -> dict[str, Any]:
     return appending(**{**tables, **change})
 
 
+def shared(call: dict[str, Any]) -> dict[str, Any]:
+    return {**call, "v_cache": call["k_cache"][..., :8]}
+
+
 def read_only(*shape):
     x = np.zeros(shape, np.float32)
     x.flags.writeable = False
@@ -651,6 +655,8 @@ REFUSED = [
     (small(k_cache=np.zeros((3, 20, 3, 16), f4), v_cache=np.zeros((3, 20, 3, 8), f4)), "nheads=4 is not a multiple of"),
     (small(k_cache=np.zeros((1, 20, 2, 16), f4), v_cache=np.zeros((1, 20, 2, 8), f4)), "cache_batch=1 is below batch"),
     (small(q=np.zeros((2, 1, 4, 577), f4), k_cache=np.zeros((3, 20, 2, 577), f4)), "headdim=577 is outside 1 .. 576"),
+    (shared(rotating()), "is k.data: values that are columns of the keys"),
+    (shared(int8(k=np.zeros((2, 1, 2, 16), f4), v=np.zeros((2, 1, 2, 8), f4))), "is k.data: values that are columns"),
     (small(cache_seqlens=np.array([5, 19])), "cache_seqlens is int64: expected int32"),
     (small(cache_seqlens=lengths(5, 6, 7)), r"cache_seqlens has shape \(3,\): expected \(2,\)"),
     (small(cache_seqlens=lengths(1, 2, 3, 4)[::2]), "cache_seqlens has stride 2"),

@@ -118,6 +118,9 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
         FA_RETURN_IF_ERROR(check_output_strides("k", f.k, a.cache_batch, rows, f.nheads_k, false));
         FA_RETURN_IF_ERROR(check_output_strides("v", f.v, a.cache_batch, rows, f.nheads_k, false));
     }
+    if (a.seqlen_new > 0 && f.v.data && f.v.data == f.k.data && (a.rotary_cos || quantized))  // two writes of different bytes to one place
+        return fail(FA_UNSUPPORTED, "v.data=%p is k.data: values that are columns of the keys join the cache neither rotated nor as 8 bits",
+                    f.v.data);
     FA_RETURN_IF_ERROR(check_rotary(a, f));
     FA_RETURN_IF_ERROR(check_scale("k_scale", a.k_scale, quantized, need));
     FA_RETURN_IF_ERROR(check_scale("v_scale", a.v_scale, quantized, need));

@@ -84,7 +84,8 @@ def flash_attn_with_kvcache(
         k_cache: (entries, seqlen_cache, nheads_k, headdim), or with block_table pages (pages, page_size, nheads_k,
             headdim), any page_size from 1. Of q's dtype, or 8-bit (float8_e4m3fn, int8) with k_scale and v_scale.
             headdim up to 512, or to 576 with a headdim_v up to 512.
-        v_cache: (entries, seqlen_cache, nheads_k, headdim_v), the same dtype; it may be a view of k_cache.
+        v_cache: (entries, seqlen_cache, nheads_k, headdim_v), the same dtype; it may be a view of k_cache's first
+            columns, whose new rows k and v then share: no rotary embedding and no 8 bits with k and v.
         k, v: (batch, seqlen_new, nheads_k, .) of q's dtype, the keys and values to append; both or neither. An 8-bit
             cache rounds them.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), contiguous, float32 or q's dtype: turn the first rotary_dim
