@@ -149,7 +149,7 @@ def run(options, protocol):
 
     def timed(launches, rows, terabytes):
         for row, timing in zip(
-            rows, interleave(machine, launches, protocol, meter, seed=options.seed or 0), strict=True
+            rows, interleave(machine, launches, protocol, meter, seed=options.seed or 0, graphs=True), strict=True
         ):
             row |= timing.row(0.0)
             del row["tflops"]

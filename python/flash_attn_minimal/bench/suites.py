@@ -330,7 +330,9 @@ def _one(shape, named, peers, options, machine, protocol, meter, threads, outcom
             notes.append(f"{system.kernel or asked} is WRONG: error {err:.3g}, budget {budget:.3g}")
     # PyTorch runs a backward pass on the stream of its forward, which is not the one being captured.
     launches = [system.launch for system, *_ in systems]
-    timings = interleave(machine, launches, protocol, meter, seed=options.seed or 0, graphs=not shape.backward)
+    timings = interleave(
+        machine, launches, protocol, meter, seed=options.seed or 0, graphs=False if shape.backward else None
+    )
     parts = []
     for (system, its_shape, row), timing in zip(systems, timings, strict=True):
         row = rounded(row | timing.row(shape.flops / 1e12))

@@ -64,15 +64,16 @@ def estimate_us(machine, launch) -> float:
     return us
 
 
-def interleave(machine, launches, protocol: Protocol, meter, seed: int, graphs: bool = True) -> list[Timing]:
-    """Times every launch(i) of the list. They have to be right already: nothing is checked here. graphs=False keeps
-    launches out of CUDA graphs, however short."""
+def interleave(machine, launches, protocol: Protocol, meter, seed: int, graphs: bool | None = None) -> list[Timing]:
+    """Times every launch(i) of the list. They have to be right already: nothing is checked here. Short ones run in CUDA
+    graphs; with graphs=True all do, and with False none."""
     order = random.Random(seed)
     runs = []
     for launch in launches:
         us = estimate_us(machine, launch)
         count = max(1, min(protocol.max_launches, math.ceil(protocol.burst_s * 1e6 / us)))
-        runs.append((machine.burst(launch, count, us if graphs else math.inf), count, us, Timing()))
+        length = us if graphs is None else 0.0 if graphs else math.inf
+        runs.append((machine.burst(launch, count, length), count, us, Timing()))
 
     for _ in range(protocol.rounds):
         for burst, count, us, timing in order.sample(runs, len(runs)):
