@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
             const uint32_t work_slot = item % Smem::kWorkSlots;
             Fp8Work& w = smem.work[work_slot];
             mbarrier_wait(work_empty + 8 * work_slot, item / Smem::kWorkSlots % 2 ^ 1);
-            const bool rows = find_work<kBlockM, kBlockN>(p, schedule, index, w);
+            const bool rows = find_work<kBlockM, kBlockN, false>(p, schedule, index, w);
             if (rows || !w.valid) {
                 const int head_k = w.head / p.group, batch = p.cu_seqlens_q ? 0 : w.batch;
                 if (rows) {

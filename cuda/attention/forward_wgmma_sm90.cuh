@@ -61,7 +61,6 @@ struct alignas(16) WgmmaWork {
     int q_row, k_row;  // varlen: the sequence's first row, else 0
     int left, right;   // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
     int first_tile, last_tile;
-    int has_rows;  // the producer's own
 };
 
 template <typename T, WgmmaPlanId kId>
@@ -75,6 +74,7 @@ struct alignas(1024) WgmmaSmem {
     static constexpr int kWorkSlots = 3;  // consumers keep theirs until the item's last store, and the producer is one ahead
     uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
     WgmmaWork work[kWorkSlots];
+    int has_rows;                                        // of the work that the producer has just found, for its own threads
     uint8_t seen[2][kPlan.general ? kPlan.block_n : 1];  // does any row of the block see this key? For two neighbouring tiles
 };
 
@@ -97,7 +97,7 @@ struct Ring {
 FA_HOST_DEVICE int clamp64(int64_t x, int low, int high) { return x < low ? low : x > high ? high : int(x); }
 
 // Item `index` of the list, longest first where lengths differ. False when it has no rows, or (then also !valid) there are no more items.
-template <int kBlockM, int kBlockN>
+template <int kBlockM, int kBlockN, bool kCaches = true>  // kCaches: K and V may be a cache
 FA_HOST_DEVICE bool find_work(const AttentionParams& p, const WgmmaSchedule& schedule, int index, WgmmaWork& w) {
     w.valid = index < schedule.items;
     if (!w.valid) return false;
@@ -138,7 +138,7 @@ FA_HOST_DEVICE bool find_work(const AttentionParams& p, const WgmmaSchedule& sch
         w.batch = sequence_head / p.nheads;
         w.head = sequence_head - w.batch * p.nheads;
         w.q_row = w.k_row = 0;
-        w.seqlen_q = p.seqlen_q, w.seqlen_k = p.cache.entries ? cached_keys(p, w.batch) : p.seqlen_k;
+        w.seqlen_q = p.seqlen_q, w.seqlen_k = kCaches && p.cache.entries ? cached_keys(p, w.batch) : p.seqlen_k;
     }
     w.row0 = m * kBlockM;
     if (m < 0 || w.row0 >= w.seqlen_q) return false;
@@ -256,14 +256,14 @@ __device__ __forceinline__ void produce_from_pages(const CUtensorMap& map_q, con
         WgmmaWork& w = smem.work[work.slot];
         mbarrier_wait(shared_address(smem.work_empty) + 8 * work.slot, work.phase ^ 1);
         if (threadIdx.x == 0) {
-            w.has_rows = find_work<kBlockM, kBlockN>(p, schedule, index, w);
-            if (w.has_rows || !w.valid) mbarrier_arrive(shared_address(smem.work_full) + 8 * work.slot);
+            smem.has_rows = find_work<kBlockM, kBlockN>(p, schedule, index, w);
+            if (smem.has_rows || !w.valid) mbarrier_arrive(shared_address(smem.work_full) + 8 * work.slot);
             if (schedule.order == WorkOrder::kCounter) index = gridDim.x + atomicAdd(schedule.counter, 1);
             else index += gridDim.x;
         }
         bar_sync(kProducer, 128);
         if (!w.valid) return;
-        if (!w.has_rows) continue;
+        if (!smem.has_rows) continue;
         work.next(WgmmaSmem<T, kId>::kWorkSlots);
         PageCopies<T, kBlockN> rows{p, 0, 0};
         uint32_t landing = 0;  // the barrier of the newest tile's copies, which may still be on their way
