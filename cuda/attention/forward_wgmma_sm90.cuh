@@ -63,6 +63,10 @@ struct alignas(16) WgmmaWork {
     int first_tile, last_tile;
 };
 
+struct WgmmaItem : WgmmaWork {
+    int has_rows;  // the producer's own
+};
+
 template <typename T, WgmmaPlanId kId>
 struct alignas(1024) WgmmaSmem {
     static constexpr WgmmaPlan kPlan = wgmma_plan(kId);
@@ -73,8 +77,7 @@ struct alignas(1024) WgmmaSmem {
     uint64_t k_full[kPlan.stages], k_empty[kPlan.stages], v_full[kPlan.stages], v_empty[kPlan.stages];
     static constexpr int kWorkSlots = 3;  // consumers keep theirs until the item's last store, and the producer is one ahead
     uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
-    WgmmaWork work[kWorkSlots];
-    int has_rows;                                        // of the work that the producer has just found, for its own threads
+    WgmmaItem work[kWorkSlots];
     uint8_t seen[2][kPlan.general ? kPlan.block_n : 1];  // does any row of the block see this key? For two neighbouring tiles
 };
 
@@ -253,17 +256,17 @@ __device__ __forceinline__ void produce_from_pages(const CUtensorMap& map_q, con
     Ring ring, work;
     uint32_t q_phase = 0;
     for (int index = blockIdx.x;; bar_sync(kProducer, 128)) {  // thread 0 finds the work, whose slot nobody reads any more
-        WgmmaWork& w = smem.work[work.slot];
+        WgmmaItem& w = smem.work[work.slot];
         mbarrier_wait(shared_address(smem.work_empty) + 8 * work.slot, work.phase ^ 1);
         if (threadIdx.x == 0) {
-            smem.has_rows = find_work<kBlockM, kBlockN>(p, schedule, index, w);
-            if (smem.has_rows || !w.valid) mbarrier_arrive(shared_address(smem.work_full) + 8 * work.slot);
+            w.has_rows = find_work<kBlockM, kBlockN>(p, schedule, index, w);
+            if (w.has_rows || !w.valid) mbarrier_arrive(shared_address(smem.work_full) + 8 * work.slot);
             if (schedule.order == WorkOrder::kCounter) index = gridDim.x + atomicAdd(schedule.counter, 1);
             else index += gridDim.x;
         }
         bar_sync(kProducer, 128);
         if (!w.valid) return;
-        if (!smem.has_rows) continue;
+        if (!w.has_rows) continue;
         work.next(WgmmaSmem<T, kId>::kWorkSlots);
         PageCopies<T, kBlockN> rows{p, 0, 0};
         uint32_t landing = 0;  // the barrier of the newest tile's copies, which may still be on their way
