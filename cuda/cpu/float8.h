@@ -21,4 +21,7 @@ inline uint8_t float_to_e4m3(float f) {
     return uint8_t(sign | ((magnitude + 0x7FFFFu + (magnitude >> 20 & 1u) - 0x3C000000u) >> 20));
 }
 
+// Beyond the largest number: the largest number.
+inline uint8_t float_to_e4m3_saturating(float f) { return float_to_e4m3(f > 448.0f ? 448.0f : f < -448.0f ? -448.0f : f); }
+
 }  // namespace fa::cpu

@@ -13,7 +13,7 @@ namespace fa::cpu {
 namespace {
 
 uint8_t to_byte(DType dtype, float x) {
-    if (dtype == DType::kFloat8E4M3) return float_to_e4m3(x > 448.0f ? 448.0f : x < -448.0f ? -448.0f : x);
+    if (dtype == DType::kFloat8E4M3) return float_to_e4m3_saturating(x);
     return uint8_t(int8_t(std::fmin(std::fmax(std::nearbyint(x), -127.0f), 127.0f)));
 }
 

@@ -47,10 +47,7 @@ void quantize_fp8(const QuantizeParams& p) {
         for (int64_t i = 0; i < p.seqlen; ++i) {
             read_row(p, b * p.x.batch + i * p.x.row + head * p.x.head, signs, row);
             uint8_t* out = static_cast<uint8_t*>(p.out.data) + b * p.out.batch + i * p.out.row + head * p.out.head;
-            for (int d = 0; d < p.headdim; ++d) {
-                const float value = row[d] * scale;
-                out[d] = float_to_e4m3(value > kE4M3Max ? kE4M3Max : value < -kE4M3Max ? -kE4M3Max : value);
-            }
+            for (int d = 0; d < p.headdim; ++d) out[d] = float_to_e4m3_saturating(row[d] * scale);
         }
         p.descale[task] = quantize_descale(amax);
     });

@@ -145,14 +145,8 @@ __device__ __forceinline__ void grid_dependency_wait() {
 #endif
 }
 
-// ---- data that is read once ----
+// ---- prefetching ----
 
-// ld.global.nc: 16 bytes that no kernel writes while this one runs, past the L1 cache.
-__device__ __forceinline__ uint4 load_stream(const void* global) {
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(global));
-    return x;
-}
 // prefetch.global.L2: the cache line around the address.
 __device__ __forceinline__ void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .reference import rotary
+
 
 def rms_norm(x, weight, eps=1e-5):
     x = np.asarray(x, np.float64)
@@ -17,15 +19,9 @@ def rope(x, cos, sin, positions=None, interleaved=False, rotary_dim=None, invers
     batch, seqlen = x.shape[:2]
     rows = np.zeros(batch, int) if positions is None else np.asarray(positions)
     rows = rows[:, None] + np.arange(seqlen) if rows.ndim == 1 else rows  # (batch, seqlen)
-    c, s = (np.asarray(t, np.float64)[rows][:, :, None, :half] for t in (cos, sin))
-    s = -s if inverse else s
-    first, second = (
-        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
-    )
-    a, b = x[..., first], x[..., second]
-    out = x.copy()
-    out[..., first], out[..., second] = a * c - b * s, a * s + b * c
-    return out
+    cos, sin = cos[:, :half], (-sin if inverse else sin)[:, :half]
+    turned = [rotary(x[b], cos, sin, rows[b], interleaved) for b in range(batch)]
+    return np.array(turned).reshape(x.shape)
 
 
 def silu(x):

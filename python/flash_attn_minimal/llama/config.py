@@ -53,11 +53,6 @@ class Config:
         return self.head_size or self.dim // self.n_heads
 
     @property
-    def qkv_heads(self) -> int:
-        """Heads of the stacked product of q, k and v."""
-        return self.n_heads + 2 * self.n_kv_heads
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """The seven numbers of a llama2.c header."""
         return (
