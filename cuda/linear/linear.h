@@ -1,0 +1,28 @@
+// linear.h: what a product with 4-bit weights is given. Plain data, validated by api/, for the GPU kernels and the CPU's alike.
+#pragma once
+
+#include "linear/w4.h"
+#include "ops/ops.h"
+
+namespace fa {
+
+// out = residual + act(norm(x) weight^T + bias), as LinearParams (ops/ops.h); the weight packed (w4.h).
+struct W4LinearParams {
+    MatrixView x, residual, out;     // (rows, in_features), (rows, columns of out) twice
+    const void* packed;              // w4::PackedHeader, tiles
+    const void *bias, *norm_weight;  // (out_features), (in_features); nullptr = none
+    DType dtype, bias_dtype, norm_dtype, residual_dtype, out_dtype;
+    DType compute_dtype;  // the header's: float16 or bfloat16; x is rounded to it, after the norm
+    w4::Format format;
+    float eps;
+    int64_t rows;
+    int32_t in_features, out_features;
+    bool swiglu, programmatic;  // swiglu: the weight is a pair
+    void* workspace;            // what the kernel asked for, uninitialised
+    int64_t workspace_bytes;
+    int32_t num_threads;
+
+    FA_HOST_DEVICE int32_t columns() const { return swiglu ? out_features / 2 : out_features; }  // of out
+};
+
+}  // namespace fa
