@@ -71,14 +71,14 @@ def test_graph_capture_and_replay(cuda_kernel, varlen):
     arrays = [torch.tensor(x, device="cuda").half() for x in (q, k, v)]
     starts = [torch.tensor([0, 50, n], device="cuda", dtype=torch.int32) for n in (129, 203)]
 
-    def call(x, name):
-        if varlen:
-            return fa.flash_attn_varlen_func(
-                *[t[0] for t in x], *starts, 129, 203, return_lse=True, kernel=name, **options
-            )
-        return fa.flash_attn_func(*x, return_lse=True, kernel=name, **options)
+    def packed(x):
+        return (*[t[0] for t in x], *starts, 129, 203) if varlen else x
 
-    served(cuda_kernel, *arrays, **options)
+    def call(x, name):
+        function = fa.flash_attn_varlen_func if varlen else fa.flash_attn_func
+        return function(*packed(x), return_lse=True, kernel=name, **options)
+
+    served(cuda_kernel, *packed(arrays), **options)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
