@@ -24,7 +24,9 @@
 //             are taken in the order in which a lane has one block of NVFP4 and reads 32 bytes of x in a row. Products do not care, if
 //             the other operand follows: column_of().
 //     scales  behind the codes: nvfp4 2 bytes a lane (row g, row g + 8; block q of the tile), mxfp4 2 bytes for each (g, q / 2),
-//             int4 2 float16 for each g (both tiles of a block have them).
+//             int4 2 float16 for each g (both tiles of a block have them). scale_at().
+//
+// w4_bits.h is the order of the bits in a word, and what is stored of a scale.
 #pragma once
 
 #include "attention/params.h"

@@ -1,0 +1,96 @@
+// w4.cuh: packed 4-bit weights (w4.h, w4_bits.h) become operand A of mma.m16n8k16. E2M1: 9 or 10 bit operations and 4 multiplications
+// for 8 weights, all exact. T, __half or __nv_bfloat16, is what products are made in.
+#pragma once
+
+#include "device/mma.cuh"
+#include "linear/w4_bits.h"
+
+namespace fa::w4 {
+
+template <typename T>
+struct Pair;
+template <>
+struct Pair<__half> {
+    using type = __half2;
+    static __device__ __forceinline__ type of(float x) { return __float2half2_rn(x); }
+};
+template <>
+struct Pair<__nv_bfloat16> {
+    using type = __nv_bfloat162;
+    static __device__ __forceinline__ type of(float x) { return __float2bfloat162_rn(x); }
+};
+template <typename T>
+__device__ __forceinline__ typename Pair<T>::type as_pair(uint32_t bits) {
+    return reinterpret_cast<const typename Pair<T>::type&>(bits);
+}
+template <typename P>
+__device__ __forceinline__ uint32_t as_bits(P pair) {
+    return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Eight codes without their scales: int4 as numbers, E2M1 times 2^-14 (float16) or 2^-126 (bfloat16).
+template <Format kFormat, typename T>
+__device__ __forceinline__ void unpack_word(uint32_t (&a)[4], uint32_t word) {
+    constexpr bool kHalf = sizeof(T) == 2 && __is_same(T, __half);
+    if constexpr (kFormat == Format::kInt4 && kHalf) {
+        const uint32_t upper = word >> 8;  // 1024 + u, and 1024 + 16 u
+        const __half2 sixteenth = __float2half2_rn(1.0f / 16), eight = __float2half2_rn(1032.0f), rest = __float2half2_rn(-72.0f);
+        a[0] = as_bits(__hsub2(as_pair<T>((word & 0x000F000Fu) | 0x64006400u), eight));
+        a[1] = as_bits(__hfma2(as_pair<T>((word & 0x00F000F0u) | 0x64006400u), sixteenth, rest));
+        a[2] = as_bits(__hsub2(as_pair<T>((upper & 0x000F000Fu) | 0x64006400u), eight));
+        a[3] = as_bits(__hfma2(as_pair<T>((upper & 0x00F000F0u) | 0x64006400u), sixteenth, rest));
+    } else if constexpr (kFormat == Format::kInt4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)  // 128 + u
+            a[i] = as_bits(__hsub2(as_pair<T>((word >> 4 * i & 0x000F000Fu) | 0x43004300u), __float2bfloat162_rn(136.0f)));
+    } else if constexpr (kHalf) {  // multiplications shift twice at once, and leave the pipe of the bit operations free
+        constexpr uint32_t kMask = 0x8E008E00u;
+        a[0] = word & kMask;
+        a[1] = word * 8u & kMask;
+        a[2] = (word & 0x40384038u) * 66u & kMask;
+        a[3] = (word & 0x20072007u) * 516u & kMask;
+    } else {
+        constexpr uint32_t kMask = 0x81C081C0u;
+        const uint32_t last = word & 0x2E002E00u;
+        a[0] = word & kMask;
+        a[1] = word * 8u & kMask;
+        a[2] = (word & 0x40074007u) * 66u & kMask;
+        a[3] = (last * 4u + (last >> 3)) & kMask;
+    }
+}
+
+// A stored scale, both halves of a register the same. E2M1: the byte; int4: the float16.
+template <Format kFormat, typename T>
+__device__ __forceinline__ uint32_t widen_scale(uint32_t stored) {
+    constexpr bool kHalf = __is_same(T, __half);
+    if constexpr (kFormat == Format::kNvfp4) return kHalf ? stored * 0x00800080u : stored * 0x00100010u + 0x70007000u;
+    if constexpr (kFormat == Format::kMxfp4) return kHalf ? stored * 0x04000400u : stored * 0x00800080u;
+    return kHalf ? stored * 0x00010001u : as_bits(Pair<T>::of(__half2float(__ushort_as_half(uint16_t(stored)))));
+}
+
+// Scales of rows g and g + 8 from the 16 bits that E2M1 stores of both, from the 32 bits of int4.
+template <Format kFormat, typename T>
+__device__ __forceinline__ void widen_scales(uint32_t (&scale)[2], uint32_t stored) {
+    constexpr int kBits = 8 * scale_bytes_of(kFormat);
+    scale[0] = widen_scale<kFormat, T>(stored & ((1u << kBits) - 1));
+    scale[1] = widen_scale<kFormat, T>(stored >> kBits);
+}
+
+// A lane's part of a tile in shared or global memory.
+__device__ __forceinline__ uint4 load_codes(const uint8_t* tile, int lane) { return reinterpret_cast<const uint4*>(tile)[lane]; }
+template <Format kFormat>
+__device__ __forceinline__ uint32_t load_scales(const uint8_t* tile, int lane) {
+    if constexpr (kFormat == Format::kNvfp4) return reinterpret_cast<const uint16_t*>(tile + kTileCodes)[lane];
+    if constexpr (kFormat == Format::kMxfp4) return reinterpret_cast<const uint16_t*>(tile + kTileCodes)[lane / 2];
+    return reinterpret_cast<const uint32_t*>(tile + kTileCodes)[lane / 4];
+}
+
+// The operand of one step, scaled: registers 0 and 2 are row g, 1 and 3 row g + 8.
+template <Format kFormat, typename T>
+__device__ __forceinline__ void dequantize_word(uint32_t (&a)[4], uint32_t word, const uint32_t (&scale)[2]) {
+    unpack_word<kFormat, T>(a, word);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = as_bits(__hmul2(as_pair<T>(a[i]), as_pair<T>(scale[i % 2])));
+}
+
+}  // namespace fa::w4

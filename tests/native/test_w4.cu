@@ -1,0 +1,180 @@
+// test_w4.cu: the bits of packed 4-bit weights. On any machine: every code at every place of a word, every scale against its meaning. On a
+// GPU from sm_80 on: the operand registers that the kernels make of them, exact. Exit status 0 passed, 1 failed, 77 only the first part
+// ran.
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "linear/w4.cuh"
+
+namespace {
+
+using namespace fa;
+using namespace fa::w4;
+int failures = 0;
+
+#define EXPECT(condition, ...)                                          \
+    do {                                                                \
+        if (!(condition) && ++failures <= 20) {                         \
+            std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+            std::printf(__VA_ARGS__);                                   \
+            std::printf("\n");                                          \
+        }                                                               \
+    } while (0)
+
+double value_of(Format format, int code) {
+    if (format == Format::kInt4) return code < 8 ? code : code - 16;
+    const double magnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    return code < 8 ? magnitudes[code] : -magnitudes[code - 8];
+}
+double scale_value(Format format, int byte) {
+    if (format == Format::kMxfp4) return byte == 255 ? NAN : std::ldexp(1.0, byte - 127);
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const double magnitude = (byte & 127) == 127 ? NAN : exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+    return byte & 128 ? -magnitude : magnitude;
+}
+
+void test_words(Format format, DType dtype) {
+    std::mt19937 random(1);
+    for (int trial = 0; trial < 4096; ++trial) {
+        uint8_t codes[kWordCodes];
+        for (uint8_t& code : codes) code = uint8_t(random() & 15);
+        codes[trial % 8] = uint8_t(trial / 8 % 16);
+        const uint32_t word = pack_word(format, dtype, codes);
+        for (int at = 0; at < kWordCodes; ++at)
+            EXPECT(unpack_code(format, dtype, word, at) == codes[at], "format %d code %d", int(format), at);
+    }
+    bool used[kTileRows][kTileColumns] = {};
+    for (int lane = 0; lane < 32; ++lane)
+        for (int j = 0; j < 4; ++j)
+            for (int at = 0; at < kWordCodes; ++at) {
+                const int i = at / 2, c = 2 * (lane % 4) + 8 * (i / 2) + at % 2;  // in operand A
+                used[code_row(lane, at)][code_column(lane, j, at)] = true;
+                EXPECT(code_column(lane, j, at) == column_of(j, c), "lane %d word %d code %d", lane, j, at);
+            }
+    for (const auto& row : used)
+        for (const bool one : row) EXPECT(one, "a place of the tile has no code");
+}
+
+// What stands in the operand: code and scale as they lie in a file, times 2^-factor_exponent.
+struct Case {
+    uint32_t word, stored;
+    double expected[kWordCodes];
+};
+
+std::vector<Case> e2m1_cases(Format format, DType dtype, int largest) {
+    std::vector<Case> cases;
+    std::mt19937 random(2);
+    for (int scale = 0; scale < 256; ++scale)
+        for (int code = 0; code < 16; ++code) {
+            if (format == Format::kMxfp4 && scale > largest && scale < 255) continue;
+            const int other = format == Format::kMxfp4 ? largest : 0x38;  // row g + 8 has its own
+            const StoredBlock block[2] = {stored_block(format, dtype, uint8_t(scale), largest),
+                                          stored_block(format, dtype, uint8_t(other), largest)};
+            Case one{};
+            uint8_t codes[kWordCodes];
+            for (int at = 0; at < kWordCodes; ++at) {
+                const int mine = at == code % 8 ? code : int(random() & 15), row = at / 2 % 2;
+                double expected = value_of(format, mine) * scale_value(format, row ? other : scale);
+                expected = std::ldexp(expected, -factor_exponent(format, largest));
+                if (format == Format::kMxfp4 && !row && dtype == DType::kFloat16 && largest - scale >= 30) expected = 0;
+                one.expected[at] = expected;
+                codes[at] = uint8_t((mine & block[row].keep) ^ block[row].flip);
+                if (block[row].keep == 0) codes[at] = 0;
+            }
+            one.word = pack_word(format, dtype, codes);
+            one.stored = block[0].scale | uint32_t(block[1].scale) << 8;
+            cases.push_back(one);
+        }
+    return cases;
+}
+
+std::vector<Case> int4_cases(DType dtype) {
+    std::vector<Case> cases;
+    for (int code = 0; code < 256; ++code) {
+        Case one{};
+        uint8_t codes[kWordCodes];
+        for (int at = 0; at < kWordCodes; ++at) {
+            codes[at] = uint8_t((at % 2 ? code / 16 : code) + at / 2 & 15);
+            one.expected[at] = value_of(Format::kInt4, codes[at]) * (at / 2 % 2 ? 0.125 : 3.0);
+        }
+        one.word = pack_word(Format::kInt4, dtype, codes);
+        one.stored = 0x4200u | 0x3000u << 16;  // 3, 1/8
+        cases.push_back(one);
+    }
+    return cases;
+}
+
+template <Format kFormat, typename T>
+__global__ void dequantize_kernel(const Case* cases, float* out, int count) {
+    const int n = blockIdx.x * blockDim.x + threadIdx.x;
+    if (n >= count) return;
+    uint32_t a[4], scale[2];
+    widen_scales<kFormat, T>(scale, cases[n].stored);
+    dequantize_word<kFormat, T>(a, cases[n].word, scale);
+    for (int i = 0; i < 4; ++i) {
+        float pair[2];
+        unpack_16<T>(pair, a[i]);
+        out[8 * n + 2 * i] = pair[0], out[8 * n + 2 * i + 1] = pair[1];
+    }
+}
+
+template <Format kFormat, typename T>
+void test_operands(const std::vector<Case>& cases, const char* name) {
+    const int count = int(cases.size());
+    Case* in = nullptr;
+    float* out = nullptr;
+    cudaMallocManaged(&in, sizeof(Case) * cases.size());
+    cudaMallocManaged(&out, sizeof(float) * 8 * cases.size());
+    for (int n = 0; n < count; ++n) in[n] = cases[n];
+    dequantize_kernel<kFormat, T><<<(count + 127) / 128, 128>>>(in, out, count);
+    const cudaError_t error = cudaDeviceSynchronize();
+    EXPECT(!error, "%s: %s", name, cudaGetErrorString(error));
+    // float16 under a scale 2^25 below the largest rounds to its smallest subnormal.
+    for (int n = 0; n < count && !error; ++n)
+        for (int at = 0; at < kWordCodes; ++at) {
+            const double got = out[8 * n + at], want = cases[n].expected[at];
+            const bool same = std::isnan(want) ? std::isnan(got) : std::fabs(got - want) <= (std::fabs(want) < 0x1p-23 ? 0x1p-25 : 0.0);
+            EXPECT(same, "%s case %d code %d: got %g, want %g", name, n, at, got, want);
+        }
+    cudaFree(in), cudaFree(out);
+}
+
+template <typename T>
+void test_formats(DType dtype, const char* name) {
+    test_operands<Format::kNvfp4, T>(e2m1_cases(Format::kNvfp4, dtype, 0), name);
+    for (const int largest : {0, 1, 100, 127, 254}) test_operands<Format::kMxfp4, T>(e2m1_cases(Format::kMxfp4, dtype, largest), name);
+    test_operands<Format::kInt4, T>(int4_cases(dtype), name);
+}
+
+}  // namespace
+
+int main() {
+    for (const Format format : {Format::kNvfp4, Format::kMxfp4, Format::kInt4})
+        for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) test_words(format, dtype);
+    for (const int largest : {0, 1, 100, 127, 254})
+        for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+            const int bias = dtype == DType::kFloat16 ? 15 : 127, shift = dtype == DType::kFloat16 ? 14 : 126;
+            for (int scale = 0; scale <= largest; ++scale) {
+                const StoredBlock block = stored_block(Format::kMxfp4, dtype, uint8_t(scale), largest);
+                if (block.keep)
+                    EXPECT(block.scale - bias - shift + factor_exponent(Format::kMxfp4, largest) == scale - 127, "scale %d", scale);
+            }
+        }
+    for (int scale = 0; scale < 127; ++scale) {
+        const StoredBlock block = stored_block(Format::kNvfp4, DType::kFloat16, uint8_t(scale));
+        const double value = std::ldexp(8 + (block.scale & 7), (block.scale >> 3) - 18);
+        EXPECT(block.keep == 0 ? scale == 0 : value == std::ldexp(scale_value(Format::kNvfp4, scale), 7), "scale %d", scale);
+    }
+    std::printf("words and scales: %s\n", failures ? "FAILED" : "passed");
+    int major = 0;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess || major < 8) {
+        std::printf("no GPU from sm_80 on: operands not run\n");
+        return failures ? 1 : 77;
+    }
+    test_formats<__half>(DType::kFloat16, "float16");
+    test_formats<__nv_bfloat16>(DType::kBFloat16, "bfloat16");
+    std::printf("%d failures\n", failures);
+    return failures ? 1 : 0;
+}
