@@ -413,6 +413,109 @@ typedef struct fa_linear_args {
 
 FA_API fa_status fa_linear(const fa_linear_args* args, void* stream);
 
+/* ---- weights of 4 bits ----
+ *
+ *     weight[n][k] = code[n][k] * scale[n][k / block] * tensor_scale
+ *
+ *     FA_NVFP4   code E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and negatives)   block  16   scale float8_e4m3   tensor_scale float32
+ *     FA_MXFP4   code E2M1                                              block  32   scale E8M0, 2^(byte - 127); 255 = NaN
+ *     FA_INT4    code two's complement, -8 .. 7                         block 128   scale float16
+ *
+ * A weight is quantised to its plain form, which files hold, and packed once for the products. cuda/linear/w4.h is the whole story. */
+
+typedef enum fa_w4_format { FA_NVFP4 = 1, FA_MXFP4 = 2, FA_INT4 = 3 } fa_w4_format;
+
+typedef struct fa_w4_weight {
+    int32_t format;       /* fa_w4_format */
+    int32_t out_features; /* 1 .. 2^24 rows */
+    int32_t in_features;  /* 1 .. 2^24 columns */
+    int32_t reserved;
+    uint8_t* codes;      /* (out_features, ceil(in_features / 2)): an even column in the low 4 bits, its right neighbour in the high ones */
+    void* scales;        /* (out_features, ceil(in_features / block)) bytes, of FA_INT4 float16 */
+    float* tensor_scale; /* one number, required by FA_NVFP4; NULL = 1 */
+} fa_w4_weight;
+
+/* Rounds a matrix: codes to the nearest, half way to even. A block's scale takes its largest number to the largest code (of FA_MXFP4
+ * the power of two below it to 4); with search it is the scale of least squared error among those near it. The tensor_scale of FA_NVFP4
+ * takes the largest number of all to 6 * 448; of other formats it becomes 1. A block with a NaN or an infinity gets the scale NaN.
+ * Every step is a single rounding: CPU and GPU write the same bytes. */
+typedef struct fa_w4_quantize_args {
+    size_t struct_size;
+    int32_t device;
+    int32_t dtype; /* of w: float32, float16 or bfloat16 */
+    int32_t search;
+    int32_t num_threads; /* CPU: 0 = one per available core */
+    fa_matrix w;         /* (out_features, in_features) */
+    fa_w4_weight out;
+} fa_w4_quantize_args;
+
+FA_API fa_status fa_w4_quantize(const fa_w4_quantize_args* args, void* stream);
+
+/* out = code * scale (exact in float32) * tensor_scale (rounded), rounded to out_dtype. */
+typedef struct fa_w4_dequantize_args {
+    size_t struct_size;
+    int32_t device;
+    int32_t out_dtype;
+    int32_t num_threads;
+    int32_t reserved;
+    fa_w4_weight weight;
+    fa_matrix out; /* (out_features, in_features) */
+} fa_w4_dequantize_args;
+
+FA_API fa_status fa_w4_dequantize(const fa_w4_dequantize_args* args, void* stream);
+
+/* What fa_w4_pack writes: *bytes. */
+FA_API fa_status fa_w4_packed_bytes(int32_t format, int32_t out_features, int32_t in_features, int32_t pair, int64_t* bytes);
+
+/* Reorders a weight for fa_w4_linear, on either device to the same bytes. */
+typedef struct fa_w4_pack_args {
+    size_t struct_size;
+    int32_t device;
+    int32_t dtype; /* that products are made in: float16 or bfloat16 */
+    int32_t pair;  /* SwiGLU: the first half of the rows is the gate, the second goes up; they will share tiles */
+    int32_t num_threads;
+    fa_w4_weight weight;
+    void* packed; /* aligned to 128 bytes */
+    int64_t packed_bytes;
+} fa_w4_pack_args;
+
+FA_API fa_status fa_w4_pack(const fa_w4_pack_args* args, void* stream);
+
+/* fa_linear with a packed weight: out = residual + act(norm(x) weight^T + bias), for any number of rows. norm(x) is rounded to
+ * compute_dtype before the product; sums are float32. programmatic: packed and norm_weight are read at once. */
+typedef struct fa_w4_linear_args {
+    size_t struct_size;
+    int32_t device;
+    int32_t dtype;         /* of x: float32, float16 or bfloat16, as all below */
+    int32_t compute_dtype; /* what the weight was packed for: float16 or bfloat16 */
+    int32_t format;        /* the weight's, as are these three */
+    int32_t out_features;  /* with swiglu gate and up together */
+    int32_t in_features;
+    int32_t swiglu;         /* 1 if and only if it was packed as a pair */
+    int32_t bias_dtype;     /* 0 = compute_dtype */
+    int32_t norm_dtype;     /* 0 = dtype */
+    int32_t residual_dtype; /* 0 = out_dtype */
+    int32_t out_dtype;      /* 0 = dtype */
+    float eps;              /* of the norm */
+    int64_t rows;
+    fa_matrix x;             /* (rows, in_features) */
+    fa_matrix residual;      /* (rows, columns of out); data NULL = none; may be out */
+    fa_matrix out;           /* (rows, out_features), with swiglu half as many columns; not x */
+    const void* packed;      /* of fa_w4_pack, in `device` memory. The host compares its header with the fields above on the CPU alone */
+    const void* bias;        /* (out_features); NULL = none */
+    const void* norm_weight; /* (in_features); NULL = no norm */
+    int32_t programmatic;
+    int32_t num_threads;
+    const char* kernel; /* force a kernel by name; NULL = environment FLASH_ATTN_LINEAR_KERNEL, else the best one */
+    void* workspace;    /* any alignment; contents are scratch */
+    size_t workspace_bytes;
+} fa_w4_linear_args;
+
+FA_API fa_status fa_w4_linear(const fa_w4_linear_args* args, void* stream);
+
+/* As fa_attention_query. */
+FA_API fa_status fa_w4_linear_query(const fa_w4_linear_args* args, fa_attention_plan* plan);
+
 /* The kernels in this build, best first on each device: index 0 .. fa_kernel_count() - 1, NULL beyond. */
 FA_API int32_t fa_kernel_count(void);
 FA_API const char* fa_kernel_name(int32_t index);
@@ -424,6 +527,12 @@ FA_API int32_t fa_backward_kernel_count(void);
 FA_API const char* fa_backward_kernel_name(int32_t index);
 FA_API const char* fa_backward_kernel_summary(int32_t index);
 FA_API int32_t fa_backward_kernel_device(int32_t index);
+
+/* The same of fa_w4_linear. */
+FA_API int32_t fa_linear_kernel_count(void);
+FA_API const char* fa_linear_kernel_name(int32_t index);
+FA_API const char* fa_linear_kernel_summary(int32_t index);
+FA_API int32_t fa_linear_kernel_device(int32_t index);
 
 FA_API const char* fa_status_name(fa_status status); /* "FA_BAD_ARGUMENT" */
 FA_API const char* fa_last_error(void);              /* this thread's last failure, never NULL */

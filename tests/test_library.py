@@ -26,8 +26,8 @@ STRUCTS = {
     **{f"fa_{name}_args": struct for name, struct in _library.SMALL_OPERATIONS.items()},
 }
 NESTED = re.compile(
-    r"^(q|k|v|x|out|bias|mask|out_a|out_b|q_descale|k_descale|v_descale|k_new|v_new|k_scale|v_scale|residual|weight|gate_up|logits)"
-    r"_(data|batch_stride|row_stride|head_stride)$"
+    r"^(q|k|v|x|out|bias|mask|out_a|out_b|q_descale|k_descale|v_descale|k_new|v_new|k_scale|v_scale|residual|weight|gate_up|logits|w)"
+    r"_(data|batch_stride|row_stride|head_stride|format|out_features|in_features|reserved|codes|scales|tensor_scale)$"
 )
 
 
@@ -51,6 +51,7 @@ def test_structs_match_the_header(tmp_path):
             lines.append(f'printf("{c_name}.{field} %zu %zu\\n", {value});')
     names = {"FA_CPU": _library.CPU, "FA_CUDA": _library.CUDA, "FA_OK": _library.OK}
     names |= {"FA_FLOAT32": 1, "FA_FLOAT16": 2, "FA_BFLOAT16": 3, "FA_FLOAT8_E4M3": 4, "FA_INT8": 5}
+    names |= {"FA_NVFP4": 1, "FA_MXFP4": 2, "FA_INT4": 3}
     names |= {
         "FA_BAD_ARGUMENT": 1,
         "FA_UNSUPPORTED": 2,
@@ -77,6 +78,11 @@ def test_structs_match_the_header(tmp_path):
         assert said[c_name] == str(ct.sizeof(mirror))
     assert {name: int(said[name]) for name in names} == names
     assert _library.DTYPES == {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
+    assert _library.W4_FORMATS == {
+        "nvfp4": int(said["FA_NVFP4"]),
+        "mxfp4": int(said["FA_MXFP4"]),
+        "int4": int(said["FA_INT4"]),
+    }
     assert _library.CACHE_DTYPES == {"float8_e4m3fn": 4, "int8": 5}
 
 

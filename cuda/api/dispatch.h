@@ -1,4 +1,4 @@
-// dispatch.h: from a table of kernels, best first, to the one that serves a call, and why not the others.
+// dispatch.h: from a table of kernels, best first, to the one that serves a call, and why not the others; and that as an answer.
 #pragma once
 
 #include <cstdio>
@@ -7,6 +7,7 @@
 
 #include "registry.h"
 #include "status.h"
+#include "validate.h"
 
 namespace fa {
 
@@ -32,12 +33,11 @@ private:
     bool first_ = true;
 };
 
-// The kernel that serves the call: the one forced by args.kernel or by the environment variable, else the first that does not refuse.
-// kernel_at(i) is null past the end of the table. why_not may be null.
+// The kernel that serves the call: the one forced by the argument `forced` or by the environment variable, else the first that does not
+// refuse. `place` is the device argument. kernel_at(i) is null past the end of the table. why_not may be null.
 template <typename Params, typename KernelAt>
-fa_status choose(const fa_attention_args& args, const Params& params, const DeviceInfo& device, const KernelAt& kernel_at,
+fa_status choose(const char* forced, int32_t place, const Params& params, const DeviceInfo& device, const KernelAt& kernel_at,
                  const char* variable, const KernelOf<Params>** chosen, Lines* why_not) {
-    const char* forced = args.kernel;
     const char* source = "kernel";
     if (!forced) {
         forced = std::getenv(variable);
@@ -50,14 +50,14 @@ fa_status choose(const fa_attention_args& args, const Params& params, const Devi
     for (int i = 0; const KernelOf<Params>* const candidate = kernel_at(i); ++i) {
         const KernelOf<Params>& kernel = *candidate;
         if (forced && std::strcmp(forced, kernel.name) != 0) {
-            if (kernel.device == args.device && why_not) why_not->add(kernel.name, "another kernel is forced");
+            if (kernel.device == place && why_not) why_not->add(kernel.name, "another kernel is forced");
             continue;
         }
         known = true;
-        if (kernel.device != args.device) {
+        if (kernel.device != place) {
             if (!forced) continue;
             return fail(FA_UNSUPPORTED, "%s=%s runs on %s, but device is %s", source, forced, kernel.device == FA_CPU ? "the CPU" : "a GPU",
-                        args.device == FA_CPU ? "FA_CPU" : "FA_CUDA");
+                        place == FA_CPU ? "FA_CPU" : "FA_CUDA");
         }
         const char* reason = kernel.refuses(params, device, text, sizeof text);
         if (!reason && !forced && kernel.yields) reason = kernel.yields(params, device, text, sizeof text);
@@ -71,8 +71,25 @@ fa_status choose(const fa_attention_args& args, const Params& params, const Devi
     }
     if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build", source, forced);
     // The most general kernel comes last: what keeps it from serving the call is what keeps the call from being served.
-    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s", args.device == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
+    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
                 last_reason);
+}
+
+// A call prepared from its arguments, but not launched: what the query functions of the C ABI do.
+template <typename AnyCall, typename Args>
+fa_status query(const Args* args, fa_attention_plan* plan) {
+    if (!plan || plan->struct_size < sizeof(fa_attention_plan))
+        return fail(FA_BAD_ARGUMENT, "plan is NULL or plan.struct_size is not sizeof(fa_attention_plan) = %zu", sizeof(fa_attention_plan));
+    plan->reserved = 0;
+    plan->workspace_bytes = 0;
+    plan->kernel[0] = '\0';
+    Lines why_not(plan->why_not, sizeof plan->why_not);
+    AnyCall call;
+    plan->status = call.prepare(args, Pointers::kOptional, &why_not);
+    if (plan->status != FA_OK) return fa_status(plan->status);
+    std::snprintf(plan->kernel, sizeof plan->kernel, "%s", call.kernel->name);
+    plan->workspace_bytes = call.workspace();
+    return FA_OK;
 }
 
 }  // namespace fa

@@ -1,8 +1,6 @@
 // flash_attn.cpp: the exported functions. Validate, choose a kernel, check the workspace, launch.
 #include "flash_attn.h"
 
-#include <cstdio>
-
 #include "dispatch.h"
 #include "registry.h"
 #include "status.h"
@@ -16,11 +14,11 @@ namespace {
 
 fa_status choose_for(const fa_attention_args& args, const AttentionParams& params, const DeviceInfo& device, const Kernel** kernel,
                      Lines* why_not) {
-    return choose(args, params, device, kernel_at, "FLASH_ATTN_KERNEL", kernel, why_not);
+    return choose(args.kernel, args.device, params, device, kernel_at, "FLASH_ATTN_KERNEL", kernel, why_not);
 }
 fa_status choose_for(const fa_attention_args& args, const BackwardParams& params, const DeviceInfo& device, const BackwardKernel** kernel,
                      Lines* why_not) {
-    return choose(args, params, device, backward_kernel_at, "FLASH_ATTN_BACKWARD_KERNEL", kernel, why_not);
+    return choose(args.kernel, args.device, params, device, backward_kernel_at, "FLASH_ATTN_BACKWARD_KERNEL", kernel, why_not);
 }
 
 // From a call's arguments to all that a launch needs; `forward` holds the fields both passes have.
@@ -38,8 +36,10 @@ struct Call {
         return choose_for(forward, params, device, &kernel, why_not);
     }
 
+    size_t workspace() const { return kernel->workspace(params, device); }
+
     fa_status launch(void* stream) const {
-        const size_t bytes = kernel->workspace(params, device);
+        const size_t bytes = workspace();
         if (bytes > forward.workspace_bytes || (bytes && !forward.workspace))
             return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
                         forward.workspace_bytes, forward.workspace, kernel->name, bytes);
@@ -89,28 +89,6 @@ private:
         return (elements * (params.dtype == DType::kFloat32 ? 4 : 2) + kAlign - 1) / kAlign * kAlign + kAlign;
     }
 };
-
-size_t workspace_of(const CachedCall& call) { return call.workspace(); }
-template <typename Params>
-size_t workspace_of(const Call<Params>& call) {
-    return call.kernel->workspace(call.params, call.device);
-}
-
-template <typename AnyCall, typename Args>
-fa_status query(const Args* args, fa_attention_plan* plan) {
-    if (!plan || plan->struct_size < sizeof(fa_attention_plan))
-        return fail(FA_BAD_ARGUMENT, "plan is NULL or plan.struct_size is not sizeof(fa_attention_plan) = %zu", sizeof(fa_attention_plan));
-    plan->reserved = 0;
-    plan->workspace_bytes = 0;
-    plan->kernel[0] = '\0';
-    Lines why_not(plan->why_not, sizeof plan->why_not);
-    AnyCall call;
-    plan->status = call.prepare(args, Pointers::kOptional, &why_not);
-    if (plan->status != FA_OK) return fa_status(plan->status);
-    std::snprintf(plan->kernel, sizeof plan->kernel, "%s", call.kernel->name);
-    plan->workspace_bytes = workspace_of(call);
-    return FA_OK;
-}
 
 }  // namespace
 }  // namespace fa

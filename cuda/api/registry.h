@@ -6,6 +6,7 @@
 #include "attention/params.h"
 #include "attention/quantize_fp8.h"
 #include "flash_attn.h"
+#include "linear/linear.h"
 
 namespace fa {
 
@@ -32,11 +33,14 @@ struct KernelOf {
 
 using Kernel = KernelOf<AttentionParams>;
 using BackwardKernel = KernelOf<BackwardParams>;
+using LinearKernel = KernelOf<W4LinearParams>;  // products with 4-bit weights
 
 int kernel_count();
 const Kernel* kernel_at(int index);  // nullptr outside 0 .. kernel_count() - 1
 int backward_kernel_count();
 const BackwardKernel* backward_kernel_at(int index);
+int linear_kernel_count();
+const LinearKernel* linear_kernel_at(int index);
 
 // The device that runs the call; for CUDA the one owning `data`, the argument of that name (the current one when it is null).
 fa_status find_device(fa_device device, const void* data, DeviceInfo* info, const char* name = "q");

@@ -4,6 +4,7 @@
 #include "attention/params.h"
 #include "attention/quantize_fp8.h"
 #include "flash_attn.h"
+#include "linear/linear.h"
 #include "ops/ops.h"
 #include "ops/sampling.h"
 
@@ -29,5 +30,10 @@ fa_status validate(const fa_rope_args* args, RopeParams* params);
 fa_status validate(const fa_swiglu_args* args, SwigluParams* params);
 fa_status validate(const fa_sample_args* args, SampleParams* params);
 fa_status validate(const fa_linear_args* args, LinearParams* params);
+fa_status validate(const fa_w4_quantize_args* args, W4QuantizeParams* params);
+fa_status validate(const fa_w4_dequantize_args* args, W4DequantizeParams* params);
+fa_status validate(const fa_w4_pack_args* args, W4PackParams* params);
+fa_status validate(const fa_w4_linear_args* args, Pointers pointers, fa_w4_linear_args* full, W4LinearParams* params);
+fa_status packed_bytes(int32_t format, int32_t out_features, int32_t in_features, int32_t pair, int64_t* bytes);
 
 }  // namespace fa

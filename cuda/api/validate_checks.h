@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 
 #include "attention/params.h"
 #include "flash_attn.h"
+#include "ops/ops.h"
 #include "status.h"
 
 namespace fa {
@@ -92,5 +94,56 @@ inline fa_status check_device(int32_t device) {
     if (device == FA_CPU || device == FA_CUDA) return FA_OK;
     return fail(FA_BAD_ARGUMENT, "device=%d is neither FA_CPU (1) nor FA_CUDA (2)", device);
 }
+
+// ---- of the small operations and of products ----
+
+constexpr int32_t kMaxColumns = 1 << 24;
+constexpr int64_t kMaxRows = (int64_t(1) << 31) - 1;
+
+// A dtype field: its value, `otherwise` when it is 0.
+inline fa_status check_dtype(const char* name, int32_t dtype, int32_t otherwise, DType* found) {
+    if (!dtype) dtype = otherwise;
+    if (dtype < FA_FLOAT32 || dtype > FA_BFLOAT16)
+        return fail(FA_BAD_ARGUMENT, "%s=%d is none of float32 (1), float16 (2), bfloat16 (3)", name, dtype);
+    *found = DType(dtype);
+    return FA_OK;
+}
+
+inline fa_status check_range(const char* name, int64_t value, int64_t low, int64_t high) {
+    if (low <= value && value <= high) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "%s=%" PRId64 " is outside %" PRId64 " .. %" PRId64, name, value, low, high);
+}
+
+inline size_t size_of(DType dtype) { return dtype_size(int32_t(dtype)); }
+
+inline fa_status check_array(const char* name, const void* data, DType dtype, bool required) {
+    return check_pointer(name, data, size_of(dtype), required);
+}
+
+inline fa_status check_output_matrix(const char* name, const fa_matrix& t, int64_t rows, int64_t columns) {
+    const int64_t distance = t.row_stride < 0 ? -t.row_stride : t.row_stride;
+    if (rows > 1 && distance < columns)
+        return fail(FA_BAD_ARGUMENT, "%s.row_stride=%" PRId64 " with %" PRId64 " columns: the rows of an output cannot overlap", name,
+                    t.row_stride, columns);
+    return FA_OK;
+}
+
+inline fa_status check_eps(float eps) {
+    if (std::isfinite(eps) && eps >= 0) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "eps=%g is not a finite number >= 0", eps);
+}
+
+inline fa_status check_launch(int32_t programmatic, int32_t num_threads) {
+    FA_RETURN_IF_ERROR(check_bool("programmatic", programmatic));
+    return check_range("num_threads", num_threads, 0, 4096);
+}
+
+inline fa_status check_reserved(int32_t reserved) { return reserved ? fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", reserved) : FA_OK; }
+
+inline int32_t threads_of(int32_t device, int32_t num_threads) {
+    return num_threads ? num_threads : device == FA_CPU ? default_threads() : 1;
+}
+
+inline MatrixView view(const fa_matrix& t) { return {t.data, t.row_stride}; }
 
 }  // namespace fa

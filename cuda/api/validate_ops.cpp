@@ -5,57 +5,6 @@
 #include "validate_checks.h"
 
 namespace fa {
-namespace {
-
-constexpr int32_t kMaxColumns = 1 << 24;
-constexpr int64_t kMaxRows = (int64_t(1) << 31) - 1;
-
-// A dtype field: its value, `otherwise` when it is 0.
-fa_status check_dtype(const char* name, int32_t dtype, int32_t otherwise, DType* found) {
-    if (!dtype) dtype = otherwise;
-    if (dtype < FA_FLOAT32 || dtype > FA_BFLOAT16)
-        return fail(FA_BAD_ARGUMENT, "%s=%d is none of float32 (1), float16 (2), bfloat16 (3)", name, dtype);
-    *found = DType(dtype);
-    return FA_OK;
-}
-
-fa_status check_range(const char* name, int64_t value, int64_t low, int64_t high) {
-    if (low <= value && value <= high) return FA_OK;
-    return fail(FA_BAD_ARGUMENT, "%s=%" PRId64 " is outside %" PRId64 " .. %" PRId64, name, value, low, high);
-}
-
-size_t size_of(DType dtype) { return dtype_size(int32_t(dtype)); }
-
-fa_status check_array(const char* name, const void* data, DType dtype, bool required) {
-    return check_pointer(name, data, size_of(dtype), required);
-}
-
-fa_status check_output_matrix(const char* name, const fa_matrix& t, int64_t rows, int64_t columns) {
-    const int64_t distance = t.row_stride < 0 ? -t.row_stride : t.row_stride;
-    if (rows > 1 && distance < columns)
-        return fail(FA_BAD_ARGUMENT, "%s.row_stride=%" PRId64 " with %" PRId64 " columns: the rows of an output cannot overlap", name,
-                    t.row_stride, columns);
-    return FA_OK;
-}
-
-fa_status check_eps(float eps) {
-    if (std::isfinite(eps) && eps >= 0) return FA_OK;
-    return fail(FA_BAD_ARGUMENT, "eps=%g is not a finite number >= 0", eps);
-}
-
-fa_status check_launch(int32_t programmatic, int32_t num_threads) {
-    FA_RETURN_IF_ERROR(check_bool("programmatic", programmatic));
-    return check_range("num_threads", num_threads, 0, 4096);
-}
-
-fa_status check_reserved(int32_t reserved) { return reserved ? fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", reserved) : FA_OK; }
-
-int32_t threads_of(int32_t device, int32_t num_threads) { return num_threads ? num_threads : device == FA_CPU ? default_threads() : 1; }
-
-MatrixView view(const fa_matrix& t) { return {t.data, t.row_stride}; }
-
-}  // namespace
-
 fa_status validate(const fa_rms_norm_args* args, RmsNormParams* params) {
     fa_rms_norm_args a;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_rms_norm_args", sizeof a, &a));

@@ -5,6 +5,7 @@
 
 #include "attention/params.h"
 #include "attention/quantize_fp8.h"
+#include "linear/linear.h"
 #include "ops/ops.h"
 #include "ops/sampling.h"
 
@@ -37,5 +38,11 @@ void rope(const RopeParams& params);
 void swiglu(const SwigluParams& params);
 void sample(const SampleParams& params);
 void linear(const LinearParams& params);
+
+void w4_quantize(const W4QuantizeParams& params);
+void w4_dequantize(const W4DequantizeParams& params);
+void w4_pack(const W4PackParams& params);
+void w4_linear(const W4LinearParams& params);
+int64_t w4_linear_workspace(const W4LinearParams& params);  // bytes, aligned to 16
 
 }  // namespace fa::cpu

@@ -5,7 +5,10 @@
 #define FA_TILE kTileNeon
 #define FA_BACKWARD_TILE kBackwardTileNeon
 #define FA_LINEAR kLinearNeon
+#define FA_LINEAR_W4 kLinearW4Neon
 #include "backward_tile_kernel.h"
 #include "tile_kernel.h"
 //
 #include "linear_tile_kernel.h"
+//
+#include "linear_w4_tile_kernel.h"

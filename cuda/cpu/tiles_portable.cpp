@@ -5,7 +5,10 @@
 #define FA_TILE kTilePortable
 #define FA_BACKWARD_TILE kBackwardTilePortable
 #define FA_LINEAR kLinearPortable
+#define FA_LINEAR_W4 kLinearW4Portable
 #include "backward_tile_kernel.h"
 #include "tile_kernel.h"
 //
 #include "linear_tile_kernel.h"
+//
+#include "linear_w4_tile_kernel.h"

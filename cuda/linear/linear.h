@@ -1,4 +1,5 @@
-// linear.h: what a product with 4-bit weights is given. Plain data, validated by api/, for the GPU kernels and the CPU's alike.
+// linear.h: what a product with 4-bit weights is given, and what makes such weights. Plain data, validated by api/, for the GPU kernels and
+// the CPU's alike.
 #pragma once
 
 #include "linear/w4.h"
@@ -23,6 +24,41 @@ struct W4LinearParams {
     int32_t num_threads;
 
     FA_HOST_DEVICE int32_t columns() const { return swiglu ? out_features / 2 : out_features; }  // of out
+};
+
+// A weight in its plain form (w4.h).
+struct W4View {
+    uint8_t* codes;
+    void* scales;
+    float* tensor_scale;  // nullptr = 1
+    w4::Format format;
+    int32_t out_features, in_features;
+
+    FA_HOST_DEVICE int64_t blocks_of_a_row() const { return (int64_t(in_features) + w4::block_of(format) - 1) / w4::block_of(format); }
+    FA_HOST_DEVICE int64_t blocks() const { return blocks_of_a_row() * out_features; }
+};
+
+struct W4QuantizeParams {
+    MatrixView w;
+    W4View out;
+    DType dtype;
+    bool search;
+    int32_t num_threads;
+};
+
+struct W4DequantizeParams {
+    W4View weight;
+    MatrixView out;
+    DType out_dtype;
+    int32_t num_threads;
+};
+
+struct W4PackParams {
+    W4View weight;
+    void* packed;
+    DType dtype;  // of the products
+    bool pair;
+    int32_t num_threads;
 };
 
 }  // namespace fa

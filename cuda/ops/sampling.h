@@ -12,10 +12,9 @@
 // bins of (largest - logit) / temperature narrows it to one bin, a search over the ranks in that bin finds it.
 #pragma once
 
-#include <cstring>
-
 #include "attention/philox.h"
 #include "ops/ops.h"
+#include "ops/rounded.h"
 
 namespace fa {
 
@@ -39,38 +38,6 @@ constexpr int32_t kMaxVocab = 1 << 20;  // 2^43 times this is below 2^64
 constexpr int kWeightBits = 43;
 constexpr int kBinsPerOctave = 22, kBins = 1024;  // 44 octaves have weights above 0; the last bin takes the rest
 
-FA_HOST_DEVICE float multiply(float a, float b) {
-#if defined(__CUDA_ARCH__)
-    return __fmul_rn(a, b);
-#else
-    return a * b;  // compiled with -ffp-contract=off
-#endif
-}
-FA_HOST_DEVICE float add(float a, float b) {
-#if defined(__CUDA_ARCH__)
-    return __fadd_rn(a, b);
-#else
-    return a + b;
-#endif
-}
-FA_HOST_DEVICE uint32_t bits_of(float x) {
-#if defined(__CUDA_ARCH__)
-    return __float_as_uint(x);
-#else
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return bits;
-#endif
-}
-FA_HOST_DEVICE float float_of(uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-    return __uint_as_float(bits);
-#else
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-#endif
-}
 // The upper half of a 128-bit product.
 FA_HOST_DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) {
 #if defined(__CUDA_ARCH__)

@@ -50,6 +50,7 @@ WORKSPACE_TOO_SMALL = 3
 CPU, CUDA = 1, 2
 DEVICES = {CPU: "cpu", CUDA: "cuda"}
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
+W4_FORMATS = {"nvfp4": 1, "mxfp4": 2, "int4": 3}
 CACHE_DTYPES = {"float8_e4m3fn": 4, "int8": 5}  # of a KV cache, beside those of q
 
 
@@ -324,6 +325,67 @@ class LinearArgs(ct.Structure):
     ]
 
 
+def _w4_weight(name: str) -> list[tuple[str, type]]:
+    integers = [(f"{name}_{field}", ct.c_int32) for field in ("format", "out_features", "in_features", "reserved")]
+    return integers + [(f"{name}_{field}", ct.c_void_p) for field in ("codes", "scales", "tensor_scale")]
+
+
+class W4QuantizeArgs(ct.Structure):
+    """fa_w4_quantize_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        *_int32("device", "dtype", "search", "num_threads"),
+        *_matrix("w"),
+        *_w4_weight("out"),
+    ]
+
+
+class W4DequantizeArgs(ct.Structure):
+    """fa_w4_dequantize_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        *_int32("device", "out_dtype", "num_threads", "reserved"),
+        *_w4_weight("weight"),
+        *_matrix("out"),
+    ]
+
+
+class W4PackArgs(ct.Structure):
+    """fa_w4_pack_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        *_int32("device", "dtype", "pair", "num_threads"),
+        *_w4_weight("weight"),
+        ("packed", ct.c_void_p),
+        ("packed_bytes", ct.c_int64),
+    ]
+
+
+class W4LinearArgs(ct.Structure):
+    """fa_w4_linear_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        *_int32("device", "dtype", "compute_dtype", "format", "out_features", "in_features", "swiglu"),
+        *_int32("bias_dtype", "norm_dtype", "residual_dtype", "out_dtype"),
+        ("eps", ct.c_float),
+        ("rows", ct.c_int64),
+        *_matrix("x"),
+        *_matrix("residual"),
+        *_matrix("out"),
+        ("packed", ct.c_void_p),
+        ("bias", ct.c_void_p),
+        ("norm_weight", ct.c_void_p),
+        *_int32("programmatic", "num_threads"),
+        ("kernel", ct.c_char_p),
+        ("workspace", ct.c_void_p),
+        ("workspace_bytes", ct.c_size_t),
+    ]
+
+
 # The functions of one struct and a stream: fa_<name>.
 SMALL_OPERATIONS = {
     "rms_norm": RmsNormArgs,
@@ -331,6 +393,10 @@ SMALL_OPERATIONS = {
     "swiglu": SwigluArgs,
     "sample": SampleArgs,
     "linear": LinearArgs,
+    "w4_quantize": W4QuantizeArgs,
+    "w4_dequantize": W4DequantizeArgs,
+    "w4_pack": W4PackArgs,
+    "w4_linear": W4LinearArgs,
 }
 
 
@@ -372,7 +438,9 @@ def load() -> ct.CDLL:
     declare("fa_quantize_fp8", ct.c_int, ct.POINTER(QuantizeArgs), ct.c_void_p)
     for name, struct in SMALL_OPERATIONS.items():
         declare(f"fa_{name}", ct.c_int, ct.POINTER(struct), ct.c_void_p)
-    for table in ("fa_kernel", "fa_backward_kernel"):
+    declare("fa_w4_linear_query", ct.c_int, ct.POINTER(W4LinearArgs), ct.POINTER(AttentionPlan))
+    declare("fa_w4_packed_bytes", ct.c_int, *[ct.c_int32] * 4, ct.POINTER(ct.c_int64))
+    for table in ("fa_kernel", "fa_backward_kernel", "fa_linear_kernel"):
         declare(f"{table}_count", ct.c_int32)
         declare(f"{table}_name", ct.c_char_p, ct.c_int32)
         declare(f"{table}_summary", ct.c_char_p, ct.c_int32)
@@ -392,6 +460,7 @@ def load() -> ct.CDLL:
     lib.fa_kvcache_attention.errcheck = raise_on_error
     lib.fa_attention_merge.errcheck = raise_on_error
     lib.fa_quantize_fp8.errcheck = raise_on_error
+    lib.fa_w4_packed_bytes.errcheck = raise_on_error
     for name in SMALL_OPERATIONS:
         getattr(lib, f"fa_{name}").errcheck = raise_on_error
     return lib

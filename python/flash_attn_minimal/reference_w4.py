@@ -114,11 +114,14 @@ def quantize(w, format="nvfp4", search=True):
         code = _codes(blocks, factor, format)
         with np.errstate(over="ignore"):  # a scale far too large: its error is NaN, and never the least
             value, unit = decode_codes(code, format), factor * power
-        error = np.zeros_like(largest)
-        for i in range(block if search else 0):
+        sums = np.zeros((*largest.shape, 8), np.float32)  # as the library adds them up
+        for i in range(0, block if search else 0, 8):
             with np.errstate(invalid="ignore", over="ignore"):
-                distance = blocks[..., i] * power - value[..., i] * unit
-                error = error + distance * distance
+                distance = blocks[..., i : i + 8] * power[..., None] - value[..., i : i + 8] * unit[..., None]
+                sums = sums + distance * distance
+        for width in (4, 2, 1):
+            sums = sums[..., :width] + sums[..., width:]
+        error = sums[..., 0]
         if best is None:
             best = error, scale, code
         else:

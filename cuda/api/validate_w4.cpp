@@ -1,0 +1,168 @@
+// validate_w4.cpp: the arguments of everything with weights of 4 bits, checked before any launch.
+#include "validate.h"
+#include "validate_checks.h"
+
+namespace fa {
+namespace {
+
+fa_status check_format(const char* name, int32_t format, w4::Format* found) {
+    if (format < FA_NVFP4 || format > FA_INT4)
+        return fail(FA_BAD_ARGUMENT, "%s=%d is none of nvfp4 (1), mxfp4 (2), int4 (3)", name, format);
+    *found = w4::Format(format);
+    return FA_OK;
+}
+
+fa_status check_compute_dtype(const char* name, int32_t dtype, DType* found) {
+    if (dtype != FA_FLOAT16 && dtype != FA_BFLOAT16)
+        return fail(FA_BAD_ARGUMENT, "%s=%d is neither float16 (2) nor bfloat16 (3), which products are made in", name, dtype);
+    *found = DType(dtype);
+    return FA_OK;
+}
+
+fa_status check_features(int32_t out_features, int32_t in_features) {
+    FA_RETURN_IF_ERROR(check_range("out_features", out_features, 1, kMaxColumns));
+    return check_range("in_features", in_features, 1, kMaxColumns);
+}
+
+fa_status check_weight(const fa_w4_weight& w, W4View* found) {
+    FA_RETURN_IF_ERROR(check_format("format", w.format, &found->format));
+    FA_RETURN_IF_ERROR(check_features(w.out_features, w.in_features));
+    FA_RETURN_IF_ERROR(check_reserved(w.reserved));
+    FA_RETURN_IF_ERROR(check_pointer("codes", w.codes, 1, true));
+    FA_RETURN_IF_ERROR(check_pointer("scales", w.scales, size_t(w4::scale_bytes_of(found->format)), true));
+    FA_RETURN_IF_ERROR(check_pointer("tensor_scale", w.tensor_scale, 4, w.format == FA_NVFP4));
+    found->codes = w.codes, found->scales = w.scales, found->tensor_scale = w.tensor_scale;
+    found->out_features = w.out_features, found->in_features = w.in_features;
+    return FA_OK;
+}
+
+fa_status check_pair(const char* name, int32_t pair, int32_t out_features) {
+    FA_RETURN_IF_ERROR(check_bool(name, pair));
+    if (pair && out_features % 2)
+        return fail(FA_BAD_ARGUMENT, "out_features=%d is odd, but %s=1 takes one half as gate and one as up", out_features, name);
+    return FA_OK;
+}
+
+fa_status check_packed(const void* packed, bool required) {
+    if (!packed) return required ? fail(FA_BAD_ARGUMENT, "packed is NULL") : FA_OK;
+    if (reinterpret_cast<uintptr_t>(packed) % 128) return fail(FA_BAD_ARGUMENT, "packed=%p is not aligned to 128 bytes", packed);
+    return FA_OK;
+}
+
+// What the host can read of the packed weight it checks.
+fa_status check_header(const W4LinearParams& p) {
+    const auto& header = *static_cast<const w4::PackedHeader*>(p.packed);
+    const struct {
+        const char* name;
+        int32_t packed, given;
+    } fields[] = {{"format", header.format, int32_t(p.format)},
+                  {"compute_dtype", header.dtype, int32_t(p.compute_dtype)},
+                  {"swiglu", header.paired, int32_t(p.swiglu)},
+                  {"out_features", header.out_features, p.out_features},
+                  {"in_features", header.in_features, p.in_features}};
+    for (const auto& field : fields)
+        if (field.packed != field.given)
+            return fail(FA_BAD_ARGUMENT, "%s=%d, but the weight was packed with %d", field.name, field.given, field.packed);
+    return FA_OK;
+}
+
+}  // namespace
+
+fa_status validate(const fa_w4_quantize_args* args, W4QuantizeParams* params) {
+    fa_w4_quantize_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_w4_quantize_args", sizeof a, &a));
+    W4QuantizeParams& p = *params;
+    p = {};
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    FA_RETURN_IF_ERROR(check_dtype("dtype", a.dtype, 0, &p.dtype));
+    FA_RETURN_IF_ERROR(check_weight(a.out, &p.out));
+    FA_RETURN_IF_ERROR(check_array("w", a.w.data, p.dtype, true));
+    FA_RETURN_IF_ERROR(check_bool("search", a.search));
+    FA_RETURN_IF_ERROR(check_launch(0, a.num_threads));
+    p.w = view(a.w), p.search = a.search, p.num_threads = threads_of(a.device, a.num_threads);
+    return FA_OK;
+}
+
+fa_status validate(const fa_w4_dequantize_args* args, W4DequantizeParams* params) {
+    fa_w4_dequantize_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_w4_dequantize_args", sizeof a, &a));
+    W4DequantizeParams& p = *params;
+    p = {};
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    FA_RETURN_IF_ERROR(check_dtype("out_dtype", a.out_dtype, 0, &p.out_dtype));
+    FA_RETURN_IF_ERROR(check_weight(a.weight, &p.weight));
+    FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, true));
+    FA_RETURN_IF_ERROR(check_output_matrix("out", a.out, a.weight.out_features, a.weight.in_features));
+    FA_RETURN_IF_ERROR(check_launch(0, a.num_threads));
+    FA_RETURN_IF_ERROR(check_reserved(a.reserved));
+    p.out = view(a.out), p.num_threads = threads_of(a.device, a.num_threads);
+    return FA_OK;
+}
+
+fa_status packed_bytes(int32_t format, int32_t out_features, int32_t in_features, int32_t pair, int64_t* bytes) {
+    w4::Format found{};
+    if (!bytes) return fail(FA_BAD_ARGUMENT, "bytes is NULL");
+    FA_RETURN_IF_ERROR(check_format("format", format, &found));
+    FA_RETURN_IF_ERROR(check_features(out_features, in_features));
+    FA_RETURN_IF_ERROR(check_pair("pair", pair, out_features));
+    *bytes = w4::packed_bytes(found, out_features, in_features, pair);
+    return FA_OK;
+}
+
+fa_status validate(const fa_w4_pack_args* args, W4PackParams* params) {
+    fa_w4_pack_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_w4_pack_args", sizeof a, &a));
+    W4PackParams& p = *params;
+    p = {};
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    FA_RETURN_IF_ERROR(check_compute_dtype("dtype", a.dtype, &p.dtype));
+    FA_RETURN_IF_ERROR(check_weight(a.weight, &p.weight));
+    int64_t bytes;
+    FA_RETURN_IF_ERROR(packed_bytes(a.weight.format, a.weight.out_features, a.weight.in_features, a.pair, &bytes));
+    FA_RETURN_IF_ERROR(check_packed(a.packed, true));
+    if (a.packed_bytes < bytes)
+        return fail(FA_BAD_ARGUMENT, "packed_bytes=%" PRId64 ", but the packed weight has %" PRId64, a.packed_bytes, bytes);
+    FA_RETURN_IF_ERROR(check_launch(0, a.num_threads));
+    p.packed = a.packed, p.pair = a.pair, p.num_threads = threads_of(a.device, a.num_threads);
+    return FA_OK;
+}
+
+fa_status validate(const fa_w4_linear_args* args, Pointers pointers, fa_w4_linear_args* full, W4LinearParams* params) {
+    fa_w4_linear_args& a = *full;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_w4_linear_args", sizeof a, &a));
+    W4LinearParams& p = *params;
+    p = {};
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    FA_RETURN_IF_ERROR(check_dtype("dtype", a.dtype, 0, &p.dtype));
+    FA_RETURN_IF_ERROR(check_compute_dtype("compute_dtype", a.compute_dtype, &p.compute_dtype));
+    FA_RETURN_IF_ERROR(check_format("format", a.format, &p.format));
+    FA_RETURN_IF_ERROR(check_dtype("bias_dtype", a.bias_dtype, a.compute_dtype, &p.bias_dtype));
+    FA_RETURN_IF_ERROR(check_dtype("norm_dtype", a.norm_dtype, a.dtype, &p.norm_dtype));
+    FA_RETURN_IF_ERROR(check_dtype("out_dtype", a.out_dtype, a.dtype, &p.out_dtype));
+    FA_RETURN_IF_ERROR(check_dtype("residual_dtype", a.residual_dtype, int32_t(p.out_dtype), &p.residual_dtype));
+    FA_RETURN_IF_ERROR(check_features(a.out_features, a.in_features));
+    FA_RETURN_IF_ERROR(check_pair("swiglu", a.swiglu, a.out_features));
+    FA_RETURN_IF_ERROR(check_range("rows", a.rows, 0, kMaxRows));
+    const bool required = a.rows > 0 && pointers == Pointers::kRequired;
+    const int64_t columns = a.swiglu ? a.out_features / 2 : a.out_features;
+    FA_RETURN_IF_ERROR(check_array("x", a.x.data, p.dtype, required));
+    FA_RETURN_IF_ERROR(check_array("residual", a.residual.data, p.residual_dtype, false));
+    FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, required));
+    FA_RETURN_IF_ERROR(check_packed(a.packed, required));
+    FA_RETURN_IF_ERROR(check_array("bias", a.bias, p.bias_dtype, false));
+    FA_RETURN_IF_ERROR(check_array("norm_weight", a.norm_weight, p.norm_dtype, false));
+    FA_RETURN_IF_ERROR(check_output_matrix("out", a.out, a.rows, columns));
+    if (required && a.out.data == a.x.data) return fail(FA_BAD_ARGUMENT, "out.data is x.data, which is read meanwhile");
+    if (required && a.out.data == a.residual.data &&
+        (p.out_dtype != p.residual_dtype || (a.rows > 1 && a.out.row_stride != a.residual.row_stride)))
+        return fail(FA_BAD_ARGUMENT, "out.data is residual.data, but not with the same dtype and row_stride");
+    FA_RETURN_IF_ERROR(check_eps(a.eps));
+    FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
+    p.x = view(a.x), p.residual = view(a.residual), p.out = view(a.out);
+    p.packed = a.packed, p.bias = a.bias, p.norm_weight = a.norm_weight, p.eps = a.eps;
+    p.rows = a.rows, p.in_features = a.in_features, p.out_features = a.out_features, p.swiglu = a.swiglu;
+    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    return a.device == FA_CPU && p.packed && a.rows > 0 ? check_header(p) : FA_OK;
+}
+
+}  // namespace fa

@@ -1,0 +1,113 @@
+// w4.cpp: the exported functions of 4-bit weights. Validate, find the device, choose where there is a choice, launch.
+#include "cpu/kernels.h"
+#include "dispatch.h"
+#include "flash_attn.h"
+#include "registry.h"
+#include "serve.h"
+#include "validate.h"
+
+#if FA_WITH_CUDA
+#include "linear/kernels.h"
+#endif
+
+namespace fa {
+namespace {
+
+void on_cpu(const W4QuantizeParams& p) { cpu::w4_quantize(p); }
+void on_cpu(const W4DequantizeParams& p) { cpu::w4_dequantize(p); }
+void on_cpu(const W4PackParams& p) { cpu::w4_pack(p); }
+
+#if FA_WITH_CUDA
+fa_status on_gpu(const W4QuantizeParams& p, cudaStream_t stream) { return launched("w4_quantize", w4_quantize(p, stream)); }
+fa_status on_gpu(const W4DequantizeParams& p, cudaStream_t stream) { return launched("w4_dequantize", w4_dequantize(p, stream)); }
+fa_status on_gpu(const W4PackParams& p, cudaStream_t stream) { return launched("w4_pack", w4_pack(p, stream)); }
+#endif
+
+// `data`, the argument of that name, decides which GPU.
+template <typename Params>
+fa_status run(const Params& params, int32_t device, const char* name, const void* data, [[maybe_unused]] void* stream) {
+    DeviceInfo info;
+    if (const fa_status status = find_device(fa_device(device), data, &info, name); status != FA_OK) return status;
+    if (device == FA_CPU) return on_host([&] { on_cpu(params); });
+#if FA_WITH_CUDA
+    const CurrentDevice scope(info.index);
+    return on_gpu(params, static_cast<cudaStream_t>(stream));
+#else
+    return FA_UNSUPPORTED;
+#endif
+}
+
+// A product, from its arguments to all that a launch needs.
+struct LinearCall {
+    fa_w4_linear_args args;
+    W4LinearParams params;
+    DeviceInfo device;
+    const LinearKernel* kernel = nullptr;
+
+    fa_status prepare(const fa_w4_linear_args* given, Pointers pointers, Lines* why_not) {
+        if (const fa_status status = validate(given, pointers, &args, &params); status != FA_OK) return status;
+        if (const fa_status status = find_device(fa_device(args.device), args.x.data, &device, "x"); status != FA_OK) return status;
+        params.programmatic = params.programmatic && device.compute >= 90;
+        return choose(args.kernel, args.device, params, device, linear_kernel_at, "FLASH_ATTN_LINEAR_KERNEL", &kernel, why_not);
+    }
+
+    size_t workspace() const {
+        const size_t bytes = kernel->workspace(params, device);
+        return bytes ? bytes + kAlign : 0;
+    }
+
+    fa_status launch(void* stream) {
+        const size_t bytes = workspace();
+        if (bytes > args.workspace_bytes || (bytes && !args.workspace))
+            return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
+                        args.workspace_bytes, args.workspace, kernel->name, bytes);
+        if (bytes) params.workspace = align_up(args.workspace, kAlign), params.workspace_bytes = int64_t(bytes - kAlign);
+        const CurrentDevice scope(device.index);
+        return kernel->launch(params, device, stream);
+    }
+
+private:
+    static constexpr size_t kAlign = 128;
+};
+
+}  // namespace
+}  // namespace fa
+
+extern "C" {
+
+fa_status fa_w4_quantize(const fa_w4_quantize_args* args, void* stream) {
+    fa::W4QuantizeParams p;
+    if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
+    return fa::run(p, args->device, "w", p.w.data, stream);
+}
+
+fa_status fa_w4_dequantize(const fa_w4_dequantize_args* args, void* stream) {
+    fa::W4DequantizeParams p;
+    if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
+    return fa::run(p, args->device, "codes", p.weight.codes, stream);
+}
+
+fa_status fa_w4_packed_bytes(int32_t format, int32_t out_features, int32_t in_features, int32_t pair, int64_t* bytes) {
+    return fa::packed_bytes(format, out_features, in_features, pair, bytes);
+}
+
+fa_status fa_w4_pack(const fa_w4_pack_args* args, void* stream) {
+    fa::W4PackParams p;
+    if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
+    return fa::run(p, args->device, "codes", p.weight.codes, stream);
+}
+
+fa_status fa_w4_linear(const fa_w4_linear_args* args, void* stream) {
+    fa::LinearCall call;
+    if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
+    return call.params.rows == 0 ? FA_OK : call.launch(stream);
+}
+
+fa_status fa_w4_linear_query(const fa_w4_linear_args* args, fa_attention_plan* plan) { return fa::query<fa::LinearCall>(args, plan); }
+
+int32_t fa_linear_kernel_count(void) { return fa::linear_kernel_count(); }
+const char* fa_linear_kernel_name(int32_t index) { return fa::linear_kernel_at(index) ? fa::linear_kernel_at(index)->name : nullptr; }
+const char* fa_linear_kernel_summary(int32_t index) { return fa::linear_kernel_at(index) ? fa::linear_kernel_at(index)->summary : nullptr; }
+int32_t fa_linear_kernel_device(int32_t index) { return fa::linear_kernel_at(index) ? fa::linear_kernel_at(index)->device : 0; }
+
+}  // extern "C"

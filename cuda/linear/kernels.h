@@ -1,0 +1,24 @@
+// kernels.h: the entry of every GPU kernel for 4-bit weights. Each launches on `stream` and returns what the CUDA runtime said of it.
+// `programmatic` of the parameters is true only where the device has programmatic dependent launch (sm_90).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "linear/linear.h"
+#include "ops/kernels.h"
+
+namespace fa {
+
+cudaError_t w4_quantize(const W4QuantizeParams& params, cudaStream_t stream);
+cudaError_t w4_dequantize(const W4DequantizeParams& params, cudaStream_t stream);
+cudaError_t w4_pack(const W4PackParams& params, cudaStream_t stream);
+
+// The products, each with the bytes of workspace it needs, uninitialised and aligned to 128.
+cudaError_t gemv_w4(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // up to 16 rows, sm_80
+int64_t gemv_w4_workspace(const W4LinearParams& params, const GpuSize& gpu);
+cudaError_t mma_w4(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // any rows, sm_80
+int64_t mma_w4_workspace(const W4LinearParams& params, const GpuSize& gpu);
+cudaError_t wgmma_w4_sm90(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // any rows, Hopper
+int64_t wgmma_w4_sm90_workspace(const W4LinearParams& params, const GpuSize& gpu);
+
+}  // namespace fa
