@@ -226,6 +226,10 @@ typedef struct fa_kvcache_args {
     fa_cache_scale k_scale, v_scale; /* both, with an 8-bit cache; else NULL */
     int32_t batch_invariant;         /* 1 = a sequence's result does not depend on what else is in the batch */
     int32_t num_splits;              /* pieces that a sequence's keys are cut into, 1 .. 256; 0 = chosen */
+    /* As in the small operations below; this call may read the cache (but for the rows that it appends itself), its factors, lengths and
+     * tables and the rotary embedding's at once, so no kernel between the last plain launch and this call may write them. */
+    int32_t programmatic;
+    int32_t reserved;
 } fa_kvcache_args;
 
 FA_API fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream);

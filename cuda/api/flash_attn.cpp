@@ -48,14 +48,15 @@ struct Call {
     }
 };
 
-// Attention over a cache: what joins the cache, then a kernel of the forward pass. The workspace holds the turned q, then the
-// kernel's own.
+// Attention over a cache: what joins the cache, then a kernel of the forward pass, which may do both at once. Else the workspace holds
+// the turned q, then the kernel's own.
 struct CachedCall {
     fa_attention_args forward;
     AppendParams append;
     AttentionParams params;  // as the kernel sees it
     DeviceInfo device;
     const Kernel* kernel = nullptr;
+    bool whole = false;  // one launch
 
     fa_status prepare(const fa_kvcache_args* args, Pointers pointers, Lines* why_not) {
         if (const fa_status status = validate(args, pointers, &forward, &append); status != FA_OK) return status;
@@ -66,16 +67,20 @@ struct CachedCall {
             params.q = append.q_rotated = {align_up(forward.workspace, kAlign), row * params.seqlen_q, row, params.headdim};
             if (params.q.data) params.workspace = static_cast<char*>(params.q.data) + rotated_bytes() - kAlign;
         }
-        return choose_for(forward, params, device, &kernel, why_not);
+        if (const fa_status status = choose_for(forward, params, device, &kernel, why_not); status != FA_OK) return status;
+        whole = append.seqlen_new > 0 && kernel->appends && kernel->appends(append, device);
+        if (whole) params = append.attention;
+        return FA_OK;
     }
 
-    size_t workspace() const { return rotated_bytes() + kernel->workspace(params, device); }
+    size_t workspace() const { return (whole ? 0 : rotated_bytes()) + kernel->workspace(params, device); }
 
     fa_status launch(void* stream) const {
         if (const size_t bytes = workspace(); bytes > forward.workspace_bytes || (bytes && !forward.workspace))
             return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
                         forward.workspace_bytes, forward.workspace, kernel->name, bytes);
         const CurrentDevice scope(device.index);
+        if (whole && params.seqlen_q > 0) return kernel->launch_whole(append, device, stream);
         if (append.seqlen_new > 0)
             if (const fa_status status = launch_append(append, device, stream); status != FA_OK) return status;
         return params.seqlen_q > 0 ? kernel->launch(params, device, stream) : FA_OK;

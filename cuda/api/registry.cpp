@@ -247,20 +247,22 @@ const char* decode_split_refuses(const AttentionParams& p, const DeviceInfo& dev
         std::snprintf(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
         return text;
     }
-    if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
+    if (is_float8(p)) return kNoFloat8;
+    const bool quantized = p.cache.entries && p.cache.dtype != p.dtype;
+    if (quantized && p.dtype == DType::kFloat32) return "dtype: it takes an 8-bit cache with a q of float16 or bfloat16";
     if (p.headdim > 256 || p.headdim_v > 256) {
         std::snprintf(text, size, "headdim=%d, headdim_v=%d: at most 256", p.headdim, p.headdim_v);
         return text;
     }
     if (p.cu_seqlens_q) return "takes no packed sequences";
     if (p.bias.data || p.mask.data || p.dropout_threshold) return "takes no bias, mask or dropout";
-    const int element = p.cache.entries && p.cache.dtype != p.dtype ? 1 : 2;
+    const int own = p.dtype == DType::kFloat32 ? 4 : 2, element = quantized ? 1 : own;
     const struct {
         const char* name;
         const TensorView& view;
         int columns, element;
     } tensors[] = {
-        {"q", p.q, p.headdim, 2}, {"k", p.k, p.headdim, element}, {"v", p.v, p.headdim_v, element}, {"out", p.out, p.headdim_v, 2}};
+        {"q", p.q, p.headdim, own}, {"k", p.k, p.headdim, element}, {"v", p.v, p.headdim_v, element}, {"out", p.out, p.headdim_v, own}};
     for (const auto& t : tensors)
         if (!has_wide_rows(t.name, t.view, t.columns, t.element, text, size)) return text;
     if (decode_split_fits(p, decode_device(device))) return nullptr;
@@ -282,7 +284,13 @@ size_t decode_split_workspace(const AttentionParams& p, const DeviceInfo& device
     return decode_split_workspace(p, decode_device(device));
 }
 fa_status decode_split_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
-    return launched("decode_split", decode_split(p, decode_device(device), static_cast<cudaStream_t>(stream)));
+    return launched("decode_split", decode_split(p, nullptr, decode_device(device), static_cast<cudaStream_t>(stream)));
+}
+bool decode_split_appends(const AppendParams& append, const DeviceInfo& device) {
+    return decode_split_appends(append, decode_device(device));
+}
+fa_status decode_split_launch_whole(const AppendParams& append, const DeviceInfo& device, void* stream) {
+    return launched("decode_split", decode_split(append.attention, &append, decode_device(device), static_cast<cudaStream_t>(stream)));
 }
 const char* mma_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
@@ -322,8 +330,9 @@ fa_status naive_launch(const AttentionParams& p, const DeviceInfo&, void* stream
 constexpr Kernel kKernels[] = {
 #if FA_WITH_CUDA
 #if FA_WITH_MMA_SM80
-    {"decode_split", "few rows against a long cache, paged and 8-bit too: float16, bfloat16, head dims to 256; keys split over the GPU",
-     FA_CUDA, decode_split_refuses, decode_split_workspace, decode_split_launch, decode_split_yields},
+    {"decode_split", "few rows against a long cache, paged and 8-bit too: head dims to 256; keys split over the GPU", FA_CUDA,
+     decode_split_refuses, decode_split_workspace, decode_split_launch, decode_split_yields, decode_split_appends,
+     decode_split_launch_whole},
 #endif
 #if FA_WITH_WGMMA_SM90
     {"mla_sm90", "Hopper: a cache of headdim 576 whose values are the first 512 columns of its keys; float16, bfloat16", FA_CUDA,

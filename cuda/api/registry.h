@@ -29,6 +29,9 @@ struct KernelOf {
     fa_status (*launch)(const Params&, const DeviceInfo&, void* stream);
     // nullptr, or why a kernel further down the list, which serves the call too, is the faster one; not asked of a forced kernel.
     const char* (*yields)(const Params&, const DeviceInfo&, char* text, size_t size) = nullptr;
+    // A call over a cache that the kernel serves whole, appending and turning included; nullptr, or false: launch_append comes first.
+    bool (*appends)(const AppendParams&, const DeviceInfo&) = nullptr;
+    fa_status (*launch_whole)(const AppendParams&, const DeviceInfo&, void* stream) = nullptr;
 };
 
 using Kernel = KernelOf<AttentionParams>;

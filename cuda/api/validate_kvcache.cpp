@@ -1,6 +1,7 @@
 // validate_kvcache.cpp: fa_kvcache_args. On the CPU lengths and tables are read and checked here; on a GPU they are the device's.
 #include <cinttypes>
 #include <climits>
+#include <cstddef>
 
 #include "status.h"
 #include "validate.h"
@@ -73,7 +74,7 @@ fa_status check_rotary(const fa_kvcache_args& a, const fa_attention_args& f) {
 
 fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_args* forward, AppendParams* params) {
     fa_kvcache_args a;
-    FA_RETURN_IF_ERROR(copy_args(args, "fa_kvcache_args", sizeof(fa_kvcache_args), &a));
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_kvcache_args", offsetof(fa_kvcache_args, programmatic), &a));
     AppendParams& append = *params;
     append = {};
     AttentionParams& p = append.attention;
@@ -125,6 +126,7 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     FA_RETURN_IF_ERROR(check_scale("k_scale", a.k_scale, quantized, need));
     FA_RETURN_IF_ERROR(check_scale("v_scale", a.v_scale, quantized, need));
     FA_RETURN_IF_ERROR(check_bool("batch_invariant", a.batch_invariant));
+    FA_RETURN_IF_ERROR(check_bool("programmatic", a.programmatic));
     if (a.num_splits < 0 || a.num_splits > kMaxSplits)
         return fail(FA_BAD_ARGUMENT, "num_splits=%d is outside 0 .. %d", a.num_splits, kMaxSplits);
     if (f.device == FA_CPU && need) FA_RETURN_IF_ERROR(check_contents(a, f));
@@ -133,7 +135,7 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     c.entries = a.cache_batch, c.seqlens = a.cache_seqlens, c.added = a.seqlen_new, c.batch_idx = a.cache_batch_idx;
     c.block_table = a.block_table, c.table_row = a.block_table_stride, c.page_size = a.page_size;
     c.dtype = DType(cache_dtype), c.k_scale = view(a.k_scale), c.v_scale = view(a.v_scale);
-    c.batch_invariant = a.batch_invariant, c.num_splits = a.num_splits;
+    c.batch_invariant = a.batch_invariant, c.num_splits = a.num_splits, c.programmatic = a.programmatic;
     append.k_new = fa::view(a.k_new), append.v_new = fa::view(a.v_new), append.seqlen_new = a.seqlen_new;
     append.rotary_cos = a.rotary_cos, append.rotary_sin = a.rotary_sin;
     append.rotary_dtype = DType(a.rotary_dtype ? a.rotary_dtype : f.dtype);

@@ -1,4 +1,4 @@
-// decode.h: the plan of a decode call on the host, and the two launches it consists of.
+// decode.h: the plan of a decode call on the host, and the launches it may consist of.
 #pragma once
 
 #include "attention/decode_schedule.h"
@@ -13,6 +13,27 @@ inline int decode_bucket(const AttentionParams& p) {
 
 inline bool decode_bytes(const AttentionParams& p) { return p.cache.entries && p.cache.dtype != p.dtype; }
 
+constexpr int kLaneWarps = 8;  // of a block of decode_lanes.cuh, which has 1 or 4 rows a warp
+
+// What decode_lanes.cuh is given: with a cluster it does what append says, else that is empty or done.
+struct DecodeStep {
+    DecodeParams decode;
+    AppendParams append;
+};
+
+// Blocks for each key head whose results meet in shared memory; 0: the keys are cut by the schedule, and partial results merged.
+inline int decode_cluster(const AttentionParams& p, const DecodeDevice& device) {
+    constexpr int kMost = 16;
+    if (device.compute < 90 || decode_bytes(p) || int64_t(p.seqlen_q) * p.group > 4 * kLaneWarps) return 0;
+    const int wanted = p.cache.num_splits;
+    if (wanted) return wanted <= kMost && !(wanted & (wanted - 1)) ? wanted : 0;
+    const int64_t units = int64_t(p.deciding_batch()) * p.nheads_k;
+    int cluster = 1;
+    while (cluster < kMost && units * cluster * 2 <= 2 * device.multiprocessors) cluster *= 2;
+    const int64_t bytes = int64_t(p.seqlen_k) * (p.headdim + p.headdim_v) * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
+    return bytes <= 256 * 1024 ? cluster : 0;
+}
+
 // 64 rows of 8-bit keys of head dim 256 want more registers than there are.
 constexpr bool decode_has_wide(size_t element_bytes, int bucket) { return element_bytes == 2 || bucket <= 128; }
 
@@ -21,37 +42,50 @@ inline int64_t decode_tiles(const AttentionParams& p, int tile_shift) {
     return p.seqlen_k ? (int64_t(p.seqlen_k - 1) >> tile_shift) + 1 : 1;
 }
 
+// Blocks that the GPU holds at a time.
+inline int decode_resident(const DecodeParams& d, const DecodeDevice& device) {
+    return (d.row_warps || decode_bucket(d.attention) <= 128 ? 2 : 1) * device.multiprocessors;
+}
+
 // Everything but the workspace's pointers and the stages.
 inline DecodeParams decode_plan(const AttentionParams& p, const DecodeDevice& device) {
     constexpr int kInvariantPieces = 16, kInvariantTiles = 4;  // of a unit at most; of a piece at least
     DecodeParams d{};
     d.attention = p;
     const int rows = p.seqlen_q * p.group, bucket = decode_bucket(p);
-    d.rows = rows > 16 && decode_has_wide(decode_bytes(p) ? 1 : 2, bucket) ? 64 : 16;
+    d.cluster = decode_cluster(p, device);
+    if (d.cluster || p.dtype == DType::kFloat32) {
+        const int of_warp = rows == 1 ? 1 : 4;
+        for (d.row_warps = 1; d.row_warps < kLaneWarps && d.row_warps * of_warp < rows;) d.row_warps *= 2;
+        d.rows = of_warp * d.row_warps;
+    } else {
+        d.rows = rows > 16 && decode_has_wide(decode_bytes(p) ? 1 : 2, bucket) ? 64 : 16;
+    }
     d.row_tiles = (rows + d.rows - 1) / d.rows;
-    d.tile_shift = decode_bytes(p) || bucket <= 64 ? 7 : 6;
+    d.tile_shift = decode_bytes(p) || (bucket <= 64 && !d.row_warps) ? 7 : 6;
     const int widest = p.seqlen_q + p.seqlen_k;
     int32_t &left = d.attention.window_left, &right = d.attention.window_right;
     left = left < widest ? left : widest, right = right < widest ? right : widest;
-    const int blocks = (bucket <= 128 ? 2 : 1) * device.multiprocessors;
+    const int blocks = decode_resident(d, device);
     const int64_t tiles = decode_tiles(p, d.tile_shift);
     const int64_t line = tiles * d.heads() * p.batch;
     d.uniform = p.cache.num_splits > 0 || p.cache.batch_invariant;
     d.least_tiles = p.cache.num_splits > 0 ? 1 : kInvariantTiles;
     const int most = p.cache.num_splits > 0 ? p.cache.num_splits : kInvariantPieces;
     d.pieces = !d.uniform ? int(line < blocks ? line : blocks) : int(most < tiles ? most : tiles);
-    d.combines = tiles > 1 && d.pieces > 1;
+    d.combines = !d.cluster && tiles > 1 && d.pieces > 1;
     return d;
 }
 
 inline int64_t decode_units(const DecodeParams& d) { return int64_t(d.attention.batch) * d.heads(); }
 inline int64_t decode_slots(const DecodeParams& d) { return d.uniform ? decode_units(d) * d.pieces : 2 * int64_t(d.pieces); }
 inline int64_t decode_blocks(const DecodeParams& d, const DecodeDevice& device) {
-    const int64_t most = (decode_bucket(d.attention) <= 128 ? 2 : 1) * int64_t(device.multiprocessors);
-    const int64_t work = d.uniform ? decode_units(d) * d.pieces : d.pieces;
+    const int64_t work = d.uniform ? decode_units(d) * d.pieces : d.pieces, most = decode_resident(d, device);
     return work < most ? work : most;
 }
 
+cudaError_t decode_lanes(const DecodeStep& step, const DecodeDevice& device, cudaStream_t stream);
+cudaError_t decode_lanes_16bit(const DecodeStep& step, const DecodeDevice& device, cudaStream_t stream);
 cudaError_t decode_split_8bit(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
 cudaError_t decode_combine(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
 

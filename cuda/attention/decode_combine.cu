@@ -80,13 +80,15 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     }
     if (p.lse && threadIdx.x == 0)
         p.lse[(int64_t(b) * p.nheads + head) * p.seqlen_q + i] = total == 0 ? -INFINITY : (top + log2f(total)) * kLn2;
-    uint16_t* const out = static_cast<uint16_t*>(p.out.data) + b * p.out.batch + i * p.out.row + head * p.out.head;
+    const int64_t out = b * p.out.batch + i * p.out.row + head * p.out.head;
     for (int column = threadIdx.x; column < p.headdim_v; column += kThreads) {
         float x = 0;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) x += weight[w] * reinterpret_cast<const float*>(acc_of[w])[column];
         x *= inverse;
-        out[column] = p.dtype == DType::kFloat16 ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+        if (p.dtype == DType::kFloat32) static_cast<float*>(p.out.data)[out + column] = x;
+        else if (p.dtype == DType::kFloat16) static_cast<__half*>(p.out.data)[out + column] = __float2half_rn(x);
+        else static_cast<__nv_bfloat16*>(p.out.data)[out + column] = __float2bfloat16_rn(x);
     }
 }
 

@@ -20,10 +20,12 @@ struct DecodeParams {
     bool uniform;
     int least_tiles;     // uniform: of a piece, where that leaves fewer pieces
     int stages;          // of the ring in shared memory
+    int row_warps;       // decode_lanes.cuh: warps that share their keys, each with its part of a tile's rows; 0: decode_split.cuh
+    int cluster;         // decode_lanes.cuh: blocks that share a unit; 0: none do, the pieces are those above
     float* partial;      // (slots, rows, headdim_v), each row a mean
     float* partial_lse;  // (slots, rows), of base 2
     bool combines;       // a unit may be in several pieces
-    bool after_append;   // the launch is programmatic: the kernel before may still be putting the new keys into the cache
+    bool after_append;   // the launch is programmatic: the kernel before may still be making q and putting the new keys into the cache
 
     FA_HOST_DEVICE int heads() const { return attention.nheads_k * row_tiles; }  // units of a sequence
 };

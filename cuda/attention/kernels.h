@@ -35,13 +35,14 @@ int64_t decode_mla_sm90_blocks(const AttentionParams& params, int multiprocessor
 cudaError_t forward_fp8_sm90(const AttentionParams& params, int device, int multiprocessors, cudaStream_t stream);
 size_t forward_fp8_sm90_workspace(const AttentionParams& params, int multiprocessors);
 
-// A few rows of fp16 and bf16 against long keys: a cache, paged or 8-bit too, or plain K and V. Head dims up to 256, rows of whole 16
-// bytes, sm_80 and newer. With cache.added > 0 it follows kvcache_append and starts while that runs.
+// A few rows against long keys: a cache, paged or 8-bit too, or plain K and V. Head dims up to 256, rows of whole 16 bytes, sm_80 and
+// newer. With cache.added > 0 it follows kvcache_append and starts while that runs, or, with `append`, does what that would have done.
 struct DecodeDevice {
     int compute, multiprocessors;
     size_t shared_memory;
 };
-cudaError_t decode_split(const AttentionParams& params, const DecodeDevice& device, cudaStream_t stream);
+cudaError_t decode_split(const AttentionParams& params, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream);
+bool decode_split_appends(const AppendParams& append, const DecodeDevice& device);
 size_t decode_split_workspace(const AttentionParams& params, const DecodeDevice& device);  // bytes: partial results
 bool decode_split_fits(const AttentionParams& params, const DecodeDevice& device);         // its 32-bit places and rows
 

@@ -20,6 +20,7 @@ __device__ uint8_t to_byte(DType dtype, float x) {  // x in units of the factor;
 template <typename T>
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendParams a) {
     launch_dependents();  // a kernel that can start while this one runs waits for it by grid_dependency_wait
+    grid_dependency_wait();
     const int64_t index = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
     if (index >= append_rows(a)) return;
     const AttentionParams& p = a.attention;
@@ -59,7 +60,8 @@ int64_t kvcache_append_blocks(const AppendParams& a) { return (append_rows(a) + 
 
 cudaError_t kvcache_append(const AppendParams& a, cudaStream_t stream) {
     return with_dtype(a.attention.dtype, [&](auto zero) {
-        return launch_kernel(append_kernel<decltype(zero)>, unsigned(kvcache_append_blocks(a)), kThreads, 0, stream, a);
+        return launch_kernel(append_kernel<decltype(zero)>, unsigned(kvcache_append_blocks(a)), kThreads, 0, stream, a,
+                             a.attention.cache.programmatic);
     });
 }
 

@@ -26,21 +26,15 @@ FA_HOST_DEVICE int64_t append_rows(const AppendParams& a) {
     return append_query_rows(a) + 2 * int64_t(a.attention.batch) * a.seqlen_new * a.attention.nheads_k;
 }
 
-FA_HOST_DEVICE AppendRow append_row(const AppendParams& a, int64_t index) {
+FA_HOST_DEVICE AppendRow append_row(const AppendParams& a, RowOf of, int32_t b, int32_t i, int32_t head) {
     const AttentionParams& p = a.attention;
     const CacheView& c = p.cache;
-    const int64_t queries = append_query_rows(a), keys = int64_t(p.batch) * a.seqlen_new * p.nheads_k;
     AppendRow row{};
-    const bool query = index < queries;
-    if (!query) index -= queries;
-    row.of = query ? RowOf::kQuery : index < keys ? RowOf::kKey : RowOf::kValue;
-    if (row.of == RowOf::kValue) index -= keys;
-    const int32_t heads = query ? p.nheads : p.nheads_k, rows = query ? p.seqlen_q : a.seqlen_new;
-    const int32_t head = int32_t(index % heads), i = int32_t(index / heads % rows), b = int32_t(index / heads / rows);
+    row.of = of;
     const int32_t before = c.seqlens ? c.seqlens[b] : p.seqlen_k - a.seqlen_new;
-    const bool turns = a.rotary_cos && row.of != RowOf::kValue;
+    const bool turns = a.rotary_cos && of != RowOf::kValue;
     row.position = turns ? clamp_to(before, 0, a.rotary_rows - 1) : -1;
-    if (query) {
+    if (of == RowOf::kQuery) {
         const bool ordered = p.window_left >= 0 || p.window_right >= 0;  // without a mask the rows stand side by side
         if (turns && ordered) row.position = clamp_to(row.position + i, 0, a.rotary_rows - 1);
         row.from = b * p.q.batch + i * p.q.row + head * p.q.head;
@@ -57,12 +51,22 @@ FA_HOST_DEVICE AppendRow append_row(const AppendParams& a, int64_t index) {
         entry = c.batch_idx[b];
     }
     row.skip = entry < 0 || entry >= c.entries;
-    const TensorView &source = row.of == RowOf::kKey ? a.k_new : a.v_new, &cache = row.of == RowOf::kKey ? p.k : p.v;
-    const CacheScale& scale = row.of == RowOf::kKey ? c.k_scale : c.v_scale;
+    const TensorView &source = of == RowOf::kKey ? a.k_new : a.v_new, &cache = of == RowOf::kKey ? p.k : p.v;
+    const CacheScale& scale = of == RowOf::kKey ? c.k_scale : c.v_scale;
     row.from = b * source.batch + i * source.row + head * source.head;
     row.to = entry * cache.batch + at * cache.row + head * cache.head;
     row.scale = entry * scale.batch + at * scale.row + head * scale.head;
     return row;
+}
+FA_HOST_DEVICE AppendRow append_row(const AppendParams& a, int64_t index) {
+    const AttentionParams& p = a.attention;
+    const int64_t queries = append_query_rows(a), keys = int64_t(p.batch) * a.seqlen_new * p.nheads_k;
+    const bool query = index < queries;
+    if (!query) index -= queries;
+    const RowOf of = query ? RowOf::kQuery : index < keys ? RowOf::kKey : RowOf::kValue;
+    if (of == RowOf::kValue) index -= keys;
+    const int32_t heads = query ? p.nheads : p.nheads_k, rows = query ? p.seqlen_q : a.seqlen_new;
+    return append_row(a, of, int32_t(index / heads / rows), int32_t(index / heads % rows), int32_t(index % heads));
 }
 
 // Dim d of a row behind the rotation. value(d) and angle(table, i) read the source and row `position` of the tables as floats.

@@ -46,6 +46,7 @@ struct CacheView {
     DType dtype;                  // of K and V: that of q, or 8-bit
     CacheScale k_scale, v_scale;  // of 8-bit elements
     bool batch_invariant;
+    bool programmatic;   // the kernels before this call may still run, but write neither to the cache nor to its lengths and tables
     int32_t num_splits;  // 0 = the kernel's choice
 };
 

@@ -41,23 +41,33 @@ cudaError_t with_dtype(DType dtype, const Body& body) {
     }
 }
 
-// kernel<<<blocks, threads, shared_bytes, stream>>>(params), any size of shared memory the device has. A programmatic launch (sm_90)
-// may start while the kernel before it still runs: see grid_dependency_wait in ptx.cuh.
+// How a launch differs from a plain one.
+struct LaunchOptions {
+    bool programmatic = false;  // sm_90: it may start while the kernel before it still runs, see grid_dependency_wait in ptx.cuh
+    unsigned cluster = 1;       // sm_90: blocks of a cluster, up to 16; the grid is a multiple of it
+};
+
+// kernel<<<blocks, threads, shared_bytes, stream>>>(params), any size of shared memory the device has.
 template <typename Params>
 cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned threads, size_t shared_bytes, cudaStream_t stream,
-                          const Params& params, bool programmatic = false) {
+                          const Params& params, LaunchOptions options) {
     const void* function = reinterpret_cast<const void*>(kernel);
-    if (shared_bytes > 48 * 1024) {
+    if (shared_bytes > 48 * 1024 || options.cluster > 8) {
         thread_local struct {
             const void* function;
             int device;
             size_t bytes;
+            unsigned cluster;
         } granted{};  // the thread's last request: repeating it is harmless, but 0.4 us
         int device = -1;
         cudaError_t error = cudaGetDevice(&device);
-        if (error == cudaSuccess && (granted.function != function || granted.device != device || granted.bytes < shared_bytes)) {
-            error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
-            if (error == cudaSuccess) granted = {function, device, shared_bytes};
+        if (error == cudaSuccess && (granted.function != function || granted.device != device || granted.bytes < shared_bytes ||
+                                     granted.cluster < options.cluster)) {
+            if (shared_bytes > 48 * 1024)
+                error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
+            if (error == cudaSuccess && options.cluster > 8)
+                error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+            if (error == cudaSuccess) granted = {function, device, shared_bytes, options.cluster};
         }
         if (error != cudaSuccess) {
             cudaGetLastError();
@@ -66,19 +76,35 @@ cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned thre
     }
     void* arguments[] = {const_cast<Params*>(&params)};
     cudaError_t error;
-    if (programmatic) {
-        cudaLaunchAttribute attribute{};
-        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attribute.val.programmaticStreamSerializationAllowed = 1;
+    if (options.programmatic || options.cluster > 1) {
+        cudaLaunchAttribute attributes[2]{};
+        unsigned count = 0;
+        if (options.programmatic) {
+            attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+        }
+        if (options.cluster > 1) {
+            attributes[count].id = cudaLaunchAttributeClusterDimension;
+            attributes[count].val.clusterDim.x = options.cluster;
+            attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+            ++count;
+        }
         cudaLaunchConfig_t config{};
         config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes, config.stream = stream;
-        config.attrs = &attribute, config.numAttrs = 1;
+        config.attrs = attributes, config.numAttrs = count;
         error = cudaLaunchKernelExC(&config, function, arguments);
     } else {
         error = cudaLaunchKernel(function, dim3(blocks), dim3(threads), arguments, shared_bytes, stream);
     }
     if (error != cudaSuccess) cudaGetLastError();
     return error;
+}
+template <typename Params>
+cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned threads, size_t shared_bytes, cudaStream_t stream,
+                          const Params& params, bool programmatic = false) {
+    LaunchOptions options;
+    options.programmatic = programmatic;
+    return launch_kernel(kernel, blocks, threads, shared_bytes, stream, params, options);
 }
 
 }  // namespace fa

@@ -182,6 +182,8 @@ class KVCacheArgs(ct.Structure):
         *_tensor("v_scale"),
         ("batch_invariant", ct.c_int32),
         ("num_splits", ct.c_int32),
+        ("programmatic", ct.c_int32),
+        ("reserved", ct.c_int32),
     ]
 
 

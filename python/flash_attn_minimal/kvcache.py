@@ -73,6 +73,7 @@ def flash_attn_with_kvcache(
     k_scale=None,
     v_scale=None,
     batch_invariant=False,
+    programmatic=False,
     kernel=None,
     out=None,
     num_threads=0,
@@ -111,6 +112,8 @@ def flash_attn_with_kvcache(
             seqlen_cache, nheads_k): one for every token, written for appended tokens from their own largest value.
             With pages read (pages, page_size, nheads_k); where a page is one row, its factors are a token's.
         batch_invariant: a sequence's result does not depend on what else is in the batch. Always true on the CPU.
+        programmatic: on a Hopper GPU the call may start while the kernels before it still run, and then waits for them,
+            having read cache, lengths and tables: none of those since the last plain launch may write there.
         kernel: force a kernel by name (see kernels()); None means $FLASH_ATTN_KERNEL, else the best one.
         out: where to put the result; returned again.
         num_threads: for the CPU backend; 0 means $FLASH_ATTN_NUM_THREADS, else one per core.
@@ -149,7 +152,7 @@ def flash_attn_with_kvcache(
     if cache_leftpad is None:
         signature = _signature(
             arrays, cache_seqlens, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
-            return_softmax_lse, batch_invariant, kernel, num_threads,
+            return_softmax_lse, batch_invariant, programmatic, kernel, num_threads,
         )  # fmt: skip
         repeat = _repeats.get(signature)
         results = repeat(arrays, cache_seqlens) if repeat else None
@@ -158,8 +161,8 @@ def flash_attn_with_kvcache(
     call, args, views, room = _prepare_cached(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
-        sinks=sinks, k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant, kernel=kernel,
-        num_threads=num_threads,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant, programmatic=programmatic,
+        kernel=kernel, num_threads=num_threads,
     )  # fmt: skip
     qv = views[0]
     shape = (*qv.shape[:3], args.headdim_v)
@@ -232,6 +235,7 @@ def _prepare_cached(
     k_scale=None,
     v_scale=None,
     batch_invariant=False,
+    programmatic=False,
     kernel=None,
     num_threads=0,
 ) -> tuple[KVCacheArgs, AttentionArgs, list[View], int]:
@@ -303,6 +307,8 @@ def _prepare_cached(
             _put_scale(call, views, name, scale, (entries, rows, nheads_k))
     if batch_invariant is not False:
         call.batch_invariant = _flag("batch_invariant", batch_invariant)
+    if programmatic is not False:
+        call.programmatic = _flag("programmatic", programmatic)
     if num_splits != 0:
         call.num_splits = _integer("num_splits", num_splits, -(2**31), 2**31 - 1)
     return call, args, views, room
@@ -417,11 +423,12 @@ def _signature(arrays, cache_seqlens, softmax_scale, causal, window_size, softca
     long way. Types are strict because equal keys need not be equally legal (1 == 1.0)."""
     kind = type(arrays[0])
     door = _arrays._doors.get(kind)
-    rotary_interleaved, num_splits, return_lse, batch_invariant, kernel, num_threads = others
+    rotary_interleaved, num_splits, return_lse, batch_invariant, programmatic, kernel, num_threads = others
+    flags = causal, rotary_interleaved, return_lse, batch_invariant, programmatic
     if (
         door is None
         or door.plain is not kind
-        or not (type(causal) is type(rotary_interleaved) is type(return_lse) is type(batch_invariant) is bool)
+        or not all(type(flag) is bool for flag in flags)
         or not (type(num_splits) is type(num_threads) is int)
         or not (softmax_scale is None or type(softmax_scale) is float)
         or type(softcap) not in (int, float)

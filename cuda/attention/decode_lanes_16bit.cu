@@ -1,0 +1,11 @@
+// decode_lanes_16bit.cu: the kernel of decode_lanes.cuh on fp16 and bf16, in clusters.
+#include "attention/decode_lanes.cuh"
+
+namespace fa {
+
+cudaError_t decode_lanes_16bit(const DecodeStep& step, const DecodeDevice& device, cudaStream_t stream) {
+    return step.decode.attention.dtype == DType::kFloat16 ? launch_lanes<__half>(step, device, stream)
+                                                          : launch_lanes<__nv_bfloat16>(step, device, stream);
+}
+
+}  // namespace fa
