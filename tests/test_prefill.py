@@ -16,7 +16,11 @@ import flash_attn_minimal as fa
 
 @pytest.mark.parametrize(
     "headdim, page_size",
-    [*((d, page) for d in (64, 128, 256) for page in (0, 1, 16, 24, 64, 128)), (96, 16), (192, 16), (128, 256)],
+    [
+        *((d, page) for d in (64, 128, 256) for page in (0, 1, 8, 16, 24, 64, 128)),
+        *((d, page) for d in (40, 96, 192) for page in (8, 16, 48)),
+        *((128, page) for page in (2, 3, 4, 7, 12, 32, 100, 192, 256)),
+    ],
 )
 def test_chunks(kernel, headdim, page_size):
     """A chunk joins caches of many lengths and attends to all of them: pages that tiles divide and that they do not."""
@@ -28,7 +32,7 @@ def test_chunks(kernel, headdim, page_size):
     check(kernel, replace(case, headdim_v=64, dtype="float16", seqlen_new=0, seqlen_q=70))
 
 
-@pytest.mark.parametrize("page_size", [0, 16, 64, 128])
+@pytest.mark.parametrize("page_size", [0, 5, 16, 64, 128])
 @pytest.mark.parametrize(
     "scores", [{"causal": True}, {}, {"window_size": (90, 20)}, {"softcap": 5.0, "alibi": 1}], ids=str
 )
@@ -40,6 +44,29 @@ def test_capacity_beyond_the_lengths(kernel, scores, page_size):
     )  # fmt: skip
     check(kernel, replace(case, headdim=64, nheads=1, lengths=(200,)))
     check(kernel, case)
+
+
+@pytest.mark.parametrize("headdim, page_size", [(128, 16), (64, 24), (256, 8), (128, 5)])
+def test_pages_apart_from_each_other(kernel, headdim, page_size):
+    """Keys and values of a page side by side in one pool, heads before rows: other strides than those of two pools."""
+    case = Case(
+        lengths=(300, None, 129), rows=page_size, pages=-(-330 // page_size), seqlen_q=130, seqlen_new=0, nheads=4,
+        nheads_k=2, headdim=headdim, dtype="bfloat16", causal=True,
+    )  # fmt: skip
+    call = make(case)
+    arrays = on_device(kernel, case, call)
+    pool = np.stack([call.cache["k_cache"], call.cache["v_cache"]], 1).swapaxes(
+        2, 3
+    )  # (pages, 2, nheads_k, page_size, headdim)
+    pool = kernel.device.array(np.ascontiguousarray(pool), case.dtype)
+    arrays |= {name: pool[:, i].swapaxes(1, 2) for i, name in enumerate(("k_cache", "v_cache"))}
+    plan = fa.kvcache_query(**arrays)
+    if plan.status == "FA_UNSUPPORTED" and not kernel.general:
+        pytest.skip(plan.error)
+    out = kernel.device.nans((*call.q.shape[:3], headdim), case.dtype)
+    fa.flash_attn_with_kvcache(**arrays, out=out)
+    exact, plain = expected(case, call, call.q, call.cache)
+    accuracy.check("out", kernel.device.numpy(out), exact[0], plain[0], case.dtype, floor=4e-5)
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
@@ -65,7 +92,9 @@ def test_chunk_alone_equals_chunk_in_a_batch(kernel, page_size):
         np.testing.assert_array_equal(kernel.device.numpy(fa.flash_attn_with_kvcache(**part)), whole[rows])
 
 
-@pytest.mark.parametrize("nheads, page_size", [(16, 0), (16, 8), (5, 16), (128, 64), (16, 128), (70, 0)])
+@pytest.mark.parametrize(
+    "nheads, page_size", [(16, 0), (16, 8), (5, 16), (3, 24), (128, 64), (16, 32), (16, 128), (70, 0)]
+)
 def test_latent_attention_in_one_memory(kernel, nheads, page_size):
     """v_cache is the first 512 columns of k_cache; the rows of all heads are one matrix, cut every 64."""
     case = Case(

@@ -5,7 +5,7 @@
 // r % group of query r / group), and the keys of a sequence are split between blocks where rows alone would not fill the GPU. A block
 // has 64 rows and a share of the keys:
 //
-//     producer, one warp    tiles of 64 keys x 576 columns, 72 KB -> ring of two
+//     producer              tiles of 64 keys x 576 columns, 72 KB -> ring of two; smaller pages in boxes that four warps share
 //     warpgroup 0           S = Q K^T, softmax -> P   O[:, :256] = alpha O + P V      S of the next tile behind it
 //     warpgroup 1                              | P, alpha: in shared memory, each thread for its twin
 //                                              O[:, 256:] = alpha O + P V
@@ -33,7 +33,8 @@ struct MlaParams {
     int rows, row_blocks;   // seqlen_q x group; blocks of 64 of them
     int splits;             // shares of a sequence's keys
     int page_rows;          // rows of a box: a divisor of the page and of the tile
-    int loads;              // boxes of page_rows rows: 1, or one for each chunk
+    int chunk_boxes;        // boxes of page_rows rows that make a chunk of a tile
+    int boxes;              // that make a tile: 1, of all chunks, or chunk_boxes for each
     float *partial, *lses;  // (batch, nheads_k, splits, rows, headdim_v) and (batch, nheads_k, splits, rows)
 };
 
@@ -97,28 +98,27 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
     // ------------------------------------------------------------------------------------------------ producer
     if (warp >= kConsumers / 32) {
         setmaxnreg_dec<32>();
-        if (warp > kConsumers / 32) return;
-        const int box_row = lane * params.page_rows;  // a lane's first row of the tile
-        const bool loads = box_row < kKeys;
+        // A thread has one box of a tile at most. A warp takes some 90 cycles to issue one, so neighbours belong to different warps.
+        const int box = lane * 4 + warp - kConsumers / 32, chunk = box / params.chunk_boxes;
+        const int box_row = (box - chunk * params.chunk_boxes) * params.page_rows;
+        if (warp - kConsumers / 32 >= params.boxes) return;
         Ring ring;
 #pragma unroll 1
         for (int tile = first; tile < first + count; ++tile) {
             int row = tile * kKeys + box_row, page;
             if (p.cache.block_table) {  // pages that the sequence does not have arrive as zeros
                 const int index = row / p.cache.page_size;
-                page = loads && row < s.seqlen_k ? cache_page(p.cache, work.b, index) : p.cache.entries;
+                page = row < s.seqlen_k ? cache_page(p.cache, work.b, index) : p.cache.entries;
                 row -= index * p.cache.page_size;
             } else {
                 page = cache_entry(p.cache, work.b);
             }
             mbarrier_wait(k_empty + 8 * ring.slot, ring.phase ^ 1);
-            if (lane == 0) mbarrier_arrive_expect_tx(k_full + 8 * ring.slot, kTileBytes);
+            if (box == 0) mbarrier_arrive_expect_tx(k_full + 8 * ring.slot, kTileBytes);
+            if (box < params.boxes)
+                tma_load(smem_k + ring.slot * kTileBytes + chunk * kChunkBytes + box_row * kChunkRowBytes, &params.map_k,
+                         k_full + 8 * ring.slot, chunk * kChunkColumns, row, 0, work.head_k, page);
             __syncwarp();
-            if (loads)
-#pragma unroll 1
-                for (int c = 0; c < params.loads; ++c)
-                    tma_load(smem_k + ring.slot * kTileBytes + c * kChunkBytes + box_row * kChunkRowBytes, &params.map_k,
-                             k_full + 8 * ring.slot, c * kChunkColumns, row, 0, work.head_k, page);
             ring.next(kStages);
         }
         return;
@@ -349,11 +349,14 @@ template <typename T>
 cudaError_t launch_mla(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
     MlaParams params = mla_params(p, multiprocessors);
     params.page_rows = p.cache.block_table ? std::gcd(p.cache.page_size, kKeys) : kKeys;
+    params.chunk_boxes = kKeys / params.page_rows;
     const int64_t rows = p.cache.block_table ? p.cache.page_size : p.seqlen_k;
+    int loads = 0;  // boxes for the columns: 1, or one for each chunk
     if (cudaError_t error = encode_tiles({p.k.data, std::is_same_v<T, __half>, kD, rows, p.nheads_k, p.cache.entries, 2 * p.k.row,
                                           2 * p.k.head, 2 * p.k.batch, params.page_rows, kD, params.page_rows < kKeys},
-                                         &params.map_k, &params.loads))
+                                         &params.map_k, &loads))
         return error;
+    params.boxes = params.chunk_boxes * loads;
     const int64_t heads = int64_t(p.batch) * p.nheads_k;
     const cudaError_t error = launch_kernel(decode_mla_kernel<T>, unsigned(heads * params.row_blocks * params.splits), kThreads,
                                             sizeof(MlaSmem<T>), stream, params);

@@ -27,8 +27,11 @@
 
 #include <atomic>
 #include <cmath>
+#include <numeric>
 #include <type_traits>
 
+#include "attention/forward_wgmma_sm90_pages.cuh"
+#include "attention/forward_wgmma_sm90_work.cuh"
 #include "attention/general_scores.cuh"
 #include "attention/kernels.h"
 #include "attention/params.h"
@@ -39,121 +42,6 @@
 #include "device/wgmma.cuh"
 
 namespace fa {
-
-struct WgmmaSchedule {
-    int items, m_blocks;  // m_blocks: query blocks of a sequence (dense)
-    // Longest first: the heads of a section share L2, their longest query blocks come first. `leading` heads in small sections, then the
-    // rest.
-    int leading, leading_section, section_heads;
-    WorkOrder order;
-    bool longest_first;
-    int* counter;                   // WorkOrder::kCounter: items handed out, beyond every block's first
-    int q_loads, k_loads, v_loads;  // boxes that make a tile
-    bool page_copies;               // a paged cache whose pages tiles do not divide
-};
-
-// One work item and everything about its sequence, worked out by the producer.
-struct alignas(16) WgmmaWork {
-    int valid;
-    int row0;  // first query row of the block
-    int head, batch;
-    int seqlen_q, seqlen_k;
-    int q_row, k_row;  // varlen: the sequence's first row, else 0
-    int left, right;   // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
-    int first_tile, last_tile;
-};
-
-struct WgmmaItem : WgmmaWork {
-    int has_rows;  // the producer's own
-};
-
-template <typename T, WgmmaPlanId kId>
-struct alignas(1024) WgmmaSmem {
-    static constexpr WgmmaPlan kPlan = wgmma_plan(kId);
-    T q[kPlan.warpgroups][64 * kPlan.columns()];
-    T k[kPlan.stages][kPlan.block_n * kPlan.columns()];
-    T v[kPlan.stages][kPlan.block_n * kPlan.columns_v()];
-    uint64_t q_full, q_empty;
-    uint64_t k_full[kPlan.stages], k_empty[kPlan.stages], v_full[kPlan.stages], v_empty[kPlan.stages];
-    static constexpr int kWorkSlots = 3;  // consumers keep theirs until the item's last store, and the producer is one ahead
-    uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
-    WgmmaItem work[kWorkSlots];
-    uint8_t seen[2][kPlan.general ? kPlan.block_n : 1];  // does any row of the block see this key? For two neighbouring tiles
-};
-
-// Named barriers; 0 is __syncthreads.
-enum WgmmaBarrier : int {
-    kTurn = 1,       // 1, 2, 3: warpgroup's turn to issue products, handed round by its predecessor
-    kWarpgroup = 4,  // 4, 5, 6: the threads of one warpgroup
-    kConsumers = 7,  // all consumers
-    kProducer = 8    // the producer's warpgroup
-};
-
-// Position in a circular buffer. Both sides start at slot 0, phase 0, and never reset.
-struct Ring {
-    uint32_t slot = 0, phase = 0;
-    __device__ __forceinline__ void next(uint32_t slots) {
-        if (++slot == slots) slot = 0, phase ^= 1;
-    }
-};
-
-FA_HOST_DEVICE int clamp64(int64_t x, int low, int high) { return x < low ? low : x > high ? high : int(x); }
-
-// Item `index` of the list, longest first where lengths differ. False when it has no rows, or (then also !valid) there are no more items.
-template <int kBlockM, int kBlockN, bool kCaches = true>  // kCaches: K and V may be a cache
-FA_HOST_DEVICE bool find_work(const AttentionParams& p, const WgmmaSchedule& schedule, int index, WgmmaWork& w) {
-    w.valid = index < schedule.items;
-    if (!w.valid) return false;
-    int m;
-    if (p.cu_seqlens_q) {
-        const int slot = index / p.nheads;
-        w.head = index - slot * p.nheads;
-        // Sequence b owns slots cu[b] / M + b .. cu[b + 1] / M + b: enough wherever it starts, and no prefix sum is needed.
-        const auto start = [&](int b) { return clamp_to(p.cu_seqlens_q[b], 0, p.total_q); };
-        int low = 0, high = p.batch - 1;
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            if (start(middle) / kBlockM + middle <= slot) low = middle;
-            else high = middle - 1;
-        }
-        w.batch = low;
-        w.q_row = start(low);
-        w.k_row = clamp_to(p.cu_seqlens_k[low], 0, p.total_k);
-        w.seqlen_q = clamp_to(clamp_to(p.cu_seqlens_q[low + 1], w.q_row, p.total_q) - w.q_row, 0, p.seqlen_q);
-        w.seqlen_k = clamp_to(clamp_to(p.cu_seqlens_k[low + 1], w.k_row, p.total_k) - w.k_row, 0, p.seqlen_k);
-        m = (w.seqlen_q + kBlockM - 1) / kBlockM - 1 - (slot - w.q_row / kBlockM - low);
-    } else {
-        int sequence_head;
-        if (schedule.longest_first) {
-            const int m_blocks = schedule.m_blocks;
-            const bool early = index < schedule.leading * m_blocks;
-            const int width = early ? schedule.leading_section : schedule.section_heads;
-            int first = early ? 0 : schedule.leading, i = index - first * m_blocks;
-            const int section = i / (width * m_blocks);
-            first += section * width, i -= section * width * m_blocks;
-            const int heads = min(width, (early ? schedule.leading : p.batch * p.nheads) - first), step = i / heads;
-            m = schedule.m_blocks - 1 - step;
-            sequence_head = first + i - step * heads;
-        } else {
-            sequence_head = index / schedule.m_blocks;
-            m = index - sequence_head * schedule.m_blocks;
-        }
-        w.batch = sequence_head / p.nheads;
-        w.head = sequence_head - w.batch * p.nheads;
-        w.q_row = w.k_row = 0;
-        w.seqlen_q = p.seqlen_q, w.seqlen_k = kCaches && p.cache.entries ? cached_keys(p, w.batch) : p.seqlen_k;
-    }
-    w.row0 = m * kBlockM;
-    if (m < 0 || w.row0 >= w.seqlen_q) return false;
-    const int shift = p.top_left ? 0 : w.seqlen_k - w.seqlen_q;
-    w.right = p.window_right < 0 ? w.seqlen_k : clamp64(int64_t(shift) + p.window_right, -w.seqlen_q, w.seqlen_k);
-    w.left = p.window_left < 0 ? -w.seqlen_q : clamp64(int64_t(shift) - p.window_left, -w.seqlen_q, w.seqlen_k);
-    // At least one tile, so that rows without keys need no path of their own.
-    const int end = clamp_to(min(w.row0 + kBlockM, w.seqlen_q) + w.right, 0, w.seqlen_k);
-    w.first_tile = clamp_to(w.row0 + w.left, 0, w.seqlen_k) / kBlockN;
-    w.last_tile = max(w.first_tile, (end + kBlockN - 1) / kBlockN - 1);
-    return true;
-}
 
 // ---- a thread's fragment of S: element i is row g + 8 (i / 2 % 2), key 8 (i / 4) + 2 quad + i % 2 ----
 
@@ -203,131 +91,8 @@ __device__ __forceinline__ void exponentials(float (&S)[kCount], float c, const 
     }
 }
 
-// Pages that tiles do not divide: no box holds a tile then, and a box for each page takes the copy engine longer than its bytes. So the
-// producer's whole warpgroup copies, 16 bytes a thread, every row from where the table says; rows past the sequence are zeros.
-template <typename T, int kBlockN>
-struct PageCopies {
-    static constexpr int kPasses = kBlockN / 16;  // of 16 rows, four for each warp, eight lanes for the 128 bytes of a chunk
-    static_assert(4 * kPasses <= 32, "each lane looks one row up");
-    const AttentionParams& p;
-    int page, row;  // of row 16 (lane / 4) + 4 warp + lane % 4 of the tile: the table's entry, not yet looked at; row -1: past the sequence
-
-    __device__ __forceinline__ void find(const WgmmaWork& w, int tile) {
-        const int lane = threadIdx.x % 32, key = tile * kBlockN + lane / 4 * 16 + threadIdx.x / 32 * 4 + lane % 4;
-        row = -1;
-        if (tile < 0 || lane >= 4 * kPasses || key >= w.seqlen_k) return;
-        const int index = key / p.cache.page_size;
-        page = p.cache.block_table[w.batch * p.cache.table_row + index], row = key - index * p.cache.page_size;
-    }
-    // Rows of the head that starts at `head` to the tile at `tile`; kChunks of 64 columns, zeros from `columns` on.
-    template <int kChunks>
-    __device__ __forceinline__ void copy(uint32_t tile, const T* head, const TensorView& view, int columns) const {
-        constexpr int kBatch = kPasses % 4 == 0 ? 4 : 1;  // offsets that are on their way from other lanes together
-        const int lane = threadIdx.x % 32, r = threadIdx.x / 32 * 4 + lane / 8, left = columns - lane % 8 * 8;
-        const int64_t known = row < 0 ? -1 : clamp_to(page, 0, p.cache.entries - 1) * view.batch + row * view.row;
-        tile += r * kChunkRowBytes + ((lane % 8 ^ r % 8) << 4);
-        head += lane % 8 * 8;
-#pragma unroll 1
-        for (int pass = 0; pass < kPasses; pass += kBatch) {
-            int64_t offset[kBatch];
-#pragma unroll
-            for (int x = 0; x < kBatch; ++x) offset[x] = __shfl_sync(~0u, known, 4 * (pass + x) + lane / 8);
-#pragma unroll
-            for (int x = 0; x < kBatch; ++x) {
-                const T* from = head + (offset[x] < 0 ? 0 : offset[x]);
-                const int exist = offset[x] < 0 ? 0 : left;
-#pragma unroll
-                for (int c = 0; c < kChunks; ++c)
-                    cp_async_16(tile + (16 * x + c * kBlockN) * kChunkRowBytes, from + c * kChunkColumns,
-                                exist > c * kChunkColumns ? 16 : 0);
-            }
-            tile += kBatch * 16 * kChunkRowBytes;
-        }
-    }
-};
-
-template <typename T, WgmmaPlanId kId>
-__device__ __forceinline__ void produce_from_pages(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
-                                                   WgmmaSmem<T, kId>& smem) {
-    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
-    constexpr int kBlockM = kPlan.block_m(), kBlockN = kPlan.block_n, kStages = kPlan.stages;
-    constexpr uint32_t kSlabBytes = sizeof(smem.q[0]);
-    const uint32_t q_full = shared_address(&smem.q_full), q_empty = shared_address(&smem.q_empty);
-    Ring ring, work;
-    uint32_t q_phase = 0;
-    for (int index = blockIdx.x;; bar_sync(kProducer, 128)) {  // thread 0 finds the work, whose slot nobody reads any more
-        WgmmaItem& w = smem.work[work.slot];
-        mbarrier_wait(shared_address(smem.work_empty) + 8 * work.slot, work.phase ^ 1);
-        if (threadIdx.x == 0) {
-            w.has_rows = find_work<kBlockM, kBlockN>(p, schedule, index, w);
-            if (w.has_rows || !w.valid) mbarrier_arrive(shared_address(smem.work_full) + 8 * work.slot);
-            if (schedule.order == WorkOrder::kCounter) index = gridDim.x + atomicAdd(schedule.counter, 1);
-            else index += gridDim.x;
-        }
-        bar_sync(kProducer, 128);
-        if (!w.valid) return;
-        if (!w.has_rows) continue;
-        work.next(WgmmaSmem<T, kId>::kWorkSlots);
-        PageCopies<T, kBlockN> rows{p, 0, 0};
-        uint32_t landing = 0;  // the barrier of the newest tile's copies, which may still be on their way
-        // After each tile's copies, with its barrier: says of the tile before it that it has landed.
-        const auto issued = [&](uint32_t barrier) {
-            cp_async_commit();
-            cp_async_wait_group<1>();
-            fence_proxy_async();
-            __syncwarp();
-            if (landing && threadIdx.x % 32 == 0) mbarrier_arrive(landing);
-            landing = barrier;
-        };
-        const auto load_k = [&](const Ring& at) {
-            mbarrier_wait(shared_address(smem.k_empty) + 8 * at.slot, at.phase ^ 1);
-            rows.template copy<kPlan.columns() / kChunkColumns>(
-                shared_address(smem.k[at.slot]), static_cast<const T*>(p.k.data) + w.head / p.group * p.k.head, p.k, p.headdim);
-            issued(shared_address(smem.k_full) + 8 * at.slot);
-        };
-        const auto load_v = [&](const Ring& at, const PageCopies<T, kBlockN>& rows) {
-            mbarrier_wait(shared_address(smem.v_empty) + 8 * at.slot, at.phase ^ 1);
-            rows.template copy<kPlan.columns_v() / kChunkColumns>(
-                shared_address(smem.v[at.slot]), static_cast<const T*>(p.v.data) + w.head / p.group * p.v.head, p.v, p.headdim_v);
-            issued(shared_address(smem.v_full) + 8 * at.slot);
-        };
-        int tile = w.last_tile;
-        rows.find(w, tile);
-        load_k(ring);                           // does not wait for the Q buffer
-        PageCopies<T, kBlockN> next{p, 0, -1};  // looked up while copies are issued
-        next.find(w, tile - 1);
-        mbarrier_wait(q_empty, q_phase ^ 1);
-        q_phase ^= 1;
-        if (threadIdx.x == 0) {
-            mbarrier_arrive_expect_tx(q_full, kPlan.warpgroups * kSlabBytes);
-#pragma unroll 1
-            for (int slab = 0; slab < kPlan.warpgroups; ++slab)
-#pragma unroll 1
-                for (int c = 0; c < schedule.q_loads; ++c)
-                    tma_load(shared_address(smem.q) + slab * kSlabBytes + c * 64 * kChunkRowBytes, &map_q, q_full, c * kChunkColumns,
-                             w.row0 + slab * 64, 0, w.head, w.batch, kEvictFirst);
-        }
-        __syncwarp();
-        while (tile > w.first_tile) {  // K one tile ahead of V
-            const int page_v = rows.page, row_v = rows.row;
-            rows.page = next.page, rows.row = next.row;
-            Ring ahead = ring;
-            ahead.next(kStages);
-            load_k(ahead);
-            next.find(w, --tile - 1);
-            load_v(ring, PageCopies<T, kBlockN>{p, page_v, row_v});
-            ring = ahead;
-        }
-        load_v(ring, rows);
-        ring.next(kStages);
-        cp_async_wait_all();
-        fence_proxy_async();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(landing);
-    }
-}
-
-template <typename T, WgmmaPlanId kId>
+// kBoxes: K and V in boxes of schedule.page_boxes rows. A kernel of its own: in one with the others its code moves theirs.
+template <typename T, WgmmaPlanId kId, bool kBoxes>
 __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     forward_wgmma_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                          const __grid_constant__ CUtensorMap map_v, const __grid_constant__ AttentionParams p,
@@ -372,6 +137,10 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     // ------------------------------------------------------------------------------------------------ producer
     if (warpgroup == 0) {
         setmaxnreg_dec<kWarpgroups == 2 ? 40 : 32>();
+        if constexpr (kBoxes) {
+            produce_boxes(map_q, map_k, map_v, p, schedule, smem);
+            return;
+        }
         if constexpr (kPages)
             if (schedule.page_copies) {
                 produce_from_pages(map_q, p, schedule, smem);
@@ -771,28 +540,37 @@ cudaError_t launch_wgmma(const AttentionParams& p, int device, int multiprocesso
 
     CUtensorMap map_q, map_k, map_v;
     const bool paged = p.cache.block_table;
-    schedule.page_copies = paged && p.cache.page_size % kPlan.block_n != 0;
+    const int common = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;  // rows that a tile and a page are made of
+    schedule.page_boxes = common < kPlan.block_n && common % 8 == 0 ? common : 0;
+    schedule.page_copies = common < kPlan.block_n && !schedule.page_boxes;
     const auto encode = [&](const TensorView& x, int columns, int64_t batch, int64_t rows, int heads, int box_rows, int padded,
-                            CUtensorMap* map, int* loads) {
-        return encode_tiles(
-            {x.data, std::is_same_v<T, __half>, columns, rows, heads, batch, 2 * x.row, 2 * x.head, 2 * x.batch, box_rows, padded}, map,
-            loads);
+                            bool by_chunk, CUtensorMap* map, int* loads) {
+        return encode_tiles({x.data, std::is_same_v<T, __half>, columns, rows, heads, batch, 2 * x.row, 2 * x.head, 2 * x.batch, box_rows,
+                             padded, by_chunk},
+                            map, loads);
     };
     const int64_t batch_q = varlen ? 1 : p.batch, batch_k = varlen ? 1 : p.cache.entries ? p.cache.entries : p.batch;
     const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : paged ? p.cache.page_size : p.seqlen_k;
-    if (cudaError_t error = encode(p.q, p.headdim, batch_q, rows_q, p.nheads, 64, kPlan.columns(), &map_q, &schedule.q_loads)) return error;
-    if (cudaError_t error = encode(p.k, p.headdim, batch_k, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads))
+    const int box_rows = schedule.page_boxes ? schedule.page_boxes : kPlan.block_n;
+    const bool boxes = schedule.page_boxes;
+    if (cudaError_t error = encode(p.q, p.headdim, batch_q, rows_q, p.nheads, 64, kPlan.columns(), false, &map_q, &schedule.q_loads))
         return error;
     if (cudaError_t error =
-            encode(p.v, p.headdim_v, batch_k, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads))
+            encode(p.k, p.headdim, batch_k, rows_k, p.nheads_k, box_rows, kPlan.columns(), boxes, &map_k, &schedule.k_loads))
+        return error;
+    if (cudaError_t error =
+            encode(p.v, p.headdim_v, batch_k, rows_k, p.nheads_k, box_rows, kPlan.columns_v(), boxes, &map_v, &schedule.v_loads))
         return error;
 
-    const void* kernel = reinterpret_cast<const void*>(forward_wgmma_kernel<T, kId>);
-    static std::atomic<uint64_t> opted_in{0};  // devices on which this kernel may use its shared memory: asking again would be harmless
-    if (!(opted_in.load(std::memory_order_relaxed) >> device & 1)) {
+    const void* kernel = reinterpret_cast<const void*>(forward_wgmma_kernel<T, kId, false>);
+    if constexpr (kPlan.pages())
+        if (boxes) kernel = reinterpret_cast<const void*>(forward_wgmma_kernel<T, kId, true>);
+    // Devices on which the two kernels may use their shared memory: asking again would be harmless.
+    static std::atomic<uint64_t> opted_in[2]{};
+    if (!(opted_in[boxes].load(std::memory_order_relaxed) >> device & 1)) {
         if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))
             return cudaGetLastError(), error;
-        opted_in.fetch_or(uint64_t(1) << device, std::memory_order_relaxed);
+        opted_in[boxes].fetch_or(uint64_t(1) << device, std::memory_order_relaxed);
     }
     if (schedule.order == WorkOrder::kCounter) {
         schedule.counter = static_cast<int*>(align_up(p.workspace, alignof(int)));
