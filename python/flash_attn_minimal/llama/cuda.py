@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import ctypes as ct
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import _library
 from .._library import BadArgument, CudaError
+from .._safetensors import numpy_dtype
 from .attend import check_names, flash_attention
 from .config import Config
-from .huggingface import numpy_dtype
 from .sampling import Rule
 
 FUSED_ROWS = 8  # up to here ops.linear, beyond cuBLAS between rms_norm and swiglu: see ops.linear
@@ -115,13 +115,13 @@ class Cuda:
 
     # ---- weights ----
 
-    def matrix(self, *parts: Any) -> Any:
-        return self._array(parts, self.matrix_dtype)
+    def matrix(self, *parts: Any, pair: bool = False) -> Any:
+        return self.stack(parts, self.matrix_dtype)
 
     def vector(self, *parts: Any) -> Any:
-        return self._array(parts, np.dtype(np.float32))
+        return self.stack(parts, np.dtype(np.float32))
 
-    def _array(self, parts: tuple, dtype: np.dtype) -> Any:
+    def stack(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         cupy = self.xp
         bits = np.dtype(np.uint16) if dtype.itemsize == 2 else dtype  # CuPy moves bfloat16, it does not calculate
         on_device = [

@@ -5,46 +5,59 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from .. import ops
+from .._safetensors import numpy_dtype
 from .attend import check_names, flash_attention, rotate, standard_attention
 from .config import Config
-from .huggingface import numpy_dtype
 from .sampling import GREEDY, Rule
+
+NARROW_ROWS = 4  # up to here the library's product with 16-bit matrices, beyond BLAS
 
 
 class Host:
-    """dtype is that of q, k, v and the cache; matrices and products are float32."""
+    """dtype is that of q, k, v and the cache, matrix_dtype that of the matrices: float32, which BLAS multiplies, or 16
+    bits, read as they are in products of a few rows and widened for more. Sums are float32."""
 
-    name, xp, matrix_dtype = "cpu", np, np.dtype(np.float32)
+    name, xp = "cpu", np
 
-    def __init__(self, attention: str = "flash", dtype: str = "float32"):
+    def __init__(self, attention: str = "flash", dtype: str = "float32", matrix_dtype: str = "float32"):
         check_names(attention, dtype)
-        self.attention, self.dtype = attention, numpy_dtype(dtype)
+        check_names(attention, matrix_dtype)
+        self.attention, self.dtype, self.matrix_dtype = attention, numpy_dtype(dtype), numpy_dtype(matrix_dtype)
 
     # ---- weights ----
 
-    def matrix(self, *parts: np.ndarray) -> np.ndarray:
-        parts = [np.asarray(part).astype(np.float32, copy=False) for part in parts]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def matrix(self, *parts: Any, pair: bool = False) -> Any:
+        """The parts one above the other. `pair`: gate above up, of a SwiGLU."""
+        return self.stack(parts, self.matrix_dtype)
 
-    vector = matrix
+    def vector(self, *parts: np.ndarray) -> np.ndarray:
+        return self.stack(parts, np.dtype(np.float32))
+
+    def stack(self, parts: Sequence[Any], dtype: np.dtype) -> np.ndarray:
+        arrays = [np.asarray(part).astype(dtype, copy=False) for part in parts]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     # ---- the operations of a forward pass ----
 
     def embed(self, embedding: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        return embedding[tokens.ravel()]
+        return embedding[tokens.ravel()].astype(np.float32, copy=False)
 
     def linear(self, x, weight, norm=None, eps=0.0, bias=None, residual=None, swiglu=False, out_dtype=None):
         """rms(x) weight^T + bias + residual, or with swiglu silu of the first half of the columns times the second.
         The result is float32 whatever `out_dtype` says: nothing is gained by rounding it."""
         x = x.astype(np.float32, copy=False)
+        if weight.itemsize == 2 and len(x) <= NARROW_ROWS:
+            return ops.linear(x, weight, bias, norm, eps, residual, swiglu)
         if norm is not None:
             mean_square = (x * x).sum(-1, keepdims=True) * (1 / x.shape[-1])
             x = x * norm / np.sqrt(mean_square + eps)
-        y = x @ weight.T
+        y = x @ weight.astype(np.float32, copy=False).T
         if bias is not None:
             y += bias
         if swiglu:

@@ -4,8 +4,6 @@ LlamaForCausalLM, MistralForCausalLM and Qwen2ForCausalLM, which are one archite
 Qwen2's has biases on q, k and v. Fields of config.json that change the arithmetic are understood or refused; the rest
 (dropout for training, names, versions) is not read.
 
-safetensors: uint64 little endian n, n bytes of JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}}, then the
-data, to which the offsets count. It is read here because the arrays are to stay views of the mapped file.
 tokenizer.json is read by the tokenizers package.
 """
 
@@ -21,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from .._library import BadArgument
+from .._safetensors import FLOATS, numpy_dtype, read_file_size, read_safetensors, write_safetensors
 from .config import Config, RopeScaling
-from .weights import Checkpoint, matrix_shapes, read_file_size
+from .weights import Checkpoint, matrix_shapes
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NAMES = {  # ours -> Hugging Face's; {} is the layer
     "token_embedding": "model.embed_tokens.weight",
     "rms_att": "model.layers.{}.input_layernorm.weight",
@@ -44,17 +42,6 @@ NAMES = {  # ours -> Hugging Face's; {} is the layer
     "wcls": "lm_head.weight",
 }
 UNREAD = (".rotary_emb.inv_freq",)  # tensors that older files carry and that config.json says better
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """bfloat16 is NumPy's by way of the ml_dtypes package."""
-    if name != "bfloat16":
-        return np.dtype(name)
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise BadArgument(f"dtype='bfloat16' needs the ml_dtypes package (pip install ml_dtypes): {error}") from None
-    return np.dtype(ml_dtypes.bfloat16)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -177,68 +164,7 @@ def stop_ids(folder: str | os.PathLike[str]) -> frozenset[int]:
     return frozenset()
 
 
-# ---- safetensors ----
-
-
-def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The file's tensors by name: read-only views of the mapped file."""
-    size = read_file_size("safetensors file", path)
-
-    def bad(why: str) -> BadArgument:
-        return BadArgument(f"safetensors file {str(path)!r}: {why}")
-
-    if size < 8:
-        raise bad(f"truncated: {size} bytes")
-    data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-    start = 8 + int(data[:8].view("<u8")[0])
-    if start > size:
-        raise bad(f"its header would end at byte {start}, but the file has {size}")
-    try:
-        header = json.loads(data[8:start].tobytes())
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        entries = {name: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise bad(f"its header is damaged: {error!r}") from None
-    tensors = {}
-    for name, (dtype, shape, begin, end) in entries.items():
-        if dtype not in DTYPES:
-            raise bad(f"tensor {name!r} has dtype {dtype!r}: only {', '.join(DTYPES)} are read")
-        wanted = math.prod(shape) * (4 if dtype == "F32" else 2)
-        if not 0 <= begin <= end <= size - start or end - begin != wanted:
-            raise bad(
-                f"tensor {name!r} of {dtype} {shape} needs {wanted} bytes, but lies at {begin} .. {end} "
-                f"of {size - start}: truncated or damaged"
-            )
-        raw = data[start + begin : start + end]
-        native = numpy_dtype(DTYPES[dtype]).newbyteorder("<") if dtype != "BF16" else numpy_dtype("bfloat16")
-        if (start + begin) % native.itemsize:  # never written so by the format's own library
-            raw = raw.copy()
-        tensors[name] = raw.view(native).reshape(shape)
-    return tensors
-
-
-def write_safetensors(path: str | os.PathLike[str], tensors: Iterable[tuple[str, np.ndarray]], shapes: Mapping) -> None:
-    """Writes the tensors one after another, in the order of `shapes` (name -> (dtype, shape)), so that a large model
-    need not be in memory at once."""
-    codes = {dtype: code for code, dtype in DTYPES.items()}
-    header, at = {}, 0
-    for name, (dtype, shape) in shapes.items():
-        end = at + math.prod(shape) * numpy_dtype(dtype).itemsize
-        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data start aligned
-    part = Path(f"{os.fspath(path)}.part")  # an older file stays until the new one is whole
-    try:
-        with open(part, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for (name, array), (wanted, (dtype, shape)) in zip(tensors, shapes.items(), strict=True):
-                if (name, array.dtype, array.shape) != (wanted, numpy_dtype(dtype), shape):
-                    raise BadArgument(f"{name} is {array.dtype} {array.shape}: expected {wanted}, {dtype} {shape}")
-                file.write(np.ascontiguousarray(array).tobytes())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+# ---- tensors ----
 
 
 def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -374,7 +300,8 @@ def save_folder(
     weight_map = {}
     for number, part in enumerate(parts, 1):
         file = "model.safetensors" if shards == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
-        shapes = {name: (dtype, shape) for name, (_, _, shape) in part.items()}
+        code = {native: code for code, native in FLOATS.items()}[dtype]
+        shapes = {name: (code, shape) for name, (_, _, shape) in part.items()}
         write_safetensors(folder / file, _Views(part, tensors, numpy_dtype(dtype)), shapes)
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:

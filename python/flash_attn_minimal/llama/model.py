@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cache import KVCache
+from .config import Config
 from .weights import Checkpoint
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -31,6 +32,19 @@ class Layer:
     rms_ffn: Array  # (dim,)
     w13: Array  # (2 * hidden, dim): gate, then up
     w2: Array  # (dim, hidden)
+
+
+def load_layer(c: Checkpoint, i: int, device) -> Layer:
+    matrix, vector = device.matrix, device.vector
+    return Layer(
+        rms_att=vector(c["rms_att"][i]),
+        wqkv=matrix(*c.parts("wqkv", i)),
+        bqkv=vector(c["bq"][i], c["bk"][i], c["bv"][i]) if "bq" in c else None,
+        wo=matrix(*c.parts("wo", i)),
+        rms_ffn=vector(c["rms_ffn"][i]),
+        w13=matrix(*c.parts("w13", i), pair=True),
+        w2=matrix(*c.parts("w2", i)),
+    )
 
 
 @dataclass(frozen=True)
@@ -60,18 +74,7 @@ class Llama:
 
     def _load(self, c: Checkpoint) -> None:
         matrix, vector = self.device.matrix, self.device.vector
-        self.layers = [
-            Layer(
-                rms_att=vector(c["rms_att"][i]),
-                wqkv=matrix(c["wq"][i], c["wk"][i], c["wv"][i]),
-                bqkv=vector(c["bq"][i], c["bk"][i], c["bv"][i]) if "bq" in c else None,
-                wo=matrix(c["wo"][i]),
-                rms_ffn=vector(c["rms_ffn"][i]),
-                w13=matrix(c["w1"][i], c["w3"][i]),
-                w2=matrix(c["w2"][i]),
-            )
-            for i in range(self.config.n_layers)
-        ]
+        self.layers = [load_layer(c, i, self.device) for i in range(self.config.n_layers)]
         self.embedding = matrix(c["token_embedding"])
         self.rms_final = vector(c["rms_final"])
         self.wcls = self.embedding if c.tied else matrix(c["wcls"])
@@ -89,21 +92,23 @@ class Llama:
 
     def forward(self, rows: Rows, cache: KVCache) -> Array:
         """Appends the tokens' keys and values to the cache; logits (batch, vocab), float32, behind the last of them."""
-        config, device = self.config, self.device
-        batch, seqlen = rows.tokens.shape
-        nheads, nheads_k, headdim = config.n_heads, config.n_kv_heads, config.head_dim
-        x = device.embed(self.embedding, rows.tokens)
+        x = self.device.embed(self.embedding, rows.tokens)
         for i, layer in enumerate(self.layers):
-            qkv = device.linear(
-                x, layer.wqkv, norm=layer.rms_att, eps=config.rms_eps, bias=layer.bqkv, out_dtype=device.dtype
-            )
-            heads = qkv.reshape(batch, seqlen, nheads + 2 * nheads_k, headdim)
-            q, k, v = heads[:, :, :nheads], heads[:, :, nheads : nheads + nheads_k], heads[:, :, nheads + nheads_k :]
-            attended = device.attend(q, k, v, cache.k[i], cache.v[i], rows, cache.rope, config)
-            x = device.linear(attended.reshape(batch * seqlen, nheads * headdim), layer.wo, residual=x)
-            hidden = device.linear(
-                x, layer.w13, norm=layer.rms_ffn, eps=config.rms_eps, swiglu=True, out_dtype=device.matrix_dtype
-            )
-            x = device.linear(hidden, layer.w2, residual=x)
-        last = x.reshape(batch, seqlen, config.dim)[:, -1]
-        return device.linear(last, self.wcls, norm=self.rms_final, eps=config.rms_eps)
+            x = block(self.device, self.config, layer, x, rows, cache.k[i], cache.v[i], cache.rope)
+        last = x.reshape(*rows.tokens.shape, self.config.dim)[:, -1]
+        return self.device.linear(last, self.wcls, norm=self.rms_final, eps=self.config.rms_eps)
+
+
+def block(device, config: Config, layer: Layer, x: Array, rows: Rows, cache_k: Array, cache_v: Array, rope) -> Array:
+    """One Transformer block: x (batch * seqlen, dim) float32, which may be overwritten, to the same."""
+    batch, seqlen = rows.tokens.shape
+    nheads, nheads_k, headdim = config.n_heads, config.n_kv_heads, config.head_dim
+    qkv = device.linear(x, layer.wqkv, norm=layer.rms_att, eps=config.rms_eps, bias=layer.bqkv, out_dtype=device.dtype)
+    heads = qkv.reshape(batch, seqlen, nheads + 2 * nheads_k, headdim)
+    q, k, v = heads[:, :, :nheads], heads[:, :, nheads : nheads + nheads_k], heads[:, :, nheads + nheads_k :]
+    attended = device.attend(q, k, v, cache_k, cache_v, rows, rope, config)
+    x = device.linear(attended.reshape(batch * seqlen, nheads * headdim), layer.wo, residual=x)
+    hidden = device.linear(
+        x, layer.w13, norm=layer.rms_ffn, eps=config.rms_eps, swiglu=True, out_dtype=device.matrix_dtype
+    )
+    return device.linear(hidden, layer.w2, residual=x)

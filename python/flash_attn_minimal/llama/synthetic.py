@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from .._library import BadArgument, FlashAttnError
+from .._safetensors import FLOATS
 from .config import Config
-from .huggingface import DTYPES, save_folder
+from .huggingface import save_folder
 from .tokenizer import save_tokenizer
 from .weights import LAYERED, matrix_shapes, save_checkpoint
 
@@ -191,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--untied", action="store_true", help="give the classifier its own matrix (as folders have it)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default 0)")
     parser.add_argument("--tokenizer", metavar="FILE", help="also write a tokenizer.bin of the same size here")
-    parser.add_argument("--dtype", choices=list(DTYPES.values()), help="of a folder's matrices (default bfloat16)")
+    parser.add_argument("--dtype", choices=list(FLOATS.values()), help="of a folder's matrices (default bfloat16)")
     parser.add_argument("--shards", metavar="N", type=int, help="how many safetensors files (default 1)")
     try:
         args = parser.parse_args(argv)

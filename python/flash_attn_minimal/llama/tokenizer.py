@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .._library import BadArgument
-from .weights import read_file_size
+from .._safetensors import read_file_size
 
 UNKNOWN, BOS, EOS = 0, 1, 2
 MAX_TOKEN_BYTES = 1 << 16  # a longer "longest token" is another file format

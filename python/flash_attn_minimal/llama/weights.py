@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from .._library import BadArgument
+from .._safetensors import read_file_size
 from .config import Config
 
 MAGIC = b"24ka"
@@ -36,6 +37,7 @@ V0_HEADER = struct.Struct("<7i")
 V1_HEADER = struct.Struct("<4si7iB")
 V2_HEADER = struct.Struct("<4si7iBi")
 V1_HEADER_BYTES = 256
+STACKED = {"wqkv": ("wq", "wk", "wv"), "wo": ("wo",), "w13": ("w1", "w3"), "w2": ("w2",)}  # what one product gives
 LAYERED = ("rms_att", "rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3")
 
 
@@ -55,6 +57,12 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
+
+    def parts(self, name: str, layer: int) -> list[Any]:
+        """What stands one above the other in a matrix of STACKED, as stored: several arrays, or the whole of it."""
+        if name in self.tensors:
+            return [self.tensors[name][layer]]
+        return [self.tensors[part][layer] for part in STACKED[name]]
 
 
 def matrix_shapes(config: Config) -> dict[str, tuple[int, int]]:
@@ -114,18 +122,6 @@ class Quantised(Sequence):
         values = raw[:count].view(np.int8).reshape(-1, self.group)
         factors = np.frombuffer(raw[count:].tobytes(), "<f4")  # a copy: they need not lie aligned in the file
         return (values * factors[:, None]).reshape(self.shape)
-
-
-def read_file_size(what: str, path: str | os.PathLike[str]) -> int:
-    """The size of a regular file, or BadArgument that names it."""
-    path = Path(path)
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise BadArgument(f"{what} {str(path)!r}: {error.strerror}") from None
-    if not path.is_file():
-        raise BadArgument(f"{what} {str(path)!r} is not a file")
-    return size
 
 
 def _read_header(path: str | os.PathLike[str], size: int) -> tuple[int, bool, Config, int]:
