@@ -23,7 +23,7 @@ STRUCTS = {
     "fa_kvcache_args": _library.KVCacheArgs,
     "fa_merge_args": _library.MergeArgs,
     "fa_quantize_args": _library.QuantizeArgs,
-    **{f"fa_{name}_args": struct for name, struct in _library.SMALL_OPERATIONS.items()},
+    **{f"fa_{name}_args": struct for name, struct in (_library.SMALL_OPERATIONS | _library.W4_OPERATIONS).items()},
 }
 NESTED = re.compile(
     r"^(q|k|v|x|out|bias|mask|out_a|out_b|q_descale|k_descale|v_descale|k_new|v_new|k_scale|v_scale|residual|weight|gate_up|logits|w)"

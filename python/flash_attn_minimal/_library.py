@@ -395,6 +395,8 @@ SMALL_OPERATIONS = {
     "swiglu": SwigluArgs,
     "sample": SampleArgs,
     "linear": LinearArgs,
+}
+W4_OPERATIONS = {
     "w4_quantize": W4QuantizeArgs,
     "w4_dequantize": W4DequantizeArgs,
     "w4_pack": W4PackArgs,
@@ -438,7 +440,7 @@ def load() -> ct.CDLL:
     declare("fa_kvcache_query", ct.c_int, ct.POINTER(KVCacheArgs), ct.POINTER(AttentionPlan))
     declare("fa_attention_merge", ct.c_int, ct.POINTER(MergeArgs), ct.c_void_p)
     declare("fa_quantize_fp8", ct.c_int, ct.POINTER(QuantizeArgs), ct.c_void_p)
-    for name, struct in SMALL_OPERATIONS.items():
+    for name, struct in (SMALL_OPERATIONS | W4_OPERATIONS).items():
         declare(f"fa_{name}", ct.c_int, ct.POINTER(struct), ct.c_void_p)
     declare("fa_w4_linear_query", ct.c_int, ct.POINTER(W4LinearArgs), ct.POINTER(AttentionPlan))
     declare("fa_w4_packed_bytes", ct.c_int, *[ct.c_int32] * 4, ct.POINTER(ct.c_int64))
@@ -463,7 +465,7 @@ def load() -> ct.CDLL:
     lib.fa_attention_merge.errcheck = raise_on_error
     lib.fa_quantize_fp8.errcheck = raise_on_error
     lib.fa_w4_packed_bytes.errcheck = raise_on_error
-    for name in SMALL_OPERATIONS:
+    for name in SMALL_OPERATIONS | W4_OPERATIONS:
         getattr(lib, f"fa_{name}").errcheck = raise_on_error
     return lib
 

@@ -18,8 +18,10 @@ from typing import Any
 
 from . import _arrays
 from ._arrays import View
+from ._launch import _with_workspace
 from ._library import (
     DTYPES,
+    W4_FORMATS,
     BadArgument,
     LinearArgs,
     RmsNormArgs,
@@ -27,9 +29,12 @@ from ._library import (
     SampleArgs,
     SwigluArgs,
     Unsupported,
+    W4LinearArgs,
     load,
 )
-from ._pack import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _number, _put_tensor
+from ._pack import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _kernel, _number, _put_tensor
+from .attention import _plan
+from .quantized import PackedW4
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -166,38 +171,96 @@ def linear(
     out_dtype=None,
     programmatic=False,
     num_threads=0,
+    kernel=None,
+    workspace=None,
 ):
-    """residual + act(norm(x) weight^T + bias): the products of a decoder, for a row of x or a few, as fast as the
-    weights come from memory. On a GPU and with large weights (4096 x 4096) your framework's own product is faster from
-    two rows of x on.
+    """residual + act(norm(x) weight^T + bias): the products of a decoder, as fast as the weights come from memory.
+
+    With a 16 or 32-bit weight it is for a row of x or a few: on a GPU and with large weights (4096 x 4096) your
+    framework's own product is faster from two rows of x on. With a packed 4-bit weight it is for any number of rows.
 
     Arguments:
         x: (..., in_features).
-        weight: (out_features, in_features).
+        weight: (out_features, in_features); or of 4 bits, a PackedW4 (quantized.py), to whose dtype x is rounded after
+            the norm.
         bias: (out_features,).
         norm_weight: (in_features,): x is first normalised as by rms_norm(x, norm_weight, eps), in float32.
-        swiglu: act(y) is silu(first half of y) * second half, and the result has out_features / 2 columns.
+        swiglu: act(y) is silu(first half of y) * second half, and the result has out_features / 2 columns. A packed
+            weight has to be a pair.
         residual: like the result, added at the end; may be `out`.
         out: (..., columns), not x; out_dtype: its dtype when it is a new array, None means x's.
+        kernel: of the products with a PackedW4, force one by name (quantized.linear_kernels()); None means
+            $FLASH_ATTN_LINEAR_KERNEL, else the best one.
+        workspace: for these, a uint8 array to use as scratch instead of a new one, of linear_query's size or more: a
+            captured graph needs memory that nobody else gets.
 
     >>> import numpy as np
     >>> from flash_attn_minimal.ops import linear
     >>> linear(np.array([1, 2], np.float32), np.array([[1, 1], [1, -1]], np.float32), residual=np.float32([10, 20]))
     array([13., 19.], dtype=float32)
     """
+    args, views, ov = _linear_args(
+        x, weight, bias, norm_weight, eps, residual, swiglu, out, out_dtype, programmatic, num_threads, kernel
+    )
+    if isinstance(args, LinearArgs):
+        if workspace is not None:
+            raise BadArgument("workspace is for the products with a PackedW4: this weight takes none")
+        return _run("linear", args, views, out, ov)
+    lib = load()
+    if workspace is not None:
+        views.append(_arrays.view(workspace, "workspace"))
+        _check_same_place("workspace", views[-1], "x", views[0])
+        if views[-1].dtype != "uint8" or not _is_contiguous(views[-1]) or not views[-1].writable:
+            raise BadArgument(f"workspace is {views[-1].dtype}: expected uint8, contiguous and writable")
+        args.workspace, args.workspace_bytes = views[-1].pointer, math.prod(views[-1].shape)
+        lib.fa_w4_linear(args, views[0].door.stream(views))
+    else:
+        _with_workspace(
+            args, views, lambda stream: lib.fa_w4_linear(args, stream), lambda plan: lib.fa_w4_linear_query(args, plan)
+        )
+    return out if out is not None else ov.door.result(ov)
+
+
+def linear_query(x, weight, bias=None, norm_weight=None, residual=None, swiglu=False, *, out_dtype=None, kernel=None):
+    """What linear would do with a PackedW4, without doing it: an attention.Plan, with the kernel and its workspace."""
+    args, _, _ = _linear_args(x, weight, bias, norm_weight, 1e-5, residual, swiglu, None, out_dtype, False, 0, kernel)
+    if isinstance(args, LinearArgs):
+        raise BadArgument(f"weight is a {type(weight).__name__}: only the products with a PackedW4 have a choice")
+    return _plan(lambda plan: load().fa_w4_linear_query(args, plan))
+
+
+def _linear_args(
+    x, weight, bias, norm_weight, eps, residual, swiglu, out, out_dtype, programmatic, num_threads, kernel
+) -> tuple[LinearArgs | W4LinearArgs, list[View], View]:
+    """The struct, filled but for a workspace; what keeps its memory alive; the output."""
     xv = _input("x", x)
-    args = _args(LinearArgs, xv, programmatic, num_threads)
+    packed = isinstance(weight, PackedW4)
+    args = _args(W4LinearArgs if packed else LinearArgs, xv, programmatic, num_threads)
     args.rows, args.in_features = _put_matrix(args, "x", xv)
-    wv = _input("weight", weight, xv)
-    if len(wv.shape) != 2 or wv.shape[1] != args.in_features:
-        raise BadArgument(f"weight has shape {tuple(wv.shape)}: expected (out_features, {args.in_features})")
-    args.out_features, _ = _put_matrix(args, "weight", wv)
-    args.weight_dtype = DTYPES[wv.dtype]
+    if packed:
+        wv, shape = weight._view, weight.shape
+        if wv.device != xv.device or wv.index != xv.index:
+            raise BadArgument(f"weight is on {wv.place}, but x is on {xv.place}")
+        if weight.pair != bool(_flag("swiglu", swiglu)):
+            raise BadArgument(f"swiglu={swiglu!r}, but weight was packed with pair={weight.pair}")
+        args.packed, args.format, args.compute_dtype = wv.pointer, W4_FORMATS[weight.format], DTYPES[weight.dtype]
+        _kernel(args, kernel)
+    else:
+        wv = _input("weight", weight, xv)
+        shape = tuple(wv.shape)
+        if kernel is not None:
+            raise BadArgument(f"kernel={kernel!r}: only the products with a PackedW4 have a choice")
+    if len(shape) != 2 or shape[1] != args.in_features:
+        raise BadArgument(f"weight has shape {shape}: expected (out_features, {args.in_features})")
+    args.out_features = shape[0]
+    if not packed:
+        _put_matrix(args, "weight", wv)
+        args.weight_dtype = DTYPES[wv.dtype]
     views = [xv, wv]
     columns = args.out_features
     if _flag("swiglu", swiglu):
         if columns % 2:
-            raise BadArgument(f"weight has shape {tuple(wv.shape)}: swiglu needs an even number of rows")
+            raise BadArgument(f"weight has shape {shape}: swiglu needs an even number of rows")
         args.swiglu, columns = 1, columns // 2
     if bias is not None:
         views.append(_input("bias", bias, xv, (args.out_features,)))
@@ -214,7 +277,7 @@ def linear(
     ov = _output(out, "x", xv, shape, out_dtype)
     _put_matrix(args, "out", ov)
     args.out_dtype = DTYPES[ov.dtype]
-    return _run("linear", args, views, out, ov)
+    return args, views, ov
 
 
 def sample(
