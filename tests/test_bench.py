@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flash_attn_minimal import backward_kernels, bench, kernels
-from flash_attn_minimal.bench import check, machine, plots, report, small_ops, suites, systems, timing
+from flash_attn_minimal.bench import check, linear, machine, plots, report, small_ops, suites, systems, timing
 from flash_attn_minimal.cli import main as command_line
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -19,7 +19,7 @@ needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed
 FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 
 ROW_TYPES = dict.fromkeys(
-    "suite system kernel pass dtype mix arrays device call mode fused model cache_dtype layout".split(), str
+    "suite system kernel pass dtype mix arrays device call mode fused model cache_dtype layout weights".split(), str
 )
 ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic fast_accum".split(), bool)
 ROW_TYPES |= dict.fromkeys(
@@ -56,7 +56,7 @@ def check_schema(data, suite):
             assert 0 < row.get(key, 1) < math.inf
         if suite == "llama":
             assert row["pass"] in ("step", "copy")
-        elif row["system"] not in ("blas", "copy") and suite not in ("overhead", "ops"):
+        elif row["system"] not in ("blas", "copy") and suite not in ("overhead", "ops", "linear"):
             assert (
                 row["pass"] == ("bwd" if suite.startswith("backward") else "fwd") and row["headdim"] == row["headdim_v"]
             )
@@ -141,6 +141,27 @@ def test_ops_suite(tmp_path, monkeypatch):
     monkeypatch.setattr(small_ops.reference, "linear", lambda *_, **__: np.float64(7))
     wrong = run(tmp_path, "--suite", "ops", "--device", "cpu", *FAST, code=1)
     assert [row["pass"] for row in wrong["rows"] if row.get("wrong")] == ["matvec"] * 3
+
+
+def test_linear_suite(tmp_path, monkeypatch):
+    monkeypatch.setitem(linear.QUICK, "cpu", (((96, 64), (130, 72)), (1, 5)))
+    options = "--suite", "linear", "--device", "cpu", "--dtype", "fp16", *FAST
+    data = run(tmp_path, *options, "--quick")
+    assert not data["left_out"]
+    mine = [row for row in data["rows"] if row["system"] == "ours"]
+    assert [(row["n"], row["m"], row["weights"]) for row in mine] == [
+        (n, m, weights) for n in (96, 130) for m in (1, 5) for weights in linear.FORMATS
+    ]
+    assert all(row["kernel"] == "cpu" and row["max_err"] <= row["err_budget"] for row in mine)
+    assert all(
+        row["tflops"] * row["us"] * 1e6 == pytest.approx(2 * row["m"] * row["n"] * row["k"], rel=1e-3) for row in mine
+    )
+    assert "| rows of x | BLAS | nvfp4 | mxfp4 | int4 | kernel |" in (tmp_path / "linear.md").read_text()
+    forced = run(tmp_path, *options, "--quick", "--kernel", "cpu")
+    assert all(row["forced"] for row in forced["rows"] if row["system"] == "ours")
+    monkeypatch.setattr(linear.ops, "linear", lambda x, packed, out, **_: out)  # NaN
+    wrong = run(tmp_path, *options, "--quick", code=1)
+    assert len([row for row in wrong["rows"] if row.get("wrong")]) == 12
 
 
 def test_varlen_suite(tmp_path):

@@ -137,6 +137,10 @@ def _run(options, parser, argv) -> int:
 
     if options.suite in ("ops", "overhead"):
         machine, outcome = (small_ops.run if options.suite == "ops" else suites.overhead)(options, protocol)
+    elif options.suite == "linear":
+        from . import linear
+
+        machine, outcome = linear.run(options, protocol)
     elif options.suite == "decode":
         from . import decode
 

@@ -4,9 +4,10 @@ readers can tell apart; markers differ too. Made to be read at the width of a RE
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 
-from . import fa3
+from . import fa3, linear
 from .report import (
     PASSES,
     attention_rows,
@@ -73,7 +74,7 @@ def draw(data: dict, file: Path) -> list[Path]:
         return []
     rows += fa3.rows(data)
     makers = {"ladder": {"": ladder}, "backward_ladder": {"": ladder}, "varlen": {"": bars}, "overhead": {"": overhead}}
-    makers |= {"llama": {"": steps}, "prefill": {}, "decode": {"": reading}}
+    makers |= {"llama": {"": steps}, "prefill": {}, "decode": {"": reading}, "linear": {"": products}}
     pictures = []
     with matplotlib.rc_context(STYLE):
         for suffix, maker in makers.get(data["suite"], {"": curves, "_roofline": roofline}).items():
@@ -304,6 +305,31 @@ def reading(data: dict, rows: list[dict]):
     _title(figure, data, "One query token against a cache: keys and values read (more is better)")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(systems))
     return figure
+
+
+def products(data: dict, rows: list[dict]):
+    """Speed over the framework's own product against the rows of x, a panel for each weight."""
+    panels = linear.grouped(rows)
+    figure, axes = _figure(math.ceil(len(panels) / 2), min(2, len(panels)), 9, 1.2 + 2.9 * math.ceil(len(panels) / 2))
+    for axis, ((n, k), counts) in zip(axes.flat, panels.items(), strict=False):
+        names = dict.fromkeys(name for found in counts.values() for name in found if name != "peer")
+        for i, name in enumerate(name for name in names if not name.endswith("plain launch")):
+            line = [(m, found["peer"]["us"] / found[name]["us"]) for m, found in counts.items() if name in found]
+            axis.plot(*zip(*line, strict=True), color=MINE[i % len(MINE)], marker="oDP*X"[i % 5], label=name)
+        axis.axhline(1, color="0.5", linewidth=1, linestyle="--")
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axis.set_ylim(bottom=0)
+        axis.set_title(f"{n} x {k}")
+        axis.set_xlabel("rows of x")
+        axis.set_ylabel(f"speed over {data_label(rows)}")
+    _title(figure, data, "Products with 4-bit weights over the same with 16-bit ones (more is better)")
+    _legend(figure, axes)
+    return figure
+
+
+def data_label(rows: list[dict]) -> str:
+    return next((label(row["system"]) for row in rows if row["system"] != "ours"), "the peer")
 
 
 def steps(data: dict, rows: list[dict]):

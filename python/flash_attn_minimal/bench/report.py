@@ -13,11 +13,11 @@ from pathlib import Path
 
 from .. import __version__
 from .._library import load
-from . import fa3, small_ops
+from . import fa3, linear, small_ops
 from .machine import SHORT, BenchError, Meter, cores, cpu_model
 from .systems import LABELS, MODES
 
-PASSES = {"fwd": "forward", "bwd": "backward", "step": "decode step", "decode": "decode"}
+PASSES = {"fwd": "forward", "bwd": "backward", "step": "decode step", "decode": "decode", "w4": "product"}
 BUSY = 0.5  # other processes running for each core, before ours start, from which on CPU numbers are suspect
 
 
@@ -188,6 +188,7 @@ def markdown(data: dict, pictures: list[Path]) -> str:
         "ops": small_ops.table,
         "prefill": prefill_table,
         "decode": decode_table,
+        "linear": linear.table,
     }
     lines += makers.get(suite, curves_table)(data, rows)
     roofs = [row for row in data["rows"] if row.get("pass") in ("linear", "copy") and "us" in row]

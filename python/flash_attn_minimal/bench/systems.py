@@ -372,6 +372,8 @@ LABELS = {
     "efficient": "memory-efficient attention (PyTorch)",
     "torch": "PyTorch SDPA",
     "read": "a read alone",
+    "cublas": "cuBLAS",
+    "blas": "BLAS",
     "standard": "standard (PyTorch, S in memory)",
     "standard_tf32": "standard in tf32 (PyTorch, S in memory)",
 }

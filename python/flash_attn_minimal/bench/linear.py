@@ -1,0 +1,188 @@
+"""The suite `linear`: products with 4-bit weights beside the framework's own with 16-bit ones (cuBLAS on a GPU), over
+the number of rows of x. Weights rotate, so that they come from memory and not from the level-2 cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .. import ops
+from ..quantized import W4Weight
+from .machine import BenchError, Meter, load_average, open_machine
+from .suites import Outcome, Progress, rounded
+from .timing import Protocol, interleave
+
+SHAPES = ((14336, 4096), (4096, 14336), (8192, 8192), (4096, 4096))  # out_features, in_features
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+FORMATS = ("nvfp4", "mxfp4", "int4")
+QUICK = {"cuda": (((8192, 8192),), (1, 16, 128, 1024)), "cpu": (((1024, 1024),), (1, 16))}
+CPU = ((2048, 2048), (1024, 4096)), (1, 4, 16, 64)
+CHECKED = 64  # rows of x and of weight, at each end
+PASS = "w4"
+
+
+def ends(count: int) -> np.ndarray:
+    return np.unique(np.r_[: min(CHECKED, count), max(0, count - CHECKED) : count])
+
+
+class Weights:
+    """A matrix in every format and in 16 bits, each in as many copies as the level-2 cache does not hold."""
+
+    def __init__(self, machine, n: int, k: int, dtype: str, peer_dtype: str):
+        w = machine.random((n, k), "float32", 0) * k**-0.5
+        self.packed, self.exact, self.bytes = {}, {}, {}
+        for format in FORMATS:
+            plain = W4Weight.quantize(w, format)
+            packed = [plain.pack(dtype)]
+            packed += [plain.pack(dtype) for _ in range(1, sets(machine, packed[0].bytes))]
+            self.packed[format], self.bytes[format] = packed, packed[0].bytes
+            rows = plain.dequantize()
+            self.exact[format] = np.stack([machine.host(rows[int(n)]) for n in ends(n)]).astype(np.float64)
+        self.bytes["peer"] = n * k * (4 if peer_dtype == "float32" else 2)
+        self.peer = [machine.cast(w + 0, peer_dtype) for _ in range(sets(machine, self.bytes["peer"]))]
+
+
+def sets(machine, size: int) -> int:
+    return max(1, min(64, math.ceil(3 * getattr(machine, "l2_bytes", 0) / size)))
+
+
+class Product:
+    """Ours with one format and kernel."""
+
+    def __init__(self, machine, x, packed: list, kernel: str | None, programmatic: bool):
+        self.x, self.packed, self.kernel, self.programmatic = x, packed, kernel, programmatic
+        plan = ops.linear_query(x, packed[0], kernel=kernel)
+        self.plan = plan
+        if plan.status == "FA_OK":
+            self.workspace = machine.cast(machine.int32([0] * max(1, plan.workspace_bytes)), "uint8")
+            self.out = machine.nans((x.shape[0], packed[0].shape[0]), str(x.dtype).removeprefix("torch."))
+
+    def __call__(self, i: int):
+        return ops.linear(
+            self.x, self.packed[i % len(self.packed)],
+            out=self.out, kernel=self.kernel, workspace=self.workspace, programmatic=self.programmatic,
+        )  # fmt: skip
+
+
+def judge(machine, product: Product, exact: np.ndarray, n: int) -> tuple[float, float]:
+    """(max_err, err_budget) at the first and last rows and columns: the errors that rounding the weight and the result
+    to 16 bits may add up to, twice."""
+    rows, columns = ends(product.x.shape[0]), ends(n)
+    got = product(0)
+    got = np.stack([machine.host(got[int(row)]) for row in rows]).astype(np.float64)[:, columns]
+    x = np.stack([machine.host(product.x[int(row)]) for row in rows]).astype(np.float64)
+    answer = x @ exact.T
+    epsilon = 2.0**-7 if product.packed[0].dtype == "bfloat16" else 2.0**-10
+    spread = float(np.sqrt((x * x).sum(-1).max() * (exact * exact).sum(-1).max() / x.shape[1]))
+    err = float(np.abs(got - answer).max())
+    return err if math.isfinite(err) else 1e30, epsilon * (float(np.abs(answer).max()) + spread)
+
+
+def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
+    machine = open_machine(options.device, options.framework)
+    gpu = machine.device == "cuda"
+    dtype = options.dtype or ("bfloat16" if machine.framework == "torch" else "float16")
+    if dtype not in ("float16", "bfloat16"):
+        raise BenchError(f"--dtype {dtype}: products with 4-bit weights are made in fp16 or bf16")
+    shapes, counts = QUICK[machine.device] if options.quick else (SHAPES, ROWS) if gpu else CPU
+    outcome = Outcome(load=load_average())
+    print(f"{machine.title}, {dtype}, {machine.framework} arrays", flush=True)
+    with Meter(machine) as meter, Progress(len(shapes) * len(counts), "linear") as progress:
+        for n, k in shapes:
+            weights = Weights(machine, n, k, dtype, dtype if gpu else "float32")
+            for m in counts:
+                said = _one(machine, weights, (m, n, k), dtype, options, protocol, meter, outcome)
+                progress.step(f"{n} x {k}, {m} rows: {said}")
+            del weights
+            machine.release()
+        outcome.conditions, outcome.driver = meter.between(), meter.driver
+    return machine, outcome
+
+
+def _one(machine, weights: Weights, shape, dtype: str, options, protocol, meter, outcome: Outcome) -> str:
+    """Checks and times everything at one point; the line that says so."""
+    (m, n, k), gpu = shape, machine.device == "cuda"
+    x = machine.cast(machine.random((m, k), "float32", 1000 + m), dtype if gpu else "float32")
+    base = {"suite": "linear", "pass": PASS, "dtype": dtype, "m": m, "n": n, "k": k}
+    timed, notes = [], []
+    for format in FORMATS:
+        for kernel in options.kernel or ["best"]:
+            product = Product(machine, x, weights.packed[format], None if kernel == "best" else kernel, gpu)
+            if product.plan.status != "FA_OK":
+                reason = product.plan.error
+                outcome.left_out.append({"system": kernel, "shape": f"{n} x {k}, {m} rows", "reason": reason})
+                continue
+            err, budget = judge(machine, product, weights.exact[format], n)
+            row = base | {"system": "ours", "kernel": product.plan.kernel, "weights": format}
+            row |= {"forced": True} if kernel != "best" else {}
+            row |= {"max_err": err, "err_budget": budget}
+            if not err <= budget:
+                outcome.wrong += 1
+                outcome.rows.append(rounded(row | {"wrong": True}))
+                notes.append(f"{format} {product.plan.kernel} is WRONG: error {err:.3g}, budget {budget:.3g}")
+                continue
+            size = weights.bytes[format]
+            timed.append((row | {"mode": "programmatic"} if gpu else row, product, size))
+            if gpu and kernel == "best":
+                plain = Product(machine, x, weights.packed[format], None, False)
+                timed.append((row | {"mode": "plain"}, plain, size))
+    out = machine.nans((m, n), dtype if gpu else "float32")
+
+    def peer(i: int):
+        return machine.xp.matmul(x, weights.peer[i % len(weights.peer)].T, out=out)
+
+    timed.append((base | {"system": "cublas" if gpu else "blas"}, peer, weights.bytes["peer"]))
+    launches = [launch for _, launch, _ in timed]
+    timings = interleave(machine, launches, protocol, meter, seed=options.seed or 0, graphs=True)
+    for (row, _, size), timing in zip(timed, timings, strict=True):
+        measured = timing.row(2e-12 * m * n * k)
+        measured["tbps"] = size / measured["us"] * 1e-6
+        outcome.rows.append(rounded(row | measured))
+    found = outcome.rows[-len(timed) :]
+    peer_us = found[-1]["us"]
+    parts = [f"{found[-1]['system']} {peer_us:.1f} us"]
+    parts += [
+        f"{row['weights']} {row['kernel']} {row['us']:.1f} ({peer_us / row['us']:.2f})"
+        for row in found[:-1]
+        if row.get("mode") != "plain"
+    ]
+    return "; ".join(parts + notes)
+
+
+# ---- the table and the picture ----
+
+
+def grouped(rows: list[dict]) -> dict[tuple[int, int], dict[int, dict[str, dict]]]:
+    """shape -> rows of x -> name of the series -> result row."""
+    found: dict[tuple[int, int], dict[int, dict[str, dict]]] = {}
+    for row in rows:
+        name = "peer"
+        if row["system"] == "ours":
+            name = row["weights"] + (f" {row['kernel']}" if row.get("forced") else "")
+            name += ", plain launch" if row.get("mode") == "plain" else ""
+        found.setdefault((row["n"], row["k"]), {}).setdefault(row["m"], {})[name] = row
+    return found
+
+
+def table(data: dict, rows: list[dict]) -> list[str]:
+    from .report import LABELS, number
+    from .report import table as markdown_table
+
+    peer = next((LABELS.get(row["system"], row["system"]) for row in rows if row["system"] != "ours"), "peer")
+    lines = []
+    for (n, k), counts in grouped(rows).items():
+        names = list(dict.fromkeys(name for found in counts.values() for name in found if name != "peer"))
+        body = []
+        for m, found in counts.items():
+            theirs = found["peer"]["us"]
+            cells = [number(theirs)]
+            for name in names:
+                row = found.get(name)
+                cells.append(f"{number(row['us'])} (**{theirs / row['us']:.2f}**)" if row else "")
+            kernels = dict.fromkeys(row["kernel"] for row in found.values() if row["system"] == "ours")
+            body.append([str(m), *cells, ", ".join(kernels)])
+        lines += [f"## {n} x {k}: microseconds (speed over {peer})", ""]
+        lines += [*markdown_table(["rows of x", peer, *names, "kernel"], body), ""]
+    return lines[:-1]
