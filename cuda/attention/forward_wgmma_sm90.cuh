@@ -541,7 +541,7 @@ cudaError_t launch_wgmma(const AttentionParams& p, int device, int multiprocesso
     CUtensorMap map_q, map_k, map_v;
     const bool paged = p.cache.block_table;
     const int common = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;  // rows that a tile and a page are made of
-    schedule.page_boxes = common < kPlan.block_n && common % 8 == 0 ? common : 0;
+    if (paged && common % 8 == 0 && (common < kPlan.block_n || !kPlan.pages())) schedule.page_boxes = common;
     schedule.page_copies = common < kPlan.block_n && !schedule.page_boxes;
     const auto encode = [&](const TensorView& x, int columns, int64_t batch, int64_t rows, int heads, int box_rows, int padded,
                             bool by_chunk, CUtensorMap* map, int* loads) {
@@ -563,7 +563,7 @@ cudaError_t launch_wgmma(const AttentionParams& p, int device, int multiprocesso
         return error;
 
     const void* kernel = reinterpret_cast<const void*>(forward_wgmma_kernel<T, kId, false>);
-    if constexpr (kPlan.pages())
+    if constexpr (kPlan.page_boxes())
         if (boxes) kernel = reinterpret_cast<const void*>(forward_wgmma_kernel<T, kId, true>);
     // Devices on which the two kernels may use their shared memory: asking again would be harmless.
     static std::atomic<uint64_t> opted_in[2]{};

@@ -4,9 +4,9 @@
 //     pages of a multiple of 8 rows    a box for each page, or the largest part of one that divides a tile, and each 64 columns of it
 //     any other page size              row by row with cp.async, 16 bytes a thread
 //
-// A warp takes some 90 cycles to issue a box, so the boxes of a tile are dealt to four warps: 16 boxes of 2 KB then arrive as fast as L2
-// gives their bytes, from one warp at two thirds of that. Rows would arrive as fast by themselves, but beside the exponentials of
-// the consumers their addresses cost the kernel a quarter of its speed.
+// A warp takes some 90 cycles to issue a box, so the boxes of a tile are dealt to four warps. On an H200, without the consumers, a tile of
+// 128 x 128 then takes 1000 cycles in 16 boxes, 1470 from one warp, 930 in one box: what L2 gives. Row by row it takes 1000 too, but beside
+// the consumers the kernel runs at 0.63 .. 0.80 of its speed.
 #pragma once
 
 #include "attention/forward_wgmma_sm90_work.cuh"

@@ -48,7 +48,8 @@ struct WgmmaPlan {
     bool early_pack = false;
 
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
-    FA_HOST_DEVICE constexpr bool pages() const { return warpgroups == 2; }            // three leave the producer too few registers
+    FA_HOST_DEVICE constexpr bool pages() const { return warpgroups == 2; }  // three leave the producer too few registers for rows
+    FA_HOST_DEVICE constexpr bool page_boxes() const { return pages() || headdim == 64; }
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory: chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
 };
@@ -112,7 +113,7 @@ inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
         !causal || p.cu_seqlens_q || p.top_left || (!p.cache.seqlens && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
     if (d <= 64) {
         if (general) return WgmmaPlanId::kD64General;
-        return pages || keys <= (causal ? 2048 : 1024) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
+        return keys <= (causal ? 2048 : 1024) || (pages && p.cache.page_size % 8) ? WgmmaPlanId::kD64Short : WgmmaPlanId::kD64Long;
     }
     if (d <= 96) return general ? WgmmaPlanId::kD96General : WgmmaPlanId::kD96;
     if (d <= 128) {

@@ -20,6 +20,7 @@ from ._library import (
 from .attention import Plan, flash_attn_func, flash_attn_varlen_func, kernels, merge, quantize_fp8, query
 from .backward import backward, backward_kernels, backward_query
 from .kvcache import flash_attn_with_kvcache, kvcache_query
+from .kvcache_quantize import quantize_kvcache
 
 __version__ = "0.1.0"
 
@@ -42,5 +43,6 @@ __all__ = [
     "kvcache_query",
     "merge",
     "quantize_fp8",
+    "quantize_kvcache",
     "query",
 ]

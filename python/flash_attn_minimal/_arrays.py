@@ -18,146 +18,15 @@ the only place where we look.
 
 from __future__ import annotations
 
-import ctypes as ct
-import functools
 import operator
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ._library import CPU, CUDA, DEVICES, BadArgument, CudaError, Unsupported
-
-
-class View:
-    """One array as the library sees it. `owner` keeps the memory alive for as long as the view lives."""
-
-    __slots__ = ("owner", "door", "pointer", "shape", "strides", "dtype", "device", "index", "writable")
-
-    def __init__(self, owner, door, pointer, shape, strides, dtype, device, index, writable):
-        self.owner = owner
-        self.door = door
-        self.pointer = pointer  # address of the first element; None or anything for an empty array
-        self.shape = shape
-        self.strides = strides  # in elements
-        self.dtype = dtype  # "float32", "bfloat16", ... whatever the framework's own name is
-        self.device = device  # CPU or CUDA
-        self.index = index  # CUDA device number; 0 on the CPU
-        self.writable = writable
-
-    @property
-    def place(self) -> str:
-        """`cpu` or `cuda:0`, for messages."""
-        return DEVICES[self.device] if self.device == CPU else f"{DEVICES[self.device]}:{self.index}"
-
-
-class Door:
-    """Interface of all doors; one instance serves all arrays of one framework.
-
-    The lower half is for _launch.py's shortcut for repeated calls; a door whose `plain` is None has no shortcut."""
-
-    name: str
-
-    def view(self, array: Any, name: str) -> View:
-        """Reads an array; `name` is the argument's, for messages."""
-        raise NotImplementedError
-
-    def empty(self, like: View, shape: tuple[int, ...], dtype: str) -> View:
-        """New uninitialised memory beside `like`."""
-        raise NotImplementedError
-
-    def full(self, like: View, shape: tuple[int, ...], dtype: str, value: float) -> View:
-        """The same, filled."""
-        raise NotImplementedError
-
-    def stream(self, views: list[View]) -> int | None:
-        """The CUDA stream on which the caller's work on these arrays is queued; None is the legacy default stream."""
-        return None
-
-    def result(self, view: View) -> Any:
-        """What the caller gets for an output."""
-        return view.owner
-
-    plain: type | None = None  # the framework's array class itself; subclasses take the long way
-    address: Callable[[Any], int]  # of the first element; a RuntimeError when there is none
-
-    def describe(self, q: Any, k: Any, v: Any, out: Any) -> tuple | None:
-        """Everything that `view` reads of arrays of the plain class (out may be None) but the address, hashable: arrays
-        with equal descriptions pass, or fail, the same checks. None: such arrays have no shortcut. No reference to an
-        array is kept in it."""
-        return None
-
-    def facts(self, array: Any) -> tuple | None:
-        """The same of one array."""
-        return None
-
-    def maker(self, like: View, result: View) -> Callable[[Any], Any]:
-        """A function that makes one more array like `result`, uninitialised, from an array described like `like`."""
-        raise NotImplementedError
-
-    def current_stream(self, index: int) -> int | None:
-        """The stream on which the caller's work on this CUDA device is queued."""
-        return None
-
-
-# ---- NumPy ----
-
-_NUMPY_DTYPES = {np.dtype(t): t for t in ("float32", "float16", "float64", "bool", "uint8", "int8", "int32", "int64")}
-
-
-def _numpy_dtype_name(dtype: Any, name: str) -> str:
-    found = _NUMPY_DTYPES.get(dtype)
-    if found is None:  # ml_dtypes' bfloat16 and float8 are known by their names
-        if not dtype.isnative:
-            raise BadArgument(f"{name} has dtype {dtype.str!r}: its byte order is not this machine's")
-        found = str(dtype.name)
-    return found
-
-
-def _element_strides(strides: tuple[int, ...], itemsize: int, name: str) -> tuple[int, ...]:
-    if any(stride % itemsize for stride in strides):
-        raise BadArgument(
-            f"{name} has strides of {strides} bytes: not multiples of its element size of {itemsize} bytes"
-        )
-    return tuple([stride // itemsize for stride in strides])
-
-
-class NumpyDoor(Door):
-    name = "NumPy"
-    plain = np.ndarray
-    address = operator.attrgetter("ctypes.data")
-    _facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
-    facts = property(operator.attrgetter("_facts"))
-
-    def describe(self, q, k, v, out):
-        facts = self._facts
-        return facts(q), facts(k), facts(v), None if out is None else facts(out)
-
-    def maker(self, like, result):
-        shape, dtype = result.shape, result.owner.dtype
-        return lambda array: np.empty(shape, dtype)
-
-    def view(self, array, name):
-        flags = array.flags
-        if not flags.aligned:
-            raise BadArgument(f"{name} is not aligned to its element size of {array.itemsize} bytes")
-        dtype = array.dtype
-        dtype_name = _NUMPY_DTYPES.get(dtype) or _numpy_dtype_name(dtype, name)
-        itemsize = dtype.itemsize
-        strides = tuple([stride // itemsize for stride in array.strides])  # aligned: each is a multiple
-        pointer = array.ctypes.data
-        return View(array, self, pointer, array.shape, strides, dtype_name, CPU, 0, flags.writeable)
-
-    def empty(self, like, shape, dtype):
-        array = np.empty(shape, like.owner.dtype if dtype == like.dtype else dtype)
-        return self.view(array, "out")
-
-    def full(self, like, shape, dtype, value):
-        view = self.empty(like, shape, dtype)
-        view.owner.fill(value)
-        return view
-
+from ._door import NUMPY, Door, View, _element_strides, _numpy_dtype_name, _synchronize
+from ._foreign import CudaArrayDoor, DLPackDoor, NumbaDoor
+from ._library import CPU, CUDA, BadArgument, Unsupported
 
 # ---- PyTorch ----
 
@@ -293,49 +162,6 @@ class CupyDoor(Door):
         return self.current_stream(views[0].index)
 
 
-# ---- the CUDA driver, for the doors whose framework does not speak of streams ----
-
-
-@functools.cache
-def _driver() -> ct.CDLL:
-    """libcuda, which the caller's framework has loaded already; the shared library itself does not link it."""
-    lib = ct.CDLL("libcuda.so.1")
-    lib.cuDevicePrimaryCtxRetain.argtypes = [ct.POINTER(ct.c_void_p), ct.c_int]
-    lib.cuCtxPushCurrent_v2.argtypes = [ct.c_void_p]
-    lib.cuCtxPopCurrent_v2.argtypes = [ct.POINTER(ct.c_void_p)]
-    lib.cuDevicePrimaryCtxRelease_v2.argtypes = [ct.c_int]
-    lib.cuStreamSynchronize.argtypes = [ct.c_void_p]
-    lib.cuPointerGetAttribute.argtypes = [ct.c_void_p, ct.c_int, ct.c_uint64]
-    return lib
-
-
-def _check_driver(status: int, what: str) -> None:
-    if status:
-        raise CudaError(f"{what} returned CUDA driver error {status}")
-
-
-def _synchronize(index: int, stream: int | None) -> None:
-    """Waits for a stream of a device, in the device's primary context (the one every framework uses)."""
-    driver, context = _driver(), ct.c_void_p()
-    _check_driver(driver.cuDevicePrimaryCtxRetain(ct.byref(context), index), "cuDevicePrimaryCtxRetain")
-    try:
-        _check_driver(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
-        try:
-            _check_driver(driver.cuStreamSynchronize(stream), "cuStreamSynchronize")
-        finally:
-            driver.cuCtxPopCurrent_v2(ct.byref(ct.c_void_p()))
-    finally:
-        driver.cuDevicePrimaryCtxRelease_v2(index)
-
-
-def _device_of(pointer: int) -> int:
-    """The CUDA device that owns an address."""
-    ordinal, device_ordinal_attribute = ct.c_int(), 9
-    status = _driver().cuPointerGetAttribute(ct.addressof(ordinal), device_ordinal_attribute, pointer)
-    _check_driver(status, "cuPointerGetAttribute")
-    return ordinal.value
-
-
 # ---- JAX ----
 
 
@@ -374,7 +200,7 @@ class JaxDoor(Door):
         dtype = like.owner.dtype if dtype == like.dtype else np.dtype(dtype)
         if like.device == CPU:
             host = np.full(shape, value, dtype)
-            view = _NUMPY.view(host, "out")
+            view = NUMPY.view(host, "out")
             view.owner, view.door = (host, list(like.owner.devices())[0]), self
             return view
         return self.view(self.jax.numpy.full(shape, value, dtype, device=list(like.owner.devices())[0]), "out")
@@ -387,206 +213,10 @@ class JaxDoor(Door):
         return view.owner
 
 
-# ---- anything with __cuda_array_interface__ or DLPack ----
-
-
-class ForeignDoor(Door):
-    """Arrays of a type we know nothing else about. Outputs come from the type's array-API namespace when it has one."""
-
-    def __init__(self, kind: type):
-        self.name = f"{kind.__module__}.{kind.__qualname__}"
-
-    def empty(self, like, shape, dtype):
-        namespace = getattr(like.owner, "__array_namespace__", None)
-        if namespace is None:
-            raise Unsupported(
-                f"{self.name} arrays on {like.place} do not say how to make another (no __array_namespace__): "
-                "pass out=, without return_lse and with a kernel that needs no workspace"
-            )
-        xp = namespace()
-        native = like.owner.dtype if dtype == like.dtype else getattr(xp, dtype)
-        return self.view(xp.empty(shape, dtype=native, device=like.owner.device), "out")
-
-    def full(self, like, shape, dtype, value):
-        view = self.empty(like, shape, dtype)
-        view.owner[...] = value
-        return view
-
-
-class CudaArrayDoor(ForeignDoor):
-    _names = {
-        "f4": "float32",
-        "f2": "float16",
-        "f8": "float64",
-        "b1": "bool",
-        "u1": "uint8",
-        "i1": "int8",
-        "i4": "int32",
-        "i8": "int64",
-    }
-
-    def view(self, array, name):
-        interface = array.__cuda_array_interface__
-        pointer, read_only = interface["data"]
-        code, shape = interface["typestr"], tuple(interface["shape"])
-        itemsize = int(code[2:])
-        dtype = (
-            getattr(getattr(array, "dtype", None), "name", None)
-            if code[1:] not in self._names
-            else self._names[code[1:]]
-        )
-        if code[0] == ">":
-            raise BadArgument(f"{name} has typestr {code!r}: its byte order is not this machine's")
-        strides = interface.get("strides")
-        if strides is None:
-            strides = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
-        else:
-            strides = _element_strides(tuple(strides), itemsize, name)
-        index = _device_of(pointer) if pointer else 0
-        return View(array, self, pointer or None, shape, strides, dtype or code, CUDA, index, not read_only)
-
-    def stream(self, views):
-        """The first array's stream; the work queued on the others' streams is waited for."""
-        streams = [view.owner.__cuda_array_interface__.get("stream") for view in views]
-        for view, stream in zip(views, streams, strict=True):
-            if stream is not None and stream != streams[0]:
-                _synchronize(view.index, stream)
-        return streams[0]
-
-
-class NumbaDoor(CudaArrayDoor):
-    def __init__(self, kind: type, cuda):
-        super().__init__(kind)
-        self.name, self.cuda = "Numba", cuda
-
-    def empty(self, like, shape, dtype):
-        with self.cuda.gpus[like.index]:
-            return self.view(self.cuda.device_array(shape, np.dtype(dtype)), "out")
-
-    def full(self, like, shape, dtype, value):
-        with self.cuda.gpus[like.index]:
-            return self.view(self.cuda.to_device(np.full(shape, value, np.dtype(dtype))), "out")
-
-
-class _DLTensor(ct.Structure):
-    """DLTensor of dlpack.h."""
-
-    _fields_ = [
-        ("data", ct.c_void_p),
-        ("device_type", ct.c_int32),
-        ("device_id", ct.c_int32),
-        ("ndim", ct.c_int32),
-        ("code", ct.c_uint8),
-        ("bits", ct.c_uint8),
-        ("lanes", ct.c_uint16),
-        ("shape", ct.POINTER(ct.c_int64)),
-        ("strides", ct.POINTER(ct.c_int64)),
-        ("byte_offset", ct.c_uint64),
-    ]
-
-
-class _DLManagedTensorVersioned(ct.Structure):
-    _fields_ = [
-        ("major", ct.c_uint32),
-        ("minor", ct.c_uint32),
-        ("manager_ctx", ct.c_void_p),
-        ("deleter", ct.c_void_p),
-        ("flags", ct.c_uint64),
-        ("tensor", _DLTensor),
-    ]
-
-
-_capsule_name = ct.pythonapi.PyCapsule_GetName
-_capsule_name.restype, _capsule_name.argtypes = ct.c_char_p, [ct.py_object]
-_capsule_pointer = ct.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype, _capsule_pointer.argtypes = ct.c_void_p, [ct.py_object, ct.c_char_p]
-
-
-class DLPackDoor(ForeignDoor):
-    """The capsule is borrowed: it stays unconsumed inside the view, and frees itself with it."""
-
-    _devices = {1: CPU, 3: CPU, 2: CUDA, 13: CUDA}  # host, pinned host, CUDA, CUDA managed
-    _dtypes = {
-        (2, 32): "float32",
-        (2, 16): "float16",
-        (4, 16): "bfloat16",
-        (2, 64): "float64",
-        (6, 8): "bool",
-        (1, 8): "uint8",
-    }
-    _dtypes |= {(0, 8): "int8", (0, 32): "int32", (0, 64): "int64", (10, 8): "float8_e4m3fn"}
-
-    def view(self, array, name):
-        kind = int(array.__dlpack_device__()[0])
-        if kind not in self._devices:
-            raise Unsupported(
-                f"{name} is on DLPack device type {kind}: only host memory (1, 3) and CUDA (2, 13) are served"
-            )
-        device = self._devices[kind]
-        legacy_default_stream = 1
-        stream = legacy_default_stream if device == CUDA else None
-        try:
-            capsule = array.__dlpack__(stream=stream, max_version=(1, 0))
-        except TypeError:  # a producer from before DLPack 1.0
-            capsule = array.__dlpack__(stream=stream)
-        title = _capsule_name(capsule)
-        if title == b"dltensor_versioned":
-            managed = _DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, title))
-            tensor, writable = managed.tensor, not managed.flags & 1
-        elif title == b"dltensor":
-            tensor, writable = _DLTensor.from_address(_capsule_pointer(capsule, title)), True
-        else:
-            raise BadArgument(f"{name}.__dlpack__() returned a capsule named {title!r}, not a fresh dltensor")
-        shape = tuple(tensor.shape[: tensor.ndim])
-        if tensor.strides:
-            strides = tuple(tensor.strides[: tensor.ndim])
-        else:
-            strides = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
-        dtype = self._dtypes.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
-        dtype = dtype or f"DLPack type (code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes)"
-        pointer = tensor.data + tensor.byte_offset if tensor.data else None
-        view = View(
-            (array, capsule),
-            self,
-            pointer,
-            shape,
-            strides,
-            dtype,
-            device,
-            tensor.device_id if device == CUDA else 0,
-            writable,
-        )
-        return view
-
-    def empty(self, like, shape, dtype):
-        array, _ = like.owner
-        if like.device == CPU and not hasattr(array, "__array_namespace__"):
-            try:  # bfloat16 is NumPy's only where ml_dtypes has been imported
-                host = np.empty(shape, dtype)
-            except TypeError:
-                raise Unsupported(
-                    f"{self.name} does not say how to make a {dtype} array, nor does NumPy without ml_dtypes: pass out="
-                ) from None
-            return _NUMPY.view(host, "out")
-        bare = View(
-            array, self, like.pointer, like.shape, like.strides, like.dtype, like.device, like.index, like.writable
-        )
-        return super().empty(bare, shape, dtype)
-
-    def full(self, like, shape, dtype, value):
-        view = self.empty(like, shape, dtype)
-        view.door.result(view)[...] = value
-        return view
-
-    def result(self, view):
-        return view.owner[0]
-
-
 # ---- which door an array takes ----
 
-_NUMPY = NumpyDoor()
 _doors: dict[type, Door] = {
-    np.ndarray: _NUMPY
+    np.ndarray: NUMPY
 }  # a type's door never changes, so threads may race to write the same entry
 _single_doors: dict[str, Door] = {}
 
@@ -607,7 +237,7 @@ def _find_door(array: Any, name: str) -> Door:
             f"{name} is a masked array, whose mask would be ignored: pass {name}.data, and the keys to skip as mask="
         )
     if isinstance(array, np.ndarray):
-        return _NUMPY
+        return NUMPY
     for module, attribute, make in (
         ("torch", "Tensor", TorchDoor),
         ("cupy", "ndarray", CupyDoor),

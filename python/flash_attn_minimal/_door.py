@@ -1,0 +1,188 @@
+"""What a door is and the View that it makes of an array; NumPy's door; the CUDA driver, for doors without streams."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ._library import CPU, DEVICES, BadArgument, CudaError
+
+
+class View:
+    """One array as the library sees it. `owner` keeps the memory alive for as long as the view lives."""
+
+    __slots__ = ("owner", "door", "pointer", "shape", "strides", "dtype", "device", "index", "writable")
+
+    def __init__(self, owner, door, pointer, shape, strides, dtype, device, index, writable):
+        self.owner = owner
+        self.door = door
+        self.pointer = pointer  # address of the first element; None or anything for an empty array
+        self.shape = shape
+        self.strides = strides  # in elements
+        self.dtype = dtype  # "float32", "bfloat16", ... whatever the framework's own name is
+        self.device = device  # CPU or CUDA
+        self.index = index  # CUDA device number; 0 on the CPU
+        self.writable = writable
+
+    @property
+    def place(self) -> str:
+        """`cpu` or `cuda:0`, for messages."""
+        return DEVICES[self.device] if self.device == CPU else f"{DEVICES[self.device]}:{self.index}"
+
+
+class Door:
+    """Interface of all doors; one instance serves all arrays of one framework.
+
+    The lower half is for _launch.py's shortcut for repeated calls; a door whose `plain` is None has no shortcut."""
+
+    name: str
+
+    def view(self, array: Any, name: str) -> View:
+        """Reads an array; `name` is the argument's, for messages."""
+        raise NotImplementedError
+
+    def empty(self, like: View, shape: tuple[int, ...], dtype: str) -> View:
+        """New uninitialised memory beside `like`."""
+        raise NotImplementedError
+
+    def full(self, like: View, shape: tuple[int, ...], dtype: str, value: float) -> View:
+        """The same, filled."""
+        raise NotImplementedError
+
+    def stream(self, views: list[View]) -> int | None:
+        """The CUDA stream on which the caller's work on these arrays is queued; None is the legacy default stream."""
+        return None
+
+    def result(self, view: View) -> Any:
+        """What the caller gets for an output."""
+        return view.owner
+
+    plain: type | None = None  # the framework's array class itself; subclasses take the long way
+    address: Callable[[Any], int]  # of the first element; a RuntimeError when there is none
+
+    def describe(self, q: Any, k: Any, v: Any, out: Any) -> tuple | None:
+        """Everything that `view` reads of arrays of the plain class (out may be None) but the address, hashable: arrays
+        with equal descriptions pass, or fail, the same checks. None: such arrays have no shortcut. No reference to an
+        array is kept in it."""
+        return None
+
+    def facts(self, array: Any) -> tuple | None:
+        """The same of one array."""
+        return None
+
+    def maker(self, like: View, result: View) -> Callable[[Any], Any]:
+        """A function that makes one more array like `result`, uninitialised, from an array described like `like`."""
+        raise NotImplementedError
+
+    def current_stream(self, index: int) -> int | None:
+        """The stream on which the caller's work on this CUDA device is queued."""
+        return None
+
+
+# ---- NumPy, the one framework that is always there ----
+
+_NUMPY_DTYPES = {np.dtype(t): t for t in ("float32", "float16", "float64", "bool", "uint8", "int8", "int32", "int64")}
+
+
+def _numpy_dtype_name(dtype: Any, name: str) -> str:
+    found = _NUMPY_DTYPES.get(dtype)
+    if found is None:  # ml_dtypes' bfloat16 and float8 are known by their names
+        if not dtype.isnative:
+            raise BadArgument(f"{name} has dtype {dtype.str!r}: its byte order is not this machine's")
+        found = str(dtype.name)
+    return found
+
+
+def _element_strides(strides: tuple[int, ...], itemsize: int, name: str) -> tuple[int, ...]:
+    if any(stride % itemsize for stride in strides):
+        raise BadArgument(
+            f"{name} has strides of {strides} bytes: not multiples of its element size of {itemsize} bytes"
+        )
+    return tuple([stride // itemsize for stride in strides])
+
+
+class NumpyDoor(Door):
+    name = "NumPy"
+    plain = np.ndarray
+    address = operator.attrgetter("ctypes.data")
+    _facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
+    facts = property(operator.attrgetter("_facts"))
+
+    def describe(self, q, k, v, out):
+        facts = self._facts
+        return facts(q), facts(k), facts(v), None if out is None else facts(out)
+
+    def maker(self, like, result):
+        shape, dtype = result.shape, result.owner.dtype
+        return lambda array: np.empty(shape, dtype)
+
+    def view(self, array, name):
+        flags = array.flags
+        if not flags.aligned:
+            raise BadArgument(f"{name} is not aligned to its element size of {array.itemsize} bytes")
+        dtype = array.dtype
+        dtype_name = _NUMPY_DTYPES.get(dtype) or _numpy_dtype_name(dtype, name)
+        itemsize = dtype.itemsize
+        strides = tuple([stride // itemsize for stride in array.strides])  # aligned: each is a multiple
+        pointer = array.ctypes.data
+        return View(array, self, pointer, array.shape, strides, dtype_name, CPU, 0, flags.writeable)
+
+    def empty(self, like, shape, dtype):
+        array = np.empty(shape, like.owner.dtype if dtype == like.dtype else dtype)
+        return self.view(array, "out")
+
+    def full(self, like, shape, dtype, value):
+        view = self.empty(like, shape, dtype)
+        view.owner.fill(value)
+        return view
+
+
+NUMPY = NumpyDoor()
+
+
+# ---- the CUDA driver, for the doors whose framework does not speak of streams ----
+
+
+@functools.cache
+def _driver() -> ct.CDLL:
+    """libcuda, which the caller's framework has loaded already; the shared library itself does not link it."""
+    lib = ct.CDLL("libcuda.so.1")
+    lib.cuDevicePrimaryCtxRetain.argtypes = [ct.POINTER(ct.c_void_p), ct.c_int]
+    lib.cuCtxPushCurrent_v2.argtypes = [ct.c_void_p]
+    lib.cuCtxPopCurrent_v2.argtypes = [ct.POINTER(ct.c_void_p)]
+    lib.cuDevicePrimaryCtxRelease_v2.argtypes = [ct.c_int]
+    lib.cuStreamSynchronize.argtypes = [ct.c_void_p]
+    lib.cuPointerGetAttribute.argtypes = [ct.c_void_p, ct.c_int, ct.c_uint64]
+    return lib
+
+
+def _check_driver(status: int, what: str) -> None:
+    if status:
+        raise CudaError(f"{what} returned CUDA driver error {status}")
+
+
+def _synchronize(index: int, stream: int | None) -> None:
+    """Waits for a stream of a device, in the device's primary context (the one every framework uses)."""
+    driver, context = _driver(), ct.c_void_p()
+    _check_driver(driver.cuDevicePrimaryCtxRetain(ct.byref(context), index), "cuDevicePrimaryCtxRetain")
+    try:
+        _check_driver(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+        try:
+            _check_driver(driver.cuStreamSynchronize(stream), "cuStreamSynchronize")
+        finally:
+            driver.cuCtxPopCurrent_v2(ct.byref(ct.c_void_p()))
+    finally:
+        driver.cuDevicePrimaryCtxRelease_v2(index)
+
+
+def _device_of(pointer: int) -> int:
+    """The CUDA device that owns an address."""
+    ordinal, device_ordinal_attribute = ct.c_int(), 9
+    status = _driver().cuPointerGetAttribute(ct.addressof(ordinal), device_ordinal_attribute, pointer)
+    _check_driver(status, "cuPointerGetAttribute")
+    return ordinal.value

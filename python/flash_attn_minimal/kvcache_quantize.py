@@ -1,0 +1,190 @@
+"""A cache that exists already, in 8 bits: quantize_kvcache."""
+
+from __future__ import annotations
+
+import ctypes as ct
+from typing import Any
+
+from . import _arrays
+from ._arrays import View
+from ._launch import _with_workspace
+from ._library import (
+    CACHE_DTYPES,
+    CPU,
+    DTYPES,
+    AttentionArgs,
+    BadArgument,
+    KVCacheArgs,
+    QuantizeArgs,
+    Unsupported,
+    load,
+)
+from ._pack import _ARGS_SIZE, _check_last_axis, _check_same_place, _integer, _option, _put_tensor
+
+_FACTORS = ("token", "entry", "head")
+_E4M3_MAX, _INT8_MAX = 448.0, 127.0
+
+
+def quantize_kvcache(
+    k_cache, v_cache, dtype="float8_e4m3fn", factors="token", *, k_scale=None, v_scale=None, num_threads=0
+):
+    """A cache of 16 or 32 bits as the 8-bit one that flash_attn_with_kvcache takes: values are about value8 * scale.
+
+    Arguments:
+        k_cache: (entries, seqlen_cache, nheads_k, headdim), or pages (pages, page_size, nheads_k, headdim), float32,
+            float16 or bfloat16, last axis contiguous. It is only read.
+        v_cache: (entries, seqlen_cache, nheads_k, headdim_v), the same dtype.
+        dtype: "float8_e4m3fn" or "int8".
+        factors: what shares a factor, which is the largest magnitude there over that of the dtype, 448 or 127:
+            "token": every head of every token has its own, (entries, seqlen_cache, nheads_k). The most accurate, and
+                whatever unused rows hold stays with them; 4 bytes more for a row.
+            "entry": a head of an entry, or of a page, (entries, 1, nheads_k).
+            "head": a head of the whole cache, (nheads_k,): the rows of all entries lie at one stride then.
+        k_scale, v_scale: factors to use instead, both, float32, (nheads_k,) or (entries, 1, nheads_k).
+        num_threads: for the CPU backend; 0 means $FLASH_ATTN_NUM_THREADS, else one per core.
+
+    All rows count, used or not: with "entry" or "head" fill those that are not yet used with zeros (or NaN) first.
+    Values round to the nearest, and saturate under given factors. Zeros stay zeros; where there is nothing else the
+    factor is a positive number without meaning. NaN does not count for a factor and stays NaN in float8_e4m3fn; int8
+    has none and stores -127. An infinity makes its factor infinite, and with it everything under that factor NaN or
+    infinite.
+
+    Returns k_cache8, v_cache8, k_scale, v_scale: new contiguous arrays, but given factors as they came.
+
+    Raises: as flash_attn_with_kvcache. NumPy knows float8_e4m3fn once ml_dtypes is imported; CuPy has int8 only.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal import flash_attn_with_kvcache, quantize_kvcache
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 50, 2, 64), dtype=np.float32)
+    >>> exact = flash_attn_with_kvcache(q, k, v)
+    >>> k8, v8, k_scale, v_scale = quantize_kvcache(k, v, "int8")
+    >>> out = flash_attn_with_kvcache(q, k8, v8, k_scale=k_scale, v_scale=v_scale)
+    >>> bool(np.abs(out - exact).max() < 0.02)
+    True
+    """
+    kv, vv = _arrays.view(k_cache, "k_cache"), _arrays.view(v_cache, "v_cache")
+    for name, view in (("k_cache", kv), ("v_cache", vv)):
+        if len(view.shape) != 4:
+            raise BadArgument(
+                f"{name} has shape {tuple(view.shape)}: expected (entries, seqlen_cache, nheads_k, headdim)"
+            )
+        if view.dtype not in DTYPES or view.dtype in CACHE_DTYPES:
+            raise BadArgument(f"{name} is {view.dtype}: expected float32, float16 or bfloat16")
+        _check_last_axis(name, view)
+    _check_same_place("v_cache", vv, "k_cache", kv)
+    if vv.dtype != kv.dtype or tuple(vv.shape[:3]) != tuple(kv.shape[:3]):
+        raise BadArgument(
+            f"v_cache is {vv.dtype} {tuple(vv.shape)}, but k_cache is {kv.dtype} {tuple(kv.shape)}: "
+            "all but headdim must agree"
+        )
+    if dtype not in CACHE_DTYPES:
+        raise BadArgument(f"dtype={dtype!r} is none of {', '.join(map(repr, CACHE_DTYPES))}")
+    if factors not in _FACTORS:
+        raise BadArgument(f"factors={factors!r} is none of {', '.join(map(repr, _FACTORS))}")
+    if (k_scale is None) != (v_scale is None):
+        names = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
+        raise BadArgument(f"{names[0]} is None and {names[1]} is not")
+    views = [kv, vv]
+    k8, v8 = _empty(kv, dtype), _empty(vv, dtype)
+    given = k_scale is not None
+    if given:
+        scales = [_given(views, n, s) for n, s in (("k_scale", k_scale), ("v_scale", v_scale))]
+    elif factors == "token":
+        scales = [kv.door.empty(kv, tuple(kv.shape[:3]), "float32") for _ in views]
+    else:
+        k_scale, v_scale = _largest("k_cache", kv, k8, factors, dtype), _largest("v_cache", vv, v8, factors, dtype)
+        scales = [_arrays.view(k_scale, "k_scale"), _arrays.view(v_scale, "v_scale")]
+    by_token = not given and factors == "token"
+    if 0 not in kv.shape and 0 not in vv.shape:
+        threads = _integer("num_threads", num_threads, -(2**31), 2**31 - 1)
+        _round(views, (k8, v8), scales, dtype, by_token, threads)
+    if by_token:
+        k_scale, v_scale = (view.door.result(view) for view in scales)
+    return k8.door.result(k8), v8.door.result(v8), k_scale, v_scale
+
+
+def _empty(like: View, dtype: str) -> View:
+    try:
+        return like.door.empty(like, tuple(like.shape), dtype)
+    except (TypeError, KeyError, AttributeError):
+        raise Unsupported(
+            f"{like.door.name} has no dtype {dtype} here (NumPy has it after `import ml_dtypes`)"
+        ) from None
+
+
+def _given(views: list[View], name: str, scale: Any) -> View:
+    entries, _, nheads_k, _ = views[0].shape
+    view = _option(views, name, scale, ("float32",))
+    if tuple(view.shape) not in ((nheads_k,), (entries, 1, nheads_k)):
+        raise BadArgument(
+            f"{name} has shape {tuple(view.shape)}: expected ({nheads_k},) or {(entries, 1, nheads_k)}; the factors of "
+            'tokens are not given (factors="token")'
+        )
+    return view
+
+
+def _largest(name: str, view: View, into: View, factors: str, dtype: str) -> Any:
+    """The factors of heads. The library has a function that finds them, and rounds to float8 on the way: to where the
+    rounded cache will be."""
+    entries, rows, nheads_k, headdim = view.shape
+    batch_stride, row_stride, head_stride, _ = view.strides
+    if factors == "head":
+        if entries > 1 and rows > 1 and batch_stride != rows * row_stride:
+            raise Unsupported(
+                f"{name} has strides {tuple(view.strides)}: factors='head' takes rows at one stride, "
+                f"{rows} x {row_stride} from entry to entry"
+            )
+        entries, rows, row_stride = 1, entries * rows, row_stride if rows > 1 else batch_stride
+    shape = (nheads_k,) if factors == "head" else (entries, 1, nheads_k)
+    descale = view.door.empty(view, shape, "float32")
+    args = QuantizeArgs()
+    args.struct_size = ct.sizeof(QuantizeArgs)
+    args.device, args.dtype = view.device, DTYPES[view.dtype]
+    args.batch, args.seqlen, args.nheads, args.headdim = entries, rows, nheads_k, headdim
+    width = nheads_k * headdim
+    for tensor, data, strides in (
+        ("x", view.pointer, (batch_stride, row_stride, head_stride)),
+        ("out", into.pointer, (rows * width, width, headdim)),
+    ):
+        setattr(args, f"{tensor}_data", data)
+        for axis, stride in zip(("batch", "row", "head"), strides, strict=True):
+            setattr(args, f"{tensor}_{axis}_stride", stride)
+    args.descale = descale.pointer
+    load().fa_quantize_fp8(args, view.door.stream([view]))
+    scale = view.door.result(descale)
+    return scale if dtype == "float8_e4m3fn" else scale * (_E4M3_MAX / _INT8_MAX)
+
+
+def _round(
+    views: list[View], caches: tuple[View, View], scales: list[View], dtype: str, by_token: bool, threads: int
+) -> None:
+    """All rows join the empty caches: a step of flash_attn_with_kvcache that has no queries."""
+    kv, vv = views[:2]
+    entries, rows, nheads_k, headdim = kv.shape
+    args, call = AttentionArgs(), KVCacheArgs()
+    args.struct_size, call.struct_size = _ARGS_SIZE, ct.sizeof(KVCacheArgs)
+    call.attention = ct.pointer(args)
+    args.device, args.dtype, args.num_threads = kv.device, DTYPES[kv.dtype], threads
+    args.batch, args.seqlen_q, args.nheads, args.headdim = entries, 0, nheads_k, headdim
+    args.seqlen_k, args.nheads_k, args.headdim_v = rows, nheads_k, vv.shape[-1]
+    args.kernel = b"cpu_naive" if kv.device == CPU else b"minimal"  # takes every cache; nothing of it is launched
+    _put_tensor(args, "q", kv)
+    for name, view in zip("kv", caches, strict=True):
+        _put_tensor(args, name, view)
+    _put_tensor(args, "out", caches[1])
+    call.cache_dtype, call.cache_batch, call.seqlen_new = CACHE_DTYPES[dtype], entries, rows
+    _put_tensor(call, "k_new", kv)
+    _put_tensor(call, "v_new", vv)
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        batch_stride, row_stride, head_stride = (0, 0, *scale.strides) if len(scale.shape) == 1 else scale.strides
+        setattr(call, f"{name}_data", scale.pointer)
+        setattr(call, f"{name}_batch_stride", batch_stride)
+        setattr(call, f"{name}_row_stride", (row_stride or 1) if by_token else 0)
+        setattr(call, f"{name}_head_stride", head_stride)
+    lib = load()
+    _with_workspace(
+        args,
+        views,
+        lambda stream: lib.fa_kvcache_attention(call, stream),
+        lambda plan: lib.fa_kvcache_query(call, plan),
+    )

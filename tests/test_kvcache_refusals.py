@@ -1,0 +1,156 @@
+"""Calls with a cache that are refused, each for its own reason, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flash_attn_minimal as fa
+
+
+def small(**change) -> dict[str, Any]:
+    """A call that works, on the CPU, with changes."""
+    call = {
+        "q": np.zeros((2, 1, 4, 16), np.float32),
+        "k_cache": np.zeros((3, 20, 2, 16), np.float32),
+        "v_cache": np.zeros((3, 20, 2, 8), np.float32),
+        "cache_seqlens": np.array([5, 19], np.int32),
+    }
+    return {**call, **change}
+
+
+def appending(**change) -> dict[str, Any]:
+    new = {"k": np.zeros((2, 1, 2, 16), np.float32), "v": np.zeros((2, 1, 2, 8), np.float32)}
+    return small(**{**new, **change})
+
+
+def paged(**change) -> dict[str, Any]:
+    return small(**{"block_table": np.array([[0, 99], [1, 2]], np.int32), **change})
+
+
+def int8(**change) -> dict[str, Any]:
+    cache = {f"{n}_cache": np.zeros((3, 20, 2, d), np.int8) for n, d in (("k", 16), ("v", 8))}
+    return small(**{**cache, "k_scale": np.ones(2, np.float32), "v_scale": np.ones(2, np.float32), **change})
+
+
+def rotating(**change) -> dict[str, Any]:
+    tables = {"rotary_cos": np.ones((20, 4), np.float32), "rotary_sin": np.zeros((20, 4), np.float32)}
+    return appending(**{**tables, **change})
+
+
+def shared(call: dict[str, Any]) -> dict[str, Any]:
+    return {**call, "v_cache": call["k_cache"][..., :8]}
+
+
+def read_only(*shape):
+    x = np.zeros(shape, np.float32)
+    x.flags.writeable = False
+    return x
+
+
+def lengths(*values):
+    return np.array(values, np.int32)
+
+
+f4 = np.float32
+REFUSED = [
+    (small(q=np.zeros((2, 4, 16), f4)), r"q has shape \(2, 4, 16\)"),
+    (small(q=np.zeros((2, 1, 4, 16))), "q is float64: expected float32, float16 or bfloat16"),
+    (small(k_cache=np.zeros((20, 2, 16), f4)), r"k_cache has shape \(20, 2, 16\): expected \(entries, seqlen_cache"),
+    (small(k_cache=np.zeros((3, 20, 2, 24), f4)), r"k_cache has shape .* headdim must agree"),
+    (small(v_cache=np.zeros((3, 19, 2, 8), f4)), r"v_cache has shape .* all but headdim must agree"),
+    (small(v_cache=np.zeros((3, 20, 2, 0), f4)), "headdim_v=0 is outside 1 .. 512"),
+    (small(v_cache=np.zeros((3, 20, 2, 513), f4)), "headdim_v=513 is outside 1 .. 512"),
+    (small(k_cache=np.zeros((3, 20, 2, 16), np.float16)), "k_cache is float16, v_cache is float32: expected"),
+    (small(k_cache=np.zeros((3, 20, 2, 32), f4)[..., ::2]), "k_cache has stride 2 along its last axis"),
+    (small(k_cache=np.zeros((3, 20, 3, 16), f4), v_cache=np.zeros((3, 20, 3, 8), f4)), "nheads=4 is not a multiple of"),
+    (small(k_cache=np.zeros((1, 20, 2, 16), f4), v_cache=np.zeros((1, 20, 2, 8), f4)), "cache_batch=1 is below batch"),
+    (small(q=np.zeros((2, 1, 4, 577), f4), k_cache=np.zeros((3, 20, 2, 577), f4)), "headdim=577 is outside 1 .. 576"),
+    (shared(rotating()), "is k.data: values that are columns of the keys"),
+    (shared(int8(k=np.zeros((2, 1, 2, 16), f4), v=np.zeros((2, 1, 2, 8), f4))), "is k.data: values that are columns"),
+    (small(cache_seqlens=np.array([5, 19])), "cache_seqlens is int64: expected int32"),
+    (small(cache_seqlens=lengths(5, 6, 7)), r"cache_seqlens has shape \(3,\): expected \(2,\)"),
+    (small(cache_seqlens=lengths(1, 2, 3, 4)[::2]), "cache_seqlens has stride 2"),
+    (small(cache_seqlens=lengths(5, 21)), r"cache_seqlens\[1\]=21 and seqlen_new=0 are more than the 20 keys"),
+    (small(cache_seqlens=21), "cache_seqlens=21 and 0 new keys are more than the 20 keys of a cache entry"),
+    (small(cache_seqlens=-1), "cache_seqlens=-1 is outside 0"),
+    (small(cache_seqlens=True), "cache_seqlens is a builtins.bool"),
+    (small(cache_seqlens=5.0), "cache_seqlens is a builtins.float"),
+    (appending(cache_seqlens=lengths(5, 20)), r"cache_seqlens\[1\]=20 and seqlen_new=1 are more than the 20 keys"),
+    (appending(cache_seqlens=20), "cache_seqlens=20 and 1 new keys are more than the 20 keys"),
+    (appending(k=None), "k is None and v is not"),
+    (appending(v=None), "v is None and k is not"),
+    (appending(k=np.zeros((2, 1, 2, 8), f4)), r"k has shape \(2, 1, 2, 8\): expected \(2, seqlen_new, 2, 16\)"),
+    (appending(v=np.zeros((2, 2, 2, 8), f4)), "seqlen_new must agree"),
+    (appending(k=np.zeros((2, 1, 2, 16), np.float16)), "k is float16: expected float32"),
+    (appending(k=np.zeros((2, 21, 2, 16), f4), v=np.zeros((2, 21, 2, 8), f4)), "seqlen_new=21 is above seqlen_k=20"),
+    (appending(k_cache=read_only(3, 20, 2, 16)), "k_cache is a read-only NumPy array"),
+    (appending(v_cache=read_only(3, 20, 2, 8)), "v_cache is a read-only NumPy array"),
+    (appending(v_cache=np.broadcast_to(np.zeros(8, f4), (3, 20, 2, 8))), "v_cache is a read-only NumPy array"),
+    (small(cache_batch_idx=lengths(0, 3)), r"cache_batch_idx\[1\]=3 is outside 0 .. 2, the entries of the cache"),
+    (small(cache_batch_idx=lengths(-1, 0)), r"cache_batch_idx\[0\]=-1 is outside 0 .. 2"),
+    (small(cache_batch_idx=lengths(0)), r"cache_batch_idx has shape \(1,\): expected \(2,\)"),
+    (paged(cache_batch_idx=lengths(0, 1)), "cache_batch_idx and block_table are both set"),
+    (paged(block_table=lengths(0, 1)), r"block_table has shape \(2,\): expected \(2, pages of a sequence\)"),
+    (paged(block_table=np.zeros((2, 2))), "block_table is float64: expected int32"),
+    (paged(block_table=np.array([[0], [3]], np.int32)), r"block_table\[1\]\[0\]=3 is outside 0 .. 2, the pages"),
+    (paged(block_table=np.array([[-1], [1]], np.int32)), r"block_table\[0\]\[0\]=-1 is outside 0 .. 2, the pages"),
+    (paged(cache_seqlens=lengths(21, 1)), r"block_table\[0\]\[1\]=99 is outside 0 .. 2"),
+    (paged(cache_seqlens=lengths(5, 41)), r"cache_seqlens\[1\]=41 and seqlen_new=0 are more than the 40 keys"),
+    (paged(k_cache=np.zeros((3, 0, 2, 16), f4), v_cache=np.zeros((3, 0, 2, 8), f4)), "a page has at least one row"),
+    (small(k_scale=np.ones(2, f4)), "k_scale.data is set, but only an 8-bit cache has factors"),
+    (int8(k_scale=None), "k_scale.data is NULL: an 8-bit cache needs the factors of k and v"),
+    (int8(v_scale=None), "v_scale.data is NULL"),
+    (int8(k_scale=np.ones(2)), "k_scale is float64: expected float32"),
+    (int8(k_scale=np.ones((3, 20), f4)), r"k_scale has shape \(3, 20\): expected \(2,\), \(3, 1, 2\) or \(3, 20, 2\)"),
+    (int8(v_cache=np.zeros((3, 20, 2, 8), f4)), "k_cache is int8, v_cache is float32"),
+    (int8(k=np.zeros((2, 1, 2, 16), f4), v=np.zeros((2, 1, 2, 8), f4), k_scale=read_only(3, 20, 2), cache_seqlens=4),
+     "k_scale is a read-only NumPy array"),
+    (rotating(rotary_sin=None), "rotary_sin is None and rotary_cos is not"),
+    (rotating(rotary_sin=np.zeros((20, 3), f4)), "rotary_sin is float32 .*, but rotary_cos is"),
+    (rotating(rotary_cos=np.ones((20, 4))), "rotary_cos is float64: expected float32"),
+    (rotating(rotary_cos=np.ones((20, 8), f4)[:, ::2]), "rotary_cos has strides .* it must be contiguous"),
+    (rotating(rotary_cos=np.ones((20, 9), f4), rotary_sin=np.ones((20, 9), f4)), "rotary_dim=18 is not an even number"),
+    (rotating(rotary_cos=np.ones((0, 4), f4), rotary_sin=np.ones((0, 4), f4)), "rotary_rows=0 is below 1"),
+    (rotating(rotary_interleaved=2), "rotary_interleaved=2 is neither True nor False"),
+    (rotating(k=None, v=None), "only a call that appends keys rotates"),
+    (small(num_splits=257), "num_splits=257 is outside 0 .. 256"),
+    (small(num_splits=-1), "num_splits=-1 is outside 0 .. 256"),
+    (small(batch_invariant=3), "batch_invariant=3 is neither True nor False"),
+    (small(causal="yes"), "causal='yes' is neither True nor False"),
+    (small(out=np.zeros((2, 1, 4, 16), f4)), r"out is float32 \(2, 1, 4, 16\): expected float32 \(2, 1, 4, 8\)"),
+    (small(out=read_only(2, 1, 4, 8)), "out is a read-only NumPy array"),
+    (small(kernel="no_such"), "no_such"),
+    (small(num_threads=5000), "num_threads=5000 is outside 0 .. 4096"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
+def test_refused(call, text):
+    """Nothing is written by a call that is refused, and the query says the same of what needs no contents."""
+    before = {name: x.copy() for name, x in call.items() if isinstance(x, np.ndarray)}
+    with pytest.raises((fa.BadArgument, fa.Unsupported), match=text):
+        fa.flash_attn_with_kvcache(**call)
+    for name, x in before.items():
+        np.testing.assert_array_equal(call[name], x)
+
+
+def test_left_padding_is_refused():
+    with pytest.raises(fa.Unsupported, match="cache_leftpad is set"):
+        fa.flash_attn_with_kvcache(**small(cache_leftpad=lengths(0, 0)))
+
+
+def test_the_small_calls_work():
+    """So that each refusal above is for its own reason."""
+    for call in (small(), appending(cache_seqlens=lengths(5, 19)), paged(), int8(), rotating()):
+        out, lse = fa.flash_attn_with_kvcache(**call, return_softmax_lse=True)
+        assert out.shape == (2, 1, 4, 8) and lse.shape == (2, 4, 1) and np.isfinite(lse).all()
+
+
+def test_the_query_needs_no_contents():
+    plan = fa.kvcache_query(**paged(), kernel="cpu_portable")
+    assert (plan.status, plan.kernel, plan.error) == ("FA_OK", "cpu_portable", "")
+    assert plan.workspace_bytes > 0
+    assert fa.kvcache_query(**small(num_splits=300)).error == "num_splits=300 is outside 0 .. 256"
