@@ -32,6 +32,11 @@ namespace {
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int kLaneThreads = 32 * kLaneWarps, kMostCluster = 16;
 
+__device__ __forceinline__ uint4 load_shared_bits(uint32_t shared) {
+    const float4 x = load_shared_16(shared);
+    return make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w));
+}
+
 template <typename T>
 __device__ __forceinline__ void widen_16_bytes(float (&to)[16 / sizeof(T)], uint4 bits) {
     const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -42,18 +47,23 @@ __device__ __forceinline__ void widen_16_bytes(float (&to)[16 / sizeof(T)], uint
     }
 }
 
-// The first or the second half of an array.
-template <int kHalf, int kCount, int kParts>
-__device__ __forceinline__ auto half_of(uint4 (&x)[kCount][kParts]) -> uint4 (&)[kCount / 2][kParts] {
-    return reinterpret_cast<uint4(&)[kCount / 2][kParts]>(x[kHalf * (kCount / 2)]);
-}
+// How a row of K or V lies in a warp: elements of a copy, copies of a lane, lanes of a key, keys of a pass.
+template <typename T, int kD>
+struct LaneShape {
+    static constexpr int kVec = 16 / int(sizeof(T)), kParts = kD > 32 * kVec ? kD / (32 * kVec) : 1;
+    static constexpr int kLanes = kD / kVec / kParts, kKeys = 32 / kLanes;
+    static_assert(kLanes * kKeys == 32, "lanes share keys evenly");
+    static constexpr int kAtOnce = kParts > 1 ? 1 : 2, kGroups = 3;  // passes of a group, groups on their way
+    static constexpr uint32_t kGroupBytes = kAtOnce * 2 * kParts * kLaneThreads * 16;
+};
 
 // The layout of a block's shared memory, in bytes.
 template <typename T, int kD, int kRows>
 struct LaneMemory {
-    uint32_t added, o, received, bytes;
+    uint32_t q, added, o, received, bytes;
     __host__ __device__ LaneMemory(int rows, int cluster) {
-        added = rows * kD * 4;
+        q = LaneShape<T, kD>::kGroups * LaneShape<T, kD>::kGroupBytes;
+        added = q + rows * kD * 4;
         o = added + 2 * kD * uint32_t(sizeof(T));
         received = o + kLaneWarps * kRows * kD * 4;
         bytes = received + (cluster > 0 ? (rows + cluster - 1) / cluster * cluster * kD * 4 : 0);
@@ -87,11 +97,10 @@ __device__ __forceinline__ const LaneParams& decode_of(const LaneParams& params)
 template <typename T, int kD, int kRows, bool kCluster>
 __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2)
     decode_lanes_kernel(const __grid_constant__ std::conditional_t<kCluster, LaneParams, LaneSegments> params) {
-    constexpr int kVec = 16 / int(sizeof(T)), kParts = kD > 32 * kVec ? kD / (32 * kVec) : 1;  // elements of a load, loads of a lane
-    constexpr int kLanes = kD / kVec / kParts, kKeys = 32 / kLanes, kDims = kVec * kParts;     // lanes of a key, keys of a warp's pass
-    constexpr int kDepth = kParts > 1 || (kRows > 1 && !kCluster) ? 2 : 4, kAtOnce = kDepth / 2;  // passes on their way, and of a softmax
+    using Shape = LaneShape<T, kD>;
+    constexpr int kVec = Shape::kVec, kParts = Shape::kParts, kLanes = Shape::kLanes, kKeys = Shape::kKeys, kDims = kVec * kParts;
+    constexpr int kAtOnce = Shape::kAtOnce, kGroups = Shape::kGroups;
     constexpr bool kQueryInRegisters = kRows == 1;
-    static_assert(kLanes * kKeys == 32 && kDepth >= 1, "lanes share keys evenly");
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float2 stat_of[kLaneWarps][kRows];                                 // maximum and sum of each warp's rows
     __shared__ float2 sent_of[kCluster ? kLaneWarps * kRows + kMostCluster : 1];  // of each block's
@@ -102,8 +111,9 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2)
     const int column = lane % kLanes * kVec;  // of part 0; part x is kLanes * kVec further
     const int cluster = kCluster ? 1 << p.cluster_log : 0, rank = kCluster ? int(cluster_rank()) : 0;
     const LaneMemory<T, kD, kRows> memory(p.tile_rows, cluster);
-    float* const q_tile = reinterpret_cast<float*>(shared);
+    float* const q_tile = reinterpret_cast<float*>(shared + memory.q);
     T* const added_k = reinterpret_cast<T*>(shared + memory.added);
+    const uint32_t ring = shared_address(shared) + 16 * threadIdx.x, added_row_at = shared_address(added_k);
     float* const o_tile = reinterpret_cast<float*>(shared + memory.o);
     const float* const received = reinterpret_cast<const float*>(shared + memory.received);
     const uint32_t barrier = shared_address(&received_all);
@@ -157,34 +167,35 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2)
             end_key = min((first_tile + segment.end) << d.tile_shift, end);
         }
 
-        // ---- loads: pass i of this lane ----
+        // ---- copies: group g of this lane's keys, each thread to places of its own that no other reads ----
         const T* const k = static_cast<const T*>(p.k.data) + entry_read * p.k.batch + head_k * p.k.head + column;
         const T* const v = static_cast<const T*>(p.v.data) + entry_read * p.v.batch + head_k * p.v.head + column;
         const int row_warp = warp & (row_warps - 1), key_step = kKeys << p.key_warps_log;
         const int own_key = first_key + (warp >> (3 - p.key_warps_log)) * kKeys + lane / kLanes;
-        uint4 K[kDepth][kParts], V[kDepth][kParts];
-        int page[kDepth];  // of those keys
-        const auto find = [&](int pass) {
-            if (!p.block_table) return;
+        const auto key_of = [&](int g, int i) { return own_key + (g * kAtOnce + i) * key_step; };
+        int page[kAtOnce] = {};  // of the group that is copied next
+        const auto find = [&](int g) {
 #pragma unroll
-            for (int i = 0; i < kDepth; ++i) {
-                const int key = own_key + (pass + i) * key_step;
-                page[i] = key < end_key ? clamp_to(p.block_table[b * p.table_row + p.page.divide(key)], 0, p.entries - 1) : 0;
-            }
+            for (int i = 0; i < kAtOnce; ++i)
+                if (const int key = key_of(g, i); p.block_table && key < end_key)
+                    page[i] = clamp_to(p.block_table[b * p.table_row + p.page.divide(key)], 0, p.entries - 1);
         };
-        const auto load = [&](uint4(&to)[kDepth][kParts], const T* from, const TensorView& view, int columns, int pass) {
+        const auto copy = [&](int g, int slot) {
+            const uint32_t to = ring + slot * Shape::kGroupBytes;
 #pragma unroll
-            for (int i = 0; i < kDepth; ++i) {
-                const int key = own_key + (pass + i) * key_step;
-                const T* at = from;
-                if (p.block_table) at += page[i] * view.batch + p.page.remainder(key, p.page.divide(key)) * view.row;
-                else at += key * view.row;
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int key = key_of(g, i), row = p.block_table ? p.page.remainder(key, p.page.divide(key)) : key;
+                const T* const from_k = k + (page[i] * p.k.batch + row * p.k.row);
+                const T* const from_v = v + (page[i] * p.v.batch + row * p.v.row);
 #pragma unroll
                 for (int x = 0; x < kParts; ++x) {
-                    const bool is = key < end_key && column + x * kLanes * kVec < columns;
-                    to[i][x] = is ? *reinterpret_cast<const uint4*>(at + x * kLanes * kVec) : make_uint4(0, 0, 0, 0);
+                    const int c = x * kLanes * kVec;
+                    const bool is_k = key < end_key && column + c < p.headdim, is_v = key < end_key && column + c < p.headdim_v;
+                    cp_async_16(to + ((i * 2 + 0) * kParts + x) * kLaneThreads * 16, is_k ? from_k + c : k, is_k ? 16 : 0);
+                    cp_async_16(to + ((i * 2 + 1) * kParts + x) * kLaneThreads * 16, is_v ? from_v + c : v, is_v ? 16 : 0);
                 }
             }
+            find(g + 1);
         };
 
         // ---- this warp's rows ----
@@ -323,8 +334,10 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2)
                 for (int i = 0; i < kAtOnce; ++i) next = fmaxf(next, S[i][j]);
                 const float factor = exp2_approx(row_max[j] - next);
                 row_max[j] = next, row_sum[j] *= factor;
+                if (__any_sync(~0u, factor != 1)) {
 #pragma unroll
-                for (int c = 0; c < kDims; ++c) O[j][c] *= factor;
+                    for (int c = 0; c < kDims; ++c) O[j][c] *= factor;
+                }
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) row_sum[j] += S[i][j] = exp2_approx(S[i][j] - next);
             }
@@ -343,41 +356,41 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2)
                 }
         };
 
-        // ---- the keys: the next ones are on their way while these are attended to; last, by one warp for each row, the new one ----
+        // ---- the keys; last, by one warp for each row, the new one ----
         const int passes = end_key > first_key ? (end_key - first_key + key_step - 1) / unsigned(key_step) : 0;
-        const int last = (passes + kDepth - 1) / kDepth * kDepth;  // the pass of the new key
+        const int groups = (passes + kAtOnce - 1) / kAtOnce;
         const bool sees_added = adds && lane < kLanes && warp < row_warps && count > begin && count <= end;
+        find(0);
+        int slot = 0;
 #pragma unroll 1
-        for (int pass = -kDepth; pass < last + adds; pass += kDepth) {
-            const bool whole = pass < last;  // else the new key alone
-            const int key0 = whole ? own_key + pass * key_step : count - 1, key_end = whole ? end_key : sees_added ? count : 0;
-            float S[2][kAtOnce][kRows];
-            if (pass >= 0) scores(S[0], half_of<0>(K), key0, key_end);
-            const bool second = pass >= 0 && pass + kAtOnce < passes;
-            if (second) scores(S[1], half_of<1>(K), key0 + kAtOnce * key_step, key_end);
-            if (pass + kDepth < passes) {
-                find(pass + kDepth);
-                load(K, k, p.k, p.headdim, pass + kDepth);
-            }
-            if (pass >= 0) {
-                softmax(S[0]);
-                add_values(S[0], half_of<0>(V));
-            }
-            if (second) {
-                softmax(S[1]);
-                add_values(S[1], half_of<1>(V));
-            }
-            if (pass + kDepth < passes) load(V, v, p.v, p.headdim_v, pass + kDepth);
-            if (pass < 0) stage();
-            if (pass + kDepth == last && adds) {
+        for (int g = -kGroups; g < groups + adds; ++g) {
+            if (g >= 0) {
+                cp_async_wait_group<kGroups - 1>();
+                const bool whole = g < groups;  // else the new key alone
+                uint32_t from = ring + slot * Shape::kGroupBytes, part_step = kLaneThreads * 16;
+                if (!whole) from = added_row_at + column * uint32_t(sizeof(T)), part_step = kLanes * 16;
+                const uint32_t v_from = from + (whole ? kParts * part_step : kD * uint32_t(sizeof(T)));
+                uint4 part[kAtOnce][kParts];
+                const auto load = [&](uint32_t at) {
 #pragma unroll
-                for (int x = 0; x < kParts; ++x) {
-                    K[0][x] = *reinterpret_cast<const uint4*>(added_k + column + x * kLanes * kVec);
-                    V[0][x] = *reinterpret_cast<const uint4*>(added_k + kD + column + x * kLanes * kVec);
+                    for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
-                    for (int i = 1; i < kAtOnce; ++i) V[i][x] = make_uint4(0, 0, 0, 0);  // of keys that nobody sees
-                }
+                        for (int x = 0; x < kParts; ++x) {
+                            part[i][x] = make_uint4(0, 0, 0, 0);
+                            if (whole || i == 0) part[i][x] = load_shared_bits(at + (i * 2 * kParts + x) * part_step);
+                        }
+                };
+                float S[kAtOnce][kRows];
+                load(from);
+                scores(S, part, whole ? key_of(g, 0) : count - 1, whole ? end_key : sees_added ? count : 0);
+                softmax(S);
+                load(v_from);
+                add_values(S, part);
             }
+            if (g + kGroups < groups) copy(g + kGroups, slot);
+            cp_async_commit();
+            slot = slot + 1 == kGroups ? 0 : slot + 1;
+            if (g == -1) stage();
         }
 
         // ---- the lanes of a column, then the warps ----
