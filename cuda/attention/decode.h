@@ -15,12 +15,6 @@ inline bool decode_bytes(const AttentionParams& p) { return p.cache.entries && p
 
 constexpr int kLaneWarps = 8;  // of a block of decode_lanes.cuh, which has 1 or 4 rows a warp
 
-// What decode_lanes.cuh is given: with a cluster it does what append says, else that is empty or done.
-struct DecodeStep {
-    DecodeParams decode;
-    AppendParams append;
-};
-
 // Blocks for each key head whose results meet in shared memory; 0: the keys are cut by the schedule, and partial results merged.
 inline int decode_cluster(const AttentionParams& p, const DecodeDevice& device) {
     constexpr int kMost = 16;
@@ -73,6 +67,7 @@ inline DecodeParams decode_plan(const AttentionParams& p, const DecodeDevice& de
     d.least_tiles = p.cache.num_splits > 0 ? 1 : kInvariantTiles;
     const int most = p.cache.num_splits > 0 ? p.cache.num_splits : kInvariantPieces;
     d.pieces = !d.uniform ? int(line < blocks ? line : blocks) : int(most < tiles ? most : tiles);
+    d.page = divisor_of(p.cache.page_size > 0 ? p.cache.page_size : 1), d.group = divisor_of(p.group), d.units = divisor_of(d.heads());
     d.combines = !d.cluster && tiles > 1 && d.pieces > 1;
     return d;
 }
@@ -84,8 +79,9 @@ inline int64_t decode_blocks(const DecodeParams& d, const DecodeDevice& device) 
     return work < most ? work : most;
 }
 
-cudaError_t decode_lanes(const DecodeStep& step, const DecodeDevice& device, cudaStream_t stream);
-cudaError_t decode_lanes_16bit(const DecodeStep& step, const DecodeDevice& device, cudaStream_t stream);
+// With `append`, for which there is a cluster, the kernel does what kvcache_append would have done.
+cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream);
+cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream);
 cudaError_t decode_split_8bit(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
 cudaError_t decode_combine(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
 

@@ -3,9 +3,9 @@
 
 namespace fa {
 
-cudaError_t decode_lanes(const DecodeStep& step, const DecodeDevice& device, cudaStream_t stream) {
-    return step.decode.attention.dtype == DType::kFloat32 ? launch_lanes<float>(step, device, stream)
-                                                          : decode_lanes_16bit(step, device, stream);
+cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream) {
+    return d.attention.dtype == DType::kFloat32 ? launch_lanes<float>(d, append, device, stream)
+                                                : decode_lanes_16bit(d, append, device, stream);
 }
 
 }  // namespace fa

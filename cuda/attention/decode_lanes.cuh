@@ -14,7 +14,7 @@
 // d)
 #pragma once
 
-#include "attention/decode.h"
+#include "attention/decode_lanes.h"
 #include "attention/general_scores.cuh"
 #include "attention/kvcache_append.h"
 #include "device/cluster.cuh"
@@ -32,6 +32,11 @@ namespace {
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int kLaneThreads = 32 * kLaneWarps, kMostCluster = 16;
 
+__device__ __forceinline__ uint4 load_shared_bits(uint32_t shared) {
+    const float4 x = load_shared_16(shared);
+    return make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w));
+}
+
 template <typename T>
 __device__ __forceinline__ void widen_16_bytes(float (&to)[16 / sizeof(T)], uint4 bits) {
     const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -42,116 +47,164 @@ __device__ __forceinline__ void widen_16_bytes(float (&to)[16 / sizeof(T)], uint
     }
 }
 
+// How a row of K or V lies in a warp: elements of a copy, copies of a lane, lanes of a key, keys of a pass.
+template <typename T, int kD>
+struct LaneShape {
+    static constexpr int kVec = 16 / int(sizeof(T)), kParts = kD > 32 * kVec ? kD / (32 * kVec) : 1;
+    static constexpr int kLanes = kD / kVec / kParts, kKeys = 32 / kLanes;
+    static_assert(kLanes * kKeys == 32, "lanes share keys evenly");
+    static constexpr int kAtOnce = kParts > 1 ? 1 : 2, kGroups = 3;  // passes of a group, groups on their way
+    static constexpr uint32_t kGroupBytes = kAtOnce * 2 * kParts * kLaneThreads * 16;
+};
+
 // The layout of a block's shared memory, in bytes.
 template <typename T, int kD, int kRows>
 struct LaneMemory {
-    uint32_t added, o, received, bytes;
+    uint32_t q, added, o, received, bytes;
     __host__ __device__ LaneMemory(int rows, int cluster) {
-        added = rows * kD * 4;
+        q = LaneShape<T, kD>::kGroups * LaneShape<T, kD>::kGroupBytes;
+        added = q + rows * kD * 4;
         o = added + 2 * kD * uint32_t(sizeof(T));
         received = o + kLaneWarps * kRows * kD * 4;
-        bytes = received + (cluster > 1 ? (rows + cluster - 1) / cluster * cluster * kD * 4 : 0);
+        bytes = received + (cluster > 0 ? (rows + cluster - 1) / cluster * cluster * kD * 4 : 0);
     }
 };
 
-// The work of a block of a cluster: one unit, of which the cluster's blocks have a piece each.
+// Without a cluster a block's work are segments of the schedule.
+struct LaneSegments {
+    LaneParams lanes;
+    DecodeParams decode;
+};
+__device__ __forceinline__ const LaneParams& lanes_of(const LaneParams& params) { return params; }
+__device__ __forceinline__ const LaneParams& lanes_of(const LaneSegments& params) { return params.lanes; }
+__device__ __forceinline__ const DecodeParams& decode_of(const LaneSegments& params) { return params.decode; }
+
+// With a cluster it is a piece of one unit.
 class ClusterUnit {
 public:
-    __device__ __forceinline__ explicit ClusterUnit(const DecodeParams&) {}
-    __device__ __forceinline__ bool next(const DecodeParams& d, Segment& segment) {
-        const int unit = blockIdx.x / d.cluster;
-        segment = {unit / d.heads(), unit % d.heads(), 0, 0, -1};
+    __device__ __forceinline__ explicit ClusterUnit(const LaneParams&) {}
+    __device__ __forceinline__ bool next(const LaneParams& p, Segment& segment) {
+        const int unit = blockIdx.x >> p.cluster_log, b = p.units.divide(unit);
+        segment = {b, p.units.remainder(unit, b), 0, 0, -1};
         return left_-- > 0;
     }
 
 private:
     int left_ = 1;
 };
+__device__ __forceinline__ const LaneParams& decode_of(const LaneParams& params) { return params; }
 
 template <typename T, int kD, int kRows, bool kCluster>
-__global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2) decode_lanes_kernel(const __grid_constant__ DecodeStep step) {
-    constexpr int kVec = 16 / int(sizeof(T)), kParts = kD > 32 * kVec ? kD / (32 * kVec) : 1;  // elements of a load, loads of a lane
-    constexpr int kLanes = kD / kVec / kParts, kKeys = 32 / kLanes, kDims = kVec * kParts;     // lanes of a key, keys of a warp's pass
-    constexpr int kDepth = kRows == 1 ? 4 / kParts : kParts > 1 || sizeof(T) == 2 ? 2 : 3;  // passes on their way together
+__global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2)
+    decode_lanes_kernel(const __grid_constant__ std::conditional_t<kCluster, LaneParams, LaneSegments> params) {
+    using Shape = LaneShape<T, kD>;
+    constexpr int kVec = Shape::kVec, kParts = Shape::kParts, kLanes = Shape::kLanes, kKeys = Shape::kKeys, kDims = kVec * kParts;
+    constexpr int kAtOnce = Shape::kAtOnce, kGroups = Shape::kGroups;
     constexpr bool kQueryInRegisters = kRows == 1;
-    static_assert(kLanes * kKeys == 32 && kDepth >= 1, "lanes share keys evenly");
     extern __shared__ __align__(16) unsigned char shared[];
-    __shared__ float2 stat_of[kLaneWarps][kRows];                                // maximum and sum of each warp's rows
-    __shared__ float2 sent_of[kCluster ? kLaneWarps * kRows : 1][kMostCluster];  // of each block's
-    const DecodeParams& d = step.decode;
-    const AttentionParams& p = d.attention;
-    const CacheView& cache = p.cache;
-    const AppendParams& a = step.append;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warps = d.row_warps, key_warps = kLaneWarps / row_warps;
+    __shared__ float2 stat_of[kLaneWarps][kRows];                                 // maximum and sum of each warp's rows
+    __shared__ float2 sent_of[kCluster ? kLaneWarps * kRows + kMostCluster : 1];  // of each block's
+    __shared__ __align__(8) uint64_t received_all;
+    const LaneParams& p = lanes_of(params);
+    const auto& d = decode_of(params);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key_warps = 1 << p.key_warps_log, row_warps = kLaneWarps >> p.key_warps_log;
     const int column = lane % kLanes * kVec;  // of part 0; part x is kLanes * kVec further
-    const int cluster = kCluster ? d.cluster : 1, rank = kCluster ? int(cluster_rank()) : 0;
-    const int rows = p.seqlen_q * p.group;
-    const LaneMemory<T, kD, kRows> memory(d.rows, cluster);
-    float* const q_tile = reinterpret_cast<float*>(shared);
+    const int cluster = kCluster ? 1 << p.cluster_log : 0, rank = kCluster ? int(cluster_rank()) : 0;
+    const LaneMemory<T, kD, kRows> memory(p.tile_rows, cluster);
+    float* const q_tile = reinterpret_cast<float*>(shared + memory.q);
     T* const added_k = reinterpret_cast<T*>(shared + memory.added);
-    T* const added_v = added_k + kD;
+    const uint32_t ring = shared_address(shared) + 16 * threadIdx.x, added_row_at = shared_address(added_k);
     float* const o_tile = reinterpret_cast<float*>(shared + memory.o);
     const float* const received = reinterpret_cast<const float*>(shared + memory.received);
+    const uint32_t barrier = shared_address(&received_all);
 
-    if (kCluster) cluster_arrive();  // a block sends nothing before all have started
     launch_dependents();
-    bool waited = false;
+    if constexpr (kCluster) {  // a block sends nothing before all have started
+        if (threadIdx.x == 0) {
+            mbarrier_init(barrier, 1);
+            fence_mbarrier_init();
+            const int own = max(p.tile_rows - rank + cluster - 1, 0) >> p.cluster_log;  // rows that this block finishes
+            mbarrier_arrive_expect_tx(barrier, (own << p.cluster_log) * (kD * 4 + 8));
+        }
+        cluster_arrive();
+    }
+    bool waited = p.added && !p.appends;  // another kernel puts keys into the cache
+    if (waited) grid_dependency_wait();
     std::conditional_t<kCluster, ClusterUnit, Segments> segments(d);
 #pragma unroll 1
     for (Segment segment; segments.next(d, segment);) {
-        const int b = segment.b, head_k = segment.unit / d.row_tiles, row0 = segment.unit % d.row_tiles * d.rows;
-        const SequenceKeys keys = sequence_keys(d, b);
+        int b = segment.b, head_k = segment.unit, row0 = 0;  // a cluster has all rows of a key head
+        if constexpr (!kCluster) head_k = segment.unit / d.row_tiles, row0 = segment.unit % d.row_tiles * p.tile_rows;
+        const auto query_of = [&](int r) { return p.seqlen_q == 1 ? 0 : p.group.divide(r); };  // row r is head r % group of it
 
-        // ---- this block's keys: [first_key, end_key) of the cache, and in one block the key that joins it ----
+        // ---- this block's keys: [first_key, end_key) of the cache, and in one block the key that joins it; as sequence_keys ----
+        const int before = p.seqlens ? p.seqlens[b] : p.seqlen_k - p.added;
+        const int count = before < 0 ? 0 : min(before, p.seqlen_k - p.added) + p.added;
+        const int shift = p.top_left ? 0 : count - p.seqlen_q;
+        const int begin = p.window_left >= 0 ? min(max(shift - p.window_left, 0), count) : 0;
+        const int end = max(p.window_right >= 0 ? min(p.seqlen_q + shift + p.window_right, count) : count, begin);
+        const int entry = !p.entries ? b : p.block_table ? 0 : p.batch_idx ? p.batch_idx[b] : b;
+        const int entry_read = p.entries ? clamp_to(entry, 0, p.entries - 1) : b;
         int first_key, end_key;
         bool adds = false;
+        int added_entry = entry, added_row = before;
         if constexpr (kCluster) {
-            int end = keys.end;
-            if (a.seqlen_new && !append_row(a, RowOf::kKey, b, 0, head_k).skip) end = min(end, keys.count - 1), adds = rank == cluster - 1;
-            const int per_pass = kKeys * key_warps,
-                      each = (max(end - keys.begin, 0) + cluster * per_pass - 1) / (cluster * per_pass) * per_pass;
-            first_key = keys.begin + rank * each, end_key = min(first_key + each, end);
+            int cached = end;
+            if (p.appends && before >= 0 && before <= p.seqlen_k - 1) {
+                if (p.block_table) {
+                    const int page = p.page.divide(before);
+                    added_entry = p.block_table[b * p.table_row + page], added_row = p.page.remainder(before, page);
+                }
+                if (unsigned(added_entry) < unsigned(p.entries)) cached = min(end, before), adds = rank == cluster - 1;
+            }
+            const int log = p.key_warps_log + p.cluster_log;
+            const int passes = (max(cached - begin, 0) + (kKeys << log) - 1) / kKeys >> log;  // of every warp
+            first_key = begin + ((rank * passes) << p.key_warps_log) * kKeys;
+            end_key = min(first_key + (passes << p.key_warps_log) * kKeys, cached);
         } else {
-            first_key = max((keys.first_tile + segment.begin) << d.tile_shift, keys.begin);
-            end_key = min((keys.first_tile + segment.end) << d.tile_shift, keys.end);
+            const int first_tile = begin >> d.tile_shift;
+            first_key = max((first_tile + segment.begin) << d.tile_shift, begin);
+            end_key = min((first_tile + segment.end) << d.tile_shift, end);
         }
 
-        // ---- loads: pass i of this lane ----
-        const int entry = !cache.entries ? b : cache.block_table ? 0 : cache_entry(cache, b);
-        const T* const k = static_cast<const T*>(p.k.data) + entry * p.k.batch + head_k * p.k.head + column;
-        const T* const v = static_cast<const T*>(p.v.data) + entry * p.v.batch + head_k * p.v.head + column;
-        const int own_key = first_key + warp / row_warps * kKeys + lane / kLanes, key_step = key_warps * kKeys;
-        uint4 K[kDepth][kParts], V[kDepth][kParts];
-        const auto load = [&](uint4(&to)[kDepth][kParts], const T* from, const TensorView& view, int columns, int pass) {
-            int page[kDepth];
-            if (cache.block_table) {
+        // ---- copies: group g of this lane's keys, each thread to places of its own that no other reads ----
+        const T* const k = static_cast<const T*>(p.k.data) + entry_read * p.k.batch + head_k * p.k.head + column;
+        const T* const v = static_cast<const T*>(p.v.data) + entry_read * p.v.batch + head_k * p.v.head + column;
+        const int row_warp = warp & (row_warps - 1), key_step = kKeys << p.key_warps_log;
+        const int own_key = first_key + (warp >> (3 - p.key_warps_log)) * kKeys + lane / kLanes;
+        const auto key_of = [&](int g, int i) { return own_key + (g * kAtOnce + i) * key_step; };
+        int page[kAtOnce] = {};  // of the group that is copied next
+        const auto find = [&](int g) {
 #pragma unroll
-                for (int i = 0; i < kDepth; ++i) {
-                    const int key = own_key + (pass + i) * key_step;
-                    page[i] = key < end_key ? cache_page(cache, b, key / cache.page_size) : 0;
-                }
-            }
+            for (int i = 0; i < kAtOnce; ++i)
+                if (const int key = key_of(g, i); p.block_table && key < end_key)
+                    page[i] = clamp_to(p.block_table[b * p.table_row + p.page.divide(key)], 0, p.entries - 1);
+        };
+        const auto copy = [&](int g, int slot) {
+            const uint32_t to = ring + slot * Shape::kGroupBytes;
 #pragma unroll
-            for (int i = 0; i < kDepth; ++i) {
-                const int key = own_key + (pass + i) * key_step;
-                const T* at = from;
-                if (cache.block_table) at += page[i] * view.batch + key % cache.page_size * view.row;
-                else at += key * view.row;
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int key = key_of(g, i), row = p.block_table ? p.page.remainder(key, p.page.divide(key)) : key;
+                const T* const from_k = k + (page[i] * p.k.batch + row * p.k.row);
+                const T* const from_v = v + (page[i] * p.v.batch + row * p.v.row);
 #pragma unroll
                 for (int x = 0; x < kParts; ++x) {
-                    const bool is = key < end_key && column + x * kLanes * kVec < columns;
-                    to[i][x] = is ? *reinterpret_cast<const uint4*>(at + x * kLanes * kVec) : make_uint4(0, 0, 0, 0);
+                    const int c = x * kLanes * kVec;
+                    const bool is_k = key < end_key && column + c < p.headdim, is_v = key < end_key && column + c < p.headdim_v;
+                    cp_async_16(to + ((i * 2 + 0) * kParts + x) * kLaneThreads * 16, is_k ? from_k + c : k, is_k ? 16 : 0);
+                    cp_async_16(to + ((i * 2 + 1) * kParts + x) * kLaneThreads * 16, is_v ? from_v + c : v, is_v ? 16 : 0);
                 }
             }
+            find(g + 1);
         };
 
         // ---- this warp's rows ----
-        const int tile_row = warp % row_warps * kRows;  // row r of the seqlen_q * group rows is head r % group of query r / group
+        const int tile_row = row_warp * kRows;
         const bool ordered = p.seqlen_q > 1 && (p.window_left >= 0 || p.window_right >= 0);
         float Q[kQueryInRegisters ? kParts : 1][kRows][kVec], O[kRows][kDims] = {}, row_max[kRows], row_sum[kRows];
 #pragma unroll
         for (int j = 0; j < kRows; ++j) row_max[j] = -FLT_MAX, row_sum[j] = 0;
-        const auto aligned = [&](int j) { return (row0 + opaque(tile_row) + j) / p.group + keys.shift; };
+        const auto aligned = [&](int j) { return query_of(row0 + opaque(tile_row) + j) + shift; };
         const auto load_q = [&](float(&to)[kRows][kVec], int x) {
 #pragma unroll
             for (int j = 0; j < kRows; ++j)
@@ -161,44 +214,52 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2) de
                     to[j][c] = four.x, to[j][c + 1] = four.y, to[j][c + 2] = four.z, to[j][c + 3] = four.w;
                 }
         };
+        // q, scaled, and the new key and value, turned and rounded: a thread has every so manyth element, and where its first one lies and
+        // by what it turns is known before the kernel ahead has ended.
         const auto stage = [&] {
-            if (!waited) grid_dependency_wait();
-            waited = true;
-            const auto turned = [&](const T* from, int32_t position, int c) {
-                const auto value = [&](int x) { return to_float(__ldcg(from + x)); };
-                const auto angle = [&](const void* table, int64_t at) {
-                    return a.rotary_dtype == DType::kFloat32 ? static_cast<const float*>(table)[at]
-                                                             : to_float(static_cast<const T*>(table)[at]);
-                };
-                return from_float<T>(rotated(a, position, c, value, angle));
-            };
-            const float scale = p.softcap == 0 ? p.scale * kLog2e : p.scale;
+            const int slots = (p.tile_rows + (adds ? 2 : 0)) * kD, group = int(p.group.divisor);
+            const bool ordered = p.window_left >= 0 || p.window_right >= 0;  // as in append_position
+            int x = threadIdx.x;
 #pragma unroll 1
-            for (int x = threadIdx.x; x < d.rows * kD; x += kLaneThreads) {
-                const int r = row0 + x / kD, c = x % kD;
-                float value = 0;
-                if (r < rows && c < p.headdim) {
-                    const int i = r / p.group, head = head_k * p.group + r % p.group;
-                    const T* const from = static_cast<const T*>(p.q.data) + b * p.q.batch + i * p.q.row + head * p.q.head;
-                    const int32_t position = kCluster && a.rotary_cos ? append_row(a, RowOf::kQuery, b, i, head).position : -1;
-                    value = to_float(turned(from, position, c)) * scale;
+            do {
+                const int slot = x / kD, c = x % kD, r = row0 + slot;
+                const bool query = slot < p.tile_rows, key = slot == p.tile_rows;
+                const int i = query ? query_of(r) : 0, columns = query ? (r < p.rows ? p.headdim : 0) : key ? p.headdim : p.headdim_v;
+                const T* from;
+                if (query)
+                    from = static_cast<const T*>(p.q.data) + b * p.q.batch + i * p.q.row + (head_k * group + r - i * group) * p.q.head;
+                else if (key) from = static_cast<const T*>(p.k_new) + b * p.k_new_batch + head_k * p.k_new_head;
+                else from = static_cast<const T*>(p.v_new) + b * p.v_new_batch + head_k * p.v_new_head;
+                const bool is = x < slots && c < columns, turns = kCluster && p.rotary_cos && (query || key) && c < p.rotary_dim && is;
+                int pair = c;
+                float cosine = 1, sine = 0;
+                if (turns) {
+                    const int half = p.rotary_dim / 2;
+                    const bool first = p.rotary_interleaved ? c % 2 == 0 : c < half;
+                    pair = p.rotary_interleaved ? c ^ 1 : first ? c + half : c - half;
+                    const int64_t at = int64_t(clamp_to(max(before, 0) + ordered * i, 0, p.rotary_rows - 1)) * half +
+                                       (p.rotary_interleaved ? c / 2 : min(c, pair));
+                    cosine =
+                        p.rotary_float32 ? static_cast<const float*>(p.rotary_cos)[at] : to_float(static_cast<const T*>(p.rotary_cos)[at]);
+                    sine =
+                        p.rotary_float32 ? static_cast<const float*>(p.rotary_sin)[at] : to_float(static_cast<const T*>(p.rotary_sin)[at]);
+                    if (first) sine = -sine;
                 }
-                q_tile[x] = value;
-            }
-            if (adds) {
-#pragma unroll 1
-                for (int x = threadIdx.x; x < 2 * kD; x += kLaneThreads) {
-                    const bool key = x < kD;
-                    const int c = x % kD;
-                    T value = from_float<T>(0.0f);
-                    if (c < (key ? p.headdim : p.headdim_v)) {
-                        const AppendRow row = append_row(a, key ? RowOf::kKey : RowOf::kValue, b, 0, head_k);
-                        value = turned(static_cast<const T*>((key ? a.k_new : a.v_new).data) + row.from, row.position, c);
-                        static_cast<T*>((key ? p.k : p.v).data)[row.to + c] = value;
+                if (!waited) grid_dependency_wait();
+                waited = true;
+                if (x < slots) {
+                    T result = from_float<T>(0.0f);
+                    if (is) result = __ldcg(from + c);
+                    if (turns) result = from_float<T>(to_float(result) * cosine + to_float(__ldcg(from + pair)) * sine);
+                    if (query) q_tile[x] = to_float(result) * p.scale;
+                    else added_k[x - p.tile_rows * kD] = result;
+                    if (!query && is) {
+                        const TensorView& view = key ? p.k : p.v;
+                        static_cast<T*>(view.data)[added_entry * view.batch + added_row * view.row + head_k * view.head + c] = result;
                     }
-                    added_k[x] = value;
                 }
-            }
+                x += kLaneThreads;
+            } while (x < slots);
             __syncthreads();
             if constexpr (kQueryInRegisters) {
 #pragma unroll
@@ -207,16 +268,15 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2) de
         };
 
         // S = Q K^T of so many keys of this lane, in powers of 2.
-        const auto scores = [&](auto& S, const auto& keys_of, int key0, int end) {
-            constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(S)>>;
+        const auto scores = [&](float(&S)[kAtOnce][kRows], const uint4(&K)[kAtOnce][kParts], int key0, int end) {
 #pragma unroll
             for (int x = 0; x < kParts; ++x) {
                 if constexpr (!kQueryInRegisters) load_q(Q[0], x);
                 const auto& q = Q[kQueryInRegisters ? x : 0];
 #pragma unroll
-                for (int i = 0; i < kCount; ++i) {
+                for (int i = 0; i < kAtOnce; ++i) {
                     float part[kVec];
-                    widen_16_bytes<T>(part, keys_of[i][x]);
+                    widen_16_bytes<T>(part, K[i][x]);
 #pragma unroll
                     for (int j = 0; j < kRows; ++j) {
                         float sum = x ? S[i][j] : 0;
@@ -229,27 +289,28 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2) de
 #pragma unroll
             for (int offset = kLanes / 2; offset; offset /= 2)
 #pragma unroll
-                for (int i = 0; i < kCount; ++i)
+                for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
                     for (int j = 0; j < kRows; ++j) S[i][j] += __shfl_xor_sync(~0u, S[i][j], offset);
             if (p.softcap != 0) {
-                const float inverse = 1.0f / p.softcap, cap = p.softcap * kLog2e;
+                const float inverse = __fdividef(1.0f, p.softcap), cap = p.softcap * kLog2e;
 #pragma unroll
-                for (int i = 0; i < kCount; ++i)
+                for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
                     for (int j = 0; j < kRows; ++j) S[i][j] = cap * tanh_fast(S[i][j] * inverse);
             }
             if (p.alibi_slopes) {
 #pragma unroll
                 for (int j = 0; j < kRows; ++j) {
-                    const int head = head_k * p.group + min(row0 + tile_row + j, rows - 1) % p.group;
+                    const int r = min(row0 + tile_row + j, p.rows - 1),
+                              head = head_k * int(p.group.divisor) + r - query_of(r) * int(p.group.divisor);
                     const float slope = p.alibi_slopes[b * p.alibi_batch + head] * kLog2e;
 #pragma unroll
-                    for (int i = 0; i < kCount; ++i) S[i][j] -= slope * fabsf(float(aligned(j) - key0 - i * key_step));
+                    for (int i = 0; i < kAtOnce; ++i) S[i][j] -= slope * fabsf(float(aligned(j) - key0 - i * key_step));
                 }
             }
 #pragma unroll
-            for (int i = 0; i < kCount; ++i)
+            for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
                 for (int j = 0; j < kRows; ++j)
                     if (key0 + i * key_step >= end) S[i][j] = -INFINITY;
@@ -259,35 +320,35 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2) de
                     const int first = p.window_left < 0 ? INT_MIN : aligned(j) - p.window_left;
                     const int last = p.window_right < 0 ? INT_MAX : aligned(j) + p.window_right;
 #pragma unroll
-                    for (int i = 0; i < kCount; ++i)
+                    for (int i = 0; i < kAtOnce; ++i)
                         if (key0 + i * key_step < first || key0 + i * key_step > last) S[i][j] = -INFINITY;
                 }
             }
         };
         // S becomes P = 2^(S - row_max).
-        const auto softmax = [&](auto& S) {
-            constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(S)>>;
+        const auto softmax = [&](float(&S)[kAtOnce][kRows]) {
 #pragma unroll
             for (int j = 0; j < kRows; ++j) {
                 float next = row_max[j];
 #pragma unroll
-                for (int i = 0; i < kCount; ++i) next = fmaxf(next, S[i][j]);
+                for (int i = 0; i < kAtOnce; ++i) next = fmaxf(next, S[i][j]);
                 const float factor = exp2_approx(row_max[j] - next);
                 row_max[j] = next, row_sum[j] *= factor;
+                if (__any_sync(~0u, factor != 1)) {
 #pragma unroll
-                for (int c = 0; c < kDims; ++c) O[j][c] *= factor;
+                    for (int c = 0; c < kDims; ++c) O[j][c] *= factor;
+                }
 #pragma unroll
-                for (int i = 0; i < kCount; ++i) row_sum[j] += S[i][j] = exp2_approx(S[i][j] - next);
+                for (int i = 0; i < kAtOnce; ++i) row_sum[j] += S[i][j] = exp2_approx(S[i][j] - next);
             }
         };
-        const auto add_values = [&](const auto& S, const auto& values_of) {  // O += P V
-            constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(S)>>;
+        const auto add_values = [&](const float(&S)[kAtOnce][kRows], const uint4(&V)[kAtOnce][kParts]) {  // O += P V
 #pragma unroll
-            for (int i = 0; i < kCount; ++i)
+            for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
                 for (int x = 0; x < kParts; ++x) {
                     float part[kVec];
-                    widen_16_bytes<T>(part, values_of[i][x]);
+                    widen_16_bytes<T>(part, V[i][x]);
 #pragma unroll
                     for (int c = 0; c < kVec; ++c)
 #pragma unroll
@@ -295,32 +356,41 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2) de
                 }
         };
 
-        // ---- the keys: the next ones are on their way while these are attended to ----
-        const int passes = end_key > first_key ? (end_key - first_key + key_step - 1) / key_step : 0;
+        // ---- the keys; last, by one warp for each row, the new one ----
+        const int passes = end_key > first_key ? (end_key - first_key + key_step - 1) / unsigned(key_step) : 0;
+        const int groups = (passes + kAtOnce - 1) / kAtOnce;
+        const bool sees_added = adds && lane < kLanes && warp < row_warps && count > begin && count <= end;
+        find(0);
+        int slot = 0;
 #pragma unroll 1
-        for (int pass = -kDepth; pass < passes; pass += kDepth) {
-            float S[kDepth][kRows];
-            if (pass >= 0) scores(S, K, own_key + pass * key_step, end_key);
-            load(K, k, p.k, p.headdim, pass + kDepth);
-            if (pass >= 0) {
-                softmax(S);
-                add_values(S, V);
-            }
-            load(V, v, p.v, p.headdim_v, pass + kDepth);
-            if (pass < 0) stage();
-        }
-        if (adds && warp < row_warps) {  // the new key, by the first lanes of the warps of the first keys
-            uint4 own[2][1][kParts];
+        for (int g = -kGroups; g < groups + adds; ++g) {
+            if (g >= 0) {
+                cp_async_wait_group<kGroups - 1>();
+                const bool whole = g < groups;  // else the new key alone
+                uint32_t from = ring + slot * Shape::kGroupBytes, part_step = kLaneThreads * 16;
+                if (!whole) from = added_row_at + column * uint32_t(sizeof(T)), part_step = kLanes * 16;
+                const uint32_t v_from = from + (whole ? kParts * part_step : kD * uint32_t(sizeof(T)));
+                uint4 part[kAtOnce][kParts];
+                const auto load = [&](uint32_t at) {
 #pragma unroll
-            for (int x = 0; x < kParts; ++x) {
-                own[0][0][x] = *reinterpret_cast<const uint4*>(added_k + column + x * kLanes * kVec);
-                own[1][0][x] = *reinterpret_cast<const uint4*>(added_v + column + x * kLanes * kVec);
+                    for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+                        for (int x = 0; x < kParts; ++x) {
+                            part[i][x] = make_uint4(0, 0, 0, 0);
+                            if (whole || i == 0) part[i][x] = load_shared_bits(at + (i * 2 * kParts + x) * part_step);
+                        }
+                };
+                float S[kAtOnce][kRows];
+                load(from);
+                scores(S, part, whole ? key_of(g, 0) : count - 1, whole ? end_key : sees_added ? count : 0);
+                softmax(S);
+                load(v_from);
+                add_values(S, part);
             }
-            float S[1][kRows];
-            const int key = keys.count - 1;
-            scores(S, own[0], key, lane < kLanes && key >= keys.begin && key < keys.end ? keys.count : 0);
-            softmax(S);
-            add_values(S, own[1]);
+            if (g + kGroups < groups) copy(g + kGroups, slot);
+            cp_async_commit();
+            slot = slot + 1 == kGroups ? 0 : slot + 1;
+            if (g == -1) stage();
         }
 
         // ---- the lanes of a column, then the warps ----
@@ -350,30 +420,44 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2) de
         }
         __syncthreads();
 
-        // Four columns of a row from `count` places: (maximum, sum) and O of each by functions of its index.
-        const auto gather = [](int count, const auto& stat, const auto& o, float& top, float& sum) {
+        // Eight lanes add up four columns of a row from `count` places: the maximum and the sum there, and O, by functions of the place.
+        const auto gather = [&](int count, const auto& stat, const auto& o, float& top, float& sum) {
             top = -FLT_MAX, sum = 0;
-#pragma unroll 4
-            for (int i = 0; i < count; ++i) top = fmaxf(top, stat(i).x);
             float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-            for (int i = 0; i < count; ++i) {
-                const float weight = exp2_approx(stat(i).x - top);
+#pragma unroll 1
+            for (int i = lane / 4; i < count; i += 8) {
+                const float2 s = stat(i);
                 const float4 x = *reinterpret_cast<const float4*>(o(i));
-                sum += weight * stat(i).y;
-                total.x += weight * x.x, total.y += weight * x.y, total.z += weight * x.z, total.w += weight * x.w;
+                const float next = fmaxf(top, s.x), factor = exp2_approx(top - next), weight = exp2_approx(s.x - next);
+                top = next, sum = sum * factor + weight * s.y;
+                total.x = total.x * factor + weight * x.x, total.y = total.y * factor + weight * x.y;
+                total.z = total.z * factor + weight * x.z, total.w = total.w * factor + weight * x.w;
+            }
+            float all = top;
+#pragma unroll
+            for (int offset = 4; offset < 32; offset *= 2) all = fmaxf(all, __shfl_xor_sync(~0u, all, offset));
+            const float factor = exp2_approx(top - all);
+            top = all, sum *= factor, total.x *= factor, total.y *= factor, total.z *= factor, total.w *= factor;
+#pragma unroll
+            for (int offset = 4; offset < 32; offset *= 2) {
+                sum += __shfl_xor_sync(~0u, sum, offset);
+                total.x += __shfl_xor_sync(~0u, total.x, offset), total.y += __shfl_xor_sync(~0u, total.y, offset);
+                total.z += __shfl_xor_sync(~0u, total.z, offset), total.w += __shfl_xor_sync(~0u, total.w, offset);
             }
             return total;
         };
         const auto finish = [&](int r, int c, float4 x, float top, float sum) {  // row r of the tile, columns c .. c + 3
-            if (row0 + r >= rows || c >= p.headdim_v) return;
-            const int i = (row0 + r) / p.group, head = head_k * p.group + (row0 + r) % p.group;
-            float inverse = sum == 0 ? 0 : 1 / sum;
-            if (!kCluster && segment.slot >= 0) {
-                if (c == 0) d.partial_lse[int64_t(segment.slot) * d.rows + r] = sum == 0 ? -INFINITY : top + log2f(sum);
-                *reinterpret_cast<float4*>(d.partial + (int64_t(segment.slot) * d.rows + r) * p.headdim_v + c) =
-                    make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse);
-                return;
+            if (row0 + r >= p.rows || c >= p.headdim_v) return;
+            const int i = query_of(row0 + r), head = head_k * int(p.group.divisor) + row0 + r - i * int(p.group.divisor);
+            float inverse = sum == 0 ? 0 : __fdividef(1.0f, sum);
+            if constexpr (!kCluster) {
+                if (segment.slot >= 0) {
+                    const int64_t at = int64_t(segment.slot) * p.tile_rows + r;
+                    if (c == 0) d.partial_lse[at] = sum == 0 ? -INFINITY : top + log2f(sum);
+                    *reinterpret_cast<float4*>(d.partial + at * p.headdim_v + c) =
+                        make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse);
+                    return;
+                }
             }
             if (const float sink = p.sinks ? p.sinks[head] * kLog2e : -INFINITY; sink != -INFINITY) {
                 const float next = fmaxf(top, sink), factor = exp2_approx(top - next);
@@ -389,69 +473,74 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2) de
             }
         };
 
-        if (kCluster && cluster > 1) cluster_wait();  // all have started
+        if (kCluster) cluster_wait();                                                               // all have started
+        constexpr int kQuads = kD / 4, kQuadsOfWarp = 4, kQuadsAtOnce = kQuadsOfWarp * kLaneWarps;  // a warp has those of one row
+        const int own_quad = kQuadsOfWarp * warp + lane % 4;
 #pragma unroll 1
-        for (int x = threadIdx.x; x < d.rows * (kD / 4); x += kLaneThreads) {
-            const int r = x / (kD / 4), c = x % (kD / 4) * 4, first = r / kRows;
+        for (int x = own_quad; x < p.tile_rows * kQuads; x += kQuadsAtOnce) {
+            const int r = x / kQuads, c = x % kQuads * 4, first = r / kRows;
             float top, sum;
             const float4 total = gather(
                 key_warps, [&](int i) { return stat_of[i * row_warps + first][r % kRows]; },
                 [&](int i) { return o_tile + ((i * row_warps + first) * kRows + r % kRows) * kD + c; }, top, sum);
-            if (cluster == 1) {
+            if (lane / 4) continue;
+            if constexpr (kCluster) {  // to the block that finishes row r
+                const int to = r & (cluster - 1), slot = (r & -cluster) + rank;
+                store_async_16(cluster_address(shared_address(received + slot * kD + c), to), total, cluster_address(barrier, to));
+                if (c == 0) store_async_8(cluster_address(shared_address(&sent_of[slot]), to), top, sum, cluster_address(barrier, to));
+            } else {
                 finish(r, c, total, top, sum);
-            } else {  // to the block that finishes row r
-                const int to = r % cluster, place = r / cluster * cluster + rank;
-                store_cluster_16(cluster_address(shared_address(received + place * kD + c), to), total);
-                if (c == 0) store_cluster_8(cluster_address(shared_address(&sent_of[r / cluster][rank]), to), top, sum);
             }
         }
-        if (kCluster && cluster > 1) {
-            cluster_arrive();
-            cluster_wait();
+        if constexpr (kCluster) {
 #pragma unroll 1
-            for (int x = threadIdx.x; x < (d.rows + cluster - 1) / cluster * (kD / 4); x += kLaneThreads) {
-                const int mine = x / (kD / 4), c = x % (kD / 4) * 4, r = mine * cluster + rank;
-                if (r >= d.rows) break;
+            for (int x = own_quad; (x / kQuads << p.cluster_log) + rank < p.tile_rows; x += kQuadsAtOnce) {
+                mbarrier_wait_cluster(barrier, 0);
+                const int first = x / kQuads << p.cluster_log, c = x % kQuads * 4;
                 float top, sum;
                 const float4 total = gather(
-                    cluster, [&](int i) { return sent_of[mine][i]; }, [&](int i) { return received + (mine * cluster + i) * kD + c; }, top,
-                    sum);
-                finish(r, c, total, top, sum);
+                    cluster, [&](int i) { return sent_of[first + i]; }, [&](int i) { return received + (first + i) * kD + c; }, top, sum);
+                if (lane / 4 == 0) finish(first + rank, c, total, top, sum);
             }
         }
         if (!kCluster) __syncthreads();  // q and O may be written again
     }
-    if (!waited) grid_dependency_wait();  // so that this kernel's end implies the end of the one before
-    if (kCluster && cluster == 1) cluster_wait();
+    if (!kCluster && !waited) grid_dependency_wait();  // so that this kernel's end implies the end of the one before
 }
 
 template <typename T, int kD, int kRows, bool kCluster>
-cudaError_t launch_lanes(const DecodeStep& step, const DecodeDevice& device, cudaStream_t stream) {
-    const DecodeParams& d = step.decode;
-    const int cluster = kCluster ? d.cluster : 1;
+cudaError_t launch_lanes(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream) {
     LaunchOptions options;
-    options.programmatic = d.after_append, options.cluster = cluster;
-    const unsigned blocks = unsigned(kCluster ? decode_units(d) * cluster : decode_blocks(d, device));
-    return launch_kernel(decode_lanes_kernel<T, kD, kRows, kCluster>, blocks, kLaneThreads, LaneMemory<T, kD, kRows>(d.rows, cluster).bytes,
-                         stream, step, options);
+    options.programmatic = d.after_append;
+    const size_t bytes = LaneMemory<T, kD, kRows>(d.rows, d.cluster).bytes;
+    const LaneParams params = lane_params(d, append);
+    if constexpr (kCluster) {
+        options.cluster = d.cluster;
+        const unsigned blocks = unsigned(decode_units(d) * d.cluster);
+        return launch_kernel(decode_lanes_kernel<T, kD, kRows, true>, blocks, kLaneThreads, bytes, stream, params, options);
+    } else {
+        const unsigned blocks = unsigned(decode_blocks(d, device));
+        return launch_kernel(decode_lanes_kernel<T, kD, kRows, false>, blocks, kLaneThreads, bytes, stream, LaneSegments{params, d},
+                             options);
+    }
 }
 
 template <typename T, int kD>
-cudaError_t launch_lanes(const DecodeStep& step, const DecodeDevice& device, cudaStream_t stream) {
-    const bool one = step.decode.rows == step.decode.row_warps;
-    if (step.decode.cluster)
-        return one ? launch_lanes<T, kD, 1, true>(step, device, stream) : launch_lanes<T, kD, 4, true>(step, device, stream);
+cudaError_t launch_lanes(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream) {
+    const bool one = d.rows == d.row_warps;
+    if (d.cluster)
+        return one ? launch_lanes<T, kD, 1, true>(d, append, device, stream) : launch_lanes<T, kD, 4, true>(d, append, device, stream);
     if constexpr (sizeof(T) == 4)
-        return one ? launch_lanes<T, kD, 1, false>(step, device, stream) : launch_lanes<T, kD, 4, false>(step, device, stream);
+        return one ? launch_lanes<T, kD, 1, false>(d, append, device, stream) : launch_lanes<T, kD, 4, false>(d, append, device, stream);
     else return cudaErrorInvalidValue;  // 16 bits without a cluster are decode_split.cuh's
 }
 
 template <typename T>
-cudaError_t launch_lanes(const DecodeStep& step, const DecodeDevice& device, cudaStream_t stream) {
-    switch (decode_bucket(step.decode.attention)) {
-        case 64: return launch_lanes<T, 64>(step, device, stream);
-        case 128: return launch_lanes<T, 128>(step, device, stream);
-        default: return launch_lanes<T, 256>(step, device, stream);
+cudaError_t launch_lanes(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream) {
+    switch (decode_bucket(d.attention)) {
+        case 64: return launch_lanes<T, 64>(d, append, device, stream);
+        case 128: return launch_lanes<T, 128>(d, append, device, stream);
+        default: return launch_lanes<T, 256>(d, append, device, stream);
     }
 }
 

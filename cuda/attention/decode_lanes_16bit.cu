@@ -3,9 +3,9 @@
 
 namespace fa {
 
-cudaError_t decode_lanes_16bit(const DecodeStep& step, const DecodeDevice& device, cudaStream_t stream) {
-    return step.decode.attention.dtype == DType::kFloat16 ? launch_lanes<__half>(step, device, stream)
-                                                          : launch_lanes<__nv_bfloat16>(step, device, stream);
+cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream) {
+    return d.attention.dtype == DType::kFloat16 ? launch_lanes<__half>(d, append, device, stream)
+                                                : launch_lanes<__nv_bfloat16>(d, append, device, stream);
 }
 
 }  // namespace fa

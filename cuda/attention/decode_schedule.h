@@ -12,20 +12,37 @@
 
 namespace fa {
 
+// x / divisor for 0 <= x < 2^31, by a multiplication.
+struct Divisor {
+    uint32_t divisor, shift;
+    uint32_t factor;  // 2^shift / divisor, rounded up
+#if defined(__CUDACC__)
+    __device__ __forceinline__ int divide(int x) const { return int(uint64_t(uint32_t(x)) * factor >> shift); }
+    __device__ __forceinline__ int remainder(int x, int quotient) const { return x - quotient * int(divisor); }
+#endif
+};
+inline Divisor divisor_of(int32_t x) {
+    Divisor d{uint32_t(x), 31, 0};
+    while ((uint64_t(1) << (d.shift - 31)) < uint64_t(x)) ++d.shift;
+    d.factor = uint32_t((uint64_t(1) << d.shift) / uint64_t(x)) + 1;
+    return d;
+}
+
 struct DecodeParams {
     AttentionParams attention;  // its window no wider than all queries and keys together
     int rows, row_tiles;        // of a tile; tiles of the seqlen_q * group rows that share a key head
     int tile_shift;             // a tile has 2^tile_shift keys
     int pieces;                 // balanced: of the line at most, one for each block; uniform: of a unit at most
     bool uniform;
-    int least_tiles;     // uniform: of a piece, where that leaves fewer pieces
-    int stages;          // of the ring in shared memory
-    int row_warps;       // decode_lanes.cuh: warps that share their keys, each with its part of a tile's rows; 0: decode_split.cuh
-    int cluster;         // decode_lanes.cuh: blocks that share a unit; 0: none do, the pieces are those above
-    float* partial;      // (slots, rows, headdim_v), each row a mean
-    float* partial_lse;  // (slots, rows), of base 2
-    bool combines;       // a unit may be in several pieces
-    bool after_append;   // the launch is programmatic: the kernel before may still be making q and putting the new keys into the cache
+    int least_tiles;             // uniform: of a piece, where that leaves fewer pieces
+    int stages;                  // of the ring in shared memory
+    int row_warps;               // decode_lanes.cuh: warps that share their keys, each with its part of a tile's rows; 0: decode_split.cuh
+    int cluster;                 // decode_lanes.cuh: blocks that share a unit; 0: none do, the pieces are those above
+    Divisor page, group, units;  // by the size of a page, the heads of a key head, the units of a sequence
+    float* partial;              // (slots, rows, headdim_v), each row a mean
+    float* partial_lse;          // (slots, rows), of base 2
+    bool combines;               // a unit may be in several pieces
+    bool after_append;  // the launch is programmatic: the kernel before may still be making q and putting the new keys into the cache
 
     FA_HOST_DEVICE int heads() const { return attention.nheads_k * row_tiles; }  // units of a sequence
 };

@@ -29,9 +29,7 @@ cudaError_t decode_split(const AttentionParams& p, const AppendParams* append, c
     d.after_append = device.compute >= 90 && (p.cache.programmatic || (p.cache.added > 0 && !append));
     cudaError_t error;
     if (d.row_warps) {
-        DecodeStep step{d, {}};
-        if (append) step.append = *append;
-        error = decode_lanes(step, device, stream);
+        error = decode_lanes(d, append, device, stream);
     } else {
         error = decode_bytes(p)              ? decode_split_8bit(d, device, stream)
                 : p.dtype == DType::kFloat16 ? launch_decode<__half>(d, device, stream)

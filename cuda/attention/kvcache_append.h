@@ -26,56 +26,71 @@ FA_HOST_DEVICE int64_t append_rows(const AppendParams& a) {
     return append_query_rows(a) + 2 * int64_t(a.attention.batch) * a.seqlen_new * a.attention.nheads_k;
 }
 
-FA_HOST_DEVICE AppendRow append_row(const AppendParams& a, RowOf of, int32_t b, int32_t i, int32_t head) {
+// The position by which row i of sequence b turns.
+FA_HOST_DEVICE int32_t append_position(const AppendParams& a, RowOf of, int32_t b, int32_t i) {
+    const AttentionParams& p = a.attention;
+    if (!a.rotary_cos || of == RowOf::kValue) return -1;
+    const int32_t before = p.cache.seqlens ? p.cache.seqlens[b] : p.seqlen_k - a.seqlen_new;
+    const bool ordered = p.window_left >= 0 || p.window_right >= 0;  // without a mask the rows of q stand side by side
+    return clamp_to(clamp_to(before, 0, a.rotary_rows - 1) + (of == RowOf::kKey || ordered ? i : 0), 0, a.rotary_rows - 1);
+}
+
+// Where new key i of sequence b goes: its entry, or its page, and its row in there.
+struct AppendPlace {
+    int32_t entry, row;
+    bool skip;  // nowhere
+};
+FA_HOST_DEVICE AppendPlace append_place(const AppendParams& a, int32_t b, int32_t i) {
     const AttentionParams& p = a.attention;
     const CacheView& c = p.cache;
-    AppendRow row{};
-    row.of = of;
     const int32_t before = c.seqlens ? c.seqlens[b] : p.seqlen_k - a.seqlen_new;
-    const bool turns = a.rotary_cos && of != RowOf::kValue;
-    row.position = turns ? clamp_to(before, 0, a.rotary_rows - 1) : -1;
-    if (of == RowOf::kQuery) {
-        const bool ordered = p.window_left >= 0 || p.window_right >= 0;  // without a mask the rows stand side by side
-        if (turns && ordered) row.position = clamp_to(row.position + i, 0, a.rotary_rows - 1);
+    if (before < 0 || before > p.seqlen_k - a.seqlen_new) return {0, 0, true};
+    AppendPlace at{b, before + i, false};
+    if (c.block_table) {
+        const int32_t page = at.row / c.page_size;
+        at.entry = c.block_table[b * c.table_row + page], at.row -= page * c.page_size;
+    } else if (c.batch_idx) {
+        at.entry = c.batch_idx[b];
+    }
+    at.skip = at.entry < 0 || at.entry >= c.entries;
+    return at;
+}
+
+FA_HOST_DEVICE AppendRow append_row(const AppendParams& a, int64_t index) {
+    const AttentionParams& p = a.attention;
+    const CacheView& c = p.cache;
+    const int64_t queries = append_query_rows(a), keys = int64_t(p.batch) * a.seqlen_new * p.nheads_k;
+    AppendRow row{};
+    const bool query = index < queries;
+    if (!query) index -= queries;
+    row.of = query ? RowOf::kQuery : index < keys ? RowOf::kKey : RowOf::kValue;
+    if (row.of == RowOf::kValue) index -= keys;
+    const int32_t heads = query ? p.nheads : p.nheads_k, rows = query ? p.seqlen_q : a.seqlen_new;
+    const int32_t head = int32_t(index % heads), i = int32_t(index / heads % rows), b = int32_t(index / heads / rows);
+    row.position = append_position(a, row.of, b, i);
+    if (query) {
         row.from = b * p.q.batch + i * p.q.row + head * p.q.head;
         row.to = b * a.q_rotated.batch + i * a.q_rotated.row + head * a.q_rotated.head;
         return row;
     }
-    if (turns) row.position = clamp_to(row.position + i, 0, a.rotary_rows - 1);
-    row.skip = before < 0 || before > p.seqlen_k - a.seqlen_new;
+    const AppendPlace at = append_place(a, b, i);
+    row.skip = at.skip;
     if (row.skip) return row;
-    int64_t entry = b, at = int64_t(before) + i;
-    if (c.block_table) {
-        entry = c.block_table[b * c.table_row + at / c.page_size], at %= c.page_size;
-    } else if (c.batch_idx) {
-        entry = c.batch_idx[b];
-    }
-    row.skip = entry < 0 || entry >= c.entries;
-    const TensorView &source = of == RowOf::kKey ? a.k_new : a.v_new, &cache = of == RowOf::kKey ? p.k : p.v;
-    const CacheScale& scale = of == RowOf::kKey ? c.k_scale : c.v_scale;
+    const TensorView &source = row.of == RowOf::kKey ? a.k_new : a.v_new, &cache = row.of == RowOf::kKey ? p.k : p.v;
+    const CacheScale& scale = row.of == RowOf::kKey ? c.k_scale : c.v_scale;
     row.from = b * source.batch + i * source.row + head * source.head;
-    row.to = entry * cache.batch + at * cache.row + head * cache.head;
-    row.scale = entry * scale.batch + at * scale.row + head * scale.head;
+    row.to = at.entry * cache.batch + at.row * cache.row + head * cache.head;
+    row.scale = at.entry * scale.batch + at.row * scale.row + head * scale.head;
     return row;
-}
-FA_HOST_DEVICE AppendRow append_row(const AppendParams& a, int64_t index) {
-    const AttentionParams& p = a.attention;
-    const int64_t queries = append_query_rows(a), keys = int64_t(p.batch) * a.seqlen_new * p.nheads_k;
-    const bool query = index < queries;
-    if (!query) index -= queries;
-    const RowOf of = query ? RowOf::kQuery : index < keys ? RowOf::kKey : RowOf::kValue;
-    if (of == RowOf::kValue) index -= keys;
-    const int32_t heads = query ? p.nheads : p.nheads_k, rows = query ? p.seqlen_q : a.seqlen_new;
-    return append_row(a, of, int32_t(index / heads / rows), int32_t(index / heads % rows), int32_t(index % heads));
 }
 
 // Dim d of a row behind the rotation. value(d) and angle(table, i) read the source and row `position` of the tables as floats.
-template <typename Value, typename Angle>
-FA_HOST_DEVICE float rotated(const AppendParams& a, int32_t position, int32_t d, const Value& value, const Angle& angle) {
+template <typename Append, typename Value, typename Angle>
+FA_HOST_DEVICE float rotated(const Append& a, int32_t position, int32_t d, const Value& value, const Angle& angle) {
     if (position < 0 || d >= a.rotary_dim) return value(d);
     const int32_t half = a.rotary_dim / 2;
     const bool first = a.rotary_interleaved ? d % 2 == 0 : d < half;
-    const int32_t i = a.rotary_interleaved ? d / 2 : d % half;
+    const int32_t i = a.rotary_interleaved ? d / 2 : first ? d : d - half;
     const int32_t pair = a.rotary_interleaved ? d ^ 1 : first ? d + half : d - half;
     const int64_t at = int64_t(position) * half + i;
     const float c = angle(a.rotary_cos, at), s = angle(a.rotary_sin, at);

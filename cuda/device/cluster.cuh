@@ -13,11 +13,11 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 #endif
     return x;
 }
-// barrier.cluster: every thread of every block arrives, and waits. What a thread wrote before it arrived, in any block's shared memory,
-// is visible to all behind the wait.
+// barrier.cluster: every thread of every block arrives, and waits. It orders no ordinary writes: the arrival of one that does is a fence
+// of the whole GPU. Barriers initialised before it (fence_mbarrier_init) are ready behind it.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_wait() {
@@ -33,15 +33,33 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t ra
 #endif
     return x;
 }
-// st.shared::cluster
-__device__ __forceinline__ void store_cluster_16(uint32_t address, float4 x) {
+// st.async: written some time later, and then counted by the barrier of that block.
+__device__ __forceinline__ void store_async_16(uint32_t address, float4 x, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address), "f"(x.x),
+                 "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+                 : "memory");
 #endif
 }
-__device__ __forceinline__ void store_cluster_8(uint32_t address, float x, float y) {
+__device__ __forceinline__ void store_async_8(uint32_t address, float x, float y, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address), "f"(x), "f"(y),
+                 "r"(barrier)
+                 : "memory");
+#endif
+}
+// mbarrier_wait for what other blocks have sent.
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "retry:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra retry;\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
 #endif
 }
 

@@ -44,7 +44,7 @@ cudaError_t with_dtype(DType dtype, const Body& body) {
 // How a launch differs from a plain one.
 struct LaunchOptions {
     bool programmatic = false;  // sm_90: it may start while the kernel before it still runs, see grid_dependency_wait in ptx.cuh
-    unsigned cluster = 1;       // sm_90: blocks of a cluster, up to 16; the grid is a multiple of it
+    unsigned cluster = 0;       // sm_90: blocks of a cluster, 1 .. 16, the grid a multiple of it; 0 = no clusters
 };
 
 // kernel<<<blocks, threads, shared_bytes, stream>>>(params), any size of shared memory the device has.
@@ -76,14 +76,14 @@ cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned thre
     }
     void* arguments[] = {const_cast<Params*>(&params)};
     cudaError_t error;
-    if (options.programmatic || options.cluster > 1) {
+    if (options.programmatic || options.cluster > 0) {
         cudaLaunchAttribute attributes[2]{};
         unsigned count = 0;
         if (options.programmatic) {
             attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
             attributes[count++].val.programmaticStreamSerializationAllowed = 1;
         }
-        if (options.cluster > 1) {
+        if (options.cluster > 0) {
             attributes[count].id = cudaLaunchAttributeClusterDimension;
             attributes[count].val.clusterDim.x = options.cluster;
             attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
