@@ -3,7 +3,7 @@
     python examples/train_tiny.py              on the GPU if there is one (about a minute), else small on the CPU
     python examples/train_tiny.py --compare    twice, the second time with PyTorch's attention: the losses agree
     python examples/train_tiny.py --out DIR    writes stories.bin and tokenizer.bin (llama2.c's formats),
-                                               losses.json and losses.png into DIR;
+                                               held_out.txt, losses.json and losses.png into DIR;
                                                python -m flash_attn_minimal generate DIR/stories.bin tells a story
 
 PyTorch does the optimiser and the matrix products. Needs torch and rich, and matplotlib for the picture. The text
@@ -34,6 +34,7 @@ from flash_attn_minimal.llama.tokenizer import BOS, Tokenizer, save_tokenizer
 from flash_attn_minimal.llama.weights import Config, save_checkpoint
 
 HELD_OUT = 1 << 40  # stories from this number on are never trained on
+WRITTEN = 110  # of them into held_out.txt, 16,000 tokens
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
             if pairs[pair] > 0:
                 heapq.heappush(queue, (-pairs[pair], pair))
     return Tokenizer(pieces, scores)
+
+
+def held_out_text() -> str:
+    return "\n\n".join(story(HELD_OUT + i) for i in range(WRITTEN)) + "\n"
 
 
 def tokens_of(texts: list[str], tokenizer: Tokenizer) -> torch.Tensor:
@@ -316,6 +321,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.out:
         save_checkpoint(args.out / "stories.bin", preset.config, model.tensors())
         save_tokenizer(args.out / "tokenizer.bin", tokenizer.pieces, tokenizer.scores)
+        (args.out / "held_out.txt").write_text(held_out_text())
         about = {
             "command": " ".join(["examples/train_tiny.py", *(argv or sys.argv[1:])]),
             "config": astuple(preset.config),
@@ -323,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
         about["machine"] = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
         (args.out / "losses.json").write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
         draw(runs, args.out / "losses.png", f"{count / 1e6:.1f} M parameters, {about['machine']}")
-        print(f"wrote {args.out}/stories.bin, tokenizer.bin, losses.json, losses.png")
+        print(f"wrote {args.out}/stories.bin, tokenizer.bin, held_out.txt, losses.json, losses.png")
     return 0
 
 

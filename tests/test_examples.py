@@ -36,6 +36,7 @@ def test_training_runs_and_its_model_tells(tmp_path):
     ours, theirs = (run["losses"] for run in report["runs"])
     assert len(ours) == 4 and 5 < ours[0] < 7
     np.testing.assert_allclose(ours, theirs, atol=2e-4)
+    assert (tmp_path / "held_out.txt").read_text() == DEFAULT_CHECKPOINT.with_name("held_out.txt").read_text()
     assert (tmp_path / "losses.png").stat().st_size > 1000
     checkpoint = load_checkpoint(tmp_path / "stories.bin")
     assert find_tokenizer(checkpoint).decode(find_tokenizer(checkpoint).encode("Ada met a fox.")) == "Ada met a fox."

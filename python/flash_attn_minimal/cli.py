@@ -12,6 +12,7 @@ _COMMANDS = {
     "verify": ("flash_attn_minimal.verify", "check large shapes against NumPy float64"),
     "bench": ("flash_attn_minimal.bench", "time the kernels, write JSON, tables and pictures"),
     "generate": ("flash_attn_minimal.llama.generate", "text from a Llama model, with this attention"),
+    "quantize": ("flash_attn_minimal.llama.quantize", "what 4-bit weights cost a model, and the model with them"),
     "synthetic": ("flash_attn_minimal.llama.synthetic", "write a random model of a known shape"),
 }
 

@@ -11,6 +11,10 @@
     cache.py        the KV cache, contiguous or paged
     engine.py       sequences that join and leave a running batch
     sampling.py     greedy, temperature, top-k, top-p
+    w4.py           models with 4-bit weights, and their file
+    quality.py      what 4-bit weights cost a model, and which matrices are to stay wider
+    quality_report.py   that as tables, JSON and a picture
+    quantize.py     the command line of both: python -m flash_attn_minimal quantize MODEL
     generate.py     the command line: python -m flash_attn_minimal generate CHECKPOINT
     synthetic.py    random models of any shape in the real file formats
 

@@ -17,6 +17,7 @@ import numpy as np
 from .. import _library
 from .._library import BadArgument, CudaError
 from .._safetensors import numpy_dtype
+from ..quantized import PackedW4, W4Weight
 from .attend import check_names, flash_attention
 from .config import Config
 from .sampling import Rule
@@ -116,6 +117,9 @@ class Cuda:
     # ---- weights ----
 
     def matrix(self, *parts: Any, pair: bool = False) -> Any:
+        """As host.Host.matrix."""
+        if isinstance(parts[0], W4Weight):
+            return parts[0].to(self.xp.asarray).pack(self.matrix_dtype.name, pair=pair)
         return self.stack(parts, self.matrix_dtype)
 
     def vector(self, *parts: Any) -> Any:
@@ -154,7 +158,7 @@ class Cuda:
         from .. import ops
 
         out_dtype = out_dtype or np.dtype(np.float32)
-        if len(x) <= FUSED_ROWS:
+        if len(x) <= FUSED_ROWS or isinstance(weight, PackedW4):
             return ops.linear(
                 x, weight, norm_weight=norm, eps=eps, bias=bias, residual=residual, swiglu=swiglu,
                 out_dtype=out_dtype.name, programmatic=True,

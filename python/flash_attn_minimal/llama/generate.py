@@ -19,6 +19,7 @@ from .huggingface import JsonTokenizer, stop_ids
 from .model import Llama
 from .sampling import Sampling
 from .tokenizer import Tokenizer, load_tokenizer
+from .w4 import FORMATS, W4Checkpoint, quantize
 from .weights import Checkpoint, load_checkpoint
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -42,39 +43,79 @@ exit status: 0 done, 1 out of memory, 2 bad input (one line on standard error sa
 
 
 def open_device(
-    name: str, attention: str = "flash", dtype: str = "auto", stored: str = "float32", cache_dtype: str = "auto"
+    name: str,
+    attention: str = "flash",
+    dtype: str = "auto",
+    stored: str = "float32",
+    cache_dtype: str = "auto",
+    weights: str = "auto",
 ) -> Any:
     """The engine's device. "auto" is a GPU where CuPy and the library find one; dtype "auto" is float32 on the host and
-    on a GPU what the checkpoint stores; cache_dtype "auto" is dtype."""
+    on a GPU what the checkpoint stores; cache_dtype "auto" is dtype. With `weights`, bf16 or 4 bits, the matrices that
+    are not in 4 bits, and the products of those that are, have the 16-bit type of dtype or, where that is none,
+    bfloat16."""
     if name not in DEVICES:
         raise BadArgument(f"device={name!r} is none of {', '.join(DEVICES)}")
+    narrow = "float16" if weights not in ("auto", "bf16") and "float16" in (dtype, stored) else "bfloat16"
     if name != "cpu":
         from .cuda import Cuda, reason_against
 
         why_not = reason_against()
         if not why_not:
             dtype = dtype if dtype != "auto" else stored if stored in DTYPES else "float32"
-            return Cuda(attention, dtype, dtype if cache_dtype == "auto" else cache_dtype)
+            matrices = dtype if weights == "auto" else narrow
+            cache = matrices if dtype == "float32" else dtype
+            return Cuda(attention, matrices, cache if cache_dtype == "auto" else cache_dtype)
         if name == "cuda":
             raise BadArgument(f"device='cuda' {why_not}")
     dtype = dtype if cache_dtype == "auto" else cache_dtype
-    return Host(attention, "float32" if dtype == "auto" else dtype)
+    return Host(attention, "float32" if dtype == "auto" else dtype, "float32" if weights == "auto" else narrow)
+
+
+def with_weights(checkpoint: Checkpoint, weights: str, mixed: bool, device: Any) -> Checkpoint:
+    """The checkpoint as `--weights` and `--mixed` want it: quantised now, or refused if it is so in another way."""
+    if isinstance(checkpoint, W4Checkpoint):
+        if weights not in ("auto", checkpoint.weights):
+            raise BadArgument(f"weights={weights!r}, but checkpoint {checkpoint.path!r} holds {checkpoint.weights}")
+        if mixed and not checkpoint.kept:
+            raise BadArgument(f"--mixed, but checkpoint {checkpoint.path!r} keeps no matrix in 16 bits")
+        return checkpoint
+    if weights in ("auto", "bf16"):
+        if mixed:
+            raise BadArgument(f"--mixed needs --weights {', '.join(FORMATS)}")
+        return checkpoint
+    kept = []
+    if mixed:
+        from .quantize import choose_kept
+
+        kept = choose_kept(checkpoint, weights)
+    return quantize(checkpoint, weights, kept, device)
+
+
+def tokenizer_file(checkpoint: Checkpoint, path: str | None = None) -> str:
+    """`path`, or where the tokenizer of this checkpoint lies."""
+    if path is not None:
+        return path
+    if isinstance(checkpoint, W4Checkpoint):
+        return str(checkpoint.tokenizer_file())
+    vocab_size, place = checkpoint.config.vocab_size, Path(checkpoint.path)
+    folder = place if place.is_dir() else place.parent
+    names = ["tokenizer.json"] if place.is_dir() else [f"tok{vocab_size}.bin", f"tok{vocab_size}.model"]
+    names += ["tokenizer.model"] if place.is_dir() else ["tokenizer.bin", "tokenizer.model"]
+    found = [file for name in names if (file := folder / name).is_file()]
+    if not found:
+        where = "in the folder" if place.is_dir() else "beside the checkpoint"
+        raise BadArgument(f"tokenizer: none of {', '.join(names)} is {where}; give its path with --tokenizer")
+    return str(found[0])
 
 
 def find_tokenizer(checkpoint: Checkpoint, path: str | None = None) -> Tokenizer | JsonTokenizer:
     """The tokenizer in `path`, or the one with the checkpoint; its size must fit the model's vocabulary."""
     vocab_size, place = checkpoint.config.vocab_size, Path(checkpoint.path)
-    if path is None:
-        folder = place if place.is_dir() else place.parent
-        names = ["tokenizer.json"] if place.is_dir() else [f"tok{vocab_size}.bin", f"tok{vocab_size}.model"]
-        names += ["tokenizer.model"] if place.is_dir() else ["tokenizer.bin", "tokenizer.model"]
-        found = [file for name in names if (file := folder / name).is_file()]
-        if not found:
-            where = "in the folder" if place.is_dir() else "beside the checkpoint"
-            raise BadArgument(f"tokenizer: none of {', '.join(names)} is {where}; give its path with --tokenizer")
-        path = str(found[0])
+    path = tokenizer_file(checkpoint, path)
     if path.endswith(".json"):
-        tokenizer = JsonTokenizer(path, stop_ids(place) if place.is_dir() else frozenset())
+        stops = checkpoint.stops if isinstance(checkpoint, W4Checkpoint) else frozenset()
+        tokenizer = JsonTokenizer(path, stop_ids(place) if place.is_dir() else stops)
         fits = tokenizer.vocab_size <= vocab_size  # the matrices of many of these models are padded
     else:
         tokenizer = load_tokenizer(path)
@@ -99,7 +140,7 @@ def stream(engine: Engine, request: Request) -> Iterator[int]:
         engine.step()
 
 
-class _Parser(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
     """Says what is wrong in one line, like every other error here, instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -107,7 +148,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="python -m flash_attn_minimal generate",
         description=DESCRIPTION,
         epilog=EXAMPLES,
@@ -180,6 +221,16 @@ def build_parser() -> argparse.ArgumentParser:
         help="of q, k, v and the KV cache (default: --dtype)",
     )
     how.add_argument(
+        "--weights",
+        choices=("auto", "bf16", *FORMATS),
+        default="auto",
+        help="of the blocks' matrices, quantised as they are loaded; embedding and classifier then have 16 bits "
+        "(default: --dtype on cuda, float32 on cpu, 4 bits if the file has them)",
+    )
+    how.add_argument(
+        "--mixed", action="store_true", help="the matrices that 4 bits harm most keep 16: see `quantize` (measured now)"
+    )
+    how.add_argument(
         "--batch",
         metavar="N",
         type=int,
@@ -207,6 +258,11 @@ def report(args: argparse.Namespace, checkpoint: Checkpoint, engine: Engine, req
         top_k = f"top-k {args.top_k}, " if args.top_k else ""
         sampling = f"temperature {args.temperature:g}, {top_k}top-p {args.top_p:g}, seed {seed}"
     dtype = device.matrix_dtype.name
+    packed = ""
+    if model.packed:
+        size, count = sum(w.bytes for w in model.packed), sum(w.shape[0] * w.shape[1] for w in model.packed)
+        dtype = f"{model.packed[0].format} in {dtype}"
+        packed = f" (4-bit {_size(size)}, {8 * size / count:.2f} bits a weight)"
     dtype += "" if device.dtype == device.matrix_dtype else f" with q, k, v in {device.dtype.name}"
     batch = f", {engine.max_batch} at once" if engine.max_batch > 1 else ""
     several = f", {t.decode_tokens / t.decode_seconds:.1f} tokens/s" if batch and t.decode_seconds else ""
@@ -215,7 +271,7 @@ def report(args: argparse.Namespace, checkpoint: Checkpoint, engine: Engine, req
         f"run      {args.attention} attention, {dtype}, {device.name}, {sampling}{batch}",
         f"prefill  {t.prompt_tokens} tokens in {t.prefill_seconds * 1e3:.2f} ms",
         f"decode   {t.decode_steps} steps in {t.decode_seconds:.3f} s, {steps_per_second:.1f} steps/s{several}",
-        f"memory   weights {_size(model.weight_bytes)}, KV cache {_size(cache.nbytes)} ({cache.describe()})",
+        f"memory   weights {_size(model.weight_bytes)}{packed}, KV cache {_size(cache.nbytes)} ({cache.describe()})",
     ]
     if t.decode_steps:
         read = model.step_bytes + t.positions_read * cache.position_bytes / t.decode_steps
@@ -241,7 +297,8 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < least:
             raise BadArgument(f"{name}={value} is {'negative' if value < 0 else 'not positive'}")
     checkpoint = load_checkpoint(args.checkpoint)
-    device = open_device(args.device, args.attention, args.dtype, checkpoint.dtype, args.cache_dtype)
+    weights = checkpoint.weights if isinstance(checkpoint, W4Checkpoint) else args.weights
+    device = open_device(args.device, args.attention, args.dtype, checkpoint.dtype, args.cache_dtype, weights)
     if args.attention == "flash":
         _library.load()  # a missing library is reported before any text
     tokenizer = find_tokenizer(checkpoint, args.tokenizer)
@@ -254,6 +311,7 @@ def run(args: argparse.Namespace) -> int:
             raise BadArgument(f"prompt {text!r} has no tokens, and this model's tokenizer puts none in front")
         if len(prompt) > context:
             raise BadArgument(f"prompt has {len(prompt)} tokens, more than the model's context of {context}")
+    checkpoint = with_weights(checkpoint, args.weights, args.mixed, device)
     model = Llama(checkpoint, device)
     engine = Engine(model, len(prompts), min(context, max(map(len, prompts)) + args.steps), args.page_size)
     requests = []

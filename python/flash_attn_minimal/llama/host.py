@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import ops
 from .._safetensors import numpy_dtype
+from ..quantized import PackedW4, W4Weight
 from .attend import check_names, flash_attention, rotate, standard_attention
 from .config import Config
 from .sampling import GREEDY, Rule
@@ -33,7 +34,9 @@ class Host:
     # ---- weights ----
 
     def matrix(self, *parts: Any, pair: bool = False) -> Any:
-        """The parts one above the other. `pair`: gate above up, of a SwiGLU."""
+        """The parts one above the other. Of 4-bit weights there is one part; `pair`: gate above up, of a SwiGLU."""
+        if isinstance(parts[0], W4Weight):
+            return parts[0].pack(self.matrix_dtype.name, pair=pair)
         return self.stack(parts, self.matrix_dtype)
 
     def vector(self, *parts: np.ndarray) -> np.ndarray:
@@ -52,7 +55,7 @@ class Host:
         """rms(x) weight^T + bias + residual, or with swiglu silu of the first half of the columns times the second.
         The result is float32 whatever `out_dtype` says: nothing is gained by rounding it."""
         x = x.astype(np.float32, copy=False)
-        if weight.itemsize == 2 and len(x) <= NARROW_ROWS:
+        if isinstance(weight, PackedW4) or (weight.itemsize == 2 and len(x) <= NARROW_ROWS):
             return ops.linear(x, weight, bias, norm, eps, residual, swiglu)
         if norm is not None:
             mean_square = (x * x).sum(-1, keepdims=True) * (1 / x.shape[-1])

@@ -16,22 +16,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..quantized import PackedW4
 from .cache import KVCache
 from .config import Config
 from .weights import Checkpoint
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+Matrix = Any  # an Array, or a PackedW4
 
 
 @dataclass(frozen=True)
 class Layer:
     rms_att: Array  # (dim,)
-    wqkv: Array  # ((nheads + 2 * nheads_k) * headdim, dim): wq, wk, wv stacked, so that one product gives all three
+    wqkv: Matrix  # ((nheads + 2 * nheads_k) * headdim, dim): wq, wk, wv stacked, so that one product gives all three
     bqkv: Array | None  # ((nheads + 2 * nheads_k) * headdim,)
-    wo: Array  # (dim, nheads * headdim)
+    wo: Matrix  # (dim, nheads * headdim)
     rms_ffn: Array  # (dim,)
-    w13: Array  # (2 * hidden, dim): gate, then up
-    w2: Array  # (dim, hidden)
+    w13: Matrix  # (2 * hidden, dim): gate, then up
+    w2: Matrix  # (dim, hidden)
 
 
 def load_layer(c: Checkpoint, i: int, device) -> Layer:
@@ -85,10 +87,16 @@ class Llama:
         return self.step_bytes + (0 if self.wcls is self.embedding else self.embedding.nbytes)
 
     @property
+    def packed(self) -> list[PackedW4]:
+        """The matrices in 4 bits."""
+        return [a for layer in self.layers for a in vars(layer).values() if isinstance(a, PackedW4)]
+
+    @property
     def step_bytes(self) -> int:
         """What a decode step reads of them: everything but an embedding that is not the classifier too."""
         arrays = [a for layer in self.layers for a in vars(layer).values() if a is not None]
-        return sum(array.nbytes for array in (*arrays, self.rms_final, self.wcls))
+        arrays += [self.rms_final, self.wcls]
+        return sum(array.bytes if isinstance(array, PackedW4) else array.nbytes for array in arrays)
 
     def forward(self, rows: Rows, cache: KVCache) -> Array:
         """Appends the tokens' keys and values to the cache; logits (batch, vocab), float32, behind the last of them."""

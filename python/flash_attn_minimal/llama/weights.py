@@ -149,11 +149,16 @@ def _read_header(path: str | os.PathLike[str], size: int) -> tuple[int, bool, Co
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Maps a llama2.c checkpoint, or a Hugging Face model's folder. What is not exactly one raises BadArgument."""
+    """Maps a llama2.c checkpoint, a Hugging Face model's folder, or a file with 4-bit weights that `quantize` wrote.
+    What is not exactly one raises BadArgument."""
     if os.path.isdir(path):
         from .huggingface import load_folder
 
         return load_folder(path)
+    if os.fspath(path).endswith(".safetensors"):
+        from .w4 import load
+
+        return load(path)
     size = read_file_size("checkpoint", path)
     version, tied, config, group = _read_header(path, size)
     problem = config.problem()

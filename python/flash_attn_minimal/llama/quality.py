@@ -1,0 +1,275 @@
+"""What 4-bit weights cost a model: errors of its matrices and blocks, perplexity; and which matrices are to stay wider.
+
+Everything is compared with the same model with 16-bit matrices, on the host, in float32 products with the weights as
+the kernels decode them: what is measured is the weights alone. One layer is in memory at a time, for all the text.
+
+    error        of a matrix: |q - w| / |w|, Frobenius norms
+    block error  |y' - y| / |y - x|: x goes into a block, y comes out, y' with 4-bit weights; relative to what it adds
+    rise         of the perplexity, in percent
+    divergence   mean of KL(p | p') over the tokens, in nats: how far the predictions are from the 16-bit model's
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .._library import BadArgument
+from .._safetensors import numpy_dtype
+from ..quantized import W4Weight
+from .cache import KVCache
+from .engine import Engine
+from .host import Host
+from .model import Layer, Llama, Rows, block, load_layer
+from .sampling import Sampling
+from .w4 import Place
+from .weights import STACKED, Checkpoint
+
+CHUNK = 1 << 26  # float32 numbers in the largest array
+WINDOW = 512  # most tokens in a row
+WRITERS = 16  # sequences at once, of the model that writes its own text
+CURVE = 6  # steps from all in 4 bits to none, whose loss is measured before the choice is made
+
+
+# ---- text ----
+
+
+def read_windows(text: str, tokenizer: Any, context: int, tokens: int) -> np.ndarray:
+    """(n, seqlen + 1) tokens, each row overlapping the next by one: paragraphs (empty lines between them) are encoded
+    one by one, as texts of their own, and stand one behind the other."""
+    ids: list[int] = []
+    for paragraph in text.split("\n\n"):
+        if paragraph.strip():
+            ids += tokenizer.encode(paragraph.strip())
+        if len(ids) > tokens:
+            break
+    seqlen = min(context, WINDOW, (len(ids) - 1) // 2)
+    if seqlen < 8:
+        raise BadArgument(f"the text has {len(ids)} tokens: at least 17 are needed")
+    count = min(max(2, tokens // seqlen), (len(ids) - 1) // seqlen)
+    return np.stack([np.array(ids[i * seqlen : (i + 1) * seqlen + 1], np.int32) for i in range(count)])
+
+
+def write_windows(checkpoint: Checkpoint, tokenizer: Any, tokens: int, seed: int) -> np.ndarray:
+    """As read_windows, each row a text that the model writes at temperature 1: of such text, the rise of the loss is an
+    estimate of the divergence."""
+    start = tokenizer.encode("")
+    if not start:
+        raise BadArgument("this model's tokenizer puts no token in front of a text to begin one with; give a text")
+    seqlen = min(checkpoint.config.seq_len, WINDOW)
+    count = max(2, tokens // seqlen)
+    engine = Engine(Llama(checkpoint, Host()), min(count, WRITERS), seqlen)
+    requests = [engine.add(start, seqlen + 1 - len(start), Sampling(1.0, 0, 1.0, seed + i)) for i in range(count)]
+    engine.run()
+    return np.array([request.prompt + request.tokens for request in requests], np.int32)
+
+
+# ---- the blocks over the text ----
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of one variant, against 16 bit, over all tokens of a text."""
+
+    nats: float  # mean loss
+    rise: float  # of the perplexity, percent
+    rise_error: float  # standard error of that
+    divergence: float
+
+    def row(self) -> dict[str, float]:
+        return {"perplexity": math.exp(self.nats), "loss": self.nats} | {
+            name: getattr(self, name) for name in ("rise", "rise_error", "divergence")
+        }
+
+
+Change = Callable[[int, Layer], Layer]  # layer number, its 16-bit matrices -> the variant's
+
+
+class Text:
+    """A model's blocks over windows of text."""
+
+    def __init__(self, checkpoint: Checkpoint, windows: np.ndarray):
+        self.checkpoint, self.windows, self.host = checkpoint, windows, Host()
+        self.narrow = numpy_dtype(checkpoint.dtype if checkpoint.dtype in ("float16", "bfloat16") else "bfloat16")
+        config = checkpoint.config
+        self.batch = max(1, CHUNK // (max(2 * config.hidden_dim, config.vocab_size) * (windows.shape[1] - 1)))
+        one = replace(config, n_layers=1)
+        self.cache = KVCache(self.host, one, min(self.batch, len(windows)), windows.shape[1] - 1)
+
+    def rounded(self, matrix: np.ndarray) -> np.ndarray:
+        return matrix.astype(self.narrow).astype(np.float32)
+
+    def stored(self, layer: int) -> Layer:
+        return load_layer(self.checkpoint, layer, self.host)
+
+    def sixteen(self, stored: Layer) -> Layer:
+        return replace(stored, **{name: self.rounded(getattr(stored, name)) for name in STACKED})
+
+    def embed(self, round_to_16: bool = True) -> np.ndarray:
+        x = self.host.embed(np.asarray(self.checkpoint["token_embedding"]), self.windows[:, :-1])
+        return self.rounded(x) if round_to_16 else x
+
+    def block(self, layer: Layer, x: np.ndarray) -> np.ndarray:
+        """(n * seqlen, dim), all windows, to the same."""
+        config, cache, parts = self.checkpoint.config, self.cache, []
+        seqlen = self.windows.shape[1] - 1
+        for start in range(0, len(self.windows), self.batch):
+            tokens = self.windows[start : start + self.batch, :-1]
+            rows = Rows(tokens, np.zeros(len(tokens), np.int32), None, 0, seqlen)
+            part = x[start * seqlen : (start + len(tokens)) * seqlen]
+            parts.append(block(self.host, config, layer, part, rows, cache.k[0], cache.v[0], cache.rope))
+        return np.concatenate(parts)
+
+    def losses(self, sixteen: np.ndarray, variants: dict[str, np.ndarray], wide: str = "") -> dict[str, Loss]:
+        """From what comes out of the last block; "" is 16 bit. The variant `wide` has the classifier as stored."""
+        c, host = self.checkpoint, self.host
+        norm, eps = host.vector(c["rms_final"]), c.config.rms_eps
+        stored = host.matrix(c["wcls"])
+        narrow = self.rounded(stored)
+        targets = self.windows[:, 1:].reshape(-1)
+        nats = {name: np.empty(len(targets)) for name in ("", *variants)}
+        divergence = dict.fromkeys(nats, 0.0)
+        step = max(1, CHUNK // c.config.vocab_size)
+        for start in range(0, len(targets), step):
+            here = slice(start, start + step)
+            logs = _log_softmax(host.linear(sixteen[here], narrow, norm=norm, eps=eps))
+            p = np.exp(logs)
+            for name in nats:
+                found = logs
+                if name:
+                    found = _log_softmax(
+                        host.linear(variants[name][here], stored if name == wide else narrow, norm=norm, eps=eps)
+                    )
+                    divergence[name] += float((p * (logs - found)).sum(dtype=np.float64))
+                nats[name][here] = -np.take_along_axis(found, targets[here, None], 1)[:, 0]
+        out = {}
+        for name, mine in nats.items():
+            apart = mine - nats[""]
+            rise = 100 * math.expm1(apart.mean())
+            error = 100 * float(apart.std()) / math.sqrt(len(apart))
+            out[name] = Loss(float(mine.mean()), rise, error, divergence[name] / len(apart))
+        return out
+
+    def run(self, variants: dict[str, Change], wide: str = "") -> dict[str, Loss]:
+        """The loss of each variant of the matrices, and under "" of 16 bit. `wide`, if given, is one more variant:
+        everything as stored."""
+        base = self.embed()
+        xs = dict.fromkeys(variants, base)
+        if wide:
+            xs[wide] = self.embed(False)
+        for i in range(self.checkpoint.config.n_layers):
+            stored = self.stored(i)
+            layer = self.sixteen(stored)
+            base = self.block(layer, base)
+            for name in xs:
+                xs[name] = self.block(stored if name == wide else variants[name](i, layer), xs[name])
+        return self.losses(base, xs, wide)
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    x -= x.max(-1, keepdims=True)
+    x -= np.log(np.exp(x).sum(-1, keepdims=True))
+    return x
+
+
+# ---- the errors of one format ----
+
+
+@dataclass(frozen=True)
+class MatrixError:
+    layer: int
+    matrix: str
+    weights: int
+    error: float
+    block_error: float  # of the block in which this matrix alone is in 4 bits
+
+    @property
+    def place(self) -> Place:
+        return self.layer, self.matrix
+
+    @property
+    def harm(self) -> float:
+        """Squared block error for each weight that 16 bits would widen."""
+        return self.block_error**2 / self.weights
+
+
+@dataclass(frozen=True)
+class Errors:
+    matrices: list[MatrixError]
+    blocks: list[float]  # block error with all four matrices in 4 bits, by layer
+    quantized: dict[Place, Any]  # W4Weight
+
+    def change(self, kept: Iterable[Place] = ()) -> Change:
+        kept = frozenset(kept)
+
+        def variant(i: int, layer: Layer) -> Layer:
+            return replace(layer, **{n: self.decoded(i, n) for n in STACKED if (i, n) not in kept})
+
+        return variant
+
+    def decoded(self, layer: int, name: str) -> np.ndarray:
+        return np.asarray(self.quantized[layer, name].dequantize("float32"))
+
+
+def measure(text: Text, weights: str) -> Errors:
+    """Of every matrix and block; the blocks get what a 16-bit model's would."""
+    errors = Errors([], [], {})
+    x = text.embed()
+    for i in range(text.checkpoint.config.n_layers):
+        stored = text.stored(i)
+        layer = text.sixteen(stored)
+        y = text.block(layer, x)
+        added = _norm(y - x)
+        decoded = {}
+        for name in STACKED:
+            w = getattr(stored, name)
+            errors.quantized[i, name] = W4Weight.quantize(w, weights)
+            decoded[name] = errors.decoded(i, name)
+            alone = _norm(text.block(replace(layer, **{name: decoded[name]}), x) - y) / added
+            errors.matrices.append(MatrixError(i, name, w.size, _norm(decoded[name] - w) / _norm(w), alone))
+        errors.blocks.append(_norm(text.block(replace(layer, **decoded), x) - y) / added)
+        x = y
+    return errors
+
+
+def _norm(x: np.ndarray) -> float:
+    return math.sqrt(float(np.einsum("ij,ij->", x, x, dtype=np.float64)))
+
+
+# ---- mixed ----
+
+
+@dataclass(frozen=True)
+class Choice:
+    kept: frozenset[Place]
+    curve: list[dict[str, float]]  # on the text it was chosen with: kept matrices, their share of the weights, loss
+
+
+def choose(text: Text, errors: Errors, budget: float, curve: bool = False) -> Choice:
+    """Which matrices stay 16 bits wide: those that harm most, as few of them as keep the rise of the perplexity within
+    `budget` percent. The rise is taken to fall with their number, which is found by halving."""
+    order = sorted(errors.matrices, key=lambda m: (-m.harm, m.place))
+    total = sum(m.weights for m in order)
+    found: dict[int, Loss] = {}
+
+    def look(counts: Iterable[int]) -> None:
+        new = {str(n): errors.change(m.place for m in order[:n]) for n in counts if n not in found}
+        losses = text.run(new) if new else {}
+        found.update({int(name): losses[name] for name in new})
+
+    look(round(i * len(order) / CURVE) for i in range(CURVE)) if curve else look([0])
+    within = min((n for n in found if found[n].rise <= budget), default=len(order))  # all wide: no rise at all
+    below = max((n for n in found if n < within), default=-1)
+    while within - below > 1:
+        look([middle := (below + within) // 2])
+        below, within = (below, middle) if found[middle].rise <= budget else (middle, within)
+    points = []
+    for n in sorted(found):
+        share = sum(m.weights for m in order[:n]) / total
+        points.append({"kept": n, "share": share, "rise": found[n].rise, "divergence": found[n].divergence})
+    kept = frozenset(m.place for m in order[:within])
+    return Choice(kept, points)

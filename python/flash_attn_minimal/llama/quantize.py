@@ -1,0 +1,220 @@
+"""python -m flash_attn_minimal quantize MODEL: what 4-bit weights cost a model, and the model with them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from .._library import BadArgument, FlashAttnError
+from .._safetensors import ALL, numpy_dtype
+from .generate import DEFAULT_CHECKPOINT, ArgumentParser, find_tokenizer, tokenizer_file
+from .quality import Text, choose, measure, read_windows, write_windows
+from .quality_report import draw, show, size_text, write
+from .w4 import FORMATS, W4Checkpoint, quantize, save, stacked_shapes, tensor_shapes
+from .weights import STACKED, Checkpoint, load_checkpoint
+
+BUDGET = 1.0  # percent
+HELD_OUT = "held_out.txt"  # beside a checkpoint: text that it was not trained on
+
+DESCRIPTION = """\
+Measure what 4-bit weights cost a model: the error of every matrix and block, the perplexity on text it has not seen,
+and which matrices are to stay 16 bits wide for the perplexity to rise by no more than a budget. Needs no GPU.
+--out writes the model with these weights: `generate` runs it."""
+
+EPILOG = """\
+The first half of the text measures errors and chooses; the second half gives the perplexities.
+
+examples:
+  python -m flash_attn_minimal quantize                                   (the model in the package, all formats)
+  python -m flash_attn_minimal quantize stories15M.bin --text held_out.txt --report quality.json --picture quality.png
+  python -m flash_attn_minimal quantize stories15M.bin --weights nvfp4 --mixed --out stories15M-nvfp4.safetensors
+
+exit status: 0 done, 2 bad input (one line on standard error says what), 130 interrupted."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(
+        prog="python -m flash_attn_minimal quantize",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "checkpoint",
+        metavar="MODEL",
+        nargs="?",
+        default=str(DEFAULT_CHECKPOINT),
+        help="llama2.c checkpoint, or a folder with config.json and *.safetensors (default: the model in the package)",
+    )
+    add("--tokenizer", metavar="FILE", help="as of generate")
+    add("--weights", choices=(*FORMATS, "all"), default="all", help="the format (default: each of them in turn)")
+    add("--mixed", action="store_true", help="--out keeps the matrices that harm most in 16 bits")
+    add(
+        "--budget",
+        metavar="P",
+        type=float,
+        default=BUDGET,
+        help="percent that mixed may raise the perplexity (default 1)",
+    )
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--text",
+        metavar="FILE",
+        help=f"text that the model was not trained on, empty lines between its pieces (default: {HELD_OUT} beside the "
+        "model, else text that the model writes at temperature 1)",
+    )
+    text.add_argument(
+        "--tokens", metavar="N", type=int, default=16384, help="how much of it (default 16384); 0 = measure nothing"
+    )
+    text.add_argument("--seed", metavar="S", type=int, default=0, help="of text that the model writes (default 0)")
+    out = parser.add_argument_group("files")
+    out.add_argument("--out", metavar="FILE", help="the model with 4-bit weights, FILE.safetensors")
+    out.add_argument("--report", metavar="FILE", help="the numbers, FILE.json; tables beside them, FILE.md")
+    out.add_argument("--picture", metavar="FILE", help="FILE.png (needs matplotlib)")
+    return parser
+
+
+# ---- measuring ----
+
+
+def find_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Any) -> tuple[Any, str]:
+    """Windows of tokens, and where they come from."""
+    beside = Path(checkpoint.path).with_name(HELD_OUT)
+    path = Path(args.text) if args.text else beside if beside.is_file() else None
+    if path is None:
+        windows = write_windows(checkpoint, tokenizer, args.tokens, args.seed)
+        return windows, f"written by the model itself at temperature 1, seed {args.seed}"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadArgument(f"text {str(path)!r}: {error}") from None
+    return read_windows(text, tokenizer, checkpoint.config.seq_len, args.tokens), path.name
+
+
+def tensor_bytes(checkpoint: W4Checkpoint) -> dict[str, int]:
+    """Bytes of the file's data by what they are."""
+    found = dict.fromkeys(("codes", "scales", "kept", "rest"), 0)
+    for name, (code, shape) in tensor_shapes(checkpoint).items():
+        matrix, _, part = name.removeprefix("layers.").partition(".")[2].partition(".")
+        kind = "rest" if matrix not in STACKED else "codes" if part == "codes" else "scales" if part else "kept"
+        found[kind] += math.prod(shape) * numpy_dtype(ALL[code]).itemsize
+    return found
+
+
+def build_report(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Any) -> dict[str, Any]:
+    """Everything that the tables, the JSON and the picture show."""
+    formats = list(FORMATS) if args.weights == "all" else [args.weights]
+    print("text", file=sys.stderr)
+    windows, source = find_text(args, checkpoint, tokenizer)
+    seqlen, half = windows.shape[1] - 1, len(windows) // 2
+    first, second = Text(checkpoint, windows[:half]), Text(checkpoint, windows[half:])
+    errors, choices = {}, {}
+    for weights in formats:
+        print(f"{weights}: errors, and what is to stay wide", file=sys.stderr)
+        errors[weights] = measure(first, weights)
+        choices[weights] = choose(first, errors[weights], args.budget, curve=True)
+    print("perplexities", file=sys.stderr)
+    changes = {weights: found.change() for weights, found in errors.items()}
+    changes |= {f"{weights} mixed": errors[weights].change(choice.kept) for weights, choice in choices.items()}
+    stored = checkpoint.dtype if checkpoint.dtype not in ("float16", "bfloat16") else ""
+    losses = second.run(changes, stored)
+
+    config = checkpoint.config
+    count = config.n_layers * sum(math.prod(shape) for shape in stacked_shapes(config).values())
+    rest = tensor_bytes(quantize(checkpoint, formats[0]))["rest"]
+    rows = [{"weights": "16 bit", "bits": 16.0, "bytes": 2 * count + rest, **losses[""].row()}]
+    if stored:
+        vocabulary = config.vocab_size * config.dim * (1 if checkpoint.tied else 2)
+        total = 4 * count + rest + 2 * vocabulary  # the rest has 16 bits for each of these
+        rows.insert(0, {"weights": f"{stored}, stored", "bits": 32.0, "bytes": total, **losses[stored].row()})
+    for weights, choice in choices.items():
+        for name, kept in ((weights, frozenset()), (f"{weights} mixed", choice.kept)):
+            parts = tensor_bytes(quantize(checkpoint, weights, kept))
+            size = {"bits": 8 * (sum(parts.values()) - parts["rest"]) / count, "bytes": sum(parts.values())}
+            rows.append({"weights": name, **size, "parts": parts, "kept": len(kept), **losses[name].row()})
+    tokens = {"chosen_with": half * seqlen, "judged_with": (len(windows) - half) * seqlen}
+    return {
+        "model": f"{Path(checkpoint.path).name}: {checkpoint.format}, {config}",
+        "text": {"source": source, "window": seqlen, **tokens},
+        "budget": args.budget,
+        "rows": rows,
+        "formats": {
+            weights: {
+                "matrices": [{**vars(m), "kept": m.place in choices[weights].kept} for m in found.matrices],
+                "blocks": found.blocks,
+                "curve": choices[weights].curve,
+            }
+            for weights, found in errors.items()
+        },
+    }
+
+
+def kept_of(data: dict[str, Any], weights: str) -> list[tuple[int, str]]:
+    return [(m["layer"], m["matrix"]) for m in data["formats"][weights]["matrices"] if m["kept"]]
+
+
+def choose_kept(checkpoint: Checkpoint, weights: str, budget: float = BUDGET, tokens: int = 2048) -> list:
+    """The matrices that stay 16 bits wide, by a short text: for a model that is quantised as it is loaded."""
+    options = argparse.Namespace(text=None, tokens=tokens, seed=0)
+    windows, _ = find_text(options, checkpoint, find_tokenizer(checkpoint))
+    text = Text(checkpoint, windows)
+    return sorted(choose(text, measure(text, weights), budget).kept)
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    for name, least in (("tokens", 0), ("seed", 0), ("budget", 0)):
+        value = getattr(args, name)
+        if not value >= least:
+            raise BadArgument(f"{name}={value} is negative")
+    if args.out and args.weights == "all":
+        raise BadArgument(f"--out {args.out} holds one format: give --weights {', '.join(FORMATS)}")
+    if args.out and not args.out.endswith(".safetensors"):
+        raise BadArgument(f"--out {args.out} does not end in .safetensors, by which it is known")
+    if args.mixed and not (args.out and args.tokens):
+        raise BadArgument("--mixed is about the file of --out, and chosen by measuring: --tokens above 0")
+    if not args.tokens and not args.out:
+        raise BadArgument(f"--tokens {args.tokens} without --out leaves nothing to do")
+    checkpoint = load_checkpoint(args.checkpoint)
+    tokenizer = find_tokenizer(checkpoint, args.tokenizer)
+    kept = []
+    if args.tokens:
+        data = build_report(args, checkpoint, tokenizer)
+        show(data)
+        data["command"] = shlex.join(["python", "-m", "flash_attn_minimal", "quantize", *argv])
+        written = [*(write(data, Path(args.report)) if args.report else ())]
+        if args.picture:
+            written.append(draw(data, Path(args.picture)))
+        for path in written:
+            print(f"wrote {path}", file=sys.stderr)
+        kept = kept_of(data, args.weights) if args.mixed else []
+    if args.out:
+        quantized = quantize(checkpoint, args.weights, kept)
+        save(args.out, quantized, tokenizer_file(checkpoint, args.tokenizer), tokenizer.stops)
+        parts, size = tensor_bytes(quantized), Path(args.out).stat().st_size
+        lines = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items() if count)
+        print(f"wrote {args.out}: {size_text(size)} ({lines})")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit status; never raises for bad input."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return run(build_parser().parse_args(argv), argv)
+    except FlashAttnError as error:
+        print(f"quantize: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as done:  # --help
+        return int(done.code or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Models with 4-bit weights: made of any checkpoint, as it is loaded; and their file.
+
+The four matrices of a layer that a decode step reads (weights.STACKED) become W4Weight; one of them that is `kept`
+stays 16 bits wide, and so do the embedding and the classifier: an embedding is looked up, not multiplied, and where it
+is the classifier too, every token's logit hangs on it.
+
+The file is a safetensors file with our names: layers.3.wqkv.codes, .scales and .tensor_scale, or layers.3.wqkv if kept;
+layers.3.rms_att, layers.3.bq, ...; token_embedding, rms_final, wcls. Its metadata say what the model is, where its
+tokenizer lies, and the CRC-32 of every tensor; quantized.load_file reads it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._library import BadArgument
+from .._safetensors import FLOATS, numpy_dtype, write_safetensors
+from ..quantized import _KEY as FORMATS_KEY
+from ..quantized import BLOCK, W4Weight, load_file
+from ..quantized import _to_numpy as to_numpy
+from .config import Config, RopeScaling
+from .weights import STACKED, Checkpoint, matrix_shapes
+
+FORMATS = tuple(BLOCK)
+SCALES = {"nvfp4": "F8_E4M3", "mxfp4": "U8", "int4": "F16"}  # safetensors' types
+KEY, VERSION = "flash_attn_minimal.llama", 1
+
+Place = tuple[int, str]  # layer, name: one matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class W4Checkpoint(Checkpoint):
+    """`tensors` has the names of STACKED in place of their parts; an entry is a W4Weight, or an array if it is kept.
+    `dtype` is that of the other matrices, 16 bits."""
+
+    weights: str  # which of FORMATS
+    kept: frozenset[Place]
+    tokenizer: dict[str, str] | None = None  # file, relative to the checkpoint's folder, and sha256
+    stops: frozenset[int] = frozenset()  # what ends a text, of a tokenizer.json
+
+    def tokenizer_file(self) -> Path:
+        folder, wanted = Path(self.path).parent, self.tokenizer
+        if wanted is None:
+            raise BadArgument(f"checkpoint {self.path!r} names no tokenizer; give its path with --tokenizer")
+        for file in (folder / wanted["file"], folder / Path(wanted["file"]).name):
+            if file.is_file():
+                found = hashlib.sha256(file.read_bytes()).hexdigest()
+                if found != wanted["sha256"]:
+                    raise BadArgument(
+                        f"tokenizer {str(file)!r} is not the one of checkpoint {self.path!r}: its sha256 is "
+                        f"{found[:12]}..., not {wanted['sha256'][:12]}..."
+                    )
+                return file
+        raise BadArgument(
+            f"tokenizer {wanted['file']!r} of checkpoint {self.path!r} is not there; give its path with --tokenizer"
+        )
+
+
+# ---- quantised on the way ----
+
+
+def quantize(checkpoint: Checkpoint, weights: str, kept: Iterable[Place] = (), device: Any = None) -> W4Checkpoint:
+    """The same model with 4-bit weights, each matrix quantised when it is taken: on `device` (host.Host, cuda.Cuda)."""
+    if weights not in FORMATS:
+        raise BadArgument(f"weights={weights!r} is none of {', '.join(FORMATS)}")
+    if isinstance(checkpoint, W4Checkpoint):
+        raise BadArgument(f"checkpoint {checkpoint.path!r} holds {checkpoint.weights} weights already")
+    if device is None:
+        from .host import Host
+
+        device = Host()
+    tensors = {name: checkpoint.tensors[name] for name in checkpoint.tensors if name not in sum(STACKED.values(), ())}
+    kept = frozenset(kept)
+    tensors |= {name: _Quantized(checkpoint, name, weights, kept, device) for name in STACKED}
+    dtype = checkpoint.dtype if checkpoint.dtype in ("float16", "bfloat16") else "bfloat16"
+    what = f"{checkpoint.format}, {'mixed ' * bool(kept)}{weights}"
+    return W4Checkpoint(
+        checkpoint.path, what, checkpoint.tied, checkpoint.config, dtype, tensors, weights=weights, kept=kept
+    )
+
+
+class _Quantized(Sequence):
+    """One of STACKED, of every layer."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, weights: str, kept: frozenset[Place], device: Any):
+        self.checkpoint, self.name, self.weights, self.kept, self.device = checkpoint, name, weights, kept, device
+
+    def __len__(self) -> int:
+        return self.checkpoint.config.n_layers
+
+    def __getitem__(self, layer: int) -> Any:
+        parts = self.checkpoint.parts(self.name, layer)
+        whole = self.device.stack(parts, parts[0].dtype)
+        if (layer, self.name) in self.kept:
+            return whole
+        return W4Weight.quantize(whole, self.weights)
+
+
+# ---- the file ----
+
+
+def stacked_shapes(config: Config) -> dict[str, tuple[int, int]]:
+    shapes = matrix_shapes(config)
+    return {name: (sum(shapes[part][0] for part in parts), shapes[parts[0]][1]) for name, parts in STACKED.items()}
+
+
+def contents(
+    config: Config, weights: str, kept: Iterable[Place], dtype: str, tied: bool, biases: bool
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What the file holds: name -> (dtype, shape), where the dtype of a W4Weight is its format."""
+    vocabulary = config.vocab_size, config.dim
+    parts, shapes, kept = matrix_shapes(config), stacked_shapes(config), frozenset(kept)
+    found: dict[str, tuple[str, tuple[int, ...]]] = {"token_embedding": (dtype, vocabulary)}
+    for layer in range(config.n_layers):
+        here: dict[str, tuple[str, tuple[int, ...]]] = {n: ("float32", (config.dim,)) for n in ("rms_att", "rms_ffn")}
+        if biases:
+            here |= {f"b{name}": ("float32", parts[f"w{name}"][:1]) for name in "qkv"}
+        here |= {name: (dtype if (layer, name) in kept else weights, shape) for name, shape in shapes.items()}
+        found |= {f"layers.{layer}.{name}": entry for name, entry in here.items()}
+    found["rms_final"] = "float32", (config.dim,)
+    if not tied:
+        found["wcls"] = dtype, vocabulary
+    return found
+
+
+def contents_of(c: W4Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return contents(c.config, c.weights, c.kept, c.dtype, c.tied, "bq" in c.tensors)
+
+
+def tensor_shapes(c: W4Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The same as safetensors has it: a W4Weight is three tensors."""
+    codes = {native: code for code, native in FLOATS.items()}
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, (dtype, shape) in contents_of(c).items():
+        if dtype in codes:
+            found[name] = codes[dtype], shape
+            continue
+        rows, columns = shape
+        found[f"{name}.codes"] = "U8", (rows, -(-columns // 2))
+        found[f"{name}.scales"] = SCALES[dtype], (rows, -(-columns // BLOCK[dtype]))
+        found[f"{name}.tensor_scale"] = "F32", (1,)
+    return found
+
+
+def _arrays(c: W4Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors in this order, each matrix taken once."""
+    for name, (dtype, _) in contents_of(c).items():
+        _, layer, matrix = name.split(".") if "." in name else ("", "", name)
+        whole = c[matrix][int(layer)] if layer else c[name]
+        if dtype in FORMATS:
+            for part in ("codes", "scales", "tensor_scale"):
+                yield f"{name}.{part}", to_numpy(getattr(whole, part))
+        else:
+            yield name, to_numpy(whole).astype(numpy_dtype(dtype), copy=False)
+
+
+def save(
+    path: str | os.PathLike[str],
+    checkpoint: W4Checkpoint,
+    tokenizer: str | os.PathLike[str] | None = None,
+    stops: Iterable[int] = (),
+) -> None:
+    """Writes the file; `tokenizer` is the model's, to which the file will refer."""
+    about: dict[str, Any] = {
+        "version": VERSION,
+        "source": checkpoint.format,
+        "weights": checkpoint.weights,
+        "kept": [f"{layer}.{name}" for layer, name in sorted(checkpoint.kept)],
+        "dtype": checkpoint.dtype,
+        "tied": checkpoint.tied,
+        "biases": "bq" in checkpoint.tensors,
+        "config": dataclasses.asdict(checkpoint.config),
+        "tokenizer": None,
+        "stops": sorted(stops),
+    }
+    if tokenizer is not None:
+        file = Path(os.path.relpath(tokenizer, Path(path).parent)).as_posix()
+        about["tokenizer"] = {"file": file, "sha256": hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()}
+    formats = {
+        name: {"format": dtype, "in_features": shape[1]}
+        for name, (dtype, shape) in contents_of(checkpoint).items()
+        if dtype in FORMATS
+    }
+    metadata = {KEY: json.dumps(about), FORMATS_KEY: json.dumps(formats)}
+    write_safetensors(path, _arrays(checkpoint), tensor_shapes(checkpoint), metadata)
+
+
+def load(path: str | os.PathLike[str]) -> W4Checkpoint:
+    """Maps a file that `save` wrote. What is not exactly one raises BadArgument, with the tensor's name."""
+
+    def bad(why: str) -> BadArgument:
+        return BadArgument(f"checkpoint {str(path)!r}: {why}")
+
+    found, metadata = load_file(path)
+    if KEY not in metadata:
+        raise bad("not written by `python -m flash_attn_minimal quantize`: its metadata do not say what the model is")
+    try:
+        about = json.loads(metadata[KEY])
+        version, weights, dtype, tied, biases = (about[n] for n in ("version", "weights", "dtype", "tied", "biases"))
+        shape = dict(about["config"])
+        if shape.get("rope_scaling"):
+            shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
+        config = Config(**shape)
+        kept = frozenset((int(layer), name) for layer, _, name in (place.partition(".") for place in about["kept"]))
+        problem = config.problem()
+        source, tokenizer, stops = about["source"], about["tokenizer"], frozenset(about["stops"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise bad(f"its metadata are damaged: {error!r}") from None
+    if version != VERSION:
+        raise bad(f"version={version!r} is not {VERSION}, which is read")
+    if weights not in FORMATS or dtype not in ("float16", "bfloat16"):
+        raise bad(f"weights={weights!r} in dtype={dtype!r} are not understood")
+    if strange := [place for place in sorted(kept) if place[1] not in STACKED or not 0 <= place[0] < config.n_layers]:
+        problem = problem or f"kept={strange[0]} is no matrix of the model"
+    if problem:
+        raise bad(problem)
+
+    tensors: dict[str, Any] = {}
+    for name, wanted in contents(config, weights, kept, dtype, tied, biases).items():
+        if name not in found:
+            raise bad(f"lacks the tensor {name!r}, {wanted[0]} {wanted[1]}")
+        array = found.pop(name)
+        got = array.format if isinstance(array, W4Weight) else array.dtype.name, array.shape
+        if got != wanted:
+            raise bad(f"tensor {name!r} is {got[0]} {got[1]}: expected {wanted[0]} {wanted[1]}")
+        if "." in name:  # the layers come in turn
+            tensors.setdefault(name.split(".")[2], []).append(array)
+        else:
+            tensors[name] = array
+    if found:
+        raise bad(f"{min(found)!r} is no tensor of this model ({len(found)} such)")
+    return W4Checkpoint(
+        os.fspath(path), source, tied, config, dtype, tensors,
+        weights=weights, kept=kept, tokenizer=tokenizer, stops=stops,
+    )  # fmt: skip
