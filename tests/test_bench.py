@@ -467,6 +467,20 @@ def test_llama_suite(tmp_path):
     assert "**flash over standard**" in (tmp_path / "llama.md").read_text()
 
 
+def test_llama_suite_with_4_bit_weights(tmp_path, monkeypatch):
+    pytest.importorskip("ml_dtypes")
+    from flash_attn_minimal.bench import llama
+
+    monkeypatch.setitem(llama.PLANS, "cpu", {"stories260K": (("nvfp4/float16",), (2,), (40,))})
+    data = run(tmp_path, "--suite", "llama", "--device", "cpu", "--rounds", "2")
+    steps = [row for row in data["rows"] if row["pass"] == "step"]
+    assert [(row["dtype"], row["cache_dtype"], row["kernel"]) for row in steps] == [
+        ("nvfp4", "float16", "flash"),
+        ("nvfp4", "float16", "standard"),
+    ]
+    assert steps[0]["bytes"] < 450_000 and "nvfp4/fp16" in (tmp_path / "llama.md").read_text()
+
+
 def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch):
     from flash_attn_minimal.llama import host
 
@@ -477,6 +491,36 @@ def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch):
     assert bench.main(["--suite", "llama", "--quick", *shape, "--output", str(tmp_path)]) == 1
     [row, _] = json.loads((tmp_path / "llama.json").read_text())["rows"]
     assert row["wrong"] and "us" not in row
+
+
+def test_block_suite(tmp_path, monkeypatch):
+    pytest.importorskip("ml_dtypes")
+    from flash_attn_minimal.bench import block
+    from flash_attn_minimal.llama.config import Config
+
+    monkeypatch.setitem(block.SHAPES, "small", Config(128, 160, 2, 4, 2, 300, 64))
+    monkeypatch.setitem(block.PLANS, "cpu", ("small", (1, 9), (("small", "bfloat16", (2,)),)))
+    arguments = ["--suite", "block", "--device", "cpu", "--rounds", "2", "--output", str(tmp_path)]
+    assert bench.main(arguments) == 0
+    rows = json.loads((tmp_path / "block.json").read_text())["rows"]
+    found = {(row["pass"], row["batch"], row["dtype"]): row for row in rows}
+    formats = ("nvfp4", "mxfp4", "int4")
+    assert found.keys() == {("block", m, dtype) for m in (1, 9) for dtype in ("bfloat16", *formats)} | {
+        ("model", 2, dtype) for dtype in ("bfloat16", "nvfp4", "mxfp4")
+    }
+    count = 128 * (256 + 128 + 3 * 160)
+    for (kind, batch, dtype), row in found.items():
+        assert row["us"] > 0 and (dtype == "bfloat16" or row.get("max_err", 0) < row.get("err_budget", 1))
+        if kind == "block" and dtype == "bfloat16":
+            assert row["bytes"] == 2 * count + 2 * 4 * 128 + batch * 57 * 2 * 2 * 32 * 4  # and norms, and the cache
+    assert found["block", 1, "mxfp4"]["bytes"] < found["block", 1, "bfloat16"]["bytes"] / 2
+    wide, narrow = (found["block", 1, dtype]["us"] for dtype in ("bfloat16", "nvfp4"))
+    text = (tmp_path / "block.md").read_text()
+    assert f"**{wide / narrow:.2f}**" in text and "## Decode step of the whole model" in text
+    monkeypatch.setattr(block, "BLOCK_ERROR", 0.0)
+    assert bench.main(arguments) == 1
+    wrong = [row for row in json.loads((tmp_path / "block.json").read_text())["rows"] if row.get("wrong")]
+    assert len(wrong) == 6 and not any("us" in row for row in wrong)
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,10 @@ def _run(options, parser, argv) -> int:
         from . import decode
 
         machine, outcome = decode.run(options, protocol)
+    elif options.suite == "block":
+        from . import block
+
+        machine, outcome = block.run(options, protocol)
     elif options.suite == "llama":
         from . import llama
 

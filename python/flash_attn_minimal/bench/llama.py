@@ -20,17 +20,22 @@ from ..llama.engine import Engine
 from ..llama.host import Host
 from ..llama.model import Llama
 from ..llama.synthetic import SHAPES, RandomTensors
+from ..llama.w4 import FORMATS, quantize
 from ..llama.weights import Checkpoint
 from .machine import BenchError, Meter, library_has_cuda, load_average, open_machine
 from .suites import Outcome, Progress, rounded
 from .timing import Protocol, Timing
 
 POSITIONS = (1, 100, 500, 1000)
-PLANS = {  # model -> dtypes (of the matrices, or of matrices and cache), batches, positions
+PLANS = {  # model -> dtypes (of the matrices, or of matrices and cache; 4-bit ones are made of the cache's), ...
     "cpu": {"stories15M": (("float32",), (1, 8), (1, 100, 200))},
     "cuda": {
-        "stories110M": (("float32", "float32/float16", "float16", "bfloat16"), (1, 8, 64), POSITIONS),
-        "7b": (("bfloat16",), (1, 8), (1, 1000, 4000)),
+        "stories110M": (
+            ("float32", "float32/float16", "float16", "bfloat16", "nvfp4/float16", "mxfp4/float16"),
+            (1, 8, 64),
+            POSITIONS,
+        ),
+        "7b": (("bfloat16", "nvfp4/bfloat16", "mxfp4/bfloat16"), (1, 8), (1, 1000, 4000)),
     },
 }
 COPY_BYTES = 1 << 30  # read and written
@@ -40,7 +45,7 @@ QUICK = {"cpu": (1, 200), "cuda": (1, 1000)}
 TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
 
 
-class _DeviceTensors(RandomTensors):
+class DeviceTensors(RandomTensors):
     """Made on a GPU: 7 billion weights in a second."""
 
     def __init__(self, device, config, seed):
@@ -56,17 +61,19 @@ class _DeviceTensors(RandomTensors):
         return self.device.cast(values, self.device.matrix_dtype)
 
 
-def _model(name: str, device, seed: int) -> Llama:
+def _model(name: str, device, seed: int, weights: str) -> Llama:
     config = SHAPES[name]
     tied = name != "7b"
     tensors = RandomTensors(config, tied, seed=seed)
     if device.name == "cuda":
         with device.scope():
-            tensors = _DeviceTensors(device, config, seed)
-    return Llama(Checkpoint(name, "random", tied, config, device.dtype.name, tensors), device)
+            tensors = DeviceTensors(device, config, seed)
+    checkpoint = Checkpoint(name, "random", tied, config, device.dtype.name, tensors)
+    with device.scope():
+        return Llama(quantize(checkpoint, weights, device=device) if weights in FORMATS else checkpoint, device)
 
 
-def _fill(engine: Engine, seed: int) -> None:
+def fill(engine: Engine, seed: int) -> None:
     """Keys and values like a model's: of unit variance."""
     device = engine.device
     with device.scope():
@@ -108,7 +115,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         for name, dtype, batch, positions in jobs:
             if (name, dtype) not in made:
                 made.clear()  # one model in memory at a time
-                made[name, dtype] = _model(name, _device(machine.device, dtype), seed)
+                made[name, dtype] = _model(name, _device(machine.device, dtype), seed, dtype.partition("/")[0])
             model = made[name, dtype]
             bandwidth = bandwidth or model.device.bandwidth()
             lines = _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcome)
@@ -130,17 +137,18 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 def _device(kind: str, dtype: str) -> Any:
     matrices, _, cache = dtype.partition("/")
+    four = matrices in FORMATS
     if kind == "cpu":
-        return Host("flash", cache or matrices)
+        return Host("flash", cache or "float32", "bfloat16") if four else Host("flash", cache or matrices)
     from ..llama.cuda import Cuda
 
-    return Cuda("flash", matrices, cache or None)
+    return Cuda("flash", cache if four else matrices, cache or None)
 
 
 def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcome) -> list[str]:
     """All positions of one batch size; the lines that say so."""
     engine = Engine(model, batch, context=min(model.config.seq_len, max(positions) + 8))
-    _fill(engine, seed)
+    fill(engine, seed)
     lines = []
     for position in positions:
         steps: dict[str, Callable[[], Any]] = {}
@@ -152,7 +160,7 @@ def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcom
             found = steps[attention]()
             model.device.synchronize()
             logits[attention] = (found.get() if hasattr(found, "get") else found).astype(np.float64)
-        tolerance = TOLERANCE[model.device.dtype.name]
+        tolerance = max(TOLERANCE[kind.name] for kind in (model.device.dtype, model.device.matrix_dtype))
         err = np.abs(logits["flash"] - logits["standard"]).max() / logits["standard"].std()
         kinds = {"dtype": dtype.partition("/")[0], "cache_dtype": model.device.dtype.name}
         row = {"suite": "llama", "pass": "step", "model": name} | kinds | {"batch": batch, "position": position}
@@ -161,9 +169,9 @@ def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcom
             outcome.rows.append(row | {"system": "ours", "wrong": True, "max_err": float(err)})
             lines.append(f"WRONG at {position}: the logits differ by {err:.3g} standard deviations")
             continue
-        times = _times(model.device, steps, protocol, seed)
+        timings = times(model.device, steps, protocol, seed)
         read = model.step_bytes + batch * (position + 1) * engine.cache.position_bytes
-        for attention, timing in times.items():
+        for attention, timing in timings.items():
             timed = timing.row(0.0)
             del timed["tflops"]
             us = timed["us"]
@@ -172,7 +180,7 @@ def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcom
             system = "ours" if attention == "flash" else "standard"
             checked = {"max_err": float(err), "err_budget": tolerance}
             outcome.rows.append(rounded(row | {"system": system, "kernel": attention} | timed | speed | checked))
-        flash, standard = (times[a].row(0.0)["us"] for a in ("flash", "standard"))
+        flash, standard = (timings[a].row(0.0)["us"] for a in ("flash", "standard"))
         lines.append(f"at {position} {1e6 / flash:.0f} steps/s ({standard / flash:.2f}x standard)")
     return lines
 
@@ -189,7 +197,7 @@ def _step(engine: Engine, batch: int, position: int, attention: str) -> Callable
     return run
 
 
-def _times(device, steps: dict[str, Callable], protocol: Protocol, seed: int) -> dict[str, Timing]:
+def times(device, steps: dict[str, Callable], protocol: Protocol, seed: int) -> dict[str, Timing]:
     """Bursts in shuffled turns."""
 
     def burst(step, count) -> float:

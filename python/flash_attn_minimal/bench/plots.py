@@ -75,6 +75,7 @@ def draw(data: dict, file: Path) -> list[Path]:
     rows += fa3.rows(data)
     makers = {"ladder": {"": ladder}, "backward_ladder": {"": ladder}, "varlen": {"": bars}, "overhead": {"": overhead}}
     makers |= {"llama": {"": steps}, "prefill": {}, "decode": {"": reading}, "linear": {"": products}}
+    makers |= {"block": {"": blocks}}
     pictures = []
     with matplotlib.rc_context(STYLE):
         for suffix, maker in makers.get(data["suite"], {"": curves, "_roofline": roofline}).items():
@@ -350,6 +351,12 @@ def steps(data: dict, rows: list[dict]):
     _title(figure, data, "Whole models, one token a step (more is better)")
     _legend(figure, axes)
     return figure
+
+
+def blocks(data: dict, rows: list[dict]):
+    from . import block  # imports the whole model
+
+    return block.picture(data, rows)
 
 
 def overhead(data: dict, rows: list[dict]):

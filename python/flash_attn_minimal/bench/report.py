@@ -18,6 +18,7 @@ from .machine import SHORT, BenchError, Meter, cores, cpu_model
 from .systems import LABELS, MODES
 
 PASSES = {"fwd": "forward", "bwd": "backward", "step": "decode step", "decode": "decode", "w4": "product"}
+PASSES |= {"block": "Transformer block", "model": "decode step"}
 BUSY = 0.5  # other processes running for each core, before ours start, from which on CPU numbers are suspect
 
 
@@ -105,7 +106,9 @@ def device_name(data: dict) -> str:
 
 
 def dtypes(data: dict) -> str:
-    return ", ".join(dict.fromkeys(SHORT[row["dtype"]] for row in data["rows"] if row.get("pass") in PASSES))
+    return ", ".join(
+        dict.fromkeys(SHORT.get(row["dtype"], row["dtype"]) for row in data["rows"] if row.get("pass") in PASSES)
+    )
 
 
 def attention_rows(data: dict) -> list[dict]:
@@ -189,6 +192,7 @@ def markdown(data: dict, pictures: list[Path]) -> str:
         "prefill": prefill_table,
         "decode": decode_table,
         "linear": linear.table,
+        "block": block_table,
     }
     lines += makers.get(suite, curves_table)(data, rows)
     roofs = [row for row in data["rows"] if row.get("pass") in ("linear", "copy") and "us" in row]
@@ -231,7 +235,11 @@ def conditions(data: dict) -> str:
     if "load" in machine:
         parts.append(f"THE MACHINE WAS BUSY (load {machine['load']} before the start), which blurs every number here")
     checked = [row for row in data["rows"] if "max_err" in row and row["system"] == "ours" and not row.get("wrong")]
-    if data["suite"] == "llama":
+    if data["suite"] == "block":
+        parts.append("median of the bursts, all weights in shuffled turns, host time of queued launches")
+        parts.append("every result compared first with that of the same numbers in 16-bit matrices")
+        checked = []
+    elif data["suite"] == "llama":
         parts.append("median of the bursts, both attentions in shuffled turns, host time of queued steps")
         parts.append("logits of both compared first")
         return "; ".join(parts) + "."
@@ -355,7 +363,7 @@ def overhead_table(data: dict, rows: list[dict]) -> list[str]:
 def step_dtype(row: dict) -> str:
     """fp32, or fp32/fp16 for float32 matrices with a float16 cache."""
     kinds = dict.fromkeys((row["dtype"], row["cache_dtype"]))
-    return "/".join(SHORT[kind] for kind in kinds)
+    return "/".join(SHORT.get(kind, kind) for kind in kinds)
 
 
 def decode_table(data: dict, rows: list[dict]) -> list[str]:
@@ -404,6 +412,12 @@ def llama_table(data: dict, rows: list[dict]) -> list[str]:
         body.append([*start, "**flash over standard**", *gains])
     head = ["model", "matrices/cache", "batch", "attention", *(f"position {position}" for position in positions)]
     return ["## Decode steps/s of the whole batch, more is better", "", *table(head, body)]
+
+
+def block_table(data: dict, rows: list[dict]) -> list[str]:
+    from . import block  # imports the whole model
+
+    return block.table(data, rows)
 
 
 def prefill_table(data: dict, rows: list[dict]) -> list[str]:

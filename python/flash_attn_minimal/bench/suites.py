@@ -16,6 +16,7 @@ prefill   causal chunks against caches, contiguous and paged, beside the same wi
 decode    one query token against caches of 128 to 131072 keys: contiguous, paged, 8-bit; beside cuDNN,
           FlashAttention-2 and a kernel that only reads the cache
 llama     decode steps of whole models over position, flash and standard attention (--seqlen: the positions)
+block     a Transformer block of a 7B shape and decode steps of whole models, with 16-bit and with 4-bit weights
 overhead  host time of a small call, for NumPy, PyTorch and CuPy arrays
 linear    products with 4-bit weights over the rows of x, beside the framework's own with 16-bit ones
 ops       linear with weights from memory, beside the framework's own product; a decode step of them; sampling, norms
@@ -186,6 +187,7 @@ SUITES = {
     "decode": Suite(None, {"device", "dtype", "kernel", "rounds", "quick", "seed", "output"}),
     "llama": Suite(None, {"device", "dtype", "model", "batch", "seqlen", "rounds", "quick", "seed", "output"}),
     "linear": Suite(None, {"device", "framework", "dtype", "kernel", "rounds", "quick", "seed", "output"}),
+    "block": Suite(None, {"device", "rounds", "quick", "seed", "output"}),
     "ops": Suite(None, {"device", "framework", "rounds", "quick", "seed", "output"}),
     "overhead": Suite(None, {"device", "framework", "rounds", "quick", "seed", "output"}),
 }
