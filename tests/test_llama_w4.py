@@ -466,6 +466,7 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
     for row in data["rows"]:
         assert f"{row['perplexity']:.4f}" in shown and 1.2 < row["perplexity"] < 1.7
     assert data["text"]["source"] == "held_out.txt"
+    assert data["command"] == "python -m flash_attn_minimal quantize --weights nvfp4 --budget 0.0 --tokens 1024"
     assert "| nvfp4 | 4.50 |" in files["report"].with_suffix(".md").read_text()
     assert files["picture"].stat().st_size > 10000
     checkpoint = load_checkpoint(files["out"])

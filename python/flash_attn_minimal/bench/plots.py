@@ -74,13 +74,8 @@ def draw(data: dict, file: Path) -> list[Path]:
         return []
     rows += fa3.rows(data)
     makers = {"ladder": {"": ladder}, "backward_ladder": {"": ladder}, "varlen": {"": bars}, "overhead": {"": overhead}}
-    makers |= {
-        "llama": {"": steps},
-        "prefill": {},
-        "decode": {"": reading},
-        "linear": {"": products},
-        "block": {"": blocks},
-    }
+    makers |= {"llama": {"": steps}, "prefill": {}, "decode": {"": reading}, "linear": {"": products}}
+    makers |= {"block": {"": blocks}}
     pictures = []
     with matplotlib.rc_context(STYLE):
         for suffix, maker in makers.get(data["suite"], {"": curves, "_roofline": roofline}).items():

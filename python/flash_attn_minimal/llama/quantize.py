@@ -167,7 +167,18 @@ def choose_kept(checkpoint: Checkpoint, weights: str, budget: float = BUDGET, to
     return sorted(choose(text, measure(text, weights), budget).kept)
 
 
-def run(args: argparse.Namespace, argv: list[str]) -> int:
+def command_of(args: argparse.Namespace) -> str:
+    """What gives the same numbers, wherever the files lie."""
+    words = [] if args.checkpoint == str(DEFAULT_CHECKPOINT) else [Path(args.checkpoint).name]
+    defaults = build_parser().parse_args([])
+    for name in ("weights", "budget", "text", "tokens", "seed"):
+        value = getattr(args, name)
+        if value != getattr(defaults, name):
+            words += [f"--{name}", Path(value).name if name == "text" else str(value)]
+    return shlex.join(["python", "-m", "flash_attn_minimal", "quantize", *words])
+
+
+def run(args: argparse.Namespace) -> int:
     for name, least in (("tokens", 0), ("seed", 0), ("budget", 0)):
         value = getattr(args, name)
         if not value >= least:
@@ -185,13 +196,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     kept = []
     if args.tokens:
         data = build_report(args, checkpoint, tokenizer)
-        show(data)
-        data["command"] = shlex.join(["python", "-m", "flash_attn_minimal", "quantize", *argv])
+        data["command"] = command_of(args)
         written = [*(write(data, Path(args.report)) if args.report else ())]
         if args.picture:
             written.append(draw(data, Path(args.picture)))
         for path in written:
             print(f"wrote {path}", file=sys.stderr)
+        show(data)
         kept = kept_of(data, args.weights) if args.mixed else []
     if args.out:
         quantized = quantize(checkpoint, args.weights, kept)
@@ -204,9 +215,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status; never raises for bad input."""
-    argv = sys.argv[1:] if argv is None else argv
     try:
-        return run(build_parser().parse_args(argv), argv)
+        return run(build_parser().parse_args(argv))
     except FlashAttnError as error:
         print(f"quantize: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
