@@ -143,7 +143,7 @@ def test_swiglu(device, dim, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 17])
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 33), (96, 288), (768, 768), (50, 4096), (2050, 72)])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 33), (96, 288), (768, 768), (200, 1160), (50, 4096), (2050, 72)])
 def test_linear(device, n, k, rows, dtype):
     rng = np.random.default_rng(n + k)
     x, weight = normal(rng, (rows, k), dtype), normal(rng, (n, k), dtype, k**-0.5)
@@ -153,7 +153,7 @@ def test_linear(device, n, k, rows, dtype):
 
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 4, 9])
-@pytest.mark.parametrize(("n", "k"), [(2, 1), (14, 33), (576, 288), (4096, 768), (64, 11008)])
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (14, 33), (576, 288), (4096, 768), (110, 2048), (64, 11008)])
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_linear_with_everything(device, n, k, rows, weight_dtype, swiglu):
     rng = np.random.default_rng(n + k)

@@ -36,6 +36,9 @@ fa_status on_gpu([[maybe_unused]] const LinearParams& p, const DeviceInfo& devic
     if (device.compute < 80) return fail(FA_UNSUPPORTED, "linear needs a GPU of sm_80 or newer, this is sm_%d", device.compute);
 #if FA_WITH_MMA_SM80
     const GpuSize gpu{device.multiprocessors, device.shared_memory};
+    if (linear_small_serves(p, gpu))
+        return start("linear_small", linear_small_blocks(p, gpu), [&] { return linear_small(p, gpu, stream); });
+    if (linear_mma_serves(p, gpu)) return start("linear_mma", linear_mma_blocks(p, gpu), [&] { return linear_mma(p, gpu, stream); });
     if (!linear_gemv_fits(p, gpu))
         return fail(FA_UNSUPPORTED, "in_features=%d: a row of x does not fit into the %zu bytes of shared memory", p.in_features,
                     device.shared_memory);

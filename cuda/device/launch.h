@@ -52,7 +52,8 @@ template <typename Params>
 cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned threads, size_t shared_bytes, cudaStream_t stream,
                           const Params& params, LaunchOptions options) {
     const void* function = reinterpret_cast<const void*>(kernel);
-    if (shared_bytes > 48 * 1024 || options.cluster > 8) {
+    constexpr size_t kFree = 32 * 1024;  // 48 KB are there for the asking, but a kernel's static arrays are among them
+    if (shared_bytes > kFree || options.cluster > 8) {
         thread_local struct {
             const void* function;
             int device;
@@ -63,7 +64,7 @@ cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned thre
         cudaError_t error = cudaGetDevice(&device);
         if (error == cudaSuccess && (granted.function != function || granted.device != device || granted.bytes < shared_bytes ||
                                      granted.cluster < options.cluster)) {
-            if (shared_bytes > 48 * 1024)
+            if (shared_bytes > kFree)
                 error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
             if (error == cudaSuccess && options.cluster > 8)
                 error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

@@ -226,10 +226,9 @@ struct Plan {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int vector_of(const LinearParams& p) { return p.weight_dtype == DType::kFloat32 ? 4 : 8; }
-int64_t steps_of(const LinearParams& p) { return ceil_div(p.in_features, 32 * vector_of(p)); }
+int64_t steps_of(const LinearParams& p) { return ceil_div(p.in_features, 32 * p.vector()); }
 size_t shared_of(const LinearParams& p, int m, int warps) {
-    return size_t(kRing) * 32 * warps * 16 + sizeof(float) * 32 * vector_of(p) * size_t(m) * size_t(steps_of(p));
+    return size_t(kRing) * 32 * warps * 16 + sizeof(float) * 32 * p.vector() * size_t(m) * size_t(steps_of(p));
 }
 
 int64_t walks_of(const LinearParams& p, const Plan& plan) {
@@ -248,7 +247,7 @@ Plan plan_of(const LinearParams& p, const GpuSize& gpu) {
     while (plan.m > 1 && shared_of(p, plan.m, plan.warps) > room) plan.m /= 2;
     while (plan.warps > 1 && shared_of(p, plan.m, plan.warps) > room) plan.warps /= 2;
     plan.vectors =
-        reinterpret_cast<uintptr_t>(p.weight.data) % 16 == 0 && p.weight.row % vector_of(p) == 0 && p.in_features % vector_of(p) == 0;
+        reinterpret_cast<uintptr_t>(p.weight.data) % 16 == 0 && p.weight.row % p.vector() == 0 && p.in_features % p.vector() == 0;
     plan.r = plan.vectors && p.out_features >= 24 * sms ? 4 : 2;
     plan.blocks_per_sm = 2 * (shared_of(p, plan.m, plan.warps) + kStaticShared) <= gpu.shared_memory ? 2 : 1;
 

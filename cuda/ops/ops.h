@@ -74,6 +74,7 @@ struct LinearParams {
     bool swiglu, programmatic;
     int32_t num_threads;
 
+    int32_t vector() const { return weight_dtype == DType::kFloat32 ? 4 : 8; }                   // weights in 16 bytes
     FA_HOST_DEVICE int32_t columns() const { return swiglu ? out_features / 2 : out_features; }  // of out
 };
 

@@ -22,7 +22,8 @@ from .attend import check_names, flash_attention
 from .config import Config
 from .sampling import Rule
 
-FUSED_ROWS = 8  # up to here ops.linear, beyond cuBLAS between rms_norm and swiglu: see ops.linear
+# Up to so many rows ops.linear, beyond cuBLAS between rms_norm and swiglu; with larger matrices ops.linear for one row.
+FUSED_ROWS, FUSED_BYTES = 8, 16 << 20
 WORKSPACE_BYTES = 32 << 20  # what cuBLAS's documentation recommends for Hopper
 
 
@@ -158,7 +159,8 @@ class Cuda:
         from .. import ops
 
         out_dtype = out_dtype or np.dtype(np.float32)
-        if len(x) <= FUSED_ROWS or isinstance(weight, PackedW4):
+        fused = FUSED_ROWS if weight.nbytes <= FUSED_BYTES else min(FUSED_ROWS, 1)
+        if len(x) <= fused or isinstance(weight, PackedW4):
             return ops.linear(
                 x, weight, norm_weight=norm, eps=eps, bias=bias, residual=residual, swiglu=swiglu,
                 out_dtype=out_dtype.name, programmatic=True,
