@@ -66,11 +66,15 @@ const char* wgmma_w4_sm90_refuses(const Params&, const DeviceInfo& device, char*
     std::snprintf(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
     return text;
 }
+#if FA_WITH_MMA_W4
 const char* wgmma_w4_sm90_yields(const Params& p, const DeviceInfo&, char* text, size_t size) {
     if (p.rows > 128) return nullptr;
     std::snprintf(text, size, "rows=%lld: mma_w4 is faster up to 128", static_cast<long long>(p.rows));
     return text;
 }
+#else
+constexpr decltype(LinearKernel::yields) wgmma_w4_sm90_yields = nullptr;
+#endif
 fa_status wgmma_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
     return launched("wgmma_w4_sm90", start<wgmma_w4_sm90>(p, device, stream));
 }
