@@ -22,6 +22,7 @@ if "FLASH_ATTN_LIBRARY" in os.environ or importlib.util.find_spec("flash_attn_mi
     )  # subprocesses
 os.environ.pop("FLASH_ATTN_KERNEL", None)
 os.environ.pop("FLASH_ATTN_BACKWARD_KERNEL", None)
+os.environ.pop("FLASH_ATTN_LINEAR_KERNEL", None)
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory at once
 
 import accuracy  # noqa: E402
@@ -224,6 +225,7 @@ def backward_kernel(request) -> BackwardKernel:
 def _no_forced_kernel(monkeypatch):
     monkeypatch.delenv("FLASH_ATTN_KERNEL", raising=False)
     monkeypatch.delenv("FLASH_ATTN_BACKWARD_KERNEL", raising=False)
+    monkeypatch.delenv("FLASH_ATTN_LINEAR_KERNEL", raising=False)
 
 
 def pytest_report_header(config):

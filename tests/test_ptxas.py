@@ -8,7 +8,8 @@ import pytest
 from flash_attn_minimal import _library
 
 FOLDER = Path(_library.path()).parent / "ptxas"
-REPORTS = sorted([*FOLDER.glob("*ward_*_sm*.log"), *FOLDER.glob("linear_*.log"), *FOLDER.glob("decode_*.log")])
+PATTERNS = "*ward_*_sm*.log", "linear_*.log", "decode_*.log", "*_w4*.log"
+REPORTS = sorted(report for pattern in PATTERNS for report in FOLDER.glob(pattern))
 
 pytestmark = pytest.mark.skipif(
     not REPORTS, reason="no ptxas reports beside the library: installed, or built without CUDA"

@@ -22,7 +22,7 @@ fa_status cpu_launch(const Params& p, const DeviceInfo&, void*) {
 }
 
 #if FA_WITH_CUDA
-#if FA_WITH_GEMV_W4 || FA_WITH_MMA_W4 || FA_WITH_WGMMA_W4
+#if FA_WITH_GEMV_W4 || FA_WITH_MMA_W4 || FA_WITH_WGMMA_SM90
 using Launch = cudaError_t(const Params&, const GpuSize&, cudaStream_t);
 using Workspace = int64_t(const Params&, const GpuSize&);
 
@@ -60,17 +60,21 @@ fa_status mma_w4_launch(const Params& p, const DeviceInfo& device, void* stream)
     return launched("mma_w4", start<mma_w4>(p, device, stream));
 }
 #endif
-#if FA_WITH_WGMMA_W4
+#if FA_WITH_WGMMA_SM90
 const char* wgmma_w4_sm90_refuses(const Params&, const DeviceInfo& device, char* text, size_t size) {
     if (device.compute == 90) return nullptr;
     std::snprintf(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
     return text;
 }
+#if FA_WITH_MMA_W4
 const char* wgmma_w4_sm90_yields(const Params& p, const DeviceInfo&, char* text, size_t size) {
     if (p.rows > 128) return nullptr;
     std::snprintf(text, size, "rows=%lld: mma_w4 is faster up to 128", static_cast<long long>(p.rows));
     return text;
 }
+#else
+constexpr decltype(LinearKernel::yields) wgmma_w4_sm90_yields = nullptr;
+#endif
 fa_status wgmma_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
     return launched("wgmma_w4_sm90", start<wgmma_w4_sm90>(p, device, stream));
 }
@@ -83,7 +87,7 @@ constexpr LinearKernel kKernels[] = {
     {"gemv_w4", "mma.sync, weights as operand A, up to 16 rows of x", FA_CUDA, gemv_w4_refuses, workspace_of<gemv_w4_workspace>,
      gemv_w4_launch},
 #endif
-#if FA_WITH_WGMMA_W4
+#if FA_WITH_WGMMA_SM90
     {"wgmma_w4_sm90", "TMA and wgmma, weights widened into registers", FA_CUDA, wgmma_w4_sm90_refuses,
      workspace_of<wgmma_w4_sm90_workspace>, wgmma_w4_sm90_launch, wgmma_w4_sm90_yields},
 #endif

@@ -63,4 +63,16 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t
 #endif
 }
 
+// ld.shared::cluster
+__device__ __forceinline__ float4 load_cluster_16(uint32_t address) {
+    float4 x = make_float4(0, 0, 0, 0);
+#if __CUDA_ARCH__ >= 900
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address)
+                 : "memory");
+#endif
+    return x;
+}
+
 }  // namespace fa

@@ -62,6 +62,12 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
         : "memory");
 }
+// A box from shared memory; what is out of bounds is not written. Part of the thread's bulk group.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(shared), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
+}
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -104,6 +110,13 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // (16 bytes each). Register m of a lane holds row lane / 4, columns 2 (lane % 4) and the next, of matrix m.
 __device__ __forceinline__ void stmatrix_x4(uint32_t shared, const uint32_t (&d)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(d[0]), "r"(d[1]), "r"(d[2]),
+                 "r"(d[3])
+                 : "memory");
+}
+
+// The same with every matrix transposed: register m of a lane is rows 2 (lane % 4) and the next of column lane / 4.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t shared, const uint32_t (&d)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(d[0]), "r"(d[1]), "r"(d[2]),
                  "r"(d[3])
                  : "memory");
 }

@@ -43,4 +43,16 @@ cudaError_t encode_tiles(const TensorTiles& t, CUtensorMap* map, int* loads) {
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+cudaError_t encode_words(const WordTiles& t, CUtensorMap* map) {
+    if (!encoder()) return cudaErrorNotSupported;
+    constexpr cuuint64_t kUnused = 16;
+    const cuuint64_t dims[5] = {cuuint64_t(t.words), cuuint64_t(t.rows), 1, 1, 1};
+    const cuuint64_t strides[4] = {cuuint64_t(t.row_stride), kUnused, kUnused, kUnused};
+    const cuuint32_t box[5] = {cuuint32_t(t.box_words), cuuint32_t(t.box_rows), 1, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
+    const CUresult result = encoder()(map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 5, const_cast<void*>(t.data), dims, strides, box, ones,
+                                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 }  // namespace fa

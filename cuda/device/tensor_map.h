@@ -24,4 +24,12 @@ struct TensorTiles {
 // chunk, at columns 64 c and chunk 0. Rows and columns out of bounds arrive as zeros.
 cudaError_t encode_tiles(const TensorTiles& tiles, CUtensorMap* map, int* loads);
 
+// Rows of 32-bit words, no swizzle: boxes of box_rows x box_words, packed, at the coordinates {word, row, 0, 0, 0}.
+struct WordTiles {
+    const void* data;
+    int64_t words, rows, row_stride;  // of a row; bytes, a multiple of 16
+    int box_words, box_rows;          // at most 256; words a multiple of four
+};
+cudaError_t encode_words(const WordTiles& tiles, CUtensorMap* map);
+
 }  // namespace fa

@@ -14,6 +14,7 @@ from . import __version__
 from ._library import CPU, CUDA, DEVICES, DTYPES, AttentionArgs, load, path
 from ._pack import _ARGS_SIZE
 from .attention import kernels, plan_of
+from .quantized import linear_kernels
 
 # What people call: (description, dtype, batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options)
 _CALLS = [
@@ -106,6 +107,9 @@ def main(argv: list[str]) -> int:
 
     print("\nkernels, best first")
     for kernel in kernels():
+        print(f"  {kernel['device']:<5} {kernel['name']:<18} {kernel['summary']}")
+    print("\nproducts with 4-bit weights")
+    for kernel in linear_kernels():
         print(f"  {kernel['device']:<5} {kernel['name']:<18} {kernel['summary']}")
 
     devices = [CPU] + ([CUDA] if count else [])

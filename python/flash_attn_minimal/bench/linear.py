@@ -56,7 +56,7 @@ class Product:
         plan = ops.linear_query(x, packed[0], kernel=kernel)
         self.plan = plan
         if plan.status == "FA_OK":
-            self.workspace = machine.cast(machine.int32([0] * max(1, plan.workspace_bytes)), "uint8")
+            self.workspace = machine.nans((plan.workspace_bytes // 4 + 1,), "float32").view(machine.xp.uint8)
             self.out = machine.nans((x.shape[0], packed[0].shape[0]), str(x.dtype).removeprefix("torch."))
 
     def __call__(self, i: int):

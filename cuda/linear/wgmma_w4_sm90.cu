@@ -1,0 +1,132 @@
+// wgmma_w4_sm90.cu: how a product with 4-bit weights is cut into blocks, and the launch. The kernel: wgmma_w4_sm90.cuh.
+#include "linear/wgmma_w4_sm90.cuh"
+
+#include "device/tensor_map.h"
+#include "linear/kernels.h"
+#include "linear/normed_x.h"
+
+namespace fa {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t row_blocks_of(const W4LinearParams& p) { return ceil_div(w4::row_tiles(p.out_features, p.swiglu), kW4RowTiles); }
+
+// How the product is cut into tiles of 128 rows x `tokens`, and these into work: `whole` ones are a block's, each of the others is the
+// work of the `splits` blocks of a cluster.
+struct Plan {
+    int tokens, splits;
+    int64_t whole, blocks;
+};
+
+// Clusters that fit on the GPU at the same time, a block on each multiprocessor: those of an H200, whose groups of multiprocessors are not
+// multiples of three or four.
+int64_t clusters_of(int blocks, int64_t sms) { return blocks < 3 ? sms / blocks : sms * (blocks == 3 ? 39 : 30) / 132; }
+
+// The cut that takes the least time, in ns of an H200: a step of 64 columns, and what a tile costs beside.
+Plan plan_of(const W4LinearParams& p, const GpuSize& gpu) {
+    struct Cost {
+        int tokens, step, tile;
+    };
+    constexpr Cost kCosts[] = {{64, 180, 3000}, {128, 350, 3500}, {256, 690, 4000}};
+    constexpr int64_t kPart = 3000;
+    const int64_t steps = w4::column_tiles(p.in_features), sms = gpu.multiprocessors;
+    Plan best{};
+    int64_t least = 0;
+    for (const Cost& cost : kCosts) {
+        const int64_t tiles = row_blocks_of(p) * ceil_div(p.rows, cost.tokens), walk = steps * cost.step + cost.tile;
+        const auto consider = [&](const Plan& plan, int64_t time) {
+            if (best.tokens == 0 || time < least) best = plan, least = time;
+        };
+        consider({cost.tokens, 1, tiles, tiles < sms ? tiles : sms}, ceil_div(tiles, sms) * walk);
+        for (int splits = 2; splits <= 4; ++splits) {
+            const int64_t clusters = clusters_of(splits, sms), blocks = clusters * splits, rounds = clusters ? tiles / blocks : 0;
+            const int64_t whole = rounds * blocks, rest = tiles - whole;
+            if (rest == 0 || rest > clusters || steps < 8 * splits) continue;
+            consider({cost.tokens, splits, whole, rounds ? blocks : rest * splits},
+                     rounds * walk + ceil_div(steps, splits) * cost.step + cost.tile + kPart);
+        }
+    }
+    return best;
+}
+
+// x as the copy engine can fetch it: nothing to be done to it before.
+bool is_direct(const W4LinearParams& p) {
+    return !p.norm_weight && p.dtype == p.compute_dtype && reinterpret_cast<uintptr_t>(p.x.data) % 16 == 0 &&
+           (p.rows == 1 || (p.x.row % 8 == 0 && p.x.row >= p.in_features));
+}
+
+// Rows of 16-byte pieces, all of them inside out.
+bool by_eights(const MatrixView& x, const W4LinearParams& p) {
+    return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && (p.rows == 1 || x.row % 8 == 0) && p.columns() % 8 == 0;
+}
+
+template <typename T, w4::Format kFormat, int kTokens>
+cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t stream) {
+    const bool direct = is_direct(p);
+    if (!direct)
+        if (cudaError_t error = normed_x(p, p.workspace, stream)) return error;
+    WgmmaW4 all{};
+    all.p = p;
+    all.column_tiles = int32_t(w4::column_tiles(p.in_features));
+    all.row_blocks = int32_t(row_blocks_of(p)), all.token_blocks = int32_t(ceil_div(p.rows, kTokens));
+    all.whole = int32_t(plan.whole), all.rounds = int32_t(plan.whole / plan.blocks);
+    all.splits = plan.splits, all.part_blocks = int32_t((int64_t(all.row_blocks) * all.token_blocks - plan.whole) * plan.splits);
+    all.share = int32_t(ceil_div(all.column_tiles, plan.splits));
+    const int64_t out_row = p.rows > 1 ? p.out.row : 0, residual_row = p.rows > 1 ? p.residual.row : 0;
+    all.fours =
+        by_fours(p.out.data, out_row, p.out_dtype) && (!p.residual.data || by_fours(p.residual.data, residual_row, p.residual_dtype));
+    all.eights = p.out_dtype == p.compute_dtype && by_eights(p.out, p) &&
+                 (!p.residual.data || (p.residual_dtype == p.compute_dtype && by_eights(p.residual, p)));
+
+    constexpr bool kHalf = std::is_same_v<T, __half>;
+    const void* const x = direct ? p.x.data : p.workspace;
+    const int64_t x_row = direct ? p.x.row : normed_row(p.in_features);
+    int loads;
+    if (cudaError_t error =
+            encode_tiles({x, kHalf, p.in_features, p.rows, 1, 1, 2 * x_row, 0, 0, kTokens, kChunkColumns, true}, &all.map_x, &loads))
+        return error;
+    if (all.eights)
+        if (cudaError_t error = encode_tiles(
+                {p.out.data, kHalf, p.columns(), p.rows, 1, 1, 2 * p.out.row, 0, 0, kW4Turned, kChunkColumns, true}, &all.map_out, &loads))
+            return error;
+    constexpr int kWords = w4::tile_bytes(kFormat) / 4;
+    const int64_t words = int64_t(all.column_tiles) * kWords;
+    if (cudaError_t error = encode_words({static_cast<const uint8_t*>(p.packed) + sizeof(w4::PackedHeader), words,
+                                          w4::row_tiles(p.out_features, p.swiglu), 4 * words, kWords, kW4RowTiles},
+                                         &all.map_weight))
+        return error;
+    return launch_kernel(wgmma_w4_kernel<T, kFormat, kTokens>, unsigned(plan.blocks), kW4Threads, sizeof(WgmmaW4Smem<T, kFormat, kTokens>),
+                         stream, all, {!direct || p.programmatic, unsigned(plan.splits)});
+}
+
+template <typename T, w4::Format kFormat>
+cudaError_t launch(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+    const Plan plan = plan_of(p, gpu);
+    switch (plan.tokens) {
+        case 64: return launch<T, kFormat, 64>(p, plan, stream);
+        case 128: return launch<T, kFormat, 128>(p, plan, stream);
+        default: return launch<T, kFormat, 256>(p, plan, stream);
+    }
+}
+
+template <typename T>
+cudaError_t launch(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+    switch (p.format) {
+        case w4::Format::kNvfp4: return launch<T, w4::Format::kNvfp4>(p, gpu, stream);
+        case w4::Format::kMxfp4: return launch<T, w4::Format::kMxfp4>(p, gpu, stream);
+        default: return launch<T, w4::Format::kInt4>(p, gpu, stream);
+    }
+}
+
+}  // namespace
+
+int64_t wgmma_w4_sm90_workspace(const W4LinearParams& p, const GpuSize&) {
+    return is_direct(p) ? 0 : p.rows * normed_row(p.in_features) * 2;
+}
+
+cudaError_t wgmma_w4_sm90(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+    return p.compute_dtype == DType::kFloat16 ? launch<__half>(p, gpu, stream) : launch<__nv_bfloat16>(p, gpu, stream);
+}
+
+}  // namespace fa
