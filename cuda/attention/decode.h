@@ -55,8 +55,8 @@ inline DecodeParams decode_plan(const AttentionParams& p, const DecodeDevice& de
     const int rows = p.seqlen_q * p.group, bucket = decode_bucket(p);
     d.cluster = decode_cluster(p, device);
     if (d.cluster || p.dtype == DType::kFloat32) {
-        const int of_warp = rows == 1 ? 1 : 4;
-        for (d.row_warps = 1; d.row_warps < kLaneWarps && d.row_warps * of_warp < rows;) d.row_warps *= 2;
+        const int of_warp = rows == 1 ? 1 : 4, most = device.shared_memory < 128 * 1024 ? kLaneWarps / 2 : kLaneWarps;
+        for (d.row_warps = 1; d.row_warps < most && d.row_warps * of_warp < rows;) d.row_warps *= 2;
         d.rows = of_warp * d.row_warps;
     } else {
         d.rows = rows > 16 && decode_has_wide(decode_bytes(p) ? 1 : 2, bucket) ? 64 : 16;
