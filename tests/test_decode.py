@@ -1,4 +1,4 @@
-"""decode_split: every way in which the keys of a call are cut and loaded, in 16 bits, against float64."""
+"""decode_split: every way in which the keys of a call are cut, loaded and merged, against float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import accuracy
 import numpy as np
 import pytest
 import test_kvcache
-from conftest import Kernel
+from conftest import CUDA, Kernel, torch
 from test_kvcache import SCORES, Case, check
 
 import flash_attn_minimal as fa
@@ -24,6 +24,12 @@ def kernel(device) -> Kernel:
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 LONG = Case(lengths=(1300, None, 0, 64, 517), rows=1400, nheads=8, nheads_k=2, headdim=128, dtype="bfloat16")
 CACHES = pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn", "int8"])
+
+
+ALL_DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+STEP = Case(
+    lengths=(500, None, 0, 64, 199, 1), rows=512, seqlen_new=1, rotary_dim=24, causal=True, nheads=4, nheads_k=4
+)
 
 
 @DTYPES
@@ -120,3 +126,94 @@ def test_plain_calls(kernel):
         *(at(x[0], "float16") for x in (q, q[:, :, :2], q[:, :, :2])), starts, starts, 3, 3, kernel=kernel.name
     )
     assert plan.status == "FA_UNSUPPORTED" and "takes no packed sequences" in plan.error
+
+
+@pytest.mark.parametrize("headdim", [(64, None), (128, None), (256, None), (16, 32), (96, None), (192, 128)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (5, 1), (40, 1)])
+def test_float32(kernel, headdim, heads):
+    """Caches longer than a cluster takes, and short ones."""
+    case = replace(LONG, dtype="float32", headdim=headdim[0], headdim_v=headdim[1], nheads=heads[0], nheads_k=heads[1])
+    check(kernel, case)
+    check(kernel, replace(case, seqlen_q=3, causal=True, rows=17, pages=83))
+    check(kernel, replace(case, lengths=(150, None, 0), rows=160, seqlen_new=1, batch_invariant=True))
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("splits", [0, 1, 2, 4, 8, 16])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (14, 2), (32, 1)])
+def test_whole_steps(kernel, dtype, splits, heads):
+    """One new key, in clusters: turned, rounded, written to the cache and attended to in one launch."""
+    case = replace(STEP, dtype=dtype, num_splits=splits, nheads=heads[0], nheads_k=heads[1])
+    check(kernel, case)
+    check(kernel, replace(case, rotary_interleaved=False, rotary_float32=True, headdim=40, headdim_v=80, sinks=True))
+    check(kernel, replace(case, rotary_dim=0, rows=17, pages=31, headdim=128, window_size=(100, 0)))
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_scores_of_whole_steps(kernel, dtype, scores):
+    check(kernel, replace(STEP, dtype=dtype, num_splits=4, **{"causal": False, **scores}))
+    check(kernel, replace(STEP, dtype=dtype, num_splits=2, seqlen_q=3, **{"causal": False, **scores}))
+
+
+def test_whole_steps_need_no_workspace(kernel):
+    call = test_kvcache.make(replace(STEP, dtype="float16"))
+    plan = fa.kvcache_query(**test_kvcache.on_device(kernel, replace(STEP, dtype="float16"), call))
+    if not plan.workspace_bytes:
+        return
+    major = torch.cuda.get_device_capability()[0] if CUDA.framework == "torch" else 9
+    assert major < 9, plan
+
+
+@pytest.mark.skipif(CUDA.framework != "torch", reason="needs PyTorch with CUDA")
+@ALL_DTYPES
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+def test_programmatic_steps(kernel, dtype, heads):
+    """Steps among programmatic products in a graph, replayed as the lengths grow, leave what plain calls do."""
+    from flash_attn_minimal import ops
+
+    nheads, nheads_k = heads
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, device="cuda", generator=generator).to(getattr(torch, dtype))
+
+    layers, width, headdim = 3, (nheads + 2 * nheads_k) * 64, 64
+    weights = [(normal(width, 256) / 16, normal(256, nheads * headdim) / 16) for _ in range(layers)]
+    tables = [torch.randn(100, headdim // 2, device="cuda", generator=generator) for _ in range(2)]
+    first, caches = normal(2, 256), normal(layers, 2, 2, 100, nheads_k, headdim)
+
+    def step(x, caches, lengths, programmatic):
+        out = torch.empty_like(x)
+        out.copy_(x)  # a plain launch: what the steps before wrote is there
+        for layer, (into, back) in enumerate(weights):
+            qkv = ops.linear(out, into, programmatic=programmatic).view(2, 1, -1, headdim)
+            q, k, v = qkv.split([nheads, nheads_k, nheads_k], 2)
+            y = fa.flash_attn_with_kvcache(
+                q, *caches[layer], k, v, *tables, cache_seqlens=lengths, causal=True, kernel=kernel.name,
+                programmatic=programmatic,
+            )  # fmt: skip
+            out = ops.linear(y.view(2, -1), back, residual=out, programmatic=programmatic)
+        return out
+
+    lengths, plain_caches = torch.tensor([0, 37], dtype=torch.int32, device="cuda"), caches.clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(first, caches.clone(), lengths, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step(first, caches, lengths, True)
+    for _ in range(40):
+        graph.replay()
+        want = step(first, plain_caches, lengths, False)
+        torch.testing.assert_close(result, want, rtol=0, atol=0)
+        lengths += 1
+    torch.testing.assert_close(caches, plain_caches, rtol=0, atol=0)
+
+
+def test_plain_calls_of_few_rows_come_here(kernel):
+    at = kernel.device.array
+    q, k = (at(np.zeros(shape, np.float32), "float16") for shape in ((1, 2, 8, 64), (1, 700, 2, 64)))
+    assert fa.query(q, k, k).kernel == kernel.name
+    assert fa.query(q, k[:, :100], k[:, :100]).kernel != kernel.name

@@ -270,15 +270,21 @@ const char* decode_split_refuses(const AttentionParams& p, const DeviceInfo& dev
                   p.seqlen_q, p.seqlen_k);
     return text;
 }
-const char* decode_split_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
+const char* decode_split_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const int64_t rows = int64_t(p.seqlen_q) * p.group;
     if (p.cache.entries && p.cache.dtype != p.dtype) return nullptr;
     if (rows > 64) {
         std::snprintf(text, size, "seqlen_q=%d x %d heads of a key head: other kernels are faster from 65 rows on", p.seqlen_q, p.group);
         return text;
     }
-    if (!p.cache.entries) return "k and v are no cache: other kernels are faster";
-    return nullptr;
+    if (p.cache.entries) return nullptr;
+    // Plain K and V, measured on an H200: worth it where the heads alone leave the GPU idle, or share keys and have one row each.
+    if (p.seqlen_k >= 512 && p.seqlen_q <= 16 &&
+        (int64_t(p.batch) * p.nheads * 2 <= device.multiprocessors || (p.seqlen_q == 1 && p.group > 1)))
+        return nullptr;
+    std::snprintf(text, size, "batch=%d x nheads=%d, seqlen_q=%d, seqlen_k=%d, no cache: other kernels are faster", p.batch, p.nheads,
+                  p.seqlen_q, p.seqlen_k);
+    return text;
 }
 size_t decode_split_workspace(const AttentionParams& p, const DeviceInfo& device) {
     return decode_split_workspace(p, decode_device(device));

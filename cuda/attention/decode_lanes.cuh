@@ -1,17 +1,20 @@
 // decode_lanes.cuh: few rows of q against few keys, where the time is that of one trip to memory and of the way from there to the result;
 // and float32, which the tensor cores would round. New against decode_split.cuh:
-//   - CUDA cores: a lane has 16 bytes of a key and of its value, straight from memory in registers, and the same columns of q and O. Lanes
-//     that share a key add up its score by shuffles; nothing is laid out in shared memory, nothing waits for a tile.
-//   - A cluster: the keys of a key head are cut into equal pieces for up to 16 blocks, whose results meet in each other's shared memory.
-//     One launch, no workspace. Without a cluster (any GPU, float32) the pieces are those of decode_schedule.h, merged by
+//   - CUDA cores: a lane has 16 bytes of a key and of its value, and the same columns of q and O. Lanes that share a key add up its score by
+//     shuffles. Every thread copies (cp.async) what it will use itself into a ring of its own: no barrier, and a loop of few instructions.
+//   - A cluster: the keys of a key head are cut into equal pieces for up to 16 blocks, which send their results to the blocks that finish the
+//     rows (st.async). One launch, no workspace. Without a cluster (any GPU, float32) the pieces are those of decode_schedule.h, merged by
 //     decode_combine.cu.
-//   - The step whole: q and the new key and value are turned by the rotary embedding and rounded by the blocks that need them; the last
-//     block of a cluster writes the new row to the cache and attends to it from shared memory.
-//   - What the kernel before does not write, the keys that the cache has, is on its way before that kernel has ended.
+//   - The step whole: q and the new key and value are turned by the rotary embedding and rounded by the blocks that need them; the last block
+//     of a cluster writes the new row to the cache and attends to it from shared memory.
+//   - The keys that the cache has are on their way before the kernel ahead has ended, if that does not write them (`programmatic`).
 //
-// Rows of q: a warp has kRows of them; with more, neighbouring warps take the same keys (the second finds them in L1).
-// Shared memory     q (rows, d) float | new key, new value (d) | O of each warp (kRows, d) | what other blocks send (rows of mine, cluster,
-// d)
+// Bound by latency: the parameters, lengths -> keys, and after the kernel ahead q -> scores -> result. The length of the code, which has to be
+// read as well, and the number of parameters matter there.
+//
+// Rows of q: a warp has kRows of them; with more, neighbouring warps take the same keys, which the second finds in L2.
+// Shared memory     ring groups x passes x (K | V) x parts x threads x 16 bytes | q (rows, d) float | new key, new value (d) | O of each warp
+//                   (kRows, d) | what other blocks send (own rows, cluster, d)
 #pragma once
 
 #include "attention/decode_lanes.h"
@@ -97,6 +100,7 @@ __device__ __forceinline__ const LaneParams& decode_of(const LaneParams& params)
 template <typename T, int kD, int kRows, bool kCluster>
 __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2)
     decode_lanes_kernel(const __grid_constant__ std::conditional_t<kCluster, LaneParams, LaneSegments> params) {
+    if constexpr (kCluster && !kHasClusters) return;
     using Shape = LaneShape<T, kD>;
     constexpr int kVec = Shape::kVec, kParts = Shape::kParts, kLanes = Shape::kLanes, kKeys = Shape::kKeys, kDims = kVec * kParts;
     constexpr int kAtOnce = Shape::kAtOnce, kGroups = Shape::kGroups;

@@ -4,6 +4,7 @@
 //   balanced   the tiles of all units lie on a line, sequence by sequence, which is cut into equal pieces, one for each block:
 //                  unit   0000000000111111112222222222222333333      a block ends one unit and begins the next; a sequence of any
 //                  piece  000000011111112222222333333344444445       length is shared by as many blocks as it needs
+//              Units of one length are cut at their ends: into so many pieces each, or not at all where whole ones fill the GPU.
 //   uniform    every unit is cut by itself, into pieces that depend on its own length alone: num_splits and batch_invariant
 // A unit in several pieces leaves a partial result of each in its slot of the workspace, and decode_combine.cu merges them.
 #pragma once
@@ -77,23 +78,38 @@ __device__ __forceinline__ int piece_tiles(const DecodeParams& d, int tiles) {
     return (tiles + pieces - 1) / pieces;
 }
 
-// Balanced: the line in pieces that differ by one tile at most, the longer ones first.
+// Balanced: the line in pieces that differ by one tile at most, the longer ones first; or, `whole`, of equal units, so many units in a
+// piece or so many pieces of a unit. Called by whole warps, as is all of the following.
 struct Cut {
-    unsigned each, longer, pieces;
-    __device__ __forceinline__ Cut(const DecodeParams& d, unsigned length) {
-        pieces = min(unsigned(d.pieces), length), each = length / pieces, longer = length % pieces;
+    unsigned length, each, longer, pieces;
+    unsigned tiles = 0, of_unit = 0;  // equal units: of each; its pieces, 0 = it has neighbours in its piece
+
+    __device__ __forceinline__ explicit Cut(const DecodeParams& d) {
+        unsigned least = ~0u, most = 0, sum = 0;
+        for (int b = threadIdx.x % 32; b < d.attention.batch; b += 32) {
+            const unsigned more = sequence_keys(d, b).tiles;
+            sum += more, least = min(least, more), most = max(most, more);
+        }
+        const unsigned units = d.attention.batch * d.heads(), resident = d.pieces;
+        length = __reduce_add_sync(~0u, sum) * d.heads();
+        pieces = min(resident, length), each = length / pieces, longer = length % pieces;
+        most = __reduce_max_sync(~0u, most);
+        if (__reduce_min_sync(~0u, least) != most) return;
+        // A block alone on an SM is slower than two of half its length: only whole units for all places are worth it.
+        const unsigned units_each = (units + resident - 1) / resident, blocks = (units + units_each - 1) / units_each;
+        const unsigned of_each = min(resident / units, most), longest = of_each ? (most + of_each - 1) / of_each : 0;
+        if (10 * blocks >= 9 * resident) tiles = most, each = units_each * tiles, longer = 0, pieces = blocks;
+        else if (of_each > 1 && 10 * longest <= 11 * (each + (longer > 0))) tiles = most, of_unit = of_each, pieces = units * of_each;
     }
-    __device__ __forceinline__ unsigned begin(unsigned piece) const { return piece * each + min(piece, longer); }
-    __device__ __forceinline__ unsigned piece_at(unsigned place) const {
+    __device__ __forceinline__ unsigned begin(unsigned piece) const {
+        if (of_unit) return piece / of_unit * tiles + piece % of_unit * tiles / of_unit;
+        return min(piece * each + min(piece, longer), length);
+    }
+    __device__ __forceinline__ unsigned piece_at(unsigned place) const {  // not of_unit
         const unsigned end = longer * (each + 1);
         return place < end ? place / (each + 1) : longer + (place - end) / each;
     }
 };
-
-__device__ __forceinline__ unsigned warp_sum(unsigned x) {
-    for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
-    return x;
-}
 
 // A unit's pieces and where their results lie.
 struct UnitPieces {
@@ -104,21 +120,19 @@ struct UnitPieces {
     __device__ __forceinline__ int64_t slot(int i) const { return balanced ? first_slot + 2 * i + (i == 0) : first_slot + i; }
 };
 
-// Called by whole warps, as is all of the following.
 __device__ __forceinline__ UnitPieces pieces_of(const DecodeParams& d, int b, int unit) {
     const int tiles = sequence_keys(d, b).tiles;
     if (d.uniform) {
         const int each = piece_tiles(d, tiles);
         return {(tiles + each - 1) / each, (int64_t(b) * d.heads() + unit) * d.pieces, false};
     }
-    unsigned length = 0, before = 0;
-    for (int x = threadIdx.x % 32; x < d.attention.batch; x += 32) {
-        const unsigned more = tiles_of(d, x);
-        length += more;
-        if (x < b) before += more;
-    }
-    const Cut cut(d, warp_sum(length));
-    const unsigned begin = warp_sum(before) + unit * tiles, first = cut.piece_at(begin), last = cut.piece_at(begin + tiles - 1);
+    const Cut cut(d);
+    if (cut.of_unit) return {int(cut.of_unit), 2 * (int64_t(b) * d.heads() + unit) * cut.of_unit, true};
+    if (cut.tiles) return {1, 0, true};
+    unsigned before = 0;
+    for (int x = threadIdx.x % 32; x < b; x += 32) before += tiles_of(d, x);
+    const unsigned begin = __reduce_add_sync(~0u, before) + unit * tiles, first = cut.piece_at(begin),
+                   last = cut.piece_at(begin + tiles - 1);
     return {int(last - first) + 1, 2 * int64_t(first), true};
 }
 
@@ -135,9 +149,7 @@ public:
             at_ = blockIdx.x, end_ = d.attention.batch * d.heads() * d.pieces;
             return;
         }
-        unsigned length = 0;
-        for (int b = threadIdx.x % 32; b < d.attention.batch; b += 32) length += tiles_of(d, b);
-        const Cut cut(d, warp_sum(length));
+        const Cut cut(d);
         at_ = cut.begin(min(blockIdx.x, cut.pieces)), end_ = cut.begin(min(blockIdx.x + 1, cut.pieces));
     }
 

@@ -6,6 +6,12 @@
 
 namespace fa {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kHasClusters = true;
+#else
+constexpr bool kHasClusters = false;
+#endif
+
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t x = 0;
 #if __CUDA_ARCH__ >= 900

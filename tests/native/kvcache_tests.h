@@ -37,6 +37,12 @@ inline std::vector<CacheCase> cache_cases() {
         c.dtype = FA_FLOAT16, c.rotary_dim = 40, c.interleaved = true, c.rotary_float32 = true, c.causal = false, c.seqlen_q = 3;
     });
     add("latent, pages of 16", [](CacheCase& c) { c.nheads_k = 1, c.headdim = 576, c.headdim_v = 512, c.page_size = 16; });
+    add("whole step",
+        [](CacheCase& c) { c.dtype = FA_FLOAT16, c.nheads_k = 4, c.headdim = c.headdim_v = c.rotary_dim = 64, c.num_splits = 4; });
+    add("whole step, bf16 pages of 16", [](CacheCase& c) {
+        c.dtype = FA_BFLOAT16, c.page_size = 16, c.headdim = c.headdim_v = 128, c.rotary_dim = 32, c.interleaved = true, c.num_splits = 2;
+    });
+    add("whole step, float32", [](CacheCase& c) { c.rotary_dim = 40, c.num_splits = 16, c.lengths = {300, 1, -1}; });
     add("split", [](CacheCase& c) { c.num_splits = 3, c.lengths = {300, 1, -1}; });
     return all;
 }
