@@ -23,6 +23,7 @@
 #pragma once
 
 #include "attention/backward_wgmma_sm90_block.cuh"
+#include "attention/backward_wgmma_sm90_dq.cuh"
 #include "attention/backward_wgmma_sm90_scores.cuh"
 
 namespace fa {
@@ -30,16 +31,17 @@ namespace fa {
 template <typename T, BackwardPlanId kId>
 struct alignas(1024) BackwardSmem {
     static constexpr BackwardPlan kPlan = backward_plan(kId);
-    static constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kColumns = kPlan.columns();
+    static constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kColumns = kPlan.columns(), kStages = kPlan.stages;
     T k[kBlockN * kColumns], v[kBlockN * kColumns];
-    T q[2][kBlockM * kColumns], dout[2][kBlockM * kColumns];
+    T q[kStages][kBlockM * kColumns], dout[kStages][kBlockM * kColumns];
     T ds[2][kBlockN * kBlockM];  // a row per key
-    float dq[kPlan.dq_stages][kDqPiece];
     T p[kPlan.general ? kBlockN * kBlockM : 8];                          // P with dropout, a row per key
-    alignas(16) float lse[2][kBlockM], delta[2][kBlockM];                // in quad order
+    alignas(128) std::conditional_t<kPlan.dq_stages != 0, DqStages<kPlan.dq_stages>, char> stages;
+    alignas(16) float lse[kStages][kBlockM], delta[kStages][kBlockM];    // in quad order
     alignas(16) uint8_t keep[kPlan.general ? kBlockN / 8 : 1][kBlockM];  // dropout: bit j of [n][query] keeps key 8 n + j
-    uint64_t kv_full, q_full[2], q_empty[2], dout_full[2], dout_empty[2];
-    uint64_t ds_full[2], ds_empty[2], dq_full[kPlan.dq_stages], dq_empty[kPlan.dq_stages];
+    uint64_t k_full, v_full, q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
+    uint64_t ds_full[2], ds_empty[2];
+    DqTurns turns;
     BackwardWork work;
 };
 
@@ -51,22 +53,19 @@ __global__ void __launch_bounds__(512, 1)
     using Smem = BackwardSmem<T, kId>;
     constexpr BackwardPlan kPlan = backward_plan(kId);
     constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
-    constexpr bool kGeneral = kPlan.general;
-    constexpr int kPieces = kBlockM / 64 * (kD / 64), kDqStages = kPlan.dq_stages;
+    constexpr bool kGeneral = kPlan.general, kHalf = std::is_same_v<T, __half>;
+    constexpr int kStages = kPlan.stages;
+    constexpr bool kStaged = kPlan.dq_stages != 0;
     constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
-    constexpr uint32_t kPieceBytes = kDqPiece * sizeof(float);
     static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
-    static_assert(kDqStages % kPieces == 0, "a piece always takes the same slots");
     const AttentionParams& p = b.forward;
 
     extern __shared__ __align__(1024) unsigned char shared[];
     Smem& smem = *reinterpret_cast<Smem*>(shared);
-    const uint32_t kv_full = shared_address(&smem.kv_full), q_full = shared_address(smem.q_full), q_empty = shared_address(smem.q_empty);
+    const uint32_t q_full = shared_address(smem.q_full), q_empty = shared_address(smem.q_empty);
     const uint32_t dout_full = shared_address(smem.dout_full), dout_empty = shared_address(smem.dout_empty);
     const uint32_t ds_full = shared_address(smem.ds_full), ds_empty = shared_address(smem.ds_empty);
-    const uint32_t dq_full = shared_address(smem.dq_full), dq_empty = shared_address(smem.dq_empty);
-    const uint32_t smem_q = shared_address(smem.q), smem_k = shared_address(smem.k), smem_v = shared_address(smem.v);
-    const uint32_t smem_dout = shared_address(smem.dout), smem_ds = shared_address(smem.ds), smem_dq = shared_address(smem.dq),
+    const uint32_t smem_q = shared_address(smem.q), smem_k = shared_address(smem.k), smem_ds = shared_address(smem.ds),
                    smem_p = shared_address(smem.p);
 
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is uniform
@@ -74,13 +73,16 @@ __global__ void __launch_bounds__(512, 1)
     BackwardWork& w = smem.work;
     if (threadIdx.x == 0) {
         prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v), prefetch_tensormap(&map_dout);
-        mbarrier_init(kv_full, 1);
-        for (int i = 0; i < 2; ++i) {
+        mbarrier_init(shared_address(&smem.k_full), 1), mbarrier_init(shared_address(&smem.v_full), 1);
+        for (int i = 0; i < kStages; ++i) {
             mbarrier_init(q_full + 8 * i, 1), mbarrier_init(q_empty + 8 * i, 8);
             mbarrier_init(dout_full + 8 * i, 1), mbarrier_init(dout_empty + 8 * i, 8);
-            mbarrier_init(ds_full + 8 * i, 8), mbarrier_init(ds_empty + 8 * i, 4);
         }
-        for (int i = 0; i < kDqStages; ++i) mbarrier_init(dq_full + 8 * i, 4), mbarrier_init(dq_empty + 8 * i, 1);
+        for (int i = 0; i < 2; ++i) mbarrier_init(ds_full + 8 * i, 8), mbarrier_init(ds_empty + 8 * i, 4);
+        init_turns(smem.turns, kPlan.blocks());
+        if constexpr (kStaged)
+            for (int i = 0; i < kPlan.dq_stages; ++i)
+                mbarrier_init(shared_address(&smem.stages.full[i]), 4), mbarrier_init(shared_address(&smem.stages.empty[i]), 1);
         fence_mbarrier_init();
         w.valid = find_key_block<kBlockM, kBlockN>(p, schedule, blockIdx.x, w);
     }
@@ -88,93 +90,47 @@ __global__ void __launch_bounds__(512, 1)
     if (!w.valid) return;
     const int first_m = w.first_m, end_m = w.end_m, tiles = (end_m - first_m) * p.group;
 
-    // ------------------------------------------------------------------------------------------------ copies in and out, a thread each
+    // ------------------------------------------------------------------------------------------------ copies in and turns, a thread each
     if (warpgroup == 0) {
         setmaxnreg_dec<kBackwardLoaderRegisters>();
         if (lane != 0 || tiles == 0) return;
+        const auto load_keys = [&](const CUtensorMap& map, int loads, const T* tile, uint64_t& full) {
+            mbarrier_arrive_expect_tx(shared_address(&full), kKeysBytes);
+            load_tile(map, loads, 0, tile, kBlockN, shared_address(&full), w.k_row + w.key0, w.head_k, p.cu_seqlens_q ? 0 : w.batch,
+                      kEvictFirst);
+        };
         if (threadIdx.x == 0) {
-            load_block(p, schedule, w, smem, map_q, map_k, map_v, map_dout);
+            load_keys(map_k, schedule.k_loads, smem.k, smem.k_full);
+            load_query_tiles(p, schedule, w, map_q, schedule.q_loads, smem.q, schedule.tiles.lse, smem.lse, smem.q_full, smem.q_empty);
         } else if (threadIdx.x == 32) {
-            uint32_t stage = 0, phase = 0;
-            int previous = -1;  // slot of the piece before, which is free when that has been read: waited for one piece later
-            const int start_m = w.start_m;
-            for (int head = w.head_k * p.group, end = head + p.group; head < end; ++head) {
-                const int64_t first_tile = first_query_tile(p, schedule.tiles, w, head);
-                for (int m = start_m, left = end_m - first_m; left > 0; --left, m = next_tile(m, first_m, end_m)) {
-                    float* sums = schedule.tiles.dq + (first_tile + m) * (kBlockM * kD);
-                    int* counter = schedule.tiles.turn + first_tile + m;
-                    const Turn turn = take_turn<kBlockM, kBlockN>(b, schedule.tiles, w, counter, m);
-                    for (int piece = 0; piece < kPieces; ++piece, sums += kDqPiece) {
-                        mbarrier_wait(dq_full + 8 * stage, phase);
-                        if (turn.writes) bulk_store(sums, smem_dq + stage * kPieceBytes, kPieceBytes);
-                        else bulk_reduce_add(sums, smem_dq + stage * kPieceBytes, kPieceBytes);
-                        bulk_commit();
-                        bulk_wait_read<1>();
-                        if (previous >= 0) mbarrier_arrive(dq_empty + 8 * previous);
-                        previous = int(stage);
-                        if (++stage == kDqStages) stage = 0, phase ^= 1;
-                    }
-                    if (turn.publish) {
-                        bulk_wait<0>();
-                        fence_proxy_async_global();
-                        store_release(counter, turn.publish);
-                    }
-                }
-            }
-            bulk_wait_read<0>();
+            load_keys(map_v, schedule.v_loads, smem.v, smem.v_full);
+            load_query_tiles(p, schedule, w, map_dout, schedule.dout_loads, smem.dout, schedule.tiles.delta, smem.delta, smem.dout_full,
+                             smem.dout_empty);
+        } else if (threadIdx.x == 64) {
+            if (takes_turns(b, schedule.tiles)) take_turns<kBlockM, kBlockN, 1>(b, schedule.tiles, w, smem.turns, tiles);
+        } else if constexpr (kStaged) {
+            copy_dq<kId>(b, schedule.tiles, w, smem.turns, smem.stages, tiles);
+        } else if (takes_turns(b, schedule.tiles)) {
+            publish_turns<1>(b, schedule.tiles, w, smem.turns, tiles);
         }
         return;
     }
 
     // ------------------------------------------------------------------------------------------------ dQ = dS^T K
     if (warpgroup == 3) {
-        setmaxnreg_dec<kBackwardDqRegisters>();
-        if (tiles == 0) return;
-        const uint32_t own = smem_dq + threadIdx.x % 128 * 16;
-        uint32_t low_k = descriptor_low(smem_k, kBlockN * kChunkRowBytes), low_ds = descriptor_low(smem_ds, kBlockN * kChunkRowBytes);
-        float dq[32];
-#pragma unroll 1
-        for (uint32_t it = 0; it < uint32_t(tiles); ++it) {
-            const uint32_t slot = it & 1, stage0 = it * kPieces % kDqStages, dq_phase = it * kPieces / kDqStages & 1;
-            low_k = opaque(low_k), low_ds = opaque(low_ds);
-            const uint32_t low_tile = low_ds + slot * (kDsBytes >> 4);
-            const auto multiply = [&](int piece) {  // both operands run along their rows, the keys
-                const uint32_t rows = low_tile + (piece / (kD / 64) * kBlockN * kChunkRowBytes >> 4);
-                const uint32_t columns = low_k + (piece % (kD / 64) * kBlockN * kChunkRowBytes >> 4);
-                wgmma_fence();
-                wgmma_ss_first<T, 64, 1, 1>(dq, descriptor_from(rows), descriptor_from(columns));
-#pragma unroll
-                for (int i = 1; i < kBlockN / 16; ++i)
-                    wgmma_ss<T, 64, 1, 1>(dq, descriptor_from(rows) + descriptor_row_step(i),
-                                          descriptor_from(columns) + descriptor_row_step(i), 1);
-                wgmma_commit();
-            };
-            mbarrier_wait(ds_full + 8 * slot, it >> 1 & 1);
+        setmaxnreg_dec<kPlan.dq_registers(kHalf)>();
+        const auto wait = [&](uint32_t it) { mbarrier_wait(ds_full + 8 * (it & 1), it >> 1 & 1); };
+        const auto release = [&](uint32_t it) {
             __syncwarp();
-            multiply(0);
-#pragma unroll
-            for (int piece = 0; piece < kPieces; ++piece) {
-                const uint32_t stage = stage0 + piece;
-                wgmma_wait<0>(dq);
-                if (piece == kPieces - 1 && lane == 0) mbarrier_arrive(ds_empty + 8 * slot);
-                mbarrier_wait(dq_empty + 8 * stage, dq_phase ^ 1);
-                __syncwarp();
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    store_shared_16(own + stage * kPieceBytes + i * 2048,
-                                    make_uint4(__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]), __float_as_uint(dq[4 * i + 2]),
-                                               __float_as_uint(dq[4 * i + 3])));
-                if (piece + 1 < kPieces) multiply(piece + 1);
-                fence_proxy_async();
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(dq_full + 8 * stage);
-            }
-        }
+            if (lane == 0) mbarrier_arrive(ds_empty + 8 * (it & 1));
+        };
+        if constexpr (kStaged) stage_dq<T, kId>(smem.stages, smem.k, smem.ds[0], tiles, wait, release);
+        else send_dq<T, kId, 0, kBlockM / 64 * (kD / 64)>(b, schedule.tiles, w, smem.turns, smem.k, smem.ds[0], tiles, wait, release);
         return;
     }
 
     // ------------------------------------------------------------------------------------------------ main warpgroups
-    setmaxnreg_inc<kBackwardMainRegisters>();
+    setmaxnreg_inc<kPlan.main_registers(kHalf)>();
     constexpr float kLog2E = 1.4426950408889634f;
     const int wg = warpgroup - 1, warp = threadIdx.x % 128 / 32, quad = lane % 4;
     const float c = p.scale * kLog2E;
@@ -186,8 +142,8 @@ __global__ void __launch_bounds__(512, 1)
     // only where Q and dout run along their rows.
     uint32_t low_k = descriptor_low(smem_k + wg * 64 * kChunkRowBytes, kBlockM * kChunkRowBytes);
     uint32_t low_q = descriptor_low(smem_q, kBlockM * kChunkRowBytes);
-    constexpr uint32_t kV = kKeysBytes >> 4, kDout = 2 * kTileBytes >> 4;
-    constexpr uint32_t kDs = (2 * kKeysBytes + 4 * kTileBytes) >> 4, kP = kDs + ((2 * kDsBytes + kDqStages * kPieceBytes) >> 4);
+    constexpr uint32_t kV = kKeysBytes >> 4, kDout = kStages * kTileBytes >> 4;
+    constexpr uint32_t kDs = (2 * kKeysBytes + 2 * kStages * kTileBytes) >> 4, kP = kDs + (2 * kDsBytes >> 4);
     const uint32_t ds_row = wg * 64 + warp * 16 + lane % 16;
 
     // `operand` (keys x D) times the tile's `rows` (D x queries), both along their columns.
@@ -196,8 +152,8 @@ __global__ void __launch_bounds__(512, 1)
         wgmma_ss_first<T, kBlockM>(d, descriptor_from(operand), descriptor_from(rows));
 #pragma unroll
         for (int i = 1; i < kD / 16; ++i)
-            wgmma_ss<T, kBlockM>(d, descriptor_from(operand) + descriptor_k_step(i, kBlockN),
-                                 descriptor_from(rows) + descriptor_k_step(i, kBlockM), 1);
+            wgmma_ss<T, kBlockM>(d, descriptor_from(operand, descriptor_k_step(i, kBlockN)),
+                                 descriptor_from(rows, descriptor_k_step(i, kBlockM)), 1);
         wgmma_commit();
     };
     // d (keys x D) += `operand` (keys x queries, in shared memory) times the tile's `rows` (queries x D).
@@ -205,8 +161,8 @@ __global__ void __launch_bounds__(512, 1)
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i)
-            wgmma_ss<T, kD, 0, 1>(d, descriptor_from(operand) + descriptor_k_step(i, kBlockN),
-                                  descriptor_from(rows) + descriptor_row_step(i), i ? 1 : int(it));
+            wgmma_ss<T, kD, 0, 1>(d, descriptor_from(operand, descriptor_k_step(i, kBlockN)), descriptor_from(rows, descriptor_row_step(i)),
+                                  i ? 1 : int(it));
         wgmma_commit();
     };
     const auto multiply_s = [&](uint32_t slot) { multiply_by_columns(s, low_k, low_q + slot * (kTileBytes >> 4)); };
@@ -219,12 +175,12 @@ __global__ void __launch_bounds__(512, 1)
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kBlockM / 16; ++i)
-                wgmma_rs<T, kD, 1>(dv, prob + 4 * i, descriptor_from(rows) + descriptor_row_step(i), i ? 1 : int(it));
+                wgmma_rs<T, kD, 1>(dv, prob + 4 * i, descriptor_from(rows, descriptor_row_step(i)), i ? 1 : int(it));
             wgmma_commit();
         }
     };
     const auto multiply_dk = [&](uint32_t slot, uint32_t it) {
-        accumulate_rows(dk, low_k + kDs + slot * (kDsBytes >> 4), low_q + slot * (kTileBytes >> 4), it);
+        accumulate_rows(dk, low_k + kDs + (it & 1) * (kDsBytes >> 4), low_q + slot * (kTileBytes >> 4), it);
     };
 
     const auto release = [&](uint32_t empty, uint32_t slot) {
@@ -237,14 +193,14 @@ __global__ void __launch_bounds__(512, 1)
     const auto read_lse = [&](uint32_t slot) { lse[0] = statistic(smem.lse[slot], quad, 0), lse[1] = statistic(smem.lse[slot], quad, 1); };
     // dS to its slot. P comes back from 16 bits: its float registers are needed elsewhere. delta, given for i = 0, is read one step ahead,
     // because a read does not pass the store before it.
-    const auto store_ds = [&](uint32_t slot, float4 delta) {
+    const auto store_ds = [&](uint32_t slot, uint32_t ds_slot, float4 delta) {
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i) {
             uint32_t ds[4];
             const float4 own = delta;
             if (i + 1 < kBlockM / 16) delta = statistic(smem.delta[slot], quad, i + 1);
             score_gradients<T>(ds, prob + 4 * i, dp + 8 * i, own);
-            stmatrix_x4(smem_ds + slot * kDsBytes + matrix_offset<kBlockN>(ds_row, lane, i), ds);
+            stmatrix_x4(smem_ds + ds_slot * kDsBytes + matrix_offset<kBlockN>(ds_row, lane, i), ds);
         }
         fence_proxy_async();
     };
@@ -255,7 +211,7 @@ __global__ void __launch_bounds__(512, 1)
     } else {
         const int start_m = w.start_m;
         int m = start_m, head = w.head_k * p.group;
-        mbarrier_wait(kv_full, 0);
+        mbarrier_wait(shared_address(&smem.k_full), 0), mbarrier_wait(shared_address(&smem.v_full), 0);
         zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.k, wg * 64, wg);
         zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.v, wg * 64, wg);
         mbarrier_wait(q_full, 0);
@@ -265,7 +221,7 @@ __global__ void __launch_bounds__(512, 1)
         wgmma_wait<0>(s);
 #pragma unroll 1
         for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // S of this tile is complete, nothing is in flight
-            const uint32_t slot = it & 1, phase = it >> 1 & 1;
+            const uint32_t slot = it % kStages, phase = it / kStages & 1, next = (it + 1) % kStages, ds_slot = it & 1;
             const int next_m = next_tile(m, first_m, end_m);
             low_k = opaque(low_k), low_q = opaque(low_q);
             if (m == ragged) {
@@ -298,27 +254,27 @@ __global__ void __launch_bounds__(512, 1)
             multiply_dp(slot);
             if (kBlockM == 64) multiply_dv(slot, it);
             const float4 delta = statistic(smem.delta[slot], quad, 0);
-            mbarrier_wait(ds_empty + 8 * slot, phase ^ 1);
+            mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
             if (kBlockM == 64) wgmma_wait<1>(dp);
             else wgmma_wait<0>(dp), multiply_dv(slot, it);  // drained alone, dP gives its registers back one by one
             if constexpr (kGeneral)
                 if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
-            store_ds(slot, delta);  // while dV is multiplied
+            store_ds(slot, ds_slot, delta);  // while dV is multiplied
             const bool more = it + 1 < uint32_t(tiles);
             if (more) {
-                mbarrier_wait(q_full + 8 * (slot ^ 1), (it + 1) >> 1 & 1);
-                if (next_m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot ^ 1], wg);
+                mbarrier_wait(q_full + 8 * next, (it + 1) / kStages & 1);
+                if (next_m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[next], wg);
             }
             __syncwarp();
             main_warpgroup_sync(wg);  // its 64 rows of dS are written
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(ds_full + 8 * slot);
+            if (lane == 0) mbarrier_arrive(ds_full + 8 * ds_slot);
             __syncwarp();
             wgmma_wait<0>(dv);
-            multiply_s(slot ^ 1);  // after the last tile of what lies there, for nobody: a conditional product would cost copies
+            multiply_s(next);  // after the last tile of what lies there, for nobody: a conditional product would cost copies
             release(dout_empty, slot);
             multiply_dk(slot, it);
-            if (!kGeneral) read_lse(slot ^ 1);
+            if (!kGeneral) read_lse(next);
             wgmma_wait<0>(dk, s);
             release(q_empty, slot);
             if (kGeneral && next_m == start_m) ++head;

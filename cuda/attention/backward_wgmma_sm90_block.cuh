@@ -47,6 +47,10 @@ __device__ __forceinline__ void main_warpgroup_sync(int wg) { bar_sync(1 + wg, 1
 // The query tile that a block walks to after tile m.
 FA_HOST_DEVICE int next_tile(int m, int first_m, int end_m) { return m + 1 == end_m ? first_m : m + 1; }
 
+FA_HOST_DEVICE int tile_of_iteration(const BackwardWork& w, int it) {
+    return w.first_m + (w.start_m - w.first_m + it) % (w.end_m - w.first_m);
+}
+
 // The block's keys and the query tiles that see any of them. False when it has no keys.
 //
 // Blocks of a head that run side by side should be at different tiles, because they add to the same sums. Under a causal mask every block
@@ -121,83 +125,32 @@ __device__ __forceinline__ int64_t first_query_tile(const AttentionParams& p, co
     return int64_t((p.cu_seqlens_q ? 0 : w.batch) * p.nheads + head) * tiles.tiles + w.first_tile;
 }
 
-// One thread: K and V once, then Q with lse and dout with delta of every query tile, two slots each.
-template <typename Smem>
-__device__ __forceinline__ void load_block(const AttentionParams& p, const BackwardSchedule& schedule, const BackwardWork& w, Smem& smem,
-                                           const CUtensorMap& map_q, const CUtensorMap& map_k, const CUtensorMap& map_v,
-                                           const CUtensorMap& map_dout) {
-    constexpr BackwardPlan kPlan = Smem::kPlan;
-    constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
-    constexpr uint32_t kStatisticsBytes = kBlockM * sizeof(float);
-    const int batch = p.cu_seqlens_q ? 0 : w.batch;
-    // One tile: `rows` rows from `row` on, to `tile`, in as many boxes as the map needs.
-    const auto load = [&](const CUtensorMap& map, int loads, const void* tile, uint32_t rows, uint32_t barrier, int row, int head,
-                          uint64_t policy) {
+// One thread: `rows` rows from `row` on, to `tile`, in as many boxes as the map needs, from chunk of columns `first` on.
+__device__ __forceinline__ void load_tile(const CUtensorMap& map, int loads, int first, const void* tile, uint32_t rows, uint32_t barrier,
+                                          int row, int head, int batch, uint64_t policy) {
 #pragma unroll 1
-        for (int c = 0; c < loads; ++c)
-            tma_load(shared_address(tile) + c * rows * kChunkRowBytes, &map, barrier, c * kChunkColumns, row, 0, head, batch, policy);
-    };
-    const uint32_t kv_full = shared_address(&smem.kv_full);
-    mbarrier_arrive_expect_tx(kv_full, sizeof smem.k + sizeof smem.v);
-    load(map_k, schedule.k_loads, smem.k, kBlockN, kv_full, w.k_row + w.key0, w.head_k, kEvictFirst);
-    load(map_v, schedule.v_loads, smem.v, kBlockN, kv_full, w.k_row + w.key0, w.head_k, kEvictFirst);
+    for (int c = 0; c < loads; ++c)
+        tma_load(shared_address(tile) + c * rows * kChunkRowBytes, &map, barrier, (first + c) * kChunkColumns, row, 0, head, batch, policy);
+}
+// One thread: the query tiles of Q or dout with lse or delta, a slot each in turn.
+template <typename T, int kStages, int kCount, int kBlockM>
+__device__ __forceinline__ void load_query_tiles(const AttentionParams& p, const BackwardSchedule& schedule, const BackwardWork& w,
+                                                 const CUtensorMap& map, int loads, T (&tiles)[kStages][kCount], const float* rows,
+                                                 float (&statistics)[kStages][kBlockM], uint64_t (&full)[kStages],
+                                                 uint64_t (&empty)[kStages]) {
     uint32_t it = 0;
     const int q_row = w.q_row, first_m = w.first_m, end_m = w.end_m, start_m = w.start_m;  // shared memory is slow while products read it
     for (int head = w.head_k * p.group, end = head + p.group; head < end; ++head) {
         const int64_t first_tile = first_query_tile(p, schedule.tiles, w, head);
         for (int m = start_m, left = end_m - first_m; left > 0; --left, m = next_tile(m, first_m, end_m), ++it) {
-            const uint32_t slot = it & 1, free = (it >> 1 & 1) ^ 1;
-            const uint32_t q_full = shared_address(&smem.q_full[slot]), dout_full = shared_address(&smem.dout_full[slot]);
-            const int row = q_row + m * kBlockM;
-            const int64_t statistics = (first_tile + m) * kBlockM;
-            mbarrier_wait(shared_address(&smem.q_empty[slot]), free);
-            mbarrier_arrive_expect_tx(q_full, sizeof smem.q[0] + kStatisticsBytes);
-            load(map_q, schedule.q_loads, smem.q[slot], kBlockM, q_full, row, head, kEvictLast);
-            bulk_load(shared_address(smem.lse[slot]), schedule.tiles.lse + statistics, kStatisticsBytes, q_full);
-            mbarrier_wait(shared_address(&smem.dout_empty[slot]), free);
-            mbarrier_arrive_expect_tx(dout_full, sizeof smem.dout[0] + kStatisticsBytes);
-            load(map_dout, schedule.dout_loads, smem.dout[slot], kBlockM, dout_full, row, head, kEvictLast);
-            bulk_load(shared_address(smem.delta[slot]), schedule.tiles.delta + statistics, kStatisticsBytes, dout_full);
+            const uint32_t slot = it % kStages, barrier = shared_address(&full[slot]);
+            mbarrier_wait(shared_address(&empty[slot]), it / kStages & 1 ^ 1);
+            mbarrier_arrive_expect_tx(barrier, sizeof tiles[0] + sizeof statistics[0]);
+            load_tile(map, loads, 0, tiles[slot], kBlockM, barrier, q_row + m * kBlockM, head, p.cu_seqlens_q ? 0 : w.batch, kEvictLast);
+            bulk_load(shared_address(statistics[slot]), rows + (first_tile + m) * kBlockM, sizeof statistics[0], barrier);
         }
     }
 }
-
-// dQ of a tile is the sum over the key blocks that meet it, kept in global memory. Who may add when, by the tile's counter:
-//     zeroed          a block adds when it comes
-//     else            whoever comes first claims the tile and writes instead of adding, and the others wait for that: nobody has to write
-//                     zeros first. The claimant is running and waits for nobody, so this cannot hang
-//     deterministic   blocks add in the same order at every tile. They start in this order too (find_key_block)
-struct Turn {
-    bool writes;
-    int publish;  // what the counter becomes when the block's part is in memory; 0: nothing
-};
-// Until the counter, which was `seen`, is `value`.
-__device__ __forceinline__ void wait_for_counter(const int* counter, int seen, int value) {
-    for (; seen != value; seen = load_acquire(counter)) __nanosleep(64);
-    fence_proxy_async_global();
-}
-// Deterministic: how many blocks add to tile m before this one.
-template <int kBlockM, int kBlockN>
-__device__ __forceinline__ int place_in_order(const AttentionParams& p, const BackwardWork& w, int m) {
-    const Range blocks = key_blocks_of({w.left, w.right, w.seqlen_q, w.seqlen_k}, m * kBlockM, kBlockM, kBlockN);
-    const int n = w.key0 / kBlockN;
-    return p.window_right < 0 ? n - blocks.begin : blocks.end - 1 - n;
-}
-template <int kBlockM, int kBlockN>
-__device__ __forceinline__ Turn take_turn(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, int* counter, int m) {
-    constexpr int kClaimed = 1, kWritten = 2;
-    if (b.deterministic) {
-        const int place = place_in_order<kBlockM, kBlockN>(b.forward, w, m);
-        wait_for_counter(counter, load_acquire(counter), place);
-        return {place == 0 && !tiles.zeroed, place + 1};
-    }
-    if (tiles.zeroed) return {false, 0};
-    const int seen = compare_exchange_acquire(counter, 0, kClaimed);
-    if (seen == 0) return {true, kWritten};
-    wait_for_counter(counter, seen, kWritten);
-    return {false, 0};
-}
-
 // ---- what must not leak: P and dS of such rows are 0, but 0 x NaN is NaN. A warpgroup each, all of it ----
 
 // The query tile of a varlen sequence that reaches past its end, into rows of the next one; -1: none.
@@ -211,7 +164,7 @@ __device__ __forceinline__ void zero_rows_past_end(const BackwardWork& w, T (&ti
     for (int i = opaque(int(threadIdx.x % 128)); i < kCount / 8; i += 128)
         if (i / 8 % kRows >= w.seqlen_q % kRows) reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
     fence_proxy_async();
-    main_warpgroup_sync(wg);
+    bar_sync(opaque(int(threadIdx.x)) / 128, 128);  // main_warpgroup_sync, from no register of the loop around
 }
 
 // Of the 64 keys from row0 on in a tile of K or V, those that no query of the sequence sees: past its end, cut off by causal or a window,
@@ -244,7 +197,7 @@ __device__ __forceinline__ void zero_hidden_keys(const AttentionParams& p, const
         for (int i = t % 2; i < kPieces; i += 2) pieces[swizzled_offset(kBlockN, row, i) / 16] = make_uint4(0, 0, 0, 0);
     fence_proxy_async();
     __syncwarp();
-    main_warpgroup_sync(wg);
+    bar_sync(opaque(int(threadIdx.x)) / 128, 128);  // main_warpgroup_sync, from no register of the loop around
 }
 
 // ---- fragments of the transposed S: element i is key + 8 (i / 2 % 2), query + 8 (i / 4) + i % 2 ----
@@ -361,15 +314,16 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
 
     CUtensorMap map_q, map_k, map_v, map_dout;
     const auto encode = [&](const TensorView& x, int columns, int64_t rows, int heads, int box_rows, int padded, CUtensorMap* map,
-                            int* loads) {
+                            int* loads, bool by_chunk = false) {
         return encode_tiles({x.data, std::is_same_v<T, __half>, columns, rows, heads, varlen ? 1 : p.batch, 2 * x.row, 2 * x.head,
-                             2 * x.batch, box_rows, padded},
+                             2 * x.batch, box_rows, padded, by_chunk},
                             map, loads);
     };
     const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
     if (cudaError_t error = encode(p.q, p.headdim, rows_q, p.nheads, kPlan.block_m, kPlan.columns(), &map_q, &schedule.q_loads))
         return error;
-    if (cudaError_t error = encode(p.k, p.headdim, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads))
+    if (cudaError_t error =
+            encode(p.k, p.headdim, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads, kPlan.blocks() > 1))
         return error;
     if (cudaError_t error = encode(p.v, p.headdim_v, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads))
         return error;
@@ -386,7 +340,8 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
     }
     if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
     void* arguments[] = {&map_q, &map_k, &map_v, &map_dout, const_cast<BackwardParams*>(&b), &schedule};
-    if (cudaError_t error = cudaLaunchKernel(kernel, dim3(unsigned(schedule.blocks)), dim3(512), arguments, shared_bytes, stream))
+    if (cudaError_t error =
+            cudaLaunchKernel(kernel, dim3(unsigned(schedule.blocks * kPlan.blocks())), dim3(512), arguments, shared_bytes, stream))
         return cudaGetLastError(), error;
     return backward_rows_after(b, schedule.tiles, stream);
 }

@@ -1,4 +1,4 @@
-#include "backward_wgmma_sm90_wide.cuh"
+#include "backward_wgmma_sm90_pair.cuh"
 
 namespace fa {
 

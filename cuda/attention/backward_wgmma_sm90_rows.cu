@@ -27,12 +27,12 @@ struct TilePlace {
     int batch, head, row0;
     Sequence s;
 };
-__device__ bool find_tile(const RowsParams& params, TilePlace& at) {
+__device__ bool find_tile(const RowsParams& params, unsigned tile, TilePlace& at) {
     const AttentionParams& p = params.b.forward;
     const QueryTiles& t = params.tiles;
-    at.tile = blockIdx.x;
-    const int sequence_head = blockIdx.x / unsigned(t.tiles);
-    int m = blockIdx.x - sequence_head * t.tiles;
+    at.tile = tile;
+    const int sequence_head = tile / unsigned(t.tiles);
+    int m = tile - sequence_head * t.tiles;
     at.batch = sequence_head / p.nheads, at.head = sequence_head % p.nheads;
     if (p.cu_seqlens_q) {
         at.head = sequence_head;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) before_kernel(const __grid_constant_
     constexpr int kLanes = kColumns == 64 ? 8 : kColumns == 128 ? 16 : 32, kRows = kThreads / kLanes;  // lanes of a row, rows at a time
     const AttentionParams& p = params.b.forward;
     TilePlace at;
-    if (!find_tile(params, at)) return;
+    if (!find_tile(params, blockIdx.x, at)) return;
     const int lane = threadIdx.x % kLanes;
     const T* out = static_cast<const T*>(p.out.data) + at.s.out + at.head * p.out.head + 8 * lane;
     const T* dout =
@@ -91,39 +91,73 @@ __global__ void __launch_bounds__(kThreads) before_kernel(const __grid_constant_
     for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kThreads) dq[i] = make_float4(0, 0, 0, 0);
 }
 
+// Eight columns of dQ, scaled, to 16 bytes of a row.
+template <typename T>
+__device__ __forceinline__ void store_columns(const RowsParams& params, T* row, const float (&x)[8]) {
+    uint4* place = reinterpret_cast<uint4*>(row);
+    uint32_t old[4] = {}, packed[4];
+    if (params.b.accumulate) reinterpret_cast<uint4&>(old) = *place;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float2 before = unpack_16<T>(old[j]);
+        const float low = x[2 * j] * params.b.forward.scale, high = x[2 * j + 1] * params.b.forward.scale;
+        packed[j] = params.b.accumulate ? pack_16<T>(before.x + low, before.y + high) : pack_16<T>(low, high);
+    }
+    *place = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+}
+
+// A block two pieces: with 64 columns both of the tile, else 128 of its columns.
+constexpr int kPiecesOfBlock = 2;
+
 template <typename T, int kColumns, int kBlockM>
 __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__ RowsParams params) {
-    constexpr int kGroups = kColumns / 8;  // of eight columns, 16 bytes
+    constexpr int kPieces = kBlockM / 64 * (kColumns / 64), kBlocks = (kPieces + kPiecesOfBlock - 1) / kPiecesOfBlock;
     const AttentionParams& p = params.b.forward;
     TilePlace at;
-    if (!find_tile(params, at)) return;
+    if (!find_tile(params, blockIdx.x / kBlocks, at)) return;
     const Range blocks = key_blocks_of(visible_band(p, at.s), at.row0, kBlockM, params.tiles.block_n);
     const bool written = params.tiles.zeroed || blocks.begin < blocks.end;  // else no key block meets the tile: its gradient is zero
-    const float4* dq = reinterpret_cast<const float4*>(params.tiles.dq) + at.tile * (kBlockM * kColumns / 4);
     T* rows = static_cast<T*>(params.b.dq.data) + gradients_of(params.b, at.batch).dq + at.head * params.b.dq.head;
+    const auto store = [&](int row, int column, const float(&x)[8]) {
+        row += at.row0;
+        if (row < at.s.seqlen_q && column < p.headdim) store_columns(params, rows + row * params.b.dq.row + column, x);
+    };
+    const int first = blockIdx.x % kBlocks * kPiecesOfBlock, t = threadIdx.x;
+    if constexpr (kColumns == 64) {
+        // Columns 8 group .. + 7 of two neighbouring rows: halves of the accumulator groups of eight lanes, which hold dQ^T.
+        const int group = t % 8, quad = t / 8 % 4, c = t / 32;
+        const float2* lanes = reinterpret_cast<const float2*>(params.tiles.dq) + (at.tile * kPieces + first) * (kDqPiece / 2) +
+                              (c * 128 + group / 2 * 32 + quad) * 2 + group % 2;
+        float2 x[kPiecesOfBlock][8] = {};
 #pragma unroll
-    for (int i = threadIdx.x; i < kBlockM / 2 * kGroups; i += kThreads) {
-        // Columns 8 group .. + 7 of rows g and g + 8 of a warp's sixteen: the quad's four accumulator groups.
-        const int group = i % kGroups, g = i / kGroups % 8, warp = i / kGroups / 8 % 4, chunk = i / kGroups / 32;
-        const int piece = chunk * (kColumns / 64) + group / 8;
-        const float4* quad = dq + piece * (kDqPiece / 4) + group % 8 * 128 + warp * 32 + g * 4;
-        float4 x[4] = {};
-        if (written) x[0] = quad[0], x[1] = quad[1], x[2] = quad[2], x[3] = quad[3];
+        for (int i = 0; i < kPiecesOfBlock; ++i)
+            if (written && first + i < kPieces)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = at.row0 + chunk * 64 + warp * 16 + g + 8 * r;
-            if (row >= at.s.seqlen_q || 8 * group >= p.headdim) continue;
-            uint4* place = reinterpret_cast<uint4*>(rows + row * params.b.dq.row + 8 * group);
-            uint32_t old[4] = {};
-            if (params.b.accumulate) reinterpret_cast<uint4&>(old) = *place;
-            uint32_t packed[4];
+                for (int g = 0; g < 8; ++g) x[i][g] = lanes[i * (kDqPiece / 2) + 8 * g];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float2 before = unpack_16<T>(old[j]);
-                const float low = (r ? x[j].z : x[j].x) * p.scale, high = (r ? x[j].w : x[j].y) * p.scale;
-                packed[j] = params.b.accumulate ? pack_16<T>(before.x + low, before.y + high) : pack_16<T>(low, high);
-            }
-            *place = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        for (int i = 0; i < kPiecesOfBlock && first + i < kPieces; ++i) {
+            const auto& y = x[i];
+            const int row = (first + i) * 64 + 8 * c + 2 * quad;
+            store(row, 8 * group, {y[0].x, y[1].x, y[2].x, y[3].x, y[4].x, y[5].x, y[6].x, y[7].x});
+            store(row + 1, 8 * group, {y[0].y, y[1].y, y[2].y, y[3].y, y[4].y, y[5].y, y[6].y, y[7].y});
+        }
+    } else {
+        // Columns 8 group .. + 7 of rows g and g + 8 of a warp's sixteen: the accumulator groups of a quad.
+        const int group = t % 8, g = t / 8 % 8, warp = t / 64;
+        const float4* quad = reinterpret_cast<const float4*>(params.tiles.dq) + (at.tile * kPieces + first) * (kDqPiece / 4) + group * 128 +
+                             warp * 32 + g * 4;
+        float4 x[kPiecesOfBlock][4] = {};
+#pragma unroll
+        for (int i = 0; i < kPiecesOfBlock; ++i)
+            if (written && first + i < kPieces)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) x[i][j] = quad[i * (kDqPiece / 4) + j];
+#pragma unroll
+        for (int i = 0; i < kPiecesOfBlock; ++i) {
+            const auto& y = x[i];
+            const int column = (first + i) * 64 + 8 * group;
+            store(16 * warp + g, column, {y[0].x, y[0].y, y[1].x, y[1].y, y[2].x, y[2].y, y[3].x, y[3].y});
+            store(16 * warp + g + 8, column, {y[0].z, y[0].w, y[1].z, y[1].w, y[2].z, y[2].w, y[3].z, y[3].w});
         }
     }
 }
@@ -136,7 +170,9 @@ cudaError_t launch(const BackwardParams& b, const QueryTiles& tiles, cudaStream_
     const auto start = [&](auto element, auto columns, auto block_m) {
         using T = decltype(element);
         const auto kernel = kWhich == Rows::kBefore ? before_kernel<T, columns(), block_m()> : after_kernel<T, columns(), block_m()>;
-        return launch_kernel(kernel, unsigned(tiles.count()), kThreads, 0, stream, params);
+        constexpr int kPieces = block_m() / 64 * (columns() / 64);
+        const int64_t blocks = tiles.count() * (kWhich == Rows::kBefore ? 1 : (kPieces + kPiecesOfBlock - 1) / kPiecesOfBlock);
+        return launch_kernel(kernel, unsigned(blocks), kThreads, 0, stream, params);
     };
     const auto shape = [&](auto element) {
         using std::integral_constant;

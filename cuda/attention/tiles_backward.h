@@ -16,37 +16,45 @@ struct BackwardPlan {
     int headdim, headdim_v;  // the largest of q and of v that it serves; smaller ones are padded with zeros by the copy engine
     int block_m;             // queries per tile
     int block_n;             // keys of a block: 128, 64 for each main warpgroup; or 64, dV in one main warpgroup and dK in the other
+    int stages;              // slots of Q and of dout
     int dq_stages;           // pieces of dQ, 64 queries x 64 columns, on their way through shared memory; 0: from registers
     bool general;
 
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory: chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
+    // Blocks of a cluster that share the keys, and the chunks of 64 columns of dQ that the first of two makes.
+    FA_HOST_DEVICE constexpr int blocks() const { return headdim > 128 ? 2 : 1; }
+    // Steps of K^T that dQ's warpgroup keeps in registers; in fp16 the main warpgroups do not leave it enough.
+    FA_HOST_DEVICE constexpr int held_steps(bool half) const { return headdim <= 64 && !general && !half ? 4 : 0; }
+    // Of the 64 Ki registers: 32 for the threads that copy + 2 x main + dQ = 512 = 4 x 128. ptxas serialises the products of the main
+    // warpgroups below 208 (C7512), those of headdim 64 below 200; dQ needs 64 for a piece.
+    FA_HOST_DEVICE constexpr int main_registers(bool half) const { return held_steps(half) ? 200 : 208; }
+    FA_HOST_DEVICE constexpr int dq_registers(bool half) const { return held_steps(half) ? 80 : 64; }
+    FA_HOST_DEVICE constexpr int dq_chunks() const { return columns() / 64; }
+    FA_HOST_DEVICE constexpr int dq_chunks_of_keys() const { return dq_chunks() / 2; }
 };
-
-// Of the 64 Ki registers: 32 + 2 x 208 + 64 = 512 = 4 x 128. ptxas serialises the products of the main warpgroups below 208 (C7512);
-// dQ needs 64 for a piece.
-constexpr int kBackwardLoaderRegisters = 32, kBackwardMainRegisters = 208, kBackwardDqRegisters = 64;
 
 FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
     switch (id) {
         // S and dP of 128 x 128 take 64 registers each and leave room for dK and dV of 32. K or V as A operands, 16 more, would keep ptxas
         // from running the exponentials under dP.
-        case BackwardPlanId::kD64: return {64, 64, 128, 128, 4, false};
-        case BackwardPlanId::kD64General: return {64, 64, 64, 128, 2, true};
+        case BackwardPlanId::kD64: return {64, 64, 128, 128, 2, 0, false};
+        case BackwardPlanId::kD64General: return {64, 64, 64, 128, 2, 0, true};
         // 64 queries: dK and dV fill 128 registers, S and dP 32 each. Four stages fill shared memory.
-        case BackwardPlanId::kD128: return {128, 128, 64, 128, 4, false};
-        case BackwardPlanId::kD128General: return {128, 128, 64, 128, 2, true};
+        case BackwardPlanId::kD128: return {128, 128, 64, 128, 2, 4, false};
+        case BackwardPlanId::kD128General: return {128, 128, 64, 128, 2, 0, true};
         // dK of 64 keys alone fills 96 or 128 registers, and Q and dout shared memory.
-        case BackwardPlanId::kD192V128: return {192, 128, 64, 64, 0, false};
-        case BackwardPlanId::kD192V128General: return {192, 128, 64, 64, 0, true};
-        case BackwardPlanId::kD192: return {192, 192, 64, 64, 0, false};
-        case BackwardPlanId::kD192General: return {192, 192, 64, 64, 0, true};
-        case BackwardPlanId::kD256: return {256, 256, 64, 64, 0, false};
-        case BackwardPlanId::kD256General: return {256, 256, 64, 64, 0, true};
+        case BackwardPlanId::kD192V128: return {192, 128, 64, 128, 2, 0, false};
+        case BackwardPlanId::kD192V128General: return {192, 128, 64, 128, 2, 0, true};
+        case BackwardPlanId::kD192: return {192, 192, 64, 128, 2, 0, false};
+        case BackwardPlanId::kD192General: return {192, 192, 64, 128, 2, 0, true};
+        case BackwardPlanId::kD256: return {256, 256, 64, 128, 2, 0, false};
+        case BackwardPlanId::kD256General: return {256, 256, 64, 128, 2, 0, true};
     }
     return {};
 }
 
+constexpr int kBackwardLoaderRegisters = 32;
 constexpr int kBackwardWgmmaMaxHeadDim = 256;
 
 // Plain scores are masked before the scale is applied, which must not turn -inf round.
@@ -98,6 +106,7 @@ struct QueryTiles {
     float* lse;    // (heads, tiles, block_m): in units of log2, +inf for rows without keys and past the end, in the order of quad_order
     float* delta;  // likewise: rowsum(dout * out)
     int block_m, block_n, columns;
+    int blocks;     // that share keys and add to a tile, each a part of it
     bool zeroed;    // dq starts as zeros; else the first key block to come writes it and the others wait for that
     int tiles;      // of a sequence; varlen: of all sequences, tile m of sequence b at cu_seqlens_q[b] / block_m + b + m
     int64_t heads;  // batch * nheads; varlen: nheads
@@ -107,8 +116,8 @@ struct QueryTiles {
 
 inline QueryTiles query_tiles(const AttentionParams& p, const BackwardPlan& plan) {
     QueryTiles t{};
-    t.block_m = plan.block_m, t.block_n = plan.block_n, t.columns = plan.columns();
-    t.zeroed = plan.dq_stages == 0;
+    t.block_m = plan.block_m, t.block_n = plan.block_n, t.columns = plan.columns(), t.blocks = plan.blocks();
+    t.zeroed = plan.blocks() > 1 && p.seqlen_q > 2048;
     t.tiles = p.cu_seqlens_q ? p.total_q / plan.block_m + p.batch : (p.seqlen_q + plan.block_m - 1) / plan.block_m;
     t.heads = p.cu_seqlens_q ? p.nheads : int64_t(p.batch) * p.nheads;
     return t;

@@ -129,8 +129,9 @@ __device__ __forceinline__ int load_acquire(const int* global) {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
     return x;
 }
-__device__ __forceinline__ void store_release(int* global, int x) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+// red.release.gpu.add
+__device__ __forceinline__ void add_release(int* global, int x) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
 // atom.acquire.gpu.cas: what was there; `value` is there now if that was `expected`.
 __device__ __forceinline__ int compare_exchange_acquire(int* global, int expected, int value) {

@@ -35,6 +35,8 @@ __device__ __forceinline__ uint64_t descriptor_from(uint32_t low) {
     constexpr uint32_t kSwizzle128 = 1u << 30, kGroupStride = kSwizzleRows * kChunkRowBytes >> 4;
     return uint64_t(kSwizzle128 | kGroupStride) << 32 | low;
 }
+// The same, moved on by a step from below: 32-bit arithmetic, because shared memory ends where the field does and nothing carries over.
+__device__ __forceinline__ uint64_t descriptor_from(uint32_t low, uint64_t step) { return descriptor_from(low + uint32_t(step)); }
 // Shared-memory matrix descriptor for the tiles above. Eight-row groups lie 1024 bytes apart; chunk_stride, the bytes between
 // 64-column chunks, is read only for operands whose rows run along k (V in P V).
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t tile, uint32_t chunk_stride) {
