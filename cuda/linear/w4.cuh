@@ -76,6 +76,22 @@ __device__ __forceinline__ void widen_scales(uint32_t (&scale)[2], uint32_t stor
     scale[1] = widen_scale<kFormat, T>(stored >> kBits);
 }
 
+// The same as floats, for sums of products with codes that unpack_word has left unscaled.
+template <Format kFormat, typename T>
+__device__ __forceinline__ void float_scales(float& upper, float& lower, uint32_t stored) {
+    if constexpr (kFormat == Format::kInt4) {
+        upper = __half2float(__ushort_as_half(uint16_t(stored))), lower = __half2float(__ushort_as_half(uint16_t(stored >> 16)));
+    } else {
+        uint32_t scale[2];
+        widen_scales<kFormat, T>(scale, stored);
+        float pair[2];
+        unpack_16<T>(pair, scale[0]);
+        upper = pair[1];
+        unpack_16<T>(pair, scale[1]);
+        lower = pair[1];
+    }
+}
+
 // A lane's part of a tile in shared or global memory.
 __device__ __forceinline__ uint4 load_codes(const uint8_t* tile, int lane) { return reinterpret_cast<const uint4*>(tile)[lane]; }
 template <Format kFormat>

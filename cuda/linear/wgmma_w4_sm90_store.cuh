@@ -201,7 +201,7 @@ __device__ __forceinline__ void store_parts(const W4Place& place, float (&sums)[
     bar_sync(kW4Parts, 256);
     put_sums(part, sums, 0, kTokens);
     __syncwarp();
-    cluster_arrive();
+    cluster_arrive_release();
     cluster_wait();
 #pragma unroll 1
     for (int t = kTokens * rank / splits + thread / threads; t < last; t += 128 / threads) {
@@ -219,7 +219,7 @@ __device__ __forceinline__ void store_parts(const W4Place& place, float (&sums)[
         four.finish(int64_t(place.token) + t, x, up);
     }
     __syncwarp();
-    cluster_arrive();
+    cluster_arrive_release();
     cluster_wait();  // a block's memory stays until it has been read
 }
 

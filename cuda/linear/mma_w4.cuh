@@ -1,0 +1,462 @@
+// mma_w4.cuh: out = x W^T for rows of x that fit a few mma tiles, W in packed 4-bit weights. What gemv_w4.cu and mma_w4.cu instantiate.
+// Bound by the memory W comes from.
+//
+//     product  mma.m16n8k16 with the weights as operand A and 8 rows of x as operand B's columns: one row of x costs what 8 do, and
+//              the weights go from the packed word to the operand without an exchange between lanes (w4.cuh).
+//     block    walks over its 16-row tiles of W, a pass at a time, and over the columns of its share of K. A pass is row_groups x
+//              column_groups warps: each has up to kR tiles beneath each other and takes every column_groups'th 64 columns.
+//     ring     stages of one turn of all warps, filled by a producer warp: a bulk copy for each row tile, whose columns are contiguous
+//              (the fewer and longer the better: an SM starts one in about 60 clocks). Full and empty barriers; it runs on from pass to
+//              pass.
+//     x        16-bit rows, in natural order: a lane reads 32 bytes, one row's 16 columns of a tile. Few numbers are resident: the block
+//              norms, rounds and keeps them itself. More come by the ring, copied by all lanes of the producer, from x itself or,
+//              where it is not 16-bit, normed or ragged, from the workspace (round_x.h).
+//     sums     of the warps that share rows meet in shared memory, those of a cluster's blocks, which share K, through each other's.
+//              The order is fixed, so results repeat bit for bit.
+//
+// W does not depend on the kernel before this one: a programmatic launch (ptx.cuh) fills the ring before it waits for x.
+#pragma once
+
+#include "device/cluster.cuh"
+#include "device/mbarrier_sm80.cuh"
+#include "device/ptx.cuh"
+#include "linear/mma_w4_plan.h"
+#include "linear/w4.cuh"
+#include "ops/elements.cuh"
+
+namespace fa::w4 {
+
+struct MmaLaunch {
+    W4LinearParams p;
+    MmaPlan plan;
+    const uint8_t* x;  // 16-bit rows, not resident
+    int64_t x_row;     // bytes from row to row
+    int32_t x_bytes;   // of a row, a multiple of 16
+    int32_t row_tiles, column_tiles;
+    int32_t row_blocks;  // of x
+    int32_t stage_bytes, parts_at, x_at;
+    float per_feature;      // 1 / in_features
+    int32_t resident_rows;  // of a block, rounded up to a power of two
+};
+
+template <Format kFormat_, typename T_, int kTokenTiles_, int kR_, int kWarps_>
+struct MmaConfig {
+    static constexpr Format kFormat = kFormat_;
+    using T = T_;
+    static constexpr int kTokenTiles = kTokenTiles_;  // of 8 rows of x
+    static constexpr int kR = kR_, kWarps = kWarps_;
+    static constexpr int kProducers = 4, kThreads = 32 * (kWarps + kProducers);  // warps beyond the first cost no registers
+    static constexpr int kTile = tile_bytes(kFormat);
+    static constexpr bool kScaledSums = kFormat == Format::kInt4 && kTokenTiles == 1;  // a tile has one scale a row: cheaper, and exact
+};
+
+__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+    mbarrier_wait(barrier, parity);
+#else
+    mbarrier_spin(barrier, parity);
+#endif
+}
+
+// Calls body with a value of the element type: a loop inside it has one branch less for each load.
+template <typename Body>
+__device__ __forceinline__ void with_element(DType dtype, const Body& body) {
+    if (dtype == DType::kFloat32) body(float{});
+    else if (dtype == DType::kFloat16) body(__half{});
+    else body(__nv_bfloat16{});
+}
+// Four neighbours, the first at a multiple of four elements, past the L1 cache.
+template <typename From>
+__device__ __forceinline__ float4 load_4(const void* data, int64_t at) {
+    if constexpr (sizeof(From) == 4) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(data) + at));
+    else return widen_4<From>(__ldcg(reinterpret_cast<const uint2*>(static_cast<const From*>(data) + at)));
+}
+
+// Where a pipeline stands: the turn of a block, and the stage and phase of the ring.
+struct Turn {
+    int row_tile, column_tile, stage;
+    uint32_t phase;
+};
+
+template <typename Config>
+struct MmaBlock {
+    using T = typename Config::T;
+    static constexpr int kTokenTiles = Config::kTokenTiles, kR = Config::kR, kWarps = Config::kWarps, kTile = Config::kTile;
+    static constexpr int kProducers = Config::kProducers;
+    static constexpr Format kFormat = Config::kFormat;
+#if __CUDA_ARCH__ >= 900
+    static constexpr bool kCopiesArrive = false;  // weights come by bulk copies
+#else
+    static constexpr bool kCopiesArrive = true;
+#endif
+
+    const MmaLaunch& launch;
+    const W4LinearParams& p;
+    const MmaPlan& plan;
+    uint8_t* shared;
+    float* squares_of;     // sums over x
+    uint32_t full, empty;  // barriers
+    int rows;              // of x here
+    int first_tile, end_tile, first_column, end_column, pass_tiles, x_stride;
+
+    __device__ __forceinline__ MmaBlock(const MmaLaunch& l, uint8_t* dynamic, float* warps, uint32_t full_barriers, uint32_t empty_barriers)
+        : launch(l), p(l.p), plan(l.plan), shared(dynamic), squares_of(warps), full(full_barriers), empty(empty_barriers) {
+        const int cluster = blockIdx.x / plan.cluster, place = cluster / launch.row_blocks;
+        const int rank = this->rank();
+        const int64_t left = p.rows - row0();
+        rows = left < 8 * kTokenTiles ? int(left) : 8 * kTokenTiles;
+        first_tile = int(int64_t(launch.row_tiles) * place / plan.clusters);
+        end_tile = int(int64_t(launch.row_tiles) * (place + 1) / plan.clusters);
+        first_column = launch.column_tiles * rank / plan.cluster, end_column = launch.column_tiles * (rank + 1) / plan.cluster;
+        pass_tiles = plan.row_groups * plan.tiles;
+        x_stride = (plan.resident ? end_column - first_column : plan.column_groups) * (2 * kTileColumns) + 16;  // 16: no bank conflicts
+    }
+
+    // Computed where they are needed, not kept in registers.
+    __device__ __forceinline__ int rank() const { return opaque(int(blockIdx.x)) % plan.cluster; }  // in the cluster
+    __device__ __forceinline__ int64_t row0() const {                                               // of x
+        return int64_t(opaque(int(blockIdx.x)) / plan.cluster % launch.row_blocks) * (8 * kTokenTiles);
+    }
+
+    __device__ __forceinline__ Turn first_turn() const { return {first_tile, first_column, 0, 0}; }
+    __device__ __forceinline__ bool inside(const Turn& turn) const { return turn.row_tile < end_tile && first_column < end_column; }
+    __device__ __forceinline__ void advance(Turn& turn) const {
+        if (++turn.stage == plan.stages) turn.stage = 0, turn.phase ^= 1;
+        turn.column_tile += plan.column_groups;
+        if (turn.column_tile >= end_column) turn.column_tile = first_column, turn.row_tile += pass_tiles;
+    }
+    __device__ __forceinline__ uint32_t stage_at(int stage) const { return shared_address(shared) + stage * launch.stage_bytes; }
+
+    // ---- the producer warp ----
+
+    __device__ __forceinline__ void load_weights(const Turn& turn, int lane) const {
+        const int columns = min(plan.column_groups, end_column - turn.column_tile), tiles = min(pass_tiles, end_tile - turn.row_tile);
+        const uint32_t bytes = columns * kTile, stride = plan.column_groups * kTile;
+        const int64_t row = int64_t(launch.column_tiles) * kTile;
+        const uint8_t* from = static_cast<const uint8_t*>(p.packed) + sizeof(PackedHeader) + turn.row_tile * row + turn.column_tile * kTile;
+        uint32_t to = stage_at(turn.stage);
+#if __CUDA_ARCH__ >= 900
+        if (lane == 0) {
+            mbarrier_arrive_expect_tx(full + 8 * turn.stage, tiles * bytes);
+            for (int i = 0; i < tiles; ++i, from += row, to += stride) bulk_load(to, from, bytes, full + 8 * turn.stage);
+        }
+        __syncwarp();
+#else
+        for (int i = 0; i < tiles; ++i, from += row, to += stride)
+            for (uint32_t at = 16 * lane; at < bytes; at += 512) cp_async_16(to + at, from + at, 16);
+#endif
+    }
+    // All producers: rows of x in pieces of 16 bytes; those behind x are zeros.
+    __device__ __forceinline__ void load_x(const Turn& turn, int warp, int lane) const {
+        const int first = turn.column_tile * (2 * kTileColumns), in_row = plan.column_groups * (2 * kTileColumns);
+        const uint32_t to = stage_at(turn.stage) + pass_tiles * plan.column_groups * kTile;
+        for (int at = 16 * lane; at < in_row; at += 512) {
+            const bool inside = first + at < launch.x_bytes;
+            const uint8_t* from = launch.x + (row0() + warp) * launch.x_row + (inside ? first + at : 0);
+#pragma unroll 4
+            for (int m = warp; m < rows; m += kProducers, from += kProducers * launch.x_row)
+                cp_async_16(to + m * x_stride + at, from, inside ? 16 : 0);
+        }
+    }
+    __device__ __forceinline__ void produce() const {
+        const int warp = threadIdx.x / 32 - kWarps, lane = threadIdx.x % 32;
+        Turn turn = first_turn(), waiting = turn;
+        if (warp == 0)
+            for (int i = 0; i < plan.stages && inside(turn); ++i, advance(turn)) load_weights(turn, lane);
+        grid_dependency_wait();
+        if (plan.resident && warp > 0) return;
+        int ahead = warp == 0 ? plan.stages : 0;  // stages whose weights are on their way
+        for (; inside(waiting); advance(waiting)) {
+            if (ahead > 0) {
+                --ahead;
+            } else {
+                wait_for(empty + 8 * waiting.stage, waiting.phase ^ 1);
+                if (warp == 0) load_weights(waiting, lane);
+            }
+            if (!plan.resident) load_x(waiting, warp, lane);
+            if (kCopiesArrive || !plan.resident) cp_async_mbarrier_arrive(full + 8 * waiting.stage);
+        }
+        cp_async_wait_all();
+    }
+
+    // ---- the other warps ----
+
+    __device__ __forceinline__ static void consumer_barrier() { bar_sync(1, 32 * kWarps); }
+
+    // Resident x: warps share out the rows, a lane keeps its numbers in registers between their sum of squares and their norm.
+    __device__ __forceinline__ void stage_x() const {
+        constexpr int kKept = kResidentNumbers / (128 * kWarps);
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row_warps = kWarps / launch.resident_rows, part = warp % row_warps,
+                  m = warp / row_warps, begin = 4 * (32 * part + lane), step = 4 * 32 * row_warps;
+        const auto load = [&](float4(&to)[kKept], const void* data, int64_t at, DType dtype) {
+            with_element(dtype, [&](auto zero) {
+#pragma unroll
+                for (int i = 0; i < kKept; ++i) {
+                    const int k = begin + i * step;
+                    to[i] = k < p.in_features ? load_4<decltype(zero)>(data, at + k) : make_float4(0, 0, 0, 0);
+                }
+            });
+        };
+        float4 x[kKept], g[kKept];
+        if (p.norm_weight) load(g, p.norm_weight, 0, p.norm_dtype);
+        grid_dependency_wait();
+        load(x, p.x.data, (row0() + min(m, rows - 1)) * p.x.row, p.dtype);
+        if (p.norm_weight) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < kKept; ++i) sum += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
+            sum = warp_sum(sum);
+            if (lane == 0) squares_of[warp] = sum;
+            consumer_barrier();
+            sum = 0.0f;
+#pragma unroll 4
+            for (int i = 0; i < row_warps; ++i) sum += squares_of[m * row_warps + i];
+            const float scale = rsqrtf(sum * launch.per_feature + p.eps);
+#pragma unroll
+            for (int i = 0; i < kKept; ++i)
+                x[i] = make_float4(x[i].x * scale * g[i].x, x[i].y * scale * g[i].y, x[i].z * scale * g[i].z, x[i].w * scale * g[i].w);
+        }
+        const int first = first_column * kTileColumns, end = end_column * kTileColumns;
+#pragma unroll
+        for (int i = 0; i < kKept; ++i)
+            if (const int k = begin + i * step; m < rows && k >= first && k < end)
+                *reinterpret_cast<uint2*>(shared + launch.x_at + m * x_stride + 2 * (k - first)) = narrow_4<T>(x[i]);
+        consumer_barrier();
+    }
+
+    // kTiles tiles of W, `row_bytes` apart, times the same columns of x: the lane's of row 8 n + g at x + x_rows[n].
+    template <int kTiles>
+    __device__ __forceinline__ static void multiply(float (&sums)[kR][kTokenTiles][4], const uint8_t* weights, int row_bytes,
+                                                    const uint8_t* x, const int (&x_rows)[kTokenTiles], int lane) {
+        uint4 columns[kTokenTiles][2];  // of row g: steps 0 and 1, steps 2 and 3
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) columns[n][half] = *reinterpret_cast<const uint4*>(x + x_rows[n] + 16 * half);
+#pragma unroll
+        for (int r = 0; r < kTiles; ++r, weights += row_bytes) {
+            const uint4 codes = load_codes(weights, lane);
+            const uint32_t stored = load_scales<kFormat>(weights, lane);
+            uint32_t scale[2];
+            if constexpr (!Config::kScaledSums) widen_scales<kFormat, T>(scale, stored);
+            float unscaled[kTokenTiles][4] = {};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                uint32_t a[4];
+                const uint32_t word = (&codes.x)[j];
+                if constexpr (Config::kScaledSums) unpack_word<kFormat, T>(a, word);
+                else dequantize_word<kFormat, T>(a, word, scale);
+#pragma unroll
+                for (int n = 0; n < kTokenTiles; ++n)
+                    mma<T>(Config::kScaledSums ? unscaled[n] : sums[r][n], a, (&columns[n][j / 2].x)[j % 2 * 2],
+                           (&columns[n][j / 2].x)[j % 2 * 2 + 1]);
+            }
+            if constexpr (Config::kScaledSums) {
+                float upper, lower;  // rows g and g + 8
+                float_scales<kFormat, T>(upper, lower, stored);
+#pragma unroll
+                for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) sums[r][n][e] += unscaled[n][e] * (e < 2 ? upper : lower);
+                __syncwarp();  // keeps the next tile's loads behind, which the registers have no room for
+            }
+        }
+    }
+
+    // Columns of out that a thread finishes: rows g and g + 8 of a tile, two rows of x.
+    __device__ __forceinline__ void store(int tile, int n, int lane, float4 sum, float factor) const {
+        const int g = lane / 4;
+        const int64_t row0 = this->row0();
+        const int64_t column = p.swiglu ? int64_t(tile) * 8 + g : int64_t(tile) * kTileRows + g;
+        float value[2][2] = {{sum.x * factor, sum.y * factor}, {sum.z * factor, sum.w * factor}};  // [row g, g + 8][row of x]
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int64_t feature = p.swiglu ? column + (r ? p.columns() : 0) : column + 8 * r;
+            if (p.bias && feature < p.out_features && (!p.swiglu || column < p.columns())) {
+                const float bias = load_element(p.bias, feature, p.bias_dtype);
+                value[r][0] += bias, value[r][1] += bias;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int m = 8 * n + 2 * (lane % 4) + i;
+            if (p.swiglu) value[0][i] = silu(value[0][i]) * value[1][i];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (m >= rows || column + 8 * r >= p.columns() || (p.swiglu && r)) continue;
+                const int64_t row = row0 + m;
+                const float added =
+                    p.residual.data ? load_element(p.residual.data, row * p.residual.row + column + 8 * r, p.residual_dtype) : 0.0f;
+                store_element(p.out.data, row * p.out.row + column + 8 * r, p.out_dtype, value[r][i] + added);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void consume() const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row_group = warp / plan.column_groups,
+                  column_group = warp % plan.column_groups, row_bytes = plan.column_groups * kTile;
+        if (threadIdx.x == 0) prefetch_l2(p.packed);
+        const bool resident = kTokenTiles == 1 && plan.resident;
+        if (resident) stage_x();
+        else grid_dependency_wait();
+        float4* const parts = reinterpret_cast<float4*>(shared + launch.parts_at);  // (warps, plan.tiles, kTokenTiles, lanes)
+
+        const uint8_t* const lane_weights = shared + row_group * plan.tiles * row_bytes + column_group * kTile;
+        const uint8_t* const lane_x =
+            shared + (resident ? launch.x_at : pass_tiles * row_bytes) + column_group * (2 * kTileColumns) + 32 * (lane % 4);
+        const int x_column = resident ? 2 * kTileColumns : 0, x_stage = resident ? 0 : launch.stage_bytes;
+        int x_rows[kTokenTiles];
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n)  // rows beyond the last are not stored
+            x_rows[n] = min(8 * n + lane / 4, rows - 1) * x_stride;
+
+        int stage = 0;
+        uint32_t phase = 0;
+        for (int tile = first_tile; tile < end_tile; tile += pass_tiles) {
+            const int mine = min(end_tile - tile - row_group * plan.tiles, plan.tiles);
+            float sums[kR][kTokenTiles][4] = {};
+#pragma unroll 1
+            for (int column = first_column; column < end_column; column += plan.column_groups) {
+                wait_for(full + 8 * stage, phase);
+                if (column + column_group < end_column) {
+                    const uint8_t *weights = lane_weights + stage * launch.stage_bytes,
+                                  *x = lane_x + stage * x_stage + (column - first_column) * x_column;
+                    if (mine >= 4) multiply<kR>(sums, weights, row_bytes, x, x_rows, lane);
+                    else if (mine == 3) multiply < kR<3 ? kR : 3>(sums, weights, row_bytes, x, x_rows, lane);
+                    else if (mine == 2) multiply<2>(sums, weights, row_bytes, x, x_rows, lane);
+                    else if (mine == 1) multiply<1>(sums, weights, row_bytes, x, x_rows, lane);
+                }
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(empty + 8 * stage);
+                if (++stage == plan.stages) stage = 0, phase ^= 1;
+            }
+
+            const float factor = *opaque(&static_cast<const PackedHeader*>(p.packed)->factor);  // here, to arrive while the sums meet
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n)
+                if (8 * n + 2 * (lane % 4) < rows)
+#pragma unroll
+                    for (int r = 0; r < kR; ++r)
+                        if (r < mine)
+                            parts[((warp * plan.tiles + r) * kTokenTiles + n) * 32 + lane] =
+                                make_float4(sums[r][n][0], sums[r][n][1], sums[r][n][2], sums[r][n][3]);
+            consumer_barrier();
+            // Slot s of a pass: tile, rows of x, lane.
+            const int slots = min(pass_tiles, end_tile - tile) * kTokenTiles * 32;
+            const auto slot_of = [&](int s) {
+                const int i = s / (32 * kTokenTiles), group = i / plan.tiles * plan.column_groups;
+                return parts + (group * plan.tiles + i % plan.tiles) * kTokenTiles * 32 + s % (32 * kTokenTiles);
+            };
+            const auto wanted = [&](int s) { return s / 32 % kTokenTiles * 8 + 2 * (s % 4) < rows; };
+            for (int s = threadIdx.x; s < slots; s += 32 * kWarps) {
+                if (!wanted(s)) continue;
+                float4* from = slot_of(s);
+                float4 sum = *from;
+#pragma unroll 4
+                for (int other = 1; other < plan.column_groups; ++other) {
+                    const float4 part = from[other * plan.tiles * kTokenTiles * 32];
+                    sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+                }
+                if (plan.cluster > 1) *from = sum;
+                else store(tile + s / (32 * kTokenTiles), s / 32 % kTokenTiles, s % 32, sum, factor);
+            }
+            if (plan.cluster > 1) {  // one pass, by the host's plan
+                __syncwarp();
+                cluster_arrive_release();
+                cluster_wait();
+                for (int s = threadIdx.x + rank() * 32 * kWarps; s < slots; s += plan.cluster * 32 * kWarps) {
+                    if (!wanted(s)) continue;
+                    const uint32_t from = shared_address(slot_of(s));
+                    float4 sum = make_float4(0, 0, 0, 0);
+                    for (int other = 0; other < plan.cluster; ++other) {
+                        const float4 part = load_cluster_16(cluster_address(from, other));
+                        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+                    }
+                    store(tile + s / (32 * kTokenTiles), s / 32 % kTokenTiles, s % 32, sum, factor);
+                }
+                __syncwarp();
+                cluster_arrive_release();
+                cluster_wait();  // nobody's shared memory goes before it has been read
+            } else if (tile + pass_tiles < end_tile) {
+                consumer_barrier();  // all have read what the next pass overwrites
+            }
+        }
+    }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1) mma_w4_kernel(const __grid_constant__ MmaLaunch launch) {
+    extern __shared__ __align__(128) uint8_t dynamic[];
+    __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
+    __shared__ float squares_of[Config::kWarps];
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < launch.plan.stages; ++i) {
+            // The announcement of bulk copies, and all producers' copies of x; before sm_90 the first one copies weights as well.
+            const int announcements = MmaBlock<Config>::kCopiesArrive ? 0 : 1,
+                      copiers = launch.plan.resident ? 1 - announcements : Config::kProducers;
+            mbarrier_init(shared_address(full + i), announcements + 32 * copiers);
+            mbarrier_init(shared_address(empty + i), Config::kWarps);
+        }
+#if __CUDA_ARCH__ >= 900
+        fence_mbarrier_init();
+#endif
+    }
+    __syncthreads();
+    launch_dependents();
+    const MmaBlock<Config> block(launch, dynamic, squares_of, shared_address(full), shared_address(empty));
+    if (warp >= Config::kWarps) {
+        block.produce();
+        __syncwarp();
+        for (int i = 0; launch.plan.cluster > 1 && i < 2; ++i) {  // where the others meet, and part
+            cluster_arrive_release();
+            cluster_wait();
+        }
+    } else {
+        block.consume();
+    }
+}
+
+template <Format kFormat, typename T, int kTokenTiles, int kR, int kWarps>
+cudaError_t launch_mma(const W4LinearParams& p, const MmaPlan& plan, cudaStream_t stream) {
+    using Config = MmaConfig<kFormat, T, kTokenTiles, kR, kWarps>;
+    const MmaSizes sizes = sizes_of(p, {kTokenTiles, kR, kWarps}, plan);
+    MmaLaunch launch{p, plan};
+    bool programmatic = p.programmatic;
+    if (!plan.resident && reads_x(p)) {
+        launch.x = static_cast<const uint8_t*>(p.x.data), launch.x_row = 2 * p.x.row, launch.x_bytes = 2 * p.in_features;
+    } else if (!plan.resident) {
+        if (const cudaError_t error = round_x(p, p.workspace, stream)) return error;
+        launch.x = static_cast<const uint8_t*>(p.workspace), launch.x_row = 2 * rounded_columns(p.in_features);
+        launch.x_bytes = int(launch.x_row);
+        programmatic = true;  // with regard to round_x, which has waited for what came before
+    }
+    launch.row_tiles = used_row_tiles(p), launch.column_tiles = int(column_tiles(p.in_features));
+    launch.row_blocks = int(ceil_div(p.rows, 8 * kTokenTiles));
+    launch.stage_bytes = sizes.stage_bytes, launch.parts_at = sizes.parts_at, launch.x_at = sizes.x_at;
+    launch.per_feature = 1.0f / float(p.in_features);
+    launch.resident_rows = resident_rows(p, {kTokenTiles, kR, kWarps});
+    return launch_kernel(mma_w4_kernel<Config>, unsigned(plan.clusters * plan.cluster) * unsigned(launch.row_blocks), Config::kThreads,
+                         size_t(sizes.bytes), stream, launch, LaunchOptions{programmatic, unsigned(plan.cluster)});
+}
+
+template <int kTokenTiles, int kR, int kWarps, typename T>
+cudaError_t launch_format(const W4LinearParams& p, const MmaPlan& plan, cudaStream_t stream) {
+    switch (p.format) {
+        case Format::kNvfp4: return launch_mma<Format::kNvfp4, T, kTokenTiles, kR, kWarps>(p, plan, stream);
+        case Format::kMxfp4: return launch_mma<Format::kMxfp4, T, kTokenTiles, kR, kWarps>(p, plan, stream);
+        case Format::kInt4: return launch_mma<Format::kInt4, T, kTokenTiles, kR, kWarps>(p, plan, stream);
+    }
+    return cudaErrorInvalidValue;
+}
+template <int kTokenTiles, int kR, int kWarps>
+cudaError_t launch_mma(const W4LinearParams& p, const MmaPlan& plan, cudaStream_t stream) {
+    return p.compute_dtype == DType::kFloat16 ? launch_format<kTokenTiles, kR, kWarps, __half>(p, plan, stream)
+                                              : launch_format<kTokenTiles, kR, kWarps, __nv_bfloat16>(p, plan, stream);
+}
+
+inline int64_t mma_workspace(const W4LinearParams& p, const MmaPlan& plan) {
+    return plan.resident || reads_x(p) ? 0 : 2 * p.rows * rounded_columns(p.in_features);
+}
+
+}  // namespace fa::w4

@@ -1,0 +1,78 @@
+// round_x.cu: x normed and rounded to the compute dtype, in rows of whole tiles, for kernels that bring it to shared memory by the copy
+// engine. Bound by latency: a block has a piece of a row, and with a norm reads all of the row for its sum.
+#include "device/ptx.cuh"
+#include "linear/round_x.h"
+#include "ops/elements.cuh"
+
+namespace fa {
+namespace {
+
+constexpr int kThreads = 512, kKept = 2;  // numbers a thread writes: kKept times 4
+
+struct Round {
+    W4LinearParams p;
+    void* to;
+    int32_t quads, pieces;  // of 4 columns, in a row; blocks for each row
+    bool fours;             // x and the norm's weight can be read by load_4
+};
+
+__global__ void __launch_bounds__(kThreads) round_x_kernel(const __grid_constant__ Round round) {
+    __shared__ float sums[kThreads / 32];
+    const W4LinearParams& p = round.p;
+    const int64_t row = blockIdx.x / round.pieces;
+    const int first = blockIdx.x % round.pieces * (kThreads * kKept) + threadIdx.x;
+    launch_dependents();
+
+    const auto load_quad = [&](const void* data, int64_t begin, DType dtype, int quad) {
+        const int k = 4 * quad;
+        float4 x = make_float4(0, 0, 0, 0);
+        if (round.fours) {
+            if (k < p.in_features) x = load_4(data, begin + k, dtype);
+        } else {
+            for (int i = 0; i < 4; ++i)
+                if (k + i < p.in_features) (&x.x)[i] = load_element(data, begin + k + i, dtype);
+        }
+        return x;
+    };
+    float4 x[kKept], g[kKept];
+#pragma unroll
+    for (int i = 0; i < kKept; ++i)
+        if (p.norm_weight) g[i] = load_quad(p.norm_weight, 0, p.norm_dtype, first + i * kThreads);
+    grid_dependency_wait();
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) x[i] = load_quad(p.x.data, row * p.x.row, p.dtype, first + i * kThreads);
+
+    if (p.norm_weight) {
+        float sum = 0.0f;
+#pragma unroll 4
+        for (int quad = threadIdx.x; quad < round.quads; quad += kThreads) {
+            const float4 y = load_quad(p.x.data, row * p.x.row, p.dtype, quad);
+            sum += y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w;
+        }
+        sum = warp_sum(sum);
+        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+        __syncthreads();
+        sum = 0.0f;
+        for (int warp = 0; warp < kThreads / 32; ++warp) sum += sums[warp];
+        const float scale = rsqrtf(sum / float(p.in_features) + p.eps);
+#pragma unroll
+        for (int i = 0; i < kKept; ++i)
+            x[i] = make_float4(x[i].x * scale * g[i].x, x[i].y * scale * g[i].y, x[i].z * scale * g[i].z, x[i].w * scale * g[i].w);
+    }
+#pragma unroll
+    for (int i = 0; i < kKept; ++i)
+        if (const int quad = first + i * kThreads; quad < round.quads)
+            store_4(round.to, 4 * (row * round.quads + quad), p.compute_dtype, x[i]);
+}
+
+}  // namespace
+
+cudaError_t round_x(const W4LinearParams& p, void* to, cudaStream_t stream) {
+    Round round{p, to, int32_t(rounded_columns(p.in_features) / 4), 0, false};
+    round.pieces = (round.quads + kThreads * kKept - 1) / (kThreads * kKept);
+    round.fours = p.in_features % 4 == 0 && by_fours(p.x.data, p.rows > 1 ? p.x.row : 0, p.dtype) &&
+                  (!p.norm_weight || by_fours(p.norm_weight, 0, p.norm_dtype));
+    return launch_kernel(round_x_kernel, unsigned(p.rows) * unsigned(round.pieces), kThreads, 0, stream, round, p.programmatic);
+}
+
+}  // namespace fa
