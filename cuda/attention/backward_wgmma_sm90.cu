@@ -1,5 +1,5 @@
 // backward_wgmma_sm90.cu: the entry of the Hopper backward. Chooses the instantiation; backward_wgmma_sm90.cuh is the kernel to head dim
-// 128, backward_wgmma_sm90_wide.cuh that above, and one small file per head dim compiles it.
+// 128, backward_wgmma_sm90_pair.cuh that above, and one small file per head dim compiles it.
 #include "attention/kernels.h"
 #include "attention/tiles_backward.h"
 

@@ -3,14 +3,13 @@
 // A block owns 128 keys of one key head and walks every query tile that sees them, of every query head of the group; dK and dV stay in
 // registers. All scores are transposed, rows are keys and columns queries, so that P^T and dS^T are A operands as they come:
 //
-//     warp 0, one thread       K, V once;  tile i of Q with lse and of dout with delta -> two slots each
-//                                 |  kv_full,  q_full/q_empty,  dout_full/dout_empty
+//     warps 0, 1, a thread     K and tiles of Q with lse | V and tiles of dout with delta
+//                                 |  k_full, v_full,  q_full/q_empty,  dout_full/dout_empty
 //     main warpgroups 1, 2     S = K Q^T       P = 2^(c S - lse), under dP = V dout^T      dS = P (dP - delta) -> slot of ds, under
 //     64 keys each             dV += P dout    dK += dS Q, with S of the next tile
 //                                 |  ds_full/ds_empty
-//     warpgroup 3              dQ = dS^T K, in pieces of 64 queries x 64 columns -> slot of dq
-//                                 |  dq_full/dq_empty
-//     warp 1, one thread       adds the pieces to the float sums in global memory, as they lie, when it is the block's turn
+//     warpgroup 3              dQ = dS^T K, in pieces of 64 queries x 64 columns, added to the float sums in global memory when it is the
+//     warps 2, 3, a thread     block's turn: backward_wgmma_sm90_dq.cuh
 //
 //     full: the data is there. empty: one arrival for each warp that has read it. Both per slot; slots are used in turn from 0.
 //
@@ -18,8 +17,8 @@
 // has a warpgroup of its own. Every product's accumulators live until all products issued with it are drained, so the products come in two
 // batches, {dP, dV} and {S of the next tile, dK}, and everything is drained twice a tile; where registers are scarce dP alone as well.
 //
-// What bounds it: shared memory, busy 86 % of the time at head dim 128 and 79 % at 64 on an H200 (seqlen 16384), tensor cores 77 % and
-// 63 %; short sequences by the memory traffic of the kernels around it, backward_wgmma_sm90_rows.cu.
+// What bounds it: shared memory, busy 86 % of the time at head dim 128 on an H200 (seqlen 16384), tensor cores 77 %; short sequences by
+// the memory traffic of the kernels around it, backward_wgmma_sm90_rows.cu.
 #pragma once
 
 #include "attention/backward_wgmma_sm90_block.cuh"
@@ -34,8 +33,8 @@ struct alignas(1024) BackwardSmem {
     static constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kColumns = kPlan.columns(), kStages = kPlan.stages;
     T k[kBlockN * kColumns], v[kBlockN * kColumns];
     T q[kStages][kBlockM * kColumns], dout[kStages][kBlockM * kColumns];
-    T ds[2][kBlockN * kBlockM];  // a row per key
-    T p[kPlan.general ? kBlockN * kBlockM : 8];                          // P with dropout, a row per key
+    T ds[2][kBlockN * kBlockM];                  // a row per key
+    T p[kPlan.general ? kBlockN * kBlockM : 8];  // P with dropout, a row per key
     alignas(128) std::conditional_t<kPlan.dq_stages != 0, DqStages<kPlan.dq_stages>, char> stages;
     alignas(16) float lse[kStages][kBlockM], delta[kStages][kBlockM];    // in quad order
     alignas(16) uint8_t keep[kPlan.general ? kBlockN / 8 : 1][kBlockM];  // dropout: bit j of [n][query] keeps key 8 n + j

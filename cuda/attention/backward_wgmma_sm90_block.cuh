@@ -47,6 +47,7 @@ __device__ __forceinline__ void main_warpgroup_sync(int wg) { bar_sync(1 + wg, 1
 // The query tile that a block walks to after tile m.
 FA_HOST_DEVICE int next_tile(int m, int first_m, int end_m) { return m + 1 == end_m ? first_m : m + 1; }
 
+// The tile of iteration `it` of that walk.
 FA_HOST_DEVICE int tile_of_iteration(const BackwardWork& w, int it) {
     return w.first_m + (w.start_m - w.first_m + it) % (w.end_m - w.first_m);
 }

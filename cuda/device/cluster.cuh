@@ -53,6 +53,13 @@ __device__ __forceinline__ void store_async_16(uint32_t address, float4 x, uint3
                  : "memory");
 #endif
 }
+__device__ __forceinline__ void store_async_16(uint32_t address, const uint32_t (&x)[4], uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier)
+                 : "memory");
+#endif
+}
 __device__ __forceinline__ void store_async_8(uint32_t address, float x, float y, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address), "f"(x), "f"(y),
@@ -85,6 +92,26 @@ __device__ __forceinline__ float4 load_cluster_16(uint32_t address) {
                  : "memory");
 #endif
     return x;
+}
+// mbarrier.arrive on a barrier of any block, which says that something has been read or announces bytes. Ordering ordinary writes beyond
+// the block, for which these are not meant, would take a fence of the whole GPU.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t address) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(uint32_t address, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+#endif
+}
+// cp.async.bulk from this block's shared memory to that of any, whose barrier counts the bytes.
+__device__ __forceinline__ void bulk_copy_cluster(uint32_t address, uint32_t shared, uint32_t bytes, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address), "r"(shared),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+#endif
 }
 
 }  // namespace fa
