@@ -21,8 +21,7 @@ fa_status cpu_launch(const Params& p, const DeviceInfo&, void*) {
     return on_host([&] { cpu::w4_linear(p); });
 }
 
-#if FA_WITH_CUDA
-#if FA_WITH_GEMV_W4 || FA_WITH_MMA_W4 || FA_WITH_WGMMA_SM90
+#if FA_WITH_CUDA && (FA_WITH_MMA_SM80 || FA_WITH_WGMMA_SM90)
 using Launch = cudaError_t(const Params&, const GpuSize&, cudaStream_t);
 using Workspace = int64_t(const Params&, const GpuSize&);
 
@@ -37,16 +36,17 @@ cudaError_t start(const Params& p, const DeviceInfo& device, void* stream) {
 }
 #endif
 
-#if FA_WITH_GEMV_W4 || FA_WITH_MMA_W4
-const char* needs_sm80(const Params&, const DeviceInfo& device, char* text, size_t size) {
+#if FA_WITH_CUDA && FA_WITH_MMA_SM80
+const char* mma_w4_refuses(const Params&, const DeviceInfo& device, char* text, size_t size) {
     if (device.compute >= 80) return nullptr;
     std::snprintf(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
     return text;
 }
-#endif
-#if FA_WITH_GEMV_W4
+fa_status mma_w4_launch(const Params& p, const DeviceInfo& device, void* stream) {
+    return launched("mma_w4", start<mma_w4>(p, device, stream));
+}
 const char* gemv_w4_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
-    if (const char* reason = needs_sm80(p, device, text, size)) return reason;
+    if (const char* reason = mma_w4_refuses(p, device, text, size)) return reason;
     if (p.rows <= 16) return nullptr;
     std::snprintf(text, size, "rows=%lld is above 16", static_cast<long long>(p.rows));
     return text;
@@ -55,45 +55,34 @@ fa_status gemv_w4_launch(const Params& p, const DeviceInfo& device, void* stream
     return launched("gemv_w4", start<gemv_w4>(p, device, stream));
 }
 #endif
-#if FA_WITH_MMA_W4
-fa_status mma_w4_launch(const Params& p, const DeviceInfo& device, void* stream) {
-    return launched("mma_w4", start<mma_w4>(p, device, stream));
-}
-#endif
-#if FA_WITH_WGMMA_SM90
+
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
 const char* wgmma_w4_sm90_refuses(const Params&, const DeviceInfo& device, char* text, size_t size) {
     if (device.compute == 90) return nullptr;
     std::snprintf(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
     return text;
 }
-#if FA_WITH_MMA_W4
 const char* wgmma_w4_sm90_yields(const Params& p, const DeviceInfo&, char* text, size_t size) {
     if (p.rows > 128) return nullptr;
     std::snprintf(text, size, "rows=%lld: mma_w4 is faster up to 128", static_cast<long long>(p.rows));
     return text;
 }
-#else
-constexpr decltype(LinearKernel::yields) wgmma_w4_sm90_yields = nullptr;
-#endif
 fa_status wgmma_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
     return launched("wgmma_w4_sm90", start<wgmma_w4_sm90>(p, device, stream));
 }
 #endif
-#endif
 
 constexpr LinearKernel kKernels[] = {
-#if FA_WITH_CUDA
-#if FA_WITH_GEMV_W4
+#if FA_WITH_CUDA && FA_WITH_MMA_SM80
     {"gemv_w4", "mma.sync, weights as operand A, up to 16 rows of x", FA_CUDA, gemv_w4_refuses, workspace_of<gemv_w4_workspace>,
      gemv_w4_launch},
 #endif
-#if FA_WITH_WGMMA_SM90
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
     {"wgmma_w4_sm90", "TMA and wgmma, weights widened into registers", FA_CUDA, wgmma_w4_sm90_refuses,
      workspace_of<wgmma_w4_sm90_workspace>, wgmma_w4_sm90_launch, wgmma_w4_sm90_yields},
 #endif
-#if FA_WITH_MMA_W4
-    {"mma_w4", "mma.sync, tiles of rows of x", FA_CUDA, needs_sm80, workspace_of<mma_w4_workspace>, mma_w4_launch},
-#endif
+#if FA_WITH_CUDA && FA_WITH_MMA_SM80
+    {"mma_w4", "mma.sync, 32 rows of x to a block", FA_CUDA, mma_w4_refuses, workspace_of<mma_w4_workspace>, mma_w4_launch},
 #endif
     {"cpu", "threads and vectors, any number of rows", FA_CPU, serves_all, cpu_workspace, cpu_launch},
 };
