@@ -28,8 +28,7 @@ Plan plan_of(const W4LinearParams& p, const GpuSize& gpu) {
     struct Cost {
         int tokens, step, tile;
     };
-    constexpr Cost kCosts[] = {{64, 180, 3000}, {128, 350, 3500}, {256, 690, 4000}};
-    constexpr int64_t kPart = 3000;
+    constexpr Cost kCosts[] = {{64, 320, 4000}, {128, 395, 5000}, {256, 600, 6000}};
     const int64_t steps = w4::column_tiles(p.in_features), sms = gpu.multiprocessors;
     Plan best{};
     int64_t least = 0;
@@ -44,7 +43,7 @@ Plan plan_of(const W4LinearParams& p, const GpuSize& gpu) {
             const int64_t whole = rounds * blocks, rest = tiles - whole;
             if (rest == 0 || rest > clusters || steps < 8 * splits) continue;
             consider({cost.tokens, splits, whole, rounds ? blocks : rest * splits},
-                     rounds * walk + ceil_div(steps, splits) * cost.step + cost.tile + kPart);
+                     rounds * walk + ceil_div(steps, splits) * cost.step + cost.tile + 1000 + 1500 * splits);
         }
     }
     return best;
