@@ -19,17 +19,17 @@ constexpr int kLaneWarps = 8;  // of a block of decode_lanes.cuh, which has 1 or
 // Measured on an H200, by the keys and values of a block: clusters are faster with one row up to 128 KB; with up to four rows in 16 bits,
 // which tensor cores multiply faster, up to 64 KB where a key is appended, a launch less.
 inline int decode_cluster(const AttentionParams& p, const DecodeDevice& device) {
-    constexpr int kMost = 16;
+    const int most = device.multiprocessors >= 128 ? 16 : 8;  // more than 8 blocks want a GPC of the full GPU
     const int64_t rows = int64_t(p.seqlen_q) * p.group;
     if (device.compute < 90 || decode_bytes(p) || rows > 4 * kLaneWarps) return 0;
     const int wanted = p.cache.num_splits;
-    if (wanted) return wanted <= kMost && !(wanted & (wanted - 1)) ? wanted : 0;
+    if (wanted) return wanted <= most && !(wanted & (wanted - 1)) ? wanted : 0;
     const bool tensor_cores = rows > 1 && p.dtype != DType::kFloat32;
     if (tensor_cores && (rows > 4 || p.cache.added != 1)) return 0;
     const int64_t units = int64_t(p.deciding_batch()) * p.nheads_k;
     int cluster = 1;
     while (cluster < 8 && units * cluster * 2 <= 2 * device.multiprocessors) cluster *= 2;
-    if (units * kMost <= device.multiprocessors) cluster = kMost;
+    if (most > 8 && units * most <= device.multiprocessors) cluster = most;
     const int64_t bytes = int64_t(p.seqlen_k) * (p.headdim + p.headdim_v) * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
     return cluster > 1 && bytes <= (tensor_cores ? 64 : 128) * 1024 ? cluster : 0;
 }
