@@ -1,5 +1,5 @@
 // gemv_w4.cu: up to 16 rows of x with packed 4-bit weights (mma_w4.cuh). Many warps: one can turn weights into operands while another waits
-// for its own. On an H200 that work, two thirds of the issue slots, is what keeps it from the speed of memory.
+// for its own. On an H200 that work, which takes 60 % of the issue slots, keeps it from the speed of memory.
 #include "linear/mma_w4.cuh"
 
 namespace fa {

@@ -5,12 +5,12 @@
 //              the weights go from the packed word to the operand without an exchange between lanes (w4.cuh).
 //     block    walks over its 16-row tiles of W, a pass at a time, and over the columns of its share of K. A pass is row_groups x
 //              column_groups warps: each has up to kR tiles beneath each other and takes every column_groups'th 64 columns.
-//     ring     stages of one turn of all warps, filled by a producer warp: a bulk copy for each row tile, whose columns are contiguous
-//              (the fewer and longer the better: an SM starts one in about 60 clocks). Full and empty barriers; it runs on from pass to
-//              pass.
+//     ring     stages of one turn of all warps, filled by producer warps: a bulk copy for each row tile, whose columns are contiguous (the
+//              fewer and longer the better: a thread starts one in about 60 clocks), and pieces of 16 bytes of the rows of x. Full and
+//              empty barriers; it runs on from pass to pass.
 //     x        16-bit rows, in natural order: a lane reads 32 bytes, one row's 16 columns of a tile. Few numbers are resident: the block
-//              norms, rounds and keeps them itself. More come by the ring, copied by all lanes of the producer, from x itself or,
-//              where it is not 16-bit, normed or ragged, from the workspace (round_x.h).
+//              norms, rounds and keeps them itself. More come by the ring, from x itself or, where it is not 16-bit, normed or
+//              ragged, from the workspace (round_x.h).
 //     sums     of the warps that share rows meet in shared memory, those of a cluster's blocks, which share K, through each other's.
 //              The order is fixed, so results repeat bit for bit.
 //
@@ -45,6 +45,7 @@ struct MmaConfig {
     using T = T_;
     static constexpr int kTokenTiles = kTokenTiles_;  // of 8 rows of x
     static constexpr int kR = kR_, kWarps = kWarps_;
+    static_assert(kR == 4, "multiply is compiled for one to four tiles");
     static constexpr int kProducers = 4, kThreads = 32 * (kWarps + kProducers);  // warps beyond the first cost no registers
     static constexpr int kTile = tile_bytes(kFormat);
     static constexpr bool kScaledSums = kFormat == Format::kInt4 && kTokenTiles == 1;  // a tile has one scale a row: cheaper, and exact
@@ -127,7 +128,7 @@ struct MmaBlock {
     }
     __device__ __forceinline__ uint32_t stage_at(int stage) const { return shared_address(shared) + stage * launch.stage_bytes; }
 
-    // ---- the producer warp ----
+    // ---- the producer warps ----
 
     __device__ __forceinline__ void load_weights(const Turn& turn, int lane) const {
         const int columns = min(plan.column_groups, end_column - turn.column_tile), tiles = min(pass_tiles, end_tile - turn.row_tile);
@@ -322,7 +323,7 @@ struct MmaBlock {
                     const uint8_t *weights = lane_weights + stage * launch.stage_bytes,
                                   *x = lane_x + stage * x_stage + (column - first_column) * x_column;
                     if (mine >= 4) multiply<kR>(sums, weights, row_bytes, x, x_rows, lane);
-                    else if (mine == 3) multiply < kR<3 ? kR : 3>(sums, weights, row_bytes, x, x_rows, lane);
+                    else if (mine == 3) multiply<3>(sums, weights, row_bytes, x, x_rows, lane);
                     else if (mine == 2) multiply<2>(sums, weights, row_bytes, x, x_rows, lane);
                     else if (mine == 1) multiply<1>(sums, weights, row_bytes, x, x_rows, lane);
                 }
@@ -429,7 +430,7 @@ cudaError_t launch_mma(const W4LinearParams& p, const MmaPlan& plan, cudaStream_
         if (const cudaError_t error = round_x(p, p.workspace, stream)) return error;
         launch.x = static_cast<const uint8_t*>(p.workspace), launch.x_row = 2 * rounded_columns(p.in_features);
         launch.x_bytes = int(launch.x_row);
-        programmatic = true;  // with regard to round_x, which has waited for what came before
+        programmatic = plan.sm90;  // with regard to round_x, which has waited for what came before
     }
     launch.row_tiles = used_row_tiles(p), launch.column_tiles = int(column_tiles(p.in_features));
     launch.row_blocks = int(ceil_div(p.rows, 8 * kTokenTiles));

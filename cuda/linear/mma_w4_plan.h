@@ -21,6 +21,7 @@ struct MmaPlan {
     int32_t clusters;                   // in the grid, for each block of rows of x
     int32_t stages;
     bool resident;  // x
+    bool sm90;
 };
 
 // What a kernel is compiled for.
@@ -81,12 +82,12 @@ inline MmaPlan plan_of(const W4LinearParams& p, const MmaShape& shape, const Gpu
     const int places = int(std::max<int64_t>(1, gpu.multiprocessors / ceil_div(p.rows, 8 * shape.token_tiles)));
     const int row_tiles = used_row_tiles(p), columns = int(column_tiles(p.in_features));
     const auto tiles_of_block = [&](int cluster) { return int(ceil_div(row_tiles, std::max(1, places / cluster))); };
-    const bool sm90 = gpu.shared_memory > 200 * 1024;
     const bool shares = shape.token_tiles == 1 ? tiles_of_block(1) <= 2 && columns >= 128 : tiles_of_block(1) <= 4 && columns >= 32;
 
     MmaPlan plan{};
+    plan.sm90 = gpu.shared_memory > 200 * 1024;
     plan.resident = fits_resident(p, shape) && (!reads_x(p) || (p.rows == 1 && columns >= 64));
-    plan.cluster = sm90 && shares && tiles_of_block(2) <= 2 * shape.tiles ? 2 : 1;  // that is one pass
+    plan.cluster = plan.sm90 && shares && tiles_of_block(2) <= 2 * shape.tiles ? 2 : 1;  // that is one pass
     plan.clusters = std::min(row_tiles, std::max(1, places / plan.cluster));
     const int tiles = int(ceil_div(row_tiles, plan.clusters));
     plan.row_groups = tiles > shape.tiles ? 2 : 1, plan.column_groups = shape.warps / plan.row_groups;

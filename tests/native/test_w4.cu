@@ -1,11 +1,12 @@
-// test_w4.cu: the bits of packed 4-bit weights. On any machine: every code at every place of a word, every scale against its meaning. On a
-// GPU from sm_80 on: the operand registers that the kernels make of them, exact. Exit status 0 passed, 1 failed, 77 only the first part
-// ran.
+// test_w4.cu: packed 4-bit weights, their bits and their products' plans. On any machine: every code at every place of a word, every scale
+// against its meaning, every plan against the GPU it is for. On a GPU from sm_80 on: the operand registers that the kernels make of
+// words, exact. Exit status 0 passed, 1 failed, 77 only the first part ran.
 #include <cmath>
 #include <cstdio>
 #include <random>
 #include <vector>
 
+#include "linear/mma_w4_plan.h"
 #include "linear/w4.cuh"
 
 namespace {
@@ -55,6 +56,33 @@ void test_words(Format format, DType dtype) {
             }
     for (const auto& row : used)
         for (const bool one : row) EXPECT(one, "a place of the tile has no code");
+}
+
+// Every plan of the products of few rows fits the GPU, and blocks that share K make one pass.
+void test_plans() {
+    const GpuSize gpus[] = {{132, 232448}, {114, 232448}, {108, 166912}, {84, 101376}};
+    const MmaShape shapes[] = {{1, 4, 16}, {2, 4, 16}, {4, 4, 8}};
+    for (const GpuSize& gpu : gpus)
+        for (const MmaShape& shape : shapes)
+            for (const int n : {1, 7, 16, 65, 768, 2304, 4096, 8192, 14336, 128256})
+                for (const int k : {16, 172, 288, 768, 1000, 4096, 8192, 14336})
+                    for (const int rows : {1, 2, 8, 9, 16, 17, 33, 64, 128, 500, 4096})
+                        for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+                            W4LinearParams p{};
+                            p.rows = rows, p.in_features = k, p.out_features = n, p.format = Format::kNvfp4, p.x.row = k;
+                            p.dtype = dtype, p.compute_dtype = DType::kBFloat16;
+                            const MmaPlan plan = plan_of(p, shape, gpu);
+                            const MmaSizes sizes = sizes_of(p, shape, plan);
+                            const int tiles = int(ceil_div(used_row_tiles(p), plan.clusters));
+                            EXPECT(sizes.bytes + kStaticShared <= int(gpu.shared_memory), "(%d, %d) rows %d: %d bytes", n, k, rows,
+                                   sizes.bytes);
+                            EXPECT(plan.row_groups * plan.column_groups == shape.warps && plan.tiles >= 1 && plan.tiles <= shape.tiles,
+                                   "(%d, %d) rows %d: %d x %d warps, %d tiles", n, k, rows, plan.row_groups, plan.column_groups,
+                                   plan.tiles);
+                            EXPECT(plan.stages >= 2 && plan.stages <= kMaxStages && plan.cluster <= column_tiles(k), "(%d, %d)", n, k);
+                            EXPECT(plan.cluster == 1 || tiles <= plan.row_groups * plan.tiles, "(%d, %d) rows %d: %d tiles", n, k, rows,
+                                   tiles);
+                        }
 }
 
 // What stands in the operand: code and scale as they lie in a file, times 2^-factor_exponent.
@@ -167,7 +195,8 @@ int main() {
         const double value = std::ldexp(8 + (block.scale & 7), (block.scale >> 3) - 18);
         EXPECT(block.keep == 0 ? scale == 0 : value == std::ldexp(scale_value(Format::kNvfp4, scale), 7), "scale %d", scale);
     }
-    std::printf("words and scales: %s\n", failures ? "FAILED" : "passed");
+    test_plans();
+    std::printf("words, scales and plans: %s\n", failures ? "FAILED" : "passed");
     int major = 0;
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess || major < 8) {
         std::printf("no GPU from sm_80 on: operands not run\n");
