@@ -1,5 +1,6 @@
 """The code shown in the documents runs: every python block, and the C program of QUICK_REFERENCE.md."""
 
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "QUICK_REFERENCE.md", "docs/contract.md", "docs/generate.md")
+DOCUMENTS = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "QUICK_REFERENCE.md",
+    "docs/contract.md",
+    "docs/generate.md",
+    "docs/quantization.md",
+)
 
 
 def blocks(language):
@@ -51,6 +59,33 @@ def test_commands_of_the_generate_page_run(tmp_path):
         if "generate" in command:
             said = [line.partition(" ")[0] for line in done.stderr.splitlines()]
             assert said[:6] == ["model", "run", "prefill", "decode", "memory", "limit"]
+
+
+def test_commands_of_the_quantization_page_run(tmp_path):
+    pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
+    page = (ROOT / "docs/quantization.md").read_text()
+    commands = re.findall(r"^python (-m flash_attn_minimal .*)$", page, re.MULTILINE)
+    assert len(commands) >= 4
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, *shlex.split(command)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        if "generate" in command:
+            assert done.stdout.startswith("One day")
+
+
+def test_numbers_of_the_quantization_page_are_the_files():
+    page = (ROOT / "docs/quantization.md").read_text()
+    rows = {}
+    for name in ("stories", "stories260K"):
+        data = json.loads((ROOT / f"docs/quantization/{name}.json").read_text())
+        rows[name] = {row["weights"]: row for row in data["rows"]}
+    for weights, row in rows["stories260K"].items():
+        if "kept" in row:
+            cells = [weights, f"{row['bits']:.2f}"]
+            cells += [f"{r['rise']:+.2f} ± {r['rise_error']:.2f}" for r in (rows[name][weights] for name in rows)]
+            assert re.search(r"\| " + r" \|.*".join(map(re.escape, cells)), page), cells
 
 
 @pytest.mark.parametrize("code", list(blocks("c")))

@@ -9,6 +9,8 @@ import types
 
 import numpy as np
 import pytest
+from llama_w4_models import CONFIG, KEPT, TOLERANCE, decoded, logits
+from llama_w4_models import model as random_model
 from test_llama_engine import model_file
 
 from flash_attn_minimal.llama import cuda as cuda_module
@@ -166,3 +168,20 @@ def test_biases_and_a_window(cuda, fused_rows, attention, tmp_path):
             engine.run()
             texts.append([request.tokens for request in requests])
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("attention", ["flash", "standard"])
+def test_4_bit_weights(cuda, fused_rows, attention, dtype):
+    """Packed products take any number of rows; matrices that are kept go the 16-bit way."""
+    pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
+    from flash_attn_minimal.llama import w4
+    from flash_attn_minimal.llama.host import Host
+
+    device = cuda(attention, dtype)
+    quantized = w4.quantize(random_model(tied=False), "nvfp4", KEPT, device)
+    llama = Llama(quantized, device)
+    assert len(llama.packed) == 4 * CONFIG.n_layers - len(KEPT) and isinstance(llama.packed[0].data, np.ndarray)
+    assert llama.layers[2].w2.dtype == dtype
+    exact = logits(decoded(quantized), Host("standard"))
+    assert np.abs(logits(quantized, device) - exact).max() / exact.std() < TOLERANCE[dtype]

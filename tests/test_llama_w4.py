@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from llama_w4_models import CONFIG, KEPT, TOLERANCE, decoded, logits, model
 
 from flash_attn_minimal import BadArgument
 from flash_attn_minimal import reference_w4 as reference
@@ -21,42 +22,12 @@ from flash_attn_minimal.llama.host import Host
 from flash_attn_minimal.llama.huggingface import save_folder
 from flash_attn_minimal.llama.model import Llama, Rows
 from flash_attn_minimal.llama.synthetic import RandomTensors, write_tokenizer
-from flash_attn_minimal.llama.weights import STACKED, Checkpoint, load_checkpoint
+from flash_attn_minimal.llama.weights import STACKED, load_checkpoint
 from flash_attn_minimal.quantized import W4Weight
 
 pytest.importorskip("ml_dtypes")
 
-CONFIG = Config(dim=40, hidden_dim=56, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=360, seq_len=48)
-KEPT = frozenset({(0, "wqkv"), (2, "w2")})
 FORMATS = list(w4.FORMATS)
-
-
-def model(config=CONFIG, tied=True, biases=False, dtype="float32"):
-    return Checkpoint("a model", "random", tied, config, dtype, RandomTensors(config, tied, biases, seed=3))
-
-
-def decoded(checkpoint):
-    """The same model in float32: as a Checkpoint of the numbers that the 4 bits stand for."""
-    tensors = {name: checkpoint.tensors[name] for name in checkpoint.tensors}
-    for name in STACKED:
-        tensors[name] = [
-            np.asarray(w.dequantize("float32") if hasattr(w, "dequantize") else w, np.float32) for w in tensors[name]
-        ]
-    return Checkpoint("decoded", "decoded", checkpoint.tied, checkpoint.config, "float32", tensors)
-
-
-def logits(checkpoint, device, tokens=(3, 5, 7, 11, 13)):
-    """Behind a prompt, then of a step of each further token: both sides of the engine's work."""
-    with device.scope():
-        llama = Llama(checkpoint, device)
-        cache = KVCache(device, checkpoint.config, 1, 16)
-        found = []
-        for start, new in ((0, tokens[:3]), *((3 + i, [token]) for i, token in enumerate(tokens[3:]))):
-            lengths = device.vector_int32([start])
-            rows = Rows(device.vector_int32([list(new)]), lengths, None, 0, start + len(new))
-            found.append(llama.forward(rows, cache))
-        device.synchronize()
-        return np.concatenate([x.get() if hasattr(x, "get") else x for x in found]).astype(np.float64)
 
 
 # ---- the file ----
@@ -339,8 +310,6 @@ DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(bool(WHY_NOT := cuda.reason_against()), reason=WHY_NOT or "")),
 ]
-# Largest difference of two logits over their standard deviation: x is rounded before each of 12 products, q, k, v too.
-TOLERANCE = {"float16": 2e-2, "bfloat16": 1e-1}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -487,6 +456,7 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
         (["--weights", "fp4"], "invalid choice: 'fp4'"),
         (["--text", "/nowhere"], "text '/nowhere'"),
         (["nowhere.bin"], "checkpoint 'nowhere.bin'"),
+        (["--out", "/nowhere/x.safetensors", "--weights", "int4", "--tokens", "0"], "'/nowhere/x.safetensors.part'"),
     ],
     ids=str,
 )

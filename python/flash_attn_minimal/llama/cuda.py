@@ -130,7 +130,7 @@ class Cuda:
         cupy = self.xp
         bits = np.dtype(np.uint16) if dtype.itemsize == 2 else dtype  # CuPy moves bfloat16, it does not calculate
         on_device = [
-            part
+            self.cast(part, dtype)
             if isinstance(part, cupy.ndarray)
             else cupy.asarray(np.asarray(part).astype(dtype, copy=False).view(bits))
             for part in parts

@@ -220,6 +220,9 @@ def main(argv: list[str] | None = None) -> int:
     except FlashAttnError as error:
         print(f"quantize: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"quantize: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except SystemExit as done:  # --help
