@@ -40,6 +40,7 @@ def flash_attention(q: Array, k: Array, v: Array, cache_k: Array, cache_v: Array
         causal=True,
         window_size=(config.window - 1, -1),
         rotary_interleaved=config.rope_interleaved,
+        programmatic=True,  # the cache and its lengths were written before the step's first kernel, a plain launch
     )
 
 
