@@ -1,20 +1,20 @@
 // decode_lanes.cuh: few rows of q against few keys, where the time is that of one trip to memory and of the way from there to the result;
 // and float32, which the tensor cores would round. New against decode_split.cuh:
-//   - CUDA cores: a lane has 16 bytes of a key and of its value, and the same columns of q and O. Lanes that share a key add up its score by
-//     shuffles. Every thread copies (cp.async) what it will use itself into a ring of its own: no barrier, and a loop of few instructions.
-//   - A cluster: the keys of a key head are cut into equal pieces for up to 16 blocks, which send their results to the blocks that finish the
-//     rows (st.async). One launch, no workspace. Without a cluster (any GPU, float32) the pieces are those of decode_schedule.h, merged by
-//     decode_combine.cu.
-//   - The step whole: q and the new key and value are turned by the rotary embedding and rounded by the blocks that need them; the last block
-//     of a cluster writes the new row to the cache and attends to it from shared memory.
+//   - CUDA cores: a lane has 16 bytes of a key and of its value, and the same columns of q and O. Lanes that share a key add up its
+//     score by shuffles. Every thread copies (cp.async) what it will use itself into a ring of its own: no barrier, a short loop.
+//   - A cluster: the keys of a key head are cut into equal pieces for up to 16 blocks, which send their results to the blocks that
+//     finish the rows (st.async). One launch, no workspace. Without a cluster (any GPU, float32) the pieces are those of
+//     decode_schedule.h, merged by decode_combine.cu.
+//   - The step whole: q and the new key and value are turned by the rotary embedding and rounded by the blocks that need them; the
+//     last block of a cluster writes the new row to the cache and attends to it from shared memory.
 //   - The keys that the cache has are on their way before the kernel ahead has ended, if that does not write them (`programmatic`).
 //
-// Bound by latency: the parameters, lengths -> keys, and after the kernel ahead q -> scores -> result. The length of the code, which has to be
-// read as well, and the number of parameters matter there.
+// Bound by latency: the parameters, lengths -> keys, and after the kernel ahead q -> scores -> result. The length of the code, which has
+// to be read as well, and the number of parameters matter there.
 //
 // Rows of q: a warp has kRows of them; with more, neighbouring warps take the same keys, which the second finds in L2.
-// Shared memory     ring groups x passes x (K | V) x parts x threads x 16 bytes | q (rows, d) float | new key, new value (d) | O of each warp
-//                   (kRows, d) | what other blocks send (own rows, cluster, d)
+// Shared memory     ring groups x passes x (K | V) x parts x threads x 16 bytes | q (rows, d) float | new key, new value (d) |
+//                   O of each warp (kRows, d) | what other blocks send (own rows, cluster, d)
 #pragma once
 
 #include "attention/decode_lanes.h"
