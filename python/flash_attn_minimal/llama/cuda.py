@@ -159,8 +159,8 @@ class Cuda:
         from .. import ops
 
         out_dtype = out_dtype or np.dtype(np.float32)
-        fused = FUSED_ROWS if weight.nbytes <= FUSED_BYTES else min(FUSED_ROWS, 1)
-        if len(x) <= fused or isinstance(weight, PackedW4):
+        packed = isinstance(weight, PackedW4)
+        if packed or len(x) <= (FUSED_ROWS if weight.nbytes <= FUSED_BYTES else min(FUSED_ROWS, 1)):
             return ops.linear(
                 x, weight, norm_weight=norm, eps=eps, bias=bias, residual=residual, swiglu=swiglu,
                 out_dtype=out_dtype.name, programmatic=True,
