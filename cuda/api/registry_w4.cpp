@@ -63,8 +63,8 @@ const char* wgmma_w4_sm90_refuses(const Params&, const DeviceInfo& device, char*
     return text;
 }
 const char* wgmma_w4_sm90_yields(const Params& p, const DeviceInfo&, char* text, size_t size) {
-    if (p.rows > 128) return nullptr;
-    std::snprintf(text, size, "rows=%lld: mma_w4 is faster up to 128", static_cast<long long>(p.rows));
+    if (p.rows > 32) return nullptr;
+    std::snprintf(text, size, "rows=%lld: mma_w4 is faster up to 32", static_cast<long long>(p.rows));
     return text;
 }
 fa_status wgmma_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {

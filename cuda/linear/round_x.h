@@ -1,4 +1,4 @@
-// round_x.h: x as the kernels of few rows read it.
+// round_x.h: x as the kernels read it when it is normed, or not of their dtype, or not aligned.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -3,7 +3,7 @@
 
 #include "device/tensor_map.h"
 #include "linear/kernels.h"
-#include "linear/normed_x.h"
+#include "linear/round_x.h"
 
 namespace fa {
 namespace {
@@ -64,7 +64,7 @@ template <typename T, w4::Format kFormat, int kTokens>
 cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t stream) {
     const bool direct = is_direct(p);
     if (!direct)
-        if (cudaError_t error = normed_x(p, p.workspace, stream)) return error;
+        if (cudaError_t error = round_x(p, p.workspace, stream)) return error;
     WgmmaW4 all{};
     all.p = p;
     all.column_tiles = int32_t(w4::column_tiles(p.in_features));
@@ -80,7 +80,7 @@ cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t strea
 
     constexpr bool kHalf = std::is_same_v<T, __half>;
     const void* const x = direct ? p.x.data : p.workspace;
-    const int64_t x_row = direct ? p.x.row : normed_row(p.in_features);
+    const int64_t x_row = direct ? p.x.row : rounded_columns(p.in_features);
     int loads;
     if (cudaError_t error =
             encode_tiles({x, kHalf, p.in_features, p.rows, 1, 1, 2 * x_row, 0, 0, kTokens, kChunkColumns, true}, &all.map_x, &loads))
@@ -121,7 +121,7 @@ cudaError_t launch(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t str
 }  // namespace
 
 int64_t wgmma_w4_sm90_workspace(const W4LinearParams& p, const GpuSize&) {
-    return is_direct(p) ? 0 : p.rows * normed_row(p.in_features) * 2;
+    return is_direct(p) ? 0 : p.rows * rounded_columns(p.in_features) * 2;
 }
 
 cudaError_t wgmma_w4_sm90(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
