@@ -21,7 +21,7 @@ from ..llama.synthetic import SHAPES, RandomTensors
 from ..llama.w4 import FORMATS, quantize
 from ..llama.weights import STACKED, Checkpoint
 from ..quantized import PackedW4
-from .llama import TOLERANCE, DeviceTensors, fill, times
+from .llama import TOLERANCE, DeviceTensors, fill, logit_error, times
 from .machine import Meter, library_has_cuda, load_average, open_machine
 from .suites import Outcome, Progress, rounded
 from .timing import Protocol
@@ -180,7 +180,7 @@ def _steps(machine, name: str, dtype: str, batches, seed: int, protocol: Protoco
             if weights == "nvfp4":  # the 16-bit model has its numbers
                 with device.scope():
                     got, exact = (machine.host(launches[which]()).astype(np.float64) for which in (weights, dtype))
-                error = {"max_err": float(np.abs(got - exact).max() / exact.std()), "err_budget": TOLERANCE[dtype]}
+                error = {"max_err": logit_error(got, exact), "err_budget": TOLERANCE[dtype]}
                 if not error["max_err"] <= error["err_budget"]:
                     outcome.wrong += 1
                     outcome.rows.append(rounded(rows.pop(weights) | error | {"wrong": True}))

@@ -40,9 +40,8 @@ PLANS = {  # model -> dtypes (of the matrices, or of matrices and cache; 4-bit o
 }
 COPY_BYTES = 1 << 30  # read and written
 QUICK = {"cpu": (1, 200), "cuda": (1, 1000)}
-# Largest difference of two logits, over the standard deviation of the logits: attention of the same numbers in another
-# order, rounded to the cache's dtype in every layer.
-TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
+# Of logit_error: attention of the same numbers in another order, rounded to the cache's dtype in every layer.
+TOLERANCE = {"float32": 1e-4, "float16": 8e-3, "bfloat16": 6e-2}
 
 
 class DeviceTensors(RandomTensors):
@@ -135,6 +134,12 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     return machine, outcome
 
 
+def logit_error(got: np.ndarray, exact: np.ndarray) -> float:
+    """The largest root mean square difference of a sequence's logits, over the standard deviation of all. The largest
+    single difference would grow with their number."""
+    return float(np.sqrt(np.square(got - exact).mean(-1)).max() / exact.std())
+
+
 def _device(kind: str, dtype: str) -> Any:
     matrices, _, cache = dtype.partition("/")
     four = matrices in FORMATS
@@ -161,12 +166,12 @@ def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcom
             model.device.synchronize()
             logits[attention] = (found.get() if hasattr(found, "get") else found).astype(np.float64)
         tolerance = max(TOLERANCE[kind.name] for kind in (model.device.dtype, model.device.matrix_dtype))
-        err = np.abs(logits["flash"] - logits["standard"]).max() / logits["standard"].std()
+        err = logit_error(logits["flash"], logits["standard"])
         kinds = {"dtype": dtype.partition("/")[0], "cache_dtype": model.device.dtype.name}
         row = {"suite": "llama", "pass": "step", "model": name} | kinds | {"batch": batch, "position": position}
         if not err <= tolerance:
             outcome.wrong += 1
-            outcome.rows.append(row | {"system": "ours", "wrong": True, "max_err": float(err)})
+            outcome.rows.append(row | {"system": "ours", "wrong": True, "max_err": err})
             lines.append(f"WRONG at {position}: the logits differ by {err:.3g} standard deviations")
             continue
         timings = times(model.device, steps, protocol, seed)
@@ -178,7 +183,7 @@ def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcom
             share = read / bandwidth / (us * 1e-6)
             speed = {"steps_per_s": 1e6 / us, "bytes": read, "tbps": read / us * 1e-6, "share": share}
             system = "ours" if attention == "flash" else "standard"
-            checked = {"max_err": float(err), "err_budget": tolerance}
+            checked = {"max_err": err, "err_budget": tolerance}
             outcome.rows.append(rounded(row | {"system": system, "kernel": attention} | timed | speed | checked))
         flash, standard = (timings[a].row(0.0)["us"] for a in ("flash", "standard"))
         lines.append(f"at {position} {1e6 / flash:.0f} steps/s ({standard / flash:.2f}x standard)")

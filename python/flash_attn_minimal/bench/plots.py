@@ -27,6 +27,7 @@ from .report import (
 COLOURS = {"cudnn": "#0072B2", "fa2": "#009E73", "torch": "#0072B2", "standard": "#7F7F7F"}
 COLOURS |= {"fa3": "#000000", "fa3_ratio": "#000000", "efficient": "#0072B2", "standard_tf32": "#333333"}
 MINE = ("#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#F0E442")
+LINES = (*MINE, "#0072B2", "#009E73", "#000000")
 MARKERS = {
     "cudnn": "s",
     "fa2": "^",
@@ -336,14 +337,16 @@ def data_label(rows: list[dict]) -> str:
 def steps(data: dict, rows: list[dict]):
     """Steps/s over position, a panel for each model and batch, a line for each dtype and attention."""
     panels = list(dict.fromkeys((row["model"], row["batch"]) for row in rows))
+    dtypes = list(dict.fromkeys(step_dtype(row) for row in rows))  # a colour each, in all panels
     figure, axes = _figure(1, len(panels), max(6, 3.1 * len(panels)), 3.9)
     for axis, (model, batch) in zip(axes[0], panels, strict=True):
         mine = [row for row in rows if (row["model"], row["batch"]) == (model, batch)]
-        for i, dtype in enumerate(dict.fromkeys(step_dtype(row) for row in mine)):
+        for dtype in dict.fromkeys(step_dtype(row) for row in mine):
+            color = LINES[dtypes.index(dtype) % len(LINES)]
             for kernel, line, marker in (("flash", "-", "o"), ("standard", "--", "v")):
                 line_of = [row for row in mine if (step_dtype(row), row["kernel"]) == (dtype, kernel)]
                 x, y = zip(*sorted((row["position"], row["steps_per_s"]) for row in line_of), strict=True)
-                axis.plot(x, y, line, marker=marker, color=MINE[i], label=f"{kernel}, {dtype}", markersize=4)
+                axis.plot(x, y, line, marker=marker, color=color, label=f"{kernel}, {dtype}", markersize=4)
         axis.set_title(f"{model}, batch {batch}")
         axis.set_ylim(bottom=0)
         axis.set_xlabel("position")
