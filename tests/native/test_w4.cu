@@ -6,6 +6,7 @@
 #include <random>
 #include <vector>
 
+#include "expect.h"
 #include "linear/mma_w4_plan.h"
 #include "linear/w4.cuh"
 
@@ -13,16 +14,6 @@ namespace {
 
 using namespace fa;
 using namespace fa::w4;
-int failures = 0;
-
-#define EXPECT(condition, ...)                                          \
-    do {                                                                \
-        if (!(condition) && ++failures <= 20) {                         \
-            std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-            std::printf(__VA_ARGS__);                                   \
-            std::printf("\n");                                          \
-        }                                                               \
-    } while (0)
 
 double value_of(Format format, int code) {
     if (format == Format::kInt4) return code < 8 ? code : code - 16;

@@ -8,20 +8,11 @@
 
 #include "attention/backward_wgmma_sm90_block.cuh"
 #include "attention/forward_wgmma_sm90.cuh"
+#include "expect.h"
 
 namespace {
 
 using namespace fa;
-int failures = 0;
-
-#define EXPECT(condition, ...)                                          \
-    do {                                                                \
-        if (!(condition) && ++failures <= 20) {                         \
-            std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-            std::printf(__VA_ARGS__);                                   \
-            std::printf("\n");                                          \
-        }                                                               \
-    } while (0)
 
 // ---- work items: every query block once; tiles and masks hide exactly what key_range hides ----
 

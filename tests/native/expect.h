@@ -1,0 +1,17 @@
+// expect.h: EXPECT for the small native programs. The first 20 failures are printed, all are counted.
+#pragma once
+
+#include <cstdio>
+
+namespace {
+int failures = 0;
+}
+
+#define EXPECT(condition, ...)                                          \
+    do {                                                                \
+        if (!(condition) && ++failures <= 20) {                         \
+            std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+            std::printf(__VA_ARGS__);                                   \
+            std::printf("\n");                                          \
+        }                                                               \
+    } while (0)
