@@ -144,36 +144,10 @@ fa_status validate(const fa_linear_args* args, LinearParams* params) {
     FA_RETURN_IF_ERROR(check_device(a.device));
     FA_RETURN_IF_ERROR(check_dtype("dtype", a.dtype, 0, &p.dtype));
     FA_RETURN_IF_ERROR(check_dtype("weight_dtype", a.weight_dtype, a.dtype, &p.weight_dtype));
-    FA_RETURN_IF_ERROR(check_dtype("bias_dtype", a.bias_dtype, int32_t(p.weight_dtype), &p.bias_dtype));
-    FA_RETURN_IF_ERROR(check_dtype("norm_dtype", a.norm_dtype, a.dtype, &p.norm_dtype));
-    FA_RETURN_IF_ERROR(check_dtype("out_dtype", a.out_dtype, a.dtype, &p.out_dtype));
-    FA_RETURN_IF_ERROR(check_dtype("residual_dtype", a.residual_dtype, int32_t(p.out_dtype), &p.residual_dtype));
-    FA_RETURN_IF_ERROR(check_range("in_features", a.in_features, 1, kMaxColumns));
-    FA_RETURN_IF_ERROR(check_range("out_features", a.out_features, 1, kMaxColumns));
-    FA_RETURN_IF_ERROR(check_bool("swiglu", a.swiglu));
-    if (a.swiglu && a.out_features % 2)
-        return fail(FA_BAD_ARGUMENT, "out_features=%d is odd, but swiglu=1 takes one half as gate and one as up", a.out_features);
-    FA_RETURN_IF_ERROR(check_range("rows", a.rows, 0, kMaxRows));
-    const bool any = a.rows > 0;
-    const int64_t columns = a.swiglu ? a.out_features / 2 : a.out_features;
-    FA_RETURN_IF_ERROR(check_array("x", a.x.data, p.dtype, any));
-    FA_RETURN_IF_ERROR(check_array("weight", a.weight.data, p.weight_dtype, any));
-    FA_RETURN_IF_ERROR(check_array("residual", a.residual.data, p.residual_dtype, false));
-    FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, any));
-    FA_RETURN_IF_ERROR(check_array("bias", a.bias, p.bias_dtype, false));
-    FA_RETURN_IF_ERROR(check_array("norm_weight", a.norm_weight, p.norm_dtype, false));
-    FA_RETURN_IF_ERROR(check_output_matrix("out", a.out, a.rows, columns));
-    if (any && a.out.data == a.x.data) return fail(FA_BAD_ARGUMENT, "out.data is x.data, which is read meanwhile");
-    if (any && a.out.data == a.residual.data &&
-        (p.out_dtype != p.residual_dtype || (a.rows > 1 && a.out.row_stride != a.residual.row_stride)))
-        return fail(FA_BAD_ARGUMENT, "out.data is residual.data, but not with the same dtype and row_stride");
-    FA_RETURN_IF_ERROR(check_eps(a.eps));
-    FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
+    const auto check_weight = [&](bool required) { return check_array("weight", a.weight.data, p.weight_dtype, required); };
+    FA_RETURN_IF_ERROR(check_product(a, p.weight_dtype, true, check_weight, &p));
     FA_RETURN_IF_ERROR(check_reserved(a.reserved));
-    p.x = view(a.x), p.weight = view(a.weight), p.residual = view(a.residual), p.out = view(a.out);
-    p.bias = a.bias, p.norm_weight = a.norm_weight, p.eps = a.eps;
-    p.rows = a.rows, p.in_features = a.in_features, p.out_features = a.out_features, p.swiglu = a.swiglu;
-    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    p.weight = view(a.weight);
     return FA_OK;
 }
 

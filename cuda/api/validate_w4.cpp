@@ -19,11 +19,6 @@ fa_status check_compute_dtype(const char* name, int32_t dtype, DType* found) {
     return FA_OK;
 }
 
-fa_status check_features(int32_t out_features, int32_t in_features) {
-    FA_RETURN_IF_ERROR(check_range("out_features", out_features, 1, kMaxColumns));
-    return check_range("in_features", in_features, 1, kMaxColumns);
-}
-
 fa_status check_weight(const fa_w4_weight& w, W4View* found) {
     FA_RETURN_IF_ERROR(check_format("format", w.format, &found->format));
     FA_RETURN_IF_ERROR(check_features(w.out_features, w.in_features));
@@ -33,13 +28,6 @@ fa_status check_weight(const fa_w4_weight& w, W4View* found) {
     FA_RETURN_IF_ERROR(check_pointer("tensor_scale", w.tensor_scale, 4, w.format == FA_NVFP4));
     found->codes = w.codes, found->scales = w.scales, found->tensor_scale = w.tensor_scale;
     found->out_features = w.out_features, found->in_features = w.in_features;
-    return FA_OK;
-}
-
-fa_status check_pair(const char* name, int32_t pair, int32_t out_features) {
-    FA_RETURN_IF_ERROR(check_bool(name, pair));
-    if (pair && out_features % 2)
-        return fail(FA_BAD_ARGUMENT, "out_features=%d is odd, but %s=1 takes one half as gate and one as up", out_features, name);
     return FA_OK;
 }
 
@@ -136,32 +124,9 @@ fa_status validate(const fa_w4_linear_args* args, Pointers pointers, fa_w4_linea
     FA_RETURN_IF_ERROR(check_dtype("dtype", a.dtype, 0, &p.dtype));
     FA_RETURN_IF_ERROR(check_compute_dtype("compute_dtype", a.compute_dtype, &p.compute_dtype));
     FA_RETURN_IF_ERROR(check_format("format", a.format, &p.format));
-    FA_RETURN_IF_ERROR(check_dtype("bias_dtype", a.bias_dtype, a.compute_dtype, &p.bias_dtype));
-    FA_RETURN_IF_ERROR(check_dtype("norm_dtype", a.norm_dtype, a.dtype, &p.norm_dtype));
-    FA_RETURN_IF_ERROR(check_dtype("out_dtype", a.out_dtype, a.dtype, &p.out_dtype));
-    FA_RETURN_IF_ERROR(check_dtype("residual_dtype", a.residual_dtype, int32_t(p.out_dtype), &p.residual_dtype));
-    FA_RETURN_IF_ERROR(check_features(a.out_features, a.in_features));
-    FA_RETURN_IF_ERROR(check_pair("swiglu", a.swiglu, a.out_features));
-    FA_RETURN_IF_ERROR(check_range("rows", a.rows, 0, kMaxRows));
-    const bool required = a.rows > 0 && pointers == Pointers::kRequired;
-    const int64_t columns = a.swiglu ? a.out_features / 2 : a.out_features;
-    FA_RETURN_IF_ERROR(check_array("x", a.x.data, p.dtype, required));
-    FA_RETURN_IF_ERROR(check_array("residual", a.residual.data, p.residual_dtype, false));
-    FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, required));
-    FA_RETURN_IF_ERROR(check_packed(a.packed, required));
-    FA_RETURN_IF_ERROR(check_array("bias", a.bias, p.bias_dtype, false));
-    FA_RETURN_IF_ERROR(check_array("norm_weight", a.norm_weight, p.norm_dtype, false));
-    FA_RETURN_IF_ERROR(check_output_matrix("out", a.out, a.rows, columns));
-    if (required && a.out.data == a.x.data) return fail(FA_BAD_ARGUMENT, "out.data is x.data, which is read meanwhile");
-    if (required && a.out.data == a.residual.data &&
-        (p.out_dtype != p.residual_dtype || (a.rows > 1 && a.out.row_stride != a.residual.row_stride)))
-        return fail(FA_BAD_ARGUMENT, "out.data is residual.data, but not with the same dtype and row_stride");
-    FA_RETURN_IF_ERROR(check_eps(a.eps));
-    FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
-    p.x = view(a.x), p.residual = view(a.residual), p.out = view(a.out);
-    p.packed = a.packed, p.bias = a.bias, p.norm_weight = a.norm_weight, p.eps = a.eps;
-    p.rows = a.rows, p.in_features = a.in_features, p.out_features = a.out_features, p.swiglu = a.swiglu;
-    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    const auto check_weight = [&](bool required) { return check_packed(a.packed, required); };
+    FA_RETURN_IF_ERROR(check_product(a, p.compute_dtype, pointers == Pointers::kRequired, check_weight, &p));
+    p.packed = a.packed;
     return a.device == FA_CPU && p.packed && a.rows > 0 ? check_header(p) : FA_OK;
 }
 
