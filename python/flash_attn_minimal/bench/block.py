@@ -52,16 +52,20 @@ def _random(name: str, config, device, seed: int) -> Checkpoint:
     return Checkpoint(name, "random", False, config, device.matrix_dtype.name, tensors)
 
 
-def _both(checkpoint: Checkpoint, weights: str, device) -> tuple[Checkpoint, Checkpoint]:
-    """The model in 4 bits, and the same numbers in matrices: everything made once."""
+def _narrow(checkpoint: Checkpoint, weights: str, device) -> Checkpoint:
+    """The model in 4 bits, everything made once."""
     layers = range(checkpoint.config.n_layers)
     found = quantize(checkpoint, weights, device=device)
     tensors = {name: found.tensors[name] for name in found.tensors if name not in STACKED}
     for name, tensor in tensors.items():
         tensors[name] = tensor if hasattr(tensor, "dtype") else [tensor[i] for i in layers]
-    narrow = {name: [found.tensors[name][i] for i in layers] for name in STACKED}
-    wide = {name: [w.dequantize(device.matrix_dtype.name) for w in narrow[name]] for name in STACKED}
-    return replace(checkpoint, tensors=tensors | narrow), replace(checkpoint, tensors=tensors | wide)
+    return replace(checkpoint, tensors=tensors | {name: [found.tensors[name][i] for i in layers] for name in STACKED})
+
+
+def _widened(four: Checkpoint, device, layers: int) -> Checkpoint:
+    """The same numbers in 16-bit matrices, of the first layers."""
+    wide = {name: [w.dequantize(device.matrix_dtype.name) for w in four.tensors[name][:layers]] for name in STACKED}
+    return replace(four, tensors=four.tensors | wide)
 
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
@@ -93,9 +97,9 @@ def _blocks(machine, name: str, batches, seed: int, protocol: Protocol, outcome:
         layers = {base.dtype: [load_layer(base, i, device) for i in range(LAYERS)]}
         checks = {}
         for weights in FORMATS:
-            four, sixteen = _both(base, weights, device)
+            four = _narrow(base, weights, device)
             layers[weights] = [load_layer(four, i, device) for i in range(LAYERS)]
-            checks[weights] = load_layer(sixteen, 0, device)
+            checks[weights] = load_layer(_widened(four, device, 1), 0, device)
         cache = KVCache(device, config, max(batches), position + 8)
         fill(SimpleNamespace(device=device, cache=cache), seed)
     for batch in batches:
@@ -164,9 +168,9 @@ def _steps(machine, name: str, dtype: str, batches, seed: int, protocol: Protoco
     config, lines = SHAPES[name], []
     with device.scope():
         base = _random(name, config, device, seed)
-        pairs = {weights: _both(base, weights, device) for weights in ("nvfp4", "mxfp4")}
-    models = {dtype: Llama(pairs["nvfp4"][1], device)}
-    models |= {weights: Llama(four, device) for weights, (four, _) in pairs.items()}
+        narrow = {weights: _narrow(base, weights, device) for weights in ("nvfp4", "mxfp4")}
+        wide = _widened(narrow["nvfp4"], device, config.n_layers)
+    models = {dtype: Llama(wide, device)} | {weights: Llama(four, device) for weights, four in narrow.items()}
     position = min(POSITION, config.seq_len - 8)
     for batch in batches:
         launches, rows = {}, {}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import ops
+from .._library import W4_FORMATS
 from ..quantized import W4Weight
 from .machine import BenchError, Meter, load_average, open_machine
 from .suites import Outcome, Progress, rounded
@@ -16,7 +17,7 @@ from .timing import Protocol, interleave
 
 SHAPES = ((14336, 4096), (4096, 14336), (8192, 8192), (4096, 4096))  # out_features, in_features
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
-FORMATS = ("nvfp4", "mxfp4", "int4")
+FORMATS = tuple(W4_FORMATS)
 QUICK = {"cuda": (((8192, 8192),), (1, 16, 128, 1024)), "cpu": (((1024, 1024),), (1, 16))}
 CPU = ((2048, 2048), (1024, 4096)), (1, 4, 16, 64)
 CHECKED = 64  # rows of x and of weight, at each end
