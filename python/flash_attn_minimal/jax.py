@@ -320,9 +320,8 @@ def _handler(run, device: int):
         except BaseException as error:
             code = _INVALID_ARGUMENT if isinstance(error, FlashAttnError) else _INTERNAL
             text = f"{type(error).__name__}: {error}".encode()
-            return frame.api[0].error_create(
-                ct.addressof(_ErrorArgs(size=ct.sizeof(_ErrorArgs), message=text, code=code))
-            )
+            told = _ErrorArgs(size=ct.sizeof(_ErrorArgs), message=text, code=code)  # alive until XLA has read it
+            return frame.api[0].error_create(ct.addressof(told))
         finally:
             for data, size in getattr(frame, "scratch", ()):
                 give = _FreeArgs(size=ct.sizeof(_FreeArgs), context=frame.context, bytes=size, data=data)
