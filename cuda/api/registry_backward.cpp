@@ -97,7 +97,7 @@ const char* wgmma_sm90_refuses(const BackwardParams& b, const DeviceInfo& device
     const bool varlen = p.cu_seqlens_q;
     const int64_t batch = varlen ? 1 : p.batch, rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
     if (p.batch == 0 || p.seqlen_q == 0 || rows_q == 0 || p.seqlen_k == 0 || rows_k == 0) return "there are no queries or no keys to load";
-    if (backward_blocks(p, plan) > kMaxGrid || query_tiles(p, plan).count() > kMaxGrid || rows_q + rows_k > kMaxGrid - 1024) {
+    if (backward_blocks(p, plan) > kMaxGrid || query_tiles(b, plan).count() > kMaxGrid || rows_q + rows_k > kMaxGrid - 1024) {
         std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads,
                       p.seqlen_q, p.seqlen_k);
         return text;

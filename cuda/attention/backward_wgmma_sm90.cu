@@ -28,7 +28,7 @@ cudaError_t backward_wgmma_sm90(const BackwardParams& b, int device, cudaStream_
 }
 
 size_t backward_wgmma_sm90_workspace(const BackwardParams& b) {
-    return query_tiles_bytes(query_tiles(b.forward, backward_plan(backward_choose(b.forward)))) + 128;  // and room to align it
+    return query_tiles_bytes(query_tiles(b, backward_plan(backward_choose(b.forward)))) + 128;  // and room to align it
 }
 
 }  // namespace fa

@@ -1,10 +1,11 @@
 // backward_wgmma_sm90.cuh: the gradients of attention at Hopper's speed, fp16 and bf16, head dims to 128.
 //
-// A block owns 128 keys of one key head and walks every query tile that sees them, of every query head of the group; dK and dV stay in
-// registers. All scores are transposed, rows are keys and columns queries, so that P^T and dS^T are A operands as they come:
+// A block takes 128 keys of one key head after another from a counter. It walks every query tile that sees them, of every query head of the
+// group; dK and dV stay in registers. All scores are transposed, rows are keys and columns queries, so that P^T and dS^T are A operands as
+// they come:
 //
-//     warps 0, 1, a thread     K and tiles of Q with lse | V and tiles of dout with delta
-//                                 |  k_full, v_full,  q_full/q_empty,  dout_full/dout_empty
+//     warp 0, a thread         which keys, K and V -> WorkList, k_full, v_full/keys_empty
+//     warp 1, a thread         tiles of Q with lse and of dout with delta, on into the next keys -> q_full/q_empty, dout_full/dout_empty
 //     main warpgroups 1, 2     S = K Q^T       P = 2^(c S - lse), under dP = V dout^T      dS = P (dP - delta) -> slot of ds, under
 //     64 keys each             dV += P dout    dK += dS Q, with S of the next tile
 //                                 |  ds_full/ds_empty
@@ -16,6 +17,9 @@
 // The main warpgroups never wait for each other and drift apart, which fills each other's gaps; that is why dQ, which needs the dS of both,
 // has a warpgroup of its own. Every product's accumulators live until all products issued with it are drained, so the products come in two
 // batches, {dP, dV} and {S of the next tile, dK}, and everything is drained twice a tile; where registers are scarce dP alone as well.
+//
+// A block for every 128 keys would do as much, but starting and ending one costs as much as two to three tiles: with a causal mask on an
+// H200 it took 18 % longer at seqlen 512 and head dim 64, where there is room for a second K and V, 9 % at head dim 128 and 3 % at 2048.
 //
 // What bounds it: shared memory, busy 86 % of the time at head dim 128 on an H200 (seqlen 16384), tensor cores 77 %; short sequences by
 // the memory traffic of the kernels around it, backward_wgmma_sm90_rows.cu.
@@ -31,17 +35,19 @@ template <typename T, BackwardPlanId kId>
 struct alignas(1024) BackwardSmem {
     static constexpr BackwardPlan kPlan = backward_plan(kId);
     static constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kColumns = kPlan.columns(), kStages = kPlan.stages;
-    T k[kBlockN * kColumns], v[kBlockN * kColumns];
+    static constexpr int kKeyStages = kPlan.key_stages();
+    T k[kKeyStages][kBlockN * kColumns], v[kKeyStages][kBlockN * kColumns];
     T q[kStages][kBlockM * kColumns], dout[kStages][kBlockM * kColumns];
     T ds[2][kBlockN * kBlockM];                  // a row per key
     T p[kPlan.general ? kBlockN * kBlockM : 8];  // P with dropout, a row per key
     alignas(128) std::conditional_t<kPlan.dq_stages != 0, DqStages<kPlan.dq_stages>, char> stages;
     alignas(16) float lse[kStages][kBlockM], delta[kStages][kBlockM];    // in quad order
     alignas(16) uint8_t keep[kPlan.general ? kBlockN / 8 : 1][kBlockM];  // dropout: bit j of [n][query] keeps key 8 n + j
-    uint64_t k_full, v_full, q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
+    uint64_t k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages], q_full[kStages], q_empty[kStages], dout_full[kStages],
+        dout_empty[kStages];
     uint64_t ds_full[2], ds_empty[2];
     DqTurns turns;
-    BackwardWork work;
+    WorkList list;
 };
 
 template <typename T, BackwardPlanId kId>
@@ -53,7 +59,7 @@ __global__ void __launch_bounds__(512, 1)
     constexpr BackwardPlan kPlan = backward_plan(kId);
     constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
     constexpr bool kGeneral = kPlan.general, kHalf = std::is_same_v<T, __half>;
-    constexpr int kStages = kPlan.stages;
+    constexpr int kStages = kPlan.stages, kKeyStages = kPlan.key_stages();
     constexpr bool kStaged = kPlan.dq_stages != 0;
     constexpr uint32_t kTileBytes = kBlockM * kD * 2, kKeysBytes = kBlockN * kD * 2, kDsBytes = kBlockN * kBlockM * 2;
     static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
@@ -69,10 +75,15 @@ __global__ void __launch_bounds__(512, 1)
 
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is uniform
     const int lane = threadIdx.x % 32;
-    BackwardWork& w = smem.work;
     if (threadIdx.x == 0) {
         prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v), prefetch_tensormap(&map_dout);
-        mbarrier_init(shared_address(&smem.k_full), 1), mbarrier_init(shared_address(&smem.v_full), 1);
+        for (int i = 0; i < kKeyStages; ++i) {
+            mbarrier_init(shared_address(&smem.k_full[i]), 1), mbarrier_init(shared_address(&smem.v_full[i]), 1);
+            mbarrier_init(shared_address(&smem.keys_empty[i]), 8 + 4);  // main warps, dQ's warps
+        }
+        for (int i = 0; i < 2; ++i)
+            mbarrier_init(shared_address(&smem.list.full[i]), 1), mbarrier_init(shared_address(&smem.list.empty[i]), 3 + 8 + 4);
+        mbarrier_init(shared_address(&smem.list.asked), 1);
         for (int i = 0; i < kStages; ++i) {
             mbarrier_init(q_full + 8 * i, 1), mbarrier_init(q_empty + 8 * i, 8);
             mbarrier_init(dout_full + 8 * i, 1), mbarrier_init(dout_empty + 8 * i, 8);
@@ -83,34 +94,63 @@ __global__ void __launch_bounds__(512, 1)
             for (int i = 0; i < kPlan.dq_stages; ++i)
                 mbarrier_init(shared_address(&smem.stages.full[i]), 4), mbarrier_init(shared_address(&smem.stages.empty[i]), 1);
         fence_mbarrier_init();
-        w.valid = find_key_block<kBlockM, kBlockN>(p, schedule, blockIdx.x, w);
     }
     __syncthreads();
-    if (!w.valid) return;
-    const int first_m = w.first_m, end_m = w.end_m, tiles = (end_m - first_m) * p.group;
 
     // ------------------------------------------------------------------------------------------------ copies in and turns, a thread each
     if (warpgroup == 0) {
         setmaxnreg_dec<kBackwardLoaderRegisters>();
-        if (lane != 0 || tiles == 0) return;
-        const auto load_keys = [&](const CUtensorMap& map, int loads, const T* tile, uint64_t& full) {
-            mbarrier_arrive_expect_tx(shared_address(&full), kKeysBytes);
-            load_tile(map, loads, 0, tile, kBlockN, shared_address(&full), w.k_row + w.key0, w.head_k, p.cu_seqlens_q ? 0 : w.batch,
-                      kEvictFirst);
-        };
+        if (lane != 0) return;
         if (threadIdx.x == 0) {
-            load_keys(map_k, schedule.k_loads, smem.k, smem.k_full);
-            load_query_tiles(p, schedule, w, map_q, schedule.q_loads, smem.q, schedule.tiles.lse, smem.lse, smem.q_full, smem.q_empty);
+            const auto load_keys = [&](const BackwardWork& w, uint32_t slot) {
+                const int row = w.k_row + w.key0, head = w.head_k, batch = p.cu_seqlens_q ? 0 : w.batch;
+                const uint32_t k_full = shared_address(&smem.k_full[slot]), v_full = shared_address(&smem.v_full[slot]);
+                mbarrier_arrive_expect_tx(k_full, kKeysBytes);
+                load_tile(map_k, schedule.k_loads, 0, smem.k[slot], kBlockN, k_full, row, head, batch, kEvictFirst);
+                mbarrier_arrive_expect_tx(v_full, kKeysBytes);
+                load_tile(map_v, schedule.v_loads, 0, smem.v[slot], kBlockN, v_full, row, head, batch, kEvictFirst);
+            };
+            const auto take = [&] { return int(gridDim.x) + atomicAdd(schedule.tiles.taken(), 1); };
+            int index = blockIdx.x;
+            uint32_t it0 = 0;
+#pragma unroll 1
+            for (uint32_t n = 0;; ++n) {
+                BackwardWork& w = smem.list.work[n & 1];
+                mbarrier_wait(shared_address(&smem.list.empty[n & 1]), n >> 1 & 1 ^ 1);
+                while (index < schedule.blocks && !find_key_block<kBlockM, kBlockN>(p, schedule, index, w)) index = take();
+                w.valid = index < schedule.blocks, w.it0 = it0;
+                mbarrier_arrive(shared_address(&smem.list.full[n & 1]));
+                if (index >= schedule.blocks) return;
+                it0 += count_tiles(p, w);
+                mbarrier_wait(shared_address(&smem.keys_empty[n % kKeyStages]), n / kKeyStages & 1 ^ 1);
+                load_keys(w, n % kKeyStages);
+                mbarrier_wait(shared_address(&smem.list.asked), n & 1);
+                index = take();
+            }
         } else if (threadIdx.x == 32) {
-            load_keys(map_v, schedule.v_loads, smem.v, smem.v_full);
-            load_query_tiles(p, schedule, w, map_dout, schedule.dout_loads, smem.dout, schedule.tiles.delta, smem.delta, smem.dout_full,
-                             smem.dout_empty);
+            for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
+                const int batch = p.cu_seqlens_q ? 0 : w.batch;
+                for_each_query_tile(p, schedule.tiles, w, w.it0, [&](uint32_t it, int row, int head, int64_t tile) {
+                    load_query_tile(map_q, schedule.q_loads, smem.q, schedule.tiles.lse, smem.lse, smem.q_full, smem.q_empty, it, row, head,
+                                    batch, tile);
+                    load_query_tile(map_dout, schedule.dout_loads, smem.dout, schedule.tiles.delta, smem.delta, smem.dout_full,
+                                    smem.dout_empty, it, row, head, batch, tile);
+                });
+                mbarrier_arrive(shared_address(&smem.list.asked));
+                release_work(smem.list, n);
+            });
         } else if (threadIdx.x == 64) {
-            if (takes_turns(b, schedule.tiles)) take_turns<kBlockM, kBlockN, 1>(b, schedule.tiles, w, smem.turns, tiles);
-        } else if constexpr (kStaged) {
-            copy_dq<kId>(b, schedule.tiles, w, smem.turns, smem.stages, tiles);
-        } else if (takes_turns(b, schedule.tiles)) {
-            publish_turns<1>(b, schedule.tiles, w, smem.turns, tiles);
+            for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
+                if (takes_turns(b, schedule.tiles) && (!kStaged || b.deterministic))
+                    take_turns<kBlockM, kBlockN, 1>(b, schedule.tiles, w, smem.turns, count_tiles(p, w), w.it0);
+                release_work(smem.list, n);
+            });
+        } else {
+            for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
+                if constexpr (kStaged) copy_dq<kId>(b, schedule.tiles, w, smem.turns, smem.stages, count_tiles(p, w), w.it0);
+                else if (takes_turns(b, schedule.tiles)) publish_turns<1>(b, schedule.tiles, w, smem.turns, count_tiles(p, w), w.it0);
+                release_work(smem.list, n);
+            });
         }
         return;
     }
@@ -123,8 +163,17 @@ __global__ void __launch_bounds__(512, 1)
             __syncwarp();
             if (lane == 0) mbarrier_arrive(ds_empty + 8 * (it & 1));
         };
-        if constexpr (kStaged) stage_dq<T, kId>(smem.stages, smem.k, smem.ds[0], tiles, wait, release);
-        else send_dq<T, kId, 0, kBlockM / 64 * (kD / 64)>(b, schedule.tiles, w, smem.turns, smem.k, smem.ds[0], tiles, wait, release);
+        for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
+            const uint32_t slot = n % kKeyStages, tiles = uniform(count_tiles(p, w)), it0 = uniform(w.it0);
+            mbarrier_wait(shared_address(&smem.k_full[slot]), n / kKeyStages & 1);
+            if constexpr (kStaged) stage_dq<T, kId>(smem.stages, smem.k[slot], smem.ds[0], tiles, wait, release, it0);
+            else
+                send_dq<T, kId, 0, kBlockM / 64 * (kD / 64)>(b, schedule.tiles, w, smem.turns, smem.k[slot], smem.ds[0], tiles, wait,
+                                                             release, it0);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(shared_address(&smem.keys_empty[slot])), release_work(smem.list, n);
+            __syncwarp();
+        });
         return;
     }
 
@@ -133,53 +182,53 @@ __global__ void __launch_bounds__(512, 1)
     constexpr float kLog2E = 1.4426950408889634f;
     const int wg = warpgroup - 1, warp = threadIdx.x % 128 / 32, quad = lane % 4;
     const float c = p.scale * kLog2E;
-    float dk[kD / 2], dv[kD / 2];           // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
     float s[kBlockM / 2], dp[kBlockM / 2];  // rows are keys, columns queries
     uint32_t prob[kBlockM / 4];             // P as A operand; general: P d(score) / d(scaled product)
-    const int mask_end = w.mask_end, ragged = ragged_tile(p, w, kBlockM);
     // Q, dout, K, V and dS at fixed distances from these two. Rows of 64 keys are as far apart in K as in dS; the chunk stride is read
     // only where Q and dout run along their rows.
     uint32_t low_k = descriptor_low(smem_k + wg * 64 * kChunkRowBytes, kBlockM * kChunkRowBytes);
     uint32_t low_q = descriptor_low(smem_q, kBlockM * kChunkRowBytes);
-    constexpr uint32_t kV = kKeysBytes >> 4, kDout = kStages * kTileBytes >> 4;
-    constexpr uint32_t kDs = (2 * kKeysBytes + 2 * kStages * kTileBytes) >> 4, kP = kDs + (2 * kDsBytes >> 4);
+    constexpr uint32_t kV = kKeyStages * kKeysBytes >> 4, kDout = kStages * kTileBytes >> 4;
+    constexpr uint32_t kDs = (2 * kKeyStages * kKeysBytes + 2 * kStages * kTileBytes) >> 4, kP = kDs + (2 * kDsBytes >> 4);
     const uint32_t ds_row = wg * 64 + warp * 16 + lane % 16;
 
+    // With 64 columns a register less, with 128 some instructions less.
+    const auto moved = [](uint32_t low, uint64_t step) { return kD == 128 ? descriptor_from(low) + step : descriptor_from(low, step); };
     // `operand` (keys x D) times the tile's `rows` (D x queries), both along their columns.
     const auto multiply_by_columns = [&](float(&d)[kBlockM / 2], uint32_t operand, uint32_t rows) {
         wgmma_fence();
         wgmma_ss_first<T, kBlockM>(d, descriptor_from(operand), descriptor_from(rows));
 #pragma unroll
         for (int i = 1; i < kD / 16; ++i)
-            wgmma_ss<T, kBlockM>(d, descriptor_from(operand, descriptor_k_step(i, kBlockN)),
-                                 descriptor_from(rows, descriptor_k_step(i, kBlockM)), 1);
+            wgmma_ss<T, kBlockM>(d, moved(operand, descriptor_k_step(i, kBlockN)), moved(rows, descriptor_k_step(i, kBlockM)), 1);
         wgmma_commit();
     };
     // d (keys x D) += `operand` (keys x queries, in shared memory) times the tile's `rows` (queries x D).
-    const auto accumulate_rows = [&](float(&d)[kD / 2], uint32_t operand, uint32_t rows, uint32_t it) {
+    const auto accumulate_rows = [&](float(&d)[kD / 2], uint32_t operand, uint32_t rows, bool first) {
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kBlockM / 16; ++i)
-            wgmma_ss<T, kD, 0, 1>(d, descriptor_from(operand, descriptor_k_step(i, kBlockN)), descriptor_from(rows, descriptor_row_step(i)),
-                                  i ? 1 : int(it));
+            wgmma_ss<T, kD, 0, 1>(d, moved(operand, descriptor_k_step(i, kBlockN)), moved(rows, descriptor_row_step(i)), i ? 1 : !first);
         wgmma_commit();
     };
-    const auto multiply_s = [&](uint32_t slot) { multiply_by_columns(s, low_k, low_q + slot * (kTileBytes >> 4)); };
-    const auto multiply_dp = [&](uint32_t slot) { multiply_by_columns(dp, low_k + kV, low_q + kDout + slot * (kTileBytes >> 4)); };
-    const auto multiply_dv = [&](uint32_t slot, uint32_t it) {
+    const auto multiply_s = [&](uint32_t slot, uint32_t keys) { multiply_by_columns(s, low_k + keys, low_q + slot * (kTileBytes >> 4)); };
+    const auto multiply_dp = [&](uint32_t slot, uint32_t keys) {
+        multiply_by_columns(dp, low_k + keys + kV, low_q + kDout + slot * (kTileBytes >> 4));
+    };
+    const auto multiply_dv = [&](float(&dv)[kD / 2], uint32_t slot, bool first) {
         const uint32_t rows = low_q + kDout + slot * (kTileBytes >> 4);
         if constexpr (kGeneral) {
-            accumulate_rows(dv, low_k + kP, rows, it);
+            accumulate_rows(dv, low_k + kP, rows, first);
         } else {
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kBlockM / 16; ++i)
-                wgmma_rs<T, kD, 1>(dv, prob + 4 * i, descriptor_from(rows, descriptor_row_step(i)), i ? 1 : int(it));
+                wgmma_rs<T, kD, 1>(dv, prob + 4 * i, moved(rows, descriptor_row_step(i)), i ? 1 : !first);
             wgmma_commit();
         }
     };
-    const auto multiply_dk = [&](uint32_t slot, uint32_t it) {
-        accumulate_rows(dk, low_k + kDs + (it & 1) * (kDsBytes >> 4), low_q + slot * (kTileBytes >> 4), it);
+    const auto multiply_dk = [&](float(&dk)[kD / 2], uint32_t slot, uint32_t ds_slot, bool first) {
+        accumulate_rows(dk, low_k + kDs + ds_slot * (kDsBytes >> 4), low_q + slot * (kTileBytes >> 4), first);
     };
 
     const auto release = [&](uint32_t empty, uint32_t slot) {
@@ -204,87 +253,102 @@ __global__ void __launch_bounds__(512, 1)
         fence_proxy_async();
     };
 
-    if (tiles == 0) {
-#pragma unroll
-        for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0.0f;
-    } else {
-        const int start_m = w.start_m;
-        int m = start_m, head = w.head_k * p.group;
-        mbarrier_wait(shared_address(&smem.k_full), 0), mbarrier_wait(shared_address(&smem.v_full), 0);
-        zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.k, wg * 64, wg);
-        zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.v, wg * 64, wg);
-        mbarrier_wait(q_full, 0);
-        if (m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[0], wg);
-        multiply_s(0);
-        if (!kGeneral) read_lse(0);
-        wgmma_wait<0>(s);
+    for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
+        const uint32_t key_slot = n % kKeyStages, key_phase = n / kKeyStages & 1, keys = key_slot * (kKeysBytes >> 4);
+        const uint32_t tiles = uniform(count_tiles(p, w)), it0 = uniform(w.it0);
+        mbarrier_wait(shared_address(&smem.k_full[key_slot]), key_phase), mbarrier_wait(shared_address(&smem.v_full[key_slot]), key_phase);
+        const auto release_keys = [&] {
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(shared_address(&smem.keys_empty[key_slot]));
+            __syncwarp();
+        };
+        if (tiles == 0) {
+            release_keys();
+            store_zeros<T, kBlockN>(b.dk, p.headdim, b, w), store_zeros<T, kBlockN>(b.dv, p.headdim_v, b, w);
+        } else {
+            float dk[kD / 2], dv[kD / 2];  // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
+            const int first_m = w.first_m, end_m = w.end_m, mask_end = w.mask_end, ragged = ragged_tile(p, w, kBlockM);
+            const int start_m = w.start_m;
+            int m = start_m, head = w.head_k * p.group;
+            zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.k[key_slot], wg * 64, wg);
+            zero_hidden_keys<kGeneral, kBlockN>(p, w, smem.v[key_slot], wg * 64, wg);
+            const uint32_t slot0 = it0 % kStages;
+            mbarrier_wait(q_full + 8 * slot0, it0 / kStages & 1);
+            if (m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot0], wg);
+            multiply_s(slot0, keys);
+            if (!kGeneral) read_lse(slot0);
+            wgmma_wait<0>(s);
 #pragma unroll 1
-        for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // S of this tile is complete, nothing is in flight
-            const uint32_t slot = it % kStages, phase = it / kStages & 1, next = (it + 1) % kStages, ds_slot = it & 1;
-            const int next_m = next_tile(m, first_m, end_m);
-            low_k = opaque(low_k), low_q = opaque(low_q);
-            if (m == ragged) {
-                mbarrier_wait(dout_full + 8 * slot, phase);
-                zero_rows_past_end<kBlockM>(w, smem.dout[slot], wg);
-            }
-            // No branch from here to dP: ptxas then starts dP under the exponentials, which is worth several per cent.
-            if constexpr (kGeneral) {
-                main_warpgroup_sync(wg);  // all have read the previous tile's P and dropout bits
-                if (p.dropout_threshold) {
-                    draw_dropout(p, w, smem.keep + 8 * wg, w.key0 + wg * 64, m * kBlockM, head);
-                    main_warpgroup_sync(wg);
+            for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
+                const uint32_t slot = it % kStages, phase = it / kStages & 1, next = (it + 1) % kStages, ds_slot = it & 1;
+                const int next_m = next_tile(m, first_m, end_m);
+                low_k = opaque(low_k), low_q = opaque(low_q);
+                if (m == ragged) {
+                    mbarrier_wait(dout_full + 8 * slot, phase);
+                    zero_rows_past_end<kBlockM>(w, smem.dout[slot], wg);
                 }
-                general_probabilities<T, kBlockM>(p, w, s, smem.lse[slot], smem.keep + 8 * wg, w.key0 + wg * 64, m * kBlockM, head,
-                                                  [&](int i, const uint32_t(&factor)[4], const uint32_t(&P)[4]) {
+                // No branch from here to dP: ptxas then starts dP under the exponentials, which is worth several per cent.
+                if constexpr (kGeneral) {
+                    main_warpgroup_sync(wg);  // all have read the previous tile's P and dropout bits
+                    if (p.dropout_threshold) {
+                        draw_dropout(p, w, smem.keep + 8 * wg, w.key0 + wg * 64, m * kBlockM, head);
+                        main_warpgroup_sync(wg);
+                    }
+                    general_probabilities<T, kBlockM>(p, w, s, smem.lse[slot], smem.keep + 8 * wg, w.key0 + wg * 64, m * kBlockM, head,
+                                                      [&](int i, const uint32_t(&factor)[4], const uint32_t(&P)[4]) {
 #pragma unroll
-                                                      for (int x = 0; x < 4; ++x) prob[4 * i + x] = factor[x];
-                                                      stmatrix_x4(smem_p + matrix_offset<kBlockN>(ds_row, lane, i), P);
-                                                  });
-                fence_proxy_async();
-                main_warpgroup_sync(wg);
-            } else {
-                if (m < mask_end) {
-                    const int ln = opaque(lane);
-                    mask_fragment(s, w, w.key0 + wg * 64 + warp * 16 + ln / 4, m * kBlockM + ln % 4 * 2);
+                                                          for (int x = 0; x < 4; ++x) prob[4 * i + x] = factor[x];
+                                                          stmatrix_x4(smem_p + matrix_offset<kBlockN>(ds_row, lane, i), P);
+                                                      });
+                    fence_proxy_async();
+                    main_warpgroup_sync(wg);
+                } else {
+                    if (m < mask_end) {
+                        const int ln = opaque(lane);
+                        mask_fragment(s, w, w.key0 + wg * 64 + warp * 16 + ln / 4, m * kBlockM + ln % 4 * 2);
+                    }
+                    probabilities<T>(s, prob, c, lse, smem.lse[slot], quad);
                 }
-                probabilities<T>(s, prob, c, lse, smem.lse[slot], quad);
+                mbarrier_wait(dout_full + 8 * slot, phase);
+                multiply_dp(slot, keys);
+                if (kBlockM == 64) multiply_dv(dv, slot, it == it0);
+                const float4 delta = statistic(smem.delta[slot], quad, 0);
+                mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
+                if (kBlockM == 64) wgmma_wait<1>(dp);
+                else wgmma_wait<0>(dp), multiply_dv(dv, slot, it == it0);  // drained alone, dP gives its registers back one by one
+                if constexpr (kGeneral)
+                    if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
+                store_ds(slot, ds_slot, delta);  // while dV is multiplied
+                const bool more = it + 1 < it0 + tiles;
+                if (more) {
+                    mbarrier_wait(q_full + 8 * next, (it + 1) / kStages & 1);
+                    if (next_m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[next], wg);
+                }
+                __syncwarp();
+                main_warpgroup_sync(wg);  // its 64 rows of dS are written
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(ds_full + 8 * ds_slot);
+                __syncwarp();
+                wgmma_wait<0>(dv);
+                multiply_s(next, keys);  // after the last tile of what lies there, for nobody: a conditional product would cost copies
+                release(dout_empty, slot);
+                multiply_dk(dk, slot, ds_slot, it == it0);
+                if (!kGeneral) read_lse(next);
+                wgmma_wait<0>(dk, s);
+                release(q_empty, slot);
+                if (kGeneral && next_m == start_m) ++head;
+                m = next_m;
             }
-            mbarrier_wait(dout_full + 8 * slot, phase);
-            multiply_dp(slot);
-            if (kBlockM == 64) multiply_dv(slot, it);
-            const float4 delta = statistic(smem.delta[slot], quad, 0);
-            mbarrier_wait(ds_empty + 8 * ds_slot, it >> 1 & 1 ^ 1);
-            if (kBlockM == 64) wgmma_wait<1>(dp);
-            else wgmma_wait<0>(dp), multiply_dv(slot, it);  // drained alone, dP gives its registers back one by one
-            if constexpr (kGeneral)
-                if (p.dropout_threshold) drop_gradients<kBlockM>(smem.keep + 8 * wg, p.dropout_scale, dp);
-            store_ds(slot, ds_slot, delta);  // while dV is multiplied
-            const bool more = it + 1 < uint32_t(tiles);
-            if (more) {
-                mbarrier_wait(q_full + 8 * next, (it + 1) / kStages & 1);
-                if (next_m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[next], wg);
-            }
-            __syncwarp();
-            main_warpgroup_sync(wg);  // its 64 rows of dS are written
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(ds_full + 8 * ds_slot);
-            __syncwarp();
-            wgmma_wait<0>(dv);
-            multiply_s(next);  // after the last tile of what lies there, for nobody: a conditional product would cost copies
-            release(dout_empty, slot);
-            multiply_dk(slot, it);
-            if (!kGeneral) read_lse(next);
-            wgmma_wait<0>(dk, s);
-            release(q_empty, slot);
-            if (kGeneral && next_m == start_m) ++head;
-            m = next_m;
+            wgmma_wait<0>(dk, dv);
+            release_keys();
+            const int key = w.key0 + wg * 64 + warp * 16 + lane / 4;
+            store_dv<T, kGeneral>(dv, b, w, key);
+            store_dk<T>(dk, b, w, key);
         }
-        wgmma_wait<0>(dk, dv);
-    }
-
-    const int key = w.key0 + wg * 64 + warp * 16 + lane / 4;
-    store_dv<T, kGeneral>(dv, b, w, key);
-    store_dk<T>(dk, b, w, key);
+        __syncwarp();
+        if (lane == 0) release_work(smem.list, n);
+        __syncwarp();
+    });
 }
 
 template <typename T, BackwardPlanId kId>

@@ -27,22 +27,29 @@ struct alignas(16) BackwardWork {
     int first_tile;      // of the sequence, in QueryTiles
     int left, right;     // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
     int first_m, end_m;  // query tiles that see any of the keys
-    int start_m;         // the first that it walks to; the others follow in ascending order and around the end
+    uint32_t it0;        // query tiles that the block has walked before, for other keys
+    int start_m;         // the tile that it walks to first; the others follow in ascending order and around the end
     int mask_end;        // those before it have rows that do not see all of them, keys past the end among them
 };
 
 struct BackwardSchedule {
     QueryTiles tiles;
     int n_blocks;       // key blocks of a sequence (dense)
-    int section_heads;  // with longest_first: key heads whose first, longest blocks come before all second ones
-    bool longest_first;
+    int section_heads;  // with by_section: key heads whose first blocks come before all second ones
+    bool by_section;
     bool in_order;                              // deterministic: blocks take turns at every query tile
-    int blocks;                                 // the grid
+    int blocks;                                 // of 128 keys; the grid takes them in turn
     int q_loads, k_loads, v_loads, dout_loads;  // boxes that make a tile
 };
 
 // Named barriers 1 and 2: the threads of main warpgroup 0 and 1.
 __device__ __forceinline__ void main_warpgroup_sync(int wg) { bar_sync(1 + wg, 128); }
+
+// The first lane's value in all lanes that still run; the compiler learns that it is the same, too.
+template <typename X>
+__device__ __forceinline__ X uniform(X x) {
+    return __shfl_sync(~0u, x, 0);
+}
 
 // The query tile that a block walks to after tile m.
 FA_HOST_DEVICE int next_tile(int m, int first_m, int end_m) { return m + 1 == end_m ? first_m : m + 1; }
@@ -57,7 +64,9 @@ FA_HOST_DEVICE int tile_of_iteration(const BackwardWork& w, int it) {
 // Blocks of a head that run side by side should be at different tiles, because they add to the same sums. Under a causal mask every block
 // starts at its first tile, which is another for each of them; else the starts are spread. Taking turns (Turn) wants the same order at
 // every tile, and blocks that are waited for must have started before: without a right edge all start at the first tile and the lowest
-// keys come first; with one the highest keys do, whose first tile no other block has reached yet.
+// keys come first; with one the highest keys do, whose first tile no other block has reached yet. The heads of a section run side by side
+// then: blocks that follow each other through the tiles end one after the other, and the next section's begin in the same order. Head after
+// head, several would begin at once and wait for each other again.
 template <int kBlockM, int kBlockN>
 FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, BackwardWork& w) {
     if (schedule.in_order && p.window_right >= 0) index = schedule.blocks - 1 - index;
@@ -78,7 +87,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         w.first_tile = w.q_row / kBlockM + low;
     } else {
         int sequence_head, n;
-        if (schedule.longest_first) {
+        if (schedule.by_section) {
             const int section = index / (schedule.section_heads * schedule.n_blocks), first = section * schedule.section_heads;
             const int i = index - first * schedule.n_blocks, heads = min(schedule.section_heads, p.batch * p.nheads_k - first);
             n = i / heads, sequence_head = first + i - n * heads;
@@ -102,6 +111,28 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
     w.mask_end = w.key0 + kBlockN > w.seqlen_k ? w.end_m : hidden_rows > 0 ? (hidden_rows + kBlockM - 1) / kBlockM : 0;
     return w.key0 < w.seqlen_k;
 }
+
+// How many query tiles the block walks, over the heads of the group.
+FA_HOST_DEVICE int count_tiles(const AttentionParams& p, const BackwardWork& w) { return (w.end_m - w.first_m) * p.group; }
+
+// What the threads of a block have in common: the keys that it takes, two slots in turn. empty: every party is through with it.
+struct WorkList {
+    BackwardWork work[2];
+    uint64_t full[2], empty[2];
+    uint64_t asked;  // all query tiles of the work are on their way: time to take the next
+};
+// Calls visit(work, n) for the n-th keys that the block takes, until there are no more.
+template <typename Visit>
+__device__ __forceinline__ void for_each_work(const WorkList& list, const Visit& visit) {
+#pragma unroll 1
+    for (uint32_t n = 0;; ++n) {
+        mbarrier_wait(shared_address(&list.full[n & 1]), n >> 1 & 1);
+        const BackwardWork& w = list.work[n & 1];
+        if (!uniform(w.valid)) return;
+        visit(w, n);
+    }
+}
+__device__ __forceinline__ void release_work(const WorkList& list, uint32_t n) { mbarrier_arrive(shared_address(&list.empty[n & 1])); }
 
 // Is every one of the eight values a number?
 template <typename T>
@@ -133,24 +164,39 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, int loads, int
     for (int c = 0; c < loads; ++c)
         tma_load(shared_address(tile) + c * rows * kChunkRowBytes, &map, barrier, (first + c) * kChunkColumns, row, 0, head, batch, policy);
 }
-// One thread: the query tiles of Q or dout with lse or delta, a slot each in turn.
+// One thread: calls visit(it, row, head, tile) for the block's query tiles in order, it0 the first: their row and head in Q and dout and
+// their place in QueryTiles.
+template <typename Visit>
+__device__ __forceinline__ void for_each_query_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w, uint32_t it0,
+                                                    const Visit& visit) {
+    uint32_t it = it0;
+    const int q_row = w.q_row, first_m = w.first_m, end_m = w.end_m, start_m = w.start_m;  // shared memory is slow while products read it
+    for (int head = w.head_k * p.group, end = head + p.group; head < end; ++head) {
+        const int64_t first_tile = first_query_tile(p, tiles, w, head);
+        for (int m = start_m, left = end_m - first_m; left > 0; --left, m = next_tile(m, first_m, end_m), ++it)
+            visit(it, q_row + m * tiles.block_m, head, first_tile + m);
+    }
+}
+// One of them to its slot: a tile of Q or dout with its lse or delta.
+template <typename T, int kStages, int kCount, int kBlockM>
+__device__ __forceinline__ void load_query_tile(const CUtensorMap& map, int loads, T (&tiles)[kStages][kCount], const float* rows,
+                                                float (&statistics)[kStages][kBlockM], uint64_t (&full)[kStages],
+                                                uint64_t (&empty)[kStages], uint32_t it, int row, int head, int batch, int64_t tile) {
+    const uint32_t slot = it % kStages, barrier = shared_address(&full[slot]);
+    mbarrier_wait(shared_address(&empty[slot]), it / kStages & 1 ^ 1);
+    mbarrier_arrive_expect_tx(barrier, sizeof tiles[0] + sizeof statistics[0]);
+    load_tile(map, loads, 0, tiles[slot], kBlockM, barrier, row, head, batch, kEvictLast);
+    bulk_load(shared_address(statistics[slot]), rows + tile * kBlockM, sizeof statistics[0], barrier);
+}
 template <typename T, int kStages, int kCount, int kBlockM>
 __device__ __forceinline__ void load_query_tiles(const AttentionParams& p, const BackwardSchedule& schedule, const BackwardWork& w,
                                                  const CUtensorMap& map, int loads, T (&tiles)[kStages][kCount], const float* rows,
                                                  float (&statistics)[kStages][kBlockM], uint64_t (&full)[kStages],
                                                  uint64_t (&empty)[kStages]) {
-    uint32_t it = 0;
-    const int q_row = w.q_row, first_m = w.first_m, end_m = w.end_m, start_m = w.start_m;  // shared memory is slow while products read it
-    for (int head = w.head_k * p.group, end = head + p.group; head < end; ++head) {
-        const int64_t first_tile = first_query_tile(p, schedule.tiles, w, head);
-        for (int m = start_m, left = end_m - first_m; left > 0; --left, m = next_tile(m, first_m, end_m), ++it) {
-            const uint32_t slot = it % kStages, barrier = shared_address(&full[slot]);
-            mbarrier_wait(shared_address(&empty[slot]), it / kStages & 1 ^ 1);
-            mbarrier_arrive_expect_tx(barrier, sizeof tiles[0] + sizeof statistics[0]);
-            load_tile(map, loads, 0, tiles[slot], kBlockM, barrier, q_row + m * kBlockM, head, p.cu_seqlens_q ? 0 : w.batch, kEvictLast);
-            bulk_load(shared_address(statistics[slot]), rows + (first_tile + m) * kBlockM, sizeof statistics[0], barrier);
-        }
-    }
+    const int batch = p.cu_seqlens_q ? 0 : w.batch;
+    for_each_query_tile(p, schedule.tiles, w, 0, [&](uint32_t it, int row, int head, int64_t tile) {
+        load_query_tile(map, loads, tiles, rows, statistics, full, empty, it, row, head, batch, tile);
+    });
 }
 // ---- what must not leak: P and dS of such rows are 0, but 0 x NaN is NaN. A warpgroup each, all of it ----
 
@@ -281,6 +327,17 @@ __device__ __forceinline__ void store_gradient(const float (&d)[kCount], const T
         }
     }
 }
+// Zeros to the block's rows of dK or dV, which no query sees: both main warpgroups.
+template <typename T, int kBlockN>
+__device__ __forceinline__ void store_zeros(const TensorView& view, int columns, const BackwardParams& b, const BackwardWork& w) {
+    if (b.accumulate) return;
+    const int64_t batch = b.forward.cu_seqlens_k ? 0 : w.batch * view.batch;
+    T* rows = static_cast<T*>(view.data) + batch + int64_t(w.k_row + w.key0) * view.row + w.head_k * view.head;
+    const int pieces = columns / 8, count = min(kBlockN, w.seqlen_k - w.key0) * pieces;
+#pragma unroll 1
+    for (int i = threadIdx.x - 128; i < count; i += 256)
+        *reinterpret_cast<uint4*>(rows + i / pieces * view.row + i % pieces * 8) = make_uint4(0, 0, 0, 0);
+}
 template <typename T, int kCount>
 __device__ __forceinline__ void store_dk(const float (&dk)[kCount], const BackwardParams& b, const BackwardWork& w, int key) {
     const int64_t offset = (b.forward.cu_seqlens_k ? 0 : w.batch * b.dk.batch) + w.k_row * b.dk.row + w.head_k * b.dk.head;
@@ -305,12 +362,12 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
     const bool varlen = p.cu_seqlens_q;
 
     BackwardSchedule schedule{};
-    schedule.tiles = query_tiles(p, kPlan);
+    schedule.tiles = query_tiles(b, kPlan);
     place_query_tiles(&schedule.tiles, align_up(p.workspace, 128));
     schedule.n_blocks = (p.seqlen_k + kPlan.block_n - 1) / kPlan.block_n;
     schedule.section_heads = int(backward_section_heads(p));
-    schedule.longest_first = p.window_right >= 0;
     schedule.in_order = b.deterministic;
+    schedule.by_section = p.window_right >= 0 || schedule.in_order;
     schedule.blocks = int(backward_blocks(p, kPlan));
 
     CUtensorMap map_q, map_k, map_v, map_dout;
@@ -339,10 +396,16 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
             return cudaGetLastError(), error;
         opted_in.fetch_or(uint64_t(1) << device, std::memory_order_relaxed);
     }
+    int grid = schedule.blocks * kPlan.blocks();
+    if (kPlan.blocks() == 1) {
+        int multiprocessors;
+        if (cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device))
+            return cudaGetLastError(), error;
+        grid = grid < multiprocessors ? grid : multiprocessors;
+    }
     if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
     void* arguments[] = {&map_q, &map_k, &map_v, &map_dout, const_cast<BackwardParams*>(&b), &schedule};
-    if (cudaError_t error =
-            cudaLaunchKernel(kernel, dim3(unsigned(schedule.blocks * kPlan.blocks())), dim3(512), arguments, shared_bytes, stream))
+    if (cudaError_t error = cudaLaunchKernel(kernel, dim3(unsigned(grid)), dim3(512), arguments, shared_bytes, stream))
         return cudaGetLastError(), error;
     return backward_rows_after(b, schedule.tiles, stream);
 }

@@ -11,7 +11,8 @@
 //     one warpgroup   multiplies and adds, from registers (send_dq)                                     -> sent
 //     one thread      counts the tile's part as added, once that is in memory
 // At head dim 128 the warpgroup hands its pieces to the last thread through shared memory instead (stage_dq, copy_dq): bulk copies are
-// faster there when sequences are long, by 5 % from 8192 on without a mask (H200), and shared memory has room.
+// faster there when sequences are long, by 5 % from 8192 on without a mask (H200), and shared memory has room. Turns are taken ahead there
+// only in a fixed order.
 #pragma once
 
 #include "attention/backward_wgmma_sm90_block.cuh"
@@ -55,14 +56,14 @@ __device__ __forceinline__ Turn take_turn(const BackwardParams& b, const QueryTi
     return {false, false};
 }
 
-// Calls visit(counter, it) for the block's query tiles in order.
+// Calls visit(counter, m, it) for the block's query tiles in order, from iteration it0 on.
 template <typename Visit>
 __device__ __forceinline__ void for_each_counter(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w, uint32_t count,
-                                                 const Visit& visit) {
+                                                 const Visit& visit, uint32_t it0 = 0) {
     int* counters = tiles.turn + first_query_tile(p, tiles, w, w.head_k * p.group);
     int m = w.start_m;
 #pragma unroll 1
-    for (uint32_t it = 0; it < count; ++it) {
+    for (uint32_t it = it0; it < it0 + count; ++it) {
         visit(counters + m, m, it);
         m = next_tile(m, w.first_m, w.end_m);
         if (m == w.start_m) counters += tiles.tiles;  // the next head of the group
@@ -71,8 +72,8 @@ __device__ __forceinline__ void for_each_counter(const AttentionParams& p, const
 // The thread that takes turns, of block 0 of kBlocks.
 template <int kBlockM, int kBlockN, int kBlocks>
 __device__ __forceinline__ void take_turns(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
-                                           uint32_t count) {
-    for_each_counter(b.forward, tiles, w, count, [&](int* counter, int m, uint32_t it) {
+                                           uint32_t count, uint32_t it0 = 0) {
+    const auto visit = [&](int* counter, int m, uint32_t it) {
         const uint32_t slot = it & 1, full = shared_address(&turns.turn_full[slot]);
         mbarrier_wait(shared_address(&turns.turn_empty[slot]), it >> 1 & 1 ^ 1);
         const Turn turn = take_turn<kBlockM, kBlockN>(b, tiles, w, counter, m);
@@ -86,20 +87,22 @@ __device__ __forceinline__ void take_turns(const BackwardParams& b, const QueryT
                                cluster_address(full, block));
             }
         }
-    });
+    };
+    for_each_counter(b.forward, tiles, w, count, visit, it0);
 }
 // The thread that counts.
 template <int kBlocks>
 __device__ __forceinline__ void publish_turns(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
-                                              uint32_t count) {
-    for_each_counter(b.forward, tiles, w, count, [&](int* counter, int, uint32_t it) {
+                                              uint32_t count, uint32_t it0 = 0) {
+    const auto visit = [&](int* counter, int, uint32_t it) {
         const uint32_t slot = it & 1, empty = shared_address(&turns.turn_empty[slot]);
         mbarrier_wait(shared_address(&turns.sent[slot]), it >> 1 & 1);
         if (turns.turn[slot].publishes) add_release(counter, 1);
-        if (it + 2 >= count) return;  // nobody waits for it, and the other block may be gone
+        if (kBlocks > 1 && it + 2 >= count) return;  // nobody waits for it, and the other block may be gone
         if constexpr (kBlocks == 1) mbarrier_arrive(empty);
         else mbarrier_arrive_cluster(cluster_address(empty, 0));
-    });
+    };
+    for_each_counter(b.forward, tiles, w, count, visit, it0);
 }
 
 // The warpgroup: kPieces pieces of 64 queries x 64 columns of every tile, from piece kFirst of the tile on. `keys` are the rows of K with
@@ -109,7 +112,7 @@ __device__ __forceinline__ void publish_turns(const BackwardParams& b, const Que
 // not deliver, where shared memory is what there is least of.
 template <typename T, BackwardPlanId kId, int kFirst, int kPieces, typename Wait, typename Release>
 __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
-                                        const T* keys, const T* ds, int count, const Wait& wait, const Release& release) {
+                                        const T* keys, const T* ds, int count, const Wait& wait, const Release& release, uint32_t it0 = 0) {
     constexpr BackwardPlan kPlan = backward_plan(kId);
     constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kSteps = kBlockN / 16,
                   kHeld = kPlan.held_steps(std::is_same_v<T, __half>);
@@ -121,7 +124,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
     uint32_t held[kHeld ? kHeld : 1][4];  // the last steps of K^T
     if (count == 0) return;
     if constexpr (kHeld > 0) {
-        wait(0);  // keys that must not be seen are zeros by then
+        wait(it0);  // keys that must not be seen are zeros by then
         const int lane = threadIdx.x % 32, key = (kSteps - kHeld) * 16 + lane / 16 * 8 + lane % 8;
 #pragma unroll
         for (int i = 0; i < kHeld; ++i)
@@ -131,7 +134,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
     int m = w.start_m;
     uint32_t tile0 = uint32_t(first_query_tile(b.forward, tiles, w, w.head_k * b.forward.group));  // 16 KiB and more each: 32 bits do
 #pragma unroll 1
-    for (uint32_t it = 0; it < uint32_t(count); ++it) {
+    for (uint32_t it = it0; it < it0 + uint32_t(count); ++it) {
         uint32_t columns = low_keys, rows = low_ds + (it & 1) * (kBlockM / 64 * kPiece);
         wait(it);
         __syncwarp();
@@ -187,7 +190,7 @@ struct DqStages {
 };
 template <typename T, BackwardPlanId kId, int kStages, typename Wait, typename Release>
 __device__ __forceinline__ void stage_dq(DqStages<kStages>& stages, const T* keys, const T* ds, int count, const Wait& wait,
-                                         const Release& release) {
+                                         const Release& release, uint32_t it0) {
     constexpr BackwardPlan kPlan = backward_plan(kId);
     constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kPieces = kPlan.columns() / 64;
     constexpr uint32_t kChunk = kBlockN * kChunkRowBytes >> 4;
@@ -197,7 +200,7 @@ __device__ __forceinline__ void stage_dq(DqStages<kStages>& stages, const T* key
     const uint32_t own = shared_address(stages.piece) + threadIdx.x % 128 * 16;
     float dq[32];
 #pragma unroll 1
-    for (uint32_t it = 0; it < uint32_t(count); ++it) {
+    for (uint32_t it = it0; it < it0 + uint32_t(count); ++it) {
         const uint32_t stage0 = it * kPieces % kStages, phase = it * kPieces / kStages & 1;
         low_keys = opaque(low_keys), low_ds = opaque(low_ds);
         const uint32_t rows = low_ds + (it & 1) * kChunk;
@@ -232,25 +235,29 @@ __device__ __forceinline__ void stage_dq(DqStages<kStages>& stages, const T* key
         }
     }
 }
-// The thread that sends the pieces and counts them. In a fixed order a tile is counted while the next one is on its way; a claimed tile at
-// once, because the next one's claimant might wait for it.
+// The thread that sends the pieces and counts them. In a fixed order turns are taken ahead and a tile is counted while the next one is on
+// its way. Else the thread takes a turn itself, no sooner than it needs it: a block that has caught up with another would wait for every
+// tile claimed ahead, which costs 1 % (causal, H200); and a claimed tile is counted at once, because the next one's claimant might wait for
+// it.
 template <BackwardPlanId kId, int kStages>
 __device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
-                                        DqStages<kStages>& stages, uint32_t count) {
+                                        DqStages<kStages>& stages, uint32_t count, uint32_t it0) {
     constexpr BackwardPlan kPlan = backward_plan(kId);
     constexpr int kPieces = kPlan.columns() / 64;
     constexpr uint32_t kPieceBytes = kDqPiece * sizeof(float);
     const bool in_turn = takes_turns(b, tiles);
-    uint32_t stage = 0, phase = 0;
+    uint32_t stage = it0 * kPieces % kStages, phase = it0 * kPieces / kStages & 1;
     uint64_t* previous = nullptr;  // slot of the piece before, which is free when that has been read: waited for one piece later
     int* uncounted = nullptr;
-    for_each_counter(b.forward, tiles, w, count, [&](int* counter, int, uint32_t it) {
+    const auto visit = [&](int* counter, int m, uint32_t it) {
         Turn turn{};
-        if (in_turn) {
+        if (in_turn && b.deterministic) {
             mbarrier_wait(shared_address(&turns.turn_full[it & 1]), it >> 1 & 1);
             turn = turns.turn[it & 1];
             mbarrier_arrive(shared_address(&turns.turn_empty[it & 1]));
             fence_proxy_async_global();
+        } else if (in_turn) {
+            turn = take_turn<kPlan.block_m, kPlan.block_n>(b, tiles, w, counter, m);
         }
         float* sums = tiles.dq + (counter - tiles.turn) * (kPlan.block_m * kPlan.columns());
 #pragma unroll 1
@@ -277,9 +284,12 @@ __device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTile
         } else if (turn.publishes) {
             uncounted = counter;
         }
-    });
-    bulk_wait<0>();
+    };
+    for_each_counter(b.forward, tiles, w, count, visit, it0);
+    bulk_wait_read<0>();
+    if (previous) mbarrier_arrive(shared_address(previous));
     if (uncounted) {
+        bulk_wait<0>();
         fence_proxy_async_global();
         add_release(uncounted, 1);
     }

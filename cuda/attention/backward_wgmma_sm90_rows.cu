@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(kThreads) before_kernel(const __grid_constant_
     constexpr int kLanes = kColumns == 64 ? 8 : kColumns == 128 ? 16 : 32, kRows = kThreads / kLanes;  // lanes of a row, rows at a time
     const AttentionParams& p = params.b.forward;
     TilePlace at;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.tiles.taken() = 0;
     if (!find_tile(params, blockIdx.x, at)) return;
     const int lane = threadIdx.x % kLanes;
     const T* out = static_cast<const T*>(p.out.data) + at.s.out + at.head * p.out.head + 8 * lane;

@@ -22,6 +22,9 @@ struct BackwardPlan {
 
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory: chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
+    // Slots of K and V: a block takes one 128 keys after another, and with two the next are loaded while it works on these. There is room
+    // for two to head dim 64.
+    FA_HOST_DEVICE constexpr int key_stages() const { return headdim <= 64 ? 2 : 1; }
     // Blocks of a cluster that share the keys, and the chunks of 64 columns of dQ that the first of two makes.
     FA_HOST_DEVICE constexpr int blocks() const { return headdim > 128 ? 2 : 1; }
     // Steps of K^T that dQ's warpgroup keeps in registers; in fp16 the main warpgroups do not leave it enough.
@@ -112,18 +115,21 @@ struct QueryTiles {
     int64_t heads;  // batch * nheads; varlen: nheads
 
     FA_HOST_DEVICE int64_t count() const { return heads * tiles; }
+    FA_HOST_DEVICE int* taken() const { return turn + count(); }  // key blocks taken, beyond the first of every block
 };
 
-inline QueryTiles query_tiles(const AttentionParams& p, const BackwardPlan& plan) {
+inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan) {
+    const AttentionParams& p = b.forward;
     QueryTiles t{};
     t.block_m = plan.block_m, t.block_n = plan.block_n, t.columns = plan.columns(), t.blocks = plan.blocks();
     // Two blocks that share keys: claiming tiles gains 8 % at seqlen 512, nothing at 2048, and loses up to 8 % at 16384 (H200).
-    t.zeroed = plan.blocks() > 1 && p.seqlen_q > 2048;
+    // One block at head dim 128, causal: zeros cost 2 % at 2048, waiting for claimed tiles 2 % at 8192 and 7 % at 16384.
+    t.zeroed = plan.blocks() > 1 ? p.seqlen_q > 2048 : plan.dq_stages && !b.deterministic && p.window_right >= 0 && p.seqlen_q >= 8192;
     t.tiles = p.cu_seqlens_q ? p.total_q / plan.block_m + p.batch : (p.seqlen_q + plan.block_m - 1) / plan.block_m;
     t.heads = p.cu_seqlens_q ? p.nheads : int64_t(p.batch) * p.nheads;
     return t;
 }
-inline size_t query_tiles_bytes(const QueryTiles& t) { return size_t(t.count()) * (t.block_m * (t.columns + 2) + 1) * sizeof(float); }
+inline size_t query_tiles_bytes(const QueryTiles& t) { return (size_t(t.count()) * (t.block_m * (t.columns + 2) + 1) + 1) * sizeof(float); }
 inline void place_query_tiles(QueryTiles* t, void* memory) {
     t->dq = static_cast<float*>(memory);
     t->lse = t->dq + t->count() * t->block_m * t->columns;

@@ -71,7 +71,7 @@ void check_key_blocks(const AttentionParams& p, bool in_order) {
     BackwardSchedule schedule{};
     schedule.n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
     schedule.section_heads = int(backward_section_heads(p));
-    schedule.longest_first = p.window_right >= 0;
+    schedule.by_section = p.window_right >= 0 || in_order;
     const BackwardPlan plan{64, 64, kBlockM, kBlockN, 2, true};
     schedule.in_order = in_order, schedule.blocks = int(backward_blocks(p, plan));
     const bool descending = in_order && p.window_right >= 0;
