@@ -42,7 +42,7 @@ def test_head_dims(kernel, dtype, cache_dtype, headdim, seqlen_q):
 
 
 @CACHES
-@pytest.mark.parametrize("page", [1, 3, 16, 17, 64, 256])
+@pytest.mark.parametrize("page", [1, 3, 16, 17, 48, 64, 256])
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_pages(kernel, page, cache_dtype, headdim):
     case = replace(LONG, cache_dtype=cache_dtype, headdim=headdim, rows=page, pages=-(-1400 // page))
@@ -80,6 +80,15 @@ def test_batches(kernel, batch):
     case = replace(LONG, lengths=lengths, rows=720, headdim=64, nheads=4, spare=0)
     check(kernel, case)
     check(kernel, replace(case, batch_invariant=True))
+
+
+@CACHES
+@pytest.mark.parametrize("batch", [3, 64, 130])
+def test_equal_lengths(kernel, batch, cache_dtype):
+    """Units that are cut at their ends, given whole to blocks, or neither: all of one length, and one that differs."""
+    case = replace(LONG, lengths=(300,) * batch, rows=320, nheads=4, spare=0, cache_dtype=cache_dtype)
+    check(kernel, case)
+    check(kernel, replace(case, lengths=(300,) * (batch - 1) + (37,), window_size=(250, 0)))
 
 
 def outputs(kernel: Kernel, case: Case):

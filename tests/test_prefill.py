@@ -19,7 +19,8 @@ import flash_attn_minimal as fa
     [
         *((d, page) for d in (64, 128, 256) for page in (0, 1, 8, 16, 24, 64, 128)),
         *((d, page) for d in (40, 96, 192) for page in (8, 16, 48)),
-        *((128, page) for page in (2, 3, 4, 7, 12, 32, 100, 192, 256)),
+        *((128, page) for page in (2, 3, 4, 5, 7, 9, 12, 20, 32, 100, 192, 256)),
+        *((d, page) for d in (64, 192, 256) for page in (5, 6, 12, 14)),
     ],
 )
 def test_chunks(kernel, headdim, page_size):
@@ -92,25 +93,29 @@ def test_chunk_alone_equals_chunk_in_a_batch(kernel, page_size):
         np.testing.assert_array_equal(kernel.device.numpy(fa.flash_attn_with_kvcache(**part)), whole[rows])
 
 
+@pytest.mark.parametrize("values", ["columns of k", "their own"])
 @pytest.mark.parametrize(
     "nheads, page_size", [(16, 0), (16, 8), (5, 16), (3, 24), (128, 64), (16, 32), (16, 128), (70, 0)]
 )
-def test_latent_attention_in_one_memory(kernel, nheads, page_size):
-    """v_cache is the first 512 columns of k_cache; the rows of all heads are one matrix, cut every 64."""
+def test_latent_attention(kernel, nheads, page_size, values):
+    """v_cache is the first 512 columns of k_cache, or an array; the rows of all heads are one matrix, cut every 64."""
     case = Case(
         lengths=(300, None, 0, 64), rows=page_size or 320, pages=-(-320 // page_size) if page_size else 0,
         batch_idx=not page_size, seqlen_new=0, nheads=nheads, nheads_k=1, headdim=576, headdim_v=512,
     )  # fmt: skip
-    check_latent(kernel, replace(case, dtype="bfloat16"))
-    check_latent(kernel, replace(case, dtype="float16", seqlen_q=3, causal=True, num_splits=3))
-    check_latent(kernel, replace(case, dtype="bfloat16", seqlen_q=2, window_size=(70, 0), num_splits=1))
+    of_k = values == "columns of k"
+    check_latent(kernel, replace(case, dtype="bfloat16"), of_k)
+    check_latent(kernel, replace(case, dtype="float16", seqlen_q=3, causal=True, num_splits=3), of_k)
+    check_latent(kernel, replace(case, dtype="bfloat16", seqlen_q=2, window_size=(70, 0), num_splits=1), of_k)
 
 
-def check_latent(kernel, case):
+def check_latent(kernel, case, of_k):
     call = make(case)
-    call.cache["v_cache"] = call.cache["k_cache"][..., : case.headdim_v]
+    if of_k:
+        call.cache["v_cache"] = call.cache["k_cache"][..., : case.headdim_v]
     arrays = on_device(kernel, case, call)
-    arrays["v_cache"] = arrays["k_cache"][..., : case.headdim_v]
+    if of_k:
+        arrays["v_cache"] = arrays["k_cache"][..., : case.headdim_v]
     plan = fa.kvcache_query(**arrays)
     if plan.status == "FA_UNSUPPORTED" and not kernel.general:
         pytest.skip(plan.error)

@@ -129,8 +129,6 @@ const char* mla_sm90_refuses(const AttentionParams& p, const DeviceInfo& device,
     }
     if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
     if (p.cache.dtype != p.dtype) return kNo8BitCache;
-    if (p.v.data != p.k.data || p.v.batch != p.k.batch || p.v.row != p.k.row || p.v.head != p.k.head)
-        return "v is not k: it takes values that are the first columns of the keys, in the same memory";
     if (p.cache.block_table && p.cache.page_size % 8) {
         std::snprintf(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
         return text;
@@ -151,6 +149,7 @@ const char* mla_sm90_refuses(const AttentionParams& p, const DeviceInfo& device,
     const int64_t rows_k = p.cache.block_table ? p.cache.page_size : p.seqlen_k;
     const char* reason = no_tensor_map("q", p.q, p.batch, p.seqlen_q, p.nheads, 2, text, size);
     if (!reason) reason = no_tensor_map("k", p.k, p.cache.entries, rows_k, p.nheads_k, 2, text, size);
+    if (!reason) reason = no_tensor_map("v", p.v, p.cache.entries, rows_k, p.nheads_k, 2, text, size);
     return reason ? reason : no_wide_stores(p, text, size);
 }
 size_t mla_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
@@ -341,8 +340,8 @@ constexpr Kernel kKernels[] = {
      decode_split_launch_whole},
 #endif
 #if FA_WITH_WGMMA_SM90
-    {"mla_sm90", "Hopper: a cache of headdim 576 whose values are the first 512 columns of its keys; float16, bfloat16", FA_CUDA,
-     mla_sm90_refuses, mla_sm90_workspace, mla_sm90_launch},
+    {"mla_sm90", "Hopper: a cache of headdim 576 and 512, fastest where the values are the first columns of the keys; float16, bfloat16",
+     FA_CUDA, mla_sm90_refuses, mla_sm90_workspace, mla_sm90_launch},
     {"wgmma_sm90", "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option", FA_CUDA, wgmma_sm90_refuses,
      wgmma_sm90_workspace, wgmma_sm90_launch, wgmma_sm90_yields},
 #endif

@@ -4,6 +4,8 @@
 #include "attention/decode_schedule.h"
 #include "attention/kernels.h"
 
+#include <numeric>
+
 namespace fa {
 
 inline int decode_bucket(const AttentionParams& p) {
@@ -34,6 +36,20 @@ inline int decode_cluster(const AttentionParams& p, const DecodeDevice& device) 
     return cluster > 1 && bytes <= (tensor_cores ? 64 : 128) * 1024 ? cluster : 0;
 }
 
+// decode_ring_sm90.cuh: keys of a box of the copy engine, for tiles of so many; pages of no multiple of 16 keys have none.
+inline int ring_box_rows(const AttentionParams& p, int keys) { return p.cache.block_table ? int(std::gcd(p.cache.page_size, keys)) : keys; }
+inline bool decode_rings(const AttentionParams& p, const DecodeDevice& device) {
+#if FA_WITH_WGMMA_SM90
+    const auto has_strides = [](const TensorView& t) { return t.row > 0 && t.head > 0 && t.batch > 0; };
+    return device.compute == 90 && p.dtype != DType::kFloat32 && int64_t(p.seqlen_q) * p.group <= 16 && p.seqlen_k > 0 &&
+           (decode_bytes(p) ? decode_bucket(p) == 128 : decode_bucket(p) <= 128) && ring_box_rows(p, 64) >= 16 && has_strides(p.k) &&
+           has_strides(p.v);
+#else
+    (void)p, (void)device;
+    return false;
+#endif
+}
+
 // 64 rows of 8-bit keys of head dim 256 want more registers than there are.
 constexpr bool decode_has_wide(size_t element_bytes, int bucket) { return element_bytes == 2 || bucket <= 128; }
 
@@ -44,8 +60,10 @@ inline int64_t decode_tiles(const AttentionParams& p, int tile_shift) {
 
 // Blocks that the GPU holds at a time.
 inline int decode_resident(const DecodeParams& d, const DecodeDevice& device) {
-    return (d.row_warps || decode_bucket(d.attention) <= 128 ? 2 : 1) * device.multiprocessors;
+    return (!d.ring && (d.row_warps || decode_bucket(d.attention) <= 128) ? 2 : 1) * device.multiprocessors;
 }
+
+inline int64_t decode_units(const DecodeParams& d) { return int64_t(d.attention.batch) * d.heads(); }
 
 // Everything but the workspace's pointers and the stages.
 inline DecodeParams decode_plan(const AttentionParams& p, const DecodeDevice& device) {
@@ -61,6 +79,7 @@ inline DecodeParams decode_plan(const AttentionParams& p, const DecodeDevice& de
     } else {
         d.rows = rows > 16 && decode_has_wide(decode_bytes(p) ? 1 : 2, bucket) ? 64 : 16;
     }
+    d.ring = !d.row_warps && decode_rings(p, device);
     d.row_tiles = (rows + d.rows - 1) / d.rows;
     d.tile_shift = decode_bytes(p) || (bucket <= 64 && !d.row_warps) ? 7 : 6;
     const int widest = p.seqlen_q + p.seqlen_k;
@@ -73,12 +92,13 @@ inline DecodeParams decode_plan(const AttentionParams& p, const DecodeDevice& de
     d.least_tiles = p.cache.num_splits > 0 ? 1 : kInvariantTiles;
     const int most = p.cache.num_splits > 0 ? p.cache.num_splits : kInvariantPieces;
     d.pieces = !d.uniform ? int(line < blocks ? line : blocks) : int(most < tiles ? most : tiles);
-    d.page = divisor_of(p.cache.page_size > 0 ? p.cache.page_size : 1), d.group = divisor_of(p.group), d.units = divisor_of(d.heads());
+    const int heads = d.heads() > 0 ? d.heads() : 1;  // a call without rows is planned too, though never launched
+    d.page = divisor_of(p.cache.page_size > 0 ? p.cache.page_size : 1), d.group = divisor_of(p.group), d.units = divisor_of(heads);
+    if (!d.uniform && line > 0) d.balance = balance_of(int(decode_units(d)), d.pieces);
     d.combines = !d.cluster && tiles > 1 && d.pieces > 1;
     return d;
 }
 
-inline int64_t decode_units(const DecodeParams& d) { return int64_t(d.attention.batch) * d.heads(); }
 inline int64_t decode_slots(const DecodeParams& d) { return d.uniform ? decode_units(d) * d.pieces : 2 * int64_t(d.pieces); }
 inline int64_t decode_blocks(const DecodeParams& d, const DecodeDevice& device) {
     const int64_t work = d.uniform ? decode_units(d) * d.pieces : d.pieces, most = decode_resident(d, device);
@@ -88,6 +108,7 @@ inline int64_t decode_blocks(const DecodeParams& d, const DecodeDevice& device) 
 // With `append`, for which there is a cluster, the kernel does what kvcache_append would have done.
 cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream);
 cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream);
+cudaError_t decode_ring(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
 cudaError_t decode_split_8bit(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
 cudaError_t decode_combine(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
 

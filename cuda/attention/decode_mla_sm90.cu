@@ -1,5 +1,6 @@
 // decode_mla_sm90.cu: attention over a cache whose values are part of its keys: headdim 576, headdim_v 512, v the first columns of k. That
 // is multi-head latent attention with the up-projections absorbed into q and out.   out = softmax(q k^T * softmax_scale) k[:, :512]
+// Values of the same shape in a memory of their own are served too, in tiles of 32 keys, 36 KB of K and 32 KB of V (kOwnV).
 //
 // New against forward_wgmma_sm90: one load of a tile serves as K and as V, the heads that share keys are rows of one matrix (row r is head
 // r % group of query r / group), and the keys of a sequence are split between blocks where rows alone would not fill the GPU. A block
@@ -21,32 +22,33 @@
 namespace fa {
 namespace {
 
-constexpr int kD = 576, kDv = 512, kRows = 64, kKeys = 64, kStages = 2;
-constexpr uint32_t kTileBytes = kKeys * kD * 2, kChunkBytes = kKeys * kChunkRowBytes;
+constexpr int kD = 576, kDv = 512, kRows = 64, kStages = 2;
 constexpr int kMostShares = 256;  // as validation has it
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct MlaParams {
-    CUtensorMap map_k;
+    CUtensorMap map_k, map_v;  // map_v: kOwnV
     AttentionParams attention;
     int rows, row_blocks;   // seqlen_q x group; blocks of 64 of them
     int splits;             // shares of a sequence's keys
     int page_rows;          // rows of a box: a divisor of the page and of the tile
     int chunk_boxes;        // boxes of page_rows rows that make a chunk of a tile
-    int boxes;              // that make a tile: 1, of all chunks, or chunk_boxes for each
+    int boxes, boxes_v;     // that make a tile of K: 1, of all chunks, or chunk_boxes for each; of V, 0 where it is part of K
     float *partial, *lses;  // (batch, nheads_k, splits, rows, headdim_v) and (batch, nheads_k, splits, rows)
 };
 
-template <typename T>
+template <typename T, bool kOwnV>
 struct alignas(1024) MlaSmem {
+    static constexpr int kKeys = mla_keys(kOwnV);
     T q[kRows * kD];
-    T k[kStages][kKeys * kD];
-    uint4 p[4][128];    // P as A operand of warpgroup 1
-    float2 alpha[128];  // what O is off by; at the end 1 / row sum
+    T k[kStages][kKeys * (kOwnV ? kD + kDv : kD)];  // V behind K
+    uint4 p[kKeys / 16][128];                       // P as A operand of warpgroup 1
+    float2 alpha[128];                              // what O is off by; at the end 1 / row sum
     uint64_t k_full[kStages], k_empty[kStages];
 };
-static_assert(sizeof(MlaSmem<__half>) <= 227 * 1024, "one Hopper block can address 227 KiB");
+static_assert(sizeof(MlaSmem<__half, false>) <= 227 * 1024 && sizeof(MlaSmem<__half, true>) <= 227 * 1024,
+              "one Hopper block can address 227 KiB");
 
 enum MlaBarrier : int { kPublished = 1, kTaken = 2, kSoftmax = 3 };  // P is there; P may be overwritten; warpgroup 0
 
@@ -59,13 +61,16 @@ __device__ __forceinline__ MlaWork mla_work(const MlaParams& params, int block) 
     return {heads / nheads_k, heads % nheads_k, rest % params.splits, rows * kRows};
 }
 
-template <typename T>
+template <typename T, bool kOwnV>
 __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_constant__ MlaParams params) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    MlaSmem<T>& smem = *reinterpret_cast<MlaSmem<T>*>(shared);
+    using Smem = MlaSmem<T, kOwnV>;
+    Smem& smem = *reinterpret_cast<Smem*>(shared);
+    constexpr int kKeys = Smem::kKeys;
+    constexpr uint32_t kTileBytes = sizeof(smem.k[0]), kChunkBytes = kKeys * kChunkRowBytes, kVBegin = kOwnV ? kKeys * kD * 2 : 0;
     const AttentionParams& p = params.attention;
     const uint32_t k_full = shared_address(smem.k_full), k_empty = shared_address(smem.k_empty);
-    const uint32_t smem_q = shared_address(smem.q), smem_k = shared_address(smem.k);
+    const uint32_t smem_q = shared_address(smem.q), smem_k = shared_address(smem.k), smem_v = smem_k + kVBegin;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         prefetch_tensormap(&params.map_k);
@@ -99,9 +104,13 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
     if (warp >= kConsumers / 32) {
         setmaxnreg_dec<32>();
         // A thread has one box of a tile at most. A warp takes some 90 cycles to issue one, so neighbours belong to different warps.
-        const int box = lane * 4 + warp - kConsumers / 32, chunk = box / params.chunk_boxes;
-        const int box_row = (box - chunk * params.chunk_boxes) * params.page_rows;
-        if (warp - kConsumers / 32 >= params.boxes) return;
+        const int box = lane * 4 + warp - kConsumers / 32, boxes = params.boxes + (kOwnV ? params.boxes_v : 0);
+        const bool of_v = kOwnV && box >= params.boxes;
+        const int place = of_v ? box - params.boxes : box, chunk = place / params.chunk_boxes;
+        const int box_row = (place - chunk * params.chunk_boxes) * params.page_rows;
+        const uint32_t to = (of_v ? smem_v : smem_k) + chunk * kChunkBytes + box_row * kChunkRowBytes;
+        const CUtensorMap* map = of_v ? &params.map_v : &params.map_k;
+        if (warp - kConsumers / 32 >= boxes) return;
         Ring ring;
 #pragma unroll 1
         for (int tile = first; tile < first + count; ++tile) {
@@ -115,9 +124,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
             }
             mbarrier_wait(k_empty + 8 * ring.slot, ring.phase ^ 1);
             if (box == 0) mbarrier_arrive_expect_tx(k_full + 8 * ring.slot, kTileBytes);
-            if (box < params.boxes)
-                tma_load(smem_k + ring.slot * kTileBytes + chunk * kChunkBytes + box_row * kChunkRowBytes, &params.map_k,
-                         k_full + 8 * ring.slot, chunk * kChunkColumns, row, 0, work.head_k, page);
+            if (box < boxes)
+                tma_load(to + ring.slot * kTileBytes, map, k_full + 8 * ring.slot, chunk * kChunkColumns, row, 0, work.head_k, page);
             __syncwarp();
             ring.next(kStages);
         }
@@ -131,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
     float o[kDv / 4];
     uint32_t prob[kKeys / 4];
     float inverse[2];  // 1 / row sum, 0 for a row without keys
-    const uint64_t desc_v = wgmma_descriptor(smem_k + half * (kDv / 2 / kChunkColumns) * kChunkBytes, kChunkBytes);
+    const uint64_t desc_v = wgmma_descriptor(smem_v + half * (kDv / 2 / kChunkColumns) * kChunkBytes, kChunkBytes);
     const auto gemm_pv = [&] {
         const uint64_t desc = desc_v + ring.slot * descriptor_step(kTileBytes);
         wgmma_fence();
@@ -168,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
             for (int x = thread; x < kKeys * kDv / 8; x += 128) {
                 const int r = x / (kDv / 8);
                 if (r < before || r >= behind)
-                    store_shared_16(smem_k + at.slot * kTileBytes + swizzled_offset(kKeys, r, x % (kDv / 8)), make_uint4(0, 0, 0, 0));
+                    store_shared_16(smem_v + at.slot * kTileBytes + swizzled_offset(kKeys, r, x % (kDv / 8)), make_uint4(0, 0, 0, 0));
             }
             fence_proxy_async();
             bar_sync(kSoftmax, 128);
@@ -206,7 +214,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
             for (int i = 0; i < kKeys / 4; ++i) prob[i] = pack_16<T>(sc[2 * i], sc[2 * i + 1]);
             bar_sync(kTaken, kConsumers);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) smem.p[i][thread] = make_uint4(prob[4 * i], prob[4 * i + 1], prob[4 * i + 2], prob[4 * i + 3]);
+            for (int i = 0; i < kKeys / 16; ++i)
+                smem.p[i][thread] = make_uint4(prob[4 * i], prob[4 * i + 1], prob[4 * i + 2], prob[4 * i + 3]);
             smem.alpha[thread] = make_float2(alpha[0], alpha[1]);
             bar_arrive(kPublished, kConsumers);
             if (moved)
@@ -246,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
         for (int tile = 0; tile < count; ++tile) {
             bar_sync(kPublished, kConsumers);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < kKeys / 16; ++i) {
                 const uint4 x = smem.p[i][thread];
                 prob[4 * i] = x.x, prob[4 * i + 1] = x.y, prob[4 * i + 2] = x.z, prob[4 * i + 3] = x.w;
             }
@@ -337,7 +346,7 @@ MlaParams mla_params(const AttentionParams& p, int multiprocessors) {
     params.attention = p;
     params.rows = p.seqlen_q * p.group;
     params.row_blocks = (params.rows + kRows - 1) / kRows;
-    params.splits = mla_splits(p, int64_t(params.row_blocks) * p.nheads_k, multiprocessors);
+    params.splits = mla_splits(p, mla_keys(!mla_v_is_k(p)), int64_t(params.row_blocks) * p.nheads_k, multiprocessors);
     if (params.splits > 1) {
         params.partial = static_cast<float*>(align_up(p.workspace, 16));
         params.lses = params.partial + int64_t(p.batch) * p.nheads_k * params.splits * params.rows * kDv;
@@ -345,21 +354,27 @@ MlaParams mla_params(const AttentionParams& p, int multiprocessors) {
     return params;
 }
 
-template <typename T>
+template <typename T, bool kOwnV>
 cudaError_t launch_mla(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
+    constexpr int kKeys = mla_keys(kOwnV);
     MlaParams params = mla_params(p, multiprocessors);
     params.page_rows = p.cache.block_table ? std::gcd(p.cache.page_size, kKeys) : kKeys;
     params.chunk_boxes = kKeys / params.page_rows;
     const int64_t rows = p.cache.block_table ? p.cache.page_size : p.seqlen_k;
-    int loads = 0;  // boxes for the columns: 1, or one for each chunk
-    if (cudaError_t error = encode_tiles({p.k.data, std::is_same_v<T, __half>, kD, rows, p.nheads_k, p.cache.entries, 2 * p.k.row,
-                                          2 * p.k.head, 2 * p.k.batch, params.page_rows, kD, params.page_rows < kKeys},
-                                         &params.map_k, &loads))
+    const auto encode = [&](const TensorView& x, int columns, CUtensorMap* map, int* boxes) {
+        int loads = 0;  // boxes for the columns: 1, or one for each chunk
+        const cudaError_t error = encode_tiles({x.data, std::is_same_v<T, __half>, columns, rows, p.nheads_k, p.cache.entries, 2 * x.row,
+                                                2 * x.head, 2 * x.batch, params.page_rows, columns, params.page_rows < kKeys},
+                                               map, &loads);
+        *boxes = params.chunk_boxes * loads;
         return error;
-    params.boxes = params.chunk_boxes * loads;
+    };
+    if (cudaError_t error = encode(p.k, kD, &params.map_k, &params.boxes)) return error;
+    if (kOwnV)
+        if (cudaError_t error = encode(p.v, kDv, &params.map_v, &params.boxes_v)) return error;
     const int64_t heads = int64_t(p.batch) * p.nheads_k;
-    const cudaError_t error = launch_kernel(decode_mla_kernel<T>, unsigned(heads * params.row_blocks * params.splits), kThreads,
-                                            sizeof(MlaSmem<T>), stream, params);
+    const cudaError_t error = launch_kernel(decode_mla_kernel<T, kOwnV>, unsigned(heads * params.row_blocks * params.splits), kThreads,
+                                            sizeof(MlaSmem<T, kOwnV>), stream, params);
     if (error != cudaSuccess || params.splits == 1) return error;
     return launch_kernel(merge_shares_kernel<T>, unsigned(heads * params.rows), kMergeThreads, 0, stream, params);
 }
@@ -367,8 +382,11 @@ cudaError_t launch_mla(const AttentionParams& p, int multiprocessors, cudaStream
 }  // namespace
 
 cudaError_t decode_mla_sm90(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
-    if (p.dtype == DType::kFloat16) return launch_mla<__half>(p, multiprocessors, stream);
-    return launch_mla<__nv_bfloat16>(p, multiprocessors, stream);
+    const bool own_v = !mla_v_is_k(p);
+    if (p.dtype == DType::kFloat16)
+        return own_v ? launch_mla<__half, true>(p, multiprocessors, stream) : launch_mla<__half, false>(p, multiprocessors, stream);
+    return own_v ? launch_mla<__nv_bfloat16, true>(p, multiprocessors, stream)
+                 : launch_mla<__nv_bfloat16, false>(p, multiprocessors, stream);
 }
 
 size_t decode_mla_sm90_workspace(const AttentionParams& p, int multiprocessors) {

@@ -22,11 +22,27 @@ struct Divisor {
     __device__ __forceinline__ int remainder(int x, int quotient) const { return x - quotient * int(divisor); }
 #endif
 };
-inline Divisor divisor_of(int32_t x) {
+inline Divisor divisor_of(int32_t x) {  // x > 0
     Divisor d{uint32_t(x), 31, 0};
     while ((uint64_t(1) << (d.shift - 31)) < uint64_t(x)) ++d.shift;
     d.factor = uint32_t((uint64_t(1) << d.shift) / uint64_t(x)) + 1;
     return d;
+}
+
+// What a cut of the line into pieces for all blocks needs and the host knows.
+struct Balance {
+    int units, units_each;  // of the call; of a block where blocks have whole ones
+    bool whole;             // they may: that gives work to nearly all blocks
+    Divisor pieces;         // DecodeParams::pieces
+    Divisor of_unit;        // pieces of a unit at most; 1: a unit is not worth cutting at its ends
+};
+inline Balance balance_of(int units, int pieces) {
+    Balance x{};
+    x.units = units, x.units_each = (units + pieces - 1) / pieces;
+    // A block alone on an SM is slower than two of half its length: only whole units for all places are worth it.
+    x.whole = 10 * int64_t((units + x.units_each - 1) / x.units_each) >= 9 * int64_t(pieces);
+    x.pieces = divisor_of(pieces), x.of_unit = divisor_of(pieces > units ? pieces / units : 1);
+    return x;
 }
 
 struct DecodeParams {
@@ -44,6 +60,8 @@ struct DecodeParams {
     float* partial_lse;          // (slots, rows), of base 2
     bool combines;               // a unit may be in several pieces
     bool after_append;  // the launch is programmatic: the kernel before may still be making q and putting the new keys into the cache
+    bool ring;          // decode_ring_sm90.cuh
+    Balance balance;    // not uniform
 
     FA_HOST_DEVICE int heads() const { return attention.nheads_k * row_tiles; }  // units of a sequence
 };
@@ -81,31 +99,28 @@ __device__ __forceinline__ int piece_tiles(const DecodeParams& d, int tiles) {
 // Balanced: the line in pieces that differ by one tile at most, the longer ones first; or, `whole`, of equal units, so many units in a
 // piece or so many pieces of a unit. Called by whole warps, as is all of the following.
 struct Cut {
-    unsigned length, each, longer, pieces;
+    unsigned each = 0, longer = 0, pieces = 0;
     unsigned tiles = 0, of_unit = 0;  // equal units: of each; its pieces, 0 = it has neighbours in its piece
 
     __device__ __forceinline__ explicit Cut(const DecodeParams& d) {
+        if (d.uniform) return;
         unsigned least = ~0u, most = 0, sum = 0;
         for (int b = threadIdx.x % 32; b < d.attention.batch; b += 32) {
             const unsigned more = sequence_keys(d, b).tiles;
             sum += more, least = min(least, more), most = max(most, more);
         }
-        const unsigned units = d.attention.batch * d.heads(), resident = d.pieces;
-        length = __reduce_add_sync(~0u, sum) * d.heads();
-        pieces = min(resident, length), each = length / pieces, longer = length % pieces;
-        most = __reduce_max_sync(~0u, most);
-        if (__reduce_min_sync(~0u, least) != most) return;
-        // A block alone on an SM is slower than two of half its length: only whole units for all places are worth it.
-        const unsigned units_each = (units + resident - 1) / resident, blocks = (units + units_each - 1) / units_each;
-        const unsigned of_each = min(resident / units, most), longest = of_each ? (most + of_each - 1) / of_each : 0;
-        if (10 * blocks >= 9 * resident) tiles = most, each = units_each * tiles, longer = 0, pieces = blocks;
-        else if (of_each > 1 && 10 * longest <= 11 * (each + (longer > 0))) tiles = most, of_unit = of_each, pieces = units * of_each;
+        const Balance& balance = d.balance;
+        most = __reduce_max_sync(~0u, most), least = __reduce_min_sync(~0u, least);
+        const unsigned length = __reduce_add_sync(~0u, sum) * d.heads(), resident = d.pieces, of_each = min(balance.of_unit.divisor, most);
+        each = length < resident ? 1 : balance.pieces.divide(length), pieces = min(resident, length), longer = length - each * pieces;
+        if (least != most) return;
+        const unsigned longest = of_each < most ? balance.of_unit.divide(most + of_each - 1) : 1;
+        if (balance.whole) tiles = most, pieces = (balance.units + balance.units_each - 1) / balance.units_each;
+        else if (of_each > 1 && 10 * longest <= 11 * (each + (longer > 0)))
+            tiles = most, of_unit = of_each, pieces = balance.units * of_each;
     }
-    __device__ __forceinline__ unsigned begin(unsigned piece) const {
-        if (of_unit) return piece / of_unit * tiles + piece % of_unit * tiles / of_unit;
-        return min(piece * each + min(piece, longer), length);
-    }
-    __device__ __forceinline__ unsigned piece_at(unsigned place) const {  // not of_unit
+    __device__ __forceinline__ unsigned begin(unsigned piece) const { return piece * each + min(piece, longer); }  // of units of any length
+    __device__ __forceinline__ unsigned piece_at(unsigned place) const {
         const unsigned end = longer * (each + 1);
         return place < end ? place / (each + 1) : longer + (place - end) / each;
     }
@@ -120,13 +135,12 @@ struct UnitPieces {
     __device__ __forceinline__ int64_t slot(int i) const { return balanced ? first_slot + 2 * i + (i == 0) : first_slot + i; }
 };
 
-__device__ __forceinline__ UnitPieces pieces_of(const DecodeParams& d, int b, int unit) {
+__device__ __forceinline__ UnitPieces pieces_of(const DecodeParams& d, const Cut& cut, int b, int unit) {
     const int tiles = sequence_keys(d, b).tiles;
     if (d.uniform) {
         const int each = piece_tiles(d, tiles);
         return {(tiles + each - 1) / each, (int64_t(b) * d.heads() + unit) * d.pieces, false};
     }
-    const Cut cut(d);
     if (cut.of_unit) return {int(cut.of_unit), 2 * (int64_t(b) * d.heads() + unit) * cut.of_unit, true};
     if (cut.tiles) return {1, 0, true};
     unsigned before = 0;
@@ -150,11 +164,34 @@ public:
             return;
         }
         const Cut cut(d);
-        at_ = cut.begin(min(blockIdx.x, cut.pieces)), end_ = cut.begin(min(blockIdx.x + 1, cut.pieces));
+        const unsigned piece = min(blockIdx.x, cut.pieces);
+        if (cut.tiles && !cut.of_unit) {
+            at_ = min(piece * d.balance.units_each, d.balance.units), end_ = min(at_ + d.balance.units_each, d.balance.units);
+            equal_ = cut.tiles;
+        } else if (cut.tiles) {
+            at_ = piece, end_ = min(piece + 1, cut.pieces);
+            equal_ = cut.tiles;
+        } else {
+            at_ = cut.begin(piece), end_ = cut.begin(min(piece + 1, cut.pieces));
+        }
     }
 
     // False when there is nothing left.
     __device__ __forceinline__ bool next(const DecodeParams& d, Segment& segment) {
+        if (equal_) {
+            if (at_ >= end_) return false;
+            const Divisor& most = d.balance.of_unit;
+            const unsigned of_unit = d.balance.whole ? 1 : min(most.divisor, equal_);
+            const auto by_pieces = [&](unsigned x) { return of_unit < most.divisor ? x / of_unit : unsigned(most.divide(x)); };
+            const unsigned unit = d.balance.whole ? at_ : by_pieces(at_), i = at_ - unit * of_unit, b = d.units.divide(unit);
+            ++at_;
+            segment = {int(b), int(unit - b * d.heads()), 0, int(equal_), -1};
+            if (of_unit > 1) {
+                segment.begin = by_pieces(i * equal_), segment.end = by_pieces((i + 1) * equal_);
+                segment.slot = 2 * blockIdx.x + (i == 0);
+            }
+            return true;
+        }
         while (at_ < end_) {
             if (d.uniform) {
                 const unsigned slot = at_, piece = slot % d.pieces, unit = slot / d.pieces, b = unit / d.heads();
@@ -187,7 +224,8 @@ public:
     }
 
 private:
-    unsigned at_, end_;
+    unsigned at_, end_;                             // of the line; equal units: of them or of their pieces
+    unsigned equal_ = 0;                            // equal units: tiles of each
     int first_ = -32;                               // of 32 sequences,
     unsigned before_ = 0, length_ = 0, place_ = 0;  // which begin at before_; place_: where this lane's ends, from there
 };

@@ -30,6 +30,10 @@ cudaError_t decode_split(const AttentionParams& p, const AppendParams* append, c
     cudaError_t error;
     if (d.row_warps) {
         error = decode_lanes(d, append, device, stream);
+#if FA_WITH_WGMMA_SM90
+    } else if (d.ring) {
+        error = decode_ring(d, device, stream);
+#endif
     } else {
         error = decode_bytes(p)              ? decode_split_8bit(d, device, stream)
                 : p.dtype == DType::kFloat16 ? launch_decode<__half>(d, device, stream)

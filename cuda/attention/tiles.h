@@ -171,12 +171,18 @@ inline void wgmma_sections(const AttentionParams& p, int m_blocks, int multiproc
 
 // ---- decode_mla_sm90 ----
 
-// Shares into which the keys of every sequence are cut: what the whole grid, one block on each multiprocessor, takes in tiles of 64 keys,
-// when a block costs a few tiles more than those of its share. The capacity of the cache stands for the lengths, which only the device
-// knows.
-inline int mla_splits(const AttentionParams& p, int64_t blocks_per_sequence, int multiprocessors) {
+// V is the first columns of K, in the same memory; else it is loaded too, and a tile has half the keys.
+inline bool mla_v_is_k(const AttentionParams& p) {
+    return p.v.data == p.k.data && p.v.batch == p.k.batch && p.v.row == p.k.row && p.v.head == p.k.head;
+}
+FA_HOST_DEVICE constexpr int mla_keys(bool own_v) { return own_v ? 32 : 64; }  // of a tile
+
+// Shares into which the keys of every sequence are cut: what the whole grid, one block on each multiprocessor, takes in tiles of `keys`
+// keys, when a block costs a few tiles more than those of its share. The capacity of the cache stands for the lengths, which only the
+// device knows.
+inline int mla_splits(const AttentionParams& p, int keys, int64_t blocks_per_sequence, int multiprocessors) {
     constexpr int kBlockCost = 6, kInvariantTiles = 32, kMostSplits = 128;
-    const int64_t tiles = (int64_t(p.seqlen_k) + 63) / 64, most = tiles < kMostSplits ? tiles : kMostSplits;
+    const int64_t tiles = (int64_t(p.seqlen_k) + keys - 1) / keys, most = tiles < kMostSplits ? tiles : kMostSplits;
     if (p.cache.num_splits > 0) return p.cache.num_splits;
     if (most <= 1) return 1;
     if (p.cache.batch_invariant) return int(tiles < kInvariantTiles * most ? (tiles + kInvariantTiles - 1) / kInvariantTiles : most);

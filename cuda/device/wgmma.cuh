@@ -81,6 +81,7 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
 // ---- the instruction, for every N in use: FA_TEXT_n names accumulators %0 .. %n-1, FA_BIND_n binds them ----
 
 #define FA_TEXT_8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
+#define FA_TEXT_16 FA_TEXT_8(0, 1, 2, 3, 4, 5, 6, 7) "," FA_TEXT_8(8, 9, 10, 11, 12, 13, 14, 15)
 #define FA_TEXT_32                    \
     FA_TEXT_8(0, 1, 2, 3, 4, 5, 6, 7) \
     "," FA_TEXT_8(8, 9, 10, 11, 12, 13, 14, 15) "," FA_TEXT_8(16, 17, 18, 19, 20, 21, 22, 23) "," FA_TEXT_8(24, 25, 26, 27, 28, 29, 30, 31)
@@ -97,6 +98,7 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
 
 #define FA_BIND_8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FA_BIND_16 FA_BIND_8(0), FA_BIND_8(8)
 #define FA_BIND_32 FA_BIND_8(0), FA_BIND_8(8), FA_BIND_8(16), FA_BIND_8(24)
 #define FA_BIND_40 FA_BIND_32, FA_BIND_8(32)
 #define FA_BIND_48 FA_BIND_40, FA_BIND_8(40)
@@ -138,6 +140,7 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB));
 
 #define FA_WGMMA_SS_ALL(TYPE)                      \
+    FA_WGMMA_SS(32, 16, TYPE, 16, 17, 18, 19, 20)  \
     FA_WGMMA_SS(64, 32, TYPE, 32, 33, 34, 35, 36)  \
     FA_WGMMA_SS(80, 40, TYPE, 40, 41, 42, 43, 44)  \
     FA_WGMMA_SS(96, 48, TYPE, 48, 49, 50, 51, 52)  \
@@ -147,6 +150,7 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
     FA_WGMMA_SS_FIRST(64, 32, TYPE, 32, 33, 34, 35) \
     FA_WGMMA_SS_FIRST(128, 64, TYPE, 64, 65, 66, 67)
 #define FA_WGMMA_RS_ALL(TYPE)                                 \
+    FA_WGMMA_RS(32, 16, TYPE, 16, 17, 18, 19, 20, 21, 22)     \
     FA_WGMMA_RS(64, 32, TYPE, 32, 33, 34, 35, 36, 37, 38)     \
     FA_WGMMA_RS(96, 48, TYPE, 48, 49, 50, 51, 52, 53, 54)     \
     FA_WGMMA_RS(128, 64, TYPE, 64, 65, 66, 67, 68, 69, 70)    \
@@ -157,7 +161,7 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
 // along k (Q and K of Q K^T); 1: along m or n (V of P V, dS^T of dS K).
 template <typename T, int kN, int kTransposeA = 0, int kTransposeB = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-    static_assert(kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128, "add this N to FA_WGMMA_SS_ALL");
+    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128, "add this N to FA_WGMMA_SS_ALL");
     if constexpr (std::is_same_v<T, __half>) {
         FA_WGMMA_SS_ALL("f16")
     } else {
@@ -180,7 +184,7 @@ __device__ __forceinline__ void wgmma_ss_first(float (&d)[kN / 2], uint64_t a, u
 // neighbouring accumulators gives. kTransposeB: B's rows run along n (V in P V), else along k (K).
 template <typename T, int kN, int kTransposeB>
 __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate) {
-    static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "add this N to FA_WGMMA_RS_ALL");
+    static_assert(kN == 32 || kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "add this N to FA_WGMMA_RS_ALL");
     if constexpr (std::is_same_v<T, __half>) {
         FA_WGMMA_RS_ALL("f16")
     } else {

@@ -1,0 +1,426 @@
+// decode_ring_attend_sm90.cuh: the memory that the warps of decode_ring_sm90.cuh share, and the warps that attend to what lies in it.
+#pragma once
+
+#include "attention/decode.h"
+#include "attention/general_scores.cuh"
+#include "attention/shared_tile.cuh"
+#include "device/launch.h"
+#include "device/mma.cuh"
+#include "device/ptx.cuh"
+#include "device/widen.cuh"
+
+#include <cfloat>
+#include <type_traits>
+
+namespace fa {
+namespace {
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kRescaleThreshold = 8;  // of log2: see forward_mma_sm80.cuh
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+constexpr int kParts = 4, kGroups = 2, kWarps = kParts * kGroups;        // of a tile; warps with a part each; those that attend
+constexpr int kRows = 16, kThreads = 32 * (kWarps + 2), kAttending = 1;  // kAttending: their named barrier
+
+struct RingParams {
+    DecodeParams decode;
+    int box_rows, boxes;   // keys of a box: a tile's, or what a page and a tile have in common; boxes of a tile
+    int k_boxes, v_boxes;  // of the columns: 1, or one for each 64
+    CUtensorMap k_map, v_map;
+};
+
+// What the warp that loads K passes on with the rows of q of a segment.
+struct RingWork {
+    Segment segment;  // b < 0: there is none any more
+    SequenceKeys keys;
+};
+
+template <typename E, int kD>
+struct RingSmem {
+    static constexpr bool kBytes = sizeof(E) == 1;
+    static constexpr int kRowBytes = kD * int(sizeof(E)), kPartKeys = kRowBytes <= 128 ? 32 : 16, kKeys = kParts * kPartKeys;
+    static_assert(kRowBytes % 128 == 0, "a row is whole chunks");
+    static constexpr int kSlotBytes = kKeys * kRowBytes, kScales = kBytes ? kKeys : 0;
+    static constexpr int kRest = 2 * kRows * kD * 2 + kWarps * 8 * kD * 4 + 2 * kWarps * kRows * 4 + 1024;
+    // Whole tiles of every group, so that within a segment a slot always belongs to the same one: a barrier's parity tells two phases
+    // apart, and a group that had not seen the last would mistake the one before for its own. What is left is for decode_combine.cu, which
+    // waits on the same SMs.
+    static constexpr int kSlots = ((222 << 10) - kRest) / (kSlotBytes + 4 * kScales) / (2 * kGroups) * (2 * kGroups);
+    alignas(1024) unsigned char slots[kSlots][kSlotBytes];  // K of a tile, its V, K of the next tile; chunks of 128 bytes, swizzled
+    float scales[kSlots][kBytes ? kScales : 1];             // of the keys, of bytes
+    alignas(128) unsigned char q[2][kRows * kD * 2];        // of this segment and the next
+    alignas(16) float o[kWarps][8 * kD];                    // eight rows of each warp, when they add up
+    float row_max[kWarps][kRows], row_sum[kWarps][kRows];
+    RingWork work[2];
+    alignas(8) uint64_t full[kSlots], empty[kSlots], q_full[2], q_empty[2];
+};
+
+template <int kSlots>
+struct RingPlace {
+    int slot = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void advance(int by) {
+        slot += by;
+        if (slot >= kSlots) slot -= kSlots, phase ^= 1;
+    }
+};
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+    return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(kFullWarp, x, 1);
+    return x + __shfl_xor_sync(kFullWarp, x, 2);
+}
+
+// Fragments of rows of q as bf16 become fp16: divided by the power of two below the row's largest magnitude, so that none overflows and
+// what underflows is below 2^-24 of that. The power goes into the row's scale.
+template <int kSteps>
+__device__ __forceinline__ void narrow_rows(uint32_t (&Q)[kSteps][4], float (&row_scale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float amax = 0, x[2];
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int i = half; i < 4; i += 2) {
+                unpack_16<__nv_bfloat16>(x, Q[step][i]);
+                amax = fmaxf(amax, fmaxf(fabsf(x[0]), fabsf(x[1])));
+            }
+        const uint32_t exponent = min(max(__float_as_uint(quad_max(amax)) >> 23, 1u), 253u);
+        const float inverse = __uint_as_float((254 - exponent) << 23);
+        row_scale[half] *= __uint_as_float(exponent << 23);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int i = half; i < 4; i += 2) {
+                unpack_16<__nv_bfloat16>(x, Q[step][i]);
+                Q[step][i] = pack_16<__half>(x[0] * inverse, x[1] * inverse);
+            }
+    }
+}
+
+template <typename E, int kD>
+__device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E, kD>& smem) {
+    using Smem = RingSmem<E, kD>;
+    constexpr bool kBytes = Smem::kBytes;
+    using T = std::conditional_t<kBytes, __half, E>;  // what the tensor cores multiply
+    using TileQ = SharedTile<T, kD>;
+    constexpr int kRowBytes = Smem::kRowBytes, kPartKeys = Smem::kPartKeys, kTilesN = kPartKeys / 8, kTilesV = kD / 8, kStepsD = kD / 16;
+    static_assert(kD <= 128, "Q fits in registers");
+    const DecodeParams& d = params.decode;
+    const AttentionParams& p = d.attention;
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0), part = warp % kParts,
+              rows = p.seqlen_q * p.group;
+    const uint32_t slots = shared_address(smem.slots), full = shared_address(smem.full), empty = shared_address(smem.empty);
+    const uint32_t q_full = shared_address(smem.q_full), q_empty = shared_address(smem.q_empty);
+    // A part lies in boxes of box_rows keys, each chunks of 64 columns: piece x of key r is at chunk x / 8, row r, piece x % 8 ^ r % 8.
+    const int chunk_bytes = params.box_rows * 128;
+    const uint32_t part_at = part * kPartKeys / params.box_rows * params.box_rows * kRowBytes + part * kPartKeys % params.box_rows * 128;
+    const uint32_t k_lane = part_at + (lane % 8 + lane / 16 * 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
+    const uint32_t v_lane = part_at + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
+    // The keys of a part follow each other also where they are two boxes of 16: with 32 keys a part has one chunk.
+    const auto step_to = [&](uint32_t address, int step) { return (address ^ step % 4 * 32) + step / 4 * chunk_bytes; };
+
+    for (int x = threadIdx.x; x < int(sizeof(smem.q)) / 16; x += 32 * kWarps) store_shared_16(shared_address(smem.q) + 16 * x, uint4{});
+    __syncthreads();  // the barriers and the zeros of rows and columns without values are there
+    RingPlace<Smem::kSlots> ring;
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+        const int buffer = n & 1;
+        mbarrier_wait(q_full + 8 * buffer, n / 2 & 1);
+        const RingWork work = smem.work[buffer];
+        const int b = work.segment.b, head_k = work.segment.unit;  // the rows of a key head are one tile
+        if (b < 0) break;
+        if (n == 0 && d.after_append) grid_dependency_wait();  // it is over: now this thread may write, too
+        const SequenceKeys keys = work.keys;
+        const uint32_t q_tile = shared_address(smem.q[buffer]);
+        uint32_t Q[kStepsD][4];
+        const float scale = p.softcap == 0 ? p.scale * kLog2e : p.scale;
+        float row_scale[2] = {scale, scale};
+        if constexpr (kBytes) {
+            // Columns 4 (lane % 4) .. + 3 of a step are a lane's, as widen_neighbours gives those of K.
+#pragma unroll
+            for (int step = 0; step < kStepsD; ++step)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const uint32_t at = q_tile + TileQ::offset(lane / 4 + 8 * half, 2 * step + lane % 4 / 2) + lane % 2 * 8;
+                    Q[step][half] = load_shared_4(at), Q[step][2 + half] = load_shared_4(at + 4);
+                }
+            if (p.dtype == DType::kBFloat16) narrow_rows(Q, row_scale);
+        } else {
+#pragma unroll
+            for (int step = 0; step < kStepsD; ++step)
+                ldmatrix_x4(Q[step], TileQ::advance(q_tile + TileQ::offset(lane % 16, lane / 16), step));
+        }
+        const auto row_of = [&](int half) { return min(lane / 4 + 8 * half, rows - 1); };
+        float O[kTilesV][4] = {};
+        float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // log2 units; this thread's share
+        float v_unit = 1e-30f;                                         // bytes: O counts in units of the largest factor of V so far
+
+        const int tiles = work.segment.end - work.segment.begin;
+        int tile = 0, turn = warp / kParts;  // tiles until this warp's next: counted from the segment's first, so that the bits of a result
+                                             // do not depend on the segments before
+#pragma unroll 1
+        while (tile + turn < tiles) {
+            tile += turn, ring.advance(2 * turn), turn = kGroups - 1;
+            const int key0 = (keys.first_tile + work.segment.begin + tile) * Smem::kKeys + part * kPartKeys;
+            const bool seen = key0 < keys.end && key0 + kPartKeys > keys.begin;
+            // ---- S = Q K^T ----
+            float S[kTilesN][4] = {};
+            mbarrier_wait(full + 8 * ring.slot, ring.phase);
+            if (seen) {
+                const uint32_t k_part = slots + ring.slot * Smem::kSlotBytes + k_lane;
+#pragma unroll
+                for (int step = 0; step < kStepsD; step += kBytes ? 2 : 1) {
+#pragma unroll
+                    for (int i = 0; i < kTilesN; i += 2) {
+                        uint32_t B[4];
+                        ldmatrix_x4(B, step_to(k_part, kBytes ? step / 2 : step) + 8 * i * 128);
+                        if constexpr (kBytes) {
+#pragma unroll
+                            for (int x = 0; x < 4; ++x) {
+                                uint32_t wide[2];
+                                widen_neighbours<E>(wide, B[x]);
+                                mma<T>(S[i + x / 2], Q[step + x % 2], wide[0], wide[1]);
+                            }
+                        } else {
+                            mma<T>(S[i], Q[step], B[0], B[1]);
+                            mma<T>(S[i + 1], Q[step], B[2], B[3]);
+                        }
+                    }
+                }
+                if (kBytes) {
+                    const uint32_t scales = shared_address(smem.scales[ring.slot] + part * kPartKeys);
+#pragma unroll
+                    for (int i = 0; i < kTilesN; ++i)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            const float scale = __uint_as_float(load_shared_4(scales + 4 * (8 * i + mma_column(lane, e))));
+                            S[i][e] *= scale, S[i][2 + e] *= scale;
+                        }
+                }
+            }
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(empty + 8 * ring.slot);
+            ring.advance(1);
+
+            bool zeroes = false;
+            if (seen) {
+#pragma unroll
+                for (int i = 0; i < kTilesN; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) S[i][e] *= row_scale[e / 2];
+                if (p.softcap != 0) {
+                    const float inverse = 1.0f / p.softcap, cap = p.softcap * kLog2e;
+#pragma unroll
+                    for (int i = 0; i < kTilesN; ++i)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) S[i][e] = cap * tanh_fast(S[i][e] * inverse);
+                }
+                if (p.alibi_slopes) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int r = row_of(half), distance = r / p.group + keys.shift - key0 - mma_column(lane, 0);
+                        const float slope = p.alibi_slopes[b * p.alibi_batch + head_k * p.group + r % p.group] * kLog2e;
+#pragma unroll
+                        for (int i = 0; i < kTilesN; ++i)
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) S[i][2 * half + e] -= slope * fabsf(float(distance - 8 * i - e));
+                    }
+                }
+                zeroes = key0 < keys.begin || key0 + kPartKeys > keys.end;
+                // Keys that every row sees need no comparison.
+                const int every_begin = p.window_left >= 0 ? max(p.seqlen_q - 1 + keys.shift - p.window_left, keys.begin) : keys.begin;
+                const int every_end = p.window_right >= 0 ? min(keys.shift + p.window_right + 1, keys.end) : keys.end;
+                if (key0 < every_begin || key0 + kPartKeys > every_end) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int aligned = row_of(half) / p.group + keys.shift, from = key0 + mma_column(lane, 0);
+                        const int begin = (p.window_left >= 0 ? max(aligned - p.window_left, keys.begin) : keys.begin) - from;
+                        const int end = (p.window_right >= 0 ? min(aligned + p.window_right + 1, keys.end) : keys.end) - from;
+#pragma unroll
+                        for (int i = 0; i < kTilesN; ++i)
+#pragma unroll
+                            for (int e = 0; e < 2; ++e)
+                                if (8 * i + e < begin || 8 * i + e >= end) S[i][2 * half + e] = -INFINITY;
+                    }
+                }
+
+                // ---- P = 2^(S - row_max), as in forward_mma_sm80.cuh ----
+                float new_max[2];
+                bool moved = false;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float x = fmaxf(S[0][2 * half], S[0][2 * half + 1]);
+#pragma unroll
+                    for (int i = 1; i < kTilesN; ++i) x = fmaxf(x, fmaxf(S[i][2 * half], S[i][2 * half + 1]));
+                    new_max[half] = fmaxf(row_max[half], quad_max(x));
+                    moved |= new_max[half] - row_max[half] > kRescaleThreshold;
+                }
+                if (__any_sync(kFullWarp, moved)) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const float next = new_max[half] - row_max[half] > kRescaleThreshold ? new_max[half] : row_max[half];
+                        const float factor = exp2_approx(row_max[half] - next);
+                        row_max[half] = next;
+                        row_sum[half] *= factor;
+#pragma unroll
+                        for (int i = 0; i < kTilesV; ++i) O[i][2 * half] *= factor, O[i][2 * half + 1] *= factor;
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kTilesN; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        S[i][e] = exp2_approx(S[i][e] - row_max[e / 2]);
+                        row_sum[e / 2] += S[i][e];
+                    }
+            }
+
+            // ---- O += P V ----
+            mbarrier_wait(full + 8 * ring.slot, ring.phase);
+            if (seen) {
+                const uint32_t v_slot = slots + ring.slot * Smem::kSlotBytes, v_part = v_slot + v_lane;
+                if (zeroes) {  // rows that nobody sees may hold anything, and 0 x NaN is NaN
+                    for (int x = lane; x < kPartKeys * kRowBytes / 16; x += 32) {
+                        const int row = x / (kRowBytes / 16), piece = x % (kRowBytes / 16), key = key0 + row;
+                        if (key < keys.begin || key >= keys.end)
+                            store_shared_16(v_slot + part_at + piece / 8 * chunk_bytes + row * 128 + (piece ^ row) % 8 * 16, uint4{});
+                    }
+                    fence_proxy_async();  // the copy engine writes there next
+                    __syncwarp();
+                }
+                if (kBytes) {
+                    const uint32_t scales = shared_address(smem.scales[ring.slot] + part * kPartKeys);
+                    float v_scale[kTilesN][2], largest = 0;
+#pragma unroll
+                    for (int i = 0; i < kTilesN; ++i)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            v_scale[i][e] = __uint_as_float(load_shared_4(scales + 4 * (8 * i + mma_column(lane, e))));
+                            largest = fmaxf(largest, v_scale[i][e]);
+                        }
+                    largest = quad_max(largest);
+                    if (largest > v_unit) {  // the same in all lanes: a quad has the part's keys
+                        const float factor = v_unit / largest;
+#pragma unroll
+                        for (int i = 0; i < kTilesV; ++i)
+#pragma unroll
+                            for (int e = 0; e < 4; ++e) O[i][e] *= factor;
+                        v_unit = largest;
+                    }
+                    const float inverse = 1.0f / v_unit;
+#pragma unroll
+                    for (int i = 0; i < kTilesN; ++i)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) S[i][e] *= v_scale[i][e % 2] * inverse;
+                }
+#pragma unroll
+                for (int step = 0; step < kPartKeys / 16; ++step) {
+                    uint32_t A[4];
+                    fragment_of<T>(A, &S[2 * step]);
+#pragma unroll
+                    for (int i = 0; i < kTilesV; i += kBytes ? 4 : 2) {
+                        if constexpr (kBytes) {
+                            uint32_t B[4];
+                            ldmatrix_x4_trans(B, step_to(v_part, i / 4) + 16 * step * 128);
+#pragma unroll
+                            for (int x = 0; x < 2; ++x) {
+                                uint32_t even[2], odd[2];
+                                widen_even_odd<E>(even[0], odd[0], B[2 * x]);
+                                widen_even_odd<E>(even[1], odd[1], B[2 * x + 1]);
+                                mma<T>(O[i + 2 * x], A, even[0], even[1]);
+                                mma<T>(O[i + 2 * x + 1], A, odd[0], odd[1]);
+                            }
+                        } else {
+                            uint32_t B[2][2];
+                            ldmatrix_x4_trans(B, step_to(v_part, i / 2) + 16 * step * 128);
+                            mma<T>(O[i], A, B[0][0], B[0][1]);
+                            mma<T>(O[i + 1], A, B[1][0], B[1][1]);
+                        }
+                    }
+                }
+            }
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(empty + 8 * ring.slot);
+            ring.advance(1);
+            ++tile;
+        }
+        ring.advance(2 * (tiles - tile));
+
+        // ---- the warps' results ----
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float sum = quad_sum(row_sum[half]);
+            if (lane % 4 == 0) smem.row_max[warp][lane / 4 + 8 * half] = row_max[half], smem.row_sum[warp][lane / 4 + 8 * half] = sum;
+        }
+        const auto o_place = [](int row, int column) { return row * kD + (column ^ row % 4 * 8); };
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (8 * half >= rows) break;
+#pragma unroll
+            for (int i = 0; i < kTilesV; i += 2) {
+                const int row = lane / 4, x = 2 * half;
+                if (kBytes) {  // two tiles hold the even and the odd columns of 16
+                    *reinterpret_cast<float4*>(smem.o[warp] + o_place(row, 8 * i + 4 * (lane % 4))) =
+                        make_float4(O[i][x] * v_unit, O[i + 1][x] * v_unit, O[i][x + 1] * v_unit, O[i + 1][x + 1] * v_unit);
+                } else {
+                    *reinterpret_cast<float2*>(smem.o[warp] + o_place(row, 8 * i + 2 * (lane % 4))) = make_float2(O[i][x], O[i][x + 1]);
+                    *reinterpret_cast<float2*>(smem.o[warp] + o_place(row, 8 * i + 8 + 2 * (lane % 4))) =
+                        make_float2(O[i + 1][x], O[i + 1][x + 1]);
+                }
+            }
+            bar_sync(kAttending, 32 * kWarps);
+            const int r = 8 * half + warp;  // a row for each warp
+            if (r < rows) {
+                float max = -FLT_MAX, sum = 0, weight[kWarps];
+#pragma unroll
+                for (int x = 0; x < kWarps; ++x) max = fmaxf(max, smem.row_max[x][r]);
+#pragma unroll
+                for (int x = 0; x < kWarps; ++x) {
+                    weight[x] = exp2_approx(smem.row_max[x][r] - max);
+                    sum += weight[x] * smem.row_sum[x][r];
+                }
+                const int i = r / p.group, head = head_k * p.group + r % p.group, slot = work.segment.slot;
+                const bool whole = slot < 0;
+                float inverse = sum == 0 ? 0 : 1 / sum;
+                if (whole) {
+                    if (const float sink = p.sinks ? p.sinks[head] * kLog2e : -INFINITY; sink != -INFINITY) {
+                        const float next = fmaxf(max, sink), factor = exp2_approx(max - next);
+                        sum = sum * factor + exp2_approx(sink - next), max = next, inverse = factor / sum;
+                    }
+                    if (p.lse && lane == 0)
+                        p.lse[(int64_t(b) * p.nheads + head) * p.seqlen_q + i] = sum == 0 ? -INFINITY : (max + log2f(sum)) * kLn2;
+                } else if (lane == 0) {
+                    d.partial_lse[int64_t(slot) * kRows + r] = sum == 0 ? -INFINITY : max + log2f(sum);
+                }
+                float* const partial = d.partial + (int64_t(slot) * kRows + r) * p.headdim_v;
+                uint16_t* const out = static_cast<uint16_t*>(p.out.data) + b * p.out.batch + i * p.out.row + head * p.out.head;
+#pragma unroll
+                for (int column = 4 * lane; column < kD; column += 128) {
+                    if (column >= p.headdim_v) continue;
+                    float4 x{};
+#pragma unroll
+                    for (int source = 0; source < kWarps; ++source) {
+                        const float4 y = *reinterpret_cast<const float4*>(smem.o[source] + o_place(warp, column));
+                        const float w = weight[source];
+                        x.x += w * y.x, x.y += w * y.y, x.z += w * y.z, x.w += w * y.w;
+                    }
+                    x.x *= inverse, x.y *= inverse, x.z *= inverse, x.w *= inverse;
+                    if (!whole) *reinterpret_cast<float4*>(partial + column) = x;
+                    else if (p.dtype == DType::kFloat16)
+                        *reinterpret_cast<uint2*>(out + column) = make_uint2(pack_16<__half>(x.x, x.y), pack_16<__half>(x.z, x.w));
+                    else
+                        *reinterpret_cast<uint2*>(out + column) =
+                            make_uint2(pack_16<__nv_bfloat16>(x.x, x.y), pack_16<__nv_bfloat16>(x.z, x.w));
+                }
+            }
+            bar_sync(kAttending, 32 * kWarps);
+        }
+        if (lane == 0) mbarrier_arrive(q_empty + 8 * buffer);
+    }
+}
+
+}  // namespace
+}  // namespace fa

@@ -1,0 +1,167 @@
+// decode_ring_sm90.cuh: few rows of q against a long cache, on Hopper. New against decode_split.cuh: two warps load for a whole SM, one K
+// and one V, through the copy engine into one ring that fills the SM's shared memory, and eight warps attend.
+//   - The ring never drains: its warps go on to the next unit's keys while the others finish the last one. They find the unit and its
+//     keys, and pass that on with the unit's rows of q, so that the others have no integer work of their own.
+//   - A tile is four parts of keys. A warp attends to its part of every second tile and meets the other warps at the end of a segment only.
+//   - A page of 16 keys or more is a box of the copy engine, or several; the lanes of a loading warp look up 32 of them at a time.
+//   - 8-bit caches as in decode_split.cuh; their factors arrive by cp.async with the tile.
+//
+// Bound by the memory, and by the latency of its ends: lengths -> first keys, and last keys -> result.
+#pragma once
+
+#include "attention/decode_ring_attend_sm90.cuh"
+#include "device/mbarrier_sm80.cuh"
+#include "device/tensor_map.h"
+
+namespace fa {
+namespace {
+
+// A warp that loads: K, or `values`.
+template <typename E, int kD>
+__device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, kD>& smem) {
+    using Smem = RingSmem<E, kD>;
+    using TileQ = SharedTile<__half, kD>;  // of 16-bit values
+    const DecodeParams& d = params.decode;
+    const AttentionParams& p = d.attention;
+    const CacheView& cache = p.cache;
+    const int lane = threadIdx.x % 32, box_rows = params.box_rows, boxes = params.boxes, rows = p.seqlen_q * p.group;
+    const bool values = threadIdx.x / 32 > kWarps;
+    const CUtensorMap* const map = values ? &params.v_map : &params.k_map;
+    const int column_boxes = values ? params.v_boxes : params.k_boxes;
+    const CacheScale& scale = values ? cache.v_scale : cache.k_scale;
+    const uint32_t slots = shared_address(smem.slots), full = shared_address(smem.full), empty = shared_address(smem.empty);
+    const uint32_t q_full = shared_address(smem.q_full), q_empty = shared_address(smem.q_empty);
+    bool waited = !d.after_append;
+    const auto wait_for_append = [&] {
+        if (waited) return;
+        grid_dependency_wait();
+        fence_proxy_async_global();
+        waited = true;
+    };
+
+    if (lane == 0) prefetch_tensormap(map);
+    RingPlace<Smem::kSlots> ring;
+    ring.advance(values);
+    int n = 0;
+    Segments segments(d);
+    __syncthreads();  // the barriers are there
+#pragma unroll 1
+    for (Segment segment; segments.next(d, segment); ++n) {
+        const int b = segment.b, head_k = segment.unit, buffer = n & 1;  // the rows of a key head are one tile
+        const SequenceKeys keys = sequence_keys(d, b);
+        const int first = keys.first_tile + segment.begin, end = keys.first_tile + segment.end;
+        const int entry = !cache.entries ? b : cache.block_table ? 0 : cache_entry(cache, b);
+        // Behind other kernels the rows of q come last, when the ring is full.
+        const int query_tile = d.after_append && n == 0 ? min(first + Smem::kSlots / 2, end) - 1 : first;
+        // The page of box i of the segment; what nobody sees, and so may have no page, arrives as zeros.
+        const auto find = [&](int i) {
+            const int key = first * Smem::kKeys + i * box_rows;
+            const bool seen = i < (end - first) * boxes && key < keys.end && key + box_rows > keys.begin;
+            return seen ? cache_page(cache, b, d.page.divide(key)) : cache.entries;
+        };
+        int page = 0, next_page = cache.block_table ? find(lane) : 0;
+#pragma unroll 1
+        for (int tile = first; tile < end; ++tile) {
+            const int key0 = tile * Smem::kKeys;
+            if (cache.added && key0 + Smem::kKeys > keys.count - cache.added) wait_for_append();
+            int batch = entry, row = key0;
+            if (cache.block_table) {
+                const int i = (tile - first) * boxes;
+                if (i % 32 == 0) page = next_page, next_page = find(i + 32 + lane);
+                batch = __shfl_sync(kFullWarp, page, (i + lane) % 32);
+                row = key0 + lane * box_rows;
+                row = d.page.remainder(row, d.page.divide(row));
+            }
+            mbarrier_wait(empty + 8 * ring.slot, ring.phase ^ 1);
+            const uint32_t barrier = full + 8 * ring.slot;
+            if (lane == 0) mbarrier_arrive_expect_tx(barrier, Smem::kSlotBytes);
+            __syncwarp();
+            if (lane < boxes) {
+                const uint32_t to = slots + ring.slot * Smem::kSlotBytes + lane * box_rows * Smem::kRowBytes;
+                for (int c = 0; c < column_boxes; ++c)
+                    tma_load(to + c * box_rows * 128, map, barrier, 64 * c, row, 0, head_k, batch, kEvictFirst);
+            }
+            __syncwarp();
+            if (Smem::kBytes) {
+#pragma unroll
+                for (int j = lane; j < Smem::kKeys; j += 32) {
+                    const int box = j / box_rows, box_batch = __shfl_sync(kFullWarp, batch, box),
+                              box_row = __shfl_sync(kFullWarp, row, box);
+                    const bool seen = unsigned(key0 + j - keys.begin) < unsigned(keys.end - keys.begin);
+                    const float* const from =
+                        scale.data + box_batch * scale.batch + (box_row + j - box * box_rows) * scale.row + head_k * scale.head;
+                    cp_async_4(shared_address(smem.scales[ring.slot] + j), seen ? from : scale.data, seen ? 4 : 0);
+                }
+                cp_async_mbarrier_arrive(barrier);
+            }
+            ring.advance(2);
+            if (tile == query_tile && !values) {
+                wait_for_append();
+                mbarrier_wait(q_empty + 8 * buffer, (n / 2 & 1) ^ 1);
+                const uint32_t to = shared_address(smem.q[buffer]);
+                const int piece = lane % TileQ::kPieces;
+#pragma unroll 1
+                for (int r = lane / TileQ::kPieces; r < rows; r += 32 / TileQ::kPieces) {
+                    const int i = d.group.divide(r), head = head_k * p.group + d.group.remainder(r, i);
+                    const uint16_t* const from =
+                        static_cast<const uint16_t*>(p.q.data) + b * p.q.batch + i * p.q.row + head * p.q.head + 8 * piece;
+                    if (8 * piece < p.headdim) cp_async_16(to + TileQ::offset(r, piece), from, 16);
+                }
+                cp_async_mbarrier_arrive(q_full + 8 * buffer);
+                if (lane == 0) {
+                    smem.work[buffer] = {segment, keys};
+                    mbarrier_arrive(q_full + 8 * buffer);
+                }
+            }
+        }
+    }
+    wait_for_append();  // so that this kernel's end implies the end of the one before
+    if (values) return;
+    mbarrier_wait(q_empty + 8 * (n & 1), (n / 2 & 1) ^ 1);
+    if (lane == 0) smem.work[n & 1].segment.b = -1;
+    __syncwarp();
+    mbarrier_arrive(q_full + 8 * (n & 1));
+    if (lane == 0) mbarrier_arrive(q_full + 8 * (n & 1));
+}
+
+// E: the cache's elements.
+template <typename E, int kD>
+__global__ void __launch_bounds__(kThreads, 1) decode_ring_kernel(const __grid_constant__ RingParams params) {
+    using Smem = RingSmem<E, kD>;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared);
+    launch_dependents();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Smem::kSlots; ++i)
+            mbarrier_init(shared_address(smem.full + i), Smem::kBytes ? 33 : 1), mbarrier_init(shared_address(smem.empty + i), kParts);
+        for (int i = 0; i < 2; ++i)
+            mbarrier_init(shared_address(smem.q_full + i), 33), mbarrier_init(shared_address(smem.q_empty + i), kWarps);
+        fence_mbarrier_init();
+    }
+    if (threadIdx.x / 32 >= kWarps) load_ring<E, kD>(params, smem);
+    else attend_ring<E, kD>(params, smem);
+}
+
+template <typename E, int kD>
+cudaError_t launch_ring(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream) {
+    using Smem = RingSmem<E, kD>;
+    static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
+    constexpr int kSize = int(sizeof(E));
+    const AttentionParams& p = d.attention;
+    RingParams params;
+    params.decode = d;
+    params.box_rows = ring_box_rows(p, Smem::kKeys), params.boxes = Smem::kKeys / params.box_rows;
+    const int64_t rows = p.cache.block_table ? p.cache.page_size : p.seqlen_k, batch = p.cache.entries ? p.cache.entries : p.batch;
+    const auto encode = [&](const TensorView& t, int columns, CUtensorMap* map, int* boxes) {  // bytes: two are one element of the map
+        return encode_tiles({t.data, true, columns * kSize / 2, rows, p.nheads_k, batch, kSize * t.row, kSize * t.head, kSize * t.batch,
+                             params.box_rows, Smem::kRowBytes / 2},
+                            map, boxes);
+    };
+    if (cudaError_t error = encode(p.k, p.headdim, &params.k_map, &params.k_boxes)) return error;
+    if (cudaError_t error = encode(p.v, p.headdim_v, &params.v_map, &params.v_boxes)) return error;
+    const unsigned blocks = unsigned(decode_blocks(d, device));
+    return launch_kernel(decode_ring_kernel<E, kD>, blocks, kThreads, sizeof(Smem), stream, params, d.after_append);
+}
+
+}  // namespace
+}  // namespace fa
