@@ -309,6 +309,22 @@ def test_the_gpu_draws_what_the_cpu_draws(vocab, dtype):
             np.testing.assert_array_equal(got, want, err_msg=f"{temperature} {cut}")
 
 
+@pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA or "-")
+@pytest.mark.parametrize("batch", [1, 3, 40])  # a row's blocks: as many as the GPU has room for
+def test_draws_from_bins_of_many_tokens(batch):
+    """Most of a large vocabulary in one bin of the histogram: equal, nearly so, masked out, far below the first."""
+    rng, vocab = np.random.default_rng(12), 100003  # no multiple of four
+    near = 1 + np.arange(vocab) % 7 * np.float32(2.0**-23)
+    masked = np.where(rng.random(vocab) < 0.9, -np.inf, 0.0)
+    far = np.where(np.arange(vocab) == 77, 200.0, rng.standard_normal(vocab))
+    logits = np.stack([np.zeros(vocab), near, masked, far])[np.arange(batch) % 4].astype(np.float32)
+    for cut in ({}, {"top_p": 0.999}, {"top_k": 90001}, {"top_k": 7001, "top_p": 0.7}):
+        for temperature in (1.0, 4.0):
+            want = ops.sample(logits, temperature, seed=batch, **cut)
+            got = CUDA.numpy(ops.sample(CUDA.array(logits), temperature, seed=batch, **cut))
+            np.testing.assert_array_equal(got, want, err_msg=f"{temperature} {cut}")
+
+
 # ---- graphs, programmatic launches, other doors ----
 
 

@@ -29,8 +29,9 @@ fa_status on_gpu(const RopeParams& p, const DeviceInfo&, cudaStream_t stream) {
 fa_status on_gpu(const SwigluParams& p, const DeviceInfo&, cudaStream_t stream) {
     return start("swiglu", swiglu_blocks(p), [&] { return swiglu(p, stream); });
 }
-fa_status on_gpu(const SampleParams& p, const DeviceInfo&, cudaStream_t stream) {
-    return start("sample", p.batch, [&] { return sample(p, stream); });
+fa_status on_gpu(const SampleParams& p, const DeviceInfo& device, cudaStream_t stream) {
+    const GpuSize gpu{device.multiprocessors, device.shared_memory, device.compute >= 90};
+    return start("sample", sample_blocks(p, gpu), [&] { return sample(p, gpu, stream); });
 }
 fa_status on_gpu([[maybe_unused]] const LinearParams& p, const DeviceInfo& device, [[maybe_unused]] cudaStream_t stream) {
     if (device.compute < 80) return fail(FA_UNSUPPORTED, "linear needs a GPU of sm_80 or newer, this is sm_%d", device.compute);

@@ -45,6 +45,15 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t ra
 #endif
     return x;
 }
+// mapa: the same object in the block of that rank, for ordinary reads and writes.
+template <typename T>
+__device__ __forceinline__ T& cluster_object(T& shared, uint32_t rank) {
+    uint64_t x = reinterpret_cast<uint64_t>(&shared);
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mapa.u64 %0, %1, %2;" : "=l"(x) : "l"(x), "r"(rank));
+#endif
+    return *reinterpret_cast<T*>(x);
+}
 // st.async: written some time later, and then counted by the barrier of that block.
 __device__ __forceinline__ void store_async_16(uint32_t address, float4 x, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
@@ -82,6 +91,12 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t
 #endif
 }
 
+// st.shared::cluster
+__device__ __forceinline__ void store_cluster(uint32_t address, float x) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+#endif
+}
 // ld.shared::cluster
 __device__ __forceinline__ float4 load_cluster_16(uint32_t address) {
     float4 x = make_float4(0, 0, 0, 0);

@@ -42,6 +42,17 @@ __device__ __forceinline__ float4 load_4(const void* data, int64_t at, DType dty
     const uint2 bits = __ldcg(reinterpret_cast<const uint2*>(static_cast<const __half*>(data) + at));
     return dtype == DType::kFloat16 ? widen_4<__half>(bits) : widen_4<__nv_bfloat16>(bits);
 }
+// Elements k .. k + 3, k a multiple of four, of a row at `begin` with `count` of them; zeros behind these. fours: load_4 can read it.
+__device__ __forceinline__ float4 load_up_to_4(const void* data, int64_t begin, DType dtype, int k, int count, bool fours) {
+    float4 x = make_float4(0, 0, 0, 0);
+    if (fours) {
+        if (k < count) x = load_4(data, begin + k, dtype);
+    } else {
+        for (int i = 0; i < 4; ++i)
+            if (k + i < count) (&x.x)[i] = load_element(data, begin + k + i, dtype);
+    }
+    return x;
+}
 __device__ __forceinline__ void store_4(void* data, int64_t at, DType dtype, float4 x) {
     if (dtype == DType::kFloat32) {
         *reinterpret_cast<float4*>(static_cast<float*>(data) + at) = x;

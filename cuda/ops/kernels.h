@@ -11,12 +11,14 @@ namespace fa {
 
 struct GpuSize {
     int multiprocessors;
-    size_t shared_memory;  // bytes one block can opt in to
+    size_t shared_memory;   // bytes one block can opt in to
+    bool clusters = false;  // sm_90: blocks reach into each other's shared memory
 };
 
 int64_t rms_norm_blocks(const RmsNormParams& params);
 int64_t rope_blocks(const RopeParams& params);
 int64_t swiglu_blocks(const SwigluParams& params);
+int64_t sample_blocks(const SampleParams& params, const GpuSize& gpu);
 int64_t linear_gemv_blocks(const LinearParams& params, const GpuSize& gpu);
 int64_t linear_small_blocks(const LinearParams& params, const GpuSize& gpu);
 int64_t linear_mma_blocks(const LinearParams& params, const GpuSize& gpu);
@@ -24,7 +26,7 @@ int64_t linear_mma_blocks(const LinearParams& params, const GpuSize& gpu);
 cudaError_t rms_norm(const RmsNormParams& params, cudaStream_t stream);
 cudaError_t rope(const RopeParams& params, cudaStream_t stream);
 cudaError_t swiglu(const SwigluParams& params, cudaStream_t stream);
-cudaError_t sample(const SampleParams& params, cudaStream_t stream);  // one block a row
+cudaError_t sample(const SampleParams& params, const GpuSize& gpu, cudaStream_t stream);
 
 // The kernels of linear, sm_80 and newer. linear_gemv is for all there is but a row of x that does not fit into shared memory; the others
 // are faster where they serve.

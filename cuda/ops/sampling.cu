@@ -1,6 +1,12 @@
-// sampling.cu: greedy, top-k and top-p sampling (sampling.h says what a draw is). One block a row, which lies in L2: the product that
-// made it has just written it. Greedy reads it once; a draw reads it twice and once more for each of top_k and top_p, and searches what
-// falls into one bin of the histogram in shared memory.
+// sampling.cu: greedy, top-k and top-p sampling (sampling.h says what a draw is). The row lies in L2: the product that made it has just
+// written it. On sm_90 the blocks of a cluster share a row, each reads its slice once and keeps it in shared memory; elsewhere a row is
+// one block's.
+//
+// The search for the token at which a running sum reaches a target starts with a histogram over exponents, the same for top_k, top_p and
+// the draw, summed over the cluster: it names a bin, whose tokens each block lists. While they are many, a histogram of their ranks
+// between the first and the last narrows them down; few are pushed to the cluster's first block, which compares each with each.
+// Bound by the latency of a handful of passes and cluster barriers.
+#include "device/cluster.cuh"
 #include "device/ptx.cuh"
 #include "ops/elements.cuh"
 #include "ops/kernels.h"
@@ -8,56 +14,48 @@
 namespace fa {
 namespace {
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32, kMembers = 1024;
-static_assert(kBins == kThreads, "a thread for every bin");
+constexpr int kThreads = 1024, kWarps = kThreads / 32, kMostBlocks = 8, kListed = 2048, kFew = 128;
+constexpr int kScanThreads = kBins / 4;
 
-struct Smem {
-    uint64_t weight[kBins];      // of a bin; summed up from the first bin on
-    uint64_t members[kMembers];  // ranks of the tokens in one bin
-    uint64_t member_weight[kMembers];
-    uint64_t per_warp[kWarps];
-    uint64_t sum_before, mass_before;  // of what comes before the bin
-    uint64_t found, mass;
+struct SampleLaunch {
+    SampleParams p;
+    int32_t blocks, slice;  // blocks of a cluster, a power of two, and the tokens of each
+    bool keep;              // a slice is kept in shared memory
+    bool fours;             // rows are aligned for load_4
+};
+
+struct Histogram {  // of tokens, over bins in their order
+    uint64_t weight[kBins];
     uint32_t count[kBins];
-    uint32_t member_count;
+};
+
+struct Ends {  // the ranks of the last and the first of some tokens
+    uint64_t low, high;
+};
+
+struct alignas(16) Smem {
+    Histogram own;                         // of the slice
+    Histogram exponents, ranks;            // of the row, summed up from the first bin on: over bin_of, and over an interval of ranks
+    uint64_t list[kListed];                // ranks of the slice's tokens in one bin
+    uint64_t few[kFew], few_weight[kFew];  // in the cluster's first block: the tokens that are left, of all blocks
+    uint64_t found, mass;                  // the same: the answer
+    Ends ends[2][kMostBlocks];             // from each block; used in turns
+    Ends warp_ends[kWarps];
+    uint64_t warp_weight[kScanThreads / 32];
+    uint32_t warp_count[kScanThreads / 32];
+    uint32_t listed, few_count;
     int bin;
 };
 
 __device__ __forceinline__ uint64_t shuffle_xor(uint64_t x, int offset) {
     return __shfl_xor_sync(~0u, static_cast<unsigned long long>(x), offset);
 }
-
-// Every thread gets the sum, or the largest, over the block.
-template <bool kSum>
-__device__ __forceinline__ uint64_t reduce(uint64_t x, uint64_t* per_warp) {
-    for (int offset = 16; offset; offset /= 2) {
-        const uint64_t y = shuffle_xor(x, offset);
-        x = kSum ? x + y : x > y ? x : y;
+__device__ __forceinline__ Ends join(Ends a, int lanes) {  // of so many neighbouring lanes
+    for (int offset = lanes / 2; offset; offset /= 2) {
+        const uint64_t low = shuffle_xor(a.low, offset), high = shuffle_xor(a.high, offset);
+        a.low = low < a.low ? low : a.low, a.high = high > a.high ? high : a.high;
     }
-    __syncthreads();  // per_warp is free
-    if (threadIdx.x % 32 == 0) per_warp[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = per_warp[threadIdx.x % 32];
-    for (int offset = 16; offset; offset /= 2) {
-        const uint64_t y = shuffle_xor(x, offset);
-        x = kSum ? x + y : x > y ? x : y;
-    }
-    return x;
-}
-
-// Sums from the first thread on, x included.
-__device__ __forceinline__ uint64_t scan(uint64_t x, uint64_t* per_warp) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int offset = 1; offset < 32; offset *= 2) {
-        const uint64_t y = __shfl_up_sync(~0u, static_cast<unsigned long long>(x), offset);
-        if (lane >= offset) x += y;
-    }
-    __syncthreads();
-    if (lane == 31) per_warp[warp] = x;
-    __syncthreads();
-    uint64_t before = lane < warp ? per_warp[lane] : 0;
-    for (int offset = 16; offset; offset /= 2) before += shuffle_xor(before, offset);
-    return x + before;
+    return a;
 }
 
 // A 64-bit sum in shared memory by halves, which the hardware adds by itself: whoever overflows the lower one carries.
@@ -68,149 +66,275 @@ __device__ __forceinline__ void add_to(uint64_t* sum, uint64_t x) {
     if (high) atomicAdd(half + 1, high);
 }
 
-struct Row {
-    const SampleParams& p;
-    Smem& smem;
-    int64_t start;  // of the row in logits
-    bool fours;     // aligned for load_4
-    float largest;
+static_assert(sizeof(Smem) <= 64 * 1024, "what a block can have on sm_75");
 
-    template <typename Body>
-    __device__ __forceinline__ void for_each(const Body& body) const {
-        if (fours) {
+// What a thread knows of its row and of its block's slice of it. All threads of the cluster call its functions together.
+struct Row {
+    const SampleLaunch& all;
+    Smem& smem;
+    float* const slice;  // kept
+    const int rank, begin, end;
+    const int64_t start;  // of the row in logits
+    float largest = 0;
+    int turn = 0;
+
+    __device__ __forceinline__ void synchronise() const {
+        if (kHasClusters && all.blocks > 1) cluster_arrive_release(), cluster_wait();
+        else __syncthreads();
+    }
+    __device__ __forceinline__ float exponent(float logit) const { return exponent_of(logit, largest, all.p.scale); }
+
+    // body(logit, i) for the slice in memory, which kKeep keeps.
+    template <bool kKeep, typename Body>
+    __device__ __forceinline__ void load_each(const Body& body) const {
+        const SampleParams& p = all.p;
+        if (all.fours) {
             constexpr int kAhead = 4;  // loads on their way
-            for (int first = 4 * threadIdx.x; first < p.vocab; first += 4 * kAhead * kThreads) {
+            for (int first = begin + 4 * threadIdx.x; first < end; first += 4 * kAhead * kThreads) {
                 float4 x[kAhead];
 #pragma unroll
                 for (int j = 0; j < kAhead; ++j)
-                    if (const int i = first + 4 * j * kThreads; i < p.vocab) x[j] = load_4(p.logits.data, start + i, p.dtype);
+                    if (const int i = first + 4 * j * kThreads; i < end) x[j] = load_4(p.logits.data, start + i, p.dtype);
 #pragma unroll
-                for (int j = 0; j < kAhead; ++j)
-                    if (const int i = first + 4 * j * kThreads; i < p.vocab)
-                        body(x[j].x, i), body(x[j].y, i + 1), body(x[j].z, i + 2), body(x[j].w, i + 3);
+                for (int j = 0; j < kAhead; ++j) {
+                    const int i = first + 4 * j * kThreads;
+                    if (i >= end) continue;
+                    if (kKeep && all.keep) *reinterpret_cast<float4*>(slice + i - begin) = x[j];
+                    body(x[j].x, i), body(x[j].y, i + 1), body(x[j].z, i + 2), body(x[j].w, i + 3);
+                }
             }
         } else {
-            for (int i = threadIdx.x; i < p.vocab; i += kThreads) body(load_element(p.logits.data, start + i, p.dtype), i);
+            for (int i = begin + threadIdx.x; i < end; i += kThreads) {
+                const float x = load_element(p.logits.data, start + i, p.dtype);
+                if (kKeep && all.keep) slice[i - begin] = x;
+                body(x, i);
+            }
         }
     }
-    __device__ __forceinline__ float exponent(float logit) const { return exponent_of(logit, largest, p.scale); }
+    template <typename Body>
+    __device__ __forceinline__ void for_each(const Body& body) const {
+        if (!all.keep) return load_each<false>(body);
+        for (int i = begin + threadIdx.x; i < end; i += kThreads) body(slice[i - begin], i);
+    }
 
-    // The rank of the first token at which the running sum, of counts or of weights, reaches target >= 1, which the sum over all does;
-    // *mass becomes the sum of the weights up to and with that token.
-    __device__ uint64_t find(bool by_count, uint64_t target, uint64_t* mass) const {
-        const uint64_t weight = smem.weight[threadIdx.x], weights = scan(weight, smem.per_warp);
-        uint64_t reached = weights, before = weights - weight;
-        if (by_count) {
-            const uint64_t count = smem.count[threadIdx.x];
-            reached = scan(count, smem.per_warp), before = reached - count;
+    // Over all threads of the cluster; low > high: none.
+    __device__ __forceinline__ Ends join_all(Ends mine) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        if (__any_sync(~0u, mine.low <= mine.high)) mine = join(mine, 32);
+        if (lane == 0) smem.warp_ends[warp] = mine;
+        __syncthreads();
+        Ends(&ends)[kMostBlocks] = smem.ends[turn ^= 1];
+        if (warp == 0) {
+            mine = join(smem.warp_ends[lane], 32);
+            if (lane < all.blocks) cluster_object(ends[rank], lane) = mine;
         }
-        if (before < target && target <= reached) {  // true for one thread: the sums never decrease
-            smem.bin = threadIdx.x, smem.member_count = 0;
-            smem.sum_before = before, smem.mass_before = weights - weight;
+        synchronise();
+        return join(ends[lane % all.blocks], all.blocks);
+    }
+
+    __device__ __forceinline__ void clear_own() {
+        for (int i = threadIdx.x; i < kBins; i += kThreads) smem.own.weight[i] = 0, smem.own.count[i] = 0;
+        __syncthreads();
+    }
+    __device__ __forceinline__ void count(int bin, uint64_t weight) {
+        atomicAdd(&smem.own.count[bin], 1u);
+        if (weight) add_to(&smem.own.weight[bin], weight);
+    }
+    // Every block's own histogram, added up and summed up from the first bin on, in each block.
+    __device__ __forceinline__ void sum_up(Histogram& sum) {
+        synchronise();
+        {  // each block adds up its share of the bins, a thread for each block's part
+            static_assert(kBins == kThreads, "of one bin");
+            const int blocks = all.blocks, at = (rank * kBins + threadIdx.x) / blocks, other = threadIdx.x % blocks;
+            const Histogram& part = cluster_object(smem.own, other);
+            uint64_t weight = part.weight[at];
+            uint32_t count = part.count[at];
+            for (int offset = blocks / 2; offset; offset /= 2)
+                weight += shuffle_xor(weight, offset), count += __shfl_xor_sync(~0u, count, offset);
+            Histogram& whole = cluster_object(sum, other);
+            whole.weight[at] = weight, whole.count[at] = count;
         }
+        synchronise();
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const bool scans = threadIdx.x < kScanThreads;  // four bins a thread
+        uint64_t weights[4], weight = 0;
+        uint32_t counts[4], count = 0;
+        if (scans) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                weights[i] = weight += sum.weight[4 * threadIdx.x + i], counts[i] = count += sum.count[4 * threadIdx.x + i];
+            const uint64_t own_weight = weight;
+            const uint32_t own_count = count;
+#pragma unroll
+            for (int offset = 1; offset < 32; offset *= 2) {
+                const uint64_t more = __shfl_up_sync(~0u, static_cast<unsigned long long>(weight), offset);
+                const uint32_t others = __shfl_up_sync(~0u, count, offset);
+                if (lane >= offset) weight += more, count += others;
+            }
+            if (lane == 31) smem.warp_weight[warp] = weight, smem.warp_count[warp] = count;
+            weight -= own_weight, count -= own_count;
+        }
+        __syncthreads();
+        if (scans) {
+            for (int w = 0; w < warp; ++w) weight += smem.warp_weight[w], count += smem.warp_count[w];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                sum.weight[4 * threadIdx.x + i] = weight + weights[i], sum.count[4 * threadIdx.x + i] = count + counts[i];
+        }
+        __syncthreads();
+    }
+
+    // The bin in which the running sum of counts or weights reaches *target, which becomes what is left of it for that bin; what comes
+    // before the bin is added to *mass, and *tokens become the bin's.
+    __device__ __forceinline__ int reach(const Histogram& sum, bool by_count, uint64_t* target, uint64_t* mass, uint32_t* tokens) {
+        const auto up_to = [&](int bin) { return bin < 0 ? 0 : by_count ? sum.count[bin] : sum.weight[bin]; };
+        const int mine = threadIdx.x;
+        if (up_to(mine - 1) < *target && *target <= up_to(mine)) smem.bin = mine;  // true for one thread: the sums never decrease
+        if (mine == 0) smem.listed = 0;
         __syncthreads();
         const int bin = smem.bin;
-        const uint64_t sum_before = smem.sum_before;
-        for_each([&](float logit, int i) {
-            const float e = exponent(logit);
-            if (bin_of(e) != bin) return;
-            const uint32_t at = atomicAdd(&smem.member_count, 1u);
-            if (at < kMembers) smem.members[at] = rank_of(logit, i), smem.member_weight[at] = weight_of(e);
-        });
-        __syncthreads();
-        const int members = int(smem.member_count);
-        if (members > kMembers) return search(bin, by_count, target, mass);
-        if (threadIdx.x < members) {  // every member adds up what comes before it
-            const uint64_t mine = smem.members[threadIdx.x], own_weight = smem.member_weight[threadIdx.x];
-            uint64_t counts = 0, weights_before = 0;
-            for (int i = 0; i < members; ++i)
-                if (smem.members[i] > mine) ++counts, weights_before += smem.member_weight[i];
-            const uint64_t sum = sum_before + (by_count ? counts : weights_before);
-            if (sum < target && target <= sum + (by_count ? 1 : own_weight))
-                smem.found = mine, smem.mass = smem.mass_before + weights_before + own_weight;
-        }
-        __syncthreads();
-        *mass = smem.mass;
-        return smem.found;
+        *target -= up_to(bin - 1);
+        *tokens = sum.count[bin];
+        if (bin > 0) *mass += sum.weight[bin - 1], *tokens -= sum.count[bin - 1];
+        return bin;
     }
 
-    // The same in a bin with more tokens than there is room for: halves the interval of ranks, reading all logits each time.
-    __device__ uint64_t search(int bin, bool by_count, uint64_t target, uint64_t* mass) const {
-        const uint64_t sum_before = smem.sum_before, mass_before = smem.mass_before;
-        uint64_t low = ~0ull, high = 0;
-        const auto for_bin = [&](const auto& body) {
-            for_each([&](float logit, int i) {
-                const float e = exponent(logit);
-                if (bin_of(e) == bin) body(e, rank_of(logit, i));
-            });
+    // The first token at which the running sum, of counts or of weights, reaches target >= 1, which the sum over all does. The cluster's
+    // first block writes its rank to smem.found, and the sum of the weights up to and with it to smem.mass.
+    __device__ __forceinline__ void find(bool by_count, uint64_t target) {
+        uint64_t mass = 0;
+        uint32_t tokens;
+        const int bin = reach(smem.exponents, by_count, &target, &mass, &tokens);
+        for_each([&](float logit, int i) {
+            if (bin_of(exponent(logit)) != bin) return;
+            const uint32_t at = atomicAdd(&smem.listed, 1u);
+            if (at < kListed) smem.list[at] = rank_of(logit, uint32_t(i));
+        });
+        __syncthreads();
+        const int listed = int(smem.listed);
+        Ends ends{0, ~0ull};                              // of the tokens in question
+        const auto for_members = [&](const auto& body) {  // body(rank)
+            const auto member = [&](uint64_t token) {
+                if (token >= ends.low && token <= ends.high) body(token);
+            };
+            if (listed <= kListed) {
+                for (int i = threadIdx.x; i < listed; i += kThreads) member(smem.list[i]);
+            } else {
+                for_each([&](float logit, int i) {
+                    if (bin_of(exponent(logit)) == bin) member(rank_of(logit, uint32_t(i)));
+                });
+            }
         };
-        const auto sum_from = [&](uint64_t rank, bool counts) {
-            uint64_t sum = 0;
-            for_bin([&](float e, uint64_t other) {
-                if (other >= rank) sum += counts ? 1 : weight_of(e);
-            });
-            return reduce<true>(sum, smem.per_warp);
-        };
-        for_bin([&](float, uint64_t rank) { low = rank < low ? rank : low, high = rank > high ? rank : high; });
-        low = ~reduce<false>(~low, smem.per_warp), high = reduce<false>(high, smem.per_warp);
-        while (low < high) {  // the largest rank such that the tokens from it on reach the target: low <= it <= high
-            const uint64_t middle = high - (high - low) / 2;
-            if (sum_before + sum_from(middle, by_count) >= target) low = middle;
-            else high = middle - 1;
+        const auto weight = [&](uint64_t token) { return weight_of(exponent(logit_of(token))); };
+        while (tokens > kFew) {
+            Ends mine{~0ull, 0};
+            for_members(
+                [&](uint64_t token) { mine.low = token < mine.low ? token : mine.low, mine.high = token > mine.high ? token : mine.high; });
+            ends = join_all(mine);
+            const int bits = 64 - __clzll(static_cast<long long>(ends.high - ends.low)), shift = bits > 10 ? bits - 10 : 0;
+            static_assert(kBins == 1 << 10, "bins for 10 bits");
+            clear_own();
+            for_members([&](uint64_t token) { count(int((ends.high - token) >> shift), weight(token)); });
+            sum_up(smem.ranks);
+            const uint64_t at = reach(smem.ranks, by_count, &target, &mass, &tokens), others = (uint64_t(1) << shift) - 1;
+            ends.high -= at << shift;
+            if (ends.high - ends.low > others) ends.low = ends.high - others;
         }
-        *mass = mass_before + sum_from(low, false);
-        return low;
+        Smem& first = cluster_object(smem, 0);
+        for_members([&](uint64_t token) {
+            const uint32_t at = atomicAdd(&first.few_count, 1u);
+            first.few[at] = token, first.few_weight[at] = weight(token);
+        });
+        synchronise();
+        if (rank == 0 && threadIdx.x < tokens) {  // every token adds up what comes before it
+            const uint64_t mine = smem.few[threadIdx.x], own_weight = smem.few_weight[threadIdx.x];
+            uint64_t counts = 0, before = 0;
+#pragma unroll 4
+            for (int i = 0; i < tokens; ++i)
+                if (smem.few[i] > mine) ++counts, before += smem.few_weight[i];
+            const uint64_t sum = by_count ? counts : before;
+            if (sum < target && target <= sum + (by_count ? 1 : own_weight)) smem.found = mine, smem.mass = mass + before + own_weight;
+        }
+        if (rank == 0 && threadIdx.x == 0) smem.few_count = 0;
     }
 };
 
-__global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ SampleParams p) {
-    __shared__ Smem smem;
+__global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ SampleLaunch all) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared);
     launch_dependents();
+    if (threadIdx.x == 0) smem.few_count = 0;
+    const bool shared_row = kHasClusters && all.blocks > 1;
+    if (shared_row) cluster_arrive_release();
     grid_dependency_wait();
-    const int b = blockIdx.x;
-    Row row{p, smem, b * p.logits.row, false, 0.0f};
-    row.fours = p.vocab % 4 == 0 && p.logits.row % 4 == 0 &&
-                reinterpret_cast<uintptr_t>(p.logits.data) % (p.dtype == DType::kFloat32 ? 16 : 8) == 0;
+    const SampleParams& p = all.p;
+    const int b = blockIdx.x / all.blocks, rank = blockIdx.x % all.blocks;
+    const int begin = min(rank * all.slice, p.vocab), end = min(begin + all.slice, p.vocab);
+    Row row{all, smem, reinterpret_cast<float*>(&smem + 1), rank, begin, end, b * p.logits.row};
 
+    const uint64_t random = p.greedy ? 0 : sample_bits(p, b);
     float largest = -INFINITY;
     int first = 0;
     bool nan = false;
-    row.for_each([&](float logit, int i) {  // each thread meets its tokens in order
+    row.load_each<true>([&](float logit, int i) {  // each thread meets its tokens in order
         if (logit > largest) largest = logit, first = i;
         nan |= logit != logit;
     });
-    uint64_t best = nan ? ~0ull : rank_of(largest, uint32_t(first));
-    best = reduce<false>(best, smem.per_warp);
+    if (shared_row) cluster_wait();  // the other blocks have begun
+    const uint64_t likeliest = nan ? ~0ull : rank_of(largest, uint32_t(first)), best = row.join_all({likeliest, likeliest}).high;
+    const bool writes = rank == 0 && threadIdx.x == 0;
     row.largest = logit_of(best);
     if (row.largest != row.largest || row.largest == -INFINITY) {  // NaN, or nothing to choose from
-        if (threadIdx.x == 0) p.out[b] = -1;
+        if (writes) p.out[b] = -1;
         return;
     }
     if (p.greedy) {
-        if (threadIdx.x == 0) p.out[b] = int32_t(index_of(best));
+        if (writes) p.out[b] = int32_t(index_of(best));
         return;
     }
-
-    smem.weight[threadIdx.x] = 0, smem.count[threadIdx.x] = 0;
-    __syncthreads();
+    row.clear_own();
     row.for_each([&](float logit, int) {
         const float e = row.exponent(logit);
-        const int bin = bin_of(e);
-        atomicAdd(&smem.count[bin], 1u);
-        if (const uint64_t weight = weight_of(e)) add_to(&smem.weight[bin], weight);
+        row.count(bin_of(e), weight_of(e));
     });
+    row.sum_up(smem.exponents);
+    uint64_t mass = smem.exponents.weight[kBins - 1];
+    enum { kTopK, kTopP, kDraw };
+#pragma unroll 1
+    for (int step = kTopK; step <= kDraw; ++step) {  // one copy of find
+        if (step == kTopK && (p.top_k == 0 || p.top_k >= p.vocab)) continue;
+        if (step == kTopP && p.top_p >> 32) continue;
+        const uint64_t cut = step == kTopK ? uint64_t(p.top_k) : nucleus_target(mass, p.top_p);
+        row.find(step == kTopK, step == kDraw ? multiply_high(random, mass) + 1 : cut);
+        if (step == kDraw) break;  // the first block may end before the others: they do not look at it again
+        row.synchronise();
+        mass = cluster_object(smem.mass, 0);
+    }
     __syncthreads();
-    uint64_t mass = reduce<true>(smem.weight[threadIdx.x], smem.per_warp);
-    if (p.top_k && p.top_k < p.vocab) row.find(true, uint64_t(p.top_k), &mass);
-    if (!(p.top_p >> 32)) row.find(false, nucleus_target(mass, p.top_p), &mass);
-    const uint64_t drawn = row.find(false, multiply_high(sample_bits(p, b), mass) + 1, &mass);
-    if (threadIdx.x == 0) p.out[b] = int32_t(index_of(drawn));
+    if (writes) p.out[b] = int32_t(index_of(smem.found));
+}
+
+int blocks_of(const SampleParams& p, const GpuSize& gpu) {
+    const auto pays = [&](int blocks) { return p.vocab / blocks >= 4000 && int64_t(blocks) * p.batch <= gpu.multiprocessors * 3 / 4; };
+    int blocks = 1;
+    while (gpu.clusters && blocks < kMostBlocks && pays(2 * blocks)) blocks *= 2;
+    return blocks;
 }
 
 }  // namespace
 
-cudaError_t sample(const SampleParams& p, cudaStream_t stream) {
-    return launch_kernel(sample_kernel, unsigned(p.batch), kThreads, 0, stream, p, p.programmatic);
+int64_t sample_blocks(const SampleParams& p, const GpuSize& gpu) { return int64_t(p.batch) * blocks_of(p, gpu); }
+
+cudaError_t sample(const SampleParams& p, const GpuSize& gpu, cudaStream_t stream) {
+    SampleLaunch all{p, blocks_of(p, gpu), 0, false, false};
+    all.slice = ((p.vocab + all.blocks - 1) / all.blocks + 3) / 4 * 4;
+    all.fours = p.vocab % 4 == 0 && by_fours(p.logits.data, p.logits.row, p.dtype);
+    size_t bytes = sizeof(Smem) + all.slice * sizeof(float);
+    all.keep = !p.greedy && bytes <= gpu.shared_memory;
+    if (!all.keep) bytes = sizeof(Smem);
+    LaunchOptions options;
+    options.programmatic = p.programmatic, options.cluster = all.blocks > 1 ? unsigned(all.blocks) : 0;
+    return launch_kernel(sample_kernel, unsigned(p.batch * all.blocks), kThreads, bytes, stream, all, options);
 }
 
 }  // namespace fa
