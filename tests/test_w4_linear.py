@@ -22,6 +22,7 @@ SHAPES = (
     (1, 1, 1), (1, 7, 172), (2, 65, 288), (3, 64, 1000), (7, 130, 64), (8, 128, 4096), (9, 33, 65), (16, 256, 512),
     (17, 65, 1000), (31, 130, 288), (33, 64, 2048), (64, 384, 128), (65, 7, 192), (127, 200, 172), (129, 129, 320),
     (260, 272, 1152), (513, 64, 64),
+    (1, 200, 768), (1, 66, 1376), (1, 40, 4096), (1, 3300, 192), (1, 3290, 2048), (1, 3280, 4096),
 )  # fmt: skip
 kernels = [
     pytest.param((CPU if kernel["device"] == "cpu" else CUDA, kernel["name"]), id=kernel["name"])
@@ -131,12 +132,18 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(n for n, x in zip("snbr", o, strict=True) if x))
+@pytest.mark.parametrize("one_row", [False, True], ids=["rows", "row"])
 @pytest.mark.parametrize("format, dtype", [("nvfp4", "bfloat16"), ("mxfp4", "float16"), ("int4", "bfloat16")])
-def test_options(product, format, dtype, options):
+def test_options(product, format, dtype, one_row, options):
     """Norm, bias, SwiGLU and residual, of x, out and all others in different types."""
     device, (swiglu, norm, bias, residual) = product[0], options
     types = itertools.cycle(("float32", "float16", "bfloat16"))
-    for (rows, n, k), x_dtype in zip(((1, 66, 288), (5, 130, 172), (18, 64, 1000), (130, 200, 320)), types):  # noqa: B905
+    shapes = ((1, 66, 288), (5, 130, 172), (18, 64, 1000), (130, 200, 320))
+    if one_row:
+        shapes = ((1, 66, 288), (1, 68, 4096), (1, 6600, 192), (1, 6600, 1288), (1, 66, 768), (1, 40, 2048))
+    for (rows, n, k), x_dtype in zip(shapes, types):  # noqa: B905
+        if one_row:
+            x_dtype = dtype if x_dtype == "float16" and not norm else "float32"
         plain, w = weight_of(format, n, k, spread=0.1)
         x, out_dtype = normal((rows, k), x_dtype), next(types)
         given = {}
@@ -151,6 +158,21 @@ def test_options(product, format, dtype, options):
         got = call(product, device.array(x, x_dtype), packed, swiglu=swiglu, out_dtype=out_dtype, eps=1e-3, **arrays)
         arrays = {name: array.astype(np.float64) for name, (array, _) in given.items()}
         check(got, *exact(x, w, format, dtype, out_dtype, eps=1e-3, swiglu=swiglu, **arrays))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("size", [1e-8, 1e-3, 1e6, 1e15])
+def test_norm_of_x_that_float16_cannot_hold(product, size, rows):
+    """Also of columns that are 2^20 apart."""
+    device = product[0]
+    plain, w = weight_of("nvfp4", 66, 768)
+    x, norm_weight = normal((rows, 768)) * np.float32(size), normal(768, seed=3)
+    x[:, :64] *= np.float32(2.0**-20)
+    packed = packed_on(device, plain, "float16")
+    got = call(product, device.array(x), packed, norm_weight=device.array(norm_weight), eps=1e-12)
+    arrays = {"norm_weight": norm_weight.astype(np.float64), "eps": 1e-12}
+    y, error = exact(x, w, "nvfp4", "float16", "float32", **arrays)
+    check(got, y, error + 1e-8 * np.abs(w).sum(-1))  # numbers below float16's normal ones
 
 
 @pytest.mark.parametrize("rows", [1, 9, 20, 140])

@@ -30,6 +30,7 @@ template <Workspace bytes>
 size_t workspace_of(const Params& p, const DeviceInfo& device) {
     return size_t(bytes(p, size_of(device)));
 }
+size_t no_workspace(const Params&, const DeviceInfo&) { return 0; }
 template <Launch launch>
 cudaError_t start(const Params& p, const DeviceInfo& device, void* stream) {
     return launch(p, size_of(device), static_cast<cudaStream_t>(stream));
@@ -44,6 +45,18 @@ const char* mma_w4_refuses(const Params&, const DeviceInfo& device, char* text, 
 }
 fa_status mma_w4_launch(const Params& p, const DeviceInfo& device, void* stream) {
     return launched("mma_w4", start<mma_w4>(p, device, stream));
+}
+const char* small_w4_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = mma_w4_refuses(p, device, text, size)) return reason;
+    return small_w4_refuses(p);
+}
+const char* small_w4_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
+    if (small_w4_fits(p, size_of(device))) return nullptr;
+    std::snprintf(text, size, "%d x %d: gemv_w4 is faster for matrices beyond the GPU's registers", p.out_features, p.in_features);
+    return text;
+}
+fa_status small_w4_launch(const Params& p, const DeviceInfo& device, void* stream) {
+    return launched("small_w4", start<small_w4>(p, device, stream));
 }
 const char* gemv_w4_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = mma_w4_refuses(p, device, text, size)) return reason;
@@ -63,9 +76,20 @@ const char* wgmma_w4_sm90_refuses(const Params&, const DeviceInfo& device, char*
     return text;
 }
 const char* wgmma_w4_sm90_yields(const Params& p, const DeviceInfo&, char* text, size_t size) {
-    if (p.rows > 32) return nullptr;
-    std::snprintf(text, size, "rows=%lld: mma_w4 is faster up to 32", static_cast<long long>(p.rows));
+    if (p.rows > 32 || (p.rows > 16 && p.out_features >= 4096)) return nullptr;
+    std::snprintf(text, size, "rows=%lld, out_features=%d: mma_w4 is faster up to 16 rows, and up to 32 below 4096 features",
+                  static_cast<long long>(p.rows), p.out_features);
     return text;
+}
+const char* gemv_w4_sm90_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = wgmma_w4_sm90_refuses(p, device, text, size)) return reason;
+    if (gemv_w4_sm90_fits(p, size_of(device))) return nullptr;
+    std::snprintf(text, size, "rows=%lld, in_features=%d: above 8 rows, or too many for shared memory", static_cast<long long>(p.rows),
+                  p.in_features);
+    return text;
+}
+fa_status gemv_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
+    return launched("gemv_w4_sm90", start<gemv_w4_sm90>(p, device, stream));
 }
 fa_status wgmma_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
     return launched("wgmma_w4_sm90", start<wgmma_w4_sm90>(p, device, stream));
@@ -73,6 +97,14 @@ fa_status wgmma_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* 
 #endif
 
 constexpr LinearKernel kKernels[] = {
+#if FA_WITH_CUDA && FA_WITH_MMA_SM80
+    {"small_w4", "mma.sync, weights in registers before x is there, one row", FA_CUDA, small_w4_refuses, no_workspace, small_w4_launch,
+     small_w4_yields},
+#endif
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+    {"gemv_w4_sm90", "mma.sync, each warp its ring of bulk copies, up to 8 rows of x", FA_CUDA, gemv_w4_sm90_refuses, no_workspace,
+     gemv_w4_sm90_launch},
+#endif
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
     {"gemv_w4", "mma.sync, weights as operand A, up to 16 rows of x", FA_CUDA, gemv_w4_refuses, workspace_of<gemv_w4_workspace>,
      gemv_w4_launch},

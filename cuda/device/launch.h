@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "attention/params.h"
 
@@ -45,7 +46,27 @@ cudaError_t with_dtype(DType dtype, const Body& body) {
 struct LaunchOptions {
     bool programmatic = false;  // sm_90: it may start while the kernel before it still runs, see grid_dependency_wait in ptx.cuh
     unsigned cluster = 0;       // sm_90: blocks of a cluster, 1 .. 16, the grid a multiple of it; 0 = no clusters
+    // A multiprocessor's memory shall be shared memory, with as little L1 cache as there can be. Kernels that divide it differently are
+    // never on it together, however little they use: what follows a kernel of much shared memory programmatically asks for this.
+    bool prefers_shared = false;
 };
+
+// Once for each kernel and device.
+inline cudaError_t prefer_shared(const void* function) {
+    constexpr int kSlots = 64;
+    thread_local struct {
+        const void* function;
+        int device;
+    } asked[kSlots]{};  // by address: what has lost its place asks again, which is harmless, but 0.4 us
+    int device = -1;
+    if (const cudaError_t error = cudaGetDevice(&device)) return error;
+    auto& last = asked[reinterpret_cast<uintptr_t>(function) / 16 % kSlots];
+    if (last.function == function && last.device == device) return cudaSuccess;
+    const cudaError_t error =
+        cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (error == cudaSuccess) last = {function, device};
+    return error;
+}
 
 // kernel<<<blocks, threads, shared_bytes, stream>>>(params), any size of shared memory the device has.
 template <typename Params>
@@ -71,6 +92,12 @@ cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned thre
             if (error == cudaSuccess) granted = {function, device, shared_bytes, options.cluster};
         }
         if (error != cudaSuccess) {
+            cudaGetLastError();
+            return error;
+        }
+    }
+    if (options.prefers_shared) {
+        if (const cudaError_t error = prefer_shared(function)) {
             cudaGetLastError();
             return error;
         }

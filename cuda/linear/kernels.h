@@ -14,8 +14,13 @@ cudaError_t w4_dequantize(const W4DequantizeParams& params, cudaStream_t stream)
 cudaError_t w4_pack(const W4PackParams& params, cudaStream_t stream);
 
 // The products, each with the bytes of workspace it needs, uninitialised and aligned to 128.
-cudaError_t gemv_w4(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // up to 16 rows, sm_80
+cudaError_t small_w4(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // one row, sm_80; needs none
+const char* small_w4_refuses(const W4LinearParams& params);                                   // what it cannot do; nullptr = nothing
+bool small_w4_fits(const W4LinearParams& params, const GpuSize& gpu);                         // all blocks run at once
+cudaError_t gemv_w4(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);   // up to 16 rows, sm_80
 int64_t gemv_w4_workspace(const W4LinearParams& params, const GpuSize& gpu);
+cudaError_t gemv_w4_sm90(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // up to 8 rows that fit, Hopper
+bool gemv_w4_sm90_fits(const W4LinearParams& params, const GpuSize& gpu);
 cudaError_t mma_w4(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // any rows, sm_80
 int64_t mma_w4_workspace(const W4LinearParams& params, const GpuSize& gpu);
 cudaError_t wgmma_w4_sm90(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // any rows, Hopper

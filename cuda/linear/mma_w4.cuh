@@ -22,6 +22,7 @@
 #include "device/ptx.cuh"
 #include "linear/mma_w4_plan.h"
 #include "linear/w4.cuh"
+#include "linear/w4_store.cuh"
 #include "ops/elements.cuh"
 
 namespace fa::w4 {
@@ -264,33 +265,9 @@ struct MmaBlock {
         }
     }
 
-    // Columns of out that a thread finishes: rows g and g + 8 of a tile, two rows of x.
+    // Rows g and g + 8 of a tile, two rows of x.
     __device__ __forceinline__ void store(int tile, int n, int lane, float4 sum, float factor) const {
-        const int g = lane / 4;
-        const int64_t row0 = this->row0();
-        const int64_t column = p.swiglu ? int64_t(tile) * 8 + g : int64_t(tile) * kTileRows + g;
-        float value[2][2] = {{sum.x * factor, sum.y * factor}, {sum.z * factor, sum.w * factor}};  // [row g, g + 8][row of x]
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int64_t feature = p.swiglu ? column + (r ? p.columns() : 0) : column + 8 * r;
-            if (p.bias && feature < p.out_features && (!p.swiglu || column < p.columns())) {
-                const float bias = load_element(p.bias, feature, p.bias_dtype);
-                value[r][0] += bias, value[r][1] += bias;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int m = 8 * n + 2 * (lane % 4) + i;
-            if (p.swiglu) value[0][i] = silu(value[0][i]) * value[1][i];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                if (m >= rows || column + 8 * r >= p.columns() || (p.swiglu && r)) continue;
-                const int64_t row = row0 + m;
-                const float added =
-                    p.residual.data ? load_element(p.residual.data, row * p.residual.row + column + 8 * r, p.residual_dtype) : 0.0f;
-                store_element(p.out.data, row * p.out.row + column + 8 * r, p.out_dtype, value[r][i] + added);
-            }
-        }
+        store_sums(p, row0(), rows, tile, lane / 4, 4 * n + lane % 4, sum, factor);
     }
 
     __device__ __forceinline__ void consume() const {

@@ -24,15 +24,7 @@ __global__ void __launch_bounds__(kThreads) round_x_kernel(const __grid_constant
     launch_dependents();
 
     const auto load_quad = [&](const void* data, int64_t begin, DType dtype, int quad) {
-        const int k = 4 * quad;
-        float4 x = make_float4(0, 0, 0, 0);
-        if (round.fours) {
-            if (k < p.in_features) x = load_4(data, begin + k, dtype);
-        } else {
-            for (int i = 0; i < 4; ++i)
-                if (k + i < p.in_features) (&x.x)[i] = load_element(data, begin + k + i, dtype);
-        }
-        return x;
+        return load_up_to_4(data, begin, dtype, 4 * quad, p.in_features, round.fours);
     };
     float4 x[kKept], g[kKept];
 #pragma unroll

@@ -1,9 +1,9 @@
-// wgmma_w4_sm90.cu: how a product with 4-bit weights is cut into blocks, and the launch. The kernel: wgmma_w4_sm90.cuh.
-#include "linear/wgmma_w4_sm90.cuh"
-
+// wgmma_w4_sm90.cu: how a product with 4-bit weights is cut into blocks, and the launch. The kernels: wgmma_w4_sm90.cuh, and up to 64 rows
+// of x wgmma_w4_few_sm90.cuh.
 #include "device/tensor_map.h"
 #include "linear/kernels.h"
 #include "linear/round_x.h"
+#include "linear/wgmma_w4_few_sm90.cuh"
 
 namespace fa {
 namespace {
@@ -13,37 +13,41 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t row_blocks_of(const W4LinearParams& p) { return ceil_div(w4::row_tiles(p.out_features, p.swiglu), kW4RowTiles); }
 
 // How the product is cut into tiles of 128 rows x `tokens`, and these into work: `whole` ones are a block's, each of the others is the
-// work of the `splits` blocks of a cluster.
+// work of the `splits` blocks of a cluster. `resident` blocks run on a multiprocessor.
 struct Plan {
-    int tokens, splits;
+    int tokens, resident, splits;
     int64_t whole, blocks;
 };
 
-// Clusters that fit on the GPU at the same time, a block on each multiprocessor: those of an H200, whose groups of multiprocessors are not
-// multiples of three or four.
-int64_t clusters_of(int blocks, int64_t sms) { return blocks < 3 ? sms / blocks : sms * (blocks == 3 ? 39 : 30) / 132; }
+// Clusters that fit on the GPU at the same time: those of an H200, whose groups of multiprocessors are not multiples of three or four.
+int64_t clusters_of(int blocks, int resident, int64_t sms) {
+    constexpr int kFit[2][8] = {{0, 132, 66, 39, 30, 22, 17, 15}, {0, 264, 132, 79, 62, 47, 39, 32}};
+    return sms * kFit[resident - 1][blocks] / 132;
+}
 
-// The cut that takes the least time, in ns of an H200: a step of 64 columns, and what a tile costs beside.
+// The cut that takes the least time, in ns of an H200: a step of 64 columns, what a tile costs beside, and each part of one that is cut.
 Plan plan_of(const W4LinearParams& p, const GpuSize& gpu) {
     struct Cost {
-        int tokens, step, tile;
+        int tokens, resident, step, tile, part, max_splits;
     };
-    constexpr Cost kCosts[] = {{64, 320, 4000}, {128, 395, 5000}, {256, 600, 6000}};
+    constexpr Cost kCosts[] = {{32, 1, 245, 2000, 850, 4}, {32, 2, 440, 3000, 150, 7},  {64, 1, 283, 3800, 850, 4},
+                               {64, 2, 510, 5000, 350, 7}, {128, 1, 385, 5500, 500, 4}, {256, 1, 620, 5500, 3000, 4}};
     const int64_t steps = w4::column_tiles(p.in_features), sms = gpu.multiprocessors;
     Plan best{};
     int64_t least = 0;
     for (const Cost& cost : kCosts) {
         const int64_t tiles = row_blocks_of(p) * ceil_div(p.rows, cost.tokens), walk = steps * cost.step + cost.tile;
+        const int64_t slots = sms * cost.resident;
         const auto consider = [&](const Plan& plan, int64_t time) {
             if (best.tokens == 0 || time < least) best = plan, least = time;
         };
-        consider({cost.tokens, 1, tiles, tiles < sms ? tiles : sms}, ceil_div(tiles, sms) * walk);
-        for (int splits = 2; splits <= 4; ++splits) {
-            const int64_t clusters = clusters_of(splits, sms), blocks = clusters * splits, rounds = clusters ? tiles / blocks : 0;
-            const int64_t whole = rounds * blocks, rest = tiles - whole;
-            if (rest == 0 || rest > clusters || steps < 8 * splits) continue;
-            consider({cost.tokens, splits, whole, rounds ? blocks : rest * splits},
-                     rounds * walk + ceil_div(steps, splits) * cost.step + cost.tile + 1000 + 1500 * splits);
+        consider({cost.tokens, cost.resident, 1, tiles, tiles < slots ? tiles : slots}, ceil_div(tiles, slots) * walk);
+        for (int splits = 2; splits <= cost.max_splits; ++splits) {
+            const int64_t clusters = clusters_of(splits, cost.resident, sms), blocks = clusters * splits;
+            const int64_t rounds = clusters ? tiles / blocks : 0, whole = rounds * blocks, rest = tiles - whole;
+            if (rest == 0 || rest > clusters || steps < (cost.resident == 2 ? 10 : 8) * splits) continue;
+            consider({cost.tokens, cost.resident, splits, whole, rounds ? blocks : rest * splits},
+                     rounds * walk + ceil_div(steps, splits) * cost.step + cost.tile + 1000 + cost.part * splits);
         }
     }
     return best;
@@ -60,7 +64,7 @@ bool by_eights(const MatrixView& x, const W4LinearParams& p) {
     return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && (p.rows == 1 || x.row % 8 == 0) && p.columns() % 8 == 0;
 }
 
-template <typename T, w4::Format kFormat, int kTokens>
+template <typename T, w4::Format kFormat, int kTokens, int kResident>
 cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t stream) {
     const bool direct = is_direct(p);
     if (!direct)
@@ -86,8 +90,9 @@ cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t strea
             encode_tiles({x, kHalf, p.in_features, p.rows, 1, 1, 2 * x_row, 0, 0, kTokens, kChunkColumns, true}, &all.map_x, &loads))
         return error;
     if (all.eights)
-        if (cudaError_t error = encode_tiles(
-                {p.out.data, kHalf, p.columns(), p.rows, 1, 1, 2 * p.out.row, 0, 0, kW4Turned, kChunkColumns, true}, &all.map_out, &loads))
+        if (cudaError_t error =
+                encode_tiles({p.out.data, kHalf, p.columns(), p.rows, 1, 1, 2 * p.out.row, 0, 0, w4_turned(kTokens), kChunkColumns, true},
+                             &all.map_out, &loads))
             return error;
     constexpr int kWords = w4::tile_bytes(kFormat) / 4;
     const int64_t words = int64_t(all.column_tiles) * kWords;
@@ -95,17 +100,24 @@ cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t strea
                                           w4::row_tiles(p.out_features, p.swiglu), 4 * words, kWords, kW4RowTiles},
                                          &all.map_weight))
         return error;
-    return launch_kernel(wgmma_w4_kernel<T, kFormat, kTokens>, unsigned(plan.blocks), kW4Threads, sizeof(WgmmaW4Smem<T, kFormat, kTokens>),
-                         stream, all, {!direct || p.programmatic, unsigned(plan.splits)});
+    const LaunchOptions options{!direct || p.programmatic, unsigned(plan.splits)};
+    if constexpr (kTokens <= 64)
+        return launch_kernel(wgmma_w4_few_kernel<T, kFormat, kTokens, kResident>, unsigned(plan.blocks), kW4Threads,
+                             sizeof(WgmmaW4FewSmem<T, kFormat, kTokens, kResident>), stream, all, options);
+    else
+        return launch_kernel(wgmma_w4_kernel<T, kFormat, kTokens>, unsigned(plan.blocks), kW4Threads,
+                             sizeof(WgmmaW4Smem<T, kFormat, kTokens>), stream, all, options);
 }
 
 template <typename T, w4::Format kFormat>
 cudaError_t launch(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
     const Plan plan = plan_of(p, gpu);
+    const bool two = plan.resident == 2;
     switch (plan.tokens) {
-        case 64: return launch<T, kFormat, 64>(p, plan, stream);
-        case 128: return launch<T, kFormat, 128>(p, plan, stream);
-        default: return launch<T, kFormat, 256>(p, plan, stream);
+        case 32: return two ? launch<T, kFormat, 32, 2>(p, plan, stream) : launch<T, kFormat, 32, 1>(p, plan, stream);
+        case 64: return two ? launch<T, kFormat, 64, 2>(p, plan, stream) : launch<T, kFormat, 64, 1>(p, plan, stream);
+        case 128: return launch<T, kFormat, 128, 1>(p, plan, stream);
+        default: return launch<T, kFormat, 256, 1>(p, plan, stream);
     }
 }
 

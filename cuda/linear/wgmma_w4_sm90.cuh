@@ -24,7 +24,7 @@ constexpr int kW4Rows = 128, kW4RowTiles = kW4Rows / w4::kTileRows;
 
 constexpr int kW4Threads = 384, kW4ConsumerWarps = 8;
 
-constexpr int w4_stages(int tokens) { return tokens == 256 ? 5 : tokens == 128 ? 8 : 12; }  // what fits beside the staging
+constexpr int w4_stages(int tokens) { return tokens == 256 ? 5 : 8; }  // what fits beside the staging
 
 struct WgmmaW4 {
     CUtensorMap map_x, map_weight, map_out;  // boxes of kTokens x 64 elements, of 8 packed tiles below each other, of 64 x 64 elements
@@ -43,7 +43,7 @@ struct alignas(1024) WgmmaW4Smem {
     static constexpr int kStages = w4_stages(kTokens), kTile = w4::tile_bytes(kFormat);
     T x[kStages][kTokens * kChunkColumns];
     alignas(128) uint8_t weight[kStages][kW4RowTiles * kTile];
-    alignas(1024) unsigned char staging[2][kW4Staging];
+    alignas(1024) unsigned char staging[2][w4_staging(kTokens)];
     uint64_t full[kStages], empty[kStages];
 };
 

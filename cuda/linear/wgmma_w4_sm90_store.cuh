@@ -12,10 +12,9 @@
 namespace fa {
 
 constexpr int kW4Stride = 64 + 4;  // floats from one token to the next: eight features of four tokens lie in 32 banks
-constexpr int kW4Staging = 17 * 1024;
-static_assert(kW4Staging >= int(sizeof(float)) * kW4Stride * 64);
-
-constexpr int kW4Turned = 64;  // tokens that are turned at a time
+constexpr int w4_turned(int tokens) { return tokens < 64 ? tokens : 64; }  // tokens that are turned at a time
+constexpr int w4_staging(int tokens) { return tokens < 64 ? 9 * 1024 : 17 * 1024; }
+static_assert(w4_staging(64) >= int(sizeof(float)) * kW4Stride * 64 && w4_staging(32) >= int(sizeof(float)) * kW4Stride * 32);
 
 enum W4Barrier : int { kW4Store = 1, kW4Parts = 3 };  // one for each warpgroup; both
 
@@ -33,8 +32,8 @@ struct W4Place {
 // takes it.
 template <typename T, int kTokens>
 __device__ __forceinline__ void store_fast(const W4Place& place, float (&sums)[kTokens / 2], uint32_t staging) {
-    constexpr int kTurned = kW4Turned, kMine = kTurned * 8 / 128;  // tokens at a time; pieces of a thread
-    static_assert(2 * kTurned * kChunkRowBytes <= kW4Staging);
+    constexpr int kTurned = w4_turned(kTokens), kMine = kTurned * 8 / 128;  // tokens at a time; pieces of a thread
+    static_assert(2 * kTurned * kChunkRowBytes <= w4_staging(kTokens));
     const W4LinearParams& p = place.p;
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32, barrier = kW4Store + threadIdx.x / 128;
     const int columns = p.columns(), log_pieces = p.swiglu ? 2 : 3, column0 = place.rows * 8 << log_pieces;
@@ -175,7 +174,7 @@ template <int kTokens>
 __device__ __forceinline__ void store_staged(const W4Place& place, float (&sums)[kTokens / 2], void* staging) {
     const int thread = threadIdx.x % 128, barrier = kW4Store + threadIdx.x / 128, threads = place.p.swiglu ? 8 : 16;  // a token's
     const W4Columns four(place, thread % threads);
-    constexpr int kTurned = kW4Turned;
+    constexpr int kTurned = w4_turned(kTokens);
     float* const turned = static_cast<float*>(staging);
 #pragma unroll
     for (int first = 0; first < kTokens; first += kTurned) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "expect.h"
+#include "linear/gemv_w4_plan.h"
 #include "linear/mma_w4_plan.h"
 #include "linear/w4.cuh"
 
@@ -74,6 +75,28 @@ void test_plans() {
                             EXPECT(plan.cluster == 1 || tiles <= plan.row_groups * plan.tiles, "(%d, %d) rows %d: %d tiles", n, k, rows,
                                    tiles);
                         }
+}
+
+// A plan of gemv_w4_sm90 fits the GPU, its parts follow each other, and a warp's ring holds the sums of a tile.
+void test_gemv_plans() {
+    for (const GpuSize& gpu : {GpuSize{132, 232448}, GpuSize{114, 232448}})
+        for (const int n : {1, 65, 768, 4096, 14336, 128256})
+            for (const int k : {16, 172, 1000, 4096, 8192, 14336, 28672, 65536})
+                for (const int rows : {1, 2, 3, 4, 7, 8})
+                    for (const Format format : {Format::kNvfp4, Format::kMxfp4, Format::kInt4}) {
+                        W4LinearParams p{};
+                        p.rows = rows, p.in_features = k, p.out_features = n, p.format = format;
+                        const GemvPlan plan = gemv_plan_of(p, gpu);
+                        EXPECT(plan.stages > 0 || k > 8192, "(%d, %d) rows %d has no plan", n, k, rows);
+                        if (plan.stages == 0) continue;
+                        EXPECT(plan.bytes + kGemvStatic <= int(gpu.shared_memory), "(%d, %d) rows %d: %d bytes", n, k, rows, plan.bytes);
+                        EXPECT(plan.stages >= 2 && plan.stages <= kGemvStages && plan.cluster <= column_tiles(k), "(%d, %d)", n, k);
+                        EXPECT(plan.parts_at >= rows * plan.x_stride && plan.inbox_at > plan.parts_at && plan.ring_at >= plan.inbox_at &&
+                                   plan.ring_at % 128 == 0,
+                               "(%d, %d) rows %d", n, k, rows);
+                        EXPECT(plan.stages * plan.chunk * tile_bytes(format) >= plan.slots * 16, "(%d, %d) rows %d", n, k, rows);
+                        EXPECT(plan.clusters * plan.cluster <= gpu.multiprocessors, "(%d, %d) rows %d", n, k, rows);
+                    }
 }
 
 // What stands in the operand: code and scale as they lie in a file, times 2^-factor_exponent.
@@ -187,6 +210,7 @@ int main() {
         EXPECT(block.keep == 0 ? scale == 0 : value == std::ldexp(scale_value(Format::kNvfp4, scale), 7), "scale %d", scale);
     }
     test_plans();
+    test_gemv_plans();
     std::printf("words, scales and plans: %s\n", failures ? "FAILED" : "passed");
     int major = 0;
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess || major < 8) {
