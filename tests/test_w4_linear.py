@@ -275,7 +275,8 @@ def test_a_graph_replays_with_new_numbers(rows, programmatic):
     packed = packed_on(CUDA, first[0], "float16"), packed_on(CUDA, second[0], "float16")
     x = CUDA.array(normal((rows, 256), "float16"), "float16")
     middle, out = CUDA.nans((rows, 512), "float16"), CUDA.nans((rows, 256), "float32")
-    need = [ops.linear_query(a, w).workspace_bytes for a, w in zip((x, middle), packed, strict=True)]
+    queries = (ops.linear_query(a, w, programmatic=programmatic) for a, w in zip((x, middle), packed, strict=True))
+    need = [plan.workspace_bytes for plan in queries]
     workspace = [CUDA.array(np.zeros(max(size, 1), np.uint8)) for size in need]
 
     def chain():

@@ -88,6 +88,11 @@ const char* gemv_w4_sm90_refuses(const Params& p, const DeviceInfo& device, char
                   p.in_features);
     return text;
 }
+const char* gemv_w4_sm90_yields(const Params& p, const DeviceInfo&, char* text, size_t size) {
+    if (!p.programmatic) return nullptr;
+    std::snprintf(text, size, "programmatic: between the kernels of a model, gemv_w4 with its one block an SM is faster");
+    return text;
+}
 fa_status gemv_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
     return launched("gemv_w4_sm90", start<gemv_w4_sm90>(p, device, stream));
 }
@@ -103,7 +108,7 @@ constexpr LinearKernel kKernels[] = {
 #endif
 #if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
     {"gemv_w4_sm90", "mma.sync, each warp its ring of bulk copies, up to 8 rows of x", FA_CUDA, gemv_w4_sm90_refuses, no_workspace,
-     gemv_w4_sm90_launch},
+     gemv_w4_sm90_launch, gemv_w4_sm90_yields},
 #endif
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
     {"gemv_w4", "mma.sync, weights as operand A, up to 16 rows of x", FA_CUDA, gemv_w4_refuses, workspace_of<gemv_w4_workspace>,

@@ -221,9 +221,23 @@ def linear(
     return out if out is not None else ov.door.result(ov)
 
 
-def linear_query(x, weight, bias=None, norm_weight=None, residual=None, swiglu=False, *, out_dtype=None, kernel=None):
-    """What linear would do with a PackedW4, without doing it: an attention.Plan, with the kernel and its workspace."""
-    args, _, _ = _linear_args(x, weight, bias, norm_weight, 1e-5, residual, swiglu, None, out_dtype, False, 0, kernel)
+def linear_query(
+    x,
+    weight,
+    bias=None,
+    norm_weight=None,
+    residual=None,
+    swiglu=False,
+    *,
+    out_dtype=None,
+    programmatic=False,
+    kernel=None,
+):
+    """What linear would do with a PackedW4, without doing it: an attention.Plan, with the kernel and its workspace.
+    `programmatic` as in the call: it may be another kernel's."""
+    args, _, _ = _linear_args(
+        x, weight, bias, norm_weight, 1e-5, residual, swiglu, None, out_dtype, programmatic, 0, kernel
+    )
     if isinstance(args, LinearArgs):
         raise BadArgument(f"weight is a {type(weight).__name__}: only the products with a PackedW4 have a choice")
     return _plan(lambda plan: load().fa_w4_linear_query(args, plan))
