@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from llama_w4_models import CONFIG, KEPT, TOLERANCE, decoded, logits
 from llama_w4_models import model as random_model
-from test_llama_engine import model_file
+from real_models import model_file
 
 from flash_attn_minimal.llama import cuda as cuda_module
 from flash_attn_minimal.llama.engine import Engine

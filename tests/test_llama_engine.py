@@ -1,12 +1,11 @@
 """The engine: sequences join and leave a running batch, and each one's tokens are those it has alone."""
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import NO_CUDA, cupy
+from real_models import model_file
 
 from flash_attn_minimal import BadArgument, FlashAttnError
 from flash_attn_minimal.llama.engine import Engine
@@ -16,15 +15,8 @@ from flash_attn_minimal.llama.sampling import GREEDY, Sampler, Sampling
 from flash_attn_minimal.llama.synthetic import write_checkpoint
 from flash_attn_minimal.llama.weights import Config, load_checkpoint
 
-MODELS = Path(os.environ.get("FLASH_ATTN_TEST_MODELS", Path(__file__).resolve().parents[2] / "shared" / "models"))
 CONFIG = Config(dim=48, hidden_dim=56, n_layers=3, n_heads=6, n_kv_heads=2, vocab_size=70, seq_len=40)
 PAGE_SIZES = [None, 1, 16, 17]
-
-
-def model_file(name):
-    if not (MODELS / name).is_file():
-        pytest.skip(f"{MODELS / name} is not here; FLASH_ATTN_TEST_MODELS names the folder of the real models")
-    return MODELS / name
 
 
 def cuda(attention, dtype="float32"):

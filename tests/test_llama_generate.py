@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from real_models import MODELS
 
 import flash_attn_minimal
 from flash_attn_minimal.llama import synthetic
@@ -16,7 +17,6 @@ from flash_attn_minimal.llama.generate import main
 from flash_attn_minimal.llama.synthetic import write_checkpoint, write_tokenizer
 from flash_attn_minimal.llama.weights import Config, load_checkpoint
 
-MODELS = Path(os.environ.get("FLASH_ATTN_TEST_MODELS", Path(__file__).resolve().parents[2] / "shared" / "models"))
 CONFIG = Config(dim=32, hidden_dim=40, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=400, seq_len=48)
 COMMAND = [sys.executable, "-m", "flash_attn_minimal.llama.generate"]
 PACKAGE = str(Path(flash_attn_minimal.__file__).parents[1])

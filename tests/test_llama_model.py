@@ -1,12 +1,11 @@
 """The Llama model against a float64 forward written from the formulas, over contiguous and paged caches full of NaN."""
 
 import json
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from real_models import model_file
 
 from flash_attn_minimal import BadArgument
 from flash_attn_minimal.llama.cache import KVCache, PagePool
@@ -17,7 +16,6 @@ from flash_attn_minimal.llama.model import Llama, Rows
 from flash_attn_minimal.llama.synthetic import RandomTensors, write_checkpoint, write_folder
 from flash_attn_minimal.llama.weights import load_checkpoint
 
-MODELS = Path(os.environ.get("FLASH_ATTN_TEST_MODELS", Path(__file__).resolve().parents[2] / "shared" / "models"))
 CONFIGS = {
     "multi-head": Config(dim=24, hidden_dim=40, n_layers=2, n_heads=3, n_kv_heads=3, vocab_size=50, seq_len=40),
     "grouped": Config(dim=48, hidden_dim=56, n_layers=3, n_heads=6, n_kv_heads=2, vocab_size=70, seq_len=40),
@@ -25,12 +23,6 @@ CONFIGS = {
 }
 ATTENTIONS = ["standard", "flash"]
 PAGE_SIZES = [None, 1, 3, 16]
-
-
-def model_file(name):
-    if not (MODELS / name).is_file():
-        pytest.skip(f"{MODELS / name} is not here; FLASH_ATTN_TEST_MODELS names the folder of the real models")
-    return MODELS / name
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from dataclasses import replace
 import accuracy
 import numpy as np
 import pytest
+from bench_run import FAST
+from bench_run import run as bench
 from kvcache_cases import Case, check, expected, make, on_device
-from test_bench import FAST
-from test_bench import run as bench
 
 import flash_attn_minimal as fa
 
