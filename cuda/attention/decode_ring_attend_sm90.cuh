@@ -2,12 +2,11 @@
 #pragma once
 
 #include "attention/decode.h"
-#include "attention/general_scores.cuh"
+#include "attention/decode_scores.cuh"
 #include "attention/shared_tile.cuh"
 #include "device/launch.h"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
-#include "device/widen.cuh"
 
 #include <cfloat>
 #include <type_traits>
@@ -15,9 +14,6 @@
 namespace fa {
 namespace {
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-constexpr float kRescaleThreshold = 8;  // of log2: see forward_mma_sm80.cuh
-constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 constexpr int kParts = 4, kGroups = 2, kWarps = kParts * kGroups;        // of a tile; warps with a part each; those that attend
 constexpr int kRows = 16, kThreads = 32 * (kWarps + 2), kAttending = 1;  // kAttending: their named barrier
 
@@ -63,15 +59,6 @@ struct RingPlace {
         if (slot >= kSlots) slot -= kSlots, phase ^= 1;
     }
 };
-
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-    return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(kFullWarp, x, 1);
-    return x + __shfl_xor_sync(kFullWarp, x, 2);
-}
 
 // Fragments of rows of q as bf16 become fp16: divided by the power of two below the row's largest magnitude, so that none overflows and
 // what underflows is below 2^-24 of that. The power goes into the row's scale.
@@ -211,71 +198,9 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
                 for (int i = 0; i < kTilesN; ++i)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) S[i][e] *= row_scale[e / 2];
-                if (p.softcap != 0) {
-                    const float inverse = 1.0f / p.softcap, cap = p.softcap * kLog2e;
-#pragma unroll
-                    for (int i = 0; i < kTilesN; ++i)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) S[i][e] = cap * tanh_fast(S[i][e] * inverse);
-                }
-                if (p.alibi_slopes) {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const int r = row_of(half), distance = r / p.group + keys.shift - key0 - mma_column(lane, 0);
-                        const float slope = p.alibi_slopes[b * p.alibi_batch + head_k * p.group + r % p.group] * kLog2e;
-#pragma unroll
-                        for (int i = 0; i < kTilesN; ++i)
-#pragma unroll
-                            for (int e = 0; e < 2; ++e) S[i][2 * half + e] -= slope * fabsf(float(distance - 8 * i - e));
-                    }
-                }
                 zeroes = key0 < keys.begin || key0 + kPartKeys > keys.end;
-                // Keys that every row sees need no comparison.
-                const int every_begin = p.window_left >= 0 ? max(p.seqlen_q - 1 + keys.shift - p.window_left, keys.begin) : keys.begin;
-                const int every_end = p.window_right >= 0 ? min(keys.shift + p.window_right + 1, keys.end) : keys.end;
-                if (key0 < every_begin || key0 + kPartKeys > every_end) {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const int aligned = row_of(half) / p.group + keys.shift, from = key0 + mma_column(lane, 0);
-                        const int begin = (p.window_left >= 0 ? max(aligned - p.window_left, keys.begin) : keys.begin) - from;
-                        const int end = (p.window_right >= 0 ? min(aligned + p.window_right + 1, keys.end) : keys.end) - from;
-#pragma unroll
-                        for (int i = 0; i < kTilesN; ++i)
-#pragma unroll
-                            for (int e = 0; e < 2; ++e)
-                                if (8 * i + e < begin || 8 * i + e >= end) S[i][2 * half + e] = -INFINITY;
-                    }
-                }
-
-                // ---- P = 2^(S - row_max), as in forward_mma_sm80.cuh ----
-                float new_max[2];
-                bool moved = false;
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float x = fmaxf(S[0][2 * half], S[0][2 * half + 1]);
-#pragma unroll
-                    for (int i = 1; i < kTilesN; ++i) x = fmaxf(x, fmaxf(S[i][2 * half], S[i][2 * half + 1]));
-                    new_max[half] = fmaxf(row_max[half], quad_max(x));
-                    moved |= new_max[half] - row_max[half] > kRescaleThreshold;
-                }
-                if (__any_sync(kFullWarp, moved)) {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const float next = new_max[half] - row_max[half] > kRescaleThreshold ? new_max[half] : row_max[half];
-                        const float factor = exp2_approx(row_max[half] - next);
-                        row_max[half] = next;
-                        row_sum[half] *= factor;
-#pragma unroll
-                        for (int i = 0; i < kTilesV; ++i) O[i][2 * half] *= factor, O[i][2 * half + 1] *= factor;
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < kTilesN; ++i)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        S[i][e] = exp2_approx(S[i][e] - row_max[e / 2]);
-                        row_sum[e / 2] += S[i][e];
-                    }
+                score_options(p, keys, key0, lane, row_of, [&] { return b * p.alibi_batch + head_k * p.group; }, S);
+                softmax_step(S, O, row_max, row_sum);
             }
 
             // ---- O += P V ----
@@ -301,46 +226,14 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
                             v_scale[i][e] = __uint_as_float(load_shared_4(scales + 4 * (8 * i + mma_column(lane, e))));
                             largest = fmaxf(largest, v_scale[i][e]);
                         }
-                    largest = quad_max(largest);
-                    if (largest > v_unit) {  // the same in all lanes: a quad has the part's keys
-                        const float factor = v_unit / largest;
-#pragma unroll
-                        for (int i = 0; i < kTilesV; ++i)
-#pragma unroll
-                            for (int e = 0; e < 4; ++e) O[i][e] *= factor;
-                        v_unit = largest;
-                    }
+                    raise_unit(largest, v_unit, O);
                     const float inverse = 1.0f / v_unit;
 #pragma unroll
                     for (int i = 0; i < kTilesN; ++i)
 #pragma unroll
                         for (int e = 0; e < 4; ++e) S[i][e] *= v_scale[i][e % 2] * inverse;
                 }
-#pragma unroll
-                for (int step = 0; step < kPartKeys / 16; ++step) {
-                    uint32_t A[4];
-                    fragment_of<T>(A, &S[2 * step]);
-#pragma unroll
-                    for (int i = 0; i < kTilesV; i += kBytes ? 4 : 2) {
-                        if constexpr (kBytes) {
-                            uint32_t B[4];
-                            ldmatrix_x4_trans(B, step_to(v_part, i / 4) + 16 * step * 128);
-#pragma unroll
-                            for (int x = 0; x < 2; ++x) {
-                                uint32_t even[2], odd[2];
-                                widen_even_odd<E>(even[0], odd[0], B[2 * x]);
-                                widen_even_odd<E>(even[1], odd[1], B[2 * x + 1]);
-                                mma<T>(O[i + 2 * x], A, even[0], even[1]);
-                                mma<T>(O[i + 2 * x + 1], A, odd[0], odd[1]);
-                            }
-                        } else {
-                            uint32_t B[2][2];
-                            ldmatrix_x4_trans(B, step_to(v_part, i / 2) + 16 * step * 128);
-                            mma<T>(O[i], A, B[0][0], B[0][1]);
-                            mma<T>(O[i + 1], A, B[1][0], B[1][1]);
-                        }
-                    }
-                }
+                add_values<E, T>(O, S, [&](int step, int i) { return step_to(v_part, i) + 16 * step * 128; });
             }
             __syncwarp();
             if (lane == 0) mbarrier_arrive(empty + 8 * ring.slot);
@@ -355,22 +248,11 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
             const float sum = quad_sum(row_sum[half]);
             if (lane % 4 == 0) smem.row_max[warp][lane / 4 + 8 * half] = row_max[half], smem.row_sum[warp][lane / 4 + 8 * half] = sum;
         }
-        const auto o_place = [](int row, int column) { return row * kD + (column ^ row % 4 * 8); };
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (8 * half >= rows) break;
 #pragma unroll
-            for (int i = 0; i < kTilesV; i += 2) {
-                const int row = lane / 4, x = 2 * half;
-                if (kBytes) {  // two tiles hold the even and the odd columns of 16
-                    *reinterpret_cast<float4*>(smem.o[warp] + o_place(row, 8 * i + 4 * (lane % 4))) =
-                        make_float4(O[i][x] * v_unit, O[i + 1][x] * v_unit, O[i][x + 1] * v_unit, O[i + 1][x + 1] * v_unit);
-                } else {
-                    *reinterpret_cast<float2*>(smem.o[warp] + o_place(row, 8 * i + 2 * (lane % 4))) = make_float2(O[i][x], O[i][x + 1]);
-                    *reinterpret_cast<float2*>(smem.o[warp] + o_place(row, 8 * i + 8 + 2 * (lane % 4))) =
-                        make_float2(O[i + 1][x], O[i + 1][x + 1]);
-                }
-            }
+            for (int i = 0; i < kTilesV; i += 2) put_o<kBytes>(smem.o[warp], lane / 4, i, half, lane, O, v_unit);
             bar_sync(kAttending, 32 * kWarps);
             const int r = 8 * half + warp;  // a row for each warp
             if (r < rows) {
@@ -403,7 +285,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
                     float4 x{};
 #pragma unroll
                     for (int source = 0; source < kWarps; ++source) {
-                        const float4 y = *reinterpret_cast<const float4*>(smem.o[source] + o_place(warp, column));
+                        const float4 y = *reinterpret_cast<const float4*>(smem.o[source] + o_place<kD>(warp, column));
                         const float w = weight[source];
                         x.x += w * y.x, x.y += w * y.y, x.z += w * y.z, x.w += w * y.w;
                     }

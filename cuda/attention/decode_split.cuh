@@ -18,12 +18,11 @@
 #pragma once
 
 #include "attention/decode.h"
-#include "attention/general_scores.cuh"
+#include "attention/decode_scores.cuh"
 #include "attention/shared_tile.cuh"
 #include "device/launch.h"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
-#include "device/widen.cuh"
 
 #include <cfloat>
 #include <type_traits>
@@ -31,9 +30,6 @@
 namespace fa {
 namespace {
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-constexpr float kRescaleThreshold = 8;  // of log2: see forward_mma_sm80.cuh
-constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 constexpr int kDecodeWarps = 4, kDecodeThreads = 32 * kDecodeWarps, kMaxStages = 6;
 
 // The shared memory of a block; the numbers of stages are what fits beside another block, or alone, on an SM of 228 KB.
@@ -57,15 +53,6 @@ struct DecodeTile {
         return stages < kMaxStages ? stages : kMaxStages;
     }
 };
-
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-    return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(kFullWarp, x, 1);
-    return x + __shfl_xor_sync(kFullWarp, x, 2);
-}
 
 __device__ __forceinline__ void wait_for_oldest(int stages) {
     switch (stages) {
@@ -324,81 +311,10 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
                         largest = fmaxf(largest, v_scale[n][e]);
                         S[n][e] *= k_scale, S[n][2 + e] *= k_scale;
                     }
-                largest = quad_max(largest);
-                if (largest > v_unit) {  // the same in all lanes: a quad has the part's keys
-                    const float factor = v_unit / largest;
-#pragma unroll
-                    for (int n = 0; n < kTilesV; ++n)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) O[n][e] *= factor;
-                    v_unit = largest;
-                }
+                raise_unit(largest, v_unit, O);
             }
-            const SequenceKeys keys = keys_now();
-            if (p.softcap != 0) {
-                const float inverse = 1.0f / p.softcap, cap = p.softcap * kLog2e;
-#pragma unroll
-                for (int n = 0; n < kTilesN; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) S[n][e] = cap * tanh_fast(S[n][e] * inverse);
-            }
-            if (p.alibi_slopes) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int r = row_of(half), distance = r / p.group + keys.shift - key0 - mma_column(lane, 0);
-                    const float slope = p.alibi_slopes[sequence_now() * p.alibi_batch + head_now() * p.group + r % p.group] * kLog2e;
-#pragma unroll
-                    for (int n = 0; n < kTilesN; ++n)
-#pragma unroll
-                        for (int e = 0; e < 2; ++e) S[n][2 * half + e] -= slope * fabsf(float(distance - 8 * n - e));
-                }
-            }
-            // Keys that every row sees need no comparison.
-            const int every_begin = p.window_left >= 0 ? max(p.seqlen_q - 1 + keys.shift - p.window_left, keys.begin) : keys.begin;
-            const int every_end = p.window_right >= 0 ? min(keys.shift + p.window_right + 1, keys.end) : keys.end;
-            if (key0 < every_begin || key0 + kPartKeys > every_end) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int aligned = row_of(half) / p.group + keys.shift, first = key0 + mma_column(lane, 0);
-                    const int begin = (p.window_left >= 0 ? max(aligned - p.window_left, keys.begin) : keys.begin) - first;
-                    const int end = (p.window_right >= 0 ? min(aligned + p.window_right + 1, keys.end) : keys.end) - first;
-#pragma unroll
-                    for (int n = 0; n < kTilesN; ++n)
-#pragma unroll
-                        for (int e = 0; e < 2; ++e)
-                            if (8 * n + e < begin || 8 * n + e >= end) S[n][2 * half + e] = -INFINITY;
-                }
-            }
-
-            // ---- P = 2^(S - row_max), as in forward_mma_sm80.cuh ----
-            float new_max[2];
-            bool moved = false;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float x = fmaxf(S[0][2 * half], S[0][2 * half + 1]);
-#pragma unroll
-                for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[n][2 * half], S[n][2 * half + 1]));
-                new_max[half] = fmaxf(row_max[half], quad_max(x));
-                moved |= new_max[half] - row_max[half] > kRescaleThreshold;
-            }
-            if (__any_sync(kFullWarp, moved)) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float next = new_max[half] - row_max[half] > kRescaleThreshold ? new_max[half] : row_max[half];
-                    const float factor = exp2_approx(row_max[half] - next);
-                    row_max[half] = next;
-                    row_sum[half] *= factor;
-#pragma unroll
-                    for (int n = 0; n < kTilesV; ++n) O[n][2 * half] *= factor, O[n][2 * half + 1] *= factor;
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < kTilesN; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    S[n][e] = exp2_approx(S[n][e] - row_max[e / 2]);
-                    row_sum[e / 2] += S[n][e];
-                }
+            score_options(p, keys_now(), key0, lane, row_of, [&] { return sequence_now() * p.alibi_batch + head_now() * p.group; }, S);
+            softmax_step(S, O, row_max, row_sum);
             if (kBytes) {
                 const float inverse = 1.0f / v_unit;
 #pragma unroll
@@ -407,32 +323,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
                     for (int e = 0; e < 4; ++e) S[n][e] *= v_scale[n][e % 2] * inverse;
             }
 
-            // ---- O += P V ----
-#pragma unroll
-            for (int step = 0; step < kPartKeys / 16; ++step) {
-                uint32_t A[4];
-                fragment_of<Mma>(A, &S[2 * step]);
-#pragma unroll
-                for (int n = 0; n < kTilesV; n += kBytes ? 4 : 2) {
-                    if constexpr (kBytes) {
-                        uint32_t B[4];
-                        ldmatrix_x4_trans(B, Tile::advance(v_lane, n / 4) + 16 * step * kPitch);
-#pragma unroll
-                        for (int x = 0; x < 2; ++x) {
-                            uint32_t even[2], odd[2];
-                            widen_even_odd<E>(even[0], odd[0], B[2 * x]);
-                            widen_even_odd<E>(even[1], odd[1], B[2 * x + 1]);
-                            mma<Mma>(O[n + 2 * x], A, even[0], even[1]);
-                            mma<Mma>(O[n + 2 * x + 1], A, odd[0], odd[1]);
-                        }
-                    } else {
-                        uint32_t B[2][2];
-                        ldmatrix_x4_trans(B, Tile::advance(v_lane, n / 2) + 16 * step * kPitch);
-                        mma<Mma>(O[n], A, B[0][0], B[0][1]);
-                        mma<Mma>(O[n + 1], A, B[1][0], B[1][1]);
-                    }
-                }
-            }
+            add_values<E, Mma>(O, S, [&](int step, int i) { return Tile::advance(v_lane, i) + 16 * step * kPitch; });
         };
 
         // ---- the tiles: copied `stages` steps before they are attended to ----
@@ -474,21 +365,11 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
             segments = from->segments, done = from->segment;
         }
         float* const own = reinterpret_cast<float*>(shared + warp * Plan::kPartBytes);
-        const auto place = [](int row, int column) { return row * kD + (column ^ row % 4 * 8); };
         const float unit = kBytes ? v_unit : 1.0f;
 #pragma unroll
         for (int n = 0; n < kTilesV; n += 2)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = lane / 4 + 8 * half, x = 2 * half;
-                if (kBytes) {  // two tiles hold the even and the odd columns of 16
-                    *reinterpret_cast<float4*>(own + place(row, 8 * n + 4 * (lane % 4))) =
-                        make_float4(O[n][x] * unit, O[n + 1][x] * unit, O[n][x + 1] * unit, O[n + 1][x + 1] * unit);
-                } else {
-                    *reinterpret_cast<float2*>(own + place(row, 8 * n + 2 * (lane % 4))) = make_float2(O[n][x], O[n][x + 1]);
-                    *reinterpret_cast<float2*>(own + place(row, 8 * n + 8 + 2 * (lane % 4))) = make_float2(O[n + 1][x], O[n + 1][x + 1]);
-                }
-            }
+            for (int half = 0; half < 2; ++half) put_o<kBytes>(own, lane / 4 + 8 * half, n, half, lane, O, unit);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float sum = quad_sum(row_sum[half]);
@@ -531,7 +412,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
 #pragma unroll
                 for (int source = 0; source < kSources; ++source) {
                     const float* from = reinterpret_cast<const float*>(shared + (source0 + source) * Plan::kPartBytes);
-                    const float4 y = *reinterpret_cast<const float4*>(from + place(row, column));
+                    const float4 y = *reinterpret_cast<const float4*>(from + o_place<kD>(row, column));
                     const float w = weight[source];
                     x.x += w * y.x, x.y += w * y.y, x.z += w * y.z, x.w += w * y.w;
                 }

@@ -1,0 +1,167 @@
+// decode_scores.cuh: what the decode kernels do between their products. A warp has 16 rows of a tile of keys: element e of S[n] is row
+// lane / 4 + 8 (e / 2), key 8 n + mma_column(lane, e) of the part (mma.m16n8k16). Row r of the seqlen_q * group rows that share a key
+// head is head r % group of query r / group.
+#pragma once
+
+#include "attention/decode_schedule.h"
+#include "attention/general_scores.cuh"
+#include "device/mma.cuh"
+#include "device/ptx.cuh"
+#include "device/widen.cuh"
+
+namespace fa {
+namespace {
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kRescaleThreshold = 8;  // of log2: see forward_mma_sm80.cuh
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+    return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(kFullWarp, x, 1);
+    return x + __shfl_xor_sync(kFullWarp, x, 2);
+}
+
+// Softcap, ALiBi, and -inf for keys that a row does not see; S in log2 units, before softcap in natural ones. row_of(half): the thread's
+// row; slopes(): the place of the key head's first ALiBi slope.
+template <int kTilesN, typename RowOf, typename Slopes>
+__device__ __forceinline__ void score_options(const AttentionParams& p, const SequenceKeys& keys, int key0, int lane, const RowOf& row_of,
+                                              const Slopes& slopes, float (&S)[kTilesN][4]) {
+    if (p.softcap != 0) {
+        const float inverse = 1.0f / p.softcap, cap = p.softcap * kLog2e;
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) S[n][e] = cap * tanh_fast(S[n][e] * inverse);
+    }
+    if (p.alibi_slopes) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = row_of(half), distance = r / p.group + keys.shift - key0 - mma_column(lane, 0);
+            const float slope = p.alibi_slopes[slopes() + r % p.group] * kLog2e;
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) S[n][2 * half + e] -= slope * fabsf(float(distance - 8 * n - e));
+        }
+    }
+    // Keys that every row sees need no comparison.
+    const int every_begin = p.window_left >= 0 ? max(p.seqlen_q - 1 + keys.shift - p.window_left, keys.begin) : keys.begin;
+    const int every_end = p.window_right >= 0 ? min(keys.shift + p.window_right + 1, keys.end) : keys.end;
+    if (key0 < every_begin || key0 + 8 * kTilesN > every_end) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int aligned = row_of(half) / p.group + keys.shift, first = key0 + mma_column(lane, 0);
+            const int begin = (p.window_left >= 0 ? max(aligned - p.window_left, keys.begin) : keys.begin) - first;
+            const int end = (p.window_right >= 0 ? min(aligned + p.window_right + 1, keys.end) : keys.end) - first;
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (8 * n + e < begin || 8 * n + e >= end) S[n][2 * half + e] = -INFINITY;
+        }
+    }
+}
+
+// S becomes P = 2^(S - row_max), as in forward_mma_sm80.cuh; row_sum is this thread's share.
+template <int kTilesN, int kTilesV>
+__device__ __forceinline__ void softmax_step(float (&S)[kTilesN][4], float (&O)[kTilesV][4], float (&row_max)[2], float (&row_sum)[2]) {
+    float new_max[2];
+    bool moved = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float x = fmaxf(S[0][2 * half], S[0][2 * half + 1]);
+#pragma unroll
+        for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[n][2 * half], S[n][2 * half + 1]));
+        new_max[half] = fmaxf(row_max[half], quad_max(x));
+        moved |= new_max[half] - row_max[half] > kRescaleThreshold;
+    }
+    if (__any_sync(kFullWarp, moved)) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float next = new_max[half] - row_max[half] > kRescaleThreshold ? new_max[half] : row_max[half];
+            const float factor = exp2_approx(row_max[half] - next);
+            row_max[half] = next;
+            row_sum[half] *= factor;
+#pragma unroll
+            for (int n = 0; n < kTilesV; ++n) O[n][2 * half] *= factor, O[n][2 * half + 1] *= factor;
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < kTilesN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            S[n][e] = exp2_approx(S[n][e] - row_max[e / 2]);
+            row_sum[e / 2] += S[n][e];
+        }
+}
+
+// 8-bit values: `largest` of the part's factors becomes O's unit where it is larger.
+template <int kTilesV>
+__device__ __forceinline__ void raise_unit(float largest, float& v_unit, float (&O)[kTilesV][4]) {
+    largest = quad_max(largest);
+    if (largest > v_unit) {  // the same in all lanes: a quad has the part's keys
+        const float factor = v_unit / largest;
+#pragma unroll
+        for (int n = 0; n < kTilesV; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) O[n][e] *= factor;
+        v_unit = largest;
+    }
+}
+
+// O += P V. at(step, i): this lane's address for ldmatrix of keys 16 step and on, pieces 2 i and 2 i + 1 of a row. Of bytes O's tiles 2 j
+// and 2 j + 1 have the even and the odd columns of 16.
+template <typename E, typename Mma, int kTilesN, int kTilesV, typename At>
+__device__ __forceinline__ void add_values(float (&O)[kTilesV][4], const float (&P)[kTilesN][4], const At& at) {
+    constexpr bool kBytes = sizeof(E) == 1;
+#pragma unroll
+    for (int step = 0; step < kTilesN / 2; ++step) {
+        uint32_t A[4];
+        fragment_of<Mma>(A, &P[2 * step]);
+#pragma unroll
+        for (int n = 0; n < kTilesV; n += kBytes ? 4 : 2) {
+            if constexpr (kBytes) {
+                uint32_t B[4];
+                ldmatrix_x4_trans(B, at(step, n / 4));
+#pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    uint32_t even[2], odd[2];
+                    widen_even_odd<E>(even[0], odd[0], B[2 * x]);
+                    widen_even_odd<E>(even[1], odd[1], B[2 * x + 1]);
+                    mma<Mma>(O[n + 2 * x], A, even[0], even[1]);
+                    mma<Mma>(O[n + 2 * x + 1], A, odd[0], odd[1]);
+                }
+            } else {
+                uint32_t B[2][2];
+                ldmatrix_x4_trans(B, at(step, n / 2));
+                mma<Mma>(O[n], A, B[0][0], B[0][1]);
+                mma<Mma>(O[n + 1], A, B[1][0], B[1][1]);
+            }
+        }
+    }
+}
+
+// A warp's O of one half of its rows, of kD columns, to shared memory; row: of those there. Four neighbouring columns stay together.
+template <int kD>
+__device__ __forceinline__ int o_place(int row, int column) {
+    return row * kD + (column ^ row % 4 * 8);
+}
+template <bool kBytes, int kTilesV>
+__device__ __forceinline__ void put_o(float* to, int row, int n, int half, int lane, const float (&O)[kTilesV][4], float unit) {
+    constexpr int kD = 8 * kTilesV;
+    const int x = 2 * half;
+    if (kBytes) {  // two tiles hold the even and the odd columns of 16
+        *reinterpret_cast<float4*>(to + o_place<kD>(row, 8 * n + 4 * (lane % 4))) =
+            make_float4(O[n][x] * unit, O[n + 1][x] * unit, O[n][x + 1] * unit, O[n + 1][x + 1] * unit);
+    } else {
+        *reinterpret_cast<float2*>(to + o_place<kD>(row, 8 * n + 2 * (lane % 4))) = make_float2(O[n][x], O[n][x + 1]);
+        *reinterpret_cast<float2*>(to + o_place<kD>(row, 8 * n + 8 + 2 * (lane % 4))) = make_float2(O[n + 1][x], O[n + 1][x + 1]);
+    }
+}
+
+}  // namespace
+}  // namespace fa
