@@ -164,29 +164,11 @@ struct GemvBlock {
     // ---- the product ----
 
     // A tile of W times the same columns of x, the lane's of row g at x.
-    __device__ __forceinline__ static void multiply(float (&sums)[4], const uint8_t* weights, const uint8_t* x, int lane) {
-        uint4 in_x[2];  // steps 0 and 1, steps 2 and 3
+    __device__ __forceinline__ static void multiply(float (&sums)[1][4], const uint8_t* weights, const uint8_t* x, int lane) {
+        uint4 columns[1][2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) in_x[half] = *reinterpret_cast<const uint4*>(x + 16 * half);
-        const uint4 codes = load_codes(weights, lane);
-        const uint32_t stored = load_scales<kFormat>(weights, lane);
-        uint32_t scale[2];
-        if constexpr (!Config::kScaledSums) widen_scales<kFormat, T>(scale, stored);
-        float unscaled[4] = {};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            uint32_t a[4];
-            const uint32_t word = (&codes.x)[j];
-            if constexpr (Config::kScaledSums) unpack_word<kFormat, T>(a, word);
-            else dequantize_word<kFormat, T>(a, word, scale);
-            mma<T>(Config::kScaledSums ? unscaled : sums, a, (&in_x[j / 2].x)[j % 2 * 2], (&in_x[j / 2].x)[j % 2 * 2 + 1]);
-        }
-        if constexpr (Config::kScaledSums) {
-            float upper, lower;  // rows g and g + 8
-            float_scales<kFormat, T>(upper, lower, stored);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) sums[e] += unscaled[e] * (e < 2 ? upper : lower);
-        }
+        for (int half = 0; half < 2; ++half) columns[0][half] = *reinterpret_cast<const uint4*>(x + 16 * half);
+        multiply_tile<kFormat, T, Config::kScaledSums>(sums, weights, columns, lane);
     }
 
     // ---- the end ----
@@ -240,7 +222,7 @@ struct GemvBlock {
         int stage = 0, tile = begin / chunks, chunk = begin % chunks, first_chunk = chunk;
         const int own = tile;
         uint32_t phase = 0;
-        float sums[4] = {};
+        float sums[1][4] = {};
 #pragma unroll 1
         for (int unit = begin; unit < end; unit += kStep) {
             mbarrier_wait(full + 8 * stage, phase);
@@ -262,13 +244,13 @@ struct GemvBlock {
             if (tile == done && unit + kStep < end) continue;
             if (2 * (lane % 4) < p.rows) {
                 const int slot = lane / 4 * plan.pairs + lane % 4;
-                const float4 sum = make_float4(sums[0], sums[1], sums[2], sums[3]);
+                const float4 sum = make_float4(sums[0][0], sums[0][1], sums[0][2], sums[0][3]);
                 if (Config::kInterleaved) share_of(done, first_chunk % kWarps)[slot] = sum;
                 else if (whole) deliver(done, slot, sum, factor);
                 else part_of(warp, done == own)[slot] = sum;
             }
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[e] = 0.0f;
+            for (int e = 0; e < 4; ++e) sums[0][e] = 0.0f;
             first_chunk = chunk;
         }
     }

@@ -237,31 +237,8 @@ struct MmaBlock {
             for (int half = 0; half < 2; ++half) columns[n][half] = *reinterpret_cast<const uint4*>(x + x_rows[n] + 16 * half);
 #pragma unroll
         for (int r = 0; r < kTiles; ++r, weights += row_bytes) {
-            const uint4 codes = load_codes(weights, lane);
-            const uint32_t stored = load_scales<kFormat>(weights, lane);
-            uint32_t scale[2];
-            if constexpr (!Config::kScaledSums) widen_scales<kFormat, T>(scale, stored);
-            float unscaled[kTokenTiles][4] = {};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                uint32_t a[4];
-                const uint32_t word = (&codes.x)[j];
-                if constexpr (Config::kScaledSums) unpack_word<kFormat, T>(a, word);
-                else dequantize_word<kFormat, T>(a, word, scale);
-#pragma unroll
-                for (int n = 0; n < kTokenTiles; ++n)
-                    mma<T>(Config::kScaledSums ? unscaled[n] : sums[r][n], a, (&columns[n][j / 2].x)[j % 2 * 2],
-                           (&columns[n][j / 2].x)[j % 2 * 2 + 1]);
-            }
-            if constexpr (Config::kScaledSums) {
-                float upper, lower;  // rows g and g + 8
-                float_scales<kFormat, T>(upper, lower, stored);
-#pragma unroll
-                for (int n = 0; n < kTokenTiles; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) sums[r][n][e] += unscaled[n][e] * (e < 2 ? upper : lower);
-                __syncwarp();  // keeps the next tile's loads behind, which the registers have no room for
-            }
+            multiply_tile<kFormat, T, Config::kScaledSums>(sums[r], weights, columns, lane);
+            if (Config::kScaledSums) __syncwarp();  // keeps the next tile's loads behind, which the registers have no room for
         }
     }
 

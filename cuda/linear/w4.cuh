@@ -109,4 +109,34 @@ __device__ __forceinline__ void dequantize_word(uint32_t (&a)[4], uint32_t word,
     for (int i = 0; i < 4; ++i) a[i] = as_bits(__hmul2(as_pair<T>(a[i]), as_pair<T>(scale[i % 2])));
 }
 
+// Sums of a tile of W times kCount tiles of 8 rows of x. columns[n]: what lane (g, q) has of row g of tile n, the columns of steps 0 and 1,
+// and of steps 2 and 3. kScalesSums, of int4: the tile's one scale of a row multiplies the row's sums, not its weights.
+template <Format kFormat, typename T, bool kScalesSums, int kCount>
+__device__ __forceinline__ void multiply_tile(float (&sums)[kCount][4], const uint8_t* tile, const uint4 (&columns)[kCount][2], int lane) {
+    static_assert(!kScalesSums || kFormat == Format::kInt4, "the others have several scales of a row in a tile");
+    const uint4 codes = load_codes(tile, lane);
+    const uint32_t stored = load_scales<kFormat>(tile, lane);
+    uint32_t scale[2];
+    if constexpr (!kScalesSums) widen_scales<kFormat, T>(scale, stored);
+    float unscaled[kCount][4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        uint32_t a[4];
+        const uint32_t word = (&codes.x)[j];
+        if constexpr (kScalesSums) unpack_word<kFormat, T>(a, word);
+        else dequantize_word<kFormat, T>(a, word, scale);
+#pragma unroll
+        for (int n = 0; n < kCount; ++n)
+            mma<T>(kScalesSums ? unscaled[n] : sums[n], a, (&columns[n][j / 2].x)[j % 2 * 2], (&columns[n][j / 2].x)[j % 2 * 2 + 1]);
+    }
+    if constexpr (kScalesSums) {
+        float upper, lower;  // rows g and g + 8
+        float_scales<kFormat, T>(upper, lower, stored);
+#pragma unroll
+        for (int n = 0; n < kCount; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[n][e] += unscaled[n][e] * (e < 2 ? upper : lower);
+    }
+}
+
 }  // namespace fa::w4

@@ -185,10 +185,7 @@ __global__ void __launch_bounds__(kW4Threads, kResident) wgmma_w4_few_kernel(con
         wgmma_wait<0>(sums);
         release();
 
-        const W4Place place{p, &all.map_out, all.fours, w.row_block * 2 + wg, w.token_block * kTokens, factor};
-        if (w.part) store_parts<kTokens>(place, sums, reinterpret_cast<float*>(smem.x), all.splits);
-        else if (all.eights) store_fast<T, kTokens>(place, sums, shared_address(smem.staging[wg]));
-        else store_staged<kTokens>(place, sums, smem.staging[wg]);
+        store_sums<T, kTokens>(all, w, wg, factor, sums, smem.x, smem.staging[wg]);
     }
     if (threadIdx.x % 128 == 0) bulk_wait<0>();  // shared memory stays until it has been stored
 }

@@ -72,6 +72,16 @@ __device__ __forceinline__ bool find_work(const WgmmaW4& all, int i, W4Work& w) 
     return true;
 }
 
+// The sums of this warpgroup's half of a tile to out, by the one way that fits. `ring` has been read.
+template <typename T, int kTokens>
+__device__ __forceinline__ void store_sums(const WgmmaW4& all, const W4Work& w, int wg, float factor, float (&sums)[kTokens / 2],
+                                           void* ring, void* staging) {
+    const W4Place place{all.p, &all.map_out, all.fours, w.row_block * 2 + wg, w.token_block * kTokens, factor};
+    if (w.part) store_parts<kTokens>(place, sums, static_cast<float*>(ring), all.splits);
+    else if (all.eights) store_fast<T, kTokens>(place, sums, shared_address(staging));
+    else store_staged<kTokens>(place, sums, staging);
+}
+
 template <typename T, w4::Format kFormat, int kTokens>
 __global__ void __launch_bounds__(kW4Threads, 1) wgmma_w4_kernel(const __grid_constant__ WgmmaW4 all) {
     using Smem = WgmmaW4Smem<T, kFormat, kTokens>;
@@ -182,10 +192,7 @@ __global__ void __launch_bounds__(kW4Threads, 1) wgmma_w4_kernel(const __grid_co
         wgmma_wait<0>(sums);
         release();
 
-        const W4Place place{p, &all.map_out, all.fours, w.row_block * 2 + wg, w.token_block * kTokens, factor};
-        if (w.part) store_parts<kTokens>(place, sums, reinterpret_cast<float*>(smem.x), all.splits);
-        else if (all.eights) store_fast<T, kTokens>(place, sums, shared_address(smem.staging[wg]));
-        else store_staged<kTokens>(place, sums, smem.staging[wg]);
+        store_sums<T, kTokens>(all, w, wg, factor, sums, smem.x, smem.staging[wg]);
     }
     if (threadIdx.x % 128 == 0) bulk_wait<0>();  // shared memory stays until it has been stored
 }
