@@ -114,7 +114,7 @@ const char* wgmma_sm90_refuses(const BackwardParams& b, const DeviceInfo& device
 }
 size_t wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo&) { return backward_wgmma_sm90_workspace(b); }
 fa_status wgmma_sm90_launch(const BackwardParams& b, const DeviceInfo& device, void* stream) {
-    return launched("wgmma_sm90", backward_wgmma_sm90(b, device.index, static_cast<cudaStream_t>(stream)));
+    return launched("wgmma_sm90", backward_wgmma_sm90(b, device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
 }
 constexpr BackwardKernel kWgmmaSm90 = {"wgmma_sm90",
                                        "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option",

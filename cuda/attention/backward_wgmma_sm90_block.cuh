@@ -356,7 +356,7 @@ using BackwardKernelPointer = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, CU
 
 template <typename T, BackwardPlanId kId>
 cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_bytes, const BackwardParams& b, int device,
-                                  cudaStream_t stream) {
+                                  int multiprocessors, cudaStream_t stream) {
     constexpr BackwardPlan kPlan = backward_plan(kId);
     const AttentionParams& p = b.forward;
     const bool varlen = p.cu_seqlens_q;
@@ -397,12 +397,7 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
         opted_in.fetch_or(uint64_t(1) << device, std::memory_order_relaxed);
     }
     int grid = schedule.blocks * kPlan.blocks();
-    if (kPlan.blocks() == 1) {
-        int multiprocessors;
-        if (cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device))
-            return cudaGetLastError(), error;
-        grid = grid < multiprocessors ? grid : multiprocessors;
-    }
+    if (kPlan.blocks() == 1 && grid > multiprocessors) grid = multiprocessors;  // they take the rest in turn
     if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
     void* arguments[] = {&map_q, &map_k, &map_v, &map_dout, const_cast<BackwardParams*>(&b), &schedule};
     if (cudaError_t error = cudaLaunchKernel(kernel, dim3(unsigned(grid)), dim3(512), arguments, shared_bytes, stream))
