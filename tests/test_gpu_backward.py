@@ -1,6 +1,7 @@
 """What only a GPU has, backward: graphs, streams, memory, tensors beyond 2^31 elements, very long sequences."""
 
 import gc
+import time
 
 import numpy as np
 import pytest
@@ -99,6 +100,49 @@ def test_deterministic_a_hundred_times(cuda_kernel):
                 busy @ busy
         for x, y in zip(fa.backward(*arrays, **options), first, strict=True):
             assert torch.equal(x, y)
+
+
+HOLD = """
+extern "C" __global__ void hold(const volatile int* go) {
+    while (*go == 0) __nanosleep(1000);
+}
+"""
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_deterministic_in_part_of_the_gpu(cuda_kernel, headdim, causal):
+    """It ends, with the same bits, beside a kernel that has all multiprocessors but four until then: blocks that take
+    turns must not wait for blocks that have not started."""
+    cupy = pytest.importorskip("cupy")
+    arrays = inputs(1500, headdim, heads=(24, 24))  # more blocks of keys than multiprocessors
+    options = {"causal": causal, "kernel": cuda_kernel.name, "deterministic": True}
+    served(cuda_kernel, *arrays[1:4], causal=causal, deterministic=True)
+    want = fa.backward(*arrays, **options)
+    torch.cuda.synchronize()
+    device, go = cupy.cuda.Device(), cupy.cuda.alloc_pinned_memory(4)
+    flag = np.frombuffer(go, np.int32, 1)
+    flag[0] = 0
+    shared = device.attributes["MaxSharedMemoryPerBlockOptin"]
+    kernel, side = cupy.RawKernel(HOLD, "hold"), cupy.cuda.Stream(non_blocking=True)
+    kernel.max_dynamic_shared_size_bytes = shared
+    done = torch.cuda.Event()
+    try:
+        with side:
+            kernel((device.attributes["MultiProcessorCount"] - 4,), (32,), (np.uintp(go.ptr),), shared_mem=shared)
+        time.sleep(0.2)
+        got = fa.backward(*arrays, **options)
+        done.record()
+        end = time.monotonic() + 30
+        while not done.query() and time.monotonic() < end:
+            time.sleep(0.01)
+        ended = done.query()
+    finally:
+        flag[0] = 1
+        torch.cuda.synchronize()
+    assert ended, "the backward pass waited for the other kernel"
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_memory_grows_with_seqlen(cuda_kernel):

@@ -110,8 +110,11 @@ __global__ void __launch_bounds__(512, 1)
                 mbarrier_arrive_expect_tx(v_full, kKeysBytes);
                 load_tile(map_v, schedule.v_loads, 0, smem.v[slot], kBlockN, v_full, row, head, batch, kEvictFirst);
             };
-            const auto take = [&] { return int(gridDim.x) + atomicAdd(schedule.tiles.taken(), 1); };
-            int index = blockIdx.x;
+            // In a fixed order a block waits for lower numbers. They must have been taken by blocks that run: also where fewer than all do,
+            // in part of a GPU or beside other kernels, the first one therefore comes from the counter, too.
+            const int given = schedule.in_order ? 0 : int(gridDim.x);
+            const auto take = [&] { return given + atomicAdd(schedule.tiles.taken(), 1); };
+            int index = schedule.in_order ? take() : int(blockIdx.x);
             uint32_t it0 = 0;
 #pragma unroll 1
             for (uint32_t n = 0;; ++n) {

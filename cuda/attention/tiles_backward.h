@@ -115,7 +115,7 @@ struct QueryTiles {
     int64_t heads;  // batch * nheads; varlen: nheads
 
     FA_HOST_DEVICE int64_t count() const { return heads * tiles; }
-    FA_HOST_DEVICE int* taken() const { return turn + count(); }  // key blocks taken, beyond the first of every block
+    FA_HOST_DEVICE int* taken() const { return turn + count(); }  // key blocks taken; but in a fixed order beyond the first of every block
 };
 
 inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan) {
