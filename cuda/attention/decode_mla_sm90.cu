@@ -199,15 +199,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
             float tile_max[2], sum[2], alpha[2] = {1.0f, 1.0f};
             fragment_max(sc, tile_max);
             tile_max[0] *= c, tile_max[1] *= c;
-            const bool moved = __any_sync(~0u, tile_max[0] - m[0] > 8.0f || tile_max[1] - m[1] > 8.0f);  // P stays below 2^8
-            if (moved) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const float raised = fmaxf(m[r], tile_max[r]);
-                    alpha[r] = raised == -INFINITY ? 1.0f : exp2_approx(m[r] - raised);
-                    m[r] = raised, l[r] *= alpha[r];
-                }
-            }
+            const bool moved = raise_max(tile_max, 8.0f, m, l, alpha);  // P stays below 2^8
             exponentials(sc, c, m, sum);
             l[0] += sum[0], l[1] += sum[1];
 #pragma unroll
@@ -237,8 +229,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
         const int64_t heads = int64_t(work.b) * p.nheads_k + work.head_k;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            l[r] += __shfl_xor_sync(~0u, l[r], 1);
-            l[r] += __shfl_xor_sync(~0u, l[r], 2);
+            l[r] = quad_sum(l[r]);
             inverse[r] = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
             const int i = row + 8 * r;
             if (quad != 0 || i >= params.rows) continue;

@@ -16,15 +16,6 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kRescaleThreshold = 8;  // of log2: see forward_mma_sm80.cuh
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-    return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(kFullWarp, x, 1);
-    return x + __shfl_xor_sync(kFullWarp, x, 2);
-}
-
 // Softcap, ALiBi, and -inf for keys that a row does not see; S in log2 units, before softcap in natural ones. row_of(half): the thread's
 // row; slopes(): the place of the key head's first ALiBi slope.
 template <int kTilesN, typename RowOf, typename Slopes>

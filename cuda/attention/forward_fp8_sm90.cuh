@@ -373,15 +373,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
             if (first) {
                 m[0] = tile_max[0], m[1] = tile_max[1], l[0] = l[1] = 0.0f;
             } else {
-                moved = __any_sync(~0u, tile_max[0] - m[0] > kRise || tile_max[1] - m[1] > kRise);
-                if (moved) {
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        const float raised = fmaxf(m[r], tile_max[r]);
-                        alpha[r] = raised == -INFINITY ? 1.0f : exp2_approx(m[r] - raised);
-                        m[r] = raised, l[r] *= alpha[r];
-                    }
-                }
+                moved = raise_max(tile_max, kRise, m, l, alpha);
             }
             exponentials(s, c, m, share);
             if constexpr (kLse) l[0] += share[0], l[1] += share[1];  // l is 0 otherwise; leaving it out altogether makes ptxas spill
@@ -483,8 +475,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
         for (int r = 0; r < 2; ++r) {
             const int i = row + 8 * r;
             if (p.lse) {
-                l[r] += __shfl_xor_sync(~0u, l[r], 1);
-                l[r] += __shfl_xor_sync(~0u, l[r], 2);
+                l[r] = quad_sum(l[r]);
                 const bool empty = l[r] == 0.0f;  // no visible key
                 if (quad == 0 && i < w.seqlen_q) p.lse[lse_row + i] = empty ? -INFINITY : m[r] * kLn2 + __logf(l[r]);
             }

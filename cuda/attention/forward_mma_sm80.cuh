@@ -77,15 +77,6 @@ __device__ __forceinline__ void round_tile(const float* tile) {
 template <int kRows, int kColumns, int kThreads, typename T>
 __device__ __forceinline__ void round_tile(const T*) {}  // 16-bit values are what the tensor cores multiply
 
-__device__ __forceinline__ float reduce_quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-    return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-}
-__device__ __forceinline__ float reduce_quad_sum(float x) {
-    x += __shfl_xor_sync(kFullWarp, x, 1);
-    return x + __shfl_xor_sync(kFullWarp, x, 2);
-}
-
 // Scores outside the window of their row become -inf.
 template <int kMmas, int kTilesN>
 __device__ __forceinline__ void apply_window(float (&S)[kMmas][kTilesN][4], const AttentionParams& p, const Sequence& s, int row0, int key0,
@@ -331,7 +322,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
 #pragma unroll
                 for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
-                new_max[r] = fmaxf(row_max[r], kGeneral ? reduce_quad_max(x) : reduce_quad_max(x) * scale);
+                new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
                 moved |= new_max[r] - row_max[r] > kThreshold;
             }
             if (__any_sync(kFullWarp, moved)) {
@@ -404,7 +395,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         const int i = end_row + 16 * (r / 2) + mma_row(lane, r % 2 * 2);
-        float sum = reduce_quad_sum(row_sum[r]), max = kGeneral ? row_max[r] : row_max[r] * kLn2, factor = 1;
+        float sum = quad_sum(row_sum[r]), max = kGeneral ? row_max[r] : row_max[r] * kLn2, factor = 1;
         if (sink != -INFINITY) {
             const float next = fmaxf(max, sink);
             factor = exp2_approx((max - next) * kLog2e);

@@ -66,10 +66,23 @@ __device__ __forceinline__ void fragment_max(const float (&S)[kCount], float (&r
         float a = S[2 * r], b = S[2 * r + 1];  // two chains
 #pragma unroll
         for (int i = 4; i < kCount; i += 4) a = fmaxf(a, S[i + 2 * r]), b = fmaxf(b, S[i + 2 * r + 1]);
-        a = fmaxf(a, b);
-        a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
-        row_max[r] = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
+        row_max[r] = quad_max(fmaxf(a, b));
     }
+}
+
+// Where a row's maximum has risen by more than `rise`, or that of another row of the warp, m follows, l is counted in the new unit, and
+// alpha is what O must be multiplied by: returns true. Else P is at most 2^rise.
+__device__ __forceinline__ bool raise_max(const float (&tile_max)[2], float rise, float (&m)[2], float (&l)[2], float (&alpha)[2]) {
+    const bool moved = __any_sync(~0u, tile_max[0] - m[0] > rise || tile_max[1] - m[1] > rise);
+    if (moved) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float raised = fmaxf(m[r], tile_max[r]);
+            alpha[r] = raised == -INFINITY ? 1.0f : exp2_approx(m[r] - raised);
+            m[r] = raised, l[r] *= alpha[r];
+        }
+    }
+    return moved;
 }
 
 // S becomes P = 2^(c S - m); sum is the thread's share of the rows' sums. A row that has seen nothing subtracts 0 instead of -inf.
@@ -375,15 +388,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
             if (first) {
                 m[0] = tile_max[0], m[1] = tile_max[1], l[0] = l[1] = 0.0f;
             } else {
-                moved = __any_sync(~0u, tile_max[0] - m[0] > kRise || tile_max[1] - m[1] > kRise);
-                if (moved) {
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        const float raised = fmaxf(m[r], tile_max[r]);
-                        alpha[r] = raised == -INFINITY ? 1.0f : exp2_approx(m[r] - raised);
-                        m[r] = raised, l[r] *= alpha[r];
-                    }
-                }
+                moved = raise_max(tile_max, kRise, m, l, alpha);
             }
             exponentials(s, c, m, sum);
             l[0] += sum[0], l[1] += sum[1];
@@ -481,8 +486,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = row + 8 * r;
-            l[r] += __shfl_xor_sync(~0u, l[r], 1);
-            l[r] += __shfl_xor_sync(~0u, l[r], 2);
+            l[r] = quad_sum(l[r]);
             const bool empty = l[r] == 0.0f;  // no visible key: zero, whatever 0 x V came to
             float scale = 1.0f;
             if (p.sinks) {  // one more logit in the denominator

@@ -23,6 +23,16 @@ namespace fa {
 __host__ __device__ constexpr int mma_row(int lane, int i) { return lane / 4 + 8 * (i / 2); }
 __host__ __device__ constexpr int mma_column(int lane, int i) { return 2 * (lane % 4) + i % 2; }
 
+// Over the four lanes that share the rows of an accumulator tile.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
 // cp.async, sm_80: 16 bytes from global to shared memory without passing through registers; the bytes past `valid` (0 or 16) are zeros.
