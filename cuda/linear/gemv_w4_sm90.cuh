@@ -261,7 +261,7 @@ struct GemvBlock {
         for (int s = threadIdx.x; s < tiles * plan.slots; s += kThreads) {
             const int tile = s / plan.slots, slot = s % plan.slots;
             float4 sum = make_float4(0, 0, 0, 0);
-            const auto add = [&](const float4& part) { sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w; };
+            const auto add = [&](const float4& part) { add_4(sum, part); };
             if constexpr (Config::kInterleaved) {
 #pragma unroll 4
                 for (int share = 0; share < sharers(); ++share) add(share_of(tile, share)[slot]);
@@ -280,10 +280,7 @@ struct GemvBlock {
         for (int s = threadIdx.x; s < mine * plan.slots; s += kThreads) {
             const int tile = s / plan.slots * plan.cluster + rank, slot = s % plan.slots;
             float4 sum = make_float4(0, 0, 0, 0);
-            for (int source = 0; source < plan.cluster; ++source) {
-                const float4 part = inbox[source * plan.inbox_tiles * plan.slots + s];
-                sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-            }
+            for (int source = 0; source < plan.cluster; ++source) add_4(sum, inbox[source * plan.inbox_tiles * plan.slots + s]);
             store_sums(p, 0, p.rows, first_tile + tile, slot / plan.pairs, slot % plan.pairs, sum, factor);
         }
     }

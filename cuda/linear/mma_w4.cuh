@@ -308,10 +308,7 @@ struct MmaBlock {
                 float4* from = slot_of(s);
                 float4 sum = *from;
 #pragma unroll 4
-                for (int other = 1; other < plan.column_groups; ++other) {
-                    const float4 part = from[other * plan.tiles * kTokenTiles * 32];
-                    sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-                }
+                for (int other = 1; other < plan.column_groups; ++other) add_4(sum, from[other * plan.tiles * kTokenTiles * 32]);
                 if (plan.cluster > 1) *from = sum;
                 else store(tile + s / (32 * kTokenTiles), s / 32 % kTokenTiles, s % 32, sum, factor);
             }
@@ -323,10 +320,7 @@ struct MmaBlock {
                     if (!wanted(s)) continue;
                     const uint32_t from = shared_address(slot_of(s));
                     float4 sum = make_float4(0, 0, 0, 0);
-                    for (int other = 0; other < plan.cluster; ++other) {
-                        const float4 part = load_cluster_16(cluster_address(from, other));
-                        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-                    }
+                    for (int other = 0; other < plan.cluster; ++other) add_4(sum, load_cluster_16(cluster_address(from, other)));
                     store(tile + s / (32 * kTokenTiles), s / 32 % kTokenTiles, s % 32, sum, factor);
                 }
                 __syncwarp();

@@ -33,8 +33,6 @@ struct MmaSizes {
     int stage_bytes, parts_at, x_at, bytes;  // of shared memory
 };
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Tiles with rows in them; the packed weight has more.
 inline int used_row_tiles(const W4LinearParams& p) {
     return int(p.swiglu ? ceil_div(p.columns(), 8) : ceil_div(p.out_features, kTileRows));

@@ -55,10 +55,7 @@ __device__ __forceinline__ float value_of(uint32_t bits, DType dtype) {
 __device__ __forceinline__ float sum_of_warps(const float (&parts)[kStride]) {
     float4 sum = *reinterpret_cast<const float4*>(parts);
 #pragma unroll
-    for (int i = 4; i < kMaxWarps; i += 4) {
-        const float4 x = *reinterpret_cast<const float4*>(parts + i);
-        sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-    }
+    for (int i = 4; i < kMaxWarps; i += 4) add_4(sum, *reinterpret_cast<const float4*>(parts + i));
     return (sum.x + sum.y) + (sum.z + sum.w);
 }
 
@@ -246,8 +243,6 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
 struct Plan {
     int rows, columns, warps, blocks;  // tiles of a warp
 };
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // As few columns for a warp as warps there are allow, and two tiles of rows where there would be more blocks than the GPU wants at once.
 Plan plan_of(const W4LinearParams& p, const GpuSize& gpu) {

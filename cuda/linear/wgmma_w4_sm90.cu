@@ -8,8 +8,6 @@
 namespace fa {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t row_blocks_of(const W4LinearParams& p) { return ceil_div(w4::row_tiles(p.out_features, p.swiglu), kW4RowTiles); }
 
 // How the product is cut into tiles of 128 rows x `tokens`, and these into work: `whole` ones are a block's, each of the others is the

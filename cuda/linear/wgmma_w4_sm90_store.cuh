@@ -146,10 +146,7 @@ public:
             if (p.swiglu) y[i] = silu(y[i]) * (z[i] * place_.factor + bias_[1][i]);
         }
         if (place_.fours && column_ + 4 <= columns) {
-            if (p.residual.data) {
-                const float4 r = load_4(p.residual.data, from, p.residual_dtype);
-                gate = make_float4(gate.x + r.x, gate.y + r.y, gate.z + r.z, gate.w + r.w);
-            }
+            if (p.residual.data) add_4(gate, load_4(p.residual.data, from, p.residual_dtype));
             store_4(p.out.data, to, p.out_dtype, gate);
         } else {
 #pragma unroll
@@ -208,12 +205,8 @@ __device__ __forceinline__ void store_parts(const W4Place& place, float (&sums)[
         float4 x = make_float4(0, 0, 0, 0), up = x;
         for (int s = 0; s < splits; ++s) {
             const uint32_t other = cluster_address(from, s);
-            const float4 y = load_cluster_16(other);
-            x = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
-            if (four.up) {
-                const float4 z = load_cluster_16(other + four.up * 4);
-                up = make_float4(up.x + z.x, up.y + z.y, up.z + z.z, up.w + z.w);
-            }
+            add_4(x, load_cluster_16(other));
+            if (four.up) add_4(up, load_cluster_16(other + four.up * 4));
         }
         four.finish(int64_t(place.token) + t, x, up);
     }

@@ -53,6 +53,7 @@ __device__ __forceinline__ float4 load_up_to_4(const void* data, int64_t begin, 
     }
     return x;
 }
+__device__ __forceinline__ void add_4(float4& sum, const float4& x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 __device__ __forceinline__ void store_4(void* data, int64_t at, DType dtype, float4 x) {
     if (dtype == DType::kFloat32) {
         *reinterpret_cast<float4*>(static_cast<float*>(data) + at) = x;

@@ -15,6 +15,8 @@ struct GpuSize {
     bool clusters = false;  // sm_90: blocks reach into each other's shared memory
 };
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 int64_t rms_norm_blocks(const RmsNormParams& params);
 int64_t rope_blocks(const RopeParams& params);
 int64_t swiglu_blocks(const SwigluParams& params);

@@ -224,8 +224,6 @@ struct Plan {
     bool vectors;
 };
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t steps_of(const LinearParams& p) { return ceil_div(p.in_features, 32 * p.vector()); }
 size_t shared_of(const LinearParams& p, int m, int warps) {
     return size_t(kRing) * 32 * warps * 16 + sizeof(float) * 32 * p.vector() * size_t(m) * size_t(steps_of(p));

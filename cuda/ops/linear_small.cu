@@ -151,8 +151,6 @@ struct Plan {
     int r, split, blocks;
 };
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // As few warps along a row as its turns allow, and more rows for each where there would be more blocks than the GPU wants at once.
 Plan plan_of(const LinearParams& p, const GpuSize& gpu) {
     const int64_t steps = ceil_div(p.in_features, 32 * p.vector());
