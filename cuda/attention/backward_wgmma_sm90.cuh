@@ -283,7 +283,9 @@ __global__ void __launch_bounds__(512, 1)
             wgmma_wait<0>(s);
 #pragma unroll 1
             for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
-                const uint32_t slot = it % kStages, phase = it / kStages & 1, next = (it + 1) % kStages, ds_slot = it & 1;
+                const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
+                // After the last tile that one again: the next slot may be filled for the block's next keys.
+                const uint32_t next = kGeneral || it + 1 < it0 + tiles ? (it + 1) % kStages : slot;
                 const int next_m = next_tile(m, first_m, end_m);
                 low_k = opaque(low_k), low_q = opaque(low_q);
                 if (m == ragged) {
@@ -333,7 +335,7 @@ __global__ void __launch_bounds__(512, 1)
                 if (lane == 0) mbarrier_arrive(ds_full + 8 * ds_slot);
                 __syncwarp();
                 wgmma_wait<0>(dv);
-                multiply_s(next, keys);  // after the last tile of what lies there, for nobody: a conditional product would cost copies
+                multiply_s(next, keys);  // after the last tile for nobody: a conditional product would cost copies
                 release(dout_empty, slot);
                 multiply_dk(dk, slot, ds_slot, it == it0);
                 if (!kGeneral) read_lse(next);
