@@ -79,20 +79,22 @@ __global__ void __launch_bounds__(512, 1)
         prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v), prefetch_tensormap(&map_dout);
         for (int i = 0; i < kKeyStages; ++i) {
             mbarrier_init(shared_address(&smem.k_full[i]), 1), mbarrier_init(shared_address(&smem.v_full[i]), 1);
-            mbarrier_init(shared_address(&smem.keys_empty[i]), 8 + 4);  // main warps, dQ's warps
+            mbarrier_init(shared_address(&smem.keys_empty[i]), (8 + 4) * kWarpArrivals);  // main warps, dQ's warps
         }
         for (int i = 0; i < 2; ++i)
-            mbarrier_init(shared_address(&smem.list.full[i]), 1), mbarrier_init(shared_address(&smem.list.empty[i]), 3 + 8 + 4);
+            mbarrier_init(shared_address(&smem.list.full[i]), 1),
+                mbarrier_init(shared_address(&smem.list.empty[i]), 3 + (8 + 4) * kWarpArrivals);
         mbarrier_init(shared_address(&smem.list.asked), 1);
         for (int i = 0; i < kStages; ++i) {
-            mbarrier_init(q_full + 8 * i, 1), mbarrier_init(q_empty + 8 * i, 8);
-            mbarrier_init(dout_full + 8 * i, 1), mbarrier_init(dout_empty + 8 * i, 8);
+            mbarrier_init(q_full + 8 * i, 1), mbarrier_init(q_empty + 8 * i, 8 * kWarpArrivals);
+            mbarrier_init(dout_full + 8 * i, 1), mbarrier_init(dout_empty + 8 * i, 8 * kWarpArrivals);
         }
-        for (int i = 0; i < 2; ++i) mbarrier_init(ds_full + 8 * i, 8), mbarrier_init(ds_empty + 8 * i, 4);
+        for (int i = 0; i < 2; ++i) mbarrier_init(ds_full + 8 * i, 8 * kWarpArrivals), mbarrier_init(ds_empty + 8 * i, 4 * kWarpArrivals);
         init_turns(smem.turns, kPlan.blocks());
         if constexpr (kStaged)
             for (int i = 0; i < kPlan.dq_stages; ++i)
-                mbarrier_init(shared_address(&smem.stages.full[i]), 4), mbarrier_init(shared_address(&smem.stages.empty[i]), 1);
+                mbarrier_init(shared_address(&smem.stages.full[i]), 4 * kWarpArrivals),
+                    mbarrier_init(shared_address(&smem.stages.empty[i]), 1);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -164,7 +166,7 @@ __global__ void __launch_bounds__(512, 1)
         const auto wait = [&](uint32_t it) { mbarrier_wait(ds_full + 8 * (it & 1), it >> 1 & 1); };
         const auto release = [&](uint32_t it) {
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(ds_empty + 8 * (it & 1));
+            if (arrives(lane)) mbarrier_arrive(ds_empty + 8 * (it & 1));
         };
         for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
             const uint32_t slot = n % kKeyStages, tiles = uniform(count_tiles(p, w)), it0 = uniform(w.it0);
@@ -174,7 +176,7 @@ __global__ void __launch_bounds__(512, 1)
                 send_dq<T, kId, 0, kBlockM / 64 * (kD / 64)>(b, schedule.tiles, w, smem.turns, smem.k[slot], smem.ds[0], tiles, wait,
                                                              release, it0);
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(shared_address(&smem.keys_empty[slot])), release_work(smem.list, n);
+            if (arrives(lane)) mbarrier_arrive(shared_address(&smem.keys_empty[slot])), release_work(smem.list, n);
             __syncwarp();
         });
         return;
@@ -235,7 +237,7 @@ __global__ void __launch_bounds__(512, 1)
     };
 
     const auto release = [&](uint32_t empty, uint32_t slot) {
-        if (lane == 0) mbarrier_arrive(empty + 8 * slot);
+        if (arrives(lane)) mbarrier_arrive(empty + 8 * slot);
         __syncwarp();
     };
     // A read of shared memory takes 300 cycles while products read theirs: the first of lse and delta are read before S and dP are waited
@@ -262,7 +264,7 @@ __global__ void __launch_bounds__(512, 1)
         mbarrier_wait(shared_address(&smem.k_full[key_slot]), key_phase), mbarrier_wait(shared_address(&smem.v_full[key_slot]), key_phase);
         const auto release_keys = [&] {
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(shared_address(&smem.keys_empty[key_slot]));
+            if (arrives(lane)) mbarrier_arrive(shared_address(&smem.keys_empty[key_slot]));
             __syncwarp();
         };
         if (tiles == 0) {
@@ -332,7 +334,7 @@ __global__ void __launch_bounds__(512, 1)
                 __syncwarp();
                 main_warpgroup_sync(wg);  // its 64 rows of dS are written
                 __syncwarp();
-                if (lane == 0) mbarrier_arrive(ds_full + 8 * ds_slot);
+                if (arrives(lane)) mbarrier_arrive(ds_full + 8 * ds_slot);
                 __syncwarp();
                 wgmma_wait<0>(dv);
                 multiply_s(next, keys);  // after the last tile for nobody: a conditional product would cost copies
@@ -351,7 +353,7 @@ __global__ void __launch_bounds__(512, 1)
             store_dk<T>(dk, b, w, key);
         }
         __syncwarp();
-        if (lane == 0) release_work(smem.list, n);
+        if (arrives(lane)) release_work(smem.list, n);
         __syncwarp();
     });
 }

@@ -31,7 +31,7 @@ struct DqTurns {
 __device__ __forceinline__ void init_turns(DqTurns& turns, int blocks) {
     for (int i = 0; i < 2; ++i) {
         mbarrier_init(shared_address(&turns.turn_full[i]), 1), mbarrier_init(shared_address(&turns.turn_empty[i]), blocks);
-        mbarrier_init(shared_address(&turns.sent[i]), 4);
+        mbarrier_init(shared_address(&turns.sent[i]), 4 * kWarpArrivals);
     }
 }
 FA_HOST_DEVICE bool takes_turns(const BackwardParams& b, const QueryTiles& tiles) { return b.deterministic || !tiles.zeroed; }
@@ -173,7 +173,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
         }
         if (in_turn) {
             __syncwarp();
-            if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&turns.sent[it & 1]));
+            if (arrives(threadIdx.x % 32)) mbarrier_arrive(shared_address(&turns.sent[it & 1]));
             __syncwarp();
         }
         m = next_tile(m, w.first_m, w.end_m);
@@ -231,7 +231,7 @@ __device__ __forceinline__ void stage_dq(DqStages<kStages>& stages, const T* key
             if (piece + 1 < kPieces) multiply(piece + 1);
             fence_proxy_async();
             __syncwarp();
-            if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&stages.full[stage]));
+            if (arrives(threadIdx.x % 32)) mbarrier_arrive(shared_address(&stages.full[stage]));
         }
     }
 }

@@ -93,14 +93,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
         if (rank == kKeysBlock) {
             prefetch_tensormap(&map_q), prefetch_tensormap(&map_k);
             mbarrier_init(shared_address(&keys.k_full), 1);
-            init(keys.q_full, 1), init(keys.q_empty, 8), init(keys.p_empty[0], 4), init(keys.p_empty[1], 4);
+            init(keys.q_full, 1), init(keys.q_empty, 8 * kWarpArrivals);
+            init(keys.p_empty[0], 4 * kWarpArrivals), init(keys.p_empty[1], 4 * kWarpArrivals);
             init(keys.ds_full[0], 4), init(keys.ds_full[1], 4);
         } else {
             prefetch_tensormap(&map_v), prefetch_tensormap(&map_dout), prefetch_tensormap(&map_k);
             mbarrier_init(shared_address(&values.v_full), 1);
-            init(values.dout_full, 1), init(values.dout_empty, 8), init(values.p_full[0], 4), init(values.p_full[1], 4);
-            init(values.ds_full[0], 4), init(values.ds_full[1], 4);
-            init(values.ds_empty, 4), init(values.ds_empty_there, 8 + 4);
+            init(values.dout_full, 1), init(values.dout_empty, 8 * kWarpArrivals), init(values.p_full[0], 4), init(values.p_full[1], 4);
+            init(values.ds_full[0], 4 * kWarpArrivals), init(values.ds_full[1], 4 * kWarpArrivals);
+            init(values.ds_empty, 4 * kWarpArrivals), init(values.ds_empty_there, (8 + 4) * kWarpArrivals);
         }
         init_turns(smem.turns, kPlan.blocks());
         fence_mbarrier_init();
@@ -144,12 +145,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
 
     const auto arrive = [](int lane, uint32_t barrier) {
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(barrier);
+        if (arrives(lane)) mbarrier_arrive(barrier);
         __syncwarp();
     };
     const auto arrive_there = [](int lane, const uint64_t& barrier, uint32_t block) {
         __syncwarp();
-        if (lane == 0) mbarrier_arrive_cluster(cluster_address(shared_address(&barrier), block));
+        if (arrives(lane)) mbarrier_arrive_cluster(cluster_address(shared_address(&barrier), block));
         __syncwarp();
     };
 

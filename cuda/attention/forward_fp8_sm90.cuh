@@ -140,13 +140,16 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
     if (threadIdx.x == 0) {
         prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v);
         constexpr int kConsumerWarps = 4 * kWarpgroups;
-        mbarrier_init(q_full, 1), mbarrier_init(q_empty, kConsumerWarps);
-        for (int i = 0; i < kPlan.k_stages; ++i) mbarrier_init(k_full + 8 * i, 1), mbarrier_init(k_empty + 8 * i, kConsumerWarps);
-        for (int i = 0; i < kPlan.v_stages; ++i) mbarrier_init(v_full + 8 * i, 1), mbarrier_init(v_empty + 8 * i, kTransposerWarps);
+        mbarrier_init(q_full, 1), mbarrier_init(q_empty, kConsumerWarps * kWarpArrivals);
+        for (int i = 0; i < kPlan.k_stages; ++i)
+            mbarrier_init(k_full + 8 * i, 1), mbarrier_init(k_empty + 8 * i, kConsumerWarps * kWarpArrivals);
         for (int i = 0; i < kPlan.v_stages; ++i)
-            mbarrier_init(vt_full + 8 * i, kTransposerWarps), mbarrier_init(vt_empty + 8 * i, kConsumerWarps);
+            mbarrier_init(v_full + 8 * i, 1), mbarrier_init(v_empty + 8 * i, kTransposerWarps * kWarpArrivals);
+        for (int i = 0; i < kPlan.v_stages; ++i)
+            mbarrier_init(vt_full + 8 * i, kTransposerWarps * kWarpArrivals),
+                mbarrier_init(vt_empty + 8 * i, kConsumerWarps * kWarpArrivals);
         for (int i = 0; i < Smem::kWorkSlots; ++i)
-            mbarrier_init(work_full + 8 * i, 1), mbarrier_init(work_empty + 8 * i, kConsumerWarps + kTransposerWarps);
+            mbarrier_init(work_full + 8 * i, 1), mbarrier_init(work_empty + 8 * i, (kConsumerWarps + kTransposerWarps) * kWarpArrivals);
         fence_mbarrier_init();
     }
     constexpr uint32_t kVtChunkBytes = kVtRows<kId> * kChunkRowBytes;
@@ -170,7 +173,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
                 int tiles = w.last_tile - w.first_tile + 1;
                 int visible = clamp_to(w.seqlen_q + w.right, 0, w.seqlen_k) - w.last_tile * kBlockN;  // later keys are nobody's
                 __syncwarp();
-                if (lane == 0) mbarrier_arrive(work_empty + 8 * work.slot);
+                if (arrives(lane)) mbarrier_arrive(work_empty + 8 * work.slot);
                 work.next(Smem::kWorkSlots);
 #pragma unroll 1
                 for (; tiles > 0; --tiles, visible += kBlockN) {
@@ -182,7 +185,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
                     else transposer.part(warp - 1, lane, visible);
                     fence_proxy_async();
                     __syncwarp();
-                    if (lane == 0) mbarrier_arrive(vt_full + 8 * v.slot), mbarrier_arrive(v_empty + 8 * v.slot);
+                    if (arrives(lane)) mbarrier_arrive(vt_full + 8 * v.slot), mbarrier_arrive(v_empty + 8 * v.slot);
                     v.next(kPlan.v_stages);
                 }
             }
@@ -272,7 +275,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
         if (kPingPong) bar_arrive(kTurn + (wg + 1) % kWarpgroups, 256);
     };
     const auto release = [&](uint32_t empty, Ring& ring, int stages) {
-        if (lane == 0) mbarrier_arrive(empty + 8 * ring.slot);
+        if (arrives(lane)) mbarrier_arrive(empty + 8 * ring.slot);
         ring.next(stages);
     };
     if (wg == kWarpgroups - 1) give_turn();  // the first turn is warpgroup 0's
@@ -410,7 +413,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
                 ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(q_fragment[4 * i]),
                             slab + swizzled_offset(64, warp * 16 + lane % 16, 2 * i + lane / 16));
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(q_empty);
+            if (arrives(lane)) mbarrier_arrive(q_empty);
         }
 
         mbarrier_wait(k_full + 8 * k.slot, k.phase);
@@ -451,7 +454,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
             convert_p();  // not before the wait: P(n + 1) was still being read
             if (moved) rescale_o();
         }
-        if (!kQInRegisters && lane == 0) mbarrier_arrive(q_empty);  // the next Q arrives during the last product and the epilogue
+        if (!kQInRegisters && arrives(lane)) mbarrier_arrive(q_empty);  // the next Q arrives during the last product and the epilogue
         mbarrier_wait(vt_full + 8 * v.slot, v.phase);
         if constexpr (kInPieces) multiply_pv_in_pieces();
         else {
@@ -496,7 +499,7 @@ __global__ void __launch_bounds__(128 * (fp8_plan(kId).warpgroups + 1), 1)
             }
         }
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(work_empty + 8 * work.slot);
+        if (arrives(lane)) mbarrier_arrive(work_empty + 8 * work.slot);
         work.next(Smem::kWorkSlots);
     }
 }

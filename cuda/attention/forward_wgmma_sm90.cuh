@@ -135,12 +135,14 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     if (threadIdx.x == 0) {
         prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v);
         constexpr int kConsumerWarps = 4 * kWarpgroups;
-        mbarrier_init(q_full, 1), mbarrier_init(q_empty, kConsumerWarps);
+        mbarrier_init(q_full, 1), mbarrier_init(q_empty, kConsumerWarps * kWarpArrivals);
         for (int i = 0; i < kStages; ++i) {
-            mbarrier_init(k_full + 8 * i, schedule.page_copies ? 4 : 1), mbarrier_init(k_empty + 8 * i, kConsumerWarps);
-            mbarrier_init(v_full + 8 * i, schedule.page_copies ? 4 : 1), mbarrier_init(v_empty + 8 * i, kConsumerWarps);
+            const int arrivals = schedule.page_copies ? 4 * kWarpArrivals : 1;
+            mbarrier_init(k_full + 8 * i, arrivals), mbarrier_init(k_empty + 8 * i, kConsumerWarps * kWarpArrivals);
+            mbarrier_init(v_full + 8 * i, arrivals), mbarrier_init(v_empty + 8 * i, kConsumerWarps * kWarpArrivals);
         }
-        for (int i = 0; i < Smem::kWorkSlots; ++i) mbarrier_init(work_full + 8 * i, 1), mbarrier_init(work_empty + 8 * i, kConsumerWarps);
+        for (int i = 0; i < Smem::kWorkSlots; ++i)
+            mbarrier_init(work_full + 8 * i, 1), mbarrier_init(work_empty + 8 * i, kConsumerWarps * kWarpArrivals);
         fence_mbarrier_init();
     }
     if constexpr (kGeneral)
@@ -251,7 +253,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
         if (kPingPong) bar_arrive(kTurn + (wg + 1) % kWarpgroups, 256);
     };
     const auto release = [&](uint32_t empty, Ring& ring) {
-        if (lane == 0) mbarrier_arrive(empty + 8 * ring.slot);
+        if (arrives(lane)) mbarrier_arrive(empty + 8 * ring.slot);
         ring.next(kStages);
     };
     if (wg == kWarpgroups - 1) give_turn();  // the first turn is warpgroup 0's
@@ -276,7 +278,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
                 ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(q_fragment[4 * i]),
                             slab + swizzled_offset(64, warp * 16 + lane % 16, 2 * i + lane / 16));
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(q_empty);
+            if (arrives(lane)) mbarrier_arrive(q_empty);
         }
         mbarrier_wait(k_full + 8 * k.slot, k.phase);
         gemm_qk();
@@ -459,7 +461,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
             if constexpr (!kEarlyPack) convert_p();  // not before the wait: P(n + 1) was still being read
             if (moved) rescale_o();
         }
-        if (!kQInRegisters && lane == 0) mbarrier_arrive(q_empty);  // the next Q arrives during the last product and the epilogue
+        if (!kQInRegisters && arrives(lane)) mbarrier_arrive(q_empty);  // the next Q arrives during the last product and the epilogue
         mbarrier_wait(v_full + 8 * v.slot, v.phase);
         if constexpr (kGeneral) {
             if (first_tile != w.last_tile) zero_v_outside(first_tile);
@@ -517,7 +519,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
             }
         }
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(work_empty + 8 * work_slot);
+        if (arrives(lane)) mbarrier_arrive(work_empty + 8 * work_slot);
         if (!more) {
             wgmma_wait<0>(s);
             return;

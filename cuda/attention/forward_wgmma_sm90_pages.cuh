@@ -90,7 +90,7 @@ __device__ __forceinline__ void produce_from_pages(const CUtensorMap& map_q, con
             cp_async_wait_group<1>();
             fence_proxy_async();
             __syncwarp();
-            if (landing && threadIdx.x % 32 == 0) mbarrier_arrive(landing);
+            if (landing && arrives(threadIdx.x % 32)) mbarrier_arrive(landing);
             landing = barrier;
         };
         const auto load_k = [&](const Ring& at) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void produce_from_pages(const CUtensorMap& map_q, con
         cp_async_wait_all();
         fence_proxy_async();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(landing);
+        if (arrives(threadIdx.x % 32)) mbarrier_arrive(landing);
     }
 }
 
