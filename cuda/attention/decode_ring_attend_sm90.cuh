@@ -60,33 +60,6 @@ struct RingPlace {
     }
 };
 
-// Fragments of rows of q as bf16 become fp16: divided by the power of two below the row's largest magnitude, so that none overflows and
-// what underflows is below 2^-24 of that. The power goes into the row's scale.
-template <int kSteps>
-__device__ __forceinline__ void narrow_rows(uint32_t (&Q)[kSteps][4], float (&row_scale)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float amax = 0, x[2];
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int i = half; i < 4; i += 2) {
-                unpack_16<__nv_bfloat16>(x, Q[step][i]);
-                amax = fmaxf(amax, fmaxf(fabsf(x[0]), fabsf(x[1])));
-            }
-        const uint32_t exponent = min(max(__float_as_uint(quad_max(amax)) >> 23, 1u), 253u);
-        const float inverse = __uint_as_float((254 - exponent) << 23);
-        row_scale[half] *= __uint_as_float(exponent << 23);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int i = half; i < 4; i += 2) {
-                unpack_16<__nv_bfloat16>(x, Q[step][i]);
-                Q[step][i] = pack_16<__half>(x[0] * inverse, x[1] * inverse);
-            }
-    }
-}
-
 template <typename E, int kD>
 __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E, kD>& smem) {
     using Smem = RingSmem<E, kD>;
@@ -125,21 +98,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
         uint32_t Q[kStepsD][4];
         const float scale = p.softcap == 0 ? p.scale * kLog2e : p.scale;
         float row_scale[2] = {scale, scale};
-        if constexpr (kBytes) {
-            // Columns 4 (lane % 4) .. + 3 of a step are a lane's, as widen_neighbours gives those of K.
-#pragma unroll
-            for (int step = 0; step < kStepsD; ++step)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const uint32_t at = q_tile + TileQ::offset(lane / 4 + 8 * half, 2 * step + lane % 4 / 2) + lane % 2 * 8;
-                    Q[step][half] = load_shared_4(at), Q[step][2 + half] = load_shared_4(at + 4);
-                }
-            if (p.dtype == DType::kBFloat16) narrow_rows(Q, row_scale);
-        } else {
-#pragma unroll
-            for (int step = 0; step < kStepsD; ++step)
-                ldmatrix_x4(Q[step], TileQ::advance(q_tile + TileQ::offset(lane % 16, lane / 16), step));
-        }
+        load_query<kBytes, TileQ>(Q, row_scale, q_tile, lane, p.dtype == DType::kBFloat16);
         const auto row_of = [&](int half) { return min(lane / 4 + 8 * half, rows - 1); };
         float O[kTilesV][4] = {};
         float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // log2 units; this thread's share
@@ -158,35 +117,8 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
             mbarrier_wait(full + 8 * ring.slot, ring.phase);
             if (seen) {
                 const uint32_t k_part = slots + ring.slot * Smem::kSlotBytes + k_lane;
-#pragma unroll
-                for (int step = 0; step < kStepsD; step += kBytes ? 2 : 1) {
-#pragma unroll
-                    for (int i = 0; i < kTilesN; i += 2) {
-                        uint32_t B[4];
-                        ldmatrix_x4(B, step_to(k_part, kBytes ? step / 2 : step) + 8 * i * 128);
-                        if constexpr (kBytes) {
-#pragma unroll
-                            for (int x = 0; x < 4; ++x) {
-                                uint32_t wide[2];
-                                widen_neighbours<E>(wide, B[x]);
-                                mma<T>(S[i + x / 2], Q[step + x % 2], wide[0], wide[1]);
-                            }
-                        } else {
-                            mma<T>(S[i], Q[step], B[0], B[1]);
-                            mma<T>(S[i + 1], Q[step], B[2], B[3]);
-                        }
-                    }
-                }
-                if (kBytes) {
-                    const uint32_t scales = shared_address(smem.scales[ring.slot] + part * kPartKeys);
-#pragma unroll
-                    for (int i = 0; i < kTilesN; ++i)
-#pragma unroll
-                        for (int e = 0; e < 2; ++e) {
-                            const float scale = __uint_as_float(load_shared_4(scales + 4 * (8 * i + mma_column(lane, e))));
-                            S[i][e] *= scale, S[i][2 + e] *= scale;
-                        }
-                }
+                multiply_keys<E, T>(S, Q, [&](int step, int i) { return step_to(k_part, step) + 8 * i * 128; });
+                if (kBytes) scale_keys(S, shared_address(smem.scales[ring.slot] + part * kPartKeys), lane);
             }
             __syncwarp();
             if (lane == 0) mbarrier_arrive(empty + 8 * ring.slot);
@@ -216,23 +148,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
                     fence_proxy_async();  // the copy engine writes there next
                     __syncwarp();
                 }
-                if (kBytes) {
-                    const uint32_t scales = shared_address(smem.scales[ring.slot] + part * kPartKeys);
-                    float v_scale[kTilesN][2], largest = 0;
-#pragma unroll
-                    for (int i = 0; i < kTilesN; ++i)
-#pragma unroll
-                        for (int e = 0; e < 2; ++e) {
-                            v_scale[i][e] = __uint_as_float(load_shared_4(scales + 4 * (8 * i + mma_column(lane, e))));
-                            largest = fmaxf(largest, v_scale[i][e]);
-                        }
-                    raise_unit(largest, v_unit, O);
-                    const float inverse = 1.0f / v_unit;
-#pragma unroll
-                    for (int i = 0; i < kTilesN; ++i)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) S[i][e] *= v_scale[i][e % 2] * inverse;
-                }
+                if (kBytes) scale_values(S, shared_address(smem.scales[ring.slot] + part * kPartKeys), lane, v_unit, O);
                 add_values<E, T>(O, S, [&](int step, int i) { return step_to(v_part, i) + 16 * step * 128; });
             }
             __syncwarp();

@@ -90,6 +90,89 @@ __device__ __forceinline__ void softmax_step(float (&S)[kTilesN][4], float (&O)[
         }
 }
 
+// Fragments of rows of q as bf16 become fp16: divided by the power of two below the row's largest magnitude, so that none overflows and
+// what underflows is below 2^-24 of that. The power goes into the row's scale.
+template <int kSteps>
+__device__ __forceinline__ void narrow_rows(uint32_t (&Q)[kSteps][4], float (&row_scale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float amax = 0, x[2];
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int i = half; i < 4; i += 2) {
+                unpack_16<__nv_bfloat16>(x, Q[step][i]);
+                amax = fmaxf(amax, fmaxf(fabsf(x[0]), fabsf(x[1])));
+            }
+        const uint32_t exponent = min(max(__float_as_uint(quad_max(amax)) >> 23, 1u), 253u);
+        const float inverse = __uint_as_float((254 - exponent) << 23);
+        row_scale[half] *= __uint_as_float(exponent << 23);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int i = half; i < 4; i += 2) {
+                unpack_16<__nv_bfloat16>(x, Q[step][i]);
+                Q[step][i] = pack_16<__half>(x[0] * inverse, x[1] * inverse);
+            }
+    }
+}
+
+// The rows of q in shared memory, 16-bit values, as A fragments. For keys of bytes, which become fp16, columns 4 (lane % 4) .. + 3 of a
+// step are a lane's, as widen_neighbours gives those of K, and bf16 becomes fp16.
+template <bool kBytes, typename TileQ, int kSteps>
+__device__ __forceinline__ void load_query(uint32_t (&Q)[kSteps][4], float (&row_scale)[2], uint32_t q_tile, int lane, bool bfloat16) {
+    if constexpr (kBytes) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint32_t at = q_tile + TileQ::offset(lane / 4 + 8 * half, 2 * step + lane % 4 / 2) + lane % 2 * 8;
+                Q[step][half] = load_shared_4(at), Q[step][2 + half] = load_shared_4(at + 4);
+            }
+        if (bfloat16) narrow_rows(Q, row_scale);
+    } else {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) ldmatrix_x4(Q[step], TileQ::advance(q_tile + TileQ::offset(lane % 16, lane / 16), step));
+    }
+}
+
+// S += Q K^T. at(step, i): this lane's address for ldmatrix of keys 8 i and on, pieces 2 step and 2 step + 1 of a row.
+template <typename E, typename Mma, int kSteps, int kTilesN, typename At>
+__device__ __forceinline__ void multiply_keys(float (&S)[kTilesN][4], const uint32_t (&Q)[kSteps][4], const At& at) {
+    constexpr bool kBytes = sizeof(E) == 1;
+#pragma unroll
+    for (int step = 0; step < kSteps; step += kBytes ? 2 : 1) {
+#pragma unroll
+        for (int i = 0; i < kTilesN; i += 2) {
+            uint32_t B[4];
+            ldmatrix_x4(B, at(kBytes ? step / 2 : step, i));
+            if constexpr (kBytes) {
+#pragma unroll
+                for (int x = 0; x < 4; ++x) {
+                    uint32_t wide[2];
+                    widen_neighbours<E>(wide, B[x]);
+                    mma<Mma>(S[i + x / 2], Q[step + x % 2], wide[0], wide[1]);
+                }
+            } else {
+                mma<Mma>(S[i], Q[step], B[0], B[1]);
+                mma<Mma>(S[i + 1], Q[step], B[2], B[3]);
+            }
+        }
+    }
+}
+
+// 8-bit keys: S times the factors of its keys, floats at `scales`.
+template <int kTilesN>
+__device__ __forceinline__ void scale_keys(float (&S)[kTilesN][4], uint32_t scales, int lane) {
+#pragma unroll
+    for (int i = 0; i < kTilesN; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const float scale = __uint_as_float(load_shared_4(scales + 4 * (8 * i + mma_column(lane, e))));
+            S[i][e] *= scale, S[i][2 + e] *= scale;
+        }
+}
+
 // 8-bit values: `largest` of the part's factors becomes O's unit where it is larger.
 template <int kTilesV>
 __device__ __forceinline__ void raise_unit(float largest, float& v_unit, float (&O)[kTilesV][4]) {
@@ -102,6 +185,25 @@ __device__ __forceinline__ void raise_unit(float largest, float& v_unit, float (
             for (int e = 0; e < 4; ++e) O[n][e] *= factor;
         v_unit = largest;
     }
+}
+
+// 8-bit values: P times the factors of its keys, floats at `scales`, in O's unit.
+template <int kTilesN, int kTilesV>
+__device__ __forceinline__ void scale_values(float (&P)[kTilesN][4], uint32_t scales, int lane, float& v_unit, float (&O)[kTilesV][4]) {
+    float v_scale[kTilesN][2], largest = 0;
+#pragma unroll
+    for (int i = 0; i < kTilesN; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            v_scale[i][e] = __uint_as_float(load_shared_4(scales + 4 * (8 * i + mma_column(lane, e))));
+            largest = fmaxf(largest, v_scale[i][e]);
+        }
+    raise_unit(largest, v_unit, O);
+    const float inverse = 1.0f / v_unit;
+#pragma unroll
+    for (int i = 0; i < kTilesN; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) P[i][e] *= v_scale[i][e % 2] * inverse;
 }
 
 // O += P V. at(step, i): this lane's address for ldmatrix of keys 16 step and on, pieces 2 i and 2 i + 1 of a row. Of bytes O's tiles 2 j
