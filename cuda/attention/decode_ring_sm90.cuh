@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, 
     RingPlace<Smem::kSlots> ring;
     ring.advance(values);
     int n = 0;
-    Segments segments(d);
+    SegmentsOf<true> segments(d);
     __syncthreads();  // the barriers are there
 #pragma unroll 1
     for (Segment segment; segments.next(d, segment); ++n) {

@@ -156,17 +156,22 @@ struct Segment {
     int slot;  // of its partial result; below 0: it is the whole unit
 };
 
-class Segments {
+// kDealt: of equal whole units a block has every so manyth, else those that follow each other. All heads of a few sequences are then read
+// at a time, whose rows are neighbours in memory: on an H200 up to 2 % faster.
+template <bool kDealt>
+class SegmentsOf {
 public:
-    __device__ __forceinline__ explicit Segments(const DecodeParams& d) {
+    __device__ __forceinline__ explicit SegmentsOf(const DecodeParams& d) {
         if (d.uniform) {
             at_ = blockIdx.x, end_ = d.attention.batch * d.heads() * d.pieces;
             return;
         }
         const Cut cut(d);
         const unsigned piece = min(blockIdx.x, cut.pieces);
+        if (kDealt && cut.tiles) length_ = cut.pieces;
         if (cut.tiles && !cut.of_unit) {
-            at_ = min(piece * d.balance.units_each, d.balance.units), end_ = min(at_ + d.balance.units_each, d.balance.units);
+            if (kDealt) at_ = piece < cut.pieces ? piece : d.balance.units, end_ = d.balance.units;
+            else at_ = min(piece * d.balance.units_each, d.balance.units), end_ = min(at_ + d.balance.units_each, d.balance.units);
             equal_ = cut.tiles;
         } else if (cut.tiles) {
             at_ = piece, end_ = min(piece + 1, cut.pieces);
@@ -184,7 +189,7 @@ public:
             const unsigned of_unit = d.balance.whole ? 1 : min(most.divisor, equal_);
             const auto by_pieces = [&](unsigned x) { return of_unit < most.divisor ? x / of_unit : unsigned(most.divide(x)); };
             const unsigned unit = d.balance.whole ? at_ : by_pieces(at_), i = at_ - unit * of_unit, b = d.units.divide(unit);
-            ++at_;
+            at_ += kDealt ? length_ : 1;
             segment = {int(b), int(unit - b * d.heads()), 0, int(equal_), -1};
             if (of_unit > 1) {
                 segment.begin = by_pieces(i * equal_), segment.end = by_pieces((i + 1) * equal_);
@@ -227,8 +232,10 @@ private:
     unsigned at_, end_;                             // of the line; equal units: of them or of their pieces
     unsigned equal_ = 0;                            // equal units: tiles of each
     int first_ = -32;                               // of 32 sequences,
-    unsigned before_ = 0, length_ = 0, place_ = 0;  // which begin at before_; place_: where this lane's ends, from there
+    unsigned before_ = 0, length_ = 0, place_ = 0;  // which begin at before_; place_: where this lane's ends, from there; equal units,
+                                                    // kDealt: length_ of them to the next
 };
+using Segments = SegmentsOf<false>;
 
 #endif
 
