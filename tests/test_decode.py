@@ -91,6 +91,22 @@ def test_equal_lengths(kernel, batch, cache_dtype):
     check(kernel, replace(case, lengths=(300,) * (batch - 1) + (37,), window_size=(250, 0)))
 
 
+@DTYPES
+@CACHES
+@pytest.mark.parametrize(
+    "splits, heads", [(0, (8, 2)), (1, (8, 2)), (2, (16, 1)), (4, (3, 3)), (8, (8, 2)), (16, (16, 1))]
+)
+def test_clusters(kernel, dtype, cache_dtype, splits, heads):
+    """Up to 16 rows in clusters of blocks: a tile of one warp alone, and rings that go round."""
+    case = replace(LONG, lengths=(1000, None, 0, 64, 517, 15), rows=1020, seqlen_new=0, dtype=dtype)
+    case = replace(case, cache_dtype=cache_dtype, num_splits=splits, nheads=heads[0], nheads_k=heads[1])
+    check(kernel, case)
+    check(kernel, replace(case, rows=16, pages=64, scales="tokens"))
+    check(kernel, replace(case, seqlen_q=2, rows=24, pages=42, window_size=(300, 0), sinks=True, batch_invariant=True))
+    check(kernel, replace(case, seqlen_q=2, headdim=80, headdim_v=48, softcap=20.0, alibi=2, scales="tokens"))
+    check(kernel, replace(case, headdim=64, seqlen_new=3, causal=True, batch_idx=True))
+
+
 def outputs(kernel: Kernel, case: Case):
     return test_kvcache.run(kernel, case, test_kvcache.make(case))[:2]
 

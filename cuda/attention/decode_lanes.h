@@ -50,7 +50,7 @@ inline LaneParams lane_params(const DecodeParams& d, const AppendParams* append)
     l.entries = c.entries, l.added = c.added, l.seqlen_k = p.seqlen_k, l.seqlen_q = p.seqlen_q;
     l.window_left = p.window_left, l.window_right = p.window_right, l.top_left = p.top_left;
     l.headdim = p.headdim, l.headdim_v = p.headdim_v, l.nheads = p.nheads;
-    l.cluster_log = log_of(d.cluster), l.key_warps_log = log_of(kLaneWarps / d.row_warps);
+    l.cluster_log = log_of(d.cluster), l.key_warps_log = log_of(kLaneWarps / (d.row_warps ? d.row_warps : 1));
     l.tile_rows = d.rows, l.rows = p.seqlen_q * p.group;
     l.units = d.units, l.page = d.page, l.group = d.group;
     l.k = p.k, l.v = p.v, l.q = p.q, l.out = p.out;

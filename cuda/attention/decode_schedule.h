@@ -54,13 +54,14 @@ struct DecodeParams {
     int least_tiles;             // uniform: of a piece, where that leaves fewer pieces
     int stages;                  // of the ring in shared memory
     int row_warps;               // decode_lanes.cuh: warps that share their keys, each with its part of a tile's rows; 0: decode_split.cuh
-    int cluster;                 // decode_lanes.cuh: blocks that share a unit; 0: none do, the pieces are those above
+    int cluster;                 // blocks that share a unit; 0: none do, the pieces are those above
     Divisor page, group, units;  // by the size of a page, the heads of a key head, the units of a sequence
     float* partial;              // (slots, rows, headdim_v), each row a mean
     float* partial_lse;          // (slots, rows), of base 2
     bool combines;               // a unit may be in several pieces
     bool after_append;  // the launch is programmatic: the kernel before may still be making q and putting the new keys into the cache
     bool ring;          // decode_ring_sm90.cuh
+    bool tensor_cores;  // clusters are those of decode_cluster_sm90.cuh, else of decode_lanes.cuh
     Balance balance;    // not uniform
 
     FA_HOST_DEVICE int heads() const { return attention.nheads_k * row_tiles; }  // units of a sequence

@@ -18,8 +18,8 @@ constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 
 // Softcap, ALiBi, and -inf for keys that a row does not see; S in log2 units, before softcap in natural ones. row_of(half): the thread's
 // row; slopes(): the place of the key head's first ALiBi slope.
-template <int kTilesN, typename RowOf, typename Slopes>
-__device__ __forceinline__ void score_options(const AttentionParams& p, const SequenceKeys& keys, int key0, int lane, const RowOf& row_of,
+template <typename Params, int kTilesN, typename RowOf, typename Slopes>
+__device__ __forceinline__ void score_options(const Params& p, const SequenceKeys& keys, int key0, int lane, const RowOf& row_of,
                                               const Slopes& slopes, float (&S)[kTilesN][4]) {
     if (p.softcap != 0) {
         const float inverse = 1.0f / p.softcap, cap = p.softcap * kLog2e;

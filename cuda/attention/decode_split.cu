@@ -31,6 +31,8 @@ cudaError_t decode_split(const AttentionParams& p, const AppendParams* append, c
     if (d.row_warps) {
         error = decode_lanes(d, append, device, stream);
 #if FA_WITH_WGMMA_SM90
+    } else if (d.tensor_cores) {
+        error = decode_cluster_sm90(d, stream);
     } else if (d.ring) {
         error = decode_ring(d, device, stream);
 #endif
