@@ -49,6 +49,7 @@ struct LaunchOptions {
     // A multiprocessor's memory shall be shared memory, with as little L1 cache as there can be. Kernels that divide it differently are
     // never on it together, however little they use: what follows a kernel of much shared memory programmatically asks for this.
     bool prefers_shared = false;
+    bool cooperative = false;  // all blocks run at once, or the launch fails: they may wait for each other
 };
 
 // Once for each kernel and device.
@@ -104,12 +105,16 @@ cudaError_t launch_kernel(void (*kernel)(Params), unsigned blocks, unsigned thre
     }
     void* arguments[] = {const_cast<Params*>(&params)};
     cudaError_t error;
-    if (options.programmatic || options.cluster > 0) {
-        cudaLaunchAttribute attributes[2]{};
+    if (options.programmatic || options.cooperative || options.cluster > 0) {
+        cudaLaunchAttribute attributes[3]{};
         unsigned count = 0;
         if (options.programmatic) {
             attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
             attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+        }
+        if (options.cooperative) {
+            attributes[count].id = cudaLaunchAttributeCooperative;
+            attributes[count++].val.cooperative = 1;
         }
         if (options.cluster > 0) {
             attributes[count].id = cudaLaunchAttributeClusterDimension;

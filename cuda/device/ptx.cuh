@@ -86,6 +86,10 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
                  "r"(bytes), "r"(barrier)
                  : "memory");
 }
+// cp.async.bulk.prefetch: the same bytes to L2 alone; nobody is told when they are there.
+__device__ __forceinline__ void bulk_prefetch(const void* global, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
 // cp.reduce.async.bulk: floats in shared memory are added to as many in global memory.
 __device__ __forceinline__ void bulk_reduce_add(float* global, uint32_t shared, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
@@ -140,6 +144,14 @@ __device__ __forceinline__ int load_acquire(const int* global) {
 // red.release.gpu.add
 __device__ __forceinline__ void add_release(int* global, int x) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* global) {
+    uint32_t x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
+    return x;
+}
+__device__ __forceinline__ void add_release(uint32_t* global, uint32_t x) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
 // atom.acquire.gpu.cas: what was there; `value` is there now if that was `expected`.
 __device__ __forceinline__ int compare_exchange_acquire(int* global, int expected, int value) {

@@ -60,20 +60,6 @@ __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
 #endif
 }
 
-// Calls body with a value of the element type: a loop inside it has one branch less for each load.
-template <typename Body>
-__device__ __forceinline__ void with_element(DType dtype, const Body& body) {
-    if (dtype == DType::kFloat32) body(float{});
-    else if (dtype == DType::kFloat16) body(__half{});
-    else body(__nv_bfloat16{});
-}
-// Four neighbours, the first at a multiple of four elements, past the L1 cache.
-template <typename From>
-__device__ __forceinline__ float4 load_4(const void* data, int64_t at) {
-    if constexpr (sizeof(From) == 4) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(data) + at));
-    else return widen_4<From>(__ldcg(reinterpret_cast<const uint2*>(static_cast<const From*>(data) + at)));
-}
-
 // Where a pipeline stands: the turn of a block, and the stage and phase of the ring.
 struct Turn {
     int row_tile, column_tile, stage;

@@ -42,6 +42,19 @@ __device__ __forceinline__ float4 load_4(const void* data, int64_t at, DType dty
     const uint2 bits = __ldcg(reinterpret_cast<const uint2*>(static_cast<const __half*>(data) + at));
     return dtype == DType::kFloat16 ? widen_4<__half>(bits) : widen_4<__nv_bfloat16>(bits);
 }
+// Calls body with a value of the element type: a loop inside it has one branch less for each load.
+template <typename Body>
+__device__ __forceinline__ void with_element(DType dtype, const Body& body) {
+    if (dtype == DType::kFloat32) body(float{});
+    else if (dtype == DType::kFloat16) body(__half{});
+    else body(__nv_bfloat16{});
+}
+// Four neighbours, the first at a multiple of four elements.
+template <typename From>
+__device__ __forceinline__ float4 load_4(const void* data, int64_t at) {
+    if constexpr (sizeof(From) == 4) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(data) + at));
+    else return widen_4<From>(__ldcg(reinterpret_cast<const uint2*>(static_cast<const From*>(data) + at)));
+}
 // Elements k .. k + 3, k a multiple of four, of a row at `begin` with `count` of them; zeros behind these. fours: load_4 can read it.
 __device__ __forceinline__ float4 load_up_to_4(const void* data, int64_t begin, DType dtype, int k, int count, bool fours) {
     float4 x = make_float4(0, 0, 0, 0);
