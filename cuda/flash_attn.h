@@ -520,6 +520,26 @@ FA_API fa_status fa_w4_linear(const fa_w4_linear_args* args, void* stream);
 /* As fa_attention_query. */
 FA_API fa_status fa_w4_linear_query(const fa_w4_linear_args* args, fa_attention_plan* plan);
 
+/* Products one behind the other: each as fa_w4_linear, and it may read what those before it have written. On Hopper chains of few rows are
+ * one launch, whose weights come from memory without a pause between the products; programmatic is then that of products[0]. */
+typedef struct fa_w4_linear_chain_args {
+    size_t struct_size;
+    const fa_w4_linear_args* products; /* (count), of one struct_size and device; kernel and workspace NULL */
+    int32_t count;                     /* 1 .. 8 */
+    int32_t ahead_count;               /* 0 .. 4 of the following */
+    const void* ahead[4];              /* What later calls read first, such as weights, aligned to 16: a hint to bring it to the L2 cache */
+    int64_t ahead_bytes[4];
+    const char* kernel; /* force one by name: chain_w4_sm90 or one_by_one, on the CPU cpu; NULL = environment FLASH_ATTN_CHAIN_KERNEL,
+                         * else the best one */
+    void* workspace;    /* any alignment; contents are scratch */
+    size_t workspace_bytes;
+} fa_w4_linear_chain_args;
+
+FA_API fa_status fa_w4_linear_chain(const fa_w4_linear_chain_args* args, void* stream);
+
+/* As fa_attention_query. */
+FA_API fa_status fa_w4_linear_chain_query(const fa_w4_linear_chain_args* args, fa_attention_plan* plan);
+
 /* The kernels in this build, best first on each device: index 0 .. fa_kernel_count() - 1, NULL beyond. */
 FA_API int32_t fa_kernel_count(void);
 FA_API const char* fa_kernel_name(int32_t index);

@@ -23,6 +23,7 @@ if "FLASH_ATTN_LIBRARY" in os.environ or importlib.util.find_spec("flash_attn_mi
 os.environ.pop("FLASH_ATTN_KERNEL", None)
 os.environ.pop("FLASH_ATTN_BACKWARD_KERNEL", None)
 os.environ.pop("FLASH_ATTN_LINEAR_KERNEL", None)
+os.environ.pop("FLASH_ATTN_CHAIN_KERNEL", None)
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory at once
 
 import accuracy  # noqa: E402

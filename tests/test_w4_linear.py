@@ -437,7 +437,7 @@ def test_the_c_struct_is_checked():
 
 @pytest.mark.parametrize("name", _library.W4_OPERATIONS)
 def test_the_other_c_structs_are_checked(name):
-    if name == "w4_linear":
+    if name.startswith("w4_linear"):  # test_the_c_struct_is_checked, here and in test_w4_chain.py
         return
     function, kind = getattr(_library.load(), f"fa_{name}"), _library.W4_OPERATIONS[name]
     part = "out" if name == "w4_quantize" else "weight"

@@ -37,6 +37,7 @@ struct KernelOf {
 using Kernel = KernelOf<AttentionParams>;
 using BackwardKernel = KernelOf<BackwardParams>;
 using LinearKernel = KernelOf<W4LinearParams>;  // products with 4-bit weights
+using ChainKernel = KernelOf<W4ChainParams>;    // several of them
 
 int kernel_count();
 const Kernel* kernel_at(int index);  // nullptr outside 0 .. kernel_count() - 1
@@ -44,6 +45,8 @@ int backward_kernel_count();
 const BackwardKernel* backward_kernel_at(int index);
 int linear_kernel_count();
 const LinearKernel* linear_kernel_at(int index);
+const ChainKernel* chain_kernel_at(int index);
+constexpr char kLinearVariable[] = "FLASH_ATTN_LINEAR_KERNEL";  // the environment forces a kernel of single products
 
 // The device that runs the call; for CUDA the one owning `data`, the argument of that name (the current one when it is null).
 fa_status find_device(fa_device device, const void* data, DeviceInfo* info, const char* name = "q");

@@ -1,7 +1,10 @@
-// registry_w4.cpp: the products with 4-bit weights, best first on each device, and what each refuses.
+// registry_w4.cpp: the products with 4-bit weights and chains of them, best first on each device, and what each refuses.
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 
 #include "cpu/kernels.h"
+#include "dispatch.h"
 #include "registry.h"
 #include "serve.h"
 
@@ -14,7 +17,14 @@ namespace {
 
 using Params = W4LinearParams;
 
-const char* serves_all(const Params&, const DeviceInfo&, char*, size_t) { return nullptr; }
+template <typename AnyParams>
+const char* serves_all(const AnyParams&, const DeviceInfo&, char*, size_t) {
+    return nullptr;
+}
+template <typename AnyParams>
+size_t no_workspace(const AnyParams&, const DeviceInfo&) {
+    return 0;
+}
 
 size_t cpu_workspace(const Params& p, const DeviceInfo&) { return size_t(cpu::w4_linear_workspace(p)); }
 fa_status cpu_launch(const Params& p, const DeviceInfo&, void*) {
@@ -30,7 +40,6 @@ template <Workspace bytes>
 size_t workspace_of(const Params& p, const DeviceInfo& device) {
     return size_t(bytes(p, size_of(device)));
 }
-size_t no_workspace(const Params&, const DeviceInfo&) { return 0; }
 template <Launch launch>
 cudaError_t start(const Params& p, const DeviceInfo& device, void* stream) {
     return launch(p, size_of(device), static_cast<cudaStream_t>(stream));
@@ -124,8 +133,80 @@ constexpr LinearKernel kKernels[] = {
     {"cpu", "threads and vectors, any number of rows", FA_CPU, serves_all, cpu_workspace, cpu_launch},
 };
 
+// ---- chains ----
+
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+const char* chain_w4_sm90_refuses(const W4ChainParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = wgmma_w4_sm90_refuses(p.products[0], device, text, size)) return reason;
+    return chain_w4_sm90_refuses(p, size_of(device), text, size);
+}
+const char* chain_w4_sm90_yields(const W4ChainParams& p, const DeviceInfo&, char* text, size_t size) {
+    constexpr int64_t kMegabyte = 1 << 20;
+    if (const char* const forced = std::getenv(kLinearVariable); forced && *forced)
+        return "FLASH_ATTN_LINEAR_KERNEL names a kernel of single products";
+    if (p.count == 1) return "one product: its own kernel waits for nobody";
+    int64_t bytes = 0;
+    for (int i = 0; i < p.count; ++i)
+        bytes += w4::packed_bytes(p.products[i].format, p.products[i].out_features, p.products[i].in_features, p.products[i].swiglu);
+    if (p.products[0].rows > 1 || (p.count > 2 && bytes >= 40 * kMegabyte)) return nullptr;
+    std::snprintf(text, size, "rows=1, %d products of %lld MB: launches of their own are as fast below 3 and 40 MB", p.count,
+                  static_cast<long long>(bytes / kMegabyte));
+    return text;
+}
+fa_status chain_w4_sm90_launch(const W4ChainParams& p, const DeviceInfo& device, void* stream) {
+    return launched("chain_w4_sm90", chain_w4_sm90(p, size_of(device), static_cast<cudaStream_t>(stream)));
+}
+#endif
+
+// Each product by its own kernel, all with the same workspace.
+template <fa_device device>
+fa_status kernel_of(const Params& p, const DeviceInfo& info, const LinearKernel** kernel) {
+    return choose(nullptr, device, p, info, linear_kernel_at, kLinearVariable, kernel, nullptr);
+}
+template <fa_device device>
+const char* each_refuses(const W4ChainParams& chain, const DeviceInfo& info, char* text, size_t size) {
+    for (int i = 0; i < chain.count; ++i)
+        if (const LinearKernel * kernel; kernel_of<device>(chain.products[i], info, &kernel) != FA_OK) {
+            std::snprintf(text, size, "products[%d]: %s", i, last_error());
+            return text;
+        }
+    return nullptr;
+}
+template <fa_device device>
+size_t each_workspace(const W4ChainParams& chain, const DeviceInfo& info) {
+    size_t bytes = 0;
+    for (int i = 0; i < chain.count; ++i)
+        if (const LinearKernel * kernel; kernel_of<device>(chain.products[i], info, &kernel) == FA_OK)
+            bytes = std::max(bytes, kernel->workspace(chain.products[i], info));
+    return bytes;
+}
+template <fa_device device>
+fa_status each_launch(const W4ChainParams& chain, const DeviceInfo& info, void* stream) {
+    for (int i = 0; i < chain.count; ++i) {
+        const LinearKernel* kernel;
+        if (const fa_status status = kernel_of<device>(chain.products[i], info, &kernel); status != FA_OK) return status;
+        if (chain.products[i].rows == 0) continue;
+        if (const fa_status status = kernel->launch(chain.products[i], info, stream); status != FA_OK) return status;
+    }
+    return FA_OK;
+}
+
+constexpr ChainKernel kChainKernels[] = {
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+    {"chain_w4_sm90", "one launch, rings of bulk copies that run on from product to product", FA_CUDA, chain_w4_sm90_refuses, no_workspace,
+     chain_w4_sm90_launch, chain_w4_sm90_yields},
+#endif
+#if FA_WITH_CUDA
+    {"one_by_one", "a launch for each product", FA_CUDA, each_refuses<FA_CUDA>, each_workspace<FA_CUDA>, each_launch<FA_CUDA>},
+#endif
+    {"cpu", "one product behind the other", FA_CPU, each_refuses<FA_CPU>, each_workspace<FA_CPU>, each_launch<FA_CPU>},
+};
+
 }  // namespace
 
+const ChainKernel* chain_kernel_at(int index) {
+    return index >= 0 && index < int(sizeof kChainKernels / sizeof kChainKernels[0]) ? &kChainKernels[index] : nullptr;
+}
 int linear_kernel_count() { return int(sizeof kKernels / sizeof kKernels[0]); }
 const LinearKernel* linear_kernel_at(int index) { return index >= 0 && index < linear_kernel_count() ? &kKernels[index] : nullptr; }
 

@@ -34,6 +34,7 @@ fa_status validate(const fa_w4_quantize_args* args, W4QuantizeParams* params);
 fa_status validate(const fa_w4_dequantize_args* args, W4DequantizeParams* params);
 fa_status validate(const fa_w4_pack_args* args, W4PackParams* params);
 fa_status validate(const fa_w4_linear_args* args, Pointers pointers, fa_w4_linear_args* full, W4LinearParams* params);
+fa_status validate(const fa_w4_linear_chain_args* args, Pointers pointers, fa_w4_linear_chain_args* full, W4ChainParams* params);
 fa_status packed_bytes(int32_t format, int32_t out_features, int32_t in_features, int32_t pair, int64_t* bytes);
 
 }  // namespace fa

@@ -1,4 +1,6 @@
 // validate_w4.cpp: the arguments of everything with weights of 4 bits, checked before any launch.
+#include <cstdio>
+
 #include "validate.h"
 #include "validate_checks.h"
 
@@ -128,6 +130,42 @@ fa_status validate(const fa_w4_linear_args* args, Pointers pointers, fa_w4_linea
     FA_RETURN_IF_ERROR(check_product(a, p.compute_dtype, pointers == Pointers::kRequired, check_weight, &p));
     p.packed = a.packed;
     return a.device == FA_CPU && p.packed && a.rows > 0 ? check_header(p) : FA_OK;
+}
+
+fa_status validate(const fa_w4_linear_chain_args* args, Pointers pointers, fa_w4_linear_chain_args* full, W4ChainParams* params) {
+    fa_w4_linear_chain_args& a = *full;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_w4_linear_chain_args", sizeof a, &a));
+    W4ChainParams& chain = *params;
+    chain = {};
+    FA_RETURN_IF_ERROR(check_range("count", a.count, 1, W4ChainParams::kMost));
+    FA_RETURN_IF_ERROR(check_range("ahead_count", a.ahead_count, 0, W4ChainParams::kMostAhead));
+    for (int i = 0; i < a.ahead_count; ++i) {
+        if (reinterpret_cast<uintptr_t>(a.ahead[i]) % 16 || !a.ahead[i])
+            return fail(FA_BAD_ARGUMENT, "ahead[%d]=%p is NULL or not aligned to 16 bytes", i, a.ahead[i]);
+        if (a.ahead_bytes[i] < 0) return fail(FA_BAD_ARGUMENT, "ahead_bytes[%d]=%" PRId64 " is negative", i, a.ahead_bytes[i]);
+        chain.ahead[i] = a.ahead[i], chain.ahead_bytes[i] = a.ahead_bytes[i];
+    }
+    chain.ahead_count = a.ahead_count;
+    if (!a.products) return fail(FA_BAD_ARGUMENT, "products is NULL");
+    chain.count = a.count;
+    for (int i = 0; i < a.count; ++i) {
+        const auto* at = reinterpret_cast<const unsigned char*>(a.products) + size_t(i) * a.products->struct_size;
+        const auto* const product = reinterpret_cast<const fa_w4_linear_args*>(at);
+        if (product->struct_size != a.products->struct_size)
+            return fail(FA_BAD_ARGUMENT, "products[%d].struct_size=%zu, but products[0] has %zu", i, product->struct_size,
+                        a.products->struct_size);
+        fa_w4_linear_args one;
+        if (const fa_status status = validate(product, pointers, &one, &chain.products[i]); status != FA_OK) {
+            char text[512];
+            std::snprintf(text, sizeof text, "%s", last_error());
+            return fail(status, "products[%d]: %s", i, text);
+        }
+        if (one.device != a.products->device)
+            return fail(FA_BAD_ARGUMENT, "products[%d].device=%d, but products[0] has %d", i, one.device, a.products->device);
+        if (one.kernel) return fail(FA_BAD_ARGUMENT, "products[%d].kernel=%s must be NULL", i, one.kernel);
+        if (one.workspace) return fail(FA_BAD_ARGUMENT, "products[%d].workspace=%p must be NULL: the chain has one", i, one.workspace);
+    }
+    return FA_OK;
 }
 
 }  // namespace fa

@@ -1,4 +1,6 @@
 // w4.cpp: the exported functions of 4-bit weights. Validate, find the device, choose where there is a choice, launch.
+#include <algorithm>
+
 #include "cpu/kernels.h"
 #include "dispatch.h"
 #include "flash_attn.h"
@@ -37,19 +39,13 @@ fa_status run(const Params& params, int32_t device, const char* name, const void
 #endif
 }
 
-// A product, from its arguments to all that a launch needs.
-struct LinearCall {
-    fa_w4_linear_args args;
-    W4LinearParams params;
+// A call that has a choice of kernels, from its arguments to all that a launch needs.
+template <typename Args, typename Params>
+struct Call {
+    Args args;
+    Params params;
     DeviceInfo device;
-    const LinearKernel* kernel = nullptr;
-
-    fa_status prepare(const fa_w4_linear_args* given, Pointers pointers, Lines* why_not) {
-        if (const fa_status status = validate(given, pointers, &args, &params); status != FA_OK) return status;
-        if (const fa_status status = find_device(fa_device(args.device), args.x.data, &device, "x"); status != FA_OK) return status;
-        params.programmatic = params.programmatic && device.compute >= 90;
-        return choose(args.kernel, args.device, params, device, linear_kernel_at, "FLASH_ATTN_LINEAR_KERNEL", &kernel, why_not);
-    }
+    const KernelOf<Params>* kernel = nullptr;
 
     size_t workspace() const {
         const size_t bytes = kernel->workspace(params, device);
@@ -61,13 +57,48 @@ struct LinearCall {
         if (bytes > args.workspace_bytes || (bytes && !args.workspace))
             return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
                         args.workspace_bytes, args.workspace, kernel->name, bytes);
-        if (bytes) params.workspace = align_up(args.workspace, kAlign), params.workspace_bytes = int64_t(bytes - kAlign);
+        if (bytes) give(params, align_up(args.workspace, kAlign), int64_t(bytes - kAlign));
         const CurrentDevice scope(device.index);
         return kernel->launch(params, device, stream);
     }
 
 private:
     static constexpr size_t kAlign = 128;
+    static void give(W4LinearParams& p, void* workspace, int64_t bytes) { p.workspace = workspace, p.workspace_bytes = bytes; }
+    static void give(W4ChainParams& chain, void* workspace, int64_t bytes) {
+        for (W4LinearParams& p : chain.products) give(p, workspace, bytes);
+    }
+};
+
+struct LinearCall : Call<fa_w4_linear_args, W4LinearParams> {
+    fa_status prepare(const fa_w4_linear_args* given, Pointers pointers, Lines* why_not) {
+        if (const fa_status status = validate(given, pointers, &args, &params); status != FA_OK) return status;
+        if (const fa_status status = find_device(fa_device(args.device), args.x.data, &device, "x"); status != FA_OK) return status;
+        params.programmatic = params.programmatic && device.compute >= 90;
+        return choose(args.kernel, args.device, params, device, linear_kernel_at, kLinearVariable, &kernel, why_not);
+    }
+};
+
+struct ChainCall : Call<fa_w4_linear_chain_args, W4ChainParams> {
+    fa_status prepare(const fa_w4_linear_chain_args* given, Pointers pointers, Lines* why_not) {
+        if (const fa_status status = validate(given, pointers, &args, &params); status != FA_OK) return status;
+        const int32_t place = args.products->device;
+        for (int i = params.count - 1; i >= 0; --i) {
+            DeviceInfo other;
+            if (const fa_status status = find_device(fa_device(place), params.products[i].x.data, &other, "x"); status != FA_OK)
+                return status;
+            if (i < params.count - 1 && other.index != device.index)
+                return fail(FA_BAD_ARGUMENT, "products[%d].x is on device %d, but products[%d].x on %d", i, other.index, i + 1,
+                            device.index);
+            device = other;
+            params.products[i].programmatic = params.products[i].programmatic && device.compute >= 90;
+        }
+        return choose(args.kernel, place, params, device, chain_kernel_at, "FLASH_ATTN_CHAIN_KERNEL", &kernel, why_not);
+    }
+
+    bool empty() const {
+        return std::all_of(params.products, params.products + params.count, [](const W4LinearParams& p) { return p.rows == 0; });
+    }
 };
 
 }  // namespace
@@ -104,6 +135,16 @@ fa_status fa_w4_linear(const fa_w4_linear_args* args, void* stream) {
 }
 
 fa_status fa_w4_linear_query(const fa_w4_linear_args* args, fa_attention_plan* plan) { return fa::query<fa::LinearCall>(args, plan); }
+
+fa_status fa_w4_linear_chain(const fa_w4_linear_chain_args* args, void* stream) {
+    fa::ChainCall call;
+    if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
+    return call.empty() ? FA_OK : call.launch(stream);
+}
+
+fa_status fa_w4_linear_chain_query(const fa_w4_linear_chain_args* args, fa_attention_plan* plan) {
+    return fa::query<fa::ChainCall>(args, plan);
+}
 
 int32_t fa_linear_kernel_count(void) { return fa::linear_kernel_count(); }
 const char* fa_linear_kernel_name(int32_t index) { return fa::linear_kernel_at(index) ? fa::linear_kernel_at(index)->name : nullptr; }

@@ -26,4 +26,8 @@ int64_t mma_w4_workspace(const W4LinearParams& params, const GpuSize& gpu);
 cudaError_t wgmma_w4_sm90(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // any rows, Hopper
 int64_t wgmma_w4_sm90_workspace(const W4LinearParams& params, const GpuSize& gpu);
 
+// Products one behind the other in one launch, Hopper; needs no workspace.
+cudaError_t chain_w4_sm90(const W4ChainParams& params, const GpuSize& gpu, cudaStream_t stream);
+const char* chain_w4_sm90_refuses(const W4ChainParams& params, const GpuSize& gpu, char* text, size_t size);  // nullptr = nothing
+
 }  // namespace fa

@@ -26,6 +26,16 @@ struct W4LinearParams {
     FA_HOST_DEVICE int32_t columns() const { return swiglu ? out_features / 2 : out_features; }  // of out
 };
 
+// Products one behind the other: each may read what those before it wrote, and write over what they have read.
+struct W4ChainParams {
+    static constexpr int32_t kMost = 8, kMostAhead = 4;
+    int32_t count;  // 1 .. kMost
+    W4LinearParams products[kMost];
+    int32_t ahead_count;            // of what will be read next, by another launch: a hint
+    const void* ahead[kMostAhead];  // aligned to 16 bytes
+    int64_t ahead_bytes[kMostAhead];
+};
+
 // A weight in its plain form (w4.h).
 struct W4View {
     uint8_t* codes;

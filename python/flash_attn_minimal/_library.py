@@ -388,6 +388,21 @@ class W4LinearArgs(ct.Structure):
     ]
 
 
+class W4LinearChainArgs(ct.Structure):
+    """fa_w4_linear_chain_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("products", ct.POINTER(W4LinearArgs)),
+        *_int32("count", "ahead_count"),
+        ("ahead", ct.c_void_p * 4),
+        ("ahead_bytes", ct.c_int64 * 4),
+        ("kernel", ct.c_char_p),
+        ("workspace", ct.c_void_p),
+        ("workspace_bytes", ct.c_size_t),
+    ]
+
+
 # The functions of one struct and a stream: fa_<name>.
 SMALL_OPERATIONS = {
     "rms_norm": RmsNormArgs,
@@ -401,6 +416,7 @@ W4_OPERATIONS = {
     "w4_dequantize": W4DequantizeArgs,
     "w4_pack": W4PackArgs,
     "w4_linear": W4LinearArgs,
+    "w4_linear_chain": W4LinearChainArgs,
 }
 
 
@@ -443,6 +459,7 @@ def load() -> ct.CDLL:
     for name, struct in (SMALL_OPERATIONS | W4_OPERATIONS).items():
         declare(f"fa_{name}", ct.c_int, ct.POINTER(struct), ct.c_void_p)
     declare("fa_w4_linear_query", ct.c_int, ct.POINTER(W4LinearArgs), ct.POINTER(AttentionPlan))
+    declare("fa_w4_linear_chain_query", ct.c_int, ct.POINTER(W4LinearChainArgs), ct.POINTER(AttentionPlan))
     declare("fa_w4_packed_bytes", ct.c_int, *[ct.c_int32] * 4, ct.POINTER(ct.c_int64))
     for table in ("fa_kernel", "fa_backward_kernel", "fa_linear_kernel"):
         declare(f"{table}_count", ct.c_int32)

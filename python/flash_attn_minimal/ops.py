@@ -1,4 +1,4 @@
-"""The small operations around attention in a Transformer: rms_norm, rope, swiglu, linear, sample.
+"""The small operations around attention in a Transformer: rms_norm, rope, swiglu, linear, linear_chain, sample.
 
 Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays.py has a door for, all from the same one; the
 work goes to the caller's current stream, nothing is waited for, and every call can be captured in a CUDA graph. Results
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes as ct
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _arrays
@@ -30,6 +31,7 @@ from ._library import (
     SwigluArgs,
     Unsupported,
     W4LinearArgs,
+    W4LinearChainArgs,
     load,
 )
 from ._pack import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _kernel, _number, _put_tensor
@@ -206,18 +208,7 @@ def linear(
         if workspace is not None:
             raise BadArgument("workspace is for the products with a PackedW4: this weight takes none")
         return _run("linear", args, views, out, ov)
-    lib = load()
-    if workspace is not None:
-        views.append(_arrays.view(workspace, "workspace"))
-        _check_same_place("workspace", views[-1], "x", views[0])
-        if views[-1].dtype != "uint8" or not _is_contiguous(views[-1]) or not views[-1].writable:
-            raise BadArgument(f"workspace is {views[-1].dtype}: expected uint8, contiguous and writable")
-        args.workspace, args.workspace_bytes = views[-1].pointer, math.prod(views[-1].shape)
-        lib.fa_w4_linear(args, views[0].door.stream(views))
-    else:
-        _with_workspace(
-            args, views, lambda stream: lib.fa_w4_linear(args, stream), lambda plan: lib.fa_w4_linear_query(args, plan)
-        )
+    _run_w4("w4_linear", args, views, workspace)
     return out if out is not None else ov.door.result(ov)
 
 
@@ -241,6 +232,99 @@ def linear_query(
     if isinstance(args, LinearArgs):
         raise BadArgument(f"weight is a {type(weight).__name__}: only the products with a PackedW4 have a choice")
     return _plan(lambda plan: load().fa_w4_linear_query(args, plan))
+
+
+def linear_chain(products: Sequence[Mapping[str, Any]], ahead=(), *, kernel=None, workspace=None) -> list:
+    """Products with 4-bit weights one behind the other: the results of linear(**product) for each, in a list.
+
+    On Hopper a chain of a few rows is one launch, whose weights come from memory without a pause between the products;
+    everywhere else each is a launch of its own.
+
+    Arguments:
+        products: 1 to 8 dicts of linear's arguments but for its kernel and workspace; the weight is a PackedW4. x and
+            residual may be a number i, which means the result of products[i], one of those before. `programmatic` of
+            the first counts for all where they are one launch.
+        ahead: the weights that later calls begin with, PackedW4s, up to 4: a hint, for memory is idle while another
+            kernel, such as attention, has little to read.
+        kernel: force one by name: "chain_w4_sm90" (of one format, dtype and number of rows, up to 8 that fit into
+            shared memory) or "one_by_one", on the CPU "cpu"; None means $FLASH_ATTN_CHAIN_KERNEL, else the best one.
+        workspace: as linear's, of linear_chain_query's size or more.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal.ops import linear, linear_chain
+    >>> from flash_attn_minimal.quantized import W4Weight
+    >>> twice = W4Weight.quantize(2 * np.eye(64, dtype=np.float32)).pack()
+    >>> x = np.ones((1, 64), np.float32)
+    >>> four, seven = linear_chain([dict(x=linear(x, twice), weight=twice), dict(x=0, weight=twice, residual=-x)])
+    >>> four[0, 0], seven[0, 63]
+    (np.float32(4.0), np.float32(7.0))
+    """
+    args, views, results = _chain_args(products, kernel)
+    _put_ahead(args, views, ahead)
+    _run_w4("w4_linear_chain", args, views, workspace)
+    return results
+
+
+def linear_chain_query(products: Sequence[Mapping[str, Any]], *, kernel=None):
+    """What linear_chain would do, without doing it: an attention.Plan, with the kernel and its workspace."""
+    args, _, _ = _chain_args(products, kernel)
+    return _plan(lambda plan: load().fa_w4_linear_chain_query(args, plan))
+
+
+_LINEAR_NAMES = ("x", "weight", "bias", "norm_weight", "eps", "residual", "swiglu")
+_LINEAR_NAMES += ("out", "out_dtype", "programmatic", "num_threads")
+
+
+def _chain_args(products, kernel) -> tuple[W4LinearChainArgs, list[View], list]:
+    """The struct, filled but for a workspace; what keeps its memory alive; the results."""
+    structs, views, results = [], [], []
+    for i, product in enumerate(products):
+        if unknown := product.keys() - set(_LINEAR_NAMES):
+            raise BadArgument(f"products[{i}] has {', '.join(sorted(unknown))}: expected {', '.join(_LINEAR_NAMES)}")
+        given = {"eps": 1e-5, "swiglu": False, "programmatic": False, "num_threads": 0, **product}
+        for name in ("x", "residual"):
+            if isinstance(at := given.get(name), int):
+                if not 0 <= at < i:
+                    raise BadArgument(f"products[{i}] has {name}={at}: expected the number of one of those before")
+                given[name] = results[at]
+        if not isinstance(given.get("weight"), PackedW4):
+            raise BadArgument(f"products[{i}] has a {type(given.get('weight')).__name__} as its weight, not a PackedW4")
+        struct, mine, ov = _linear_args(*(given.get(name) for name in _LINEAR_NAMES), None)
+        structs.append(struct)
+        if views:
+            _check_same_place(f"products[{i}]: x", mine[0], "that of products[0]", views[0])
+        views += mine
+        results.append(given["out"] if given.get("out") is not None else ov.door.result(ov))
+    if not structs:
+        raise BadArgument("products is empty")
+    args = W4LinearChainArgs(ct.sizeof(W4LinearChainArgs), (W4LinearArgs * len(structs))(*structs), len(structs))
+    _kernel(args, kernel)
+    return args, views, results
+
+
+def _put_ahead(args: W4LinearChainArgs, views: list[View], ahead: Sequence[PackedW4]) -> None:
+    if len(ahead) > len(args.ahead):
+        raise BadArgument(f"ahead has {len(ahead)} weights, more than {len(args.ahead)}")
+    for i, weight in enumerate(ahead):
+        if not isinstance(weight, PackedW4):
+            raise BadArgument(f"ahead[{i}] is a {type(weight).__name__}, not a PackedW4")
+        args.ahead[i], args.ahead_bytes[i] = weight._view.pointer, weight.bytes
+        views.append(weight._view)
+    args.ahead_count = len(ahead)
+
+
+def _run_w4(name: str, args: W4LinearArgs | W4LinearChainArgs, views: list[View], workspace: Any) -> None:
+    """fa_<name> in the caller's workspace, or in a new one."""
+    launch, query = (getattr(load(), f"fa_{name}{what}") for what in ("", "_query"))
+    if workspace is None:
+        _with_workspace(args, views, lambda stream: launch(args, stream), lambda plan: query(args, plan))
+        return
+    views.append(_arrays.view(workspace, "workspace"))
+    _check_same_place("workspace", views[-1], "x", views[0])
+    if views[-1].dtype != "uint8" or not _is_contiguous(views[-1]) or not views[-1].writable:
+        raise BadArgument(f"workspace is {views[-1].dtype}: expected uint8, contiguous and writable")
+    args.workspace, args.workspace_bytes = views[-1].pointer, math.prod(views[-1].shape)
+    launch(args, views[0].door.stream(views))
 
 
 def _linear_args(
