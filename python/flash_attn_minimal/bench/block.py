@@ -1,13 +1,14 @@
 """The suite `block`: one Transformer block of a 7B shape and decode steps of whole models, with 16-bit weights and with
 4-bit ones, attention over a cache and everything else included.
 
-A launch runs LAYERS blocks one behind the other, each with its own weights, so that they come from memory; a time is
-that of one. Every result is compared first with that of the same numbers in 16-bit matrices.
+A launch runs LAYERS blocks one behind the other as the engine does, each with its own weights, so that they come from
+memory; a time is that of one. Every result is compared first with that of the same numbers in 16-bit matrices.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from ..llama.cache import KVCache
 from ..llama.engine import Engine
 from ..llama.host import Host
-from ..llama.model import Llama, Rows, block, load_layer
+from ..llama.model import Llama, Rows, blocks, load_layer
 from ..llama.synthetic import SHAPES, RandomTensors
 from ..llama.w4 import FORMATS, quantize
 from ..llama.weights import STACKED, Checkpoint
@@ -26,14 +27,14 @@ from .machine import Meter, library_has_cuda, load_average, open_machine
 from .suites import Outcome, Progress, rounded
 from .timing import Protocol
 
-LAYERS = 6
+LAYERS, CHECKED = 6, 2  # blocks of a launch; whose result is compared
 POSITION = 1000
 PLANS = {  # the block's shape and batches; steps: model, 16-bit type, batches
     "cuda": ("7b", (1, 2, 4, 8, 16, 32, 64), (("stories110M", "float16", (1, 8)), ("7b", "bfloat16", (1, 8)))),
     "cpu": ("stories15M", (1,), ()),
 }
 QUICK = {"cuda": ("7b", (1,), ()), "cpu": PLANS["cpu"]}
-BLOCK_ERROR = 2e-2  # of what the block adds: rounding of x, q, k, v and of the 16-bit matrices it is compared with
+BLOCK_ERROR = 2e-2  # of what the blocks add: rounding of x, q, k, v and of the 16-bit matrices it is compared with
 
 
 def _device(kind: str, dtype: str) -> Any:
@@ -99,7 +100,8 @@ def _blocks(machine, name: str, batches, seed: int, protocol: Protocol, outcome:
         for weights in FORMATS:
             four = _narrow(base, weights, device)
             layers[weights] = [load_layer(four, i, device) for i in range(LAYERS)]
-            checks[weights] = load_layer(_widened(four, device, 1), 0, device)
+            wide = _widened(four, device, CHECKED)
+            checks[weights] = [load_layer(wide, i, device) for i in range(CHECKED)]
         cache = KVCache(device, config, max(batches), position + 8)
         fill(SimpleNamespace(device=device, cache=cache), seed)
     for batch in batches:
@@ -108,8 +110,8 @@ def _blocks(machine, name: str, batches, seed: int, protocol: Protocol, outcome:
             tokens, lengths = device.vector_int32(np.zeros((batch, 1))), device.vector_int32([position] * batch)
             rows = Rows(tokens, lengths, None, 0, position + 1)
 
-        def one(layer, i, x, rows=rows):
-            return block(device, config, layer, x, rows, cache.k[i], cache.v[i], cache.rope)
+        def through(layers, x=x, rows=rows):
+            return blocks(device, config, layers, x.copy(), rows, cache)  # products of many rows add in place
 
         launches, found = {}, {}
         for weights, mine in layers.items():
@@ -117,24 +119,20 @@ def _blocks(machine, name: str, batches, seed: int, protocol: Protocol, outcome:
             row |= {"batch": batch, "position": position}
             if weights in checks:
                 with device.scope():
-                    got, exact = (machine.host(one(layer, 0, x.copy())) for layer in (mine[0], checks[weights]))
+                    got, exact = (machine.host(through(some)) for some in (mine[:CHECKED], checks[weights]))
                     added = np.linalg.norm(exact - machine.host(x))
                 row |= {"max_err": float(np.linalg.norm(got - exact) / added), "err_budget": BLOCK_ERROR}
                 if not row["max_err"] <= BLOCK_ERROR:
                     outcome.wrong += 1
                     outcome.rows.append(rounded(row | {"wrong": True}))
-                    lines.append(f"WRONG: {weights}, batch {batch}: error {row['max_err']:.3g} of what the block adds")
+                    lines.append(f"WRONG: {weights}, batch {batch}: error {row['max_err']:.3g} of what the blocks add")
                     continue
             found[weights] = row
 
-            def chain(mine=mine, x=x, one=one):
-                y = x.copy()  # products of many rows add to their residual in place
-                for i, layer in enumerate(mine):
-                    y = one(layer, i, y)
-
+            run = partial(through, mine)
             with device.scope():
-                chain()
-                launches[weights] = _in_scope(device, device.once(chain))
+                run()
+                launches[weights] = _in_scope(device, device.once(run))
         timings = times(device, launches, protocol, seed)
         for weights, row in found.items():
             timed = timings[weights].row(0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes as ct
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from .._safetensors import numpy_dtype
 from ..quantized import PackedW4, W4Weight
 from .attend import check_names, flash_attention
 from .config import Config
+from .host import in_order
 from .sampling import Rule
 
 # Up to so many rows ops.linear, beyond cuBLAS between rms_norm and swiglu; with larger matrices ops.linear for one row.
@@ -178,6 +179,15 @@ class Cuda:
         self._cublas.product(x[None], weight[None], y[None], True, accumulate=accumulate)
         return ops.swiglu(y, out_dtype=out_dtype.name, programmatic=True) if swiglu else self.cast(y, out_dtype)
 
+    def linears(self, products: Sequence[Mapping[str, Any]], ahead: Sequence[Any] = ()) -> list[Any]:
+        """As host.Host.linears. With 4-bit weights alone it is a chain, of a few rows a single launch."""
+        from .. import ops
+
+        if not all(isinstance(product["weight"], PackedW4) for product in products):
+            return in_order(self.linear, products)
+        ahead = [weight for weight in ahead if isinstance(weight, PackedW4)]
+        return ops.linear_chain([_of_chain(product) for product in products], ahead)
+
     def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> Any:
         """As host.Host.attend."""
         if self.attention == "flash":
@@ -306,6 +316,14 @@ class Cuda:
 def _bits(x: Any) -> Any:
     """16-bit arrays as integers, which CuPy moves whatever they stand for."""
     return x.view(np.uint16) if x.dtype.itemsize == 2 else x
+
+
+def _of_chain(product: Mapping[str, Any]) -> dict[str, Any]:
+    """A product of `linears` as one of ops.linear_chain."""
+    product = dict(product)
+    dtype = product.pop("out_dtype", None)
+    norm = product.pop("norm", None)
+    return {**product, "norm_weight": norm, "out_dtype": dtype.name if dtype else "float32", "programmatic": True}
 
 
 class _Graph:

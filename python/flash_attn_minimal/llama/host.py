@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,15 @@ from .config import Config
 from .sampling import GREEDY, Rule
 
 NARROW_ROWS = 4  # up to here the library's product with 16-bit matrices, beyond BLAS
+
+
+def in_order(linear: Callable[..., Any], products: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """A device's linears in terms of its linear."""
+    results = []
+    for product in products:
+        earlier = {name: results[at] for name in ("x", "residual") if isinstance(at := product.get(name), int)}
+        results.append(linear(**{**product, **earlier}))
+    return results
 
 
 class Host:
@@ -69,6 +78,11 @@ class Host:
             half = gate * 0.5  # silu by way of tanh, which cannot overflow
             return (half + half * np.tanh(half)) * up
         return y if residual is None else residual + y
+
+    def linears(self, products: Sequence[Mapping[str, Any]], ahead: Sequence[Any] = ()) -> list[np.ndarray]:
+        """linear(**product) of each. Where x or residual is a number, it is the result of that product. `ahead`: the
+        matrices of the products behind the next attention."""
+        return in_order(self.linear, products)
 
     def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
         """Rotates q and k, appends k and v to the cache, attends: (batch, seqlen, nheads, headdim)."""

@@ -7,12 +7,14 @@
         x += w2 (silu(w1 rms(x)) * w3 rms(x))
     logits = wcls rms(x)
 
-The device has a `linear` that takes the norm before a product and the sum or the gate behind it along, so a decode step
-on a GPU is five kernels a layer: four products and the attention.
+The device has a `linear` that takes the norm before a product and the sum or the gate behind it along, and `linears`
+for several of them, one behind the other: what lies between two attentions. So a decode step on a GPU is five kernels a
+layer, four products and the attention, and with 4-bit weights on Hopper two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,22 +103,37 @@ class Llama:
     def forward(self, rows: Rows, cache: KVCache) -> Array:
         """Appends the tokens' keys and values to the cache; logits (batch, vocab), float32, behind the last of them."""
         x = self.device.embed(self.embedding, rows.tokens)
-        for i, layer in enumerate(self.layers):
-            x = block(self.device, self.config, layer, x, rows, cache.k[i], cache.v[i], cache.rope)
+        x = blocks(self.device, self.config, self.layers, x, rows, cache)
         last = x.reshape(*rows.tokens.shape, self.config.dim)[:, -1]
         return self.device.linear(last, self.wcls, norm=self.rms_final, eps=self.config.rms_eps)
 
 
-def block(device, config: Config, layer: Layer, x: Array, rows: Rows, cache_k: Array, cache_v: Array, rope) -> Array:
-    """One Transformer block: x (batch * seqlen, dim) float32, which may be overwritten, to the same."""
+def blocks(device, config: Config, layers: Sequence[Layer], x: Array, rows: Rows, cache: KVCache) -> Array:
+    """Transformer blocks, layer i with entry i of the cache: x (batch * seqlen, dim) float32, which may be overwritten,
+    to the same."""
     batch, seqlen = rows.tokens.shape
     nheads, nheads_k, headdim = config.n_heads, config.n_kv_heads, config.head_dim
-    qkv = device.linear(x, layer.wqkv, norm=layer.rms_att, eps=config.rms_eps, bias=layer.bqkv, out_dtype=device.dtype)
-    heads = qkv.reshape(batch, seqlen, nheads + 2 * nheads_k, headdim)
-    q, k, v = heads[:, :, :nheads], heads[:, :, nheads : nheads + nheads_k], heads[:, :, nheads + nheads_k :]
-    attended = device.attend(q, k, v, cache_k, cache_v, rows, rope, config)
-    x = device.linear(attended.reshape(batch * seqlen, nheads * headdim), layer.wo, residual=x)
-    hidden = device.linear(
-        x, layer.w13, norm=layer.rms_ffn, eps=config.rms_eps, swiglu=True, out_dtype=device.matrix_dtype
-    )
-    return device.linear(hidden, layer.w2, residual=x)
+    [qkv] = device.linears([_project(device, config, layers[0], x)], (layers[0].wo, layers[0].w13))
+    for i, layer in enumerate(layers):
+        after = layers[i + 1] if i + 1 < len(layers) else None
+        heads = qkv.reshape(batch, seqlen, nheads + 2 * nheads_k, headdim)
+        q, k, v = heads[:, :, :nheads], heads[:, :, nheads : nheads + nheads_k], heads[:, :, nheads + nheads_k :]
+        attended = device.attend(q, k, v, cache.k[i], cache.v[i], rows, cache.rope, config)
+        attended = attended.reshape(batch * seqlen, nheads * headdim)
+        ffn = {"norm": layer.rms_ffn, "eps": config.rms_eps, "swiglu": True, "out_dtype": device.matrix_dtype}
+        products = [  # a number stands for the result of that product
+            {"x": attended, "weight": layer.wo, "residual": x},
+            {"x": 0, "weight": layer.w13, **ffn},
+            {"x": 1, "weight": layer.w2, "residual": 0},
+        ]
+        if after:
+            products.append(_project(device, config, after, 2))
+        _, _, x, *rest = device.linears(products, (after.wo, after.w13) if after else ())
+        qkv = rest[0] if rest else None
+    return x
+
+
+def _project(device, config: Config, layer: Layer, x: Array | int) -> dict[str, Any]:
+    """The product that gives q, k and v, as an argument of device.linears."""
+    norm = {"norm": layer.rms_att, "eps": config.rms_eps}
+    return {"x": x, "weight": layer.wqkv, **norm, "bias": layer.bqkv, "out_dtype": device.dtype}

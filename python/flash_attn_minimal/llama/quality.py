@@ -24,7 +24,7 @@ from ..quantized import W4Weight
 from .cache import KVCache
 from .engine import Engine
 from .host import Host
-from .model import Layer, Llama, Rows, block, load_layer
+from .model import Layer, Llama, Rows, blocks, load_layer
 from .sampling import Sampling
 from .w4 import Place
 from .weights import STACKED, Checkpoint
@@ -121,7 +121,7 @@ class Text:
             tokens = self.windows[start : start + self.batch, :-1]
             rows = Rows(tokens, np.zeros(len(tokens), np.int32), None, 0, seqlen)
             part = x[start * seqlen : (start + len(tokens)) * seqlen]
-            parts.append(block(self.host, config, layer, part, rows, cache.k[0], cache.v[0], cache.rope))
+            parts.append(blocks(self.host, config, [layer], part, rows, cache))
         return np.concatenate(parts)
 
     def losses(self, sixteen: np.ndarray, variants: dict[str, np.ndarray], wide: str = "") -> dict[str, Loss]:
