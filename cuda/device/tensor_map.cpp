@@ -27,7 +27,7 @@ cudaError_t encode_tiles(const TensorTiles& t, CUtensorMap* map, int* loads) {
     constexpr cuuint64_t kChunk = 64, kChunkBytes = 128;
     if (!encoder()) return cudaErrorNotSupported;
     // Chunks as an axis of their own let one copy fetch a whole tile; but then nothing is out of bounds inside a chunk.
-    const bool whole = t.columns == t.padded_columns && !t.by_chunk;
+    const bool whole = t.box_chunks || (t.columns == t.padded_columns && !t.by_chunk);
     const cuuint64_t chunks = whole ? t.columns / kChunk : 1;
     // The stride of an axis with one element is never used, but has to be valid.
     const auto stride = [](int64_t extent, int64_t bytes) { return extent > 1 ? cuuint64_t(bytes) : kChunkBytes; };
@@ -35,7 +35,8 @@ cudaError_t encode_tiles(const TensorTiles& t, CUtensorMap* map, int* loads) {
                                 cuuint64_t(t.batch)};
     const cuuint64_t strides[4] = {stride(t.rows, t.row_stride), kChunkBytes, stride(t.heads, t.head_stride),
                                    stride(t.batch, t.batch_stride)};
-    const cuuint32_t box[5] = {cuuint32_t(kChunk), cuuint32_t(t.box_rows), cuuint32_t(chunks), 1, 1}, ones[5] = {1, 1, 1, 1, 1};
+    const cuuint32_t box_chunks = t.box_chunks ? cuuint32_t(t.box_chunks) : cuuint32_t(chunks);
+    const cuuint32_t box[5] = {cuuint32_t(kChunk), cuuint32_t(t.box_rows), box_chunks, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
     *loads = whole ? 1 : int(t.padded_columns / int64_t(kChunk));
     const CUresult result = encoder()(map, t.half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
                                       const_cast<void*>(t.data), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -17,6 +17,7 @@ struct TensorTiles {
     int box_rows;           // rows of a tile
     int padded_columns;     // columns of a tile, a multiple of 64; those past `columns` read as zero
     bool by_chunk = false;  // a box for every chunk in any case: where boxes of fewer rows make a tile, its chunks are not neighbours
+    int box_chunks = 0;     // > 0: a box has so many chunks, not all of a tile; `columns` is a multiple of 64, padded_columns unused
 };
 
 // The map's coordinates are {column, row, chunk, head, batch}, its boxes chunks of 64 columns in the 128-byte swizzle of wgmma.cuh.
