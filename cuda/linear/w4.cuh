@@ -112,10 +112,8 @@ __device__ __forceinline__ void dequantize_word(uint32_t (&a)[4], uint32_t word,
 // Sums of a tile of W times kCount tiles of 8 rows of x. columns[n]: what lane (g, q) has of row g of tile n, the columns of steps 0 and 1,
 // and of steps 2 and 3. kScalesSums, of int4: the tile's one scale of a row multiplies the row's sums, not its weights.
 template <Format kFormat, typename T, bool kScalesSums, int kCount>
-__device__ __forceinline__ void multiply_tile(float (&sums)[kCount][4], const uint8_t* tile, const uint4 (&columns)[kCount][2], int lane) {
+__device__ __forceinline__ void multiply_tile(float (&sums)[kCount][4], uint4 codes, uint32_t stored, const uint4 (&columns)[kCount][2]) {
     static_assert(!kScalesSums || kFormat == Format::kInt4, "the others have several scales of a row in a tile");
-    const uint4 codes = load_codes(tile, lane);
-    const uint32_t stored = load_scales<kFormat>(tile, lane);
     uint32_t scale[2];
     if constexpr (!kScalesSums) widen_scales<kFormat, T>(scale, stored);
     float unscaled[kCount][4] = {};
@@ -137,6 +135,10 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kCount][4], const ui
 #pragma unroll
             for (int e = 0; e < 4; ++e) sums[n][e] += unscaled[n][e] * (e < 2 ? upper : lower);
     }
+}
+template <Format kFormat, typename T, bool kScalesSums, int kCount>
+__device__ __forceinline__ void multiply_tile(float (&sums)[kCount][4], const uint8_t* tile, const uint4 (&columns)[kCount][2], int lane) {
+    multiply_tile<kFormat, T, kScalesSums>(sums, load_codes(tile, lane), load_scales<kFormat>(tile, lane), columns);
 }
 
 }  // namespace fa::w4
