@@ -105,6 +105,29 @@ const char* gemv_w4_sm90_yields(const Params& p, const DeviceInfo&, char* text, 
 fa_status gemv_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
     return launched("gemv_w4_sm90", start<gemv_w4_sm90>(p, device, stream));
 }
+const char* few_w4_sm90_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = wgmma_w4_sm90_refuses(p, device, text, size)) return reason;
+    if (few_w4_sm90_fits(p, size_of(device))) return nullptr;
+    std::snprintf(text, size, "rows=%lld is above 32", static_cast<long long>(p.rows));
+    return text;
+}
+const char* few_w4_sm90_yields(const Params& p, const DeviceInfo& device, char*, size_t) {
+    if (p.rows == 1) return "one row: gemv_w4_sm90 and gemv_w4 are faster";
+    if (p.rows <= 8 && few_w4_sm90_workspace(p, size_of(device)) > 0)
+        return "gemv_w4_sm90 and gemv_w4 norm and round up to 8 rows themselves";
+    if (p.rows > 16) return "above 16 rows wgmma_w4_sm90 and mma_w4 are faster";
+    return nullptr;
+}
+fa_status few_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
+    return launched("few_w4_sm90", start<few_w4_sm90>(p, device, stream));
+}
+const char* few_w4_sm90_half_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
+    if (p.programmatic) return "programmatic: between the kernels of a model, few_w4_sm90 with its one block an SM is faster";
+    return few_w4_sm90_yields(p, device, text, size);
+}
+fa_status few_w4_sm90_half_launch(const Params& p, const DeviceInfo& device, void* stream) {
+    return launched("few_w4_sm90_half", start<few_w4_sm90_half>(p, device, stream));
+}
 fa_status wgmma_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
     return launched("wgmma_w4_sm90", start<wgmma_w4_sm90>(p, device, stream));
 }
@@ -116,6 +139,10 @@ constexpr LinearKernel kKernels[] = {
      small_w4_yields},
 #endif
 #if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+    {"few_w4_sm90_half", "few_w4_sm90 in blocks of half an SM", FA_CUDA, few_w4_sm90_refuses, workspace_of<few_w4_sm90_workspace>,
+     few_w4_sm90_half_launch, few_w4_sm90_half_yields},
+    {"few_w4_sm90", "mma.sync, rings of bulk copies and of x, up to 32 rows", FA_CUDA, few_w4_sm90_refuses,
+     workspace_of<few_w4_sm90_workspace>, few_w4_sm90_launch, few_w4_sm90_yields},
     {"gemv_w4_sm90", "mma.sync, each warp its ring of bulk copies, up to 8 rows of x", FA_CUDA, gemv_w4_sm90_refuses, no_workspace,
      gemv_w4_sm90_launch, gemv_w4_sm90_yields},
 #endif

@@ -21,6 +21,10 @@ cudaError_t gemv_w4(const W4LinearParams& params, const GpuSize& gpu, cudaStream
 int64_t gemv_w4_workspace(const W4LinearParams& params, const GpuSize& gpu);
 cudaError_t gemv_w4_sm90(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // up to 8 rows that fit, Hopper
 bool gemv_w4_sm90_fits(const W4LinearParams& params, const GpuSize& gpu);
+cudaError_t few_w4_sm90(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);       // up to 32 rows, Hopper
+cudaError_t few_w4_sm90_half(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // the same in blocks of half an SM
+bool few_w4_sm90_fits(const W4LinearParams& params, const GpuSize& gpu);
+int64_t few_w4_sm90_workspace(const W4LinearParams& params, const GpuSize& gpu);
 cudaError_t mma_w4(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // any rows, sm_80
 int64_t mma_w4_workspace(const W4LinearParams& params, const GpuSize& gpu);
 cudaError_t wgmma_w4_sm90(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // any rows, Hopper

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "expect.h"
+#include "linear/few_w4_plan.h"
 #include "linear/gemv_w4_plan.h"
 #include "linear/mma_w4_plan.h"
 #include "linear/w4.cuh"
@@ -97,6 +98,32 @@ void test_gemv_plans() {
                         EXPECT(plan.stages * plan.chunk * tile_bytes(format) >= plan.slots * 16, "(%d, %d) rows %d", n, k, rows);
                         EXPECT(plan.clusters * plan.cluster <= gpu.multiprocessors, "(%d, %d) rows %d", n, k, rows);
                     }
+}
+
+// A plan of few_w4_sm90 fits the GPU, or half of a multiprocessor, its warps have all tiles, and no ring is longer than its barriers.
+void test_few_plans() {
+    for (const GpuSize& gpu : {GpuSize{132, 232448}, GpuSize{114, 232448}})
+        for (const bool half : {false, true})
+            for (const int n : {1, 65, 768, 4096, 14336, 128256})
+                for (const int k : {16, 64, 172, 1000, 4096, 8192, 14336, 28672, 65536})
+                    for (const int rows : {1, 2, 3, 8, 9, 15, 16, 17, 24, 25, 32})
+                        for (const Format format : {Format::kNvfp4, Format::kMxfp4, Format::kInt4}) {
+                            W4LinearParams p{};
+                            p.rows = rows, p.in_features = k, p.out_features = n, p.format = format;
+                            const FewPlan plan = few_plan_of(p, gpu, half);
+                            const int room = int(gpu.shared_memory) / (half ? 2 : 1);
+                            EXPECT(plan.stages >= 2 && plan.stages <= kFewStages && plan.early >= 1 && plan.early <= plan.stages,
+                                   "(%d, %d) rows %d: %d stages, %d early", n, k, rows, plan.stages, plan.early);
+                            EXPECT(plan.x_slots >= 1 && plan.x_slots <= kFewSlots && plan.ring_at % 1024 == 0, "(%d, %d) rows %d", n, k,
+                                   rows);
+                            EXPECT(plan.bytes + kFewStatic <= room, "(%d, %d) rows %d: %d bytes", n, k, rows, plan.bytes);
+                            const int tiles = int(ceil_div(plan.row_tiles, plan.clusters)), stage = kFewChunk * tile_bytes(format);
+                            EXPECT(plan.ring_at + plan.warps * plan.stages * stage <= plan.bytes, "(%d, %d) rows %d", n, k, rows);
+                            EXPECT(plan.warps == tiles * plan.groups && plan.warps <= few_warps(few_tokens(p)),
+                                   "(%d, %d) rows %d: %d warps", n, k, rows, plan.warps);
+                            const int columns = int(ceil_div(plan.column_tiles, plan.cluster));
+                            EXPECT(plan.groups * plan.group_columns >= columns, "(%d, %d) rows %d", n, k, rows);
+                        }
 }
 
 // What stands in the operand: code and scale as they lie in a file, times 2^-factor_exponent.
@@ -211,6 +238,7 @@ int main() {
     }
     test_plans();
     test_gemv_plans();
+    test_few_plans();
     std::printf("words, scales and plans: %s\n", failures ? "FAILED" : "passed");
     int major = 0;
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess || major < 8) {
