@@ -234,7 +234,7 @@ struct ChainBlock {
                 }
             }
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(ring.empty);
+            if (arrives(lane)) mbarrier_arrive(ring.empty);
             advance(ring);
             const int done = tile;
             chunk += step_chunks, tile += step_tiles;
@@ -298,7 +298,7 @@ struct ChainBlock {
 
     __device__ __forceinline__ void run() {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < launch.stages; ++i) mbarrier_init(full(i), 1), mbarrier_init(empty(i), kChainWarps);
+            for (int i = 0; i < launch.stages; ++i) mbarrier_init(full(i), 1), mbarrier_init(empty(i), kChainWarps * kWarpArrivals);
             mbarrier_init(shared_address(&fixed.x_there), 1);
             fence_mbarrier_init();
         }

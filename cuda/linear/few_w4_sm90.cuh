@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(Config::kThreads, 2) few_w4_kernel(const __gri
     const uint32_t x_full = shared_address(fixed.x_full), x_empty = shared_address(fixed.x_empty),
                    inbox_full = shared_address(&fixed.inbox_full);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < plan.x_slots; ++i) mbarrier_init(x_full + 8 * i, 1), mbarrier_init(x_empty + 8 * i, tiles * plan.groups);
+        for (int i = 0; i < plan.x_slots; ++i)
+            mbarrier_init(x_full + 8 * i, 1), mbarrier_init(x_empty + 8 * i, tiles * plan.groups * kWarpArrivals);
         mbarrier_init(inbox_full, 1);
         fence_mbarrier_init();
         mbarrier_arrive_expect_tx(inbox_full, finished * parts * plan.slots * 16);
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2) few_w4_kernel(const __gri
             }
             if (column < end && ++stage == plan.stages) stage = 0, phase ^= 1;
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(x_empty + 8 * slot);
+            if (arrives(lane)) mbarrier_arrive(x_empty + 8 * slot);
             if (++slot == plan.x_slots) slot = 0, x_phase ^= 1;
         }
     } else {
