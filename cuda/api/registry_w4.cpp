@@ -108,7 +108,7 @@ fa_status gemv_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* s
 const char* few_w4_sm90_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = wgmma_w4_sm90_refuses(p, device, text, size)) return reason;
     if (few_w4_sm90_fits(p, size_of(device))) return nullptr;
-    std::snprintf(text, size, "rows=%lld is above 32", static_cast<long long>(p.rows));
+    std::snprintf(text, size, "rows=%lld: above 32, or too many for shared memory", static_cast<long long>(p.rows));
     return text;
 }
 const char* few_w4_sm90_yields(const Params& p, const DeviceInfo& device, char*, size_t) {
