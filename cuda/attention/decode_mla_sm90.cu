@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         prefetch_tensormap(&params.map_k);
-        for (int i = 0; i < kStages; ++i) mbarrier_init(k_full + 8 * i, 1), mbarrier_init(k_empty + 8 * i, kConsumers / 32);
+        for (int i = 0; i < kStages; ++i) mbarrier_init(k_full + 8 * i, 1), mbarrier_init(k_empty + 8 * i, kConsumers / 32 * kWarpArrivals);
         fence_mbarrier_init();
     }
 
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
         wgmma_commit();
     };
     const auto release = [&] {
-        if (lane == 0) mbarrier_arrive(k_empty + 8 * ring.slot);
+        if (arrives(lane)) mbarrier_arrive(k_empty + 8 * ring.slot);
         ring.next(kStages);
     };
 #pragma unroll

@@ -121,7 +121,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
                 if (kBytes) scale_keys(S, shared_address(smem.scales[ring.slot] + part * kPartKeys), lane);
             }
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(empty + 8 * ring.slot);
+            if (arrives(lane)) mbarrier_arrive(empty + 8 * ring.slot);
             ring.advance(1);
 
             bool zeroes = false;
@@ -152,7 +152,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
                 add_values<E, T>(O, S, [&](int step, int i) { return step_to(v_part, i) + 16 * step * 128; });
             }
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(empty + 8 * ring.slot);
+            if (arrives(lane)) mbarrier_arrive(empty + 8 * ring.slot);
             ring.advance(1);
             ++tile;
         }
@@ -216,7 +216,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
             }
             bar_sync(kAttending, 32 * kWarps);
         }
-        if (lane == 0) mbarrier_arrive(q_empty + 8 * buffer);
+        if (arrives(lane)) mbarrier_arrive(q_empty + 8 * buffer);
     }
 }
 

@@ -133,9 +133,10 @@ __global__ void __launch_bounds__(kThreads, 1) decode_ring_kernel(const __grid_c
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < Smem::kSlots; ++i)
-            mbarrier_init(shared_address(smem.full + i), Smem::kBytes ? 33 : 1), mbarrier_init(shared_address(smem.empty + i), kParts);
+            mbarrier_init(shared_address(smem.full + i), Smem::kBytes ? 33 : 1),
+                mbarrier_init(shared_address(smem.empty + i), kParts * kWarpArrivals);
         for (int i = 0; i < 2; ++i)
-            mbarrier_init(shared_address(smem.q_full + i), 33), mbarrier_init(shared_address(smem.q_empty + i), kWarps);
+            mbarrier_init(shared_address(smem.q_full + i), 33), mbarrier_init(shared_address(smem.q_empty + i), kWarps * kWarpArrivals);
         fence_mbarrier_init();
     }
     if (threadIdx.x / 32 >= kWarps) load_ring<E, kD>(params, smem);

@@ -136,21 +136,17 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t shared, const uint32_
 // ---- one block tells another, in global memory ----
 
 // ld.acquire.gpu: what was written before the value was released is visible afterwards.
-__device__ __forceinline__ int load_acquire(const int* global) {
-    int x;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
-    return x;
-}
-// red.release.gpu.add
-__device__ __forceinline__ void add_release(int* global, int x) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
-}
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* global) {
+template <typename Int>
+__device__ __forceinline__ Int load_acquire(const Int* global) {
+    static_assert(sizeof(Int) == 4, "a word");
     uint32_t x;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
-    return x;
+    return Int(x);
 }
-__device__ __forceinline__ void add_release(uint32_t* global, uint32_t x) {
+// red.release.gpu.add
+template <typename Int>
+__device__ __forceinline__ void add_release(Int* global, Int x) {
+    static_assert(sizeof(Int) == 4, "a word");
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
 // atom.acquire.gpu.cas: what was there; `value` is there now if that was `expected`.

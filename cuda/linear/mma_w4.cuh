@@ -268,7 +268,7 @@ struct MmaBlock {
                     else if (mine == 1) multiply<1>(sums, weights, row_bytes, x, x_rows, lane);
                 }
                 __syncwarp();
-                if (lane == 0) mbarrier_arrive(empty + 8 * stage);
+                if (arrives(lane)) mbarrier_arrive(empty + 8 * stage);
                 if (++stage == plan.stages) stage = 0, phase ^= 1;
             }
 
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) mma_w4_kernel(const __gri
             const int announcements = MmaBlock<Config>::kCopiesArrive ? 0 : 1,
                       copiers = launch.plan.resident ? 1 - announcements : Config::kProducers;
             mbarrier_init(shared_address(full + i), announcements + 32 * copiers);
-            mbarrier_init(shared_address(empty + i), Config::kWarps);
+            mbarrier_init(shared_address(empty + i), Config::kWarps * kWarpArrivals);
         }
 #if __CUDA_ARCH__ >= 900
         fence_mbarrier_init();

@@ -13,6 +13,7 @@ the last call without it and this one may write those two. It pays in chains of 
 from __future__ import annotations
 
 import ctypes as ct
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -271,30 +272,34 @@ def linear_chain_query(products: Sequence[Mapping[str, Any]], *, kernel=None):
     return _plan(lambda plan: load().fa_w4_linear_chain_query(args, plan))
 
 
-_LINEAR_NAMES = ("x", "weight", "bias", "norm_weight", "eps", "residual", "swiglu")
-_LINEAR_NAMES += ("out", "out_dtype", "programmatic", "num_threads")
+# linear's arguments, in its order; None where it has no default.
+_LINEAR = {
+    name: None if argument.default is argument.empty else argument.default
+    for name, argument in inspect.signature(linear).parameters.items()
+    if name not in ("kernel", "workspace")
+}
 
 
 def _chain_args(products, kernel) -> tuple[W4LinearChainArgs, list[View], list]:
     """The struct, filled but for a workspace; what keeps its memory alive; the results."""
     structs, views, results = [], [], []
     for i, product in enumerate(products):
-        if unknown := product.keys() - set(_LINEAR_NAMES):
-            raise BadArgument(f"products[{i}] has {', '.join(sorted(unknown))}: expected {', '.join(_LINEAR_NAMES)}")
-        given = {"eps": 1e-5, "swiglu": False, "programmatic": False, "num_threads": 0, **product}
+        if unknown := product.keys() - _LINEAR.keys():
+            raise BadArgument(f"products[{i}] has {', '.join(sorted(unknown))}: expected {', '.join(_LINEAR)}")
+        given = _LINEAR | dict(product)
         for name in ("x", "residual"):
-            if isinstance(at := given.get(name), int):
+            if isinstance(at := given[name], int):
                 if not 0 <= at < i:
                     raise BadArgument(f"products[{i}] has {name}={at}: expected the number of one of those before")
                 given[name] = results[at]
-        if not isinstance(given.get("weight"), PackedW4):
-            raise BadArgument(f"products[{i}] has a {type(given.get('weight')).__name__} as its weight, not a PackedW4")
-        struct, mine, ov = _linear_args(*(given.get(name) for name in _LINEAR_NAMES), None)
+        if not isinstance(given["weight"], PackedW4):
+            raise BadArgument(f"products[{i}] has a {type(given['weight']).__name__} as its weight, not a PackedW4")
+        struct, mine, ov = _linear_args(**given, kernel=None)
         structs.append(struct)
         if views:
             _check_same_place(f"products[{i}]: x", mine[0], "that of products[0]", views[0])
         views += mine
-        results.append(given["out"] if given.get("out") is not None else ov.door.result(ov))
+        results.append(given["out"] if given["out"] is not None else ov.door.result(ov))
     if not structs:
         raise BadArgument("products is empty")
     args = W4LinearChainArgs(ct.sizeof(W4LinearChainArgs), (W4LinearArgs * len(structs))(*structs), len(structs))
