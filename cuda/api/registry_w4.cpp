@@ -111,12 +111,19 @@ const char* few_w4_sm90_refuses(const Params& p, const DeviceInfo& device, char*
     std::snprintf(text, size, "rows=%lld: above 32, or too many for shared memory", static_cast<long long>(p.rows));
     return text;
 }
-const char* few_w4_sm90_yields(const Params& p, const DeviceInfo& device, char*, size_t) {
+const char* few_w4_sm90_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
     if (p.rows == 1) return "one row: gemv_w4_sm90 and gemv_w4 are faster";
     if (p.rows <= 8 && few_w4_sm90_workspace(p, size_of(device)) > 0)
         return "gemv_w4_sm90 and gemv_w4 norm and round up to 8 rows themselves";
-    if (p.rows > 16) return "above 16 rows wgmma_w4_sm90 and mma_w4 are faster";
-    return nullptr;
+    if (p.rows <= 16) return nullptr;
+    // Against wgmma_w4_sm90 and mma_w4, measured on an H200. The blocks of a whole SM that programmatic calls get lose where W is tall.
+    constexpr int64_t kMillion = 1000000;
+    const int64_t weights = int64_t(p.out_features) * p.in_features;
+    const bool wins = p.rows > 24 ? weights <= 20 * kMillion : p.programmatic ? p.out_features <= 6144 : weights <= 60 * kMillion;
+    if (wins) return nullptr;
+    std::snprintf(text, size, "rows=%lld of a %d x %d weight: wgmma_w4_sm90 is faster", static_cast<long long>(p.rows), p.out_features,
+                  p.in_features);
+    return text;
 }
 fa_status few_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
     return launched("few_w4_sm90", start<few_w4_sm90>(p, device, stream));
