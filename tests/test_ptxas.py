@@ -31,3 +31,20 @@ def test_no_spills(report):
 def test_wgmma_is_not_serialised(report):
     """C7508 (setmaxnreg ignored) to C7519 (an injected wait) are only infos to ptxas, and halve the speed."""
     assert re.findall(r".*\(C75\d\d\).*", report.read_text()) == []
+
+
+def registers_of(pattern: str, kernel: str) -> set[int]:
+    """Of a thread, of all kernels for Hopper whose name matches."""
+    text = "".join(report.read_text() for report in FOLDER.glob(pattern))
+    entries = re.findall(r"Compiling entry function '(\w+)' for 'sm_90a?'.*?Used (\d+) registers", text, re.DOTALL)
+    return {int(used) for name, used in entries if re.search(kernel, name)}
+
+
+def test_attention_fits_beside_a_chain():
+    """One block each of chain_w4_sm90 (17 warps, 5 on a quarter of a multiprocessor) and of decode_lanes (8 warps, one
+    row of q, up to 128 columns of 16 bits): a quarter has 512 registers for each of 32 lanes."""
+    chain = registers_of("chain_w4_sm90*.log", "chain_w4_sm90_kernelILNS0_6FormatE[12]E")
+    lanes = registers_of("decode_lanes_16bit*.log", r"decode_lanes_kernelI\w+Li(64|128)ELi1ELb1E")
+    if not (chain and lanes):
+        pytest.skip("built without Hopper")
+    assert 5 * -(-max(chain) // 8) * 8 + 2 * -(-max(lanes) // 8) * 8 <= 512

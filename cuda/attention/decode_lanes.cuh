@@ -73,6 +73,15 @@ struct LaneMemory {
     }
 };
 
+// Bounds of the launch, which say how many registers a thread may have: as many as leave room for two blocks on a multiprocessor. As if a
+// block had 896 threads it is 72: then one also finds room beside one of chain_w4_sm90.cu, and where the two follow each other
+// programmatically, the first keys are there before the products have ended.
+template <typename T, int kD, int kRows>
+struct LaneBounds {
+    static constexpr bool kBesideChain = sizeof(T) == 2 && kD <= 128 && kRows == 1;
+    static constexpr int kThreads = kBesideChain ? 896 : kLaneThreads, kBlocks = kBesideChain || kD * sizeof(T) > 512 ? 1 : 2;
+};
+
 // Without a cluster a block's work are segments of the schedule.
 struct LaneSegments {
     LaneParams lanes;
@@ -98,7 +107,7 @@ private:
 __device__ __forceinline__ const LaneParams& decode_of(const LaneParams& params) { return params; }
 
 template <typename T, int kD, int kRows, bool kCluster>
-__global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2)
+__global__ void __launch_bounds__(LaneBounds<T, kD, kRows>::kThreads, LaneBounds<T, kD, kRows>::kBlocks)
     decode_lanes_kernel(const __grid_constant__ std::conditional_t<kCluster, LaneParams, LaneSegments> params) {
     if constexpr (kCluster && !kHasClusters) return;
     using Shape = LaneShape<T, kD>;
@@ -515,7 +524,7 @@ __global__ void __launch_bounds__(kLaneThreads, kD * sizeof(T) > 512 ? 1 : 2)
 template <typename T, int kD, int kRows, bool kCluster>
 cudaError_t launch_lanes(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream) {
     LaunchOptions options;
-    options.programmatic = d.after_append;
+    options.programmatic = d.after_append, options.prefers_shared = d.after_append;
     const size_t bytes = LaneMemory<T, kD, kRows>(d.rows, d.cluster).bytes;
     const LaneParams params = lane_params(d, append);
     if constexpr (kCluster) {

@@ -7,6 +7,8 @@
 //              turn of the other warps, a unit for each: a few tiles of W beside each other. A block's units lie one behind the other.
 //     product  mma.m16n8k16 with the weights as operand A and 8 rows of x as operand B's columns, as in gemv_w4_sm90. x is resident.
 //     sums     of a row tile that several warps share meet in shared memory. The order is fixed, so results repeat bit for bit.
+//     SM       a block leaves room for one of decode_lanes.cuh, the attention that follows in a decoder: this has started, and has its
+//              first keys, when the chain ends.
 #include <algorithm>
 #include <cstdio>
 
@@ -28,9 +30,20 @@ constexpr int kCopy = 9216;                                                     
 constexpr int kNormed = 16384;  // numbers of x that a block keeps in registers between the sum of their squares and their norm
 // Measured on an H200, in a decoder of 7B. What is read or written while copies fill memory's queues waits behind them: x, and the fence
 // in front of a barrier. So the ring is no larger than it has to be (5 stages: 2 us a layer slower), one stage is filled before the first x
-// is there, and of the next launch's weights no more is brought to L2 than pays.
-constexpr int kChainStages = 3, kEarly = 1;
+// is there, two before the block has arrived at a barrier (0.5 us), and of the next launch's weights no more is brought to L2 than pays.
+constexpr int kChainStages = 3, kEarly = 1, kHeld = 2;
 constexpr int kPiece = 4096, kLaterBytes = 9 << 20;
+// The bound of the launch, which says how many registers a thread may have: as if a block had 896 threads, 72. A quarter of a
+// multiprocessor has 512 for each of 32 lanes, and of 17 warps 5; two warps of decode_lanes.cuh then find room beside them. Measured on an
+// H200: 1.5 us a layer. int4 would spill.
+constexpr int chain_bound(Format format) { return format == Format::kInt4 ? kConsumers + 32 : 896; }
+
+// bulk_load of what is read once: it leaves L2 before x, the keys and the code of the kernels, which are read again.
+__device__ __forceinline__ void bulk_load_once(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared),
+                 "l"(global), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
+                 : "memory");
+}
 
 // A product and how it is cut.
 struct ChainProduct {
@@ -59,7 +72,7 @@ struct ChainLaunch {
 // Beside the dynamic shared memory.
 struct ChainStatic {
     uint64_t full[kChainStages], empty[kChainStages];  // barriers of the ring
-    uint64_t x_there;                                  // of the first product
+    uint64_t proceeds;                                 // the first x is there; the block has arrived at the next barrier of the grid
     float squares[kChainWarps];                        // sums over a warp's numbers of x
     float factor[W4ChainParams::kMost];                // of the packed weights
     ChainProduct products[W4ChainParams::kMost];       // the launch's: constants that are read for the first time take long to come
@@ -93,7 +106,7 @@ struct ChainBlock {
 
     // A block's units of a product lie one behind the other: a stage is a turn of all warps, in one piece.
     __device__ __forceinline__ void produce() const {
-        int stage = 0, early = kEarly;
+        int stage = 0;
         uint32_t phase = 1;
 #pragma unroll 1
         for (int i = 0; i < launch.count; ++i) {
@@ -102,15 +115,16 @@ struct ChainBlock {
             const uint8_t* from = static_cast<const uint8_t*>(c.p.packed) + sizeof(PackedHeader) + first_tile(c) * row;
             const uint8_t* const end = from + tiles_of(c) * row;
             const int turn = kChainWarps * c.chunk * kTile;
+            int early = i == 0 ? kEarly : kHeld;
             for (; from < end; from += turn) {
                 mbarrier_wait(empty(stage), phase);
-                if (early-- == 0) mbarrier_wait(shared_address(&fixed.x_there), 0);
+                if (early-- == 0) mbarrier_wait(shared_address(&fixed.proceeds), i & 1);
                 if (lane == 0) {
                     const uint32_t bytes = uint32_t(min(int64_t(turn), int64_t(end - from))), to = stage * kStageBytes;
                     mbarrier_arrive_expect_tx(full(stage), bytes);
                     for (uint32_t at = 0; at < bytes; at += kCopy)
-                        bulk_load(shared_address(shared) + launch.ring_at + to + at, from + at, min(bytes - at, uint32_t(kCopy)),
-                                  full(stage));
+                        bulk_load_once(shared_address(shared) + launch.ring_at + to + at, from + at, min(bytes - at, uint32_t(kCopy)),
+                                       full(stage));
                 }
                 __syncwarp();
                 if (++stage == launch.stages) stage = 0, phase ^= 1;
@@ -132,22 +146,22 @@ struct ChainBlock {
     __device__ __forceinline__ void stage_x(const ChainProduct& c, const Wait& wait) const {
         const int end = c.column_tiles * kTileColumns;
         if (c.p.norm_weight) {
-            constexpr int kKept = kNormed / (4 * kConsumers);
+            constexpr int kKept = kNormed / (4 * kConsumers), kAtOnce = kKept / 4;
             const int row_warps = kChainWarps / launch.norm_rows, m = warp / row_warps, begin = 4 * (32 * (warp % row_warps) + lane),
                       step = 4 * 32 * row_warps;
-            const auto load = [&](float4(&to)[kKept], const void* data, int64_t at, DType dtype) {
+            const auto load = [&](auto& to, int first, const void* data, int64_t at, DType dtype) {
                 with_element(dtype, [&](auto zero) {
 #pragma unroll
-                    for (int i = 0; i < kKept; ++i) {
-                        const int k = begin + i * step;
+                    for (int i = 0; i < int(sizeof(to) / sizeof(float4)); ++i) {
+                        const int k = begin + (first + i) * step;
                         to[i] = k < c.p.in_features ? load_4<decltype(zero)>(data, at + k) : make_float4(0, 0, 0, 0);
                     }
                 });
             };
-            float4 x[kKept], g[kKept];
-            load(g, c.p.norm_weight, 0, c.p.norm_dtype);
+            float4 x[kKept], g[kAtOnce];  // more of g has no room beside x
+            load(g, 0, c.p.norm_weight, 0, c.p.norm_dtype);
             wait();
-            load(x, c.p.x.data, min(m, launch.rows - 1) * c.p.x.row, c.p.dtype);
+            load(x, 0, c.p.x.data, min(m, launch.rows - 1) * c.p.x.row, c.p.dtype);
             float sum = 0.0f;
 #pragma unroll
             for (int i = 0; i < kKept; ++i) sum += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
@@ -157,11 +171,18 @@ struct ChainBlock {
             sum = warp_sum(lane < row_warps ? fixed.squares[m * row_warps + lane] : 0.0f);
             const float scale = rsqrtf(sum * c.per_feature + c.p.eps);
 #pragma unroll
-            for (int i = 0; i < kKept; ++i)
-                if (const int k = begin + i * step; m < launch.rows && k < end)
-                    store_x(
-                        c, m, k,
-                        make_float4(x[i].x * scale * g[i].x, x[i].y * scale * g[i].y, x[i].z * scale * g[i].z, x[i].w * scale * g[i].w));
+            for (int part = 0; part < kKept; part += kAtOnce) {
+                if (part) load(g, part, c.p.norm_weight, 0, c.p.norm_dtype);
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    const int k = begin + (part + i) * step;
+                    const float4 from = x[part + i];
+                    if (m < launch.rows && k < end)
+                        store_x(c, m, k,
+                                make_float4(from.x * scale * g[i].x, from.y * scale * g[i].y, from.z * scale * g[i].z,
+                                            from.w * scale * g[i].w));
+                }
+            }
         } else {
             wait();
             for (int m = 0; m < launch.rows; ++m) {
@@ -194,58 +215,55 @@ struct ChainBlock {
     // Where the consumers are in the ring.
     struct Place {
         int stage;
-        uint32_t phase, full, empty;
-        const uint8_t* weights;
+        uint32_t phase;
     };
-    __device__ __forceinline__ Place first_place() const { return {0, 0, full(0), empty(0), shared + launch.ring_at}; }
-    __device__ __forceinline__ void advance(Place& ring) const {
-        ++ring.stage, ring.full += 8, ring.empty += 8, ring.weights += kStageBytes;
-        if (ring.stage == launch.stages) {
-            const uint32_t phase = ring.phase ^ 1;
-            ring = first_place(), ring.phase = phase;
-        }
-    }
 
     __device__ __forceinline__ void multiply(const ChainProduct& c, Place& ring) const {
-        const int units = tiles_of(c) * c.chunks, chunks = c.chunks, unit_tiles = c.chunk, step_tiles = c.step_tiles,
-                  step_chunks = c.step_chunks, x_step = c.chunk * 2 * kTileColumns;
+        const int chunks = c.chunks, units = tiles_of(c) * chunks, unit_tiles = c.chunk, step_tiles = c.step_tiles,
+                  step_chunks = c.step_chunks, x_step = c.chunk * 2 * kTileColumns, stages = launch.stages;
+        const uint32_t full_0 = full(0), empty_0 = empty(0);
+        const uint8_t* const weights_0 = shared + launch.ring_at + warp * unit_tiles * kTile;
         const uint8_t* const lane_x = shared + min(lane / 4, launch.rows - 1) * c.x_stride + 32 * (lane % 4);
-        const int own = warp * unit_tiles * kTile;
-        int tile = warp / chunks, chunk = warp - tile * chunks, share = chunk;
-        float sums[1][4] = {};
-        const auto multiply = [&](const uint8_t* weights, const uint8_t* x) {
+        int unit = warp, tile = warp / chunks, chunk = warp - tile * chunks;
+        // Where the lane's sums of the tile go.
+        const int share_slots = 8 << launch.pair_bits, tile_slots = min(chunks, kChainWarps) * share_slots;
+        float4* const parts = reinterpret_cast<float4*>(shared + launch.parts_at) + (lane / 4 << launch.pair_bits) + lane % 4;
+        float4* to = parts + tile * tile_slots + chunk * share_slots;
+        const bool has_sums = 2 * (lane % 4) < launch.rows;
+        float even[1][4] = {}, odd[1][4] = {};  // of every other tile: one need not wait for the other
+        const auto multiply = [&](float(&sums)[1][4], const uint8_t* weights, const uint8_t* x) {
             uint4 columns[1][2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) columns[0][half] = *reinterpret_cast<const uint4*>(x + 16 * half);
             multiply_tile<kFormat, T, kScaledSums>(sums, weights, columns, lane);
         };
 #pragma unroll 1
-        for (int turn = 0; turn < units; turn += kChainWarps) {
-            const int unit = turn + warp;
-            mbarrier_wait(ring.full, ring.phase);
+        for (int turns = (units + kChainWarps - 1) / kChainWarps; turns > 0; --turns) {
+            mbarrier_wait(full_0 + 8 * ring.stage, ring.phase);
             if (unit < units) {
-                const uint8_t *weights = ring.weights + own, *x = lane_x + chunk * x_step;
+                const uint8_t *weights = weights_0 + ring.stage * kStageBytes, *x = lane_x + chunk * x_step;
                 if (unit_tiles == kChunk) {
 #pragma unroll(kUnroll)
-                    for (int t = 0; t < kChunk; ++t) multiply(weights + t * kTile, x + t * (2 * kTileColumns));
+                    for (int t = 0; t < kChunk; ++t) multiply(t % 2 ? odd : even, weights + t * kTile, x + t * (2 * kTileColumns));
                 } else {
 #pragma unroll 1
-                    for (int t = 0; t < unit_tiles; ++t) multiply(weights + t * kTile, x + t * (2 * kTileColumns));
+                    for (int t = 0; t < unit_tiles; ++t) multiply(even, weights + t * kTile, x + t * (2 * kTileColumns));
+                }
+                unit += kChainWarps, chunk += step_chunks;
+                const int further = step_tiles + (chunk >= chunks);
+                if (chunk >= chunks) chunk -= chunks;
+                if (further || unit >= units) {  // the last of the tile
+                    const float(&a)[4] = even[0], (&b)[4] = odd[0];
+                    if (has_sums) *to = make_float4(a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) even[0][e] = odd[0][e] = 0.0f;
+                    tile += further;
+                    to = parts + tile * tile_slots + chunk * share_slots;
                 }
             }
             __syncwarp();
-            if (arrives(lane)) mbarrier_arrive(ring.empty);
-            advance(ring);
-            const int done = tile;
-            chunk += step_chunks, tile += step_tiles;
-            if (chunk >= chunks) chunk -= chunks, ++tile;
-            if (unit >= units || (tile == done && unit + kChainWarps < units)) continue;
-            if (2 * (lane % 4) < launch.rows)
-                share_of(c, done, share)[(lane / 4 << launch.pair_bits) + lane % 4] =
-                    make_float4(sums[0][0], sums[0][1], sums[0][2], sums[0][3]);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) sums[0][e] = 0.0f;
-            share = chunk;
+            if (arrives(lane)) mbarrier_arrive(empty_0 + 8 * ring.stage);
+            if (++ring.stage == stages) ring.stage = 0, ring.phase ^= 1;
         }
     }
 
@@ -299,7 +317,7 @@ struct ChainBlock {
     __device__ __forceinline__ void run() {
         if (threadIdx.x == 0) {
             for (int i = 0; i < launch.stages; ++i) mbarrier_init(full(i), 1), mbarrier_init(empty(i), kChainWarps * kWarpArrivals);
-            mbarrier_init(shared_address(&fixed.x_there), 1);
+            mbarrier_init(shared_address(&fixed.proceeds), 1);
             fence_mbarrier_init();
         }
         constexpr int kWords = sizeof(ChainProduct) / 4;
@@ -310,7 +328,7 @@ struct ChainBlock {
         if (threadIdx.x < launch.count)
             fixed.factor[threadIdx.x] = static_cast<const PackedHeader*>(fixed.products[threadIdx.x].p.packed)->factor;
         GridBarrier grid;
-        Place ring = first_place();
+        Place ring{0, 0};
 #pragma unroll 1
         for (int i = 0;;) {
             stage_x(fixed.products[i], [&] {
@@ -321,19 +339,19 @@ struct ChainBlock {
                     consumer_barrier();
                 }
             });
-            if (i == 0 && threadIdx.x == 0) mbarrier_arrive(shared_address(&fixed.x_there)), grid.begin();
+            if (i == 0 && threadIdx.x == 0) mbarrier_arrive(shared_address(&fixed.proceeds)), grid.begin();
             const float2 added = addends(fixed.products[i], threadIdx.x);
             multiply(fixed.products[i], ring);
             finish(fixed.products[i], fixed.factor[i], added);
             if (++i == launch.count) return;
             consumer_barrier();
-            if (threadIdx.x == 0) grid.arrive();
+            if (threadIdx.x == 0) grid.arrive(), mbarrier_arrive(shared_address(&fixed.proceeds));
         }
     }
 };
 
 template <Format kFormat, typename T>
-__global__ void __launch_bounds__(kConsumers + 32, 1) chain_w4_sm90_kernel(const __grid_constant__ ChainLaunch launch) {
+__global__ void __launch_bounds__(chain_bound(kFormat), 1) chain_w4_sm90_kernel(const __grid_constant__ ChainLaunch launch) {
     extern __shared__ __align__(128) uint8_t dynamic[];
     __shared__ ChainStatic fixed;
     launch_dependents();
@@ -387,7 +405,7 @@ template <Format kFormat>
 cudaError_t launch_chain(const ChainLaunch& launch, const GpuSize& gpu, cudaStream_t stream) {
     const W4LinearParams& first = launch.products[0].p;
     LaunchOptions options;
-    options.programmatic = first.programmatic, options.cooperative = true;
+    options.programmatic = first.programmatic, options.cooperative = true, options.prefers_shared = true;
     return launch_kernel(
         first.compute_dtype == DType::kFloat16 ? chain_w4_sm90_kernel<kFormat, __half> : chain_w4_sm90_kernel<kFormat, __nv_bfloat16>,
         unsigned(gpu.multiprocessors), kConsumers + 32, size_t(launch.bytes), stream, launch, options);
