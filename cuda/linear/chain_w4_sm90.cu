@@ -33,6 +33,8 @@ constexpr int kNormed = 16384;  // numbers of x that a block keeps in registers 
 // is there, two before the block has arrived at a barrier (0.5 us), and of the next launch's weights no more is brought to L2 than pays.
 constexpr int kChainStages = 3, kEarly = 1, kHeld = 2;
 constexpr int kPiece = 4096, kLaterBytes = 9 << 20;
+// From so many bytes of weights on a chain asks for an SM's memory to be divided as decode_lanes.cuh does with heads of 128.
+constexpr int64_t kLargeChain = 40 << 20;
 // The bound of the launch, which says how many registers a thread may have: as if a block had 896 threads, 72. A quarter of a
 // multiprocessor has 512 for each of 32 lanes, and of 17 warps 5; two warps of decode_lanes.cuh then find room beside them. Measured on an
 // H200: 1.5 us a layer. int4 would spill.
@@ -405,7 +407,11 @@ template <Format kFormat>
 cudaError_t launch_chain(const ChainLaunch& launch, const GpuSize& gpu, cudaStream_t stream) {
     const W4LinearParams& first = launch.products[0].p;
     LaunchOptions options;
-    options.programmatic = first.programmatic, options.cooperative = true, options.prefers_shared = true;
+    options.programmatic = first.programmatic, options.cooperative = true;
+    int64_t bytes = 0;
+    for (int i = 0; i < launch.count; ++i)
+        bytes += int64_t(used_row_tiles(launch.products[i].p)) * launch.products[i].column_tiles * tile_bytes(kFormat);
+    options.prefers_shared = bytes >= kLargeChain;
     return launch_kernel(
         first.compute_dtype == DType::kFloat16 ? chain_w4_sm90_kernel<kFormat, __half> : chain_w4_sm90_kernel<kFormat, __nv_bfloat16>,
         unsigned(gpu.multiprocessors), kConsumers + 32, size_t(launch.bytes), stream, launch, options);
