@@ -175,16 +175,13 @@ const char* chain_w4_sm90_refuses(const W4ChainParams& p, const DeviceInfo& devi
     return chain_w4_sm90_refuses(p, size_of(device), text, size);
 }
 const char* chain_w4_sm90_yields(const W4ChainParams& p, const DeviceInfo&, char* text, size_t size) {
-    constexpr int64_t kMegabyte = 1 << 20;
     if (const char* const forced = std::getenv(kLinearVariable); forced && *forced)
         return "FLASH_ATTN_LINEAR_KERNEL names a kernel of single products";
     if (p.count == 1) return "one product: its own kernel waits for nobody";
-    int64_t bytes = 0;
-    for (int i = 0; i < p.count; ++i)
-        bytes += w4::packed_bytes(p.products[i].format, p.products[i].out_features, p.products[i].in_features, p.products[i].swiglu);
-    if (p.products[0].rows > 1 || (p.count > 2 && bytes >= 40 * kMegabyte)) return nullptr;
-    std::snprintf(text, size, "rows=1, %d products of %lld MB: launches of their own are as fast below 3 and 40 MB", p.count,
-                  static_cast<long long>(bytes / kMegabyte));
+    if (p.products[0].rows > 1 || (p.count > 2 && p.bytes() >= W4ChainParams::kLarge)) return nullptr;
+    constexpr int kMegabyte = 1 << 20;
+    std::snprintf(text, size, "rows=1, %d products of %lld MB: launches of their own are as fast below 3 and %lld MB", p.count,
+                  static_cast<long long>(p.bytes() / kMegabyte), static_cast<long long>(W4ChainParams::kLarge / kMegabyte));
     return text;
 }
 fa_status chain_w4_sm90_launch(const W4ChainParams& p, const DeviceInfo& device, void* stream) {

@@ -86,6 +86,11 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
                  "r"(bytes), "r"(barrier)
                  : "memory");
 }
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared),
+                 "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
+                 : "memory");
+}
 // cp.async.bulk.prefetch: the same bytes to L2 alone; nobody is told when they are there.
 __device__ __forceinline__ void bulk_prefetch(const void* global, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");

@@ -33,19 +33,10 @@ constexpr int kNormed = 16384;  // numbers of x that a block keeps in registers 
 // is there, two before the block has arrived at a barrier (0.5 us), and of the next launch's weights no more is brought to L2 than pays.
 constexpr int kChainStages = 3, kEarly = 1, kHeld = 2;
 constexpr int kPiece = 4096, kLaterBytes = 9 << 20;
-// From so many bytes of weights on a chain asks for an SM's memory to be divided as decode_lanes.cuh does with heads of 128.
-constexpr int64_t kLargeChain = 40 << 20;
 // The bound of the launch, which says how many registers a thread may have: as if a block had 896 threads, 72. A quarter of a
 // multiprocessor has 512 for each of 32 lanes, and of 17 warps 5; two warps of decode_lanes.cuh then find room beside them. Measured on an
 // H200: 1.5 us a layer. int4 would spill.
 constexpr int chain_bound(Format format) { return format == Format::kInt4 ? kConsumers + 32 : 896; }
-
-// bulk_load of what is read once: it leaves L2 before x, the keys and the code of the kernels, which are read again.
-__device__ __forceinline__ void bulk_load_once(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared),
-                 "l"(global), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
-                 : "memory");
-}
 
 // A product and how it is cut.
 struct ChainProduct {
@@ -124,9 +115,9 @@ struct ChainBlock {
                 if (lane == 0) {
                     const uint32_t bytes = uint32_t(min(int64_t(turn), int64_t(end - from))), to = stage * kStageBytes;
                     mbarrier_arrive_expect_tx(full(stage), bytes);
-                    for (uint32_t at = 0; at < bytes; at += kCopy)
-                        bulk_load_once(shared_address(shared) + launch.ring_at + to + at, from + at, min(bytes - at, uint32_t(kCopy)),
-                                       full(stage));
+                    for (uint32_t at = 0; at < bytes; at += kCopy)  // read once: they leave L2 before x, the keys and the kernels' code
+                        bulk_load(shared_address(shared) + launch.ring_at + to + at, from + at, min(bytes - at, uint32_t(kCopy)),
+                                  full(stage), kEvictFirst);
                 }
                 __syncwarp();
                 if (++stage == launch.stages) stage = 0, phase ^= 1;
@@ -404,14 +395,12 @@ ChainLaunch chain_plan(const W4ChainParams& params, const GpuSize& gpu) {
 }
 
 template <Format kFormat>
-cudaError_t launch_chain(const ChainLaunch& launch, const GpuSize& gpu, cudaStream_t stream) {
-    const W4LinearParams& first = launch.products[0].p;
+cudaError_t launch_chain(const W4ChainParams& params, const GpuSize& gpu, cudaStream_t stream) {
+    const ChainLaunch launch = chain_plan(params, gpu);
+    const W4LinearParams& first = params.products[0];
     LaunchOptions options;
     options.programmatic = first.programmatic, options.cooperative = true;
-    int64_t bytes = 0;
-    for (int i = 0; i < launch.count; ++i)
-        bytes += int64_t(used_row_tiles(launch.products[i].p)) * launch.products[i].column_tiles * tile_bytes(kFormat);
-    options.prefers_shared = bytes >= kLargeChain;
+    options.prefers_shared = params.bytes() >= W4ChainParams::kLarge;  // as decode_lanes.cuh does with heads of 128
     return launch_kernel(
         first.compute_dtype == DType::kFloat16 ? chain_w4_sm90_kernel<kFormat, __half> : chain_w4_sm90_kernel<kFormat, __nv_bfloat16>,
         unsigned(gpu.multiprocessors), kConsumers + 32, size_t(launch.bytes), stream, launch, options);
@@ -456,11 +445,10 @@ const char* chain_w4_sm90_refuses(const W4ChainParams& params, const GpuSize& gp
 }
 
 cudaError_t chain_w4_sm90(const W4ChainParams& params, const GpuSize& gpu, cudaStream_t stream) {
-    const w4::ChainLaunch launch = w4::chain_plan(params, gpu);
     switch (params.products[0].format) {
-        case w4::Format::kNvfp4: return w4::launch_chain<w4::Format::kNvfp4>(launch, gpu, stream);
-        case w4::Format::kMxfp4: return w4::launch_chain<w4::Format::kMxfp4>(launch, gpu, stream);
-        case w4::Format::kInt4: return w4::launch_chain<w4::Format::kInt4>(launch, gpu, stream);
+        case w4::Format::kNvfp4: return w4::launch_chain<w4::Format::kNvfp4>(params, gpu, stream);
+        case w4::Format::kMxfp4: return w4::launch_chain<w4::Format::kMxfp4>(params, gpu, stream);
+        case w4::Format::kInt4: return w4::launch_chain<w4::Format::kInt4>(params, gpu, stream);
     }
     return cudaErrorInvalidValue;
 }

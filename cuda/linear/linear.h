@@ -34,6 +34,15 @@ struct W4ChainParams {
     int32_t ahead_count;            // of what will be read next, by another launch: a hint
     const void* ahead[kMostAhead];  // aligned to 16 bytes
     int64_t ahead_bytes[kMostAhead];
+
+    // Of all weights; kLarge is a chain of a model whose memory, not its launches, takes the time of a step.
+    static constexpr int64_t kLarge = 40 << 20;
+    int64_t bytes() const {
+        int64_t sum = 0;
+        for (int i = 0; i < count; ++i)
+            sum += w4::packed_bytes(products[i].format, products[i].out_features, products[i].in_features, products[i].swiglu);
+        return sum;
+    }
 };
 
 // A weight in its plain form (w4.h).
