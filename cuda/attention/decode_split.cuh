@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float row_max_of[kDecodeWarps][16], row_sum_of[kDecodeWarps][16], row_factor[Plan::kRows];
     constexpr bool kFull = kD > 128;  // O fills the registers: what is needed before and after the tiles alone waits in shared memory
-    struct Kept {
-        Segments segments;
+    struct Kept {                     // the same in every lane; Segments is not, and stays where it is
         Segment segment;
         SequenceKeys keys;
         int head_k, row_tile0;
@@ -152,8 +151,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
     for (Segment segment; segments.next(d, segment);) {
         const int b0 = segment.b, head_k0 = segment.unit / d.row_tiles, row_tile00 = segment.unit % d.row_tiles * Plan::kRows;
         const SequenceKeys found = sequence_keys(d, b0);
-        if (kFull && lane == 0)
-            kept[warp] = {segments, segment, found, segment.unit / d.row_tiles, segment.unit % d.row_tiles * Plan::kRows};
+        if (kFull && lane == 0) kept[warp] = {segment, found, segment.unit / d.row_tiles, segment.unit % d.row_tiles * Plan::kRows};
         if (kFull) __syncwarp();
         const auto sequence_now = [&] { return kFull ? (opaque(kept) + warp)->segment.b : b0; };
         const auto head_now = [&] { return kFull ? (opaque(kept) + warp)->head_k : head_k0; };
@@ -361,8 +359,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
         Segment done = segment;
         if (kFull) {
             __syncwarp();
-            const Kept* const from = opaque(kept) + warp;
-            segments = from->segments, done = from->segment;
+            done = (opaque(kept) + warp)->segment;
         }
         float* const own = reinterpret_cast<float*>(shared + warp * Plan::kPartBytes);
         const float unit = kBytes ? v_unit : 1.0f;
