@@ -413,9 +413,13 @@ typedef struct fa_linear_args {
     int32_t programmatic;
     int32_t num_threads;
     int32_t reserved;
+    const char* kernel; /* force a kernel by name; NULL = environment FLASH_ATTN_DENSE_LINEAR_KERNEL, else the best one */
 } fa_linear_args;
 
 FA_API fa_status fa_linear(const fa_linear_args* args, void* stream);
+
+/* As fa_attention_query; no kernel needs a workspace. */
+FA_API fa_status fa_linear_query(const fa_linear_args* args, fa_attention_plan* plan);
 
 /* ---- weights of 4 bits ----
  *
@@ -557,6 +561,18 @@ FA_API int32_t fa_linear_kernel_count(void);
 FA_API const char* fa_linear_kernel_name(int32_t index);
 FA_API const char* fa_linear_kernel_summary(int32_t index);
 FA_API int32_t fa_linear_kernel_device(int32_t index);
+
+/* The same of fa_w4_linear_chain. */
+FA_API int32_t fa_chain_kernel_count(void);
+FA_API const char* fa_chain_kernel_name(int32_t index);
+FA_API const char* fa_chain_kernel_summary(int32_t index);
+FA_API int32_t fa_chain_kernel_device(int32_t index);
+
+/* The same of fa_linear. */
+FA_API int32_t fa_dense_linear_kernel_count(void);
+FA_API const char* fa_dense_linear_kernel_name(int32_t index);
+FA_API const char* fa_dense_linear_kernel_summary(int32_t index);
+FA_API int32_t fa_dense_linear_kernel_device(int32_t index);
 
 FA_API const char* fa_status_name(fa_status status); /* "FA_BAD_ARGUMENT" */
 FA_API const char* fa_last_error(void);              /* this thread's last failure, never NULL */

@@ -20,10 +20,9 @@ if "FLASH_ATTN_LIBRARY" in os.environ or importlib.util.find_spec("flash_attn_mi
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [sys.path[0], os.environ.get("PYTHONPATH")])
     )  # subprocesses
-os.environ.pop("FLASH_ATTN_KERNEL", None)
-os.environ.pop("FLASH_ATTN_BACKWARD_KERNEL", None)
-os.environ.pop("FLASH_ATTN_LINEAR_KERNEL", None)
-os.environ.pop("FLASH_ATTN_CHAIN_KERNEL", None)
+FORCING = [f"FLASH_ATTN_{what}KERNEL" for what in ("", "BACKWARD_", "DENSE_LINEAR_", "LINEAR_", "CHAIN_")]
+for variable in FORCING:
+    os.environ.pop(variable, None)
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory at once
 
 import accuracy  # noqa: E402
@@ -224,9 +223,8 @@ def backward_kernel(request) -> BackwardKernel:
 
 @pytest.fixture(autouse=True)
 def _no_forced_kernel(monkeypatch):
-    monkeypatch.delenv("FLASH_ATTN_KERNEL", raising=False)
-    monkeypatch.delenv("FLASH_ATTN_BACKWARD_KERNEL", raising=False)
-    monkeypatch.delenv("FLASH_ATTN_LINEAR_KERNEL", raising=False)
+    for variable in FORCING:
+        monkeypatch.delenv(variable, raising=False)
 
 
 def pytest_report_header(config):

@@ -1,4 +1,4 @@
-"""decode_split: every way in which the keys of a call are cut, loaded and merged, against float64."""
+"""Each decode kernel by name: every way in which the keys of a call are cut, loaded and merged, against float64."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import accuracy
 import numpy as np
 import pytest
 import test_kvcache
-from conftest import CUDA, Kernel, torch
+from conftest import CUDA, NO_CUDA, Kernel, torch
 from test_kvcache import SCORES, Case, check
 
 import flash_attn_minimal as fa
 
+NAMES = [k["name"] for k in fa.kernels() if k["name"].startswith("decode_")]
 
-@pytest.fixture
-def kernel(device) -> Kernel:
-    if not any(k["name"] == "decode_split" and k["device"] == device.name for k in fa.kernels()):
-        pytest.skip("a GPU kernel")
-    return Kernel(device, "decode_split")
+
+@pytest.fixture(params=NAMES or [pytest.param("", marks=pytest.mark.skip(reason="a build without GPU kernels"))])
+def kernel(request) -> Kernel:
+    if NO_CUDA:
+        pytest.skip(NO_CUDA)
+    return Kernel(CUDA, request.param)
 
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -144,7 +146,10 @@ def test_plain_calls(kernel):
     at = kernel.device.array
     exact, _ = fa.reference.standard_attention(q, k, v, causal=True)
     plain, _ = accuracy.plain_attention(q, k, v, "float16", causal=True)
-    out = fa.flash_attn_func(*(at(x, "float16") for x in (q, k, v)), causal=True, kernel=kernel.name)
+    arrays = [at(x, "float16") for x in (q, k, v)]
+    if (plan := fa.query(*arrays, causal=True, kernel=kernel.name)).status != "FA_OK":
+        pytest.skip(plan.error)
+    out = fa.flash_attn_func(*arrays, causal=True, kernel=kernel.name)
     accuracy.check("out", kernel.device.numpy(out), exact, plain, "float16")
     starts = at(np.array([0, 3], np.int32))
     plan = fa.query(
@@ -182,12 +187,11 @@ def test_scores_of_whole_steps(kernel, dtype, scores):
 
 
 def test_whole_steps_need_no_workspace(kernel):
-    call = test_kvcache.make(replace(STEP, dtype="float16"))
-    plan = fa.kvcache_query(**test_kvcache.on_device(kernel, replace(STEP, dtype="float16"), call))
-    if not plan.workspace_bytes:
-        return
-    major = torch.cuda.get_device_capability()[0] if CUDA.framework == "torch" else 9
-    assert major < 9, plan
+    case = replace(STEP, dtype="float16")
+    plan = fa.kvcache_query(**test_kvcache.on_device(kernel, case, test_kvcache.make(case)))
+    if kernel.name != "decode_lanes_cluster_sm90" or plan.status != "FA_OK":
+        pytest.skip("no whole steps")
+    assert plan.workspace_bytes == 0, plan
 
 
 @pytest.mark.skipif(CUDA.framework != "torch", reason="needs PyTorch with CUDA")
@@ -207,6 +211,10 @@ def test_programmatic_steps(kernel, dtype, heads):
     weights = [(normal(width, 256) / 16, normal(256, nheads * headdim) / 16) for _ in range(layers)]
     tables = [torch.randn(100, headdim // 2, device="cuda", generator=generator) for _ in range(2)]
     first, caches = normal(2, 256), normal(layers, 2, 2, 100, nheads_k, headdim)
+    about = [normal(2, 1, heads, headdim) for heads in (nheads, nheads_k, nheads_k)]
+    plan = fa.kvcache_query(about[0], *caches[0], *about[1:], *tables, cache_seqlens=1, causal=True, kernel=kernel.name)
+    if plan.status != "FA_OK":
+        pytest.skip(plan.error)
 
     def step(x, caches, lengths, programmatic):
         out = torch.empty_like(x)
@@ -237,8 +245,33 @@ def test_programmatic_steps(kernel, dtype, heads):
     torch.testing.assert_close(caches, plain_caches, rtol=0, atol=0)
 
 
-def test_plain_calls_of_few_rows_come_here(kernel):
-    at = kernel.device.array
-    q, k = (at(np.zeros(shape, np.float32), "float16") for shape in ((1, 2, 8, 64), (1, 700, 2, 64)))
-    assert fa.query(q, k, k).kernel == kernel.name
-    assert fa.query(q, k[:, :100], k[:, :100]).kernel != kernel.name
+@pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
+def test_plain_calls_of_few_rows_come_here():
+    q, k = (CUDA.array(np.zeros(shape, np.float32), "float16") for shape in ((1, 2, 8, 64), (1, 700, 2, 64)))
+    assert fa.query(q, k, k).kernel in NAMES
+    assert fa.query(q, k[:, :100], k[:, :100]).kernel not in NAMES
+
+
+# (batch, nheads, nheads_k, seqlen_k, headdim): tiles of keys that no usual number of multiprocessors shares evenly, so
+# that a block ends one sequence and begins the next.
+UNEVEN = [
+    (5, 28, 4, 2339, 256), (8, 40, 5, 2936, 192), (33, 4, 4, 700, 256), (7, 19, 19, 1031, 160), (3, 64, 1, 4099, 256),
+    (5, 28, 4, 2339, 128), (8, 40, 5, 2936, 64), (67, 8, 2, 513, 128), (34, 16, 4, 391, 72),
+]  # fmt: skip
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("shape", UNEVEN, ids=str)
+def test_work_that_is_not_cut_evenly(kernel, dtype, shape):
+    batch, nheads, nheads_k, seqlen_k, headdim = shape
+    rng = np.random.default_rng(seqlen_k)
+    q = accuracy.round_to(rng.standard_normal((batch, 1, nheads, headdim), dtype=np.float32), dtype)
+    k, v = accuracy.round_to(rng.standard_normal((2, batch, seqlen_k, nheads_k, headdim), dtype=np.float32), dtype)
+    out, lse = kernel(q, k, v, dtype, causal=True)
+    exact, exact_lse = fa.reference.standard_attention(q, k, v, causal=True)
+    plain, plain_lse = accuracy.plain_attention(q, k, v, dtype, causal=True)
+    accuracy.check("out", out, exact, plain, dtype)
+    accuracy.check("lse", lse, exact_lse, plain_lse, "float32")
+    lengths = tuple(int(x) for x in rng.integers(0, seqlen_k, batch))  # and each sequence of a length of its own
+    case = Case(lengths=lengths, rows=seqlen_k, seqlen_new=0, dtype=dtype, spare=0, causal=True)
+    check(kernel, replace(case, nheads=nheads, nheads_k=nheads_k, headdim=headdim))

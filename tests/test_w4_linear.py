@@ -366,10 +366,8 @@ def test_wrong_arguments():
         (lambda: ops.linear(x, packed, np.ones(7, np.float32)), BadArgument, r"bias has shape \(7,\): expected \(8,\)"),
         (lambda: ops.linear(x, packed, kernel="fast"), BadArgument, "kernel=fast is not a kernel of this build"),
         (lambda: ops.linear(x, packed, kernel=3), BadArgument, "kernel=3 is not the name of a kernel"),
-        (lambda: ops.linear(x, x, kernel="cpu"), BadArgument, "kernel='cpu': only the products with a PackedW4"),
         (lambda: ops.linear(x, x, workspace=x), BadArgument, "workspace is for the products with a PackedW4"),
         (lambda: ops.linear(x, packed, workspace=x), BadArgument, "workspace is float32: expected uint8"),
-        (lambda: ops.linear_query(x, x), BadArgument, "weight is a ndarray: only the products with a PackedW4"),
         (lambda: ops.linear(x, plain), BadArgument, "weight is a flash_attn_minimal.quantized.W4Weight"),
         (lambda: ops.linear(x, packed, workspace=np.empty(0, np.uint8)), WorkspaceTooSmall, "but kernel cpu needs"),
     ):

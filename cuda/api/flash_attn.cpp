@@ -44,6 +44,7 @@ struct Call {
             return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
                         forward.workspace_bytes, forward.workspace, kernel->name, bytes);
         const CurrentDevice scope(device.index);
+        if (scope.status() != FA_OK) return scope.status();
         return kernel->launch(params, device, stream);
     }
 };
@@ -80,6 +81,7 @@ struct CachedCall {
             return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
                         forward.workspace_bytes, forward.workspace, kernel->name, bytes);
         const CurrentDevice scope(device.index);
+        if (scope.status() != FA_OK) return scope.status();
         if (whole && params.seqlen_q > 0) return kernel->launch_whole(append, device, stream);
         if (append.seqlen_new > 0)
             if (const fa_status status = launch_append(append, device, stream); status != FA_OK) return status;

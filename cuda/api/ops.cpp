@@ -1,4 +1,4 @@
-// ops.cpp: the exported functions of the small operations. Validate, find the device, launch: each has one kernel on each device.
+// ops.cpp: the exported functions of the small operations but linear. Validate, find the device, launch: one kernel on each device.
 #include "cpu/kernels.h"
 #include "flash_attn.h"
 #include "registry.h"
@@ -13,13 +13,6 @@ namespace fa {
 namespace {
 
 #if FA_WITH_CUDA
-// launch() queues a kernel of that many blocks.
-template <typename Launch>
-fa_status start(const char* name, int64_t blocks, const Launch& launch) {
-    if (blocks > kMaxGrid) return fail(FA_UNSUPPORTED, "%s: %lld blocks are more than a grid has", name, static_cast<long long>(blocks));
-    return launched(name, launch());
-}
-
 fa_status on_gpu(const RmsNormParams& p, const DeviceInfo&, cudaStream_t stream) {
     return start("rms_norm", rms_norm_blocks(p), [&] { return rms_norm(p, stream); });
 }
@@ -33,28 +26,12 @@ fa_status on_gpu(const SampleParams& p, const DeviceInfo& device, cudaStream_t s
     const GpuSize gpu{device.multiprocessors, device.shared_memory, device.compute >= 90};
     return start("sample", sample_blocks(p, gpu), [&] { return sample(p, gpu, stream); });
 }
-fa_status on_gpu([[maybe_unused]] const LinearParams& p, const DeviceInfo& device, [[maybe_unused]] cudaStream_t stream) {
-    if (device.compute < 80) return fail(FA_UNSUPPORTED, "linear needs a GPU of sm_80 or newer, this is sm_%d", device.compute);
-#if FA_WITH_MMA_SM80
-    const GpuSize gpu{device.multiprocessors, device.shared_memory};
-    if (linear_small_serves(p, gpu))
-        return start("linear_small", linear_small_blocks(p, gpu), [&] { return linear_small(p, gpu, stream); });
-    if (linear_mma_serves(p, gpu)) return start("linear_mma", linear_mma_blocks(p, gpu), [&] { return linear_mma(p, gpu, stream); });
-    if (!linear_gemv_fits(p, gpu))
-        return fail(FA_UNSUPPORTED, "in_features=%d: a row of x does not fit into the %zu bytes of shared memory", p.in_features,
-                    device.shared_memory);
-    return start("linear_gemv", linear_gemv_blocks(p, gpu), [&] { return linear_gemv(p, gpu, stream); });
-#else
-    return fail(FA_UNSUPPORTED, "this build has no kernels for sm_80 and newer");
-#endif
-}
 #endif
 
 void on_cpu(const RmsNormParams& p) { cpu::rms_norm(p); }
 void on_cpu(const RopeParams& p) { cpu::rope(p); }
 void on_cpu(const SwigluParams& p) { cpu::swiglu(p); }
 void on_cpu(const SampleParams& p) { cpu::sample(p); }
-void on_cpu(const LinearParams& p) { cpu::linear(p); }
 
 // `input` decides which GPU; a call without rows has nothing to do.
 template <typename Params>
@@ -66,6 +43,7 @@ fa_status run(Params& params, int32_t device, const char* input_name, const void
 #if FA_WITH_CUDA
     params.programmatic = params.programmatic && info.compute >= 90;
     const CurrentDevice scope(info.index);
+    if (scope.status() != FA_OK) return scope.status();
     return on_gpu(params, info, static_cast<cudaStream_t>(stream));
 #else
     return FA_UNSUPPORTED;
@@ -99,12 +77,6 @@ fa_status fa_sample(const fa_sample_args* args, void* stream) {
     fa::SampleParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
     return fa::run(p, args->device, "logits", p.logits.data, p.batch > 0, stream);
-}
-
-fa_status fa_linear(const fa_linear_args* args, void* stream) {
-    fa::LinearParams p;
-    if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, args->device, "x", p.x.data, p.rows > 0, stream);
 }
 
 }  // extern "C"

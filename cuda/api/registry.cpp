@@ -13,14 +13,11 @@
 #include "attention/kernels.h"
 #include "attention/tiles.h"
 #include "attention/tiles_mma_sm80.h"
+#include "device/driver.h"
 #endif
 
 namespace fa {
 namespace {
-
-constexpr const char* kNoFloat8 = "takes no float8_e4m3: of all kernels only fp8_sm90 (Hopper) does";
-constexpr const char* kNo8BitCache = "cache_dtype: it takes no 8-bit cache";
-bool is_float8(const AttentionParams& p) { return p.dtype == DType::kFloat8E4M3; }
 
 // What a kernel that takes every cache refuses.
 const char* general_refuses(const AttentionParams& p) { return is_float8(p) ? kNoFloat8 : nullptr; }
@@ -232,71 +229,6 @@ const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device
     std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q);
     return text;
 }
-// Whether rows are whole 16 bytes, by which it copies and stores; if not, `text` says so.
-bool has_wide_rows(const char* name, const TensorView& t, int columns, int element_bytes, char* text, size_t size) {
-    const int step = 16 / element_bytes;
-    if (!(reinterpret_cast<uintptr_t>(t.data) % 16 || columns % step || t.batch % step || t.row % step || t.head % step)) return true;
-    std::snprintf(text, size, "%s of %d columns, data=%p, strides (%lld, %lld, %lld): it takes multiples of 16 bytes", name, columns,
-                  t.data, static_cast<long long>(t.batch), static_cast<long long>(t.row), static_cast<long long>(t.head));
-    return false;
-}
-DecodeDevice decode_device(const DeviceInfo& device) { return {device.compute, device.multiprocessors, device.shared_memory}; }
-const char* decode_split_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
-    if (device.compute < 80) {
-        std::snprintf(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
-        return text;
-    }
-    if (is_float8(p)) return kNoFloat8;
-    const bool quantized = p.cache.entries && p.cache.dtype != p.dtype;
-    if (quantized && p.dtype == DType::kFloat32) return "dtype: it takes an 8-bit cache with a q of float16 or bfloat16";
-    if (p.headdim > 256 || p.headdim_v > 256) {
-        std::snprintf(text, size, "headdim=%d, headdim_v=%d: at most 256", p.headdim, p.headdim_v);
-        return text;
-    }
-    if (p.cu_seqlens_q) return "takes no packed sequences";
-    if (p.bias.data || p.mask.data || p.dropout_threshold) return "takes no bias, mask or dropout";
-    const int own = p.dtype == DType::kFloat32 ? 4 : 2, element = quantized ? 1 : own;
-    const struct {
-        const char* name;
-        const TensorView& view;
-        int columns, element;
-    } tensors[] = {
-        {"q", p.q, p.headdim, own}, {"k", p.k, p.headdim, element}, {"v", p.v, p.headdim_v, element}, {"out", p.out, p.headdim_v, own}};
-    for (const auto& t : tensors)
-        if (!has_wide_rows(t.name, t.view, t.columns, t.element, text, size)) return text;
-    if (decode_split_fits(p, decode_device(device))) return nullptr;
-    std::snprintf(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads,
-                  p.seqlen_q, p.seqlen_k);
-    return text;
-}
-const char* decode_split_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
-    const int64_t rows = int64_t(p.seqlen_q) * p.group;
-    if (p.cache.entries && p.cache.dtype != p.dtype) return nullptr;
-    if (rows > 64) {
-        std::snprintf(text, size, "seqlen_q=%d x %d heads of a key head: other kernels are faster from 65 rows on", p.seqlen_q, p.group);
-        return text;
-    }
-    if (p.cache.entries) return nullptr;
-    // Plain K and V, measured on an H200: worth it where the heads alone leave the GPU idle, or share keys and have one row each.
-    if (p.seqlen_k >= 512 && p.seqlen_q <= 16 &&
-        (int64_t(p.batch) * p.nheads * 2 <= device.multiprocessors || (p.seqlen_q == 1 && p.group > 1)))
-        return nullptr;
-    std::snprintf(text, size, "batch=%d x nheads=%d, seqlen_q=%d, seqlen_k=%d, no cache: other kernels are faster", p.batch, p.nheads,
-                  p.seqlen_q, p.seqlen_k);
-    return text;
-}
-size_t decode_split_workspace(const AttentionParams& p, const DeviceInfo& device) {
-    return decode_split_workspace(p, decode_device(device));
-}
-fa_status decode_split_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
-    return launched("decode_split", decode_split(p, nullptr, decode_device(device), static_cast<cudaStream_t>(stream)));
-}
-bool decode_split_appends(const AppendParams& append, const DeviceInfo& device) {
-    return decode_split_appends(append, decode_device(device));
-}
-fa_status decode_split_launch_whole(const AppendParams& append, const DeviceInfo& device, void* stream) {
-    return launched("decode_split", decode_split(append.attention, &append, decode_device(device), static_cast<cudaStream_t>(stream)));
-}
 const char* mma_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "takes float16 and bfloat16 only";
     if (p.cache.entries && p.cache.dtype != p.dtype) return kNo8BitCache;
@@ -331,14 +263,9 @@ fa_status naive_launch(const AttentionParams& p, const DeviceInfo&, void* stream
 }
 #endif
 
-// Best first within a device.
+// Best first within a device, behind those of registry_decode.cpp.
 constexpr Kernel kKernels[] = {
 #if FA_WITH_CUDA
-#if FA_WITH_MMA_SM80
-    {"decode_split", "few rows against a long cache, paged and 8-bit too: head dims to 256; keys split over the GPU", FA_CUDA,
-     decode_split_refuses, decode_split_workspace, decode_split_launch, decode_split_yields, decode_split_appends,
-     decode_split_launch_whole},
-#endif
 #if FA_WITH_WGMMA_SM90
     {"mla_sm90", "Hopper: a cache of headdim 576 and 512, fastest where the values are the first columns of the keys; float16, bfloat16",
      FA_CUDA, mla_sm90_refuses, mla_sm90_workspace, mla_sm90_launch},
@@ -371,8 +298,11 @@ constexpr Kernel kKernels[] = {
 
 }  // namespace
 
-int kernel_count() { return int(sizeof kKernels / sizeof kKernels[0]); }
-const Kernel* kernel_at(int index) { return index >= 0 && index < kernel_count() ? &kKernels[index] : nullptr; }
+int kernel_count() { return decode_kernel_count() + int(sizeof kKernels / sizeof kKernels[0]); }
+const Kernel* kernel_at(int index) {
+    if (index < 0 || index >= kernel_count()) return nullptr;
+    return index < decode_kernel_count() ? decode_kernel_at(index) : &kKernels[index - decode_kernel_count()];
+}
 
 #if FA_WITH_CUDA
 
@@ -428,10 +358,26 @@ fa_status find_device(fa_device device, const void* data, DeviceInfo* info, cons
     return device_facts(index, info);
 }
 
+namespace {
+bool has_context() {  // 20 ns; setting the device anyway is many times that
+    static const auto current = driver_function<decltype(cuCtxGetCurrent)>("cuCtxGetCurrent");
+    CUcontext context = nullptr;
+    return current && current(&context) == CUDA_SUCCESS && context;
+}
+}  // namespace
+
 CurrentDevice::CurrentDevice(int index) {
     int current = -1;
-    if (index < 0 || cudaGetDevice(&current) != cudaSuccess || current == index) return;
-    if (cudaSetDevice(index) == cudaSuccess) previous_ = current;
+    if (index < 0) return;
+    cudaError_t error = cudaGetDevice(&current);
+    if (error == cudaSuccess && current == index && has_context()) return;
+    if (error == cudaSuccess) error = cudaSetDevice(index);
+    if (error != cudaSuccess) {
+        cudaGetLastError();
+        status_ = fail(FA_CUDA_ERROR, "CUDA device %d: %s (%s)", index, cudaGetErrorString(error), cudaGetErrorName(error));
+    } else if (current != index) {
+        previous_ = current;
+    }
 }
 CurrentDevice::~CurrentDevice() {
     if (previous_ >= 0) cudaSetDevice(previous_);
@@ -470,6 +416,7 @@ fa_status launch_merge(const MergeParams& params, fa_device device, [[maybe_unus
     if (device == FA_CPU) return on_host([&] { cpu::merge(params); });
 #if FA_WITH_CUDA
     const CurrentDevice scope(info.index);
+    if (scope.status() != FA_OK) return scope.status();
     return launched("merge", merge(params, static_cast<cudaStream_t>(stream)));
 #else
     return FA_UNSUPPORTED;
@@ -486,6 +433,7 @@ fa_status launch_quantize(const QuantizeParams& params, fa_device device, [[mayb
         return fail(FA_UNSUPPORTED, "batch=%d x nheads=%d x seqlen=%d needs more blocks than a grid has", params.batch, params.nheads,
                     params.seqlen);
     const CurrentDevice scope(info.index);
+    if (scope.status() != FA_OK) return scope.status();
     return launched("quantize_fp8", quantize_fp8(params, static_cast<cudaStream_t>(stream)));
 #else
     return FA_UNSUPPORTED;

@@ -82,6 +82,7 @@ const char* no_wide_access(const char* name, const TensorView& t, char* text, si
     return text;
 }
 
+template <int blocks>  // that share keys
 const char* wgmma_sm90_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
     const AttentionParams& p = b.forward;
     if (device.compute != 90) {
@@ -94,6 +95,11 @@ const char* wgmma_sm90_refuses(const BackwardParams& b, const DeviceInfo& device
         return text;
     }
     const BackwardPlan plan = backward_plan(backward_choose(p));
+    if (plan.blocks() != blocks) {
+        std::snprintf(text, size, "headdim=%d, headdim_v=%d: %s", p.headdim, p.headdim_v,
+                      blocks > 1 ? "wgmma_sm90 serves up to 128" : "wgmma_pair_sm90 serves those above 128");
+        return text;
+    }
     const bool varlen = p.cu_seqlens_q;
     const int64_t batch = varlen ? 1 : p.batch, rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
     if (p.batch == 0 || p.seqlen_q == 0 || rows_q == 0 || p.seqlen_k == 0 || rows_k == 0) return "there are no queries or no keys to load";
@@ -113,15 +119,23 @@ const char* wgmma_sm90_refuses(const BackwardParams& b, const DeviceInfo& device
     return reason ? reason : no_wide_access("dv", b.dv, text, size);
 }
 size_t wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo&) { return backward_wgmma_sm90_workspace(b); }
+template <int blocks>
 fa_status wgmma_sm90_launch(const BackwardParams& b, const DeviceInfo& device, void* stream) {
-    return launched("wgmma_sm90", backward_wgmma_sm90(b, device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
+    return launched(blocks > 1 ? "wgmma_pair_sm90" : "wgmma_sm90",
+                    backward_wgmma_sm90(b, device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
 }
 constexpr BackwardKernel kWgmmaSm90 = {"wgmma_sm90",
-                                       "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option",
+                                       "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 128, every option",
                                        FA_CUDA,
-                                       wgmma_sm90_refuses,
+                                       wgmma_sm90_refuses<1>,
                                        wgmma_sm90_workspace,
-                                       wgmma_sm90_launch};
+                                       wgmma_sm90_launch<1>};
+constexpr BackwardKernel kWgmmaPairSm90 = {"wgmma_pair_sm90",
+                                           "Hopper: as wgmma_sm90, two blocks share keys; head dims above 128, to 256",
+                                           FA_CUDA,
+                                           wgmma_sm90_refuses<2>,
+                                           wgmma_sm90_workspace,
+                                           wgmma_sm90_launch<2>};
 #endif
 
 const char* simple_refuses(const BackwardParams& b, const DeviceInfo&, char* text, size_t size) {
@@ -175,6 +189,7 @@ constexpr BackwardKernel kKernels[] = {
 #if FA_WITH_CUDA
 #if FA_WITH_WGMMA_SM90
     with_scores<kWgmmaSm90>(),
+    with_scores<kWgmmaPairSm90>(),
 #endif
 #if FA_WITH_MMA_SM80
     with_scores<kMmaSm80>(),

@@ -135,6 +135,15 @@ const char* few_w4_sm90_half_yields(const Params& p, const DeviceInfo& device, c
 fa_status few_w4_sm90_half_launch(const Params& p, const DeviceInfo& device, void* stream) {
     return launched("few_w4_sm90_half", start<few_w4_sm90_half>(p, device, stream));
 }
+const char* wgmma_w4_few_sm90_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = wgmma_w4_sm90_yields(p, device, text, size)) return reason;
+    if (wgmma_w4_few_sm90_wins(p, size_of(device))) return nullptr;
+    std::snprintf(text, size, "rows=%lld: wgmma_w4_sm90 is faster", static_cast<long long>(p.rows));
+    return text;
+}
+fa_status wgmma_w4_few_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
+    return launched("wgmma_w4_few_sm90", start<wgmma_w4_few_sm90>(p, device, stream));
+}
 fa_status wgmma_w4_sm90_launch(const Params& p, const DeviceInfo& device, void* stream) {
     return launched("wgmma_w4_sm90", start<wgmma_w4_sm90>(p, device, stream));
 }
@@ -158,6 +167,8 @@ constexpr LinearKernel kKernels[] = {
      gemv_w4_launch},
 #endif
 #if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+    {"wgmma_w4_few_sm90", "TMA and wgmma, up to 64 rows of x to a tile; spare warps bring x into the weight's order", FA_CUDA,
+     wgmma_w4_sm90_refuses, workspace_of<wgmma_w4_sm90_workspace>, wgmma_w4_few_sm90_launch, wgmma_w4_few_sm90_yields},
     {"wgmma_w4_sm90", "TMA and wgmma, weights widened into registers", FA_CUDA, wgmma_w4_sm90_refuses,
      workspace_of<wgmma_w4_sm90_workspace>, wgmma_w4_sm90_launch, wgmma_w4_sm90_yields},
 #endif
@@ -235,9 +246,8 @@ constexpr ChainKernel kChainKernels[] = {
 
 }  // namespace
 
-const ChainKernel* chain_kernel_at(int index) {
-    return index >= 0 && index < int(sizeof kChainKernels / sizeof kChainKernels[0]) ? &kChainKernels[index] : nullptr;
-}
+int chain_kernel_count() { return int(sizeof kChainKernels / sizeof kChainKernels[0]); }
+const ChainKernel* chain_kernel_at(int index) { return index >= 0 && index < chain_kernel_count() ? &kChainKernels[index] : nullptr; }
 int linear_kernel_count() { return int(sizeof kKernels / sizeof kKernels[0]); }
 const LinearKernel* linear_kernel_at(int index) { return index >= 0 && index < linear_kernel_count() ? &kKernels[index] : nullptr; }
 

@@ -11,6 +11,9 @@
 
 #if FA_WITH_CUDA
 #include <cuda_runtime_api.h>
+#if FA_WITH_WGMMA_SM90
+#include "device/tensor_map.h"
+#endif
 #endif
 
 namespace fa {
@@ -31,9 +34,23 @@ constexpr int64_t kMaxGrid = (int64_t(1) << 31) - 1;
 
 inline fa_status launched(const char* name, cudaError_t error) {
     if (error == cudaSuccess) return FA_OK;
+#if FA_WITH_WGMMA_SM90
+    if (const char* const why = tensor_map_failure(); *why) return fail(FA_CUDA_ERROR, "kernel %s: %s", name, why);
+#endif
     return fail(FA_CUDA_ERROR, "kernel %s: %s (%s)", name, cudaGetErrorString(error), cudaGetErrorName(error));
 }
+
+// launch() queues a kernel of that many blocks.
+template <typename Launch>
+fa_status start(const char* name, int64_t blocks, const Launch& launch) {
+    if (blocks > kMaxGrid) return fail(FA_UNSUPPORTED, "%s: %lld blocks are more than a grid has", name, static_cast<long long>(blocks));
+    return launched(name, launch());
+}
 #endif
+
+constexpr const char* kNoFloat8 = "takes no float8_e4m3: of all kernels only fp8_sm90 (Hopper) does";
+constexpr const char* kNo8BitCache = "cache_dtype: it takes no 8-bit cache";
+inline bool is_float8(const AttentionParams& p) { return p.dtype == DType::kFloat8E4M3; }
 
 // What the copy engine can walk: 16-byte aligned, strides in 1 .. 2^40 bytes and multiples of 16.
 inline const char* no_tensor_map(const char* name, const TensorView& t, int64_t batch, int64_t rows, int64_t heads, int element_bytes,

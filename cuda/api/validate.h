@@ -29,7 +29,7 @@ fa_status validate(const fa_rms_norm_args* args, RmsNormParams* params);
 fa_status validate(const fa_rope_args* args, RopeParams* params);
 fa_status validate(const fa_swiglu_args* args, SwigluParams* params);
 fa_status validate(const fa_sample_args* args, SampleParams* params);
-fa_status validate(const fa_linear_args* args, LinearParams* params);
+fa_status validate(const fa_linear_args* args, Pointers pointers, fa_linear_args* full, LinearParams* params);
 fa_status validate(const fa_w4_quantize_args* args, W4QuantizeParams* params);
 fa_status validate(const fa_w4_dequantize_args* args, W4DequantizeParams* params);
 fa_status validate(const fa_w4_pack_args* args, W4PackParams* params);

@@ -136,8 +136,8 @@ fa_status validate(const fa_sample_args* args, SampleParams* params) {
     return FA_OK;
 }
 
-fa_status validate(const fa_linear_args* args, LinearParams* params) {
-    fa_linear_args a;
+fa_status validate(const fa_linear_args* args, Pointers pointers, fa_linear_args* full, LinearParams* params) {
+    fa_linear_args& a = *full;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_linear_args", sizeof a, &a));
     LinearParams& p = *params;
     p = {};
@@ -145,7 +145,7 @@ fa_status validate(const fa_linear_args* args, LinearParams* params) {
     FA_RETURN_IF_ERROR(check_dtype("dtype", a.dtype, 0, &p.dtype));
     FA_RETURN_IF_ERROR(check_dtype("weight_dtype", a.weight_dtype, a.dtype, &p.weight_dtype));
     const auto check_weight = [&](bool required) { return check_array("weight", a.weight.data, p.weight_dtype, required); };
-    FA_RETURN_IF_ERROR(check_product(a, p.weight_dtype, true, check_weight, &p));
+    FA_RETURN_IF_ERROR(check_product(a, p.weight_dtype, pointers == Pointers::kRequired, check_weight, &p));
     FA_RETURN_IF_ERROR(check_reserved(a.reserved));
     p.weight = view(a.weight);
     return FA_OK;

@@ -33,6 +33,7 @@ fa_status run(const Params& params, int32_t device, const char* name, const void
     if (device == FA_CPU) return on_host([&] { on_cpu(params); });
 #if FA_WITH_CUDA
     const CurrentDevice scope(info.index);
+    if (scope.status() != FA_OK) return scope.status();
     return on_gpu(params, static_cast<cudaStream_t>(stream));
 #else
     return FA_UNSUPPORTED;
@@ -59,6 +60,7 @@ struct Call {
                         args.workspace_bytes, args.workspace, kernel->name, bytes);
         if (bytes) give(params, align_up(args.workspace, kAlign), int64_t(bytes - kAlign));
         const CurrentDevice scope(device.index);
+        if (scope.status() != FA_OK) return scope.status();
         return kernel->launch(params, device, stream);
     }
 
@@ -145,6 +147,11 @@ fa_status fa_w4_linear_chain(const fa_w4_linear_chain_args* args, void* stream) 
 fa_status fa_w4_linear_chain_query(const fa_w4_linear_chain_args* args, fa_attention_plan* plan) {
     return fa::query<fa::ChainCall>(args, plan);
 }
+
+int32_t fa_chain_kernel_count(void) { return fa::chain_kernel_count(); }
+const char* fa_chain_kernel_name(int32_t index) { return fa::chain_kernel_at(index) ? fa::chain_kernel_at(index)->name : nullptr; }
+const char* fa_chain_kernel_summary(int32_t index) { return fa::chain_kernel_at(index) ? fa::chain_kernel_at(index)->summary : nullptr; }
+int32_t fa_chain_kernel_device(int32_t index) { return fa::chain_kernel_at(index) ? fa::chain_kernel_at(index)->device : 0; }
 
 int32_t fa_linear_kernel_count(void) { return fa::linear_kernel_count(); }
 const char* fa_linear_kernel_name(int32_t index) { return fa::linear_kernel_at(index) ? fa::linear_kernel_at(index)->name : nullptr; }

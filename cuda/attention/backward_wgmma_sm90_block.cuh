@@ -371,22 +371,22 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
     schedule.blocks = int(backward_blocks(p, kPlan));
 
     CUtensorMap map_q, map_k, map_v, map_dout;
-    const auto encode = [&](const TensorView& x, int columns, int64_t rows, int heads, int box_rows, int padded, CUtensorMap* map,
-                            int* loads, bool by_chunk = false) {
-        return encode_tiles({x.data, std::is_same_v<T, __half>, columns, rows, heads, varlen ? 1 : p.batch, 2 * x.row, 2 * x.head,
+    const auto encode = [&](const char* name, const TensorView& x, int columns, int64_t rows, int heads, int box_rows, int padded,
+                            CUtensorMap* map, int* loads, bool by_chunk = false) {
+        return encode_tiles({name, x.data, std::is_same_v<T, __half>, columns, rows, heads, varlen ? 1 : p.batch, 2 * x.row, 2 * x.head,
                              2 * x.batch, box_rows, padded, by_chunk},
                             map, loads);
     };
     const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
-    if (cudaError_t error = encode(p.q, p.headdim, rows_q, p.nheads, kPlan.block_m, kPlan.columns(), &map_q, &schedule.q_loads))
+    if (cudaError_t error = encode("q", p.q, p.headdim, rows_q, p.nheads, kPlan.block_m, kPlan.columns(), &map_q, &schedule.q_loads))
         return error;
     if (cudaError_t error =
-            encode(p.k, p.headdim, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads, kPlan.blocks() > 1))
+            encode("k", p.k, p.headdim, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns(), &map_k, &schedule.k_loads, kPlan.blocks() > 1))
         return error;
-    if (cudaError_t error = encode(p.v, p.headdim_v, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads))
+    if (cudaError_t error = encode("v", p.v, p.headdim_v, rows_k, p.nheads_k, kPlan.block_n, kPlan.columns_v(), &map_v, &schedule.v_loads))
         return error;
     if (cudaError_t error =
-            encode(b.dout, p.headdim_v, rows_q, p.nheads, kPlan.block_m, kPlan.columns_v(), &map_dout, &schedule.dout_loads))
+            encode("dout", b.dout, p.headdim_v, rows_q, p.nheads, kPlan.block_m, kPlan.columns_v(), &map_dout, &schedule.dout_loads))
         return error;
 
     const void* kernel = reinterpret_cast<const void*>(function);

@@ -352,17 +352,17 @@ cudaError_t launch_mla(const AttentionParams& p, int multiprocessors, cudaStream
     params.page_rows = p.cache.block_table ? std::gcd(p.cache.page_size, kKeys) : kKeys;
     params.chunk_boxes = kKeys / params.page_rows;
     const int64_t rows = p.cache.block_table ? p.cache.page_size : p.seqlen_k;
-    const auto encode = [&](const TensorView& x, int columns, CUtensorMap* map, int* boxes) {
+    const auto encode = [&](const char* name, const TensorView& x, int columns, CUtensorMap* map, int* boxes) {
         int loads = 0;  // boxes for the columns: 1, or one for each chunk
-        const cudaError_t error = encode_tiles({x.data, std::is_same_v<T, __half>, columns, rows, p.nheads_k, p.cache.entries, 2 * x.row,
-                                                2 * x.head, 2 * x.batch, params.page_rows, columns, params.page_rows < kKeys},
+        const cudaError_t error = encode_tiles({name, x.data, std::is_same_v<T, __half>, columns, rows, p.nheads_k, p.cache.entries,
+                                                2 * x.row, 2 * x.head, 2 * x.batch, params.page_rows, columns, params.page_rows < kKeys},
                                                map, &loads);
         *boxes = params.chunk_boxes * loads;
         return error;
     };
-    if (cudaError_t error = encode(p.k, kD, &params.map_k, &params.boxes)) return error;
+    if (cudaError_t error = encode("k", p.k, kD, &params.map_k, &params.boxes)) return error;
     if (kOwnV)
-        if (cudaError_t error = encode(p.v, kDv, &params.map_v, &params.boxes_v)) return error;
+        if (cudaError_t error = encode("v", p.v, kDv, &params.map_v, &params.boxes_v)) return error;
     const int64_t heads = int64_t(p.batch) * p.nheads_k;
     const cudaError_t error = launch_kernel(decode_mla_kernel<T, kOwnV>, unsigned(heads * params.row_blocks * params.splits), kThreads,
                                             sizeof(MlaSmem<T, kOwnV>), stream, params);

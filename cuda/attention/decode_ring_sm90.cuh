@@ -153,13 +153,14 @@ cudaError_t launch_ring(const DecodeParams& d, const DecodeDevice& device, cudaS
     params.decode = d;
     params.box_rows = ring_box_rows(p, Smem::kKeys), params.boxes = Smem::kKeys / params.box_rows;
     const int64_t rows = p.cache.block_table ? p.cache.page_size : p.seqlen_k, batch = p.cache.entries ? p.cache.entries : p.batch;
-    const auto encode = [&](const TensorView& t, int columns, CUtensorMap* map, int* boxes) {  // bytes: two are one element of the map
-        return encode_tiles({t.data, true, columns * kSize / 2, rows, p.nheads_k, batch, kSize * t.row, kSize * t.head, kSize * t.batch,
-                             params.box_rows, Smem::kRowBytes / 2},
+    const auto encode = [&](const char* name, const TensorView& t, int columns, CUtensorMap* map,
+                            int* boxes) {  // bytes: two are one element of the map
+        return encode_tiles({name, t.data, true, columns * kSize / 2, rows, p.nheads_k, batch, kSize * t.row, kSize * t.head,
+                             kSize * t.batch, params.box_rows, Smem::kRowBytes / 2},
                             map, boxes);
     };
-    if (cudaError_t error = encode(p.k, p.headdim, &params.k_map, &params.k_boxes)) return error;
-    if (cudaError_t error = encode(p.v, p.headdim_v, &params.v_map, &params.v_boxes)) return error;
+    if (cudaError_t error = encode("k", p.k, p.headdim, &params.k_map, &params.k_boxes)) return error;
+    if (cudaError_t error = encode("v", p.v, p.headdim_v, &params.v_map, &params.v_boxes)) return error;
     const unsigned blocks = unsigned(decode_blocks(d, device));
     return launch_kernel(decode_ring_kernel<E, kD>, blocks, kThreads, sizeof(Smem), stream, params, d.after_append);
 }

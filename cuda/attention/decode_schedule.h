@@ -9,6 +9,7 @@
 // A unit in several pieces leaves a partial result of each in its slot of the workspace, and decode_combine.cu merges them.
 #pragma once
 
+#include "attention/kernels.h"
 #include "attention/mask.h"
 
 namespace fa {
@@ -60,9 +61,8 @@ struct DecodeParams {
     float* partial_lse;          // (slots, rows), of base 2
     bool combines;               // a unit may be in several pieces
     bool after_append;  // the launch is programmatic: the kernel before may still be making q and putting the new keys into the cache
-    bool ring;          // decode_ring_sm90.cuh
-    bool tensor_cores;  // clusters are those of decode_cluster_sm90.cuh, else of decode_lanes.cuh
-    Balance balance;    // not uniform
+    DecodeKernel kernel;
+    Balance balance;  // not uniform
 
     FA_HOST_DEVICE int heads() const { return attention.nheads_k * row_tiles; }  // units of a sequence
 };

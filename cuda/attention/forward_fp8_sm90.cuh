@@ -522,20 +522,21 @@ cudaError_t launch_fp8(const AttentionParams& p, int device, int multiprocessors
 
     CUtensorMap map_q, map_k, map_v;
     // Pairs of bytes, half as many, are what these maps describe.
-    const auto encode = [&](const TensorView& x, int columns, int64_t rows, int heads, int box_rows, CUtensorMap* map, int* loads) {
+    const auto encode = [&](const char* name, const TensorView& x, int columns, int64_t rows, int heads, int box_rows, CUtensorMap* map,
+                            int* loads) {
         return encode_tiles(
-            {x.data, true, columns / 2, rows, heads, varlen ? 1 : p.batch, x.row, x.head, x.batch, box_rows, kPlan.columns() / 2}, map,
-            loads);
+            {name, x.data, true, columns / 2, rows, heads, varlen ? 1 : p.batch, x.row, x.head, x.batch, box_rows, kPlan.columns() / 2},
+            map, loads);
     };
     const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
-    if (cudaError_t error = encode(p.q, p.headdim, rows_q, p.nheads, 64, &map_q, &schedule.q_loads)) return error;
+    if (cudaError_t error = encode("q", p.q, p.headdim, rows_q, p.nheads, 64, &map_q, &schedule.q_loads)) return error;
     // Without keys every one that is loaded is hidden: any memory will do.
     const bool keys = rows_k > 0;
-    if (cudaError_t error = encode(keys ? p.k : p.q, p.headdim, keys ? rows_k : rows_q, keys ? p.nheads_k : p.nheads, kPlan.block_n, &map_k,
-                                   &schedule.k_loads))
+    if (cudaError_t error = encode("k", keys ? p.k : p.q, p.headdim, keys ? rows_k : rows_q, keys ? p.nheads_k : p.nheads, kPlan.block_n,
+                                   &map_k, &schedule.k_loads))
         return error;
-    if (cudaError_t error = encode(keys ? p.v : p.q, keys ? p.headdim_v : p.headdim, keys ? rows_k : rows_q, keys ? p.nheads_k : p.nheads,
-                                   kPlan.block_n, &map_v, &schedule.v_loads))
+    if (cudaError_t error = encode("v", keys ? p.v : p.q, keys ? p.headdim_v : p.headdim, keys ? rows_k : rows_q,
+                                   keys ? p.nheads_k : p.nheads, kPlan.block_n, &map_v, &schedule.v_loads))
         return error;
 
     const void* kernel = reinterpret_cast<const void*>(forward_fp8_kernel<kId, kLse>);

@@ -549,23 +549,23 @@ cudaError_t launch_wgmma(const AttentionParams& p, int device, int multiprocesso
     const int common = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;  // rows that a tile and a page are made of
     if (paged && common % 8 == 0 && (common < kPlan.block_n || !kPlan.pages())) schedule.page_boxes = common;
     schedule.page_copies = common < kPlan.block_n && !schedule.page_boxes;
-    const auto encode = [&](const TensorView& x, int columns, int64_t batch, int64_t rows, int heads, int box_rows, int padded,
-                            bool by_chunk, CUtensorMap* map, int* loads) {
-        return encode_tiles({x.data, std::is_same_v<T, __half>, columns, rows, heads, batch, 2 * x.row, 2 * x.head, 2 * x.batch, box_rows,
-                             padded, by_chunk},
+    const auto encode = [&](const char* name, const TensorView& x, int columns, int64_t batch, int64_t rows, int heads, int box_rows,
+                            int padded, bool by_chunk, CUtensorMap* map, int* loads) {
+        return encode_tiles({name, x.data, std::is_same_v<T, __half>, columns, rows, heads, batch, 2 * x.row, 2 * x.head, 2 * x.batch,
+                             box_rows, padded, by_chunk},
                             map, loads);
     };
     const int64_t batch_q = varlen ? 1 : p.batch, batch_k = varlen ? 1 : p.cache.entries ? p.cache.entries : p.batch;
     const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : paged ? p.cache.page_size : p.seqlen_k;
     const int box_rows = schedule.page_boxes ? schedule.page_boxes : kPlan.block_n;
     const bool boxes = schedule.page_boxes;
-    if (cudaError_t error = encode(p.q, p.headdim, batch_q, rows_q, p.nheads, 64, kPlan.columns(), false, &map_q, &schedule.q_loads))
+    if (cudaError_t error = encode("q", p.q, p.headdim, batch_q, rows_q, p.nheads, 64, kPlan.columns(), false, &map_q, &schedule.q_loads))
         return error;
     if (cudaError_t error =
-            encode(p.k, p.headdim, batch_k, rows_k, p.nheads_k, box_rows, kPlan.columns(), boxes, &map_k, &schedule.k_loads))
+            encode("k", p.k, p.headdim, batch_k, rows_k, p.nheads_k, box_rows, kPlan.columns(), boxes, &map_k, &schedule.k_loads))
         return error;
     if (cudaError_t error =
-            encode(p.v, p.headdim_v, batch_k, rows_k, p.nheads_k, box_rows, kPlan.columns_v(), boxes, &map_v, &schedule.v_loads))
+            encode("v", p.v, p.headdim_v, batch_k, rows_k, p.nheads_k, box_rows, kPlan.columns_v(), boxes, &map_v, &schedule.v_loads))
         return error;
 
     const void* kernel = reinterpret_cast<const void*>(forward_wgmma_kernel<T, kId, false>);

@@ -36,15 +36,17 @@ cudaError_t forward_fp8_sm90(const AttentionParams& params, int device, int mult
 size_t forward_fp8_sm90_workspace(const AttentionParams& params, int multiprocessors);
 
 // A few rows against long keys: a cache, paged or 8-bit too, or plain K and V. Head dims up to 256, rows of whole 16 bytes, sm_80 and
-// newer. With cache.added > 0 it follows kvcache_append and starts while that runs, or, with `append`, does what that would have done.
+// newer. With cache.added > 0 it follows kvcache_append and starts while that runs, or, with `append`, kLanesCluster does what that would
+// have done.
+enum class DecodeKernel : int32_t { kLanesCluster, kCluster, kRing, kSplit, kLanes };
 struct DecodeDevice {
     int compute, multiprocessors;
     size_t shared_memory;
 };
-cudaError_t decode_split(const AttentionParams& params, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream);
-bool decode_split_appends(const AppendParams& append, const DecodeDevice& device);
-size_t decode_split_workspace(const AttentionParams& params, const DecodeDevice& device);  // bytes: partial results
-bool decode_split_fits(const AttentionParams& params, const DecodeDevice& device);         // its 32-bit places and rows
+cudaError_t decode(DecodeKernel kernel, const AttentionParams& params, const AppendParams* append, const DecodeDevice& device,
+                   cudaStream_t stream);
+size_t decode_workspace(DecodeKernel kernel, const AttentionParams& params, const DecodeDevice& device);  // bytes: partial results
+bool decode_fits(DecodeKernel kernel, const AttentionParams& params, const DecodeDevice& device);         // its 32-bit places and rows
 
 // rowsum(dout * out) in float32, laid out like lse; the count of both is that of all rows.
 cudaError_t backward_delta(const BackwardParams& params, float* delta, cudaStream_t stream);

@@ -1,27 +1,40 @@
 #include "tensor_map.h"
 
-#include <algorithm>
+#include <cstdio>
+#include <string>
+
+#include "driver.h"
 
 namespace fa {
 namespace {
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t rank, void* base, const cuuint64_t* dims,
-                                 const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* element_strides, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// The one driver function needed, found through the runtime: the library does not link libcuda, so that it loads without a driver.
-EncodeTiled encoder() {
-    static const EncodeTiled encode = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-        const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-        if (error != cudaSuccess) cudaGetLastError();
-        return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(function) : nullptr;
-    }();
+const auto encoder = [] {
+    static const auto encode = driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
     return encode;
+};
+
+thread_local char failure[192] = "";
+
+cudaError_t encoded(const char* name, const void* data, CUresult result) {
+    if (result == CUDA_SUCCESS) return cudaSuccess;
+    static const auto error_name = driver_function<decltype(cuGetErrorName)>("cuGetErrorName");
+    static const auto error_string = driver_function<decltype(cuGetErrorString)>("cuGetErrorString");
+    const char *code = nullptr, *text = nullptr;
+    if (error_name) error_name(result, &code);
+    if (error_string) error_string(result, &text);
+    std::snprintf(failure, sizeof failure, "the tensor map of %s (data=%p): %s (%s)", name, data, text ? text : "the driver refused",
+                  code ? code : std::to_string(int(result)).c_str());
+    return cudaErrorInvalidValue;
 }
 
 }  // namespace
+
+const char* tensor_map_failure() {
+    thread_local char taken[sizeof failure];
+    std::snprintf(taken, sizeof taken, "%s", failure);
+    failure[0] = '\0';
+    return taken;
+}
 
 cudaError_t encode_tiles(const TensorTiles& t, CUtensorMap* map, int* loads) {
     constexpr cuuint64_t kChunk = 64, kChunkBytes = 128;
@@ -41,7 +54,7 @@ cudaError_t encode_tiles(const TensorTiles& t, CUtensorMap* map, int* loads) {
     const CUresult result = encoder()(map, t.half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
                                       const_cast<void*>(t.data), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+    return encoded(t.name, t.data, result);
 }
 
 cudaError_t encode_words(const WordTiles& t, CUtensorMap* map) {
@@ -53,7 +66,7 @@ cudaError_t encode_words(const WordTiles& t, CUtensorMap* map) {
     const CUresult result = encoder()(map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 5, const_cast<void*>(t.data), dims, strides, box, ones,
                                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+    return encoded(t.name, t.data, result);
 }
 
 }  // namespace fa

@@ -10,6 +10,7 @@ namespace fa {
 
 // (batch, heads, rows, columns) of 16-bit elements; columns contiguous, the other strides in bytes, positive multiples of 16.
 struct TensorTiles {
+    const char* name;  // of the argument, for the text of a failure
     const void* data;
     bool half;  // __half, else __nv_bfloat16
     int64_t columns, rows, heads, batch;
@@ -27,10 +28,14 @@ cudaError_t encode_tiles(const TensorTiles& tiles, CUtensorMap* map, int* loads)
 
 // Rows of 32-bit words, no swizzle: boxes of box_rows x box_words, packed, at the coordinates {word, row, 0, 0, 0}.
 struct WordTiles {
+    const char* name;
     const void* data;
     int64_t words, rows, row_stride;  // of a row; bytes, a multiple of 16
     int box_words, box_rows;          // at most 256; words a multiple of four
 };
 cudaError_t encode_words(const WordTiles& tiles, CUtensorMap* map);
+
+// Which tensor the last encoding of this thread failed for, and what the driver said; "" when none has since this was asked last.
+const char* tensor_map_failure();
 
 }  // namespace fa

@@ -220,7 +220,7 @@ cudaError_t launch_few(const W4LinearParams& p, const FewPlan& plan, cudaStream_
     const int64_t columns = rounded_columns(p.in_features), x_row = direct ? p.x.row : columns;
     int loads;
     if (const cudaError_t error =
-            encode_tiles({x, std::is_same_v<T, __half>, columns, p.rows, 1, 1, 2 * x_row, 0, 0, Config::kTokens, 0, false, kFewChunk},
+            encode_tiles({"x", x, std::is_same_v<T, __half>, columns, p.rows, 1, 1, 2 * x_row, 0, 0, Config::kTokens, 0, false, kFewChunk},
                          &launch.map_x, &loads))
         return error;
     return launch_kernel(few_w4_kernel<Config>, unsigned(plan.clusters * plan.cluster), unsigned(32 * (plan.warps + 1)), size_t(plan.bytes),

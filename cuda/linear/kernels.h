@@ -28,7 +28,10 @@ int64_t few_w4_sm90_workspace(const W4LinearParams& params, const GpuSize& gpu);
 cudaError_t mma_w4(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // any rows, sm_80
 int64_t mma_w4_workspace(const W4LinearParams& params, const GpuSize& gpu);
 cudaError_t wgmma_w4_sm90(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);  // any rows, Hopper
-int64_t wgmma_w4_sm90_workspace(const W4LinearParams& params, const GpuSize& gpu);
+cudaError_t wgmma_w4_few_sm90(const W4LinearParams& params, const GpuSize& gpu,
+                              cudaStream_t stream);  // the same in tiles of 32 and 64 rows
+bool wgmma_w4_few_sm90_wins(const W4LinearParams& params, const GpuSize& gpu);
+int64_t wgmma_w4_sm90_workspace(const W4LinearParams& params, const GpuSize& gpu);  // of either
 
 // Products one behind the other in one launch, Hopper; needs no workspace.
 cudaError_t chain_w4_sm90(const W4ChainParams& params, const GpuSize& gpu, cudaStream_t stream);

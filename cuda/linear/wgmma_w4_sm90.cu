@@ -23,8 +23,11 @@ int64_t clusters_of(int blocks, int resident, int64_t sms) {
     return sms * kFit[resident - 1][blocks] / 132;
 }
 
-// The cut that takes the least time, in ns of an H200: a step of 64 columns, what a tile costs beside, and each part of one that is cut.
-Plan plan_of(const W4LinearParams& p, const GpuSize& gpu) {
+constexpr int kFewTokens = 64;  // of a tile of the kernel for few rows, at most
+
+// The cut of tiles of `least_tokens` to `most_tokens` that takes the least time: in ns of an H200 a step of 64 columns, what a tile costs
+// beside, and each part of one that is cut.
+Plan plan_of(const W4LinearParams& p, const GpuSize& gpu, int least_tokens, int most_tokens) {
     struct Cost {
         int tokens, resident, step, tile, part, max_splits;
     };
@@ -34,6 +37,7 @@ Plan plan_of(const W4LinearParams& p, const GpuSize& gpu) {
     Plan best{};
     int64_t least = 0;
     for (const Cost& cost : kCosts) {
+        if (cost.tokens < least_tokens || cost.tokens > most_tokens) continue;
         const int64_t tiles = row_blocks_of(p) * ceil_div(p.rows, cost.tokens), walk = steps * cost.step + cost.tile;
         const int64_t slots = sms * cost.resident;
         const auto consider = [&](const Plan& plan, int64_t time) {
@@ -85,21 +89,21 @@ cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t strea
     const int64_t x_row = direct ? p.x.row : rounded_columns(p.in_features);
     int loads;
     if (cudaError_t error =
-            encode_tiles({x, kHalf, p.in_features, p.rows, 1, 1, 2 * x_row, 0, 0, kTokens, kChunkColumns, true}, &all.map_x, &loads))
+            encode_tiles({"x", x, kHalf, p.in_features, p.rows, 1, 1, 2 * x_row, 0, 0, kTokens, kChunkColumns, true}, &all.map_x, &loads))
         return error;
     if (all.eights)
-        if (cudaError_t error =
-                encode_tiles({p.out.data, kHalf, p.columns(), p.rows, 1, 1, 2 * p.out.row, 0, 0, w4_turned(kTokens), kChunkColumns, true},
-                             &all.map_out, &loads))
+        if (cudaError_t error = encode_tiles(
+                {"out", p.out.data, kHalf, p.columns(), p.rows, 1, 1, 2 * p.out.row, 0, 0, w4_turned(kTokens), kChunkColumns, true},
+                &all.map_out, &loads))
             return error;
     constexpr int kWords = w4::tile_bytes(kFormat) / 4;
     const int64_t words = int64_t(all.column_tiles) * kWords;
-    if (cudaError_t error = encode_words({static_cast<const uint8_t*>(p.packed) + sizeof(w4::PackedHeader), words,
+    if (cudaError_t error = encode_words({"packed", static_cast<const uint8_t*>(p.packed) + sizeof(w4::PackedHeader), words,
                                           w4::row_tiles(p.out_features, p.swiglu), 4 * words, kWords, kW4RowTiles},
                                          &all.map_weight))
         return error;
     const LaunchOptions options{!direct || p.programmatic, unsigned(plan.splits)};
-    if constexpr (kTokens <= 64)
+    if constexpr (kTokens <= kFewTokens)
         return launch_kernel(wgmma_w4_few_kernel<T, kFormat, kTokens, kResident>, unsigned(plan.blocks), kW4Threads,
                              sizeof(WgmmaW4FewSmem<T, kFormat, kTokens, kResident>), stream, all, options);
     else
@@ -108,8 +112,7 @@ cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t strea
 }
 
 template <typename T, w4::Format kFormat>
-cudaError_t launch(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
-    const Plan plan = plan_of(p, gpu);
+cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t stream) {
     const bool two = plan.resident == 2;
     switch (plan.tokens) {
         case 32: return two ? launch<T, kFormat, 32, 2>(p, plan, stream) : launch<T, kFormat, 32, 1>(p, plan, stream);
@@ -120,12 +123,15 @@ cudaError_t launch(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t str
 }
 
 template <typename T>
-cudaError_t launch(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t stream) {
     switch (p.format) {
-        case w4::Format::kNvfp4: return launch<T, w4::Format::kNvfp4>(p, gpu, stream);
-        case w4::Format::kMxfp4: return launch<T, w4::Format::kMxfp4>(p, gpu, stream);
-        default: return launch<T, w4::Format::kInt4>(p, gpu, stream);
+        case w4::Format::kNvfp4: return launch<T, w4::Format::kNvfp4>(p, plan, stream);
+        case w4::Format::kMxfp4: return launch<T, w4::Format::kMxfp4>(p, plan, stream);
+        default: return launch<T, w4::Format::kInt4>(p, plan, stream);
     }
+}
+cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t stream) {
+    return p.compute_dtype == DType::kFloat16 ? launch<__half>(p, plan, stream) : launch<__nv_bfloat16>(p, plan, stream);
 }
 
 }  // namespace
@@ -134,8 +140,13 @@ int64_t wgmma_w4_sm90_workspace(const W4LinearParams& p, const GpuSize&) {
     return is_direct(p) ? 0 : p.rows * rounded_columns(p.in_features) * 2;
 }
 
+bool wgmma_w4_few_sm90_wins(const W4LinearParams& p, const GpuSize& gpu) { return plan_of(p, gpu, 1, 256).tokens <= kFewTokens; }
+
+cudaError_t wgmma_w4_few_sm90(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+    return launch(p, plan_of(p, gpu, 1, kFewTokens), stream);
+}
 cudaError_t wgmma_w4_sm90(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
-    return p.compute_dtype == DType::kFloat16 ? launch<__half>(p, gpu, stream) : launch<__nv_bfloat16>(p, gpu, stream);
+    return launch(p, plan_of(p, gpu, kFewTokens + 1, 256), stream);
 }
 
 }  // namespace fa

@@ -17,7 +17,7 @@ from ._library import (
     Unsupported,
     WorkspaceTooSmall,
 )
-from .attention import Plan, flash_attn_func, flash_attn_varlen_func, kernels, merge, quantize_fp8, query
+from .attention import Plan, flash_attn_func, flash_attn_varlen_func, kernel_tables, kernels, merge, quantize_fp8, query
 from .backward import backward, backward_kernels, backward_query
 from .kvcache import flash_attn_with_kvcache, kvcache_query
 from .kvcache_quantize import quantize_kvcache
@@ -39,6 +39,7 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "kernel_tables",
     "kernels",
     "kvcache_query",
     "merge",

@@ -324,6 +324,7 @@ class LinearArgs(ct.Structure):
         ("norm_weight", ct.c_void_p),
         ("eps", ct.c_float),
         *_int32("programmatic", "num_threads", "reserved"),
+        ("kernel", ct.c_char_p),
     ]
 
 
@@ -418,6 +419,14 @@ W4_OPERATIONS = {
     "w4_linear": W4LinearArgs,
     "w4_linear_chain": W4LinearChainArgs,
 }
+# The tables of kernels: <prefix>_count, _name, _summary, _device.
+KERNEL_TABLES = {
+    "forward": "fa_kernel",
+    "backward": "fa_backward_kernel",
+    "linear": "fa_dense_linear_kernel",
+    "w4_linear": "fa_linear_kernel",
+    "w4_linear_chain": "fa_chain_kernel",
+}
 
 
 def path() -> Path:
@@ -458,10 +467,11 @@ def load() -> ct.CDLL:
     declare("fa_quantize_fp8", ct.c_int, ct.POINTER(QuantizeArgs), ct.c_void_p)
     for name, struct in (SMALL_OPERATIONS | W4_OPERATIONS).items():
         declare(f"fa_{name}", ct.c_int, ct.POINTER(struct), ct.c_void_p)
+    declare("fa_linear_query", ct.c_int, ct.POINTER(LinearArgs), ct.POINTER(AttentionPlan))
     declare("fa_w4_linear_query", ct.c_int, ct.POINTER(W4LinearArgs), ct.POINTER(AttentionPlan))
     declare("fa_w4_linear_chain_query", ct.c_int, ct.POINTER(W4LinearChainArgs), ct.POINTER(AttentionPlan))
     declare("fa_w4_packed_bytes", ct.c_int, *[ct.c_int32] * 4, ct.POINTER(ct.c_int64))
-    for table in ("fa_kernel", "fa_backward_kernel", "fa_linear_kernel"):
+    for table in KERNEL_TABLES.values():
         declare(f"{table}_count", ct.c_int32)
         declare(f"{table}_name", ct.c_char_p, ct.c_int32)
         declare(f"{table}_summary", ct.c_char_p, ct.c_int32)

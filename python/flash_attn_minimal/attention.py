@@ -23,6 +23,7 @@ from ._library import (
     CPU,
     DEVICES,
     DTYPES,
+    KERNEL_TABLES,
     AttentionArgs,
     AttentionPlan,
     BadArgument,
@@ -477,11 +478,17 @@ def kernels() -> list[dict[str, str]]:
     >>> [kernel["name"] for kernel in kernels() if kernel["device"] == "cpu"][-2:]
     ['cpu_portable', 'cpu_naive']
     """
-    return _kernel_table("fa_kernel")
+    return _kernel_table("forward")
 
 
-def _kernel_table(prefix: str) -> list[dict[str, str]]:
-    lib = load()
+def kernel_tables() -> dict[str, list[dict[str, str]]]:
+    """Every kernel that can be forced by name, in lists like that of kernels(): "forward" (with caches), "backward",
+    "linear", "w4_linear" and "w4_linear_chain"."""
+    return {name: _kernel_table(name) for name in KERNEL_TABLES}
+
+
+def _kernel_table(table: str) -> list[dict[str, str]]:
+    lib, prefix = load(), KERNEL_TABLES[table]
     count, name, summary, device = (getattr(lib, f"{prefix}_{what}") for what in ("count", "name", "summary", "device"))
     return [
         {"name": name(i).decode(), "device": DEVICES[device(i)], "summary": summary(i).decode()} for i in range(count())

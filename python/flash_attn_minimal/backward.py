@@ -206,7 +206,7 @@ def backward_kernels() -> list[dict[str, str]]:
     >>> [kernel["name"] for kernel in backward_kernels() if kernel["device"] == "cpu"][-1]
     'cpu_naive'
     """
-    return _kernel_table("fa_backward_kernel")
+    return _kernel_table("backward")
 
 
 def _input(views: list[View], name: str, array, shape: tuple[int, ...], dtype: str) -> View:

@@ -13,10 +13,16 @@ import numpy as np
 from . import __version__
 from ._library import CPU, CUDA, DEVICES, DTYPES, AttentionArgs, load, path
 from ._pack import _ARGS_SIZE
-from .attention import kernels, plan_of
-from .quantized import linear_kernels
+from .attention import kernel_tables, plan_of
 
 # What people call: (description, dtype, batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options)
+_TABLES = {
+    "forward": "kernels",
+    "backward": "backward",
+    "linear": "products of a few rows",
+    "w4_linear": "products with 4-bit weights",
+    "w4_linear_chain": "chains of them",
+}
 _CALLS = [
     ("prefill", "bfloat16", 4, 4096, 4096, 32, 8, 128, 128, {"causal": 1}),
     ("prefill", "float16", 4, 4096, 4096, 16, 16, 64, 64, {}),
@@ -105,12 +111,10 @@ def main(argv: list[str]) -> int:
         if variable in os.environ:
             print(f"{variable:<19} {os.environ[variable]}")
 
-    print("\nkernels, best first")
-    for kernel in kernels():
-        print(f"  {kernel['device']:<5} {kernel['name']:<18} {kernel['summary']}")
-    print("\nproducts with 4-bit weights")
-    for kernel in linear_kernels():
-        print(f"  {kernel['device']:<5} {kernel['name']:<18} {kernel['summary']}")
+    for table, kernel_list in kernel_tables().items():
+        print(f"\n{_TABLES[table]}, best first")
+        for kernel in kernel_list:
+            print(f"  {kernel['device']:<5} {kernel['name']:<25} {kernel['summary']}")
 
     devices = [CPU] + ([CUDA] if count else [])
     columns = "  ".join(f"{DEVICES[device]:<16}" for device in devices).rstrip()

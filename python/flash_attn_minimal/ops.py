@@ -192,10 +192,10 @@ def linear(
             weight has to be a pair.
         residual: like the result, added at the end; may be `out`.
         out: (..., columns), not x; out_dtype: its dtype when it is a new array, None means x's.
-        kernel: of the products with a PackedW4, force one by name (quantized.linear_kernels()); None means
-            $FLASH_ATTN_LINEAR_KERNEL, else the best one.
-        workspace: for these, a uint8 array to use as scratch instead of a new one, of linear_query's size or more: a
-            captured graph needs memory that nobody else gets.
+        kernel: force one by name, from kernel_tables()["linear"], with a PackedW4 from ["w4_linear"]; None means
+            $FLASH_ATTN_DENSE_LINEAR_KERNEL, with a PackedW4 $FLASH_ATTN_LINEAR_KERNEL, else the best one.
+        workspace: with a PackedW4, a uint8 array to use as scratch instead of a new one, of linear_query's size or
+            more: a captured graph needs memory that nobody else gets.
 
     >>> import numpy as np
     >>> from flash_attn_minimal.ops import linear
@@ -225,14 +225,13 @@ def linear_query(
     programmatic=False,
     kernel=None,
 ):
-    """What linear would do with a PackedW4, without doing it: an attention.Plan, with the kernel and its workspace.
+    """What linear would do, without doing it: an attention.Plan, with the kernel and its workspace.
     `programmatic` as in the call: it may be another kernel's."""
     args, _, _ = _linear_args(
         x, weight, bias, norm_weight, 1e-5, residual, swiglu, None, out_dtype, programmatic, 0, kernel
     )
-    if isinstance(args, LinearArgs):
-        raise BadArgument(f"weight is a {type(weight).__name__}: only the products with a PackedW4 have a choice")
-    return _plan(lambda plan: load().fa_w4_linear_query(args, plan))
+    query = load().fa_linear_query if isinstance(args, LinearArgs) else load().fa_w4_linear_query
+    return _plan(lambda plan: query(args, plan))
 
 
 def linear_chain(products: Sequence[Mapping[str, Any]], ahead=(), *, kernel=None, workspace=None) -> list:
@@ -347,12 +346,10 @@ def _linear_args(
         if weight.pair != bool(_flag("swiglu", swiglu)):
             raise BadArgument(f"swiglu={swiglu!r}, but weight was packed with pair={weight.pair}")
         args.packed, args.format, args.compute_dtype = wv.pointer, W4_FORMATS[weight.format], DTYPES[weight.dtype]
-        _kernel(args, kernel)
     else:
         wv = _input("weight", weight, xv)
         shape = tuple(wv.shape)
-        if kernel is not None:
-            raise BadArgument(f"kernel={kernel!r}: only the products with a PackedW4 have a choice")
+    _kernel(args, kernel)
     if len(shape) != 2 or shape[1] != args.in_features:
         raise BadArgument(f"weight has shape {shape}: expected (out_features, {args.in_features})")
     args.out_features = shape[0]

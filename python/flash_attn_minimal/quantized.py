@@ -249,7 +249,7 @@ def _put_weight(args: ct.Structure, name: str, format: str, rows: int, columns: 
 
 def linear_kernels() -> list[dict[str, str]]:
     """The kernels of linear with a packed weight, best first on each device: [{"name", "device", "summary"}, ...]."""
-    return _kernel_table("fa_linear_kernel")
+    return _kernel_table("w4_linear")
 
 
 # ---- files ----

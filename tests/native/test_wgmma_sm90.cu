@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "attention/backward_wgmma_sm90_block.cuh"
@@ -221,9 +222,9 @@ void test_tile(const char* type, int headdim, int headdim_v) {
     CUtensorMap map_q, map_k, map_v;
     int loads_q = 0, loads_k = 0, loads_v = 0;
     const bool half = std::is_same_v<T, __half>;
-    cudaError_t error = encode_tiles({q, half, headdim, 64, 1, 1, 2 * headdim, 0, 0, 64, kColumns}, &map_q, &loads_q);
-    if (!error) error = encode_tiles({k, half, headdim, rows_k, 1, 1, 2 * headdim, 0, 0, kBlockN, kColumns}, &map_k, &loads_k);
-    if (!error) error = encode_tiles({v, half, headdim_v, rows_k, 1, 1, 2 * headdim_v, 0, 0, kBlockN, kColumnsV}, &map_v, &loads_v);
+    cudaError_t error = encode_tiles({"q", q, half, headdim, 64, 1, 1, 2 * headdim, 0, 0, 64, kColumns}, &map_q, &loads_q);
+    if (!error) error = encode_tiles({"k", k, half, headdim, rows_k, 1, 1, 2 * headdim, 0, 0, kBlockN, kColumns}, &map_k, &loads_k);
+    if (!error) error = encode_tiles({"v", v, half, headdim_v, rows_k, 1, 1, 2 * headdim_v, 0, 0, kBlockN, kColumnsV}, &map_v, &loads_v);
     const auto kernel = tile_kernel<T, kD, kBlockN, kDV>;
     const int bytes = sizeof(TileSmem<kColumns, kColumnsV, kBlockN>);
     if (!error) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -265,6 +266,20 @@ void test_tiles(const char* type) {
     test_tile<T, 256, 64, 256>(type, 256, 256);
 }
 
+// The text of a tensor map that cannot be made names the tensor and quotes the driver.
+void test_failed_map() {
+    CUtensorMap map;
+    int loads = 0;
+    alignas(16) unsigned char memory[16];
+    const cudaError_t error =
+        encode_tiles({"values", memory, true, 64, 64, 1, 1, 24, 0, 0, 64, 64}, &map, &loads);  // 24: no multiple of 16
+    const std::string why = tensor_map_failure();
+    EXPECT(error == cudaErrorInvalidValue, "a stride of 24 bytes: %s", cudaGetErrorString(error));
+    EXPECT(why.find("the tensor map of values (data=") == 0 && why.find("CUDA_ERROR_INVALID_VALUE") != std::string::npos, "%s",
+           why.c_str());
+    EXPECT(!*tensor_map_failure(), "it is told once");
+}
+
 }  // namespace
 
 int main() {
@@ -277,6 +292,8 @@ int main() {
         std::printf("no Hopper GPU: tiles not run\n");
         return failures ? 1 : 77;
     }
+    cudaFree(nullptr);  // makes the context current, which the driver wants
+    test_failed_map();
     test_tiles<__nv_bfloat16>("bf16");
     test_tiles<__half>("fp16");
     std::printf("%d failures\n", failures);
