@@ -1,0 +1,267 @@
+"""One small call for every kernel that can be forced and every operation, with its exact result: what has to be right
+wherever it is called from, first or a thousandth time, and under a memory checker. Each gives the blocks of an H200 two
+tiles, segments or items of work where its kernel takes several, so that what is kept from one to the next is used.
+
+Imports nothing that touches a GPU: a process may fork after it has made the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import flash_attn_minimal as fa
+from flash_attn_minimal import ops, reference, reference_ops
+from flash_attn_minimal.quantized import W4Weight
+
+TOLERANCE = {"float32": 2e-6, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.5e-2, "float8": 8e-2}  # of the norm
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`arrays` go to the device as their dtypes; `call` takes them there and gives its results, as `exact` has them."""
+
+    name: str
+    arrays: dict[str, tuple[np.ndarray, str]]
+    call: Callable[..., list[Any]]
+    exact: list[np.ndarray]
+    tolerance: float
+    repeatable: bool = True  # bitwise, by the contract
+
+    def check(self, got: list[np.ndarray]) -> None:
+        for i, (x, exact) in enumerate(zip(got, self.exact, strict=True)):
+            assert x.shape == exact.shape, f"{self.name}: result {i} has shape {x.shape}, not {exact.shape}"
+            error = np.linalg.norm(x.astype(np.float64) - exact) / max(np.linalg.norm(exact), 1e-30)
+            assert error <= self.tolerance, f"{self.name}: result {i} is off by {error:.3g} of its norm"
+
+
+def _normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def _qkv(batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v=None):
+    shapes = (
+        (batch, seqlen_q, nheads, headdim),
+        (batch, seqlen_k, nheads_k, headdim),
+        (batch, seqlen_k, nheads_k, headdim_v or headdim),
+    )
+    return [_rounded(_normal(i, *shape)) for i, shape in enumerate(shapes)]
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    """To 8 bits of fraction, which bfloat16 and float16 hold: one exact result for all dtypes."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x8000) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _forward(name: str, dtype: str, shape: tuple, tolerance: str = "", **options) -> Sample:
+    q, k, v = _qkv(*shape)
+    out, lse = reference.standard_attention(q, k, v, causal=True)
+    return Sample(
+        name,
+        {"q": (q, dtype), "k": (k, dtype), "v": (v, dtype)},
+        lambda q, k, v: list(fa.flash_attn_func(q, k, v, causal=True, return_lse=True, kernel=name, **options)),
+        [out, lse],
+        TOLERANCE[tolerance or dtype],
+    )
+
+
+def _cache(
+    name: str, dtype: str, lengths, rows, nheads, nheads_k, headdim, headdim_v=None, new=0, cache=None
+) -> Sample:
+    """Sequences of unequal lengths, keys appended or not, the kernel forced."""
+    batch, lengths = len(lengths), np.array(lengths, np.int32)
+    q, k, v = _qkv(batch, max(new, 1), rows, nheads, nheads_k, headdim, headdim_v)
+    arrays = {"q": (q, dtype), "k_cache": (k, dtype), "v_cache": (v, dtype), "cache_seqlens": (lengths, "int32")}
+    more: dict[str, Any] = {}
+    if new:
+        more = {
+            "k": _rounded(_normal(7, batch, new, nheads_k, headdim)),
+            "v": _rounded(_normal(8, batch, new, *v.shape[2:])),
+        }
+        arrays |= {n: (x, dtype) for n, x in more.items()}
+    if cache:
+        scale = np.full(nheads_k, 0.05, np.float32)
+        k, v = (np.clip(np.rint(x / 0.05), -127, 127).astype(np.int8) for x in (k, v))
+        arrays |= {
+            "k_cache": (k, "int8"),
+            "v_cache": (v, "int8"),
+            "k_scale": (scale, "float32"),
+            "v_scale": (scale, "float32"),
+        }
+        more |= {"k_scale": scale, "v_scale": scale}
+    out, lse = reference.kvcache_attention(q, k, v, cache_seqlens=lengths, causal=True, **more)
+
+    def call(**on):
+        return list(fa.flash_attn_with_kvcache(**on, causal=True, return_softmax_lse=True, kernel=name))
+
+    return Sample(name, arrays, call, [out, lse], TOLERANCE[dtype])
+
+
+def _float8(name: str) -> Sample:
+    q, k, v = (np.clip(_rounded(x), -3, 3) for x in _qkv(20, 300, 300, 3, 3, 64))
+    codes = [np.rint(x * 4) / 4 for x in (q, k, v)]  # quarters up to 3 are e4m3 numbers
+    out, _ = reference.standard_attention(*codes, causal=True)
+    ones = {f"{n}_descale": (np.ones((20, 3), np.float32), "float32") for n in "qkv"}
+    return Sample(
+        name,
+        {n: (x, "float8_e4m3fn") for n, x in zip("qkv", codes, strict=True)} | ones,
+        lambda **on: [fa.flash_attn_func(**on, causal=True, kernel=name, fast_accum="fast" in name)],
+        [out],
+        TOLERANCE["float8"],
+    )
+
+
+def _backward(name: str, dtype: str, shape: tuple, deterministic: bool) -> Sample:
+    q, k, v = _qkv(*shape)
+    dout = _rounded(_normal(5, *q.shape[:3], v.shape[3]))
+    out, lse = reference.standard_attention(q, k, v, causal=True)
+    exact = reference.standard_attention_backward(dout, q, k, v, causal=True)
+    arrays = {n: (x, dtype) for n, x in {"dout": dout, "q": q, "k": k, "v": v, "out": out.astype(np.float32)}.items()}
+
+    def call(dout, q, k, v, out, lse):
+        return list(fa.backward(dout, q, k, v, out, lse, causal=True, deterministic=deterministic, kernel=name))
+
+    return Sample(
+        name,
+        arrays | {"lse": (lse.astype(np.float32), "float32")},
+        call,
+        [exact.dq, exact.dk, exact.dv],
+        TOLERANCE[dtype],
+        deterministic,
+    )
+
+
+def _linear(name: str, rows: int, out_features: int, in_features: int, dtype: str) -> Sample:
+    x, w = _rounded(_normal(1, rows, in_features)), _rounded(_normal(2, out_features, in_features))
+    return Sample(
+        name,
+        {"x": (x, dtype), "weight": (w, dtype)},
+        lambda x, weight: [ops.linear(x, weight, kernel=name)],
+        [reference_ops.linear(x, w)],
+        TOLERANCE[dtype],
+    )
+
+
+def _w4(name: str, rows: int, out_features: int, in_features: int, chain: bool = False) -> Sample:
+    x = _rounded(_normal(1, rows, in_features))
+    plain = W4Weight.quantize(_normal(2, out_features, in_features), "nvfp4")
+    exact = reference_ops.linear(x, plain.dequantize().astype(np.float64))
+    parts = {
+        "codes": (plain.codes, "uint8"),
+        "scales": (plain.scales, "uint8"),
+        "factor": (plain.tensor_scale, "float32"),
+    }
+
+    def call(x, codes, scales, factor):
+        weight = W4Weight("nvfp4", codes, scales, factor, in_features).pack("bfloat16")
+        if chain:
+            return ops.linear_chain([{"x": x, "weight": weight, "out_dtype": "float32"}] * 2, kernel=name)
+        return [ops.linear(x, weight, out_dtype="float32", kernel=name)]
+
+    return Sample(name, {"x": (x, "bfloat16"), **parts}, call, [exact] * (2 if chain else 1), TOLERANCE["float16"])
+
+
+def _small_operations() -> list[Sample]:
+    x, weight = _normal(1, 300, 1000), _normal(2, 1000)
+    logits = _normal(3, 5, 5000)
+    cos, sin = _normal(4, 300, 32), _normal(5, 300, 32)
+    heads = _normal(6, 2, 300, 3, 64)
+    out_a, out_b, lse_a, lse_b = heads, _normal(7, *heads.shape), _normal(8, 2, 3, 300), _normal(9, 2, 3, 300)
+    merged = reference.merge(out_a, lse_a, out_b, lse_b)
+    as32 = lambda **arrays: {n: (x, "float32") for n, x in arrays.items()}  # noqa: E731
+    return [
+        Sample(
+            "rms_norm",
+            as32(x=x, weight=weight),
+            lambda **on: [ops.rms_norm(**on)],
+            [reference_ops.rms_norm(x, weight)],
+            2e-6,
+        ),
+        Sample("swiglu", as32(gate_up=x), lambda **on: [ops.swiglu(**on)], [reference_ops.swiglu(x)], 2e-6),
+        Sample(
+            "rope",
+            as32(x=heads, cos=cos, sin=sin),
+            lambda **on: [ops.rope(**on)],
+            [reference_ops.rope(heads, cos, sin)],
+            2e-6,
+        ),
+        Sample("sample", as32(logits=logits), lambda **on: [ops.sample(**on)], [logits.argmax(1)], 0.0),
+        Sample(
+            "merge",
+            as32(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b),
+            lambda **on: list(fa.merge(**on)),
+            list(merged),
+            2e-6,
+        ),
+        Sample(
+            "quantize_fp8", as32(x=heads), lambda x: [fa.quantize_fp8(x)[1]], [np.abs(heads).max((1, 3)) / 448], 2e-6
+        ),
+    ]
+
+
+LONG = tuple(40 + 13 * i % 351 for i in range(34))  # 136 key heads: more than an H200 has multiprocessors
+
+
+def cpu_samples() -> list[Sample]:
+    tables = fa.kernel_tables()
+    on_cpu = lambda table: [k["name"] for k in tables[table] if k["device"] == "cpu"]  # noqa: E731
+    q = np.zeros((1, 1, 1, 8), np.float32)
+    served = [name for name in on_cpu("forward") if fa.query(q, q, q, kernel=name).status == "FA_OK"]
+    return [
+        *(_forward(name, "float32", (2, 70, 130, 4, 2, 40)) for name in served),
+        *(_backward(name, "float32", (2, 70, 130, 4, 2, 40), True) for name in served),
+        *(_linear(name, 3, 65, 70, "float32") for name in on_cpu("linear")),
+        *(_w4(name, 3, 65, 70) for name in on_cpu("w4_linear")),
+        *(_w4(name, 3, 65, 70, chain=True) for name in on_cpu("w4_linear_chain")),
+        *_small_operations(),
+    ]
+
+
+def cuda_samples() -> list[Sample]:
+    """Of a Hopper GPU; on another the kernels that refuse are to be left out."""
+    half = "bfloat16"
+    samples = [
+        _forward("minimal", "float32", (3, 130, 170, 4, 2, 40)),
+        _forward("naive", "float32", (2, 70, 130, 4, 2, 40)),
+        _forward("mma_sm80", half, (3, 300, 330, 4, 2, 128)),
+        _forward("mma_tf32_sm80", "float32", (3, 300, 330, 4, 2, 64), "tf32", allow_tf32=True),
+        _forward("wgmma_sm90", half, (20, 300, 330, 4, 2, 128)),
+        _float8("fp8_sm90"),
+        _float8("fp8_fast_sm90"),
+        _cache("mla_sm90", half, (700, 1000, 3), 1000, 16, 1, 576, 512),
+        _cache("decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, new=1),
+        _cache("decode_cluster_sm90", half, (700, 300, 0), 1000, 8, 2, 128),
+        _cache("decode_ring_sm90", half, LONG, 400, 8, 4, 128),
+        _cache("decode_ring_sm90", half, LONG, 400, 8, 4, 128, cache="int8"),
+        _cache("decode_split_sm80", half, LONG, 400, 8, 4, 256),
+        _cache("decode_split_sm80", half, LONG, 400, 8, 4, 128, new=2),
+        _cache("decode_split_sm80", half, LONG, 400, 8, 4, 128, cache="int8"),
+        _cache("decode_lanes_sm80", "float32", LONG, 400, 8, 4, 64),
+        *(
+            _backward(name, dtype, (3, 200, 260, 4, 2, headdim), deterministic)
+            for name, dtype, headdim in (
+                ("simple", "float32", 40), ("mma_sm80", half, 128), ("wgmma_sm90", half, 128),
+                ("wgmma_pair_sm90", half, 256),
+            )
+            for deterministic in (False, True)
+            if deterministic or name != "simple"
+        ),
+        _linear("linear_small_sm80", 1, 512, 512, half),
+        _linear("linear_mma_sm80", 4, 512, 512, half),
+        _linear("linear_gemv_sm80", 3, 3000, 1000, half),
+        _w4("small_w4", 1, 512, 512),
+        _w4("few_w4_sm90_half", 9, 5120, 1024),
+        _w4("few_w4_sm90", 9, 5120, 1024),
+        _w4("gemv_w4_sm90", 2, 5120, 1024),
+        _w4("gemv_w4", 2, 5120, 1024),
+        _w4("wgmma_w4_few_sm90", 50, 5120, 1024),
+        _w4("wgmma_w4_sm90", 300, 5120, 1024),
+        _w4("mma_w4", 40, 5120, 1024),
+        _w4("chain_w4_sm90", 2, 5120, 1024, chain=True),
+        _w4("one_by_one", 2, 5120, 1024, chain=True),
+        *_small_operations(),
+    ]  # fmt: skip
+    return samples

@@ -1,0 +1,30 @@
+"""Every kernel as the first call of a fresh process, on every way there is to make it: tests/first_calls.py."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import CUDA, NO_CUDA, ROOT
+
+pytest.importorskip("ml_dtypes")
+
+
+def run(*arguments: str) -> None:
+    command = [sys.executable, str(ROOT / "tests/first_calls.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(bool(NO_CUDA) or CUDA.framework != "torch", reason=NO_CUDA or "needs PyTorch"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("what", [(), ("--repeat", "5")], ids=["first", "again"])
+def test_sample_calls(device, what):
+    run("--device", device, *what)
