@@ -14,6 +14,7 @@ from real_models import MODELS
 import flash_attn_minimal
 from flash_attn_minimal.llama import synthetic
 from flash_attn_minimal.llama.generate import main
+from flash_attn_minimal.llama.host import Host
 from flash_attn_minimal.llama.synthetic import write_checkpoint, write_tokenizer
 from flash_attn_minimal.llama.weights import Config, load_checkpoint
 
@@ -153,6 +154,32 @@ def test_a_hugging_face_folder(cli, tmp_path):
         assert status == 0 and out.startswith("hello") and "tiny: Hugging Face LlamaForCausalLM, dim 64" in err
         texts.add(out)
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("measured", [1.0, 1e9, 1e15])
+def test_the_limit_is_one(cli, monkeypatch, measured):
+    """Steps that read faster than the pass that is timed for comparison are the fastest read, not 120 % of it."""
+    asked = []
+    monkeypatch.setattr(Host, "read_bandwidth", lambda self, nbytes: asked.append(nbytes) or measured)
+    status, _, err = cli("model.bin", "--attention", "standard", "--steps", 5)
+    found = re.search(
+        r"limit +([\d.]+) KiB read per step at ([\d.]+) GB/s \(the fastest read of as much here\) "
+        r"allow ([\d.]+) steps/s: ([\d.]+) % reached",
+        err,
+    )
+    size, bandwidth, allowed, share = map(float, found.groups())
+    steps = float(re.search(r"([\d.]+) steps/s", err)[1])
+    assert status == 0 and share <= 100 and steps <= allowed + 0.1
+    assert asked == [pytest.approx(1024 * size, rel=1e-2)]
+    if measured == 1.0:
+        assert share == 100 and steps == allowed
+    if measured == 1e15:
+        assert bandwidth == 1e6 and share < 1
+
+
+def test_reading_is_timed_on_as_much_as_a_step_reads():
+    for nbytes in (0, 1, 5_000, 1 << 20, 1 << 40):  # not with a tebibyte of memory
+        assert 1e6 < Host().read_bandwidth(nbytes) < 1e14
 
 
 # ---- errors ----

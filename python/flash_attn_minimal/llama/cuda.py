@@ -312,6 +312,21 @@ class Cuda:
                 times.append(cupy.cuda.get_elapsed_time(start, end) * 1e-3)
         return 2 * size / min(times)
 
+    def read_bandwidth(self, nbytes: int) -> float:
+        """Bytes per second of a sum over so many bytes, at most 512 MiB: the best of several."""
+        cupy = self.xp
+        with self.stream:
+            source = cupy.zeros(max(1, min(nbytes, 1 << 29) // 4), np.float32)
+            total, times = cupy.empty((), np.float32), []
+            for _ in range(5):
+                start, end = cupy.cuda.Event(), cupy.cuda.Event()
+                start.record(self.stream)
+                source.sum(out=total)
+                end.record(self.stream)
+                end.synchronize()
+                times.append(cupy.cuda.get_elapsed_time(start, end) * 1e-3)
+        return source.nbytes / min(times)
+
 
 def _bits(x: Any) -> Any:
     """16-bit arrays as integers, which CuPy moves whatever they stand for."""

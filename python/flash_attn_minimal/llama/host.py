@@ -180,3 +180,14 @@ class Host:
             np.copyto(target, source)
             best = min(best, time.perf_counter() - started)
         return 2 * source.nbytes / best
+
+    def read_bandwidth(self, nbytes: int) -> float:
+        """Bytes per second of a product with a matrix of so many bytes, at most 256 MiB: the best of several. What fits
+        into a cache is read from there, as a step's weights are."""
+        matrix = np.ones((max(1, min(nbytes, 1 << 28) // 4096), 1024), np.float32)
+        vector, best = np.ones(1024, np.float32), math.inf
+        for _ in range(5):
+            started = time.perf_counter()
+            matrix @ vector
+            best = min(best, time.perf_counter() - started)
+        return matrix.nbytes / best
