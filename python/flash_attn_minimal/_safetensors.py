@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from ._files import Fields, parse_json, quoted, read_file_size
 from ._library import BadArgument
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ALL = {**FLOATS, "U8": "uint8", "F8_E4M3": "uint8"}  # 8-bit floats as their bits
 CHECKSUMS = "crc32"  # of the metadata: {name: CRC-32 of the bytes, 8 hexadecimal digits}
+MAX_HEADER_BYTES = 100_000_000  # the format's own library reads no longer one
+MAX_RANK = 32  # of older NumPys' arrays
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -33,20 +36,11 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16)
 
 
-def read_file_size(what: str, path: str | os.PathLike[str]) -> int:
-    """The size of a regular file, or BadArgument that names it."""
-    path = Path(path)
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise BadArgument(f"{what} {str(path)!r}: {error.strerror}") from None
-    if not path.is_file():
-        raise BadArgument(f"{what} {str(path)!r} is not a file")
-    return size
+Entry = tuple[str, tuple[int, ...], int, int]  # dtype, shape, begin, end
 
 
-def _header(path: str | os.PathLike[str]) -> tuple[np.ndarray, dict[str, tuple], dict[str, str]]:
-    """The file's data, {name: (dtype, shape, begin, end)}, metadata."""
+def _header(path: str | os.PathLike[str]) -> tuple[np.ndarray, dict[str, Entry], dict[str, str]]:
+    """The file's data, its tensors by name, metadata."""
     size = read_file_size("safetensors file", path)
     if size < 8:
         raise _bad(path, f"truncated: {size} bytes")
@@ -54,15 +48,42 @@ def _header(path: str | os.PathLike[str]) -> tuple[np.ndarray, dict[str, tuple],
     start = 8 + int(data[:8].view("<u8")[0])
     if start > size:
         raise _bad(path, f"its header would end at byte {start}, but the file has {size}")
+    if start > MAX_HEADER_BYTES:
+        raise _bad(path, f"its header would have {start - 8} bytes, more than {MAX_HEADER_BYTES}")
+    where = f"safetensors file {str(path)!r}: its header is damaged"
     try:
-        header = json.loads(data[8:start].tobytes())
-        metadata = header.pop("__metadata__", None) or {}
-        entries = {name: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
-        if any(not isinstance(text, str) for text in metadata.values()):
-            raise ValueError("metadata that are no strings")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _bad(path, f"its header is damaged: {error!r}") from None
+        header = parse_json(data[8:start].tobytes())
+    except ValueError as error:
+        raise BadArgument(f"{where}: {error}") from None
+    metadata = dict(Fields(where, header).get("__metadata__", dict, {}))
+    for name, text in metadata.items():
+        if not isinstance(text, str):
+            raise BadArgument(f"{where}: __metadata__ {quoted(name)}={quoted(text)} is no string")
+    header.pop("__metadata__", None)
+    entries = {name: _entry(where, name, entry) for name, entry in header.items()}
     return data[start:], entries, metadata
+
+
+def _entry(where: str, name: str, entry: Any) -> Entry:
+    fields = Fields(where, entry, f"{quoted(name)}.")
+    shape, offsets = fields.ints("shape", 0, (1 << 63) - 1), fields.ints("data_offsets", 0, (1 << 63) - 1)
+    if len(shape) > MAX_RANK or math.prod(filter(None, shape)) >= 1 << 60:  # such an array has no strides
+        raise fields.refuse("shape", f"has more than {MAX_RANK} axes, or more elements than there are addresses")
+    if len(offsets) != 2:
+        raise fields.refuse("data_offsets", "is not [begin, end]")
+    return fields.get("dtype", str), tuple(shape), *offsets
+
+
+def _check_tiling(path: str | os.PathLike[str], entries: Mapping[str, Entry], size: int) -> None:
+    """The format's own rule: every byte of the data belongs to one tensor."""
+    at, before = 0, "the header"
+    for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if begin != at:
+            what = "overlaps it" if begin < at else "leaves a gap"
+            raise _bad(path, f"tensor {quoted(name)} begins at {begin}, but {before} ends at {at}: that {what}")
+        at, before = end, f"tensor {quoted(name)}"
+    if at != size:
+        raise _bad(path, f"its last tensor ends at {at}, but its data have {size} bytes")
 
 
 def _bad(path: str | os.PathLike[str], why: str) -> BadArgument:
@@ -77,31 +98,41 @@ def read_safetensors(path: str | os.PathLike[str], dtypes: Mapping[str, str] = F
     """The file's tensors by name: read-only views of the mapped file. `dtypes`: which of the format's types are read,
     and as what. Where the metadata hold checksums, they are compared."""
     data, entries, metadata = _header(path)
-    try:
-        checksums = json.loads(metadata[CHECKSUMS]) if CHECKSUMS in metadata else {}
-        checksums = dict.fromkeys(entries) | dict(checksums)
-    except (ValueError, TypeError) as error:
-        raise _bad(path, f"its header is damaged: {error!r}") from None
+    checksums = _checksums(path, metadata)
     tensors = {}
     for name, (dtype, shape, begin, end) in entries.items():
         if dtype not in dtypes:
-            raise _bad(path, f"tensor {name!r} has dtype {dtype!r}: only {', '.join(dtypes)} are read")
+            raise _bad(path, f"tensor {quoted(name)} has dtype {quoted(dtype)}: only {', '.join(dtypes)} are read")
         native = numpy_dtype(dtypes[dtype])
         wanted = math.prod(shape) * native.itemsize
         if not 0 <= begin <= end <= len(data) or end - begin != wanted:
             raise _bad(
                 path,
-                f"tensor {name!r} of {dtype} {shape} needs {wanted} bytes, but lies at {begin} .. {end} "
+                f"tensor {quoted(name)} of {dtype} {shape} needs {wanted} bytes, but lies at {begin} .. {end} "
                 f"of {len(data)}: truncated or damaged",
             )
         raw = data[begin:end]
-        if checksums[name] is not None and checksums[name] != _checksum(raw):
-            raise _bad(path, f"tensor {name!r} is damaged: its CRC-32 is {_checksum(raw)}, not {checksums[name]}")
+        wanted_sum = checksums.get(name)
+        if wanted_sum is not None and wanted_sum != _checksum(raw):
+            raise _bad(
+                path, f"tensor {quoted(name)} is damaged: its CRC-32 is {_checksum(raw)}, not {quoted(wanted_sum)}"
+            )
         native = native if dtype == "BF16" else native.newbyteorder("<")
         if raw.ctypes.data % native.itemsize:  # never written so by the format's own library
             raw = raw.copy()
         tensors[name] = raw.view(native).reshape(shape)
+    _check_tiling(path, entries, len(data))
     return tensors
+
+
+def _checksums(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        found = parse_json(metadata.get(CHECKSUMS, "{}"))
+        if not isinstance(found, dict):
+            raise ValueError(f"{quoted(found)} is not an object")
+    except ValueError as error:
+        raise _bad(path, f"its header is damaged: __metadata__.{CHECKSUMS}: {error}") from None
+    return found
 
 
 def _checksum(raw: np.ndarray) -> str:

@@ -38,6 +38,7 @@ import numpy as np
 
 from . import _arrays
 from ._arrays import View
+from ._files import Fields, parse_json, quoted
 from ._library import (
     CPU,
     DTYPES,
@@ -291,12 +292,17 @@ def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, s
     if _KEY not in metadata:
         raise bad(f"its metadata have no {_KEY!r}: it holds no 4-bit weights of this package")
     tensors = read_safetensors(path, ALL)
+    where = f"safetensors file {os.fspath(path)!r}: its metadata are damaged"
     try:
-        about = {
-            str(name): (entry["format"], entry["in_features"]) for name, entry in json.loads(metadata[_KEY]).items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise bad(f"its metadata are damaged: {error!r}") from None
+        entries = Fields(where, parse_json(metadata[_KEY]), f"{_KEY}.").fields
+    except BadArgument:
+        raise
+    except ValueError as error:
+        raise BadArgument(f"{where}: {_KEY}: {error}") from None
+    about = {}
+    for name, entry in entries.items():
+        fields = Fields(where, entry, f"{quoted(name)}.")
+        about[name] = fields.get("format", str), fields.get("in_features", int)
     weights: dict[str, Any] = {}
     for name, (format, in_features) in about.items():
         try:
@@ -305,5 +311,5 @@ def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, s
         except KeyError as error:
             raise bad(f"it lacks the tensor {error}") from None
         except BadArgument as error:
-            raise bad(f"weight {name!r}: {error}") from None
+            raise bad(f"weight {quoted(name)}: {error}") from None
     return weights | tensors, {key: text for key, text in metadata.items() if key not in (_KEY, "crc32")}

@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
         if options.plot_only:
             if len(given := [name for name, value in vars(options).items() if value is not None]) > 1:
                 parser.error(f"--plot-only stands alone, but --{given[0].replace('_', '-')} was given too")
-            return _written(report.draw(report.read(options.plot_only), options.plot_only))
+            return _written(report.redraw(options.plot_only))
         return _run(options, parser, argv)
     except SystemExit as stop:  # argparse has said why
         return stop.code if isinstance(stop.code, int) else 2

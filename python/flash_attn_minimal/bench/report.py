@@ -3,16 +3,19 @@ rows, left_out."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
 import math
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from .. import __version__
-from .._library import load
+from .._files import parse_json, read_bytes
+from .._library import BadArgument, load
 from . import fa3, linear, small_ops
 from .machine import SHORT, BenchError, Meter, cores, cpu_model
 from .systems import LABELS, MODES
@@ -75,16 +78,39 @@ def write(data: dict, folder: Path) -> list[Path]:
     return [file, *draw(data, file)]
 
 
-def read(file: Path) -> dict:
+class NotAResult(BenchError, BadArgument):
+    """A file is no result of `bench`; the text names the file and says why."""
+
+
+@contextlib.contextmanager
+def _result(file: Path) -> Iterator[None]:
+    """What the tables and pictures stumble over is the file's fault: they are made of fields that it should have."""
     try:
-        data = json.loads(file.read_text())
-        if not (isinstance(data, dict) and data.keys() >= {"suite", "machine", "date", "command", "rows"}):
-            raise ValueError("not a result of `bench`")
+        yield
     except OSError as error:
-        raise BenchError(f"--plot-only {file}: {error.strerror}") from None
-    except ValueError as error:
-        raise BenchError(f"--plot-only {file}: {error}") from None
+        raise NotAResult(f"--plot-only {file}: {error.strerror}") from None
+    except LookupError as error:
+        raise NotAResult(f"--plot-only {file}: not a result of `bench`: it lacks {error}") from None
+    except BadArgument as error:
+        raise NotAResult(f"--plot-only: {error}") from None
+    except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise NotAResult(f"--plot-only {file}: not a result of `bench`: {error}") from None
+
+
+def read(file: Path) -> dict:
+    with _result(file):
+        data = parse_json(read_bytes("file", file))
+        if not (isinstance(data, dict) and data.keys() >= {"suite", "machine", "date", "command", "rows"}):
+            raise ValueError("it has no suite, machine, date, command and rows")
+        markdown(data, [])
     return data
+
+
+def redraw(file: Path) -> list[Path]:
+    """Table and pictures again, from a file."""
+    data = read(file)
+    with _result(file):
+        return draw(data, file)
 
 
 def draw(data: dict, file: Path) -> list[Path]:

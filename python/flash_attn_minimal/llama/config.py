@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .._files import LARGEST, SMALLEST, is_constant, is_int, quoted
+
 MAX_DIMENSION = 1 << 24  # no dimension of a Llama model comes near; text or another format read as int32 goes beyond
 
 
@@ -20,6 +22,19 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+
+    def problem(self) -> str | None:
+        """What makes these numbers impossible, or None."""
+        if self.kind not in ("linear", "llama3"):
+            return f"kind={quoted(self.kind)} is neither 'linear' nor 'llama3'"
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            if not is_constant(getattr(self, name)):
+                return f"{name}={quoted(getattr(self, name))} is not a number from {SMALLEST:g} to {LARGEST:g}"
+        if self.low_freq_factor >= self.high_freq_factor:
+            return f"low_freq_factor={self.low_freq_factor} is not below high_freq_factor={self.high_freq_factor}"
+        if not is_int(self.original_context, 1, MAX_DIMENSION):
+            return f"original_context={quoted(self.original_context)} is outside 1 .. {MAX_DIMENSION}"
+        return None
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         if self.kind == "linear":
@@ -74,8 +89,20 @@ class Config:
         """What makes these numbers impossible, or None."""
         names = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
         for name, value in zip(names, self.shape, strict=True):
-            if not 0 < value <= MAX_DIMENSION:
-                return f"{name}={value} is outside 1 .. {MAX_DIMENSION}"
+            if not is_int(value, 1, MAX_DIMENSION):
+                return f"{name}={quoted(value)} is outside 1 .. {MAX_DIMENSION}"
+        for name in ("head_size", "window"):
+            if not is_int(getattr(self, name), 0, MAX_DIMENSION):
+                return f"{name}={quoted(getattr(self, name))} is outside 0 .. {MAX_DIMENSION}"
+        for name in ("rms_eps", "rope_theta"):
+            if not is_constant(getattr(self, name)):
+                return f"{name}={quoted(getattr(self, name))} is not a number from {SMALLEST:g} to {LARGEST:g}"
+        if not isinstance(self.rope_interleaved, bool):
+            return f"rope_interleaved={quoted(self.rope_interleaved)} is not a bool"
+        if not isinstance(self.rope_scaling, (RopeScaling, type(None))):
+            return f"rope_scaling={quoted(self.rope_scaling)} is not an object"
+        if self.rope_scaling and (problem := self.rope_scaling.problem()):
+            return f"rope_scaling: {problem}"
         if not self.head_size and self.dim % self.n_heads:
             return f"dim={self.dim} is not a multiple of n_heads={self.n_heads}"
         if self.n_heads % self.n_kv_heads:

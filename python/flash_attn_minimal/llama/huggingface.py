@@ -9,8 +9,8 @@ tokenizer.json is read by the tokenizers package.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from .._files import Fields, is_inside, is_int, parse_json, quoted, read_bytes
 from .._library import BadArgument
-from .._safetensors import FLOATS, numpy_dtype, read_file_size, read_safetensors, write_safetensors
-from .config import Config, RopeScaling
+from .._safetensors import FLOATS, numpy_dtype, read_safetensors, write_safetensors
+from .config import MAX_DIMENSION, Config, RopeScaling
 from .weights import Checkpoint, matrix_shapes
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
@@ -46,9 +47,9 @@ UNREAD = (".rotary_emb.inv_freq",)  # tensors that older files carry and that co
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadArgument(f"{str(path)!r}: {error.strerror}") from None
+        found = parse_json(read_bytes("file", path))
+    except BadArgument:
+        raise
     except ValueError as error:
         raise BadArgument(f"{str(path)!r} is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -59,43 +60,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---- config.json ----
 
 
-class _Fields:
-    """config.json's fields, each read with its type; an error quotes the field and its value."""
-
-    def __init__(self, path: Path, fields: Mapping[str, Any], prefix: str = ""):
-        self.path, self.fields, self.prefix = path, fields, prefix
-
-    def refuse(self, name: str, why: str) -> BadArgument:
-        return BadArgument(f"{str(self.path)!r}: {self.prefix}{name}={self.fields.get(name)!r} {why}")
-
-    def get(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        value = self.fields.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            wanted = kind.__name__ if isinstance(kind, type) else "number"
-            raise self.refuse(name, f"is not {'an' if wanted == 'int' else 'a'} {wanted}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = float(self.get(name, (int, float), default))
-        if not (math.isfinite(value) and value > 0):
-            raise self.refuse(name, "is not a positive number")
-        return value
-
-    def must_be(self, name: str, *values: Any) -> None:
-        """Refuses all but these values; the first is the default."""
-        if self.fields.get(name, values[0]) not in values:
-            raise self.refuse(name, f"is not understood (only {', '.join(map(repr, values))})")
-
-
-def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
+def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     """rope_theta and rope_scaling, or the one field rope_parameters that newer files have instead."""
     name = "rope_parameters" if isinstance(fields.fields.get("rope_parameters"), dict) else "rope_scaling"
     found = fields.fields.get(name) or {}
     if not isinstance(found, dict):
         raise fields.refuse(name, "is not an object")
-    scaling = _Fields(fields.path, found, f"{name}.")
+    scaling = Fields(fields.where, found, f"{name}.")
     theta = (scaling if "rope_theta" in found else fields).number("rope_theta", 10000.0)
     key = "type" if "rope_type" not in found and "type" in found else "rope_type"
     kind = found.get(key, "default")
@@ -115,11 +86,11 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
 
 def _read_config(path: Path) -> tuple[Config, str, bool, bool]:
     """(config, architecture, tied, biases on q, k and v)"""
-    fields = _Fields(path, _read_json(path))
+    fields = Fields(repr(str(path)), _read_json(path))
     architectures = fields.fields.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
     if name not in ARCHITECTURES:
-        raise BadArgument(f"{str(path)!r}: architectures={architectures!r} is none of {', '.join(ARCHITECTURES)}")
+        raise BadArgument(f"{str(path)!r}: architectures={quoted(architectures)} is none of {', '.join(ARCHITECTURES)}")
     fields.must_be("hidden_act", "silu")
     fields.must_be("attention_bias", False, None)
     fields.must_be("mlp_bias", False, None)
@@ -158,8 +129,8 @@ def stop_ids(folder: str | os.PathLike[str]) -> frozenset[int]:
         found = _read_json(path).get("eos_token_id") if path.is_file() else None
         if found is not None:
             ids = found if isinstance(found, list) else [found]
-            if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-                raise BadArgument(f"{str(path)!r}: eos_token_id={found!r} is neither an int nor a list of them")
+            if not all(is_int(i, -MAX_DIMENSION, MAX_DIMENSION) for i in ids):
+                raise BadArgument(f"{str(path)!r}: eos_token_id={quoted(found)} is neither an int nor a list of them")
             return frozenset(ids)
     return frozenset()
 
@@ -176,10 +147,15 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise BadArgument(f"{str(index)!r} has no weight_map from tensors to files")
+    for name, file in weight_map.items():
+        if not is_inside(folder, file):
+            raise BadArgument(
+                f"{str(index)!r}: weight_map {quoted(name)}={quoted(file)} is no file inside the model's folder"
+            )
     files = {name: read_safetensors(folder / name) for name in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in files[file]:
-            raise BadArgument(f"{str(index)!r} says that {name!r} is in {file!r}, where it is not")
+            raise BadArgument(f"{str(index)!r} says that {quoted(name)} is in {file!r}, where it is not")
     return {name: files[file][name] for name, file in weight_map.items()}
 
 
@@ -208,6 +184,10 @@ def load_folder(path: str | os.PathLike[str]) -> Checkpoint:
         raise BadArgument(f"checkpoint {str(path)!r} is a folder without config.json: not a Hugging Face model")
     config, architecture, tied, biases = _read_config(folder / "config.json")
     found = _read_tensors(folder)
+    if config.n_layers > len(found):  # before a name is made for each
+        raise BadArgument(
+            f"checkpoint {str(path)!r}: num_hidden_layers={config.n_layers}, but its files hold {len(found)} tensors"
+        )
     wanted = tensor_names(config, tied, biases)
     if tied:  # some files carry the classifier all the same
         found.pop(NAMES["wcls"], None)
@@ -224,7 +204,7 @@ def load_folder(path: str | os.PathLike[str]) -> Checkpoint:
             tensors.setdefault(ours, []).append(array)
     if left := sorted(name for name in found if not name.endswith(UNREAD)):
         raise BadArgument(
-            f"checkpoint {str(path)!r}: {left[0]!r} is no tensor of this {architecture} ({len(left)} such)"
+            f"checkpoint {str(path)!r}: {quoted(left[0])} is no tensor of this {architecture} ({len(left)} such)"
         )
     dtype = str(tensors["wq"][0].dtype.name)
     return Checkpoint(os.fspath(path), f"Hugging Face {architecture}", tied, config, dtype, tensors)
@@ -322,22 +302,38 @@ class JsonTokenizer:
             raise BadArgument(
                 f"tokenizer {str(path)!r} needs the tokenizers package (pip install tokenizers): {error}"
             ) from None
-        read_file_size("tokenizer", path)
+        data = read_bytes("tokenizer", path)
+        self.path, self.stops = str(path), stops
+        with self._refusing("the file"):
+            self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+            self._tokenizer.no_padding()  # a text is continued as it is, neither filled up nor cut
+            self._tokenizer.no_truncation()
+
+    @contextlib.contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        """The package raises a bare Exception for whatever it cannot read, and where its Rust code panics a
+        PanicException, which is a BaseException of a class that cannot be imported."""
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(os.fspath(path))
-        except Exception as error:  # the package raises a bare Exception for whatever it cannot read
-            raise BadArgument(f"tokenizer {str(path)!r}: {error}") from None
-        self.stops = stops
+            yield
+        except MemoryError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise  # an interrupt, or the end of the process
+            raise BadArgument(f"tokenizer {self.path!r}: {what}: {str(error) or type(error).__name__}") from None
 
     @property
     def vocab_size(self) -> int:
-        return self._tokenizer.get_vocab_size()
+        with self._refusing("its vocabulary"):
+            return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        with self._refusing(f"text {quoted(text)}"):
+            return self._tokenizer.encode(text).ids
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(tokens))
+        with self._refusing("decoding"):
+            return self._tokenizer.decode(list(tokens))
 
     def stream(self, tokens: Iterable[int]) -> Iterator[str]:
         """The text of the tokens as they come, one string for each and one more at the end. A token's text can depend

@@ -81,7 +81,7 @@ class Loss:
     divergence: float
 
     def row(self) -> dict[str, float]:
-        return {"perplexity": math.exp(self.nats), "loss": self.nats} | {
+        return {"perplexity": _grow(math.exp, self.nats), "loss": self.nats} | {
             name: getattr(self, name) for name in ("rise", "rise_error", "divergence")
         }
 
@@ -149,7 +149,7 @@ class Text:
         out = {}
         for name, mine in nats.items():
             apart = mine - nats[""]
-            rise = 100 * math.expm1(apart.mean())
+            rise = 100 * _grow(math.expm1, float(apart.mean()))
             error = 100 * float(apart.std()) / math.sqrt(len(apart))
             out[name] = Loss(float(mine.mean()), rise, error, divergence[name] / len(apart))
         return out
@@ -229,11 +229,25 @@ def measure(text: Text, weights: str) -> Errors:
             w = getattr(stored, name)
             errors.quantized[i, name] = W4Weight.quantize(w, weights)
             decoded[name] = errors.decoded(i, name)
-            alone = _norm(text.block(replace(layer, **{name: decoded[name]}), x) - y) / added
-            errors.matrices.append(MatrixError(i, name, w.size, _norm(decoded[name] - w) / _norm(w), alone))
-        errors.blocks.append(_norm(text.block(replace(layer, **decoded), x) - y) / added)
+            alone = _share(_norm(text.block(replace(layer, **{name: decoded[name]}), x) - y), added)
+            error = _share(_norm(decoded[name] - w), _norm(w))
+            errors.matrices.append(MatrixError(i, name, w.size, error, alone))
+        errors.blocks.append(_share(_norm(text.block(replace(layer, **decoded), x) - y), added))
         x = y
     return errors
+
+
+def _share(error: float, whole: float) -> float:
+    """error / whole; of a matrix of zeros, which a file may hold, 0 where nothing is wrong."""
+    return error / whole if whole else math.inf if error else 0.0
+
+
+def _grow(exp: Callable[[float], float], x: float) -> float:
+    """Infinity where it overflows: a damaged model's loss has no bound."""
+    try:
+        return exp(x)
+    except OverflowError:
+        return math.inf
 
 
 def _norm(x: np.ndarray) -> float:

@@ -99,9 +99,11 @@ def write(data: dict[str, Any], file: Path) -> list[Path]:
         lines += [f"## {title}", "", *_markdown(head, body), ""]
     try:
         file.write_text(json.dumps(whole, indent=1) + "\n")
-        file.with_suffix(".md").write_text("\n".join(lines))
+        file.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise BadArgument(f"report {str(file)!r}: {error.strerror}") from None
+    except ValueError as error:  # a name that no file can have
+        raise BadArgument(f"report {str(file)!r}: {error}") from None
     return [file, file.with_suffix(".md")]
 
 

@@ -92,7 +92,7 @@ def find_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Any) 
         return windows, f"written by the model itself at temperature 1, seed {args.seed}"
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # unreadable, no UTF-8, or a name that no file can have
         raise BadArgument(f"text {str(path)!r}: {error}") from None
     return read_windows(text, tokenizer, checkpoint.config.seq_len, args.tokens), path.name
 
@@ -191,6 +191,8 @@ def run(args: argparse.Namespace) -> int:
         raise BadArgument("--mixed is about the file of --out, and chosen by measuring: --tokens above 0")
     if not args.tokens and not args.out:
         raise BadArgument(f"--tokens {args.tokens} without --out leaves nothing to do")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files can hold anything
     checkpoint = load_checkpoint(args.checkpoint)
     tokenizer = find_tokenizer(checkpoint, args.tokenizer)
     kept = []

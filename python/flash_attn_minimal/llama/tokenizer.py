@@ -19,10 +19,9 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
+from .._files import quoted, read_bytes
 from .._library import BadArgument
-from .._safetensors import read_file_size
 
 UNKNOWN, BOS, EOS = 0, 1, 2
 MAX_TOKEN_BYTES = 1 << 16  # a longer "longest token" is another file format
@@ -66,9 +65,10 @@ class Tokenizer:
         """
         ids: list[int] = []
         for character in " " + text if text else "":
-            utf8 = character.encode(
-                "utf-8", "surrogateescape"
-            )  # an undecodable byte of the command line stays that byte
+            try:  # an undecodable byte of the command line stays that byte
+                utf8 = character.encode("utf-8", "surrogateescape")
+            except UnicodeEncodeError as error:
+                raise BadArgument(f"text {quoted(text)} holds {character!r}: {error.reason}") from None
             token = self._id_of.get(utf8)
             ids += [token] if token is not None else [self._byte_id[byte] for byte in utf8]
 
@@ -126,11 +126,7 @@ class Tokenizer:
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Reads tokenizer.bin or tokenizer.model, told apart by their first bytes. Another or a damaged file raises
     BadArgument."""
-    read_file_size("tokenizer", path)
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise BadArgument(f"tokenizer {str(path)!r}: {error.strerror}") from None
+    data = read_bytes("tokenizer", path)
     try:
         # A .model file starts with the tag of its first piece, 0x0A, and as an integer its first four bytes exceed any
         # token's length.
@@ -229,13 +225,15 @@ def _parse_sentencepiece(data: bytes) -> Tokenizer:
             message = _message(value)
             piece, score, kind = message.get(1, b""), message.get(2, 0.0), message.get(3, TYPE_NORMAL)
             if not isinstance(piece, bytes) or not isinstance(score, float) or not math.isfinite(score):
-                raise ValueError(f"token {len(pieces)} has piece {piece!r} and score {score!r}: not a tokenizer.model")
+                raise ValueError(
+                    f"token {len(pieces)} has piece {quoted(piece)} and score {quoted(score)}: not a tokenizer.model"
+                )
             pieces.append(piece.replace(SPACE_MARK, b" "))
             scores.append(score)
             is_text.append(kind == TYPE_NORMAL)
             if kind == TYPE_USER_DEFINED:
                 raise ValueError(
-                    f"token {len(pieces) - 1} {piece!r} is user-defined, which bypasses byte-pair encoding: "
+                    f"token {len(pieces) - 1} {quoted(piece)} is user-defined, which bypasses byte-pair encoding: "
                     "not supported"
                 )
         elif number == 2:
@@ -247,9 +245,9 @@ def _parse_sentencepiece(data: bytes) -> Tokenizer:
     if len(pieces) <= EOS:
         raise ValueError(f"it has {len(pieces)} tokens, too few to hold <unk>, BOS and EOS")
     if any(is_text[: EOS + 1]):
-        raise ValueError(f"tokens 0, 1, 2 are {pieces[: EOS + 1]}, not <unk>, BOS and EOS")
+        raise ValueError(f"tokens 0, 1, 2 are {quoted(pieces[: EOS + 1])}, not <unk>, BOS and EOS")
     if trainer.get(3, 1) != MODEL_TYPE_BPE:
-        raise ValueError(f"model_type={trainer.get(3, 1)}: only byte-pair encoding ({MODEL_TYPE_BPE}) is read")
+        raise ValueError(f"model_type={quoted(trainer.get(3, 1))}: only byte-pair encoding ({MODEL_TYPE_BPE}) is read")
     if normalizer.get(2) or not normalizer.get(3, 1):
         raise ValueError("it normalises text or adds no space in front: Llama's tokenizers do neither")
     return Tokenizer(pieces, scores, is_text)

@@ -15,23 +15,27 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .._files import Fields, is_inside, parse_json, quoted, read_bytes
 from .._library import BadArgument
 from .._safetensors import FLOATS, numpy_dtype, write_safetensors
 from ..quantized import _KEY as FORMATS_KEY
 from ..quantized import BLOCK, W4Weight, load_file
 from ..quantized import _to_numpy as to_numpy
-from .config import Config, RopeScaling
+from .config import MAX_DIMENSION, Config, RopeScaling
 from .weights import STACKED, Checkpoint, matrix_shapes
 
 FORMATS = tuple(BLOCK)
 SCALES = {"nvfp4": "F8_E4M3", "mxfp4": "U8", "int4": "F16"}  # safetensors' types
 KEY, VERSION = "flash_attn_minimal.llama", 1
+PLACE = r"[0-9]{1,9}\.\w{1,16}"  # layer.matrix
 
 Place = tuple[int, str]  # layer, name: one matrix
 
@@ -50,9 +54,15 @@ class W4Checkpoint(Checkpoint):
         folder, wanted = Path(self.path).parent, self.tokenizer
         if wanted is None:
             raise BadArgument(f"checkpoint {self.path!r} names no tokenizer; give its path with --tokenizer")
-        for file in (folder / wanted["file"], folder / Path(wanted["file"]).name):
+        name = wanted["file"]
+        if not is_inside(folder, name):
+            raise BadArgument(
+                f"tokenizer {quoted(name)} of checkpoint {self.path!r} is not inside its folder; give the path of one "
+                "that you trust with --tokenizer"
+            )
+        for file in (folder / name, folder / Path(name).name):
             if file.is_file():
-                found = hashlib.sha256(file.read_bytes()).hexdigest()
+                found = hashlib.sha256(read_bytes("tokenizer", file)).hexdigest()
                 if found != wanted["sha256"]:
                     raise BadArgument(
                         f"tokenizer {str(file)!r} is not the one of checkpoint {self.path!r}: its sha256 is "
@@ -60,7 +70,7 @@ class W4Checkpoint(Checkpoint):
                     )
                 return file
         raise BadArgument(
-            f"tokenizer {wanted['file']!r} of checkpoint {self.path!r} is not there; give its path with --tokenizer"
+            f"tokenizer {quoted(name)} of checkpoint {self.path!r} is not there; give its path with --tokenizer"
         )
 
 
@@ -168,7 +178,8 @@ def save(
     tokenizer: str | os.PathLike[str] | None = None,
     stops: Iterable[int] = (),
 ) -> None:
-    """Writes the file; `tokenizer` is the model's, to which the file will refer."""
+    """Writes the file; `tokenizer` is the model's, to which the file will refer. One that lies elsewhere is copied
+    beside the file: what a checkpoint refers to is inside its folder."""
     about: dict[str, Any] = {
         "version": VERSION,
         "source": checkpoint.format,
@@ -182,8 +193,8 @@ def save(
         "stops": sorted(stops),
     }
     if tokenizer is not None:
-        file = Path(os.path.relpath(tokenizer, Path(path).parent)).as_posix()
-        about["tokenizer"] = {"file": file, "sha256": hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()}
+        file, sha256 = _place_of(tokenizer, Path(path)), hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
+        about["tokenizer"] = {"file": file, "sha256": sha256}
     formats = {
         name: {"format": dtype, "in_features": shape[1]}
         for name, (dtype, shape) in contents_of(checkpoint).items()
@@ -191,6 +202,23 @@ def save(
     }
     metadata = {KEY: json.dumps(about), FORMATS_KEY: json.dumps(formats)}
     write_safetensors(path, _arrays(checkpoint), tensor_shapes(checkpoint), metadata)
+    if tokenizer is not None:
+        place = Path(path).parent / file
+        if not (place.exists() and place.samefile(tokenizer)):
+            shutil.copyfile(tokenizer, place)
+
+
+def _place_of(tokenizer: str | os.PathLike[str], path: Path) -> str:
+    """Relative to the checkpoint's folder: model.tokenizer.bin, of one that has to be copied."""
+    place = Path(os.path.relpath(tokenizer, path.parent)).as_posix()
+    return place if is_inside(path.parent, place) else f"{path.stem}.{Path(tokenizer).name}"
+
+
+def _tokenizer_of(fields: Fields) -> dict[str, str] | None:
+    if fields.fields.get("tokenizer") is None:
+        return None
+    tokenizer = Fields(fields.where, fields.get("tokenizer", dict), f"{fields.prefix}tokenizer.")
+    return {name: tokenizer.get(name, str) for name in ("file", "sha256")}
 
 
 def load(path: str | os.PathLike[str]) -> W4Checkpoint:
@@ -203,25 +231,33 @@ def load(path: str | os.PathLike[str]) -> W4Checkpoint:
     if KEY not in metadata:
         raise bad("not written by `python -m flash_attn_minimal quantize`: its metadata do not say what the model is")
     try:
-        about = json.loads(metadata[KEY])
-        version, weights, dtype, tied, biases = (about[n] for n in ("version", "weights", "dtype", "tied", "biases"))
-        shape = dict(about["config"])
-        if shape.get("rope_scaling"):
+        fields = Fields(f"checkpoint {str(path)!r}: its metadata are damaged", parse_json(metadata[KEY]), f"{KEY}.")
+        shape = dict(fields.get("config", dict))
+        if isinstance(shape.get("rope_scaling"), dict):
             shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
         config = Config(**shape)
-        kept = frozenset((int(layer), name) for layer, _, name in (place.partition(".") for place in about["kept"]))
-        problem = config.problem()
-        source, tokenizer, stops = about["source"], about["tokenizer"], frozenset(about["stops"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise bad(f"its metadata are damaged: {error!r}") from None
+    except BadArgument:
+        raise
+    except (ValueError, TypeError) as error:  # of the classes' own: a field that they lack, or none
+        raise bad(f"its metadata are damaged: config: {error}") from None
+    version, weights, dtype = fields.get("version", int), fields.get("weights", str), fields.get("dtype", str)
+    tied, biases, source = fields.get("tied", bool), fields.get("biases", bool), fields.get("source", str)
+    stops, tokenizer = frozenset(fields.ints("stops", -MAX_DIMENSION, MAX_DIMENSION)), _tokenizer_of(fields)
+    places = fields.get("kept", list)
+    if not all(isinstance(place, str) and re.fullmatch(PLACE, place) for place in places):
+        raise fields.refuse("kept", "is not a list of matrices, such as '3.wqkv'")
+    kept = frozenset((int(layer), name) for layer, _, name in (place.partition(".") for place in places))
+    problem = config.problem()
     if version != VERSION:
         raise bad(f"version={version!r} is not {VERSION}, which is read")
     if weights not in FORMATS or dtype not in ("float16", "bfloat16"):
-        raise bad(f"weights={weights!r} in dtype={dtype!r} are not understood")
-    if strange := [place for place in sorted(kept) if place[1] not in STACKED or not 0 <= place[0] < config.n_layers]:
-        problem = problem or f"kept={strange[0]} is no matrix of the model"
+        raise bad(f"weights={quoted(weights)} in dtype={quoted(dtype)} are not understood")
+    if not problem and config.n_layers > len(found):  # before a name is made for each
+        problem = f"n_layers={config.n_layers}, but it holds {len(found)} tensors"
     if problem:
         raise bad(problem)
+    if strange := [place for place in sorted(kept) if place[1] not in STACKED or place[0] >= config.n_layers]:
+        raise bad(f"kept={quoted(strange[0])} is no matrix of the model")
 
     tensors: dict[str, Any] = {}
     for name, wanted in contents(config, weights, kept, dtype, tied, biases).items():
@@ -236,7 +272,7 @@ def load(path: str | os.PathLike[str]) -> W4Checkpoint:
         else:
             tensors[name] = array
     if found:
-        raise bad(f"{min(found)!r} is no tensor of this model ({len(found)} such)")
+        raise bad(f"{quoted(min(found))} is no tensor of this model ({len(found)} such)")
     return W4Checkpoint(
         os.fspath(path), source, tied, config, dtype, tensors,
         weights=weights, kept=kept, tokenizer=tokenizer, stops=stops,

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from .._files import read_file_size
 from .._library import BadArgument
-from .._safetensors import read_file_size
 from .config import Config
 
 MAGIC = b"24ka"
