@@ -9,9 +9,11 @@ tokenizer.json is read by the tokenizers package.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -292,6 +294,32 @@ def save_folder(
 # ---- tokenizer.json ----
 
 
+def _check_tables(path: str | os.PathLike[str], data: bytes) -> None:
+    """A precompiled_charsmap says in its first four bytes how many of them are a table. The package believes it, and a
+    process that cannot have that much memory ends there and then."""
+    if not re.search(rb"precompiled_charsmap|\\u00[4-7]", data):  # letters may be written as \u0063
+        return
+    try:
+        todo = [parse_json(data)]
+    except ValueError as error:
+        raise BadArgument(f"tokenizer {str(path)!r} is not JSON: {error}") from None
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (dict, list)):
+            todo += node.values() if isinstance(node, dict) else node
+        if not isinstance(node, dict) or not isinstance(text := node.get("precompiled_charsmap"), str):
+            continue
+        try:
+            table = base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise BadArgument(f"tokenizer {str(path)!r}: precompiled_charsmap={quoted(text)}: {error}") from None
+        if int.from_bytes(table[:4], "little") > len(table) - 4:
+            raise BadArgument(
+                f"tokenizer {str(path)!r}: precompiled_charsmap={quoted(text)} has {len(table)} bytes, fewer than the "
+                f"table of {int.from_bytes(table[:4], 'little')} that it begins with"
+            )
+
+
 class JsonTokenizer:
     """A tokenizer.json, run by the tokenizers package; the interface of tokenizer.Tokenizer."""
 
@@ -303,6 +331,7 @@ class JsonTokenizer:
                 f"tokenizer {str(path)!r} needs the tokenizers package (pip install tokenizers): {error}"
             ) from None
         data = read_bytes("tokenizer", path)
+        _check_tables(path, data)
         self.path, self.stops = str(path), stops
         with self._refusing("the file"):
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
