@@ -169,7 +169,7 @@ def edit_value(rng: Random, value: Any) -> Any:
     if isinstance(value, str) and value[:1] in ("{", "[") and what < 9:  # JSON in a string
         with contextlib.suppress(ValueError):
             return dump(edit_tree(rng, parse(value)))
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and what < 3:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300 and what < 3:
         return rng.choice((value + 1, value - 1, -value, 2 * value, float(value), str(value), [value]))
     if isinstance(value, str) and value and what < 3:
         at = rng.randrange(len(value))
@@ -179,10 +179,9 @@ def edit_value(rng: Random, value: Any) -> Any:
 
 def edit_json(rng: Random, data: bytes) -> bytes:
     try:
-        tree = parse(data.decode())
-    except (ValueError, RecursionError):  # an earlier edit has left no JSON
+        return dump(edit_tree(rng, parse(data.decode()))).encode("utf-8", "surrogatepass")
+    except (ValueError, RecursionError):  # an earlier edit has left no JSON, or none that Python can write
         return edit_bytes(rng, data)
-    return dump(edit_tree(rng, tree)).encode("utf-8", "surrogatepass")
 
 
 PARTS = {  # of a tokenizer.json: what the package can do beside what is in the valid one
