@@ -439,6 +439,15 @@ def test_a_name_that_is_no_utf_8(tmp_path, capsys):
     refused(lambda: load_checkpoint(os.fsdecode(path)), "\\udcff.bin' is truncated")
 
 
+def test_a_disk_that_fails_is_one_line(monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(5, "Input/output error", "model.bin")
+
+    monkeypatch.setattr("flash_attn_minimal.llama.generate.load_checkpoint", fail)
+    assert main(["model.bin", "--device", "cpu"]) == 2
+    assert capsys.readouterr() == ("", "generate: [Errno 5] Input/output error: 'model.bin'\n")
+
+
 # ---- what is made of a model, and of results ----
 
 
