@@ -185,3 +185,24 @@ def test_4_bit_weights(cuda, fused_rows, attention, dtype):
     assert llama.layers[2].w2.dtype == dtype
     exact = logits(decoded(quantized), Host("standard"))
     assert np.abs(logits(quantized, device) - exact).max() / exact.std() < TOLERANCE[dtype]
+
+
+def test_the_fastest_of_several_reads_counts():
+    """A sum over so many bytes, and no more than 512 MiB of them."""
+    asked, times = [], iter([9.0, 2.0, 4.0, 3.0, 5.0] * 2)  # milliseconds
+
+    class Sums:
+        def __init__(self, count, dtype):
+            self.nbytes = count * np.dtype(dtype).itemsize
+            asked.append(self.nbytes)
+
+        def sum(self, out):
+            assert out.shape == () and out.dtype == np.float32
+
+    event = types.SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    timing = types.SimpleNamespace(Event=lambda: event, get_elapsed_time=lambda start, end: next(times))
+    device = object.__new__(cuda_module.Cuda)
+    device.xp, device.stream = types.SimpleNamespace(zeros=Sums, empty=np.empty, cuda=timing), Stream()
+    assert device.read_bandwidth(4_000_000) == pytest.approx(2e9)
+    assert device.read_bandwidth(1 << 40) == pytest.approx((1 << 29) / 2e-3)
+    assert asked == [4_000_000, 1 << 29]
