@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from . import _modes
 from ._door import NUMPY, Door, View, _element_strides, _numpy_dtype_name, _synchronize
 from ._foreign import CudaArrayDoor, DLPackDoor, NumbaDoor
 from ._library import CPU, CUDA, BadArgument, Unsupported
@@ -39,7 +40,7 @@ class TorchDoor(Door):
         names = "float32 float16 bfloat16 float64 bool uint8 int8 int32 int64 float8_e4m3fn"
         self.dtypes = {getattr(torch, t): t for t in names.split() if hasattr(torch, t)}
         self.natives = {t: dtype for dtype, t in self.dtypes.items()}
-        self.plain, self.address = torch.Tensor, torch.Tensor.data_ptr
+        self.plain, self.address, self.strided = torch.Tensor, torch.Tensor.data_ptr, torch.strided
         # 0.1 us; current_stream() builds a Stream object first. Only builds with CUDA have it.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -77,8 +78,9 @@ class TorchDoor(Door):
         return lambda array: empty_strided(shape, strides, dtype=dtype, device=device)
 
     def view(self, array, name):
-        torch = self.torch
-        if array.requires_grad and torch.is_grad_enabled():
+        if _modes.hidden() and (watcher := _modes.watcher()):
+            raise Unsupported(f"{_modes.caller()} is not served under {watcher}: PyTorch would not see what it does")
+        if array.requires_grad and self.torch.is_grad_enabled():
             raise Unsupported(
                 f"{name} requires a gradient, which this function does not have: "
                 f"call under torch.no_grad(), or pass {name}.detach()"
@@ -88,13 +90,20 @@ class TorchDoor(Door):
         elif array.is_cpu:
             device, index = CPU, 0
         else:
-            raise Unsupported(f"{name} is on device {array.device}: only cpu and cuda are served")
-        if array.layout is not torch.strided:
+            raise Unsupported(f"{_modes.caller()}: {name} is on device {array.device}: only cpu and cuda are served")
+        if array.layout is not self.strided:
             raise BadArgument(f"{name} has layout {array.layout}: only torch.strided is served")
         if array.is_neg():
             raise BadArgument(f"{name} is a lazily negated view: pass {name}.resolve_neg()")
         dtype = self.dtypes.get(array.dtype) or str(array.dtype).removeprefix("torch.")
-        return View(array, self, array.data_ptr() or None, array.shape, array.stride(), dtype, device, index, True)
+        try:
+            pointer = array.data_ptr() or None
+        except RuntimeError:
+            kind = _modes.watcher() or "PyTorch's making"
+            raise Unsupported(
+                f"{_modes.caller()}: {name} is a tensor of {kind}, which has no memory of its own to read"
+            ) from None
+        return View(array, self, pointer, array.shape, array.stride(), dtype, device, index, True)
 
     def empty(self, like, shape, dtype):
         return self.view(like.owner.new_empty(shape, dtype=self.natives[dtype]), "out")
@@ -105,6 +114,16 @@ class TorchDoor(Door):
     def stream(self, views):
         first = views[0]
         return self.current_stream(first.index) if first.device == CUDA else None
+
+
+class TorchSubclassDoor(TorchDoor):
+    """Tensors such as FakeTensor, whose operators are their own and whose memory is nobody's business."""
+
+    plain = None
+
+    def view(self, array, name):
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise Unsupported(f"{_modes.caller()} is not served for {kind}, which {name} is: it has no memory to read")
 
 
 # ---- CuPy ----
@@ -238,6 +257,9 @@ def _find_door(array: Any, name: str) -> Door:
         )
     if isinstance(array, np.ndarray):
         return NUMPY
+    _modes.active()  # makes the acquaintance of PyTorch, where this tensor is the first
+    if isinstance(array, _modes.Tensor) and _modes.unreadable(kind):
+        return TorchSubclassDoor(sys.modules["torch"])
     for module, attribute, make in (
         ("torch", "Tensor", TorchDoor),
         ("cupy", "ndarray", CupyDoor),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import _arrays
+from . import _arrays, _modes
 from ._launch import _PLAN_SIZE, _launch, _remember, _repeats, _signature
 from ._library import (
     CPU,
@@ -45,16 +45,16 @@ from ._pack import (
     _prepare,
 )
 
-# True while torch.compile traces a call.
-_is_compiling = sys.modules["torch"].compiler.is_compiling if "torch" in sys.modules else lambda: False
 
-
-def _records_gradient(*arrays) -> bool:
-    """Whether one of them is a PyTorch tensor whose gradient the caller wants."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled():
+def _is_pytorch_s(watched: bool, *arrays) -> bool:
+    """Whether PyTorch must see the call: a mode watches it, or a tensor wants a gradient or is no plain one."""
+    if watched:
+        return any(isinstance(x, _modes.Tensor) for x in arrays)
+    tensors = [x for x in arrays if isinstance(x, _modes.Tensor)]
+    if not tensors:
         return False
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in arrays)
+    graded = sys.modules["torch"].is_grad_enabled()
+    return any(graded and x.requires_grad or not _modes.is_plain(x) for x in tensors)
 
 
 def _is_traced(*arrays) -> bool:
@@ -165,7 +165,8 @@ def flash_attn_func(
     array([1.5, 2. ], dtype=float32)
     """
     signature = None
-    if not _is_compiling() and (
+    watched = _modes.active()
+    if not watched and (
         alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is out_dtype is None
         and k_descale is v_descale is None
         and deterministic is top_left is allow_tf32 is fast_accum is False
@@ -181,7 +182,7 @@ def flash_attn_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    if _is_compiling() or _records_gradient(q, k, v, bias, mask, alibi_slopes, sinks):
+    if _is_pytorch_s(watched, q, k, v, bias, mask, alibi_slopes, sinks):
         from . import autograd
 
         return autograd.differentiable(q, k, v, None, out, return_lse, options)
@@ -267,7 +268,7 @@ def flash_attn_varlen_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    if _is_compiling() or _records_gradient(q, k, v, bias, mask, alibi_slopes, sinks):
+    if _is_pytorch_s(_modes.active(), q, k, v, bias, mask, alibi_slopes, sinks):
         from . import autograd
 
         return autograd.differentiable(q, k, v, varlen, out, return_lse, options)

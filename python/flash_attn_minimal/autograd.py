@@ -1,12 +1,17 @@
-"""PyTorch's backward pass: what flash_attn_func and flash_attn_varlen_func do with tensors that require a gradient, and
-under torch.compile.
+"""PyTorch's view of attention: the operators that stand for flash_attn_func and flash_attn_varlen_func wherever PyTorch
+does more than run them, and their gradients.
 
-Eager calls go through a torch.autograd.Function, which costs a few microseconds; compiled ones through the operators
-flash_attn_minimal::attention and ::attention_backward (torch.library), which a graph can hold without looking inside.
+    plain calls, no gradient    do not come here
+    plain calls with gradients  a torch.autograd.Function, which costs a few microseconds
+    transforms of torch.func    a torch.autograd.Function of the kind that they take, over the operators
+    everything else (_modes.py) the operators flash_attn_minimal::attention and ::attention_backward (torch.library),
+                                which traces and graphs can hold without looking inside
+
 Importing this module is optional: the first call that needs it does. Import it before torch.compile meets the first
 call, and nothing breaks the graph.
 
-Gradients: q, k, v, bias and sinks. lse has none; it is returned as a constant.
+Gradients: q, k, v, bias, sinks, and through lse but for calls with dropout; reverse mode and first order
+alone.
 """
 
 from __future__ import annotations
@@ -15,34 +20,35 @@ from typing import Any
 
 import torch
 
-from . import attention
+from . import _modes, attention
 from ._library import BadArgument, Unsupported
 from ._pack import _PREPARED, _flag, _integer, _number, _window
 from .backward import backward
 
 _ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
+_FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 
 
 def differentiable(q, k, v, varlen, out, return_lse, options: tuple):
-    """The call with a gradient. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); options:
+    """The call as PyTorch sees it. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); options:
     what _prepare takes after it."""
     options = dict(zip(_PREPARED, options, strict=True))
-    dropout_seed = options["dropout_seed"]
-    if out is not None:
-        raise Unsupported("out is given, but the call records a gradient: pass out=None, or use torch.no_grad()")
+    cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "out": out, **options}
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    unserved = [name for name in ("out", *_FLOAT8) if given[name] is not None and given[name] is not False]
+    if unserved:
+        _refuse(unserved[0], tensors)
+        with _modes.unwatched():
+            return _attend(q, k, v, varlen, return_lse, {**options, "out": out})
     for name in ("alibi_slopes", "mask"):
-        if isinstance(options.get(name), torch.Tensor) and options[name].requires_grad:
+        if name in tensors and tensors[name].requires_grad:
             raise Unsupported(f"{name} requires a gradient, which attention does not have: pass {name}.detach()")
-    for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
-        value = options.pop(name, None)
-        if value is not None and value is not False:
-            raise Unsupported(f"{name} is given, but float8 has no backward pass")
-    for name, array in {"q": q, "k": k, "v": v, **options}.items():
+    for name, array in given.items():
         if name in _ARRAYS and array is not None and not isinstance(array, torch.Tensor):
             raise BadArgument(f"{name} is a {type(array).__name__}: where q is a tensor, it must be one too")
-    cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
     left, right = _window(options["window_size"])
-    seed = None if dropout_seed is None else _signed("dropout_seed", dropout_seed)
+    seed = None if options["dropout_seed"] is None else _signed("dropout_seed", options["dropout_seed"])
     scale = options["softmax_scale"]
     arguments = (
         q, k, v, options["bias"], options["mask"], options["alibi_slopes"], options["sinks"], cu_q, cu_k,
@@ -53,8 +59,42 @@ def differentiable(q, k, v, varlen, out, return_lse, options: tuple):
         seed, _signed("dropout_offset", options["dropout_offset"]), options["kernel"],
         bool(_flag("allow_tf32", options["allow_tf32"])), options["num_threads"],
     )  # fmt: skip
-    out, lse = _attention_op(*arguments) if torch.compiler.is_compiling() else _Attention.apply(*arguments)
-    return (out, lse) if _flag("return_lse", return_lse) else out
+    return_lse = _flag("return_lse", return_lse)
+    if torch.compiler.is_compiling():
+        results = _attention_op(*arguments)
+    elif _modes.transforms():
+        results = _TransformedAttention.apply(*arguments)
+    elif _modes.active() or not all(map(_modes.is_plain, tensors.values())):
+        _refuse_tangents(tensors)
+        results = _attention_op(*arguments)
+    else:
+        results = _Attention.apply(*arguments)
+    return tuple(results) if return_lse else results[0]
+
+
+def _refuse(name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Raises unless a call with this option, which no operator has, may go on behind PyTorch's back."""
+    float8 = name != "out"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values()):
+        if float8:
+            raise Unsupported(f"{name} is given, but float8 has no backward pass")
+        raise Unsupported("out is given, but the call records a gradient: pass out=None, or use torch.no_grad()")
+    watcher = _modes.watcher()
+    for option, x in tensors.items():
+        if watcher is None and not _modes.is_plain(x):
+            watcher = f"tensors like {option}, a {'meta tensor' if x.is_meta else type(x).__name__}"
+    if watcher:
+        raise Unsupported(f"{name} is given, which attention does not take under {watcher}")
+
+
+def _refuse_tangents(tensors: dict[str, torch.Tensor]) -> None:
+    for name, x in tensors.items():
+        if torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+            raise Unsupported(f"{name} has a tangent: {_NO_JVP}")
+
+
+_NO_JVP = "forward-mode differentiation (jvp, jacfwd) of attention is not served, reverse mode (grad, jacrev) is"
+_NO_DOUBLE = "double backward (create_graph=True, torch.func.hessian) of attention is not served"
 
 
 def _signed(name: str, value: int) -> int:
@@ -79,57 +119,106 @@ def _unpack(values: tuple) -> dict[str, Any]:
     return options
 
 
+def _attend(q, k, v, varlen, return_lse, options: dict[str, Any]):
+    if varlen is None:
+        return attention.flash_attn_func(q, k, v, return_lse=return_lse, **options)
+    return attention.flash_attn_varlen_func(q, k, v, *varlen, return_lse=return_lse, **options)
+
+
 def _forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k, *values):
     options = _unpack(values) | {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    with torch.no_grad():
-        if cu_q is None:
-            return attention.flash_attn_func(q, k, v, return_lse=True, **options)
-        return attention.flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, return_lse=True, **options)
+    varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
+    with torch.no_grad(), _modes.unwatched():
+        return _attend(q, k, v, varlen, True, options)
 
 
-def _backward(dout, out, lse, want_dbias, want_dsinks, arrays, max_q, max_k, values):
-    """dq, dk, dv, dbias, dsinks; the last two in the dtype of their inputs, None where not wanted."""
-    q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k = arrays
-    options = _unpack(values) | {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
+def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
+    """dq, dk, dv, dbias, dsinks; the last two in the dtype of their inputs, empty where not wanted."""
+    (q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k), (max_q, max_k) = arguments[:9], arguments[9:11]
+    options = _unpack(arguments[11:]) | {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
     del options["kernel"]  # the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces this one
     if cu_q is not None:
         options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    if dout.stride(-1) != 1:  # out.sum() has a gradient of stride 0
-        dout = dout.contiguous()
-    with torch.no_grad():
+    with torch.no_grad(), _modes.unwatched():
+        if dlse is not None:
+            dout, v, out = _with_dlse(dout, dlse, v, out)
+        if dout.stride(-1) != 1:  # out.sum() has a gradient of stride 0
+            dout = dout.contiguous()
         dq, dk, dv, *rest = backward(
             dout, q, k, v, out, lse, return_dbias=want_dbias, return_dsinks=want_dsinks, **options
         )
-    dbias = rest.pop(0).to(bias.dtype) if want_dbias else None
-    return dq, dk, dv, dbias, rest.pop(0) if want_dsinks else None
+        if dlse is not None:
+            dv = dv[..., :-_PADDING].contiguous()
+        dbias = rest.pop(0).to(bias.dtype) if want_dbias else dout.new_empty(0)
+        dsinks = rest.pop(0) if want_dsinks else dout.new_empty(0)
+        if want_dsinks and dlse is not None:  # d lse / d sink is the sink's own probability
+            rows = (0, 2) if cu_q is None else 1
+            dsinks += ((sinks[:, None] - lse).exp() * dlse).masked_fill(lse == -torch.inf, 0).sum(rows)
+    return dq, dk, dv, dbias, dsinks
+
+
+_PADDING = 8  # columns; the fast kernels want multiples of 8
+
+
+def _with_dlse(dout, dlse, v, out):
+    """dout, v and out of a call without lse that has the same gradients: dS = P (dout v^T - sum(dout out) + dlse), so
+    one more column, dlse in dout, 1 in v and 0 in out, adds dlse to the first term alone."""
+    if v.shape[-1] + _PADDING > 512:
+        raise Unsupported(f"the gradient of lse with headdim_v={v.shape[-1]} is not served: it takes {_PADDING} more")
+    pad = torch.nn.functional.pad
+    dout, v, out = (pad(x, (0, _PADDING)) for x in (dout, v, out))
+    dout[..., -_PADDING] = dlse.transpose(-1, -2)
+    v[..., -_PADDING] = 1
+    return dout, v, out
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:9], *output)
+    ctx.rest = inputs[9:]
+    ctx.set_materialize_grads(False)
+    if ctx.rest[2]:  # dropout_p: the column of _with_dlse would be dropped too
+        ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx, dout, dlse):
+    """The backward pass of every way to call attention; `run` takes what the operator attention_backward does."""
+    *arrays, out, lse = ctx.saved_tensors
+    nothing = (None,) * (len(arrays) + len(ctx.rest))
+    if dout is None and dlse is None:
+        return nothing
+    dout = torch.zeros_like(out) if dout is None else dout
+    want_dbias, want_dsinks = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
+    if _modes.transforms():
+        run = _TransformedBackward.apply
+    elif torch.is_grad_enabled() or _modes.active() or not all(map(_modes.is_plain, (dout, out))):
+        run = _backward_op
+    else:
+        run = _backward
+    dq, dk, dv, dbias, dsinks = run(dout, dlse, out, lse, want_dbias, want_dsinks, *arrays, *ctx.rest)
+    return dq, dk, dv, dbias if want_dbias else None, None, None, dsinks if want_dsinks else None, *nothing[7:]
+
+
+def _refuse_double(*_):
+    raise Unsupported(_NO_DOUBLE)
+
+
+def _refuse_jvp(*_):
+    raise Unsupported(_NO_JVP)
 
 
 class _Attention(torch.autograd.Function):
+    """For plain calls: without the operators, and without setup_context, which costs as much as the rest."""
+
     @staticmethod
     def forward(ctx, *arguments):
-        arrays, (max_q, max_k), values = arguments[:9], arguments[9:11], arguments[11:]
-        out, lse = _forward(*arguments)
-        ctx.save_for_backward(*arrays, out, lse)
-        ctx.lengths, ctx.values = (max_q, max_k), values
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
+        results = _forward(*arguments)
+        _setup_context(ctx, arguments, results)
+        return results
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, _):
-        nothing = (None,) * (11 + len(ctx.values))
-        if dout is None:
-            return nothing
-        *arrays, out, lse = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        dq, dk, dv, dbias, dsinks = _backward(
-            dout, out, lse, wanted[3], wanted[6], arrays, *ctx.lengths, ctx.values
-        )  # fmt: skip
-        return (dq, dk, dv, dbias, None, None, dsinks, *nothing[7:])
+    backward = staticmethod(_gradients)
 
 
-# ---- the operators of compiled graphs ----
+# ---- the operators ----
 
 _T, _O = "Tensor", "Tensor?"
 _INPUTS = (
@@ -138,52 +227,144 @@ _INPUTS = (
     "int window_left, int window_right, float softcap, bool deterministic, bool top_left, int? dropout_seed, "
     "int dropout_offset, str? kernel, bool allow_tf32, int num_threads"
 )
-torch.library.define("flash_attn_minimal::attention", f"({_INPUTS}) -> ({_T}, {_T})")
+_NAME, _BACKWARD_NAME = "flash_attn_minimal::attention", "flash_attn_minimal::attention_backward"
+torch.library.define(_NAME, f"({_INPUTS}) -> ({_T}, {_T})")
 torch.library.define(
-    "flash_attn_minimal::attention_backward",
-    f"({_T} dout, {_T} out, {_T} lse, bool want_dbias, bool want_dsinks, {_INPUTS}) -> ({_T}, {_T}, {_T}, {_T}, {_T})",
+    _BACKWARD_NAME,
+    f"({_T} dout, {_O} dlse, {_T} out, {_T} lse, bool want_dbias, bool want_dsinks, {_INPUTS}) -> "
+    f"({_T}, {_T}, {_T}, {_T}, {_T})",
 )
 _attention_op = torch.ops.flash_attn_minimal.attention.default
 _backward_op = torch.ops.flash_attn_minimal.attention_backward.default
-torch.library.impl("flash_attn_minimal::attention", ("cpu", "cuda"), _forward)
+torch.library.impl(_NAME, ("cpu", "cuda"), _forward)
+torch.library.impl(_BACKWARD_NAME, ("cpu", "cuda"), _backward)
+torch.library.register_autograd(_NAME, _gradients, setup_context=_setup_context)
+torch.library.register_autograd(_BACKWARD_NAME, _refuse_double)
 
 
-@torch.library.register_fake("flash_attn_minimal::attention")
+@torch.library.register_fake(_NAME)
 def _(q, k, v, *rest):
+    rank = 4 if rest[4] is None else 3
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != rank:
+            raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected {rank} axes")
+        if x.dtype != q.dtype:
+            raise BadArgument(f"q is {q.dtype}, but {name} is {x.dtype}: they must be the same")
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    rows = (q.shape[1], q.shape[0]) if rest[4] is not None else (q.shape[0], q.shape[2], q.shape[1])
+    rows = (q.shape[1], q.shape[0]) if rank == 3 else (q.shape[0], q.shape[2], q.shape[1])
     return out, q.new_empty(rows, dtype=torch.float32)
 
 
-@torch.library.impl("flash_attn_minimal::attention_backward", ("cpu", "cuda"))
-def _(dout, out, lse, want_dbias, want_dsinks, *arguments):
-    arrays, (max_q, max_k), values = arguments[:9], arguments[9:11], arguments[11:]
-    results = _backward(dout, out, lse, want_dbias, want_dsinks, arrays, max_q, max_k, values)
-    return tuple(dout.new_empty(0) if x is None else x for x in results)
-
-
-@torch.library.register_fake("flash_attn_minimal::attention_backward")
-def _(dout, out, lse, want_dbias, want_dsinks, q, k, v, bias, mask, alibi_slopes, sinks, *rest):
+@torch.library.register_fake(_BACKWARD_NAME)
+def _(dout, dlse, out, lse, want_dbias, want_dsinks, q, k, v, bias, mask, alibi_slopes, sinks, *rest):
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if want_dbias else dout.new_empty(0)
     dsinks = sinks.new_empty(sinks.shape) if want_dsinks else dout.new_empty(0)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dbias, dsinks
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:9], *output)
-    ctx.lengths, ctx.values = inputs[9:11], inputs[11:]
-    ctx.mark_non_differentiable(output[1])
+# ---- transforms of torch.func ----
+#
+# vmap makes one call of all its entries, the mapped axis and the batch as one. Where an entry's numbers depend on its
+# place in the batch (dropout), or it has no batch to join (varlen, sinks and their gradient, bias's gradient), it is a
+# call of its own.
 
 
-def _op_backward(ctx, dout, _):
-    *arrays, out, lse = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    dq, dk, dv, dbias, dsinks = _backward_op(
-        dout, out, lse, wanted[3], wanted[6], *arrays, *ctx.lengths, *ctx.values
-    )  # fmt: skip
-    rest = (None,) * (4 + len(ctx.values))
-    return (dq, dk, dv, dbias if wanted[3] else None, None, None, dsinks if wanted[6] else None, *rest)
+def _entries(size: int, x, dim: int | None):
+    """(size, ...): a view, of stride 0 where x is not mapped."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-torch.library.register_autograd("flash_attn_minimal::attention", _op_backward, setup_context=_setup_context)
-attention._is_compiling = torch.compiler.is_compiling
+def _ready(x):
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _folded(size: int, x, dim: int | None):
+    """(size * batch, ...) of (batch, ...)."""
+    return _ready(_entries(size, x, dim).flatten(0, 1))
+
+
+def _folded_broadcast(size: int, x, dim: int | None, batch: int, rank: int):
+    """The same of an array that broadcasts to `rank` axes, the first of them the batch; as it is where all entries
+    share it."""
+    if x is None or (dim is None and (x.dim() < rank or x.shape[0] == 1)):
+        return x
+    x = _entries(size, x, dim)
+    x = x.reshape(size, *(1,) * (rank + 1 - x.dim()), *x.shape[1:])
+    return _ready(x.expand(size, batch, *x.shape[2:]).flatten(0, 1))
+
+
+def _fold(size: int, dims: tuple, arguments: tuple) -> tuple | None:
+    """The arguments of the operator attention for all entries at once, or None where each needs its own call."""
+    q, k, v, bias, mask, alibi_slopes, sinks, cu_q = arguments[:8]
+    if cu_q is not None or arguments[11] or dims[6] is not None:
+        return None
+    arrays = [_folded(size, x, dim) for x, dim in zip((q, k, v), dims, strict=False)]
+    batch = arrays[0].shape[0] // size
+    arrays += [
+        _folded_broadcast(size, x, dim, batch, rank)
+        for x, dim, rank in ((bias, dims[3], 4), (mask, dims[4], 4), (alibi_slopes, dims[5], 2))
+    ]
+    return (*arrays, *arguments[6:])
+
+
+def _unfold(size: int, results: tuple) -> tuple:
+    return tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
+
+
+def _one_by_one(call, size: int, dims: tuple, arguments: tuple) -> tuple:
+    def entry(i: int) -> list:
+        return [
+            x if dim is None else _ready(x.select(dim, i)) for x, dim in zip(arguments, dims, strict=True)
+        ]  # fmt: skip
+
+    results = [call(*entry(i)) for i in range(size)]
+    return tuple(torch.stack(x) for x in zip(*results, strict=True))
+
+
+def _vmap(info, in_dims, *arguments):
+    size = info.batch_size
+    folded = _fold(size, in_dims, arguments)
+    call = _TransformedAttention.apply
+    results = _unfold(size, call(*folded)) if folded else _one_by_one(call, size, in_dims, arguments)
+    return results, (0, 0)
+
+
+def _vmap_backward(info, in_dims, *arguments):
+    size, given, dims = info.batch_size, arguments[:4], in_dims[:4]
+    want_dbias, want_dsinks = arguments[4:6]
+    call = _TransformedBackward.apply
+    folded = None if want_dbias or want_dsinks else _fold(size, in_dims[6:], arguments[6:])
+    if folded is None:
+        return _one_by_one(call, size, in_dims, arguments), (0,) * 5
+    dout, dlse, out, lse = (x if x is None else _folded(size, x, dim) for x, dim in zip(given, dims, strict=True))
+    *grads, dbias, dsinks = call(dout, dlse, out, lse.contiguous(), False, False, *folded)
+    return (*_unfold(size, grads), dbias, dsinks), (0, 0, 0, None, None)
+
+
+class _TransformedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments):
+        return _attention_op(*arguments)
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_gradients)
+    vmap = staticmethod(_vmap)
+    jvp = staticmethod(_refuse_jvp)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments):
+        return _backward_op(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    backward = staticmethod(_refuse_double)
+    vmap = staticmethod(_vmap_backward)
+    jvp = staticmethod(_refuse_jvp)
+
+
+torch.library.register_vmap(_NAME, _vmap)
+torch.library.register_vmap(_BACKWARD_NAME, _vmap_backward)
