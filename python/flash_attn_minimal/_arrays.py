@@ -41,13 +41,26 @@ class TorchDoor(Door):
         self.dtypes = {getattr(torch, t): t for t in names.split() if hasattr(torch, t)}
         self.natives = {t: dtype for dtype, t in self.dtypes.items()}
         self.plain, self.address, self.strided = torch.Tensor, torch.Tensor.data_ptr, torch.strided
+        self.tracing, self.dispatch_modes, self.function_mode = (
+            _modes.tracing, _modes.dispatch_modes, _modes.function_mode,
+        )  # fmt: skip
+        self.forward_ad, self.any_requires_grad = torch.autograd.forward_ad, torch._C._any_requires_grad
         # 0.1 us; current_stream() builds a Stream object first. Only builds with CUDA have it.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)
 
     def describe(self, q, k, v, out):  # written out: a call for each tensor costs as much as three of its attributes
         try:
-            if q.requires_grad or k.requires_grad or v.requires_grad or q.is_neg() or k.is_neg() or v.is_neg():
+            if (
+                self.tracing()
+                or self.dispatch_modes()
+                or (self.function_mode() and _modes.overridden())
+                or self.forward_ad._current_level >= 0
+                or self.any_requires_grad(q, k, v)
+                or q.is_neg()
+                or k.is_neg()
+                or v.is_neg()
+            ):
                 return None
             if out is None:
                 about_out = None
@@ -78,8 +91,6 @@ class TorchDoor(Door):
         return lambda array: empty_strided(shape, strides, dtype=dtype, device=device)
 
     def view(self, array, name):
-        if _modes.hidden() and (watcher := _modes.watcher()):
-            raise Unsupported(f"{_modes.caller()} is not served under {watcher}: PyTorch would not see what it does")
         if array.requires_grad and self.torch.is_grad_enabled():
             raise Unsupported(
                 f"{name} requires a gradient, which this function does not have: "
@@ -105,10 +116,21 @@ class TorchDoor(Door):
             ) from None
         return View(array, self, pointer, array.shape, array.stride(), dtype, device, index, True)
 
+    def check_seen(self):
+        if (self.tracing() or self.dispatch_modes()) and (watcher := _modes.watcher()):
+            raise Unsupported(f"{_modes.caller()} is not served under {watcher}: PyTorch would not see what it does")
+
+    def watched(self):
+        return bool(
+            self.tracing() or self.dispatch_modes() or _modes.overridden() or self.forward_ad._current_level >= 0
+        )
+
     def empty(self, like, shape, dtype):
+        self.check_seen()
         return self.view(like.owner.new_empty(shape, dtype=self.natives[dtype]), "out")
 
     def full(self, like, shape, dtype, value):
+        self.check_seen()
         return self.view(like.owner.new_full(shape, value, dtype=self.natives[dtype]), "out")
 
     def stream(self, views):

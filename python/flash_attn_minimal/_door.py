@@ -54,6 +54,14 @@ class Door:
         """The same, filled."""
         raise NotImplementedError
 
+    def check_seen(self) -> None:
+        """Raises where the framework has to see that one of its arrays is about to be written, and cannot. `empty` and
+        `full` look by themselves."""
+
+    def watched(self) -> bool:
+        """Whether the framework watches the calls of this thread; then they take no shortcut."""
+        return False
+
     def stream(self, views: list[View]) -> int | None:
         """The CUDA stream on which the caller's work on these arrays is queued; None is the legacy default stream."""
         return None

@@ -152,13 +152,13 @@ def _repeat(
                 result, at_out = out, address(out)
                 if at_out == at_q or at_out == at_k or at_out == at_v:
                     return None
+            at_lse = at_scratch = stream = None
+            if make_lse:
+                lse = make_lse(q)
+                at_lse = address(lse)
         except RuntimeError:
             return None
-        at_lse = at_scratch = stream = None
         size = scratch_bytes
-        if make_lse:
-            lse = make_lse(q)
-            at_lse = address(lse)
         if on_cpu:
             at_scratch, size = _scratch.address, _scratch.size
         else:

@@ -33,63 +33,50 @@ def unwatched() -> Iterator[None]:
         _operator.runs = before
 
 
-def active() -> bool:
-    """Whether PyTorch does anything but run this thread's calls as they come. Replaced once PyTorch is there."""
-    return _connect() and active()
-
-
-def transforms() -> bool:
-    """Whether grad, vmap, jvp, ... of torch.func are at work. Replaced likewise."""
-    return False
-
-
-def hidden() -> bool:
-    """Whether a trace or dispatch mode is active: the part of `active` that a tensor itself does not show. Likewise."""
-    return False
-
-
-def _connect() -> bool:
-    """Looks for PyTorch; False while nobody has imported it (to the end)."""
-    global Tensor, active, transforms, hidden
-    torch = sys.modules.get("torch")
-    if not hasattr(torch, "export"):
-        return False
-    bits = torch._C
-    compiling, forward_ad = torch.compiler.is_compiling, torch.autograd.forward_ad
-    transforms = getattr(bits, "_are_functorch_transforms_active", _no)
-    tracing = getattr(bits, "_is_tracing", _no)
-    dispatch_modes = getattr(bits, "_len_torch_dispatch_stack", _no)
-    function_mode = getattr(bits, "_is_torch_function_mode_enabled", _no)
-    transforming, running = transforms, _operator
-
-    def now_active() -> bool:
-        return (
-            compiling()
-            or (
-                tracing()
-                or dispatch_modes() > 0
-                or transforming()
-                or (function_mode() and _overrides_functions(torch))
-                or forward_ad._current_level >= 0
-            )
-            and not running.runs
-        )
-
-    def now_hidden() -> bool:
-        return (tracing() or dispatch_modes() > 0) and not running.runs
-
-    Tensor, active, hidden = torch.Tensor, now_active, now_hidden
-    return True
-
-
 def _no() -> bool:
     return False
 
 
-def _overrides_functions(torch: Any) -> bool:
+# PyTorch's own functions, once it is there.
+compiling: Callable[[], bool] = _no  # inside what torch.compile reads; False when it runs
+tracing: Callable[[], bool] = _no  # torch.jit.trace
+dispatch_modes: Callable[[], int] = _no
+function_mode: Callable[[], bool] = _no
+transforms: Callable[[], bool] = _no  # grad, vmap, jvp, ... of torch.func
+forward_ad: Any = None  # its module; _current_level is -1 outside
+
+
+def active() -> bool:
+    """Whether PyTorch does anything but run this thread's calls as they come."""
+    if Tensor == () and not _connect():
+        return False
+    return sys.modules["torch"].compiler.is_compiling() or (
+        not _operator.runs
+        and (tracing() or dispatch_modes() > 0 or transforms() or overridden() or forward_ad._current_level >= 0)
+    )
+
+
+def _connect() -> bool:
+    """Looks for PyTorch; False while nobody has imported it (to the end)."""
+    global Tensor, compiling, tracing, dispatch_modes, function_mode, transforms, forward_ad
+    torch = sys.modules.get("torch")
+    if not hasattr(torch, "export"):
+        return False
+    compiling, forward_ad = torch.compiler.is_dynamo_compiling, torch.autograd.forward_ad
+    tracing = getattr(torch._C, "_is_tracing", _no)
+    dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", _no)
+    function_mode = getattr(torch._C, "_is_torch_function_mode_enabled", _no)
+    transforms = getattr(torch._C, "_are_functorch_transforms_active", _no)
+    Tensor = torch.Tensor
+    return True
+
+
+def overridden() -> bool:
     """Whether a TorchFunctionMode is active besides `with torch.device(...)` and torch.set_default_device, which only
     say where new tensors go."""
-    modes: Callable = getattr(torch.overrides, "_get_current_function_mode_stack", lambda: [None])
+    if not function_mode():
+        return False
+    modes: Callable = getattr(sys.modules["torch"].overrides, "_get_current_function_mode_stack", lambda: [None])
     return any(type(mode).__module__ != "torch.utils._device" for mode in modes())
 
 
@@ -113,7 +100,7 @@ def watcher() -> str | None:
         return "torch.compile or torch.export"
     if _operator.runs:
         return None
-    if getattr(bits, "_is_tracing", _no)():
+    if tracing():
         return "torch.jit.trace"
     if transforms():
         return "a transform of torch.func"

@@ -243,6 +243,7 @@ def _destination(name: str, array: Any, inputs: dict[str, View], shape: tuple[in
     """An array given to be written: of this shape and dtype, from where the inputs come from, and none of them."""
     first_name, first = next(iter(inputs.items()))
     view = _arrays.view(array, name)
+    view.door.check_seen()
     _check_same_place(name, view, first_name, first)
     if tuple(view.shape) != shape or view.dtype != dtype:
         raise BadArgument(f"{name} is {view.dtype} {tuple(view.shape)}: expected {dtype} {shape}")

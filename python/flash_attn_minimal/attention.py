@@ -46,9 +46,9 @@ from ._pack import (
 )
 
 
-def _is_pytorch_s(watched: bool, *arrays) -> bool:
+def _is_pytorch_s(*arrays) -> bool:
     """Whether PyTorch must see the call: a mode watches it, or a tensor wants a gradient or is no plain one."""
-    if watched:
+    if _modes.active():
         return any(isinstance(x, _modes.Tensor) for x in arrays)
     tensors = [x for x in arrays if isinstance(x, _modes.Tensor)]
     if not tensors:
@@ -165,8 +165,7 @@ def flash_attn_func(
     array([1.5, 2. ], dtype=float32)
     """
     signature = None
-    watched = _modes.active()
-    if not watched and (
+    if not _modes.compiling() and (
         alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is out_dtype is None
         and k_descale is v_descale is None
         and deterministic is top_left is allow_tf32 is fast_accum is False
@@ -182,7 +181,7 @@ def flash_attn_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    if _is_pytorch_s(watched, q, k, v, bias, mask, alibi_slopes, sinks):
+    if _is_pytorch_s(q, k, v, bias, mask, alibi_slopes, sinks):
         from . import autograd
 
         return autograd.differentiable(q, k, v, None, out, return_lse, options)
@@ -268,7 +267,7 @@ def flash_attn_varlen_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    if _is_pytorch_s(_modes.active(), q, k, v, bias, mask, alibi_slopes, sinks):
+    if _is_pytorch_s(q, k, v, bias, mask, alibi_slopes, sinks):
         from . import autograd
 
         return autograd.differentiable(q, k, v, varlen, out, return_lse, options)

@@ -61,6 +61,8 @@ def differentiable(q, k, v, varlen, out, return_lse, options: tuple):
     )  # fmt: skip
     return_lse = _flag("return_lse", return_lse)
     if torch.compiler.is_compiling():
+        if _modes.transforms():
+            raise Unsupported("attention under a transform of torch.func is not served inside torch.compile")
         results = _attention_op(*arguments)
     elif _modes.transforms():
         results = _TransformedAttention.apply(*arguments)
@@ -269,6 +271,12 @@ def _(dout, dlse, out, lse, want_dbias, want_dsinks, q, k, v, bias, mask, alibi_
 # call of its own.
 
 
+def _size(info) -> int:
+    if info.batch_size == 0:
+        raise Unsupported("torch.vmap over an axis of length 0 is not served by attention")
+    return info.batch_size
+
+
 def _entries(size: int, x, dim: int | None):
     """(size, ...): a view, of stride 0 where x is not mapped."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -322,7 +330,7 @@ def _one_by_one(call, size: int, dims: tuple, arguments: tuple) -> tuple:
 
 
 def _vmap(info, in_dims, *arguments):
-    size = info.batch_size
+    size = _size(info)
     folded = _fold(size, in_dims, arguments)
     call = _TransformedAttention.apply
     results = _unfold(size, call(*folded)) if folded else _one_by_one(call, size, in_dims, arguments)
@@ -330,7 +338,7 @@ def _vmap(info, in_dims, *arguments):
 
 
 def _vmap_backward(info, in_dims, *arguments):
-    size, given, dims = info.batch_size, arguments[:4], in_dims[:4]
+    size, given, dims = _size(info), arguments[:4], in_dims[:4]
     want_dbias, want_dsinks = arguments[4:6]
     call = _TransformedBackward.apply
     folded = None if want_dbias or want_dsinks else _fold(size, in_dims[6:], arguments[6:])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _modes
+from . import _arrays
 from ._arrays import View
 from ._launch import _MOST_REPEATS, _packing, _scratch, _with_workspace
 from ._library import (
@@ -149,7 +149,7 @@ def flash_attn_with_kvcache(
         v_scale, out,
     )  # fmt: skip
     signature = None
-    if cache_leftpad is None and not _modes.hidden():
+    if cache_leftpad is None:
         signature = _signature(
             arrays, cache_seqlens, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
             return_softmax_lse, batch_invariant, programmatic, kernel, num_threads,
@@ -428,6 +428,7 @@ def _signature(arrays, cache_seqlens, softmax_scale, causal, window_size, softca
     if (
         door is None
         or door.plain is not kind
+        or door.watched()
         or not all(type(flag) is bool for flag in flags)
         or not (type(num_splits) is type(num_threads) is int)
         or not (softmax_scale is None or type(softmax_scale) is float)

@@ -502,6 +502,7 @@ def _output(array: Any, first_name: str, first: View, shape: tuple[int, ...], dt
         except (TypeError, KeyError):
             raise Unsupported(f"{first.door.name} has no dtype {dtype} here (NumPy: `import ml_dtypes`)") from None
     view = _arrays.view(array, "out")
+    view.door.check_seen()
     _check_same_place("out", view, first_name, first)
     if view.dtype not in _FLOATS or tuple(view.shape) != shape or (dtype and view.dtype != dtype):
         raise BadArgument(f"out is {view.dtype} {tuple(view.shape)}: expected {dtype or first.dtype} {shape}")
