@@ -544,6 +544,16 @@ FA_API fa_status fa_w4_linear_chain(const fa_w4_linear_chain_args* args, void* s
 /* As fa_attention_query. */
 FA_API fa_status fa_w4_linear_chain_query(const fa_w4_linear_chain_args* args, fa_attention_plan* plan);
 
+/* ---- XLA ---- */
+
+/* Both passes as handlers of XLA's foreign function interface (openxla.org/xla/custom_call), to be registered for the platforms cpu and
+ * CUDA: an XLA_FFI_CallFrame* in, NULL or an XLA_FFI_Error* with fa_last_error's text out. On a GPU they may be captured into a command
+ * buffer. How a call is described is written at the top of api/xla_ffi.cpp. */
+FA_API void* fa_xla_forward_cpu(void* call_frame);
+FA_API void* fa_xla_forward_cuda(void* call_frame);
+FA_API void* fa_xla_backward_cpu(void* call_frame);
+FA_API void* fa_xla_backward_cuda(void* call_frame);
+
 /* The kernels in this build, best first on each device: index 0 .. fa_kernel_count() - 1, NULL beyond. */
 FA_API int32_t fa_kernel_count(void);
 FA_API const char* fa_kernel_name(int32_t index);

@@ -476,6 +476,8 @@ def load() -> ct.CDLL:
         declare(f"{table}_name", ct.c_char_p, ct.c_int32)
         declare(f"{table}_summary", ct.c_char_p, ct.c_int32)
         declare(f"{table}_device", ct.c_int32, ct.c_int32)
+    for handler in ("forward_cpu", "forward_cuda", "backward_cpu", "backward_cuda"):
+        declare(f"fa_xla_{handler}", ct.c_void_p, ct.c_void_p)
     declare("fa_status_name", ct.c_char_p, ct.c_int)
     declare("fa_last_error", ct.c_char_p)
     declare("fa_version", ct.c_char_p)

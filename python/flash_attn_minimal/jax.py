@@ -1,11 +1,12 @@
 """JAX: what flash_attn_func and flash_attn_varlen_func do with traced arrays, so that they work under jit and grad, on
 CPU and GPU.
 
-XLA calls the library through its foreign function interface (openxla.org/xla/custom_call): the handlers are ctypes
-callbacks that read XLA's call frame, so nothing has to be compiled against JAX. The options travel as JSON inside the
-compiled program. On a GPU the stream is XLA's, and the workspace comes from XLA's own allocator.
+XLA calls the library itself, through its foreign function interface (cuda/api/xla_ffi.cpp): no Python runs in a step.
+A call is described while it is traced, by the structs of flash_attn.h in which a placeholder stands for each buffer's
+address; what no device of this machine serves is refused at once. On a GPU the stream is XLA's, and the workspace is
+one more result of the custom call, which nobody sees.
 
-Gradients: q, k, v, bias and sinks; lse has none. vmap maps one call after the other.
+Gradients: q, k, v, bias and sinks; lse has none, nor do gradients. vmap maps one call after the other.
 
 >>> import jax
 >>> from flash_attn_minimal import flash_attn_func
@@ -18,8 +19,8 @@ from __future__ import annotations
 
 import ctypes as ct
 import functools
-import json
-from typing import Any
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,45 +28,49 @@ import numpy as np
 
 from . import _arrays
 from ._arrays import Door, View
-from ._launch import _launch
-from ._library import CPU, CUDA, AttentionBackwardArgs, FlashAttnError, Unsupported
+from ._launch import _PLAN_SIZE
+from ._library import (
+    CPU,
+    CUDA,
+    OK,
+    AttentionArgs,
+    AttentionBackwardArgs,
+    AttentionPlan,
+    BadArgument,
+    Unsupported,
+    failure,
+    load,
+)
 from ._pack import _PREPARED, _flag, _prepare, _put_tensor
-from .backward import _launch_backward, _put_dbias
+from .backward import _put_dbias
+
+try:
+    from jax import ffi
+except ImportError:  # before JAX 0.5
+    from jax.extend import ffi
 
 _ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 
 def traced(q, k, v, varlen, out, return_lse, options: tuple):
     """A call as part of a JAX program. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), the
     last two Python integers; options: what _prepare takes after it, Python values but for the arrays."""
-    if out is not None:
-        raise Unsupported("out is given, but a traced call has no memory to write to: pass out=None")
     options = dict(zip(_PREPARED, options, strict=True))
-    for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
-        value = options.pop(name)
-        if value is not None and value is not False:
-            raise Unsupported(f"{name} is given, but float8 is not served in a traced call")
-    arrays = {"q": q, "k": k, "v": v, **{name: options.pop(name) for name in _ARRAYS}}
+    given = {"q": q, "k": k, "v": v, **{name: options.pop(name) for name in _ARRAYS}}
+    longest = ()
     if varlen:
-        arrays["cu_seqlens_q"], arrays["cu_seqlens_k"], options["max_seqlen_q"], options["max_seqlen_k"] = varlen
-    for name, value in options.items():
-        if isinstance(value, jax.core.Tracer):
-            raise Unsupported(f"{name} is a traced value: pass a Python one")
-    arrays = {name: jnp.asarray(array) for name, array in arrays.items() if array is not None}
-    names = tuple(arrays)
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays.values()]
-    args, views, _ = _call(dict(zip(names, map(_shape_view, shapes), strict=True)), dict(options))  # raises at once
-    q, v = views[0], views[2]
-    rows = (args.batch, args.nheads, args.seqlen_q) if len(q.shape) == 4 else (args.nheads, q.shape[0])
-    results = (
-        jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), arrays["q"].dtype),
-        jax.ShapeDtypeStruct(rows, jnp.float32),
-    )
-    text = json.dumps({"names": names, "options": options})
+        given["cu_seqlens_q"], given["cu_seqlens_k"], *longest = varlen
+    _check_served(out, return_lse, options, longest)
+    given = {name: array for name, array in given.items() if array is not None}
+    names = tuple(given)
+    arrays = tuple(_array(name, array) for name, array in given.items())
+    call = _Call(names, [(x.shape, str(x.dtype)) for x in arrays], longest, options)
+    arrays = [jnp.asarray(array) for array in arrays]
 
     @jax.custom_vjp
     def attend(*inputs):
-        return _ffi("flash_attn_minimal_forward", results, inputs, text)
+        return call.forward(*inputs)
 
     def forward(*inputs):
         out, lse = attend(*inputs)
@@ -73,18 +78,8 @@ def traced(q, k, v, varlen, out, return_lse, options: tuple):
 
     def backward(saved, cotangents):
         inputs, out, lse = saved
+        gradients = dict(zip(call.wanted, gradients_of(*inputs, out, lse, cotangents[0]), strict=True))
         by_name = dict(zip(names, inputs, strict=True))
-        wanted = [name for name in ("q", "k", "v", "bias", "sinks") if name in by_name]
-        shapes = [
-            jax.ShapeDtypeStruct(by_name[name].shape, jnp.float32 if name == "bias" else by_name[name].dtype)
-            for name in wanted
-        ]
-        pass_options = {**options, "kernel": None}  # the forward pass's
-        text = json.dumps({"names": (*names, "out", "lse", "dout"), "options": pass_options})
-        given = (*inputs, out, lse, cotangents[0])
-        gradients = dict(
-            zip(wanted, _ffi("flash_attn_minimal_backward", tuple(shapes), given, text), strict=True)
-        )  # fmt: skip
         if "cu_seqlens_q" in by_name:
             for name in "qkv":
                 rows = jnp.arange(gradients[name].shape[0])
@@ -95,11 +90,46 @@ def traced(q, k, v, varlen, out, return_lse, options: tuple):
         return tuple(gradients.get(name, _no_gradient(by_name[name])) for name in names)
 
     attend.defvjp(forward, backward)
-    out, lse = attend(*arrays.values())
-    if "cu_seqlens_q" in arrays:  # XLA's results start as anything, and rows behind the last sequence stay it
-        covered = jnp.arange(out.shape[0]) < arrays["cu_seqlens_q"][-1]
+
+    @jax.custom_vjp
+    def gradients_of(*inputs):
+        return call.backward(*inputs)
+
+    gradients_of.defvjp(lambda *inputs: (call.backward(*inputs), None), _no_second_derivative)
+    out, lse = attend(*arrays)
+    if varlen:  # XLA's results start as anything, and rows behind the last sequence stay it
+        covered = jnp.arange(out.shape[0]) < arrays[names.index("cu_seqlens_q")][-1]
         out, lse = jnp.where(covered[:, None, None], out, 0), jnp.where(covered, lse, -jnp.inf)
     return (out, jax.lax.stop_gradient(lse)) if _flag("return_lse", return_lse) else out
+
+
+def _check_served(out, return_lse, options: dict, longest) -> None:
+    """Takes the options that no traced call has out of options."""
+    if out is not None:
+        raise Unsupported("out is given, but a traced call has no memory to write to: pass out=None")
+    if not _is_tracer(options["fast_accum"]) and not _flag("fast_accum", options["fast_accum"]):
+        options["fast_accum"] = None
+    for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
+        if options.pop(name) is not None:
+            raise Unsupported(f"{name} is given, but float8 is not served in a traced call")
+    lengths = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=False))
+    for name, value in {**options, **lengths, "return_lse": return_lse}.items():
+        if any(map(_is_tracer, value if isinstance(value, (tuple, list)) else (value,))):
+            raise Unsupported(f"{name} is a traced value: pass a Python one")
+
+
+def _is_tracer(value) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def _array(name: str, array):
+    """An array of JAX's or NumPy's. Its own dtype is what is checked: JAX may make float32 of a float64."""
+    if isinstance(array, jax.Array):
+        return array
+    door = _arrays.view(array, name).door
+    if door is not _arrays.NUMPY:
+        raise BadArgument(f"{name} is a {door.name} array, but the call is part of a JAX program: use JAX for all")
+    return array
 
 
 def _no_gradient(array):
@@ -108,236 +138,121 @@ def _no_gradient(array):
     return np.zeros(array.shape, jax.dtypes.float0)
 
 
-def _ffi(target: str, results, inputs, text: str):
-    _register()
-    return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*inputs, call=text)
+def _no_second_derivative(saved, cotangents):
+    raise Unsupported("a gradient of attention is differentiated once more, but it has no gradient itself")
 
 
-def _call(views: dict[str, View], options: dict[str, Any]):
-    """AttentionArgs and views for named arrays; the third is what only a backward call has."""
-    extra = {name: views.pop(name) for name in ("out", "lse", "dout") if name in views}
-    lengths = tuple(
-        views.pop(name, None) if name in views else options.pop(name, None)
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    )
-    options["window_size"] = tuple(options["window_size"])
-    args, all_views = _prepare(varlen=None if lengths[0] is None else lengths, **views, **options)
-    return args, all_views, extra
+# ---- a call, described ----
 
 
-def _shape_view(aval) -> View:
-    return View(None, _FRAME, None, tuple(aval.shape), _contiguous(aval.shape), str(aval.dtype), CPU, 0, True)
+class _PlaceDoor(Door):
+    """Buffers of a custom call, which have no address yet."""
 
-
-def _contiguous(shape) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-# ---- XLA's call frame (xla/ffi/api/c_api.h, version 0.1 and later) ----
-
-
-class _Extension(ct.Structure):
-    pass
-
-
-_Extension._fields_ = [("size", ct.c_size_t), ("type", ct.c_int), ("next", ct.POINTER(_Extension))]
-_BASE = [("size", ct.c_size_t), ("extension", ct.POINTER(_Extension))]
-
-
-class _Version(ct.Structure):
-    _fields_ = [*_BASE, ("major", ct.c_int), ("minor", ct.c_int)]
-
-
-class _Metadata(ct.Structure):
-    _fields_ = [("size", ct.c_size_t), ("version", _Version), ("traits", ct.c_uint32)]
-
-
-class _MetadataExtension(ct.Structure):
-    _fields_ = [("base", _Extension), ("metadata", ct.POINTER(_Metadata))]
-
-
-class _Buffer(ct.Structure):
-    _fields_ = [
-        *_BASE, ("dtype", ct.c_int), ("data", ct.c_void_p), ("rank", ct.c_int64), ("dims", ct.POINTER(ct.c_int64))
-    ]  # fmt: skip
-
-
-class _List(ct.Structure):
-    """XLA_FFI_Args and XLA_FFI_Rets."""
-
-    _fields_ = [*_BASE, ("count", ct.c_int64), ("types", ct.c_void_p), ("items", ct.POINTER(ct.POINTER(_Buffer)))]
-
-
-class _Span(ct.Structure):
-    _fields_ = [("text", ct.c_void_p), ("length", ct.c_size_t)]
-
-
-class _Attributes(ct.Structure):
-    _fields_ = [
-        *_BASE, ("count", ct.c_int64), ("types", ct.c_void_p), ("names", ct.c_void_p),
-        ("values", ct.POINTER(ct.POINTER(_Span))),
-    ]  # fmt: skip
-
-
-class _ErrorArgs(ct.Structure):
-    _fields_ = [*_BASE, ("message", ct.c_char_p), ("code", ct.c_int)]
-
-
-class _StreamArgs(ct.Structure):
-    _fields_ = [*_BASE, ("context", ct.c_void_p), ("stream", ct.c_void_p)]
-
-
-class _AllocateArgs(ct.Structure):
-    _fields_ = [
-        *_BASE, ("context", ct.c_void_p), ("bytes", ct.c_size_t), ("alignment", ct.c_size_t), ("data", ct.c_void_p)
-    ]  # fmt: skip
-
-
-class _FreeArgs(ct.Structure):
-    _fields_ = [*_BASE, ("context", ct.c_void_p), ("bytes", ct.c_size_t), ("data", ct.c_void_p)]
-
-
-_Asked = ct.CFUNCTYPE(ct.c_void_p, ct.c_void_p)
-
-
-class _Api(ct.Structure):
-    _fields_ = [
-        *_BASE, ("version", _Version), ("internal", ct.c_void_p), ("error_create", _Asked),
-        ("error_message", ct.c_void_p), ("error_destroy", ct.c_void_p), ("handler_register", ct.c_void_p),
-        ("stream_get", _Asked), ("type_register", ct.c_void_p), ("context_get", ct.c_void_p),
-        ("state_set", ct.c_void_p), ("state_get", ct.c_void_p), ("memory_allocate", _Asked), ("memory_free", _Asked),
-    ]  # fmt: skip
-
-
-class _Frame(ct.Structure):
-    _fields_ = [
-        *_BASE, ("api", ct.POINTER(_Api)), ("context", ct.c_void_p), ("stage", ct.c_int), ("args", _List),
-        ("results", _List), ("attributes", _Attributes),
-    ]  # fmt: skip
-
-
-_METADATA, _EXECUTE = 1, 3
-_INVALID_ARGUMENT, _INTERNAL = 3, 13
-_DTYPES = {1: "bool", 4: "int32", 5: "int64", 6: "uint8", 10: "float16", 11: "float32", 12: "float64", 16: "bfloat16"}
-
-
-class _FrameDoor(Door):
-    """Arrays that are buffers of a call frame; a view's owner is the frame."""
-
-    name = "XLA"
-
-    def empty(self, like, shape, dtype):
-        """Workspace on a GPU, given back when the handler returns: XLA's allocator hands it to nobody but work queued
-        behind ours on the same stream."""
-        frame: _Frame = like.owner
-        ask = _AllocateArgs(size=ct.sizeof(_AllocateArgs), context=frame.context, bytes=shape[0], alignment=16)
-        if frame.api[0].memory_allocate(ct.addressof(ask)):
-            raise MemoryError(f"XLA has no {shape[0]} bytes for the workspace")
-        frame.scratch = [*getattr(frame, "scratch", ()), (ask.data, shape[0])]
-        return View(frame, self, ask.data, shape, (1,), dtype, like.device, like.index, True)
-
-    def stream(self, views):
-        frame: _Frame = views[0].owner
-        ask = _StreamArgs(size=ct.sizeof(_StreamArgs), context=frame.context)
-        if frame.api[0].stream_get(ct.addressof(ask)):
-            raise RuntimeError("XLA has no stream for this call")
-        return ask.stream
+    name = "JAX"
 
     def view(self, array, name):
         return array
 
 
-_FRAME = _FrameDoor()
-_arrays._doors[View] = _FRAME  # a view is taken as it is
+_PLACES = _PlaceDoor()
+_arrays._doors[View] = _PLACES  # a view is taken as it is
+_ADDRESS_UNIT = 256  # kAddressUnit
 
 
-def _views(frame: _Frame, items: _List, device: int) -> list[View]:
-    found = []
-    for i in range(items.count):
-        buffer = items.items[i][0]
-        shape = tuple(buffer.dims[: buffer.rank])
-        dtype = _DTYPES.get(buffer.dtype, f"XLA type {buffer.dtype}")
-        found.append(View(frame, _FRAME, buffer.data, shape, _contiguous(shape), dtype, device, 0, True))
-    return found
+def _place(index: int, shape, dtype: str) -> View:
+    """Buffer `index` of a custom call, arguments before results: dense, and its number for an address."""
+    strides = tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+    return View(None, _PLACES, _ADDRESS_UNIT * (1 + index), tuple(shape), strides, dtype, CPU, 0, True)
 
 
-@functools.lru_cache(maxsize=1024)
-def _parse(text: bytes) -> tuple[tuple[str, ...], dict[str, Any]]:
-    call = json.loads(text)
-    return tuple(call["names"]), call["options"]
+class _Call:
+    """Both passes of a call with these arguments: functions of its arrays, in the order of `names`."""
+
+    def __init__(self, names, types, longest, options):
+        """types: (shape, dtype) of each array."""
+        self.names, self.types, self.longest, self.options = names, types, longest, options
+        self.wanted = [name for name in _DIFFERENTIABLE if name in names]
+        args, q, v = self._prepare(options)
+        rows = (args.batch, args.nheads, args.seqlen_q) if not longest else (args.nheads, q.shape[0])
+        self.results = [((*q.shape[:-1], v.shape[-1]), q.dtype), (rows, "float32")]
+        out, lse = (_place(len(names) + i, *result) for i, result in enumerate(self.results))
+        _put_tensor(args, "out", out)
+        args.lse = lse.pointer
+        lib = load()
+        size = _workspace(args, lambda plan: lib.fa_attention_query(args, plan))
+        self.forward = _custom_call("forward", args, size, len(names), self.results)
+
+    @functools.cached_property
+    def backward(self) -> Callable:
+        """A function of the arrays, out, lse and dout, which gives those of `wanted`; bias's is float32."""
+        types = dict(zip(self.names, self.types, strict=True))
+        inputs = [*self.types, *self.results, self.results[0]]
+        out, lse, dout = (_place(len(self.names) + i, *about) for i, about in enumerate(inputs[-3:]))
+        results = [(types[name][0], "float32" if name == "bias" else types[name][1]) for name in self.wanted]
+        places = {name: _place(len(inputs) + i, *results[i]) for i, name in enumerate(self.wanted)}
+        args, *_ = self._prepare({**self.options, "kernel": None})  # the forward pass's
+        _put_tensor(args, "out", out)
+        args.lse = lse.pointer
+        call = AttentionBackwardArgs(struct_size=ct.sizeof(AttentionBackwardArgs), forward=ct.pointer(args))
+        _put_tensor(call, "dout", dout)
+        for name in "qkv":
+            _put_tensor(call, f"d{name}", places[name])
+        if "bias" in places:
+            _put_dbias(call, places["bias"])
+        if "sinks" in places:
+            call.dsinks = places["sinks"].pointer
+        lib = load()
+        size = _workspace(args, lambda plan: lib.fa_attention_backward_query(call, plan))
+        return _custom_call("backward", args, size, len(inputs), results, backward=call)
+
+    def _prepare(self, options):
+        """AttentionArgs without outputs, and the places of q and v."""
+        places = {name: _place(i, *about) for i, (name, about) in enumerate(zip(self.names, self.types, strict=True))}
+        lengths = None
+        if self.longest:
+            lengths = places.pop("cu_seqlens_q"), places.pop("cu_seqlens_k"), *self.longest
+        args, _ = _prepare(varlen=lengths, **places, **options)
+        return args, places["q"], places["v"]
 
 
-def _forward(named, options, results):
-    args, views, _ = _call(named, options)
-    out, lse = results
-    _put_tensor(args, "out", out)
-    args.lse = lse.pointer
-    _launch(args, views)
+def _workspace(args: AttentionArgs, query: Callable[[AttentionPlan], int]) -> int:
+    """Bytes of workspace on a GPU; on the CPU the library finds its own. Raises where no device here serves the call."""
+    lib, plan, size, served = load(), AttentionPlan(struct_size=_PLAN_SIZE), 0, False
+    q, args.q_data = args.q_data, None  # a GPU is asked whose address it is; NULL means the current one
+    for device in (CPU, CUDA) if lib.fa_cuda_device_count() else (CPU,):
+        args.device = device
+        status = query(plan)
+        if status == OK:
+            served = True
+            size = plan.workspace_bytes if device == CUDA else 0
+    args.q_data = q
+    if not served:
+        raise failure(status)
+    return size
 
 
-def _backward(named, options, results):
-    args, views, extra = _call(named, options)
-    _put_tensor(args, "out", extra["out"])
-    args.lse = extra["lse"].pointer
-    call = AttentionBackwardArgs(struct_size=ct.sizeof(AttentionBackwardArgs), forward=ct.pointer(args))
-    _put_tensor(call, "dout", extra["dout"])
-    dq, dk, dv, *rest = results
-    for name, view in (("dq", dq), ("dk", dk), ("dv", dv)):
-        _put_tensor(call, name, view)
-    if args.bias_data:
-        _put_dbias(call, rest.pop(0))
-    if args.sinks:
-        call.dsinks = rest.pop(0).pointer
-    _launch_backward(call, args, views)
+def _custom_call(target: str, args: AttentionArgs, workspace: int, arguments: int, results, **more: ct.Structure):
+    """The function of `arguments` arrays that XLA makes of filled structs."""
+    _register()
+    args.workspace, args.workspace_bytes = _ADDRESS_UNIT * (1 + arguments + len(results)), workspace
+    kernel, args.kernel = (args.kernel or b"").decode(), None
+    for struct in more.values():
+        struct.forward = None
+    words = {name: np.frombuffer(bytes(struct), np.int64) for name, struct in {"attention": args, **more}.items()}
+    shapes = [jax.ShapeDtypeStruct(*about) for about in (*results, ((workspace,), "uint8"))]
 
+    @jax.custom_batching.sequential_vmap  # of ffi_call's own way vmap would stack the workspaces
+    def run(*inputs):
+        return tuple(ffi.ffi_call(f"flash_attn_minimal_{target}", shapes)(*inputs, kernel=kernel, **words)[:-1])
 
-def _handler(run, device: int):
-    """An XLA_FFI_Handler for one pass on one device. It returns NULL or an error of XLA's making; Python's exceptions
-    end here."""
-
-    @_Asked
-    def handle(address):
-        frame = _Frame.from_address(address)
-        try:
-            extension = frame.extension
-            while extension:
-                if extension[0].type == _METADATA:  # XLA asks which version of the interface this was written for
-                    metadata = ct.cast(extension, ct.POINTER(_MetadataExtension))[0].metadata[0]
-                    metadata.version.major, metadata.version.minor, metadata.traits = 0, 1, 0
-                    return None
-                extension = extension[0].next
-            if frame.stage != _EXECUTE:
-                return None
-            span = frame.attributes.values[0][0]
-            names, options = _parse(ct.string_at(span.text, span.length))
-            inputs = _views(frame, frame.args, device)
-            run(dict(zip(names, inputs, strict=True)), dict(options), _views(frame, frame.results, device))
-            return None
-        except BaseException as error:
-            code = _INVALID_ARGUMENT if isinstance(error, FlashAttnError) else _INTERNAL
-            text = f"{type(error).__name__}: {error}".encode()
-            told = _ErrorArgs(size=ct.sizeof(_ErrorArgs), message=text, code=code)  # alive until XLA has read it
-            return frame.api[0].error_create(ct.addressof(told))
-        finally:
-            for data, size in getattr(frame, "scratch", ()):
-                give = _FreeArgs(size=ct.sizeof(_FreeArgs), context=frame.context, bytes=size, data=data)
-                frame.api[0].memory_free(ct.addressof(give))
-
-    return handle
+    return run
 
 
 @functools.cache
-def _register() -> list:
-    """Tells XLA about the handlers, once; they live as long as the process."""
-    handlers = []
-    for name, run in (("forward", _forward), ("backward", _backward)):
-        for platform, device in (("cpu", CPU), ("CUDA", CUDA)):
-            handler = _handler(run, device)
-            handlers.append(handler)
-            capsule = jax.ffi.pycapsule(handler)
-            jax.ffi.register_ffi_target(f"flash_attn_minimal_{name}", capsule, platform=platform)
-    return handlers
+def _register() -> None:
+    """Tells XLA about the handlers, once."""
+    lib = load()
+    for target in ("forward", "backward"):
+        for platform in ("cpu", "CUDA"):
+            handler = getattr(lib, f"fa_xla_{target}_{platform.lower()}")
+            ffi.register_ffi_target(f"flash_attn_minimal_{target}", ffi.pycapsule(handler), platform=platform)

@@ -1,0 +1,162 @@
+// xla_ffi.cpp: attention as custom calls of XLA, without Python in a step: JAX's way to the library (jax.py).
+//
+// A call's attributes are the structs of flash_attn.h, byte for byte, as arrays of int64: "attention", and "backward" for the backward
+// pass; and "kernel", a string, empty where none is forced. A struct holds kAddressUnit * (1 + i) where the address of buffer i
+// belongs, arguments before results. On a GPU the last result is the workspace: memory of XLA's that stays this call's while a captured
+// graph is replayed. On the CPU the workspace is allocated here.
+#include "xla_ffi.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "flash_attn.h"
+#include "status.h"
+
+namespace fa {
+namespace {
+
+using xla::CallFrame;
+
+constexpr uintptr_t kAddressUnit = 256;  // XLA's alignment on a GPU, so that the placeholders pass where addresses are asked for
+
+const void* find_attribute(const CallFrame& frame, const char* name, xla::AttributeType type) {
+    const xla::Attributes& attributes = frame.attributes;
+    for (int64_t i = 0; i < attributes.size; ++i) {
+        const xla::ByteSpan& found = *attributes.names[i];
+        if (found.length == std::strlen(name) && !std::memcmp(found.text, name, found.length))
+            return attributes.types[i] == type ? attributes.values[i] : nullptr;
+    }
+    return nullptr;
+}
+
+template <typename Args>
+fa_status unpack(const CallFrame& frame, const char* name, Args* args) {
+    const auto* array = static_cast<const xla::Array*>(find_attribute(frame, name, xla::kArrayAttribute));
+    if (!array || array->dtype != xla::kInt64 || array->size * sizeof(int64_t) != sizeof *args)
+        return fail(FA_BAD_ARGUMENT, "attribute %s is not an array of %zu int64: the program was made for another release of the library",
+                    name, sizeof *args / sizeof(int64_t));
+    std::memcpy(args, array->data, sizeof *args);
+    return FA_OK;
+}
+
+// Placeholders become addresses; NULL stays NULL.
+class Places {
+public:
+    explicit Places(const CallFrame& frame) : frame_(frame) {}
+
+    template <typename... T>
+    fa_status fill(T*&... pointers) const {
+        fa_status status = FA_OK;
+        ((status = status == FA_OK ? fill_one(pointers) : status), ...);
+        return status;
+    }
+
+private:
+    template <typename T>
+    fa_status fill_one(T*& pointer) const {
+        if (!pointer) return FA_OK;
+        const int64_t index = int64_t(reinterpret_cast<uintptr_t>(pointer) / kAddressUnit) - 1, arguments = frame_.arguments.size;
+        if (index < 0 || index >= arguments + frame_.results.size)
+            return fail(FA_BAD_ARGUMENT, "buffer %lld is none of the call's %lld", static_cast<long long>(index),
+                        static_cast<long long>(arguments + frame_.results.size));
+        pointer = static_cast<T*>((index < arguments ? frame_.arguments.items[index] : frame_.results.items[index - arguments])->data);
+        return FA_OK;
+    }
+
+    const CallFrame& frame_;
+};
+
+struct ForwardCall {
+    fa_attention_args attention;
+    char kernel[64];  // longer than any kernel's name
+
+    fa_status read(const CallFrame& frame) {
+        if (const fa_status status = unpack(frame, "attention", &attention); status != FA_OK) return status;
+        if (const auto* name = static_cast<const xla::ByteSpan*>(find_attribute(frame, "kernel", xla::kStringAttribute));
+            name && name->length) {
+            std::snprintf(kernel, sizeof kernel, "%.*s", int(name->length), name->text);
+            attention.kernel = kernel;
+        }
+        fa_attention_args& a = attention;
+        return Places(frame).fill(a.q.data, a.k.data, a.v.data, a.out.data, a.lse, a.cu_seqlens_q, a.cu_seqlens_k, a.alibi_slopes,
+                                  a.bias.data, a.mask.data, a.sinks, a.workspace);
+    }
+    fa_status launch(void* stream) const { return fa_attention_forward(&attention, stream); }
+    fa_status query(fa_attention_plan* plan) const { return fa_attention_query(&attention, plan); }
+};
+
+struct BackwardCall : ForwardCall {
+    fa_attention_backward_args backward;
+
+    fa_status read(const CallFrame& frame) {
+        if (const fa_status status = ForwardCall::read(frame); status != FA_OK) return status;
+        if (const fa_status status = unpack(frame, "backward", &backward); status != FA_OK) return status;
+        backward.forward = &attention;
+        fa_attention_backward_args& b = backward;
+        return Places(frame).fill(b.dout.data, b.dq.data, b.dk.data, b.dv.data, b.dbias.data, b.dsinks);
+    }
+    fa_status launch(void* stream) const { return fa_attention_backward(&backward, stream); }
+    fa_status query(fa_attention_plan* plan) const { return fa_attention_backward_query(&backward, plan); }
+};
+
+template <typename Call>
+fa_status launch_on_host(Call& call) {
+    fa_attention_plan plan;
+    plan.struct_size = sizeof plan;
+    if (const fa_status status = call.query(&plan); status != FA_OK) return status;
+    const std::unique_ptr<void, decltype(&std::free)> workspace(std::malloc(plan.workspace_bytes), std::free);
+    if (!workspace && plan.workspace_bytes)
+        return fail(FA_OUT_OF_MEMORY, "no host memory left for a workspace of %zu bytes", plan.workspace_bytes);
+    call.attention.workspace = workspace.get();
+    call.attention.workspace_bytes = plan.workspace_bytes;
+    return call.launch(nullptr);
+}
+
+// NULL, or an error of XLA's making with fa_last_error's text.
+xla::Error* answer(const CallFrame& frame, fa_status status) {
+    if (status == FA_OK) return nullptr;
+    xla::ErrorCode code = xla::kInternal;
+    if (status == FA_BAD_ARGUMENT) code = xla::kInvalidArgument;
+    if (status == FA_UNSUPPORTED) code = xla::kUnimplemented;
+    if (status == FA_OUT_OF_MEMORY) code = xla::kResourceExhausted;
+    xla::ErrorCreateArgs args{sizeof args, nullptr, last_error(), code};
+    return frame.api->error_create(&args);
+}
+
+// The oldest version whose ABI this is: newer ones only added to it.
+void describe(fa_device device, xla::Metadata* metadata) {
+    metadata->version.major = 0;
+    metadata->version.minor = 1;
+    metadata->traits = device == FA_CUDA ? xla::kCommandBufferCompatible : 0;
+}
+
+template <fa_device device, typename Call>
+xla::Error* handle(CallFrame* frame) {
+    for (const xla::Extension* extension = frame->extension; extension; extension = extension->next)
+        if (extension->type == xla::kMetadataExtension) {
+            describe(device, reinterpret_cast<const xla::MetadataExtension*>(extension)->metadata);
+            return nullptr;
+        }
+    if (frame->stage != xla::kExecuteStage) return nullptr;
+    Call call;
+    if (const fa_status status = call.read(*frame); status != FA_OK) return answer(*frame, status);
+    call.attention.device = device;
+    if (device == FA_CPU) return answer(*frame, launch_on_host(call));
+    xla::StreamGetArgs ask{sizeof ask, nullptr, frame->context, nullptr};
+    if (xla::Error* const error = frame->api->stream_get(&ask)) return error;
+    return answer(*frame, call.launch(ask.stream));
+}
+
+}  // namespace
+}  // namespace fa
+
+extern "C" {
+
+void* fa_xla_forward_cpu(void* frame) { return fa::handle<FA_CPU, fa::ForwardCall>(static_cast<fa::CallFrame*>(frame)); }
+void* fa_xla_forward_cuda(void* frame) { return fa::handle<FA_CUDA, fa::ForwardCall>(static_cast<fa::CallFrame*>(frame)); }
+void* fa_xla_backward_cpu(void* frame) { return fa::handle<FA_CPU, fa::BackwardCall>(static_cast<fa::CallFrame*>(frame)); }
+void* fa_xla_backward_cuda(void* frame) { return fa::handle<FA_CUDA, fa::BackwardCall>(static_cast<fa::CallFrame*>(frame)); }
+
+}  // extern "C"
