@@ -1,8 +1,10 @@
 """JAX: the functions of the package under jit, grad and vmap, through XLA's foreign function interface."""
 
+import functools
+
 import numpy as np
 import pytest
-from conftest import CUDA_DEVICES
+from conftest import CUDA_DEVICES, torch
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -133,6 +135,87 @@ def test_vmap(place):
     many = jnp.stack([q, 2 * q, -q])
     got = jax.vmap(lambda q: fa.flash_attn_func(q, k, v))(many)
     _assert_close(got, [fa.flash_attn_func(x, k, v) for x in many], 1e-6)
+    twice = jax.jit(jax.vmap(jax.vmap(lambda q, v: fa.flash_attn_func(q, k, v), (0, None)), (None, 0)))
+    vs = jnp.stack([v, -v])
+    want = jnp.stack([jnp.stack([fa.flash_attn_func(x, k, y) for x in many]) for y in vs])
+    _assert_close([twice(many, vs)], [want], 1e-6)
+
+
+def test_vmap_and_gradients_in_either_order(place):
+    q, k, v = _inputs(place)
+    many = jnp.stack([q, 2 * q, -q])
+
+    def loss(q, k):
+        return jnp.sin(fa.flash_attn_func(q, k, v, causal=True)).sum()
+
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    want = [jnp.stack(x) for x in zip(*(gradient(q, k) for q in many), strict=True)]
+    _assert_close(jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (0, None)))(many, k), want, 1e-6)
+    dq, dk = jax.jit(jax.grad(lambda many, k: jax.vmap(loss, (0, None))(many, k).sum(), (0, 1)))(many, k)
+    _assert_close([dq, dk], [want[0], want[1].sum(0)], 2e-5)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_scan_of_layers(place, wrap):
+    q, k, v = (x[..., :16] for x in _inputs(place))
+    layer = wrap(lambda x: x + fa.flash_attn_func(x, k, v, causal=True))
+
+    def scanned(q):
+        return jax.lax.scan(lambda x, _: (layer(x), None), q, None, length=3)[0]
+
+    def unrolled(q):
+        return functools.reduce(lambda x, _: x + _standard(x, k, v, causal=True), range(3), q)
+
+    _assert_close([jax.jit(scanned)(q)], [unrolled(q)], 2e-5)
+    _assert_close(_gradients(scanned, [q]), _gradients(unrolled, [q]), 5e-5)
+
+
+def test_one_program_called_again_and_again(place):
+    """A GPU may capture the program, of calls enough for that, into a graph and replay it on other arrays."""
+    q, k, v = (x[..., :16] for x in _inputs(place))
+
+    def chain(attend, q):
+        return functools.reduce(lambda x, _: x / 2 + attend(x, k, v), range(8), q)
+
+    program = jax.jit(jax.value_and_grad(lambda q: jnp.sin(chain(fa.flash_attn_func, q)).sum()))
+    want = jax.jit(jax.value_and_grad(lambda q: jnp.sin(chain(_standard, q)).sum()))
+    for i in range(5):
+        _assert_close(program(q * (1 - i / 5)), want(q * (1 - i / 5)), 5e-5)
+
+
+def test_shard_map(place):
+    """Arrays that differ over the mesh beside ones that do not, whose gradients are summed over it."""
+    shard_map = getattr(jax, "shard_map", None)
+    if shard_map is None:
+        pytest.skip("this JAX has no jax.shard_map")
+    q, k, v = _inputs(place)
+    slopes, mask = place([0.1, 0.2, 0.3, 0.4]), place(np.tri(37), bool)
+    mesh = jax.sharding.Mesh(list(q.devices()), ("x",))
+    P = jax.sharding.PartitionSpec
+
+    def attend(q, k, v):
+        return fa.flash_attn_func(q, k[None], v[None], alibi_slopes=slopes, mask=mask)
+
+    def sharded(q, k, v):
+        one_by_one = shard_map(
+            jax.vmap(lambda q: attend(q[None], k, v)[0]), mesh=mesh, in_specs=P("x"), out_specs=P("x")
+        )
+        return one_by_one(q)
+
+    got = _gradients(sharded, [q, k[0], v[0]])
+    want = _gradients(lambda q, k, v: jnp.concatenate([attend(q[i : i + 1], k, v) for i in range(2)]), [q, k[0], v[0]])
+    _assert_close(got, want, 2e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+def test_nothing_in_it(place, shape):
+    batch, seqlen_q, seqlen_k = shape
+    q, k = place(np.ones((batch, seqlen_q, 2, 8))), place(np.ones((batch, seqlen_k, 2, 8)))
+    bias = place(np.zeros((1, 2, seqlen_q, seqlen_k)))
+    out, pull = jax.vjp(jax.jit(lambda q, k, bias: fa.flash_attn_func(q, k, k, bias=bias)), q, k, bias)
+    np.testing.assert_array_equal(out, np.zeros(q.shape))
+    for x, gradient in zip((q, k, bias), pull(jnp.ones_like(out)), strict=True):
+        np.testing.assert_array_equal(gradient, np.zeros(x.shape))
 
 
 def test_large_enough_for_workspace_and_threads(place):
@@ -142,17 +225,139 @@ def test_large_enough_for_workspace_and_threads(place):
     _assert_close(got, want, 2e-4)
 
 
+@pytest.mark.parametrize("kernel", [{"cpu": "cpu_naive", "gpu": "naive"}, {"cpu": "cpu_portable", "gpu": "minimal"}])
+def test_a_forced_kernel_and_its_workspace(place, kernel):
+    """In either program the gradient is the best kernel's."""
+    q, k, v = _inputs(place)
+    kernel = kernel["cpu" if q.device.platform == "cpu" else "gpu"]
+    got = jax.jit(lambda q, k, v: fa.flash_attn_func(q, k, v, kernel=kernel))(q, k, v)
+    np.testing.assert_array_equal(got, fa.flash_attn_func(q, k, v, kernel=kernel))
+    many = jax.vmap(lambda q: fa.flash_attn_func(q, k, v, kernel=kernel))(jnp.stack([q, q]))
+    np.testing.assert_array_equal(many, [got, got])
+    want = _gradients(_standard, [q, k, v])
+    _assert_close(_gradients(lambda q, k, v: fa.flash_attn_func(q, k, v, kernel=kernel), [q, k, v]), want, 5e-5)
+
+
+def test_numpy_scalars_as_options(place):
+    q, k, v = _inputs(place)
+    plain = {
+        "softmax_scale": 0.125, "causal": True, "softcap": 3.0, "window_size": (9, 4), "dropout_p": 0.5,
+        "dropout_seed": 7, "dropout_offset": 3, "deterministic": False, "top_left": True, "num_threads": 1,
+        "allow_tf32": False, "return_lse": True, "fast_accum": False,
+    }  # fmt: skip
+    numpy = {
+        "softmax_scale": np.float32(0.125), "causal": np.bool_(True), "softcap": np.float64(3),
+        "window_size": np.array([9, 4]), "dropout_p": np.float16(0.5), "dropout_seed": np.uint64(7),
+        "dropout_offset": np.int8(3), "deterministic": np.bool_(False), "top_left": np.bool_(True),
+        "num_threads": np.int32(1), "allow_tf32": np.bool_(False), "return_lse": np.bool_(True),
+        "fast_accum": np.bool_(False),
+    }  # fmt: skip
+    want = jax.jit(lambda q, k, v: fa.flash_attn_func(q, k, v, **plain))(q, k, v)
+    got = jax.jit(lambda q, k, v: fa.flash_attn_func(q, k, v, **numpy))(q, k, v)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    scale = jnp.float32(0.125)
+    got = jax.jit(lambda q, k, v: fa.flash_attn_func(q, k, v, softmax_scale=scale))(q, k, v)
+    np.testing.assert_array_equal(got, fa.flash_attn_func(q, k, v, softmax_scale=0.125))
+
+
+OPTIONS = {
+    "dropout_p": 0.1, "softmax_scale": 1.0, "causal": True, "softcap": 1.0, "deterministic": True, "top_left": True,
+    "dropout_seed": 1, "dropout_offset": 1, "allow_tf32": True, "num_threads": 1, "return_lse": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("traced_q", [True, False])
+def test_traced_options_are_refused_by_name(name, traced_q):
+    q = jnp.zeros((1, 5, 2, 8))
+    seed = {} if name == "dropout_seed" else {"dropout_seed": 0}
+
+    def attend(q, option):
+        return fa.flash_attn_func(q, q, q, **seed, **{name: option})
+
+    with pytest.raises(fa.FlashAttnError, match=f"{name}( is a traced value|=.*Tracer)"):
+        if traced_q:
+            jax.jit(attend)(q, OPTIONS[name])
+        else:
+            jax.jit(functools.partial(attend, q))(OPTIONS[name])
+    with pytest.raises(fa.FlashAttnError, match=f"{name}( is a traced value|=.*Tracer)"):
+        jax.jit(lambda x: fa.flash_attn_func(q, q, q, **{name: x}))(OPTIONS[name])
+
+
+def test_traced_pairs_and_lengths_are_refused_by_name():
+    q, cu = jnp.zeros((1, 5, 2, 8)), jnp.array([0, 5], jnp.int32)
+    with pytest.raises(fa.Unsupported, match="window_size is a traced value"):
+        jax.jit(lambda q, left: fa.flash_attn_func(q, q, q, window_size=(left, 0)))(q, 3)
+    with pytest.raises(fa.Unsupported, match="max_seqlen_k is a traced value"):
+        jax.jit(lambda q, n: fa.flash_attn_varlen_func(q, q, q, cu, cu, 5, n))(q[0], 5)
+
+
+def test_numpy_arrays_beside_traced_ones(place):
+    q, k, v = _inputs(place)
+    rng = np.random.default_rng(8)
+    bias, mask = rng.standard_normal((37, 37)).astype(np.float32), rng.random((37, 37)) < 0.7
+    arrays = {"k": np.asarray(k), "v": np.asarray(v)[:, :, :, ::-1], "bias": bias, "mask": mask}
+    got = jax.jit(lambda q: fa.flash_attn_func(q, **arrays))(q)
+    want = jax.jit(fa.flash_attn_func)(q, **{name: place(x, x.dtype) for name, x in arrays.items()})
+    np.testing.assert_array_equal(got, want)
+    assert got.devices() == q.devices()
+    dk = jax.jit(jax.grad(lambda k: fa.flash_attn_func(np.asarray(q), k, arrays["v"]).sum()))(k)
+    want = jax.jit(jax.grad(lambda k: fa.flash_attn_func(q, k, place(arrays["v"])).sum()))(k)
+    np.testing.assert_array_equal(dk, want)
+
+
+def test_foreign_arrays_are_refused_by_name():
+    q = jnp.zeros((1, 5, 2, 8))
+    wide, cu = np.zeros((1, 5, 2, 8)), np.array([0, 5])
+    with pytest.raises(fa.BadArgument, match="q is float32, k is float64"):
+        jax.jit(lambda q: fa.flash_attn_func(q, wide, q))(q)
+    with pytest.raises(fa.BadArgument, match="bias is float64: expected float32"):
+        jax.jit(lambda q: fa.flash_attn_func(q, q, q, bias=np.zeros((5, 5))))(q)
+    with pytest.raises(fa.BadArgument, match="cu_seqlens_q is int64: expected int32"):
+        jax.jit(lambda q: fa.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5))(q[0])
+    with pytest.raises(fa.BadArgument, match="v is a masked array"):
+        jax.jit(lambda q: fa.flash_attn_func(q, q, np.ma.masked_less(wide, 0)))(q)
+    with pytest.raises(fa.BadArgument, match="sinks is a builtins.list"):
+        jax.jit(lambda q: fa.flash_attn_func(q, q, q, sinks=[0.0, 0.0]))(q)
+    if torch is not None:
+        with pytest.raises(fa.BadArgument, match="k is a PyTorch array, but the call is part of a JAX program"):
+            jax.jit(lambda q: fa.flash_attn_func(q, torch.zeros(1, 5, 2, 8), q))(q)
+
+
+def test_derivatives_that_are_not_served():
+    q = jnp.ones((1, 5, 2, 8))
+
+    def loss(q):
+        return jnp.sin(fa.flash_attn_func(q, q, q)).sum()
+
+    for twice in (jax.grad(lambda q: jax.grad(loss)(q).sum()), jax.jacrev(jax.grad(loss))):
+        with pytest.raises(fa.Unsupported, match="second derivatives are not served"):
+            twice(q)
+        with pytest.raises(fa.Unsupported, match="second derivatives are not served"):
+            jax.jit(twice)(q)
+    for forward in (jax.jacfwd(loss), jax.hessian(loss)):  # in JAX's words
+        with pytest.raises(TypeError, match="forward-mode.*custom_vjp"):
+            forward(q)
+    step = jax.grad(lambda q: loss(q - jax.lax.stop_gradient(jax.grad(loss)(q))))
+    np.testing.assert_allclose(step(q), jax.grad(loss)(q - jax.grad(loss)(q)), atol=1e-5)
+
+
 def test_refused():
     q = jnp.zeros((1, 5, 2, 8))
     with pytest.raises(fa.BadArgument, match="k has shape"):
         jax.jit(lambda q: fa.flash_attn_func(q, q[..., :4], q))(q)
     with pytest.raises(fa.BadArgument, match="causal=3 is neither True nor False"):
         jax.jit(lambda q: fa.flash_attn_func(q, q, q, causal=3))(q)
-    with pytest.raises(fa.Unsupported, match="softmax_scale is a traced value"):
-        jax.jit(lambda q, scale: fa.flash_attn_func(q, q, q, softmax_scale=scale))(q, 1.0)
     with pytest.raises(fa.Unsupported, match="out is given"):
         jax.jit(lambda q: fa.flash_attn_func(q, q, q, out=q))(q)
-    with pytest.raises(Exception, match="nheads=3 is not a multiple of nheads_k=2"):  # the library's, from inside XLA
-        jax.jit(lambda q, k: fa.flash_attn_func(q, k, k))(jnp.zeros((1, 5, 3, 8)), q).block_until_ready()
-    with pytest.raises(Exception, match="kernel=fast is not a kernel of this build"):
-        jax.jit(lambda q: fa.flash_attn_func(q, q, q, kernel="fast"))(q).block_until_ready()
+    with pytest.raises(fa.Unsupported, match="float8"):
+        jax.jit(lambda q: fa.flash_attn_func(q, q, q))(q.astype(jnp.float8_e4m3fn))
+    with pytest.raises(fa.Unsupported, match="q_descale is given, but float8"):
+        jax.jit(lambda q: fa.flash_attn_func(q, q, q, q_descale=q))(q)
+    with pytest.raises(
+        fa.BadArgument, match="nheads=3 is not a multiple of nheads_k=2"
+    ):  # the library's, while tracing
+        jax.jit(lambda q, k: fa.flash_attn_func(q, k, k))(jnp.zeros((1, 5, 3, 8)), q)
+    with pytest.raises(fa.BadArgument, match="kernel=fast is not a kernel of this build"):
+        jax.eval_shape(lambda q: fa.flash_attn_func(q, q, q, kernel="fast"), q)

@@ -125,10 +125,10 @@ xla::Error* answer(const CallFrame& frame, fa_status status) {
     return frame.api->error_create(&args);
 }
 
-// The oldest version whose ABI this is: newer ones only added to it.
-void describe(fa_device device, xla::Metadata* metadata) {
+// Versions 0.x only add to what is used here, so the answer is XLA's own.
+void describe(fa_device device, const xla::Api* api, xla::Metadata* metadata) {
     metadata->version.major = 0;
-    metadata->version.minor = 1;
+    metadata->version.minor = api && api->version.major == 0 ? api->version.minor : 1;
     metadata->traits = device == FA_CUDA ? xla::kCommandBufferCompatible : 0;
 }
 
@@ -136,7 +136,7 @@ template <fa_device device, typename Call>
 xla::Error* handle(CallFrame* frame) {
     for (const xla::Extension* extension = frame->extension; extension; extension = extension->next)
         if (extension->type == xla::kMetadataExtension) {
-            describe(device, reinterpret_cast<const xla::MetadataExtension*>(extension)->metadata);
+            describe(device, frame->api, reinterpret_cast<const xla::MetadataExtension*>(extension)->metadata);
             return nullptr;
         }
     if (frame->stage != xla::kExecuteStage) return nullptr;

@@ -1,5 +1,5 @@
 // xla_ffi.h: the part of XLA's foreign function interface (openxla.org/xla/custom_call) that the handlers read and call: its C ABI as
-// it has been since version 0.1. Written here so that building needs nothing of XLA; tests/test_jax_exit.py compares every offset and
+// it has been since version 0.1. Written here so that building needs nothing of XLA; tests/test_xla_ffi.py compares every offset and
 // number with the header that comes with jaxlib.
 #pragma once
 

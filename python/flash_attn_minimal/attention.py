@@ -57,10 +57,10 @@ def _is_pytorch_s(*arrays) -> bool:
     return any(graded and x.requires_grad or not _modes.is_plain(x) for x in tensors)
 
 
-def _is_traced(*arrays) -> bool:
-    """Whether one of them is an array of a JAX program in the making."""
+def _is_traced(*arguments) -> bool:
+    """Whether one of them belongs to a JAX program in the making."""
     jax = sys.modules.get("jax")
-    return jax is not None and any(isinstance(x, jax.core.Tracer) for x in arrays)
+    return jax is not None and any(isinstance(x, jax.core.Tracer) for x in arguments)
 
 
 def flash_attn_func(
@@ -165,12 +165,16 @@ def flash_attn_func(
     array([1.5, 2. ], dtype=float32)
     """
     signature = None
-    if not _modes.compiling() and (
-        alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is out_dtype is None
-        and k_descale is v_descale is None
-        and deterministic is top_left is allow_tf32 is fast_accum is False
-        and dropout_p == softcap == dropout_offset == 0
-    ):
+    try:
+        plain = not _modes.compiling() and (
+            alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is out_dtype is None
+            and k_descale is v_descale is None
+            and deterministic is top_left is allow_tf32 is fast_accum is False
+            and dropout_p == softcap == dropout_offset == 0
+        )
+    except TypeError:  # JAX's traced values are neither true nor false
+        plain = False
+    if plain:
         signature = _signature(q, k, v, out, causal, softmax_scale, window_size, return_lse, num_threads)
         repeat = _repeats.get(signature)
         results = repeat(q, k, v, out) if repeat else None
@@ -185,7 +189,7 @@ def flash_attn_func(
         from . import autograd
 
         return autograd.differentiable(q, k, v, None, out, return_lse, options)
-    if _is_traced(q, k, v, bias, mask, alibi_slopes, sinks):
+    if _is_traced(q, k, v, *options):
         from . import jax
 
         return jax.traced(q, k, v, None, out, return_lse, options)
@@ -271,7 +275,7 @@ def flash_attn_varlen_func(
         from . import autograd
 
         return autograd.differentiable(q, k, v, varlen, out, return_lse, options)
-    if _is_traced(q, k, v, bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k):
+    if _is_traced(q, k, v, *varlen, *options):
         from . import jax
 
         return jax.traced(q, k, v, varlen, out, return_lse, options)

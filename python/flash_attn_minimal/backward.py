@@ -229,7 +229,7 @@ def _put_dbias(call: AttentionBackwardArgs, view: View) -> None:
     """Stride 0 along axes of size 1: what is broadcast is summed."""
     call.dbias_data = view.pointer
     padded = (1,) * (4 - len(view.shape)) + tuple(view.shape)
-    step = padded[3]
+    step = max(padded[3], 1)
     for axis, size in zip(("row", "head", "batch"), padded[2::-1], strict=False):
         setattr(call, f"dbias_{axis}_stride", step if size != 1 else 0)
-        step *= size
+        step *= max(size, 1)

@@ -65,8 +65,10 @@ def traced(q, k, v, varlen, out, return_lse, options: tuple):
     given = {name: array for name, array in given.items() if array is not None}
     names = tuple(given)
     arrays = tuple(_array(name, array) for name, array in given.items())
+    if str(arrays[0].dtype) == "float8_e4m3fn":
+        raise Unsupported("q is float8_e4m3fn: float8 is not served in a traced call")
     call = _Call(names, [(x.shape, str(x.dtype)) for x in arrays], longest, options)
-    arrays = [jnp.asarray(array) for array in arrays]
+    arrays = _vary([jnp.asarray(array) for array in arrays], arrays)
 
     @jax.custom_vjp
     def attend(*inputs):
@@ -132,6 +134,23 @@ def _array(name: str, array):
     return array
 
 
+def _vary(arrays, others) -> list:
+    """The arrays, as ones that differ over every mesh axis that one of the others differs over: in jax.shard_map a
+    custom call's arrays, results and gradients are all of one kind."""
+    axes = frozenset().union(*map(_varying_axes, others))
+    missing = [tuple(sorted(axes - _varying_axes(array))) for array in arrays]
+    return [_cast(array, more) if more else array for array, more in zip(arrays, missing, strict=True)]
+
+
+def _varying_axes(array) -> frozenset:
+    kind = jax.typeof(array) if hasattr(jax, "typeof") else None
+    return kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", frozenset())
+
+
+def _cast(array, axes):
+    return jax.lax.pcast(array, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(array, axes)
+
+
 def _no_gradient(array):
     if jnp.issubdtype(array.dtype, jnp.floating):
         return jnp.zeros_like(array)
@@ -139,7 +158,7 @@ def _no_gradient(array):
 
 
 def _no_second_derivative(saved, cotangents):
-    raise Unsupported("a gradient of attention is differentiated once more, but it has no gradient itself")
+    raise Unsupported("a gradient of attention is differentiated once more: second derivatives are not served")
 
 
 # ---- a call, described ----
@@ -216,7 +235,7 @@ class _Call:
 
 
 def _workspace(args: AttentionArgs, query: Callable[[AttentionPlan], int]) -> int:
-    """Bytes of workspace on a GPU; on the CPU the library finds its own. Raises where no device here serves the call."""
+    """Bytes of workspace on a GPU; on the CPU the handler finds its own. Raises where no device here serves it."""
     lib, plan, size, served = load(), AttentionPlan(struct_size=_PLAN_SIZE), 0, False
     q, args.q_data = args.q_data, None  # a GPU is asked whose address it is; NULL means the current one
     for device in (CPU, CUDA) if lib.fa_cuda_device_count() else (CPU,):
@@ -243,7 +262,8 @@ def _custom_call(target: str, args: AttentionArgs, workspace: int, arguments: in
 
     @jax.custom_batching.sequential_vmap  # of ffi_call's own way vmap would stack the workspaces
     def run(*inputs):
-        return tuple(ffi.ffi_call(f"flash_attn_minimal_{target}", shapes)(*inputs, kernel=kernel, **words)[:-1])
+        results = ffi.ffi_call(f"flash_attn_minimal_{target}", shapes)(*inputs, kernel=kernel, **words)
+        return tuple(_vary(results[:-1], inputs))
 
     return run
 
