@@ -1,10 +1,5 @@
-"""What right means: a case with all its inputs, the float64 answer, and the error a plain implementation of the same
-precision makes.
-
-A kernel may be off by twice the plain implementation's largest error, plus a floor for rounding. NaN and infinities
-are compared
-first: they must sit in the same places with the same signs.
-"""
+"""Calls with all their inputs, the float64 answer, and the error a plain implementation of the same precision makes;
+what may be off by how much is in flash_attn_minimal/fuzz/judge.py."""
 
 from __future__ import annotations
 
@@ -15,43 +10,30 @@ from typing import Any
 import numpy as np
 
 from flash_attn_minimal import reference
+from flash_attn_minimal.fuzz import judge
+from flash_attn_minimal.fuzz.judge import (
+    EPSILON,
+    check,
+    plain_attention,
+    plain_backward,
+    plain_head,
+    round_to,
+    rounding_floor,
+)
 
-EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-
-
-def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values rounded to the nearest that `dtype` has."""
-    x = np.asarray(x, np.float32)
-    if dtype == "float32":
-        return x
-    if dtype == "float16":
-        with np.errstate(over="ignore"):
-            return x.astype(np.float16).astype(np.float32)
-    bits = np.atleast_1d(x).view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32).reshape(x.shape)
-    return np.where(np.isnan(x), x, rounded)
-
-
-def check(what: str, got, exact, plain, dtype: str, factor: float = 2.0, floor: float = 1e-5) -> None:
-    """|got - exact| <= factor * max |plain - exact| + floor, everywhere."""
-    got, exact, plain = (np.asarray(x, np.float64) for x in (got, exact, plain))
-    assert got.shape == exact.shape, f"{what} has shape {got.shape}, expected {exact.shape}"
-    for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
-        wrong = np.argwhere(test(got) != test(exact))
-        if len(wrong):
-            at = tuple(map(int, wrong[0]))
-            raise AssertionError(f"{what}{at}: got {got[at]}, want {exact[at]} ({len(wrong)} wrong about {kind})")
-    finite = np.isfinite(exact)
-    if not finite.any():
-        return
-    error = np.where(finite, np.abs(np.where(finite, got, 0) - np.where(finite, exact, 0)), 0)
-    allowed = finite & np.isfinite(plain)
-    plain_error = np.abs(np.where(allowed, plain, 0) - np.where(allowed, exact, 0)).max()
-    budget = factor * plain_error + floor + EPSILON[dtype] * np.abs(exact[finite]).max()
-    at = tuple(map(int, np.unravel_index(error.argmax(), error.shape)))
-    assert error[at] <= budget, (
-        f"{what}{at}: got {got[at]:.7g}, want {exact[at]:.7g}, {error[at] / budget:.2f}x the budget {budget:.3g}"
-    )
+__all__ = [
+    "EPSILON",
+    "Case",
+    "check",
+    "expected",
+    "expected_backward",
+    "gradient_floor",
+    "inputs",
+    "plain_attention",
+    "plain_head",
+    "round_to",
+    "rounding_floor",
+]
 
 
 @dataclass(frozen=True)
@@ -129,94 +111,9 @@ def inputs(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, An
     return q, k, v, options
 
 
-def plain_head(head: reference.Head, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Standard attention as one writes it on a GPU: fp32 sums and softmax, probabilities and output rounded to
-    dtype."""
-    f = np.float32
-    everything = slice(None)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        s = f(head.softmax_scale) * (head.q.astype(f) @ head.k.astype(f).T)
-        if head.softcap:
-            s = f(head.softcap) * np.tanh(s / f(head.softcap))
-        if head.slope:
-            i, j = head._indices(everything, everything)
-            s = s - f(head.slope) * np.abs((i if head.top_left else i + len(head.k) - len(head.q)) - j).astype(f)
-        if head.bias is not None:
-            s = s + np.broadcast_to(head.bias.astype(f), s.shape)
-        s = np.where(head.visible(everything, everything), s, f(-np.inf))
-        row_max = np.max(s, axis=1, initial=f(head.sink))
-        row_max = np.where(np.isneginf(row_max), f(0), row_max)
-        p = np.exp(s - row_max[:, None])
-        row_sum = p.sum(axis=1, dtype=f) + np.exp(f(head.sink) - row_max)
-        lse = row_max + np.log(row_sum)
-        p = np.where(row_sum[:, None] == 0, f(0), p / row_sum[:, None]) * np.asarray(
-            head.kept(everything, everything), f
-        )
-    p = round_to(p, dtype).astype(np.float64)
-    return round_to(reference._times_values(p, head.v), dtype), lse
-
-
-def plain_attention(q, k, v, dtype: str, **options):
-    return reference._over_heads(lambda head: plain_head(head, dtype), q, k, v, options)
-
-
-def rounding_floor(q: np.ndarray, k: np.ndarray, softmax_scale: float | None = None) -> float:
-    """1e-5, and more where the terms of q . k are large: half a unit in the last place of the longest q times the
-    longest k, which a plain implementation can miss by luck when there are few scores."""
-    if not q.size or not k.size:
-        return 1e-5
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else abs(softmax_scale)
-    longest = [float(np.linalg.norm(x.astype(np.float64), axis=-1).max()) for x in (q, k)]
-    return 1e-5 + 2.0**-24 * scale * longest[0] * longest[1]
-
-
-def plain_backward_head(head: reference.Head, dout: np.ndarray, dtype: str):
-    """The gradients as one writes them on a GPU: fp32 sums and softmax; P, dS and the results rounded to dtype. out and
-    lse are those that the kernels are given."""
-    f = np.float32
-    everything = slice(None)
-    out, lse = reference._standard(head)
-    out, lse = round_to(out, dtype), lse.astype(f)
-    q, k, v = (x.astype(f) for x in (head.q, head.k, head.v))
-    dout = dout.astype(f)
-    seen = head.visible(everything, everything)
-    with np.errstate(invalid="ignore", over="ignore"):
-        s = f(head.softmax_scale) * (q @ k.T)
-        slope = np.full(s.shape, head.softmax_scale, f)
-        if head.softcap:
-            t = np.tanh(s / f(head.softcap))
-            s, slope = f(head.softcap) * t, slope * (1 - t * t)
-        if head.slope:
-            i, j = head._indices(everything, everything)
-            s = s - f(head.slope) * np.abs((i if head.top_left else i + len(head.k) - len(head.q)) - j).astype(f)
-        if head.bias is not None:
-            s = s + np.broadcast_to(head.bias.astype(f), s.shape)
-        p = np.where(seen, np.exp(s - np.where(np.isneginf(lse), f(0), lse)[:, None]), f(0))
-        kept = np.asarray(head.kept(everything, everything), f)
-        delta = (dout * out.astype(f)).sum(axis=1, dtype=f)
-        ds = np.where(seen, p * ((dout @ v.T) * kept - delta[:, None]), f(0))
-        sink = -np.sum(np.exp(f(head.sink) - lse, where=~np.isneginf(lse), out=np.zeros_like(lse)) * delta)
-        raw = round_to(np.where(seen, ds * slope, f(0)), dtype).astype(np.float64)
-        weight = round_to(p * kept, dtype).astype(np.float64)
-    dq, dk = reference._times_values(raw, head.k), reference._times_values(raw.T, head.q)
-    dv = reference._times_values(weight.T, dout.astype(np.float64))
-    return round_to(dq, dtype), dk, dv, ds, sink  # dk and dv are sums over heads: rounded by the caller
-
-
-def plain_backward(dout, q, k, v, dtype: str, **options) -> reference.Gradients:
-    one_head = functools.partial(plain_backward_head, dtype=dtype)
-    got = reference.standard_attention_backward(dout, q, k, v, one_head=one_head, **options)
-    return got._replace(dk=round_to(got.dk, dtype), dv=round_to(got.dv, dtype))
-
-
 def gradient_floor(case: Case, exact: np.ndarray) -> float:
-    """What fp32 arithmetic leaves uncertain whatever the plain implementation's luck: P = exp(S - lse) is known to half
-    a unit in the last place of lse, and so is every sum of it; relative to the largest gradient."""
     (q, k, *_), (_, lse), _ = expected(case)
-    finite = np.abs(lse[np.isfinite(lse)]).max(initial=1.0)
-    scores = rounding_floor(q, k, case.softmax_scale) + 2.0**-23 * finite
-    largest = np.abs(exact[np.isfinite(exact)]).max(initial=0.0)
-    return 1e-5 + 4 * scores * largest
+    return judge.gradient_floor(q, k, lse, exact, case.softmax_scale)
 
 
 @functools.lru_cache(maxsize=128)

@@ -10,6 +10,7 @@ from ._library import FlashAttnError
 _COMMANDS = {
     "info": ("flash_attn_minimal.info", "version, library, devices, kernels, and which kernel serves what"),
     "verify": ("flash_attn_minimal.verify", "check large shapes against NumPy float64"),
+    "fuzz": ("flash_attn_minimal.fuzz", "random calls of every function, right and wrong ones, against float64"),
     "bench": ("flash_attn_minimal.bench", "time the kernels, write JSON, tables and pictures"),
     "generate": ("flash_attn_minimal.llama.generate", "text from a Llama model, with this attention"),
     "quantize": ("flash_attn_minimal.llama.quantize", "what 4-bit weights cost a model, and the model with them"),

@@ -1,0 +1,321 @@
+"""The campaign: worker processes, one case each at a time, under a watchdog.
+
+A worker that takes too long for a case is killed; one that dies, by a signal or a CUDA error that stays, is replaced.
+Either is charged to the case it was at, and the campaign goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .._library import BadArgument, Unsupported, load
+from . import report
+from .case import CRASH, HANG, REFUSED, STICKY, functions
+from .shrink import shrink
+
+FIRST_SECONDS = 120  # a worker's start: imports, a CUDA context, the first launch
+
+
+class Worker:
+    """One process; `order` gives it a case, `poll` tells what came of it."""
+
+    def __init__(self, about: dict[str, Any], seconds: float):
+        self.about, self.seconds = about, seconds
+        self.errors = tempfile.TemporaryFile()
+        package = str(Path(__file__).resolve().parents[2])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {"FLASH_ATTN_NUM_THREADS": "2"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            env.setdefault(name, "1")
+        for name in ("", "_BACKWARD", "_LINEAR", "_CHAIN"):
+            env.pop(f"FLASH_ATTN{name}_KERNEL", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flash_attn_minimal.fuzz.worker", json.dumps(about)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=env, start_new_session=True,
+        )  # fmt: skip
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.ready, self.number, self.spec, self._text = False, None, None, b""
+        self.deadline = time.monotonic() + FIRST_SECONDS
+
+    def order(self, number: int | None, spec: dict[str, Any] | None = None) -> None:
+        self.number, self.spec = number, spec
+        self.deadline = time.monotonic() + (self.seconds if self.ready else FIRST_SECONDS)
+        line = {"number": number} if spec is None else {"spec": spec}
+        try:
+            self.process.stdin.write(json.dumps(line).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # poll finds it dead
+
+    def poll(self) -> dict[str, Any] | None:
+        """What came of the case, where something has."""
+        ended = False
+        try:
+            while True:
+                part = self.process.stdout.read(1 << 16)
+                if part is None:
+                    break
+                if not part:
+                    ended = True
+                    break
+                self._text += part
+        except BlockingIOError:
+            pass
+        found = None
+        while b"\n" in self._text:
+            line, self._text = self._text.split(b"\n", 1)
+            message = json.loads(line)
+            if "ready" in message:
+                self.ready = True
+            elif "spec" in message:
+                self.spec = message["spec"]
+            else:
+                found = message
+        if found:
+            return found
+        if ended:
+            return self._died()
+        if time.monotonic() > self.deadline:
+            allowed = self.seconds if self.ready else FIRST_SECONDS
+            self.kill()
+            return self._lost(HANG, f"took more than {allowed:g} s\n{self._said()}")
+        return None
+
+    def _died(self) -> dict[str, Any]:
+        code = self.process.wait()
+        how = f"exit status {code}"
+        if code < 0:
+            how = f"signal {signal.Signals(-code).name}"
+        return self._lost(CRASH, f"the process ended: {how}\n{self._said()}")
+
+    def _said(self) -> str:
+        size = self.errors.seek(0, os.SEEK_END)
+        self.errors.seek(max(size - 1500, 0))
+        return self.errors.read().decode(errors="replace").strip()
+
+    def _lost(self, kind: str, message: str) -> dict[str, Any]:
+        spec = self.spec or {}
+        about = {"function": spec.get("function", ""), "kernel": spec.get("kernel") or "", "lost": True}
+        return {"kind": kind, "message": message, "dtype": spec.get("dtype", "float32"), "seconds": 0.0, **about}
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        if self.alive:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout, self.errors):
+            try:
+                stream.close()
+            except OSError:
+                pass
+
+
+def outcomes(about: dict[str, Any], numbers, workers: int, seconds: float, until: float) -> Iterator[tuple]:
+    """(number, spec, message) of every case, as they come."""
+    left = deque(numbers)
+    selector = selectors.DefaultSelector()
+    pool: list[Worker] = []
+
+    def start():
+        worker = Worker(about, seconds)
+        selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+        pool.append(worker)
+        worker.order(left.popleft())
+
+    def stop(worker):
+        selector.unregister(worker.process.stdout)
+        pool.remove(worker)
+        worker.close()
+
+    broken_starts = 0
+    try:
+        for _ in range(min(workers, len(left))):
+            start()
+        while pool:
+            selector.select(timeout=0.2)
+            for worker in list(pool):
+                message = worker.poll()
+                if message is None:
+                    continue
+                if not worker.ready and message.get("lost"):  # it never came to its case
+                    broken_starts += 1
+                    if broken_starts > 2 + workers:
+                        raise Unsupported(f"workers do not start: {message['message']}")
+                yield worker.number, worker.spec, message
+                again = left and time.monotonic() < until
+                if message.get("lost") or message["kind"] == STICKY or not worker.alive:
+                    stop(worker)
+                    if again:
+                        start()
+                elif again:
+                    worker.order(left.popleft())
+                else:
+                    stop(worker)
+    finally:
+        for worker in list(pool):
+            stop(worker)
+        selector.close()
+
+
+class Shrinker:
+    """Runs specs in a watched process of its own, and tells whether they fail in the same way."""
+
+    def __init__(self, about: dict[str, Any], seconds: float, until: float):
+        self.about, self.seconds, self.until, self.worker = about, seconds, until, None
+
+    def outcome(self, spec: dict[str, Any]) -> dict[str, Any]:
+        if self.worker is None or not self.worker.alive:
+            self.close()
+            self.worker = Worker(self.about, self.seconds)
+        self.worker.order(None, spec)
+        while True:
+            message = self.worker.poll()
+            if message is not None:
+                if message.get("lost") or message["kind"] == STICKY:
+                    self.close()
+                return message
+            time.sleep(0.002)
+
+    def shrunk(self, finding: dict[str, Any], tries: int) -> dict[str, Any]:
+        """The finding with a smaller spec; `alone` tells whether the case fails by itself."""
+        spec, kind = finding["spec"], finding["kind"]
+        if time.monotonic() > self.until:
+            return finding
+        again = self.outcome(spec)
+        if again["kind"] != kind:
+            return finding | {"alone": False}
+        last = again
+
+        def fails(smaller):
+            nonlocal last
+            if time.monotonic() > self.until:
+                return False
+            message = self.outcome(smaller)
+            if message["kind"] != kind:
+                return False
+            last = message
+            return True
+
+        smaller = shrink(spec, fails, tries)
+        return finding | {"alone": True, "shrunk": smaller, "message": last["message"]}
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+
+def campaign(
+    device: str = "cpu", seed: int = 0, cases: int = 2000, first: int = 0, seconds: float = float("inf"),
+    kernel: str | None = None, function: str | None = None, framework: str | None = None, workers: int | None = None,
+    case_seconds: float = 30.0, shrink_seconds: float = 120.0, shrink_tries: int = 40, progress=None,
+) -> report.Report:  # fmt: skip
+    """Cases first .. first + cases - 1 of a seed; returns what came of them."""
+    about = {"device": device, "seed": seed, "kernel": kernel, "function": function, "framework": framework}
+    workers = workers or len(os.sched_getaffinity(0))
+    result = report.Report(about)
+    until = time.monotonic() + seconds
+    with progress or report.Silent() as bar:
+        for number, spec, message in outcomes(about, range(first, first + cases), workers, case_seconds, until):
+            finding = result.add(number, spec, message)
+            if finding:
+                bar.say(result.headline(finding))
+            bar.step(result)
+    result.finish()
+    if shrink_seconds > 0 and result.findings:
+        shrinker = Shrinker(about, case_seconds, time.monotonic() + shrink_seconds)
+        try:
+            for i, finding in enumerate(result.distinct()):
+                result.replace(finding, shrinker.shrunk(finding, shrink_tries if i < 20 else 0))
+        finally:
+            shrinker.close()
+    return result
+
+
+def _check(options) -> None:
+    """Names that no case could be drawn for are refused here, before any process starts."""
+    if options.device == "cuda" and not load().fa_cuda_device_count():
+        raise Unsupported(f"--device cuda: this library sees no CUDA device ({load().fa_build_info().decode()})")
+    if options.function and options.function not in functions():
+        raise BadArgument(f"--function {options.function!r} is none of {', '.join(map(repr, functions()))}")
+    if options.kernel and options.device == "cpu":
+        from .arrays import Numpy
+
+        backend = Numpy()
+        wanted = [functions()[options.function]] if options.function else functions().values()
+        known = dict.fromkeys(name for function in wanted for name in function.kernels(backend))
+        if options.kernel not in known:
+            raise BadArgument(f"--kernel {options.kernel!r} is none of {', '.join(known)}")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_attn_minimal fuzz",
+        description="Random calls of every function, right and wrong ones, against float64.",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--framework",
+        choices=("torch", "cupy", "numpy"),
+        help="whose arrays (default: PyTorch's or CuPy's on cuda, NumPy's)",
+    )  # noqa: E501
+    parser.add_argument("--cases", type=int, default=2000, help="how many (default 2000)")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first one")
+    parser.add_argument("--case", type=int, help="only this one")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kernel", help="only this one, of the functions that have it")
+    parser.add_argument("--function", help="only this one: " + ", ".join(functions()))
+    parser.add_argument("--workers", type=int, help="processes (default: one per core)")
+    parser.add_argument("--case-seconds", type=float, default=30.0, help="when a case counts as hanging (default 30)")
+    parser.add_argument(
+        "--shrink-seconds", type=float, default=120.0, help="for making findings smaller; 0: leave them"
+    )
+    parser.add_argument("--shrink-tries", type=int, default=40, help="smaller cases to try for a finding (default 40)")
+    parser.add_argument("--readers", action="store_true", help="also damaged files, for the readers of files")
+    parser.add_argument("--json", type=Path, help="write a report there")
+    options = parser.parse_args(argv)
+    options.device = options.device or ("cuda" if load().fa_cuda_device_count() else "cpu")
+    for name, least in (("cases", 0), ("workers", 1), ("first", 0)):
+        if getattr(options, name) is not None and getattr(options, name) < least:
+            parser.error(f"--{name} {getattr(options, name)} is below {least}")
+    _check(options)
+    one = options.case is not None
+    cases, first = (1, options.case) if one else (options.cases, options.first)
+    result = campaign(
+        options.device, options.seed, cases, first, options.seconds, options.kernel, options.function,
+        options.framework, 1 if one else options.workers, options.case_seconds, options.shrink_seconds,
+        options.shrink_tries, report.Progress(cases),
+    )  # fmt: skip
+    result.command = " ".join(["python -m flash_attn_minimal fuzz", *argv])
+    if options.readers and importlib.util.find_spec(f"{__package__}.readers"):
+        importlib.import_module(f"{__package__}.readers").run(options.cases, options.seed, result)
+    print(result.text())
+    if options.json:
+        options.json.write_text(json.dumps(result.json(), indent=1) + "\n")
+    return 1 if result.findings else 0
+
+
+__all__ = ["REFUSED", "campaign", "main"]

@@ -1,0 +1,217 @@
+"""What came of a campaign: counts, findings, progress on the way."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .._library import load
+from ..info import gpus, processor
+from .case import FINE, PASSED, REFUSED, REJECTED, functions
+
+
+class Report:
+    def __init__(self, about: dict[str, Any]):
+        self.about, self.command = about, ""
+        self.counts: Counter = Counter()  # (function, kernel, dtype, outcome)
+        self.findings: list[dict[str, Any]] = []
+        self.more: dict[str, Any] = {}  # sections of others
+        self.cases, self.started = 0, time.monotonic()
+        self.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        self.seconds = 0.0
+
+    def add(self, number: int, spec: dict[str, Any] | None, message: dict[str, Any]) -> dict[str, Any] | None:
+        """One case; the finding where it is one."""
+        self.cases += 1
+        self.counts[message["function"], message["kernel"], message["dtype"], message["kind"]] += 1
+        if message["kind"] in FINE:
+            return None
+        finding = {"number": number, "spec": spec or {}, **{k: message[k] for k in ("kind", "kernel", "message")}}
+        self.findings.append(finding)
+        return finding
+
+    def add_finding(self, kind: str, message: str, spec: dict[str, Any]) -> None:
+        """Of somebody else's cases."""
+        self.findings.append({"number": None, "spec": spec, "kind": kind, "kernel": "", "message": message})
+
+    def replace(self, finding, other) -> None:
+        self.findings[next(i for i, f in enumerate(self.findings) if f is finding)] = other
+
+    def finish(self) -> None:
+        self.seconds = time.monotonic() - self.started
+
+    def distinct(self) -> list[dict[str, Any]]:
+        """The first finding of each function, kernel and kind."""
+        seen = {}
+        for finding in self.findings:
+            mutation = finding["spec"].get("mutation", [""])[:2]
+            key = (finding["spec"].get("function"), finding["kernel"], finding["kind"], str(mutation))
+            seen.setdefault(key, finding)
+        return list(seen.values())
+
+    def headline(self, finding) -> str:
+        first = finding["message"].split("\n", 1)[0]
+        kernel = f" {finding['kernel']}" if finding["kernel"] else ""
+        where = f"case {finding['number']}, " if finding["number"] is not None else ""
+        return f"{where}{finding['spec'].get('function', '')}{kernel}: {finding['kind']}: {first[:300]}"
+
+    def call(self, finding) -> str:
+        """A Python call that repeats it."""
+        device = f", {self.about['device']!r}"
+        if self.about.get("framework"):
+            device += f", {self.about['framework']!r}"
+        spec = finding.get("shrunk") or finding["spec"]
+        return f"from flash_attn_minimal.fuzz import reproduce; print(reproduce({spec!r}{device}))"
+
+    def text(self) -> str:
+        lines = []
+        for finding in self.findings:
+            lines.append(f"\n{self.headline(finding)}")
+            lines += [f"    {line}" for line in finding["message"].split("\n")[1:12]]
+            if finding.get("alone") is False:
+                lines.append("    (not when it runs alone)")
+            for name, what in describe(finding.get("shrunk") or finding["spec"]):
+                lines.append(f"    {name:<16} {what}")
+            lines.append(f"    {self.call(finding)}")
+        return "\n".join([*lines, "", *self.table(), self.summary()])
+
+    def table(self) -> list[str]:
+        """Cases of every function and kernel, and how many of them were served."""
+        rows: dict[tuple[str, str], Counter] = {}
+        for (function, kernel, _, kind), count in self.counts.items():
+            rows.setdefault((function, kernel), Counter())[kind] += count
+        heads = ("cases", "passed", "refused", "rejected", "findings")
+        lines = [f"{'function':<26} {'kernel':<20} " + " ".join(f"{head:>8}" for head in heads)]
+        for (function, kernel), kinds in sorted(rows.items()):
+            bad = sum(n for kind, n in kinds.items() if kind not in FINE)
+            lines.append(
+                f"{function:<26} {kernel or '-':<20} "
+                + " ".join(
+                    f"{n:>8}" for n in (sum(kinds.values()), kinds[PASSED], kinds[REFUSED], kinds[REJECTED], bad)
+                )
+            )
+        return lines
+
+    def summary(self) -> str:
+        rate = self.cases / self.seconds if self.seconds else 0.0
+        about = self.about
+        return (
+            f"{about['device']}, seed {about['seed']}: {self.cases} cases in {self.seconds:.0f} s ({rate:.1f}/s), "
+            f"{len(self.findings)} findings, {len(self.distinct())} kinds of them"
+        )
+
+    def json(self) -> dict[str, Any]:
+        keys = ("function", "kernel", "dtype", "outcome")
+        return {
+            "machine": machine(self.about["device"]),
+            "library": load().fa_build_info().decode(),
+            "version": __version__,
+            "commit": commit(),
+            "date": self.date,
+            "command": self.command,
+            "about": self.about,
+            "seconds": round(self.seconds, 1),
+            "cases": self.cases,
+            "counts": [dict(zip((*keys, "cases"), (*key, n), strict=True)) for key, n in sorted(self.counts.items())],
+            "findings": [finding | {"call": self.call(finding)} for finding in self.findings],
+            **self.more,
+        }
+
+
+def describe(spec: dict[str, Any]):
+    """The arrays of a case in words."""
+    try:
+        for name, array in functions()[spec["function"]].arrays(spec).items():
+            strides, _, _ = array.strides()
+            how = "" if not array.layout else f" strides {strides}"
+            offset = f", {array.layout['offset']} elements off" if array.layout.get("offset") else ""
+            yield name, f"{array.dtype} {tuple(array.shape)}{how}{offset}"
+    except (KeyError, ValueError, TypeError, IndexError):
+        return
+
+
+def machine(device: str) -> str:
+    names = gpus() if device == "cuda" else []
+    return ", ".join(
+        [*names, processor(), f"{len(os.sched_getaffinity(0))} cores", f"Python {platform.python_version()}"]
+    )
+
+
+def commit() -> str | None:
+    """Of the sources, where they lie in a repository."""
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+        return said.stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class Silent:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def say(self, line: str) -> None:
+        pass
+
+    def step(self, report: Report) -> None:
+        pass
+
+
+class Progress(Silent):
+    """A bar on a terminal with rich; anywhere else a line every five seconds."""
+
+    def __init__(self, total: int, every: float = 5.0):
+        self.total, self.every, self.last, self._bar = total, every, time.monotonic(), None
+        if sys.stdout.isatty():
+            try:
+                from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+                from rich.progress import Progress as Bar
+            except ImportError:
+                return
+            self._bar = Bar(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+            self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self):
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_):
+        if self._bar:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        if self._bar:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+    def step(self, report: Report) -> None:
+        seconds = time.monotonic() - report.started
+        text = f"{report.cases / max(seconds, 1e-9):.1f} cases/s, {len(report.findings)} findings"
+        if self._bar:
+            self._bar.update(self._task, advance=1, description=text)
+        elif time.monotonic() - self.last >= self.every:
+            self.last = time.monotonic()
+            print(f"[{report.cases}/{self.total}] {seconds:.0f} s, {text}", flush=True)
+
+
+__all__ = ["Progress", "Report", "Silent", "json"]

@@ -1,0 +1,79 @@
+"""Smaller specs that may fail in the same way: an option less, a size halved, an array contiguous."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .case import functions
+
+
+def candidates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The boldest first. Each is a spec of its own; a size keeps to what its function allows."""
+    function = functions()[spec["function"]]
+    kept = ("function", "seed", "mutation", "kernel")
+    for key in sorted(spec):  # one option less
+        if key not in kept and key in function.DEFAULTS and key not in function.LEAST:
+            if not isinstance(function.DEFAULTS[key], int) or isinstance(function.DEFAULTS[key], bool):
+                yield {k: v for k, v in spec.items() if k != key}
+    for layout in spec.get("layouts", {}):
+        yield _with(spec, "layouts", {k: v for k, v in spec["layouts"].items() if k != layout})
+        for part in spec["layouts"][layout]:
+            less = {k: v for k, v in spec["layouts"][layout].items() if k != part}
+            yield _with(spec, "layouts", {**spec["layouts"], layout: less})
+    for key, value in spec.items():
+        if key in kept or key not in function.DEFAULTS:
+            continue
+        least = function.LEAST.get(key, 0)
+        for smaller in _smaller(value, least):
+            yield _with(spec, key, smaller)
+
+
+def _with(spec, key, value):
+    changed = copy.deepcopy(spec)
+    changed[key] = value
+    return changed
+
+
+def _smaller(value: Any, least: int) -> Iterator[Any]:
+    if isinstance(value, bool) or isinstance(value, str):
+        return
+    if isinstance(value, int):
+        for smaller in dict.fromkeys((least, least + 1, value // 2, value - 8, value - 1)):
+            if least <= smaller < value:
+                yield smaller
+    elif isinstance(value, list):
+        if len(value) > 1:
+            yield value[: len(value) // 2]
+            yield value[len(value) // 2 :]
+            for i in range(min(len(value), 8)):
+                yield value[:i] + value[i + 1 :]
+        for i in range(min(len(value), 8)):
+            for smaller in _smaller(value[i], least):
+                yield value[:i] + [smaller] + value[i + 1 :]
+    elif isinstance(value, dict):
+        for key in value:
+            yield {k: v for k, v in value.items() if k != key}
+            for smaller in _smaller(value[key], least):
+                yield {**value, key: smaller}
+
+
+def shrink(spec: dict[str, Any], fails: Callable[[dict[str, Any]], bool], tries: int = 40) -> dict[str, Any]:
+    """Greedily: the first candidate that fails is where it goes on."""
+    function = functions()[spec["function"]]
+    seen = set()
+    while True:
+        for smaller in candidates(spec):
+            smaller = function.trimmed(smaller)
+            if repr(smaller) in seen:
+                continue
+            seen.add(repr(smaller))
+            if tries <= 0:
+                return spec
+            tries -= 1
+            if fails(smaller):
+                spec = smaller
+                break
+        else:
+            return spec

@@ -1,0 +1,57 @@
+"""A worker of the campaign: reads a case a line from its input, writes what came of it to its output.
+
+    in   {"number": 17} or {"spec": {...}}
+    out  {"ready": ...} once, then for each case {"spec": {...}} before it runs and {"kind": ..., ...} behind it
+
+A CUDA error that stays ends the process, once it is reported.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+
+
+def main() -> int:
+    about = json.loads(sys.argv[1])
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever prints, prints beside the protocol
+    faulthandler.enable()
+
+    from . import case
+    from .arrays import backend_for
+    from .case import Outcome, World, generate, run
+
+    def say(**message):
+        out.write(json.dumps(message) + "\n")
+        out.flush()
+
+    world = World(backend_for(about["device"], about.get("framework")), about.get("kernel"), about.get("function"))
+    say(ready=world.backend.framework)
+    for line in sys.stdin:
+        order = json.loads(line)
+        started, spec = time.perf_counter(), order.get("spec")
+        try:
+            spec = spec or generate(about["seed"], order["number"], world)
+            say(spec=spec)
+            outcome = run(spec, world.backend)
+        except Exception:
+            outcome = Outcome(case.BROKEN, "", traceback.format_exc(limit=-6))
+            if not world.backend.alive():
+                outcome.kind = case.STICKY
+        dtype = (spec or {}).get("dtype", "float32")
+        say(
+            kind=outcome.kind, kernel=outcome.kernel, message=outcome.message, dtype=dtype,
+            function=(spec or {}).get("function", ""), seconds=round(time.perf_counter() - started, 4),
+        )  # fmt: skip
+        if outcome.kind == case.STICKY:
+            os._exit(0)  # nothing that was allocated can be given back
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
