@@ -375,7 +375,8 @@ def test_memory_of_the_engine_is_that_of_the_format(weights):
 def test_generate_takes_files_and_quantises_others(tmp_path, capsys):
     path = tmp_path / "m.safetensors"
     assert quantize.main(["--weights", "int4", "--tokens", "0", "--out", str(path)]) == 0
-    assert "codes 216.0 KiB" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "codes 216.0 KiB" in out and f"wrote {tmp_path / 'm.tokenizer.bin'}: a copy of the tokenizer" in out
     steps = ["--steps", "20", "--device", "cpu"]
     found = []
     for arguments in ([str(path)], [str(path), "--weights", "int4"], ["--weights", "int4"]):

@@ -208,10 +208,12 @@ def run(args: argparse.Namespace) -> int:
         kept = kept_of(data, args.weights) if args.mixed else []
     if args.out:
         quantized = quantize(checkpoint, args.weights, kept)
-        save(args.out, quantized, tokenizer_file(checkpoint, args.tokenizer), tokenizer.stops)
+        copy = save(args.out, quantized, tokenizer_file(checkpoint, args.tokenizer), tokenizer.stops)
         parts, size = tensor_bytes(quantized), Path(args.out).stat().st_size
         lines = ", ".join(f"{name} {size_text(count)}" for name, count in parts.items() if count)
         print(f"wrote {args.out}: {size_text(size)} ({lines})")
+        if copy:
+            print(f"wrote {copy}: a copy of the tokenizer, which lay elsewhere")
     return 0
 
 

@@ -177,9 +177,9 @@ def save(
     checkpoint: W4Checkpoint,
     tokenizer: str | os.PathLike[str] | None = None,
     stops: Iterable[int] = (),
-) -> None:
+) -> Path | None:
     """Writes the file; `tokenizer` is the model's, to which the file will refer. One that lies elsewhere is copied
-    beside the file: what a checkpoint refers to is inside its folder."""
+    beside the file: what a checkpoint refers to is inside its folder. Returns the copy's path, or None."""
     about: dict[str, Any] = {
         "version": VERSION,
         "source": checkpoint.format,
@@ -206,6 +206,8 @@ def save(
         place = Path(path).parent / file
         if not (place.exists() and place.samefile(tokenizer)):
             shutil.copyfile(tokenizer, place)
+            return place
+    return None
 
 
 def _place_of(tokenizer: str | os.PathLike[str], path: Path) -> str:
