@@ -2,6 +2,8 @@
 or the refusal is ours."""
 
 import math
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import autograd, ops  # noqa: E402, F401
+from flash_attn_minimal import autograd, ops, quantized  # noqa: E402, F401
 
 HAS_CUDA = CUDA_DEVICES and torch.cuda.is_available()
 NO_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device for the library and PyTorch")
@@ -576,6 +578,31 @@ def _under(where, function, x):
         torch.vmap(function)(x[None])
 
 
+TRANSFORMS = {
+    "grad": lambda f, q: torch.func.grad(f)(q),
+    "vmap": lambda f, q: torch.func.vmap(f)(q[None]),
+    "jvp": lambda f, q: torch.func.jvp(f, (q,), (q,)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_inside_compiled_code_are_refused(name):
+    """A jvp would lose its tangent there."""
+    q, k, v = _qkv("cpu")
+
+    def attend(q):
+        return TRANSFORMS[name](lambda q: fa.flash_attn_func(q, k, v).sum(), q)
+
+    with pytest.raises(Exception, match="under a transform of torch.func is not served inside torch.compile"):
+        _compiled(attend, (q,))(q)
+
+
+def test_vmap_over_nothing_is_refused():
+    q, k, v = _qkv("cpu")
+    with pytest.raises(fa.Unsupported, match="axis of length 0"):
+        torch.vmap(lambda q: fa.flash_attn_func(q, k, v))(q.new_empty(0, *q.shape))
+
+
 def _lse(x):
     return x.new_ones(BATCH, HEADS, ROWS)
 
@@ -588,6 +615,10 @@ UNSERVED = {
     "rms_norm": lambda x: ops.rms_norm(x[0, 0], x.new_ones(DIM)),
     "swiglu": lambda x: ops.swiglu(x[0, 0]),
     "linear": lambda x: ops.linear(x[0, 0], x[0, 1]),
+    "rope": lambda x: ops.rope(x, *x.new_ones(2, ROWS, DIM // 2)),
+    "sample": lambda x: ops.sample(x[0, 0]),
+    "quantize": lambda x: quantized.W4Weight.quantize(x[0, 0].repeat(1, 8)),
+    "quantize_kvcache": lambda x: fa.quantize_kvcache(x, x, "int8"),
 }
 
 
@@ -595,11 +626,35 @@ UNSERVED = {
 @pytest.mark.parametrize("name", UNSERVED)
 def test_other_functions_are_refused_by_name(where, name):
     x = _normal("cpu", BATCH, ROWS, HEADS, DIM)
-    if name != "quantize_fp8" and name != "linear":
-        UNSERVED[name](x)
-        UNSERVED[name](x)  # the shortcut of the third call is not taken below
+    if name != "quantize_fp8":
+        for _ in range(2):  # the shortcut of the third call is not taken below
+            UNSERVED[name](x)
     with pytest.raises(fa.Unsupported, match=name):
         _under(where, UNSERVED[name], x)
+
+
+# ---- another PyTorch ----
+
+LATE = """
+import flash_attn_minimal as fa
+import torch
+for name in {missing}:
+    delattr(torch._C, name)
+q = torch.ones(1, 3, 2, 8)
+for _ in range(3):
+    assert torch.equal(fa.flash_attn_func(q, q, q), q)
+{then}
+"""
+TRACE = """
+traced = torch.jit.trace(lambda q: fa.flash_attn_func(q, q, q), q)
+assert torch.equal(traced(q + 1), q + 1)
+assert fa.flash_attn_func(q.to("meta"), q.to("meta"), q.to("meta")).is_meta
+"""
+
+
+@pytest.mark.parametrize("missing", [[], ["_are_functorch_transforms_active", "_is_torch_function_mode_enabled"]])
+def test_imported_later_and_without_private_names(missing):
+    subprocess.run([sys.executable, "-c", LATE.format(missing=missing, then="" if missing else TRACE)], check=True)
 
 
 # ---- the operators ----

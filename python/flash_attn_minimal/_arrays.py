@@ -32,6 +32,10 @@ from ._library import CPU, CUDA, BadArgument, Unsupported
 # ---- PyTorch ----
 
 
+def _any_requires_grad(*tensors: Any) -> bool:
+    return any(x.requires_grad for x in tensors)
+
+
 class TorchDoor(Door):
     name = "PyTorch"
 
@@ -44,7 +48,8 @@ class TorchDoor(Door):
         self.tracing, self.dispatch_modes, self.function_mode = (
             _modes.tracing, _modes.dispatch_modes, _modes.function_mode,
         )  # fmt: skip
-        self.forward_ad, self.any_requires_grad = torch.autograd.forward_ad, torch._C._any_requires_grad
+        self.forward_ad = torch.autograd.forward_ad
+        self.any_requires_grad = getattr(torch._C, "_any_requires_grad", _any_requires_grad)
         # 0.1 us; current_stream() builds a Stream object first. Only builds with CUDA have it.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)

@@ -62,7 +62,8 @@ def _connect() -> bool:
     torch = sys.modules.get("torch")
     if not hasattr(torch, "export"):
         return False
-    compiling, forward_ad = torch.compiler.is_dynamo_compiling, torch.autograd.forward_ad
+    compiling = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
+    forward_ad = torch.autograd.forward_ad
     tracing = getattr(torch._C, "_is_tracing", _no)
     dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", _no)
     function_mode = getattr(torch._C, "_is_torch_function_mode_enabled", _no)
