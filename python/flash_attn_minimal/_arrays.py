@@ -32,10 +32,6 @@ from ._library import CPU, CUDA, BadArgument, Unsupported
 # ---- PyTorch ----
 
 
-def _any_requires_grad(*tensors: Any) -> bool:
-    return any(x.requires_grad for x in tensors)
-
-
 class TorchDoor(Door):
     name = "PyTorch"
 
@@ -49,7 +45,6 @@ class TorchDoor(Door):
             _modes.tracing, _modes.dispatch_modes, _modes.function_mode,
         )  # fmt: skip
         self.forward_ad = torch.autograd.forward_ad
-        self.any_requires_grad = getattr(torch._C, "_any_requires_grad", _any_requires_grad)
         # 0.1 us; current_stream() builds a Stream object first. Only builds with CUDA have it.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -57,11 +52,12 @@ class TorchDoor(Door):
     def describe(self, q, k, v, out):  # written out: a call for each tensor costs as much as three of its attributes
         try:
             if (
-                self.tracing()
-                or self.dispatch_modes()
+                self.dispatch_modes()  # torch.jit.trace needs no asking: its shapes are new objects at every call
                 or (self.function_mode() and _modes.overridden())
                 or self.forward_ad._current_level >= 0
-                or self.any_requires_grad(q, k, v)
+                or q.requires_grad
+                or k.requires_grad
+                or v.requires_grad
                 or q.is_neg()
                 or k.is_neg()
                 or v.is_neg()
@@ -126,16 +122,20 @@ class TorchDoor(Door):
             raise Unsupported(f"{_modes.caller()} is not served under {watcher}: PyTorch would not see what it does")
 
     def watched(self):
-        return bool(
-            self.tracing() or self.dispatch_modes() or _modes.overridden() or self.forward_ad._current_level >= 0
+        return (
+            self.dispatch_modes() > 0
+            or (self.function_mode() and _modes.overridden())
+            or self.forward_ad._current_level >= 0
         )
 
     def empty(self, like, shape, dtype):
-        self.check_seen()
+        if self.tracing() or self.dispatch_modes():
+            self.check_seen()
         return self.view(like.owner.new_empty(shape, dtype=self.natives[dtype]), "out")
 
     def full(self, like, shape, dtype, value):
-        self.check_seen()
+        if self.tracing() or self.dispatch_modes():
+            self.check_seen()
         return self.view(like.owner.new_full(shape, value, dtype=self.natives[dtype]), "out")
 
     def stream(self, views):
