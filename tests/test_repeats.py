@@ -249,7 +249,7 @@ def test_torch_tensors_that_only_look_alike():
     with torch.no_grad():
         assert not fa.flash_attn_func(q, k.clone().requires_grad_(), v).requires_grad
     assert fa.flash_attn_func(q, k.clone().requires_grad_(), v).requires_grad
-    with pytest.raises(fa.Unsupported, match="q is on device meta"):
+    with pytest.raises(fa.BadArgument, match="k is on cpu, but q is on meta"):
         fa.flash_attn_func(q.to("meta"), k, v)
     with pytest.raises(fa.BadArgument, match="v has layout torch.sparse_coo"):
         fa.flash_attn_func(q, k, v.to_sparse())

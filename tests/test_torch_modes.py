@@ -21,6 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal import autograd, ops, quantized  # noqa: E402, F401
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+]
 HAS_CUDA = CUDA_DEVICES and torch.cuda.is_available()
 NO_CUDA = pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device for the library and PyTorch")
 BATCH, ROWS, COLUMNS, HEADS, HEADS_K, DIM = 2, 9, 11, 4, 2, 8
@@ -239,6 +243,8 @@ def test_meta_shapes_are_looked_at():
         fa.flash_attn_func(q, k[0], v)
     with pytest.raises(fa.BadArgument, match="v is torch.float16"):
         fa.flash_attn_func(q, k, v.half())
+    with pytest.raises(fa.BadArgument, match="sinks is on cpu, but q is on meta"):
+        fa.flash_attn_func(q, k, v, sinks=torch.zeros(HEADS))
 
 
 # ---- transforms of torch.func ----

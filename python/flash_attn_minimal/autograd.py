@@ -252,6 +252,9 @@ def _(q, k, v, *rest):
             raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected {rank} axes")
         if x.dtype != q.dtype:
             raise BadArgument(f"q is {q.dtype}, but {name} is {x.dtype}: they must be the same")
+    for name, x in zip(_ARRAYS, (q, k, v, *rest), strict=False):
+        if x is not None and x.device != q.device:
+            raise BadArgument(f"{name} is on {x.device}, but q is on {q.device}")
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     rows = (q.shape[1], q.shape[0]) if rank == 3 else (q.shape[0], q.shape[2], q.shape[1])
     return out, q.new_empty(rows, dtype=torch.float32)
