@@ -180,7 +180,7 @@ def test_one_program_called_again_and_again(place):
     program = jax.jit(jax.value_and_grad(lambda q: jnp.sin(chain(fa.flash_attn_func, q)).sum()))
     want = jax.jit(jax.value_and_grad(lambda q: jnp.sin(chain(_standard, q)).sum()))
     for i in range(5):
-        _assert_close(program(q * (1 - i / 5)), want(q * (1 - i / 5)), 5e-5)
+        _assert_close(program(q * (1 - i / 5)), want(q * (1 - i / 5)), 2e-4)
 
 
 def test_shard_map(place):
