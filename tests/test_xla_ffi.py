@@ -139,7 +139,7 @@ def test_lengths_are_checked_inside_a_program_on_the_cpu():
 
 @pytest.mark.parametrize("target", ["forward", "backward"])
 def test_a_call_described_for_another_library_is_refused(platform, target):
-    """Whatever the attributes are, a handler touches nothing that it was not given."""
+    """By the size of the structs, and by the number of its buffers."""
     q = jax.device_put(jnp.ones((1, 5, 2, 8)), jax.devices(platform)[0])
     jax.jit(lambda q: fa.flash_attn_func(q, q, q))(q)  # registers the handlers
     call = ffi.ffi_call(f"flash_attn_minimal_{target}", [jax.ShapeDtypeStruct(q.shape, q.dtype)])

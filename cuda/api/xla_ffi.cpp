@@ -74,6 +74,7 @@ struct ForwardCall {
 
     fa_status read(const CallFrame& frame) {
         if (const fa_status status = unpack(frame, "attention", &attention); status != FA_OK) return status;
+        attention.kernel = nullptr;
         if (const auto* name = static_cast<const xla::ByteSpan*>(find_attribute(frame, "kernel", xla::kStringAttribute));
             name && name->length) {
             std::snprintf(kernel, sizeof kernel, "%.*s", int(name->length), name->text);
