@@ -276,12 +276,12 @@ def test_traced_options_are_refused_by_name(name, traced_q):
     def attend(q, option):
         return fa.flash_attn_func(q, q, q, **seed, **{name: option})
 
-    with pytest.raises(fa.FlashAttnError, match=f"{name}( is a traced value|=.*Tracer)"):
+    with pytest.raises(fa.FlashAttnError, match=f"{name}( is a traced value|=.*Trace)"):
         if traced_q:
             jax.jit(attend)(q, OPTIONS[name])
         else:
             jax.jit(functools.partial(attend, q))(OPTIONS[name])
-    with pytest.raises(fa.FlashAttnError, match=f"{name}( is a traced value|=.*Tracer)"):
+    with pytest.raises(fa.FlashAttnError, match=f"{name}( is a traced value|=.*Trace)"):
         jax.jit(lambda x: fa.flash_attn_func(q, q, q, **{name: x}))(OPTIONS[name])
 
 
