@@ -54,6 +54,32 @@ def lengths(*values):
     return np.array(values, np.int32)
 
 
+def repeated(*shape, full=(3, 20, 2)):
+    """Factors of tokens that repeat along the axes of size 1."""
+    x = np.ones(shape, f4)
+    return np.lib.stride_tricks.as_strided(x, full, [0 if n == 1 else s for n, s in zip(shape, x.strides, strict=True)])
+
+
+def strided(shape, strides):
+    return np.lib.stride_tricks.as_strided(np.ones(1000, f4), shape, [4 * s for s in strides])
+
+
+def tokens(**change) -> dict[str, Any]:
+    """A call that appends to an int8 cache with a factor for every token."""
+    new = {"k": np.zeros((2, 1, 2, 16), f4), "v": np.zeros((2, 1, 2, 8), f4)}
+    factors = {name: np.ones((3, 20, 2), f4) for name in ("k_scale", "v_scale")}
+    return int8(**{**new, **factors, "cache_seqlens": lengths(5, 19), **change})
+
+
+def new_in_cache(name: str, cache: str, target: str = "") -> dict[str, Any]:
+    """What is to join the cache lies in it."""
+    call = appending(cache_seqlens=lengths(5, 19))
+    call[name] = call[cache][:2, 7:8]
+    if target:
+        call[target] = call[cache][0, :4].reshape(2, 1, 4, 16)[..., :8]
+    return call
+
+
 f4 = np.float32
 REFUSED = [
     (small(q=np.zeros((2, 4, 16), f4)), r"q has shape \(2, 4, 16\)"),
@@ -116,6 +142,25 @@ REFUSED = [
     (rotating(rotary_cos=np.ones((0, 4), f4), rotary_sin=np.ones((0, 4), f4)), "rotary_rows=0 is below 1"),
     (rotating(rotary_interleaved=2), "rotary_interleaved=2 is neither True nor False"),
     (rotating(k=None, v=None), "only a call that appends keys rotates"),
+    (tokens(k_scale=repeated(3, 1, 2)), r"k_scale has strides \(2, 0, 1\): appended tokens write factors that"),
+    (tokens(v_scale=repeated(3, 20, 1)), "v_scale.head_stride=0 with nheads=2"),
+    (tokens(k_scale=repeated(1, 20, 2)), "k_scale.batch_stride=0 with batch=3"),
+    (tokens(k_scale=strided((3, 20, 2), (2, 2, 1))), "k_scale.(batch|row)_stride=2 with (batch=3|rows=20)"),
+    (tokens(k_scale=strided((3, 20, 2), (40, 1, 1))), "k_scale.(row|head)_stride=1 with (rows=20|nheads=2)"),
+    ((lambda f: tokens(k_scale=f, v_scale=f))(np.ones((3, 20, 2), f4)), "k_scale.data=.* overlaps v_scale.data="),
+    (appending(cache_seqlens=lengths(5, 9), cache_batch_idx=lengths(2, 2)),
+     "cache_batch_idx: sequences 0 and 1 both append to entry 2"),
+    (appending(cache_seqlens=lengths(25, 25), block_table=np.array([[0, 2], [1, 2]], np.int32)),
+     "block_table: sequences 0 and 1 both append to the same rows of page 2"),
+    (new_in_cache("k", "k_cache"), "k.data=.* overlaps k_new.data="),
+    (new_in_cache("v", "v_cache"), "v.data=.* overlaps v_new.data="),
+    (new_in_cache("k", "k_cache", "out"), "out starts at the same address as|out.data=.* overlaps k"),
+    ((lambda c: appending(k_cache=c[:3], v_cache=c[1:], v=np.zeros((2, 1, 2, 16), f4)))(np.zeros((4, 20, 2, 16), f4)),
+     "k.data=.* overlaps v.data="),
+    ((lambda c: appending(q=c[0, :2].reshape(2, 1, 4, 8)[..., :8], k_cache=c[..., :8], k=np.zeros((2, 1, 2, 8), f4)))(
+        np.zeros((3, 20, 2, 16), f4)), "k.data=.* overlaps q.data="),
+    ((lambda c: small(k_cache=c, out=c[0, :4].reshape(2, 1, 4, 16)[..., 8:]))(np.zeros((3, 20, 2, 16), f4)),
+     "out.data=.* overlaps k.data="),
     (small(num_splits=257), "num_splits=257 is outside 0 .. 256"),
     (small(num_splits=-1), "num_splits=-1 is outside 0 .. 256"),
     (small(batch_invariant=3), "batch_invariant=3 is neither True nor False"),
@@ -140,6 +185,56 @@ def test_refused(call, text):
 def test_left_padding_is_refused():
     with pytest.raises(fa.Unsupported, match="cache_leftpad is set"):
         fa.flash_attn_with_kvcache(**small(cache_leftpad=lengths(0, 0)))
+
+
+def test_factors_that_repeat_are_read():
+    """A factor that stands for many tokens, or for many heads, counts as its copies would."""
+    rng = np.random.default_rng(0)
+    cache = {n: rng.integers(-127, 128, (3, 20, 2, d)).astype(np.int8) for n, d in (("k_cache", 16), ("v_cache", 8))}
+    call = small(**cache, q=rng.standard_normal((2, 1, 4, 16)).astype(f4))
+    for shape in ((3, 1, 2), (1, 20, 2), (3, 20, 1), (1, 1, 2), (3, 1, 1), (1, 1, 1)):
+        factors = [rng.uniform(0.01, 0.03, shape).astype(f4) for _ in "kv"]
+        k_scale, v_scale = [np.broadcast_to(x, (3, 20, 2)) for x in factors]
+        out = fa.flash_attn_with_kvcache(**call, k_scale=k_scale, v_scale=v_scale)
+        want = fa.flash_attn_with_kvcache(**call, k_scale=k_scale.copy(), v_scale=v_scale.copy())
+        np.testing.assert_array_equal(out, want)
+
+
+def test_factors_of_tokens_where_they_may_lie():
+    """Interleaved with each other, padded, or in another order: each has a place of its own, so an append writes it."""
+    rng = np.random.default_rng(0)
+    new = {n: rng.standard_normal((2, 1, 2, d)).astype(f4) for n, d in (("k", 16), ("v", 8))}
+    both = np.ones((3, 20, 2, 2), f4)
+    swapped, padded = np.ones((2, 20, 3), f4).transpose(2, 1, 0), np.ones((3, 20, 5), f4)[..., :2]
+    for k_scale, v_scale in ((both[..., 0], both[..., 1]), (swapped, padded)):
+        fa.flash_attn_with_kvcache(**tokens(**new, k_scale=k_scale, v_scale=v_scale))
+        for name, factors in (("k", k_scale), ("v", v_scale)):
+            for b, row in enumerate((5, 19)):
+                np.testing.assert_allclose(factors[b, row], np.abs(new[name][b, 0]).max(axis=-1) / 127, rtol=1e-6)
+            assert np.count_nonzero(factors != 1) == 4
+
+
+def test_caches_in_one_buffer():
+    """Keys and values of a token side by side, and an entry for each of two sequences: no place is written twice."""
+    rng = np.random.default_rng(0)
+    both = np.zeros((3, 20, 2, 24), f4)
+    call = appending(k_cache=both[..., :16], v_cache=both[..., 16:], cache_seqlens=lengths(5, 19))
+    for name in "kv":
+        call[name] = rng.standard_normal(call[name].shape).astype(f4)
+    fa.flash_attn_with_kvcache(**call, cache_batch_idx=lengths(2, 0))
+    for b, (entry, row) in enumerate(((2, 5), (0, 19))):
+        np.testing.assert_array_equal(both[entry, row], np.concatenate([call["k"][b, 0], call["v"][b, 0]], axis=-1))
+    assert np.count_nonzero(both) == 2 * 2 * 24
+
+
+def test_idle_sequences_share_an_entry():
+    """Only what appends wants an entry of its own; pages that are full are read by many."""
+    out = fa.flash_attn_with_kvcache(**appending(cache_seqlens=lengths(5, -1), cache_batch_idx=lengths(2, 2)))
+    assert np.isfinite(out).all()
+    table = np.array([[0, 1], [0, 2]], np.int32)
+    fa.flash_attn_with_kvcache(**appending(cache_seqlens=lengths(20, 25), block_table=table))
+    shared = np.array([[0, 1], [2, 1]], np.int32)  # rows 0 and 5 of page 1
+    fa.flash_attn_with_kvcache(**appending(cache_seqlens=lengths(20, 25), block_table=shared))
 
 
 def test_the_small_calls_work():

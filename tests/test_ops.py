@@ -492,7 +492,7 @@ def test_c_fields_that_only_matter_with_data():
     x = np.ones((2, 4), F)
     args = _library.SwigluArgs(struct_size=ct.sizeof(_library.SwigluArgs), device=1, dtype=1, dim=2, rows=2)
     args.gate_up_data, args.gate_up_row_stride, args.out_data = x.ctypes.data, 4, x.ctypes.data + 32
-    for wrong, text in ((1, "out.row_stride=1 with 2 columns"), (0, "out.row_stride=0 with 2 columns")):
+    for wrong, text in ((1, "out.row_stride=1 with 2 columns"), (0, "out.row_stride=0 with rows=2")):
         args.out_row_stride = wrong
         with pytest.raises(BadArgument, match=text):
             _library.load().fa_swiglu(args, None)

@@ -1,6 +1,7 @@
 #include "validate.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cinttypes>
 #include <cmath>
 #include <cstddef>
@@ -69,6 +70,8 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
         return fail(FA_BAD_ARGUMENT, "headdim_v=%d is outside 1 .. %d", a.headdim_v, kMaxHeadDim);
     FA_RETURN_IF_ERROR(check_length("seqlen_q", a.seqlen_q));
     FA_RETURN_IF_ERROR(check_length("seqlen_k", a.seqlen_k));
+    FA_RETURN_IF_ERROR(check_total(a.batch, "nheads", a.nheads, "seqlen_q", a.seqlen_q));
+    FA_RETURN_IF_ERROR(check_total(a.batch, "nheads_k", a.nheads_k, "seqlen_k", a.seqlen_k));
 
     const bool varlen = a.cu_seqlens_q || a.cu_seqlens_k;
     if (varlen) {
@@ -77,6 +80,11 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
                         a.cu_seqlens_q ? "cu_seqlens_k" : "cu_seqlens_q", a.cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k");
         FA_RETURN_IF_ERROR(check_length("total_q", a.total_q));
         FA_RETURN_IF_ERROR(check_length("total_k", a.total_k));
+        if (a.batch + std::max(a.total_q, a.total_k) > kMaxLength)  // tiles of sequences are counted in int32
+            return fail(FA_UNSUPPORTED, "batch=%d with total_q=%" PRId64 ", total_k=%" PRId64 ": together above %" PRId64, a.batch,
+                        a.total_q, a.total_k, kMaxLength);
+        FA_RETURN_IF_ERROR(check_total(1, "nheads", a.nheads, "total_q", a.total_q));
+        FA_RETURN_IF_ERROR(check_total(1, "nheads_k", a.nheads_k, "total_k", a.total_k));
         FA_RETURN_IF_ERROR(check_pointer("cu_seqlens_q", a.cu_seqlens_q, 4, need));
         FA_RETURN_IF_ERROR(check_pointer("cu_seqlens_k", a.cu_seqlens_k, 4, need));
         if (a.device == FA_CPU && need) {
@@ -97,7 +105,14 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     FA_RETURN_IF_ERROR(check_pointer("v", a.v.data, keys ? keys->element : element, has_k));
     FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, dtype_size(out_dtype), has_q));
     FA_RETURN_IF_ERROR(check_pointer("lse", a.lse, 4, false));
-    FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, rows_q, a.nheads, varlen));
+    const int64_t batch = varlen ? 1 : a.batch;
+    const Region out = region("out", a.out, batch, rows_q, a.nheads, headdim_v, dtype_size(out_dtype));
+    FA_RETURN_IF_ERROR(check_output(out));
+    FA_RETURN_IF_ERROR(check_apart(out, region("q", a.q, batch, rows_q, a.nheads, a.headdim, element)));
+    if (!keys) {  // a cache has entries or pages
+        FA_RETURN_IF_ERROR(check_apart(out, region("k", a.k, batch, rows_k, a.nheads_k, a.headdim, element)));
+        FA_RETURN_IF_ERROR(check_apart(out, region("v", a.v, batch, rows_k, a.nheads_k, headdim_v, element)));
+    }
 
     if (a.has_softmax_scale != 0) {
         FA_RETURN_IF_ERROR(check_bool("has_softmax_scale", a.has_softmax_scale));
@@ -106,6 +121,8 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
         return fail(FA_BAD_ARGUMENT, "softmax_scale=%g is set but has_softmax_scale is 0", a.softmax_scale);
     }
     if (!std::isfinite(a.softcap) || a.softcap < 0) return fail(FA_BAD_ARGUMENT, "softcap=%g is not a finite number >= 0", a.softcap);
+    if (a.softcap > 0 && a.softcap < FLT_MIN)  // its reciprocal is infinite
+        return fail(FA_BAD_ARGUMENT, "softcap=%g is below %g, the smallest normal float", a.softcap, FLT_MIN);
     FA_RETURN_IF_ERROR(check_pointer("alibi_slopes", a.alibi_slopes, 4, false));
     if (a.bias_dtype && a.bias_dtype != FA_FLOAT32 && a.bias_dtype != a.dtype)
         return fail(FA_BAD_ARGUMENT, "bias_dtype=%s (%d) is neither float32 nor dtype=%s", dtype_name(a.bias_dtype), a.bias_dtype,
@@ -190,9 +207,20 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
     FA_RETURN_IF_ERROR(check_pointer("dq", a.dq.data, element, has_q));
     FA_RETURN_IF_ERROR(check_pointer("dk", a.dk.data, element, has_k));
     FA_RETURN_IF_ERROR(check_pointer("dv", a.dv.data, element, has_k));
-    FA_RETURN_IF_ERROR(check_output_strides("dq", a.dq, f.batch, rows_q, f.nheads, varlen));
-    FA_RETURN_IF_ERROR(check_output_strides("dk", a.dk, f.batch, rows_k, f.nheads_k, varlen));
-    FA_RETURN_IF_ERROR(check_output_strides("dv", a.dv, f.batch, rows_k, f.nheads_k, varlen));
+    const int64_t batch = varlen ? 1 : f.batch;
+    const int32_t headdim_v = p.forward.headdim_v;
+    const Region inputs[] = {
+        region("q", f.q, batch, rows_q, f.nheads, f.headdim, element), region("k", f.k, batch, rows_k, f.nheads_k, f.headdim, element),
+        region("v", f.v, batch, rows_k, f.nheads_k, headdim_v, element), region("out", f.out, batch, rows_q, f.nheads, headdim_v, element),
+        region("dout", a.dout, batch, rows_q, f.nheads, headdim_v, element)};
+    const Region gradients[] = {region("dq", a.dq, batch, rows_q, f.nheads, f.headdim, element),
+                                region("dk", a.dk, batch, rows_k, f.nheads_k, f.headdim, element),
+                                region("dv", a.dv, batch, rows_k, f.nheads_k, headdim_v, element)};
+    for (const Region& gradient : gradients) {
+        FA_RETURN_IF_ERROR(check_output(gradient));
+        for (const Region& input : inputs) FA_RETURN_IF_ERROR(check_apart(gradient, input));
+        for (const Region* other = gradients; other != &gradient; ++other) FA_RETURN_IF_ERROR(check_apart(gradient, *other));
+    }
     FA_RETURN_IF_ERROR(check_pointer("dbias", a.dbias.data, 4, false));
     if (a.dbias.data) {
         if (!f.bias.data) return fail(FA_BAD_ARGUMENT, "dbias.data=%p is set, but bias.data is NULL", static_cast<void*>(a.dbias.data));
@@ -222,6 +250,7 @@ fa_status validate(const fa_merge_args* args, MergeParams* params) {
     if (a.headdim_v < 1 || a.headdim_v > kMaxHeadDim)
         return fail(FA_BAD_ARGUMENT, "headdim_v=%d is outside 1 .. %d", a.headdim_v, kMaxHeadDim);
     FA_RETURN_IF_ERROR(check_length("seqlen", a.seqlen));
+    FA_RETURN_IF_ERROR(check_total(a.batch, "nheads", a.nheads, "seqlen", a.seqlen));
     if (a.reserved) return fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", a.reserved);
     const bool any = a.batch > 0 && a.seqlen > 0;
     const size_t element = dtype_size(a.dtype);
@@ -231,7 +260,13 @@ fa_status validate(const fa_merge_args* args, MergeParams* params) {
     FA_RETURN_IF_ERROR(check_pointer("lse_a", a.lse_a, 4, any));
     FA_RETURN_IF_ERROR(check_pointer("lse_b", a.lse_b, 4, any));
     FA_RETURN_IF_ERROR(check_pointer("lse", a.lse, 4, any));
-    FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, a.seqlen, a.nheads, false));
+    const auto tensor = [&](const char* name, const fa_tensor& t) {
+        return region(name, t, a.batch, a.seqlen, a.nheads, a.headdim_v, element);
+    };
+    const Region out = tensor("out", a.out);
+    FA_RETURN_IF_ERROR(check_output(out));
+    FA_RETURN_IF_ERROR(check_apart(out, tensor("out_a", a.out_a), true));
+    FA_RETURN_IF_ERROR(check_apart(out, tensor("out_b", a.out_b), true));
     *params = {view(a.out_a),  view(a.out_b), view(a.out), a.lse_a,     a.lse_b,           a.lse,
                DType(a.dtype), a.batch,       a.nheads,    a.headdim_v, int32_t(a.seqlen), default_threads()};
     return FA_OK;
@@ -251,11 +286,14 @@ fa_status validate(const fa_quantize_args* args, QuantizeParams* params) {
     if (a.hadamard && (a.headdim & (a.headdim - 1)))
         return fail(FA_BAD_ARGUMENT, "headdim=%d with hadamard=1: it must be a power of two", a.headdim);
     FA_RETURN_IF_ERROR(check_length("seqlen", a.seqlen));
+    FA_RETURN_IF_ERROR(check_total(a.batch, "nheads", a.nheads, "seqlen", a.seqlen));
     const bool any = a.batch > 0 && a.seqlen > 0;
     FA_RETURN_IF_ERROR(check_pointer("x", a.x.data, dtype_size(a.dtype), any));
     FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, 1, any));
     FA_RETURN_IF_ERROR(check_pointer("descale", a.descale, 4, a.batch > 0));
-    FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, a.seqlen, a.nheads, false));
+    const Region out = region("out", a.out, a.batch, a.seqlen, a.nheads, a.headdim, 1);
+    FA_RETURN_IF_ERROR(check_output(out));
+    FA_RETURN_IF_ERROR(check_apart(out, region("x", a.x, a.batch, a.seqlen, a.nheads, a.headdim, dtype_size(a.dtype))));
     *params = {view(a.x),
                view(a.out),
                a.descale,

@@ -13,6 +13,7 @@
 #include "attention/params.h"
 #include "flash_attn.h"
 #include "ops/ops.h"
+#include "regions.h"
 #include "status.h"
 
 namespace fa {
@@ -39,18 +40,6 @@ inline fa_status check_pointer(const char* name, const void* data, size_t alignm
     return FA_OK;
 }
 
-// An output may not map two elements to one place through a zero stride.
-inline fa_status check_output_strides(const char* name, const fa_tensor& t, int64_t batch, int64_t rows, int64_t heads, bool varlen) {
-    if (batch == 0 || rows == 0) return FA_OK;
-    if (!varlen && batch > 1 && t.batch_stride == 0)
-        return fail(FA_BAD_ARGUMENT, "%s.batch_stride=0 with batch=%" PRId64 ": an output cannot be broadcast", name, batch);
-    if (rows > 1 && t.row_stride == 0)
-        return fail(FA_BAD_ARGUMENT, "%s.row_stride=0 with %" PRId64 " rows: an output cannot be broadcast", name, rows);
-    if (heads > 1 && t.head_stride == 0)
-        return fail(FA_BAD_ARGUMENT, "%s.head_stride=0 with nheads=%" PRId64 ": an output cannot be broadcast", name, heads);
-    return FA_OK;
-}
-
 inline fa_status check_bool(const char* name, int32_t value) {
     return value == 0 || value == 1 ? FA_OK : fail(FA_BAD_ARGUMENT, "%s=%d is neither 0 nor 1", name, value);
 }
@@ -59,6 +48,15 @@ inline fa_status check_length(const char* name, int64_t value) {
     if (value < 0) return fail(FA_BAD_ARGUMENT, "%s=%" PRId64 " is negative", name, value);
     if (value > kMaxLength) return fail(FA_UNSUPPORTED, "%s=%" PRId64 " is above %" PRId64, name, value, kMaxLength);
     return FA_OK;
+}
+
+// Rows of all heads together: few enough that no size derived from them wraps, and far more than any memory holds.
+constexpr int64_t kMaxTotalRows = int64_t(1) << 42;
+
+inline fa_status check_total(int64_t batch, const char* heads_name, int64_t heads, const char* rows_name, int64_t rows) {
+    if (heads <= kMaxTotalRows / std::max<int64_t>(batch, 1) / std::max<int64_t>(rows, 1)) return FA_OK;
+    return fail(FA_UNSUPPORTED, "batch=%" PRId64 " x %s=%" PRId64 " x %s=%" PRId64 " is above 2^42 rows", batch, heads_name, heads,
+                rows_name, rows);
 }
 
 inline int32_t default_threads() {
@@ -120,14 +118,6 @@ inline fa_status check_array(const char* name, const void* data, DType dtype, bo
     return check_pointer(name, data, size_of(dtype), required);
 }
 
-inline fa_status check_output_matrix(const char* name, const fa_matrix& t, int64_t rows, int64_t columns) {
-    const int64_t distance = t.row_stride < 0 ? -t.row_stride : t.row_stride;
-    if (rows > 1 && distance < columns)
-        return fail(FA_BAD_ARGUMENT, "%s.row_stride=%" PRId64 " with %" PRId64 " columns: the rows of an output cannot overlap", name,
-                    t.row_stride, columns);
-    return FA_OK;
-}
-
 inline fa_status check_eps(float eps) {
     if (std::isfinite(eps) && eps >= 0) return FA_OK;
     return fail(FA_BAD_ARGUMENT, "eps=%g is not a finite number >= 0", eps);
@@ -177,11 +167,17 @@ fa_status check_product(const Args& a, DType weight_dtype, bool pointers, const 
     FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, required));
     FA_RETURN_IF_ERROR(check_array("bias", a.bias, p.bias_dtype, false));
     FA_RETURN_IF_ERROR(check_array("norm_weight", a.norm_weight, p.norm_dtype, false));
-    FA_RETURN_IF_ERROR(check_output_matrix("out", a.out, a.rows, a.swiglu ? a.out_features / 2 : a.out_features));
+    const int32_t columns = a.swiglu ? a.out_features / 2 : a.out_features;
+    const Region out = region("out", a.out, a.rows, columns, size_of(p.out_dtype));
+    FA_RETURN_IF_ERROR(check_output(out));
     if (required && a.out.data == a.x.data) return fail(FA_BAD_ARGUMENT, "out.data is x.data, which is read meanwhile");
     if (required && a.out.data == a.residual.data &&
         (p.out_dtype != p.residual_dtype || (a.rows > 1 && a.out.row_stride != a.residual.row_stride)))
         return fail(FA_BAD_ARGUMENT, "out.data is residual.data, but not with the same dtype and row_stride");
+    FA_RETURN_IF_ERROR(check_apart(out, region("x", a.x, a.rows, a.in_features, size_of(p.dtype))));
+    FA_RETURN_IF_ERROR(check_apart(out, region("residual", a.residual, a.rows, columns, size_of(p.residual_dtype)), true));
+    FA_RETURN_IF_ERROR(check_apart(out, region("bias", a.bias, a.out_features, size_of(p.bias_dtype))));
+    FA_RETURN_IF_ERROR(check_apart(out, region("norm_weight", a.norm_weight, a.in_features, size_of(p.norm_dtype))));
     FA_RETURN_IF_ERROR(check_eps(a.eps));
     FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
     p.x = view(a.x), p.residual = view(a.residual), p.out = view(a.out);

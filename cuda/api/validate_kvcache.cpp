@@ -1,7 +1,10 @@
 // validate_kvcache.cpp: fa_kvcache_args. On the CPU lengths and tables are read and checked here; on a GPU they are the device's.
+#include <algorithm>
 #include <cinttypes>
 #include <climits>
 #include <cstddef>
+#include <new>
+#include <vector>
 
 #include "status.h"
 #include "validate.h"
@@ -19,6 +22,73 @@ fa_status check_scale(const char* name, const fa_cache_scale& s, bool quantized,
     if (!quantized && s.data) return fail(FA_BAD_ARGUMENT, "%s.data is set, but only an 8-bit cache has factors", name);
     if (quantized && need && !s.data) return fail(FA_BAD_ARGUMENT, "%s.data is NULL: an 8-bit cache needs the factors of k and v", name);
     return check_pointer(name, s.data, 4, false);
+}
+
+// What a call writes beside out: the cache, and the factors of tokens. Each place once, and nothing that the call reads besides.
+fa_status check_appended(const fa_kvcache_args& a, const fa_attention_args& f, size_t cache_element, int32_t headdim_v) {
+    const size_t element = dtype_size(f.dtype);
+    const int64_t rows = a.page_size ? a.page_size : f.seqlen_k;
+    const auto cache = [&](const char* name, const auto& t, int64_t columns, size_t bytes) {
+        return region(name, t, a.cache_batch, rows, f.nheads_k, columns, bytes);
+    };
+    const Region k = cache("k", f.k, f.headdim, cache_element), v = cache("v", f.v, headdim_v, cache_element);
+    FA_RETURN_IF_ERROR(check_output(k));
+    FA_RETURN_IF_ERROR(check_output(v));
+    const bool columns_of_keys = f.v.data == f.k.data;  // of the same rows, which get the same bytes twice
+    if (columns_of_keys && rows * a.cache_batch > 1 &&
+        (f.v.row_stride != f.k.row_stride || f.v.batch_stride != f.k.batch_stride || f.v.head_stride != f.k.head_stride))
+        return fail(FA_BAD_ARGUMENT, "v.data is k.data, but not with the same strides");
+    if (!columns_of_keys) FA_RETURN_IF_ERROR(check_apart(k, v));
+    const Region inputs[] = {region("q", f.q, f.batch, f.seqlen_q, f.nheads, f.headdim, element),
+                             region("k_new", a.k_new, f.batch, a.seqlen_new, f.nheads_k, f.headdim, element),
+                             region("v_new", a.v_new, f.batch, a.seqlen_new, f.nheads_k, headdim_v, element)};
+    const Region out = region("out", f.out, f.batch, f.seqlen_q, f.nheads, headdim_v, element);
+    for (const Region& input : inputs) {
+        FA_RETURN_IF_ERROR(check_apart(k, input));
+        FA_RETURN_IF_ERROR(check_apart(v, input));
+        FA_RETURN_IF_ERROR(check_apart(out, input));
+    }
+    const Region k_scale = cache("k_scale", a.k_scale, 1, 4), v_scale = cache("v_scale", a.v_scale, 1, 4);
+    if (a.k_scale.row_stride) FA_RETURN_IF_ERROR(check_output(k_scale));
+    if (a.v_scale.row_stride) FA_RETURN_IF_ERROR(check_output(v_scale));
+    return a.k_scale.row_stride || a.v_scale.row_stride ? check_apart(k_scale, v_scale) : FA_OK;
+}
+
+// Rows first .. last of an entry, or of a page, that sequence b appends to.
+struct Appended {
+    int32_t place, first, last, b;
+};
+
+// No two sequences append to one place: which of them came last would be chance.
+fa_status check_places(const fa_kvcache_args& a, const fa_attention_args& f) {
+    if (!a.seqlen_new || !(a.cache_batch_idx || a.block_table)) return FA_OK;
+    const char* const name = a.block_table ? "block_table" : "cache_batch_idx";
+    std::vector<Appended> places;
+    try {
+        for (int32_t b = 0; b < f.batch; ++b) {
+            const int64_t before = a.cache_seqlens ? a.cache_seqlens[b] : f.seqlen_k - a.seqlen_new, after = before + a.seqlen_new;
+            if (before < 0) continue;
+            if (!a.block_table) {
+                places.push_back({a.cache_batch_idx[b], 0, INT32_MAX, b});  // others read what one of them appends
+                continue;
+            }
+            for (int64_t page = before / a.page_size; page * a.page_size < after; ++page) {
+                const int64_t start = page * a.page_size, end = std::min(after, start + a.page_size);
+                places.push_back({a.block_table[b * a.block_table_stride + page], int32_t(std::max(before, start) - start),
+                                  int32_t(end - start - 1), b});
+            }
+        }
+    } catch (const std::bad_alloc&) {
+        return fail(FA_OUT_OF_MEMORY, "no host memory left to check %s", name);
+    }
+    std::sort(places.begin(), places.end(), [](const Appended& x, const Appended& y) {
+        return x.place != y.place ? x.place < y.place : x.first != y.first ? x.first < y.first : x.b < y.b;
+    });
+    for (size_t i = 1; i < places.size(); ++i)
+        if (const Appended &x = places[i - 1], &y = places[i]; x.place == y.place && x.last >= y.first)
+            return fail(FA_BAD_ARGUMENT, "%s: sequences %d and %d both append to %s %d", name, std::min(x.b, y.b), std::max(x.b, y.b),
+                        a.block_table ? "the same rows of page" : "entry", x.place);
+    return FA_OK;
 }
 
 // What the host can read: lengths, entries and pages.
@@ -42,7 +112,7 @@ fa_status check_contents(const fa_kvcache_args& a, const fa_attention_args& f) {
                             a.cache_batch - 1);
         }
     }
-    return FA_OK;
+    return check_places(a, f);
 }
 
 fa_status check_rotary(const fa_kvcache_args& a, const fa_attention_args& f) {
@@ -114,17 +184,17 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     FA_RETURN_IF_ERROR(check_pointer("k_new", a.k_new.data, element, appends));
     FA_RETURN_IF_ERROR(check_pointer("v_new", a.v_new.data, element, appends));
     if (!a.seqlen_new && (a.k_new.data || a.v_new.data)) return fail(FA_BAD_ARGUMENT, "k_new or v_new is set with seqlen_new=0");
-    if (appends) {  // the cache is an output then
-        const int64_t rows = a.page_size ? a.page_size : f.seqlen_k;
-        FA_RETURN_IF_ERROR(check_output_strides("k", f.k, a.cache_batch, rows, f.nheads_k, false));
-        FA_RETURN_IF_ERROR(check_output_strides("v", f.v, a.cache_batch, rows, f.nheads_k, false));
-    }
     if (a.seqlen_new > 0 && f.v.data && f.v.data == f.k.data && (a.rotary_cos || quantized))  // two writes of different bytes to one place
         return fail(FA_UNSUPPORTED, "v.data=%p is k.data: values that are columns of the keys join the cache neither rotated nor as 8 bits",
                     f.v.data);
     FA_RETURN_IF_ERROR(check_rotary(a, f));
     FA_RETURN_IF_ERROR(check_scale("k_scale", a.k_scale, quantized, need));
     FA_RETURN_IF_ERROR(check_scale("v_scale", a.v_scale, quantized, need));
+    if (appends) FA_RETURN_IF_ERROR(check_appended(a, f, keys.element, p.headdim_v));
+    const int64_t rows = a.page_size ? a.page_size : f.seqlen_k;
+    const Region out = region("out", f.out, f.batch, f.seqlen_q, f.nheads, p.headdim_v, element);
+    FA_RETURN_IF_ERROR(check_apart(out, region("k", f.k, a.cache_batch, rows, f.nheads_k, f.headdim, keys.element)));
+    FA_RETURN_IF_ERROR(check_apart(out, region("v", f.v, a.cache_batch, rows, f.nheads_k, p.headdim_v, keys.element)));
     FA_RETURN_IF_ERROR(check_bool("batch_invariant", a.batch_invariant));
     FA_RETURN_IF_ERROR(check_bool("programmatic", a.programmatic));
     if (a.num_splits < 0 || a.num_splits > kMaxSplits)

@@ -22,10 +22,18 @@ fa_status validate(const fa_rms_norm_args* args, RmsNormParams* params) {
     FA_RETURN_IF_ERROR(check_array("residual", a.residual.data, p.residual_dtype, false));
     FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, any));
     FA_RETURN_IF_ERROR(check_array("weight", a.weight, p.weight_dtype, any));
-    FA_RETURN_IF_ERROR(check_output_matrix("out", a.out, a.rows, a.dim));
-    if (a.residual.data) FA_RETURN_IF_ERROR(check_output_matrix("x", a.x, a.rows, a.dim));
+    const Region x = region("x", a.x, a.rows, a.dim, size_of(p.dtype)), out = region("out", a.out, a.rows, a.dim, size_of(p.out_dtype));
+    const Region residual = region("residual", a.residual, a.rows, a.dim, size_of(p.residual_dtype));
+    FA_RETURN_IF_ERROR(check_output(out));
+    if (a.residual.data) {  // is added to x
+        FA_RETURN_IF_ERROR(check_output(x));
+        FA_RETURN_IF_ERROR(check_apart(x, residual, true));
+    }
     if (any && a.out.data == a.x.data && (p.out_dtype != p.dtype || (a.rows > 1 && a.out.row_stride != a.x.row_stride)))
         return fail(FA_BAD_ARGUMENT, "out.data is x.data, but not with the same dtype and row_stride");
+    FA_RETURN_IF_ERROR(check_apart(out, x, true));
+    FA_RETURN_IF_ERROR(check_apart(out, residual, true));
+    FA_RETURN_IF_ERROR(check_apart(out, region("weight", a.weight, a.dim, size_of(p.weight_dtype))));
     FA_RETURN_IF_ERROR(check_eps(a.eps));
     FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
     FA_RETURN_IF_ERROR(check_reserved(a.reserved));
@@ -50,6 +58,7 @@ fa_status validate(const fa_rope_args* args, RopeParams* params) {
     const int32_t rotary_dim = a.rotary_dim ? a.rotary_dim : a.headdim;
     if (rotary_dim % 2) return fail(FA_BAD_ARGUMENT, "rotary_dim=%d is odd: it counts both numbers of each pair", rotary_dim);
     FA_RETURN_IF_ERROR(check_length("seqlen", a.seqlen));
+    FA_RETURN_IF_ERROR(check_total(a.batch, "nheads", a.nheads, "seqlen", a.seqlen));
     FA_RETURN_IF_ERROR(check_bool("interleaved", a.interleaved));
     FA_RETURN_IF_ERROR(check_bool("inverse", a.inverse));
     FA_RETURN_IF_ERROR(check_bool("per_token", a.per_token));
@@ -60,11 +69,13 @@ fa_status validate(const fa_rope_args* args, RopeParams* params) {
     FA_RETURN_IF_ERROR(check_array("cos", a.cos, p.table_dtype, any));
     FA_RETURN_IF_ERROR(check_array("sin", a.sin, p.table_dtype, any));
     FA_RETURN_IF_ERROR(check_pointer("positions", a.positions, 4, a.per_token && any));
-    FA_RETURN_IF_ERROR(check_output_strides("out", a.out, a.batch, a.seqlen, a.nheads, false));
+    const Region out = region("out", a.out, a.batch, a.seqlen, a.nheads, a.headdim, size_of(p.dtype));
+    FA_RETURN_IF_ERROR(check_output(out));
     if (any && a.out.data == a.x.data &&
         ((a.batch > 1 && a.out.batch_stride != a.x.batch_stride) || (a.seqlen > 1 && a.out.row_stride != a.x.row_stride) ||
          (a.nheads > 1 && a.out.head_stride != a.x.head_stride)))
         return fail(FA_BAD_ARGUMENT, "out.data is x.data, but not with the same strides");
+    FA_RETURN_IF_ERROR(check_apart(out, region("x", a.x, a.batch, a.seqlen, a.nheads, a.headdim, size_of(p.dtype)), true));
     FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
     if (!a.positions && a.seqlen > a.table_rows)
         return fail(FA_BAD_ARGUMENT, "seqlen=%" PRId64 " goes beyond table_rows=%" PRId64, a.seqlen, a.table_rows);
@@ -97,8 +108,10 @@ fa_status validate(const fa_swiglu_args* args, SwigluParams* params) {
     FA_RETURN_IF_ERROR(check_range("rows", a.rows, 0, kMaxRows));
     FA_RETURN_IF_ERROR(check_array("gate_up", a.gate_up.data, p.dtype, a.rows > 0));
     FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, a.rows > 0));
-    FA_RETURN_IF_ERROR(check_output_matrix("out", a.out, a.rows, a.dim));
+    const Region out = region("out", a.out, a.rows, a.dim, size_of(p.out_dtype));
+    FA_RETURN_IF_ERROR(check_output(out));
     if (a.rows > 0 && a.out.data == a.gate_up.data) return fail(FA_BAD_ARGUMENT, "out.data is gate_up.data, which is read meanwhile");
+    FA_RETURN_IF_ERROR(check_apart(out, region("gate_up", a.gate_up, a.rows, 2 * int64_t(a.dim), size_of(p.dtype))));
     FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
     p.gate_up = view(a.gate_up), p.out = view(a.out);
     p.rows = a.rows, p.dim = a.dim;
@@ -146,6 +159,8 @@ fa_status validate(const fa_linear_args* args, Pointers pointers, fa_linear_args
     FA_RETURN_IF_ERROR(check_dtype("weight_dtype", a.weight_dtype, a.dtype, &p.weight_dtype));
     const auto check_weight = [&](bool required) { return check_array("weight", a.weight.data, p.weight_dtype, required); };
     FA_RETURN_IF_ERROR(check_product(a, p.weight_dtype, pointers == Pointers::kRequired, check_weight, &p));
+    FA_RETURN_IF_ERROR(check_apart(region("out", a.out, a.rows, p.columns(), size_of(p.out_dtype)),
+                                   region("weight", a.weight, a.out_features, a.in_features, size_of(p.weight_dtype))));
     FA_RETURN_IF_ERROR(check_reserved(a.reserved));
     p.weight = view(a.weight);
     return FA_OK;

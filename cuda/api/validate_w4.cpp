@@ -82,7 +82,7 @@ fa_status validate(const fa_w4_dequantize_args* args, W4DequantizeParams* params
     FA_RETURN_IF_ERROR(check_dtype("out_dtype", a.out_dtype, 0, &p.out_dtype));
     FA_RETURN_IF_ERROR(check_weight(a.weight, &p.weight));
     FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, true));
-    FA_RETURN_IF_ERROR(check_output_matrix("out", a.out, a.weight.out_features, a.weight.in_features));
+    FA_RETURN_IF_ERROR(check_output(region("out", a.out, a.weight.out_features, a.weight.in_features, size_of(p.out_dtype))));
     FA_RETURN_IF_ERROR(check_launch(0, a.num_threads));
     FA_RETURN_IF_ERROR(check_reserved(a.reserved));
     p.out = view(a.out), p.num_threads = threads_of(a.device, a.num_threads);

@@ -279,8 +279,7 @@ def _prepare_cached(
         _put_tensor(args, name, view)
     call.cache_dtype, call.cache_batch = CACHE_DTYPES.get(kv.dtype, 0), entries
     _score_options(args, views, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    if num_threads != 0:
-        args.num_threads = _integer("num_threads", num_threads, -(2**31), 2**31 - 1)
+    args.num_threads = _integer("num_threads", num_threads, -(2**31), 2**31 - 1)
     _kernel(args, kernel)
 
     if block_table is not None:
@@ -309,8 +308,7 @@ def _prepare_cached(
         call.batch_invariant = _flag("batch_invariant", batch_invariant)
     if programmatic is not False:
         call.programmatic = _flag("programmatic", programmatic)
-    if num_splits != 0:
-        call.num_splits = _integer("num_splits", num_splits, -(2**31), 2**31 - 1)
+    call.num_splits = _integer("num_splits", num_splits, -(2**31), 2**31 - 1)
     return call, args, views, room
 
 
@@ -375,15 +373,19 @@ def _put_rotary(call: KVCacheArgs, views: list[View], cos: Any, sin: Any, interl
 
 
 def _put_scale(call: KVCacheArgs, views: list[View], name: str, scale: Any, full: tuple[int, int, int]) -> None:
-    """Row stride 0 tells factors of heads from factors of tokens, which an append writes."""
+    """Row stride 0 tells factors of heads from factors of tokens, which an append writes: rows that share their factors
+    are read as a head's."""
     view = _option(views, name, scale, ("float32",))
     shape, strides = tuple(view.shape), tuple(view.strides)
-    entries, _, nheads_k = full
+    entries, rows, nheads_k = full
     if shape == full:
         batch_stride, row_stride, head_stride = strides
         if call.seqlen_new and not view.writable:
             raise BadArgument(f"{name} is a read-only {view.door.name} array: appended tokens write their factors")
-        row_stride = row_stride or 1  # of a page with one row: any stride but 0
+        if rows == 1:
+            row_stride = 1  # any but 0: a row's factors are a token's
+        elif call.seqlen_new and row_stride == 0:
+            raise BadArgument(f"{name} has strides {strides}: appended tokens write factors that all {rows} rows share")
     elif shape == (entries, 1, nheads_k):
         batch_stride, row_stride, head_stride = strides[0], 0, strides[2]
     elif shape == (nheads_k,):
