@@ -42,7 +42,13 @@ template <cpu::Isa isa>
 constexpr Kernel cpu_kernel(const char* name, const char* summary) {
     return {name, summary, FA_CPU, needs_isa<isa>, cpu_workspace<isa>, cpu_launch<isa>};
 }
-const char* cpu_naive_refuses(const AttentionParams& p, const DeviceInfo&, char*, size_t) { return general_refuses(p); }
+const char* cpu_naive_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
+    if (const char* reason = general_refuses(p)) return reason;
+    if (cpu::forward_naive_workspace(p) < cpu::kMostWorkspace) return nullptr;
+    std::snprintf(text, size, "S of seqlen_q=%d x seqlen_k=%d for each of num_threads=%d is beyond all memory", p.seqlen_q, p.seqlen_k,
+                  p.num_threads);
+    return text;
+}
 size_t cpu_naive_workspace(const AttentionParams& p, const DeviceInfo&) { return cpu::forward_naive_workspace(p); }
 fa_status cpu_naive_launch(const AttentionParams& p, const DeviceInfo&, void*) {
     return on_host([&] { cpu::forward_naive(p); });

@@ -72,7 +72,10 @@ void attend(const AttentionParams& p, int32_t b, int32_t head, float* scratch) {
 }  // namespace
 
 size_t forward_naive_workspace(const AttentionParams& p) {
-    return size_t(p.num_threads) * scratch_size(p) * sizeof(float) + alignof(float);
+    size_t bytes;  // up to 2^62 floats a thread: the one size that grows with the square of a length
+    if (__builtin_mul_overflow(size_t(p.num_threads) * sizeof(float), scratch_size(p), &bytes) || bytes > kMostWorkspace)
+        return kMostWorkspace;
+    return bytes + alignof(float);
 }
 
 void forward_naive(const AttentionParams& p) {

@@ -20,6 +20,7 @@ size_t forward_workspace(const AttentionParams& params, Isa isa);
 
 void forward_naive(const AttentionParams& params);  // three steps with S in workspace: what "standard attention" means
 size_t forward_naive_workspace(const AttentionParams& params);
+constexpr size_t kMostWorkspace = size_t(1) << 56;  // stands for all that no machine could address
 
 void backward(const BackwardParams& params, Isa isa);  // every gradient; memory: dQ in float32, and O(1) per thread in seqlen
 size_t backward_workspace(const BackwardParams& params, Isa isa);
