@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ._library import CPU, DEVICES, BadArgument, CudaError
+from ._library import CPU, DEVICES, BadArgument, CudaError, OutOfMemory
 
 
 class View:
@@ -99,15 +99,17 @@ _NUMPY_DTYPES = {np.dtype(t): t for t in ("float32", "float16", "float64", "bool
 
 def _numpy_dtype_name(dtype: Any, name: str) -> str:
     found = _NUMPY_DTYPES.get(dtype)
-    if found is None:  # ml_dtypes' bfloat16 and float8 are known by their names
+    if found is None:
+        if not dtype.itemsize:
+            raise BadArgument(f"{name} has dtype {dtype}, whose elements have no bytes")
         if not dtype.isnative:
             raise BadArgument(f"{name} has dtype {dtype.str!r}: its byte order is not this machine's")
-        found = str(dtype.name)
+        found = str(dtype.name)  # ml_dtypes' bfloat16 and float8 are known by theirs
     return found
 
 
 def _element_strides(strides: tuple[int, ...], itemsize: int, name: str) -> tuple[int, ...]:
-    if any(stride % itemsize for stride in strides):
+    if not itemsize or any(stride % itemsize for stride in strides):
         raise BadArgument(
             f"{name} has strides of {strides} bytes: not multiples of its element size of {itemsize} bytes"
         )
@@ -141,7 +143,10 @@ class NumpyDoor(Door):
         return View(array, self, pointer, array.shape, strides, dtype_name, CPU, 0, flags.writeable)
 
     def empty(self, like, shape, dtype):
-        array = np.empty(shape, like.owner.dtype if dtype == like.dtype else dtype)
+        try:
+            array = np.empty(shape, like.owner.dtype if dtype == like.dtype else dtype)
+        except (MemoryError, ValueError) as error:  # more than there is, or than NumPy counts
+            raise OutOfMemory(f"no memory for an array of shape {tuple(shape)}, {dtype}: {error}") from None
         return self.view(array, "out")
 
     def full(self, like, shape, dtype, value):

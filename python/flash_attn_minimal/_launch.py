@@ -16,6 +16,7 @@ from ._library import (
     WORKSPACE_TOO_SMALL,
     AttentionArgs,
     AttentionPlan,
+    OutOfMemory,
     WorkspaceTooSmall,
     failure,
     load,
@@ -65,7 +66,10 @@ def _with_workspace(
         query(plan)
         size = plan.workspace_bytes
         if on_cpu:
-            buffer = (ct.c_char * size)()
+            try:
+                buffer = (ct.c_char * size)()
+            except (MemoryError, OverflowError, ValueError):
+                raise OutOfMemory(f"no memory for a workspace of {size} bytes") from None
             args.workspace, args.workspace_bytes = ct.addressof(buffer), size
             if size <= _KEPT_SCRATCH:
                 _scratch.buffer, _scratch.address, _scratch.size = buffer, args.workspace, size

@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 LIBRARY_NAME = "libflash_attn_minimal.so"
 
@@ -36,7 +37,7 @@ class CudaError(FlashAttnError, RuntimeError):
 
 
 class OutOfMemory(FlashAttnError, MemoryError):
-    """The host has no memory left to start threads."""
+    """The host has no memory left for threads, workspace or a result."""
 
 
 class LibraryNotFound(FlashAttnError, ImportError):
@@ -52,6 +53,31 @@ DEVICES = {CPU: "cpu", CUDA: "cuda"}
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
 W4_FORMATS = {"nvfp4": 1, "mxfp4": 2, "int4": 3}
 CACHE_DTYPES = {"float8_e4m3fn": 4, "int8": 5}  # of a KV cache, beside those of q
+
+
+class _Integer(property):
+    """An integer field that refuses what it cannot hold, which ctypes would cut to its low bits."""
+
+    def __init__(self, name: str, field: Any, kind: type):
+        put, bits = field.__set__, 8 * ct.sizeof(kind)
+        signed = kind(-1).value < 0
+        low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+
+        def fill(struct: ct.Structure, value: int) -> None:
+            if not low <= value <= high:
+                raise BadArgument(f"{name}={value} is outside {low} .. {high}")
+            put(struct, value)
+
+        super().__init__(field.__get__, fill)
+        self.offset, self.size = field.offset, field.size
+
+
+def _checked(struct: type) -> type:
+    """A mirror of a C struct whose integers are checked as they are filled in."""
+    for name, kind in struct._fields_:
+        if kind in (ct.c_int32, ct.c_int64, ct.c_uint64):  # c_size_t is one of them
+            setattr(struct, name, _Integer(name, getattr(struct, name), kind))
+    return struct
 
 
 def _tensor(name: str) -> list[tuple[str, type]]:
@@ -82,6 +108,7 @@ def _descale(name: str) -> list[tuple[str, type]]:
     ]
 
 
+@_checked
 class AttentionArgs(ct.Structure):
     """fa_attention_args. A fresh one is all zero, and zero always means the default."""
 
@@ -139,6 +166,7 @@ class AttentionArgs(ct.Structure):
     ]
 
 
+@_checked
 class AttentionBackwardArgs(ct.Structure):
     """fa_attention_backward_args."""
 
@@ -156,6 +184,7 @@ class AttentionBackwardArgs(ct.Structure):
     ]
 
 
+@_checked
 class KVCacheArgs(ct.Structure):
     """fa_kvcache_args."""
 
@@ -200,6 +229,7 @@ class AttentionPlan(ct.Structure):
     ]
 
 
+@_checked
 class MergeArgs(ct.Structure):
     """fa_merge_args."""
 
@@ -221,6 +251,7 @@ class MergeArgs(ct.Structure):
     ]
 
 
+@_checked
 class QuantizeArgs(ct.Structure):
     """fa_quantize_args."""
 
@@ -240,6 +271,7 @@ class QuantizeArgs(ct.Structure):
     ]
 
 
+@_checked
 class RmsNormArgs(ct.Structure):
     """fa_rms_norm_args."""
 
@@ -256,6 +288,7 @@ class RmsNormArgs(ct.Structure):
     ]
 
 
+@_checked
 class RopeArgs(ct.Structure):
     """fa_rope_args."""
 
@@ -275,6 +308,7 @@ class RopeArgs(ct.Structure):
     ]
 
 
+@_checked
 class SwigluArgs(ct.Structure):
     """fa_swiglu_args."""
 
@@ -288,6 +322,7 @@ class SwigluArgs(ct.Structure):
     ]
 
 
+@_checked
 class SampleArgs(ct.Structure):
     """fa_sample_args."""
 
@@ -308,6 +343,7 @@ class SampleArgs(ct.Structure):
     ]
 
 
+@_checked
 class LinearArgs(ct.Structure):
     """fa_linear_args."""
 
@@ -333,6 +369,7 @@ def _w4_weight(name: str) -> list[tuple[str, type]]:
     return integers + [(f"{name}_{field}", ct.c_void_p) for field in ("codes", "scales", "tensor_scale")]
 
 
+@_checked
 class W4QuantizeArgs(ct.Structure):
     """fa_w4_quantize_args."""
 
@@ -344,6 +381,7 @@ class W4QuantizeArgs(ct.Structure):
     ]
 
 
+@_checked
 class W4DequantizeArgs(ct.Structure):
     """fa_w4_dequantize_args."""
 
@@ -355,6 +393,7 @@ class W4DequantizeArgs(ct.Structure):
     ]
 
 
+@_checked
 class W4PackArgs(ct.Structure):
     """fa_w4_pack_args."""
 
@@ -367,6 +406,7 @@ class W4PackArgs(ct.Structure):
     ]
 
 
+@_checked
 class W4LinearArgs(ct.Structure):
     """fa_w4_linear_args."""
 
@@ -389,6 +429,7 @@ class W4LinearArgs(ct.Structure):
     ]
 
 
+@_checked
 class W4LinearChainArgs(ct.Structure):
     """fa_w4_linear_chain_args."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes as ct
 import inspect
+import math
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -109,30 +111,25 @@ def _prepare(
         view = _option(views, "mask", mask, ("bool", "uint8"))
         strides = _broadcast("mask", view, (batch, nheads, seqlen_q, seqlen_k))
         args.mask_data, (args.mask_batch_stride, args.mask_head_stride, args.mask_row_stride) = view.pointer, strides
-    if dropout_p != 0:
-        args.dropout_p = _number("dropout_p", dropout_p)
+    if chance := _number("dropout_p", dropout_p):
+        args.dropout_p = chance
         if dropout_seed is None:
             raise BadArgument(
-                f"dropout_p={dropout_p} without dropout_seed: "
-                "name the seed, so that the same call drops the same elements"
+                f"dropout_p={chance} without dropout_seed: name the seed, so that the same call drops the same elements"
             )
     if dropout_seed is not None:
         args.dropout_seed = _integer("dropout_seed", dropout_seed, 0, 2**64 - 1)
-    if dropout_offset != 0:
-        args.dropout_offset = _integer("dropout_offset", dropout_offset, 0, 2**64 - 1)
+    args.dropout_offset = _integer("dropout_offset", dropout_offset, 0, 2**64 - 1)
     if deterministic is not False:
         args.deterministic = _flag("deterministic", deterministic)
     if allow_tf32 is not False:
         args.allow_tf32 = _flag("allow_tf32", allow_tf32)
-    if num_threads != 0:
-        args.num_threads = _integer("num_threads", num_threads, -(2**31), 2**31 - 1)
+    args.num_threads = _integer("num_threads", num_threads, -(2**31), 2**31 - 1)
     for name, factors, heads in (("q", q_descale, nheads), ("k", k_descale, nheads_k), ("v", v_descale, nheads_k)):
         if factors is not None:
             _descale(args, views, f"{name}_descale", factors, (batch, heads))
     if out_dtype is not None:
-        if out_dtype not in DTYPES:
-            raise BadArgument(f"out_dtype={out_dtype!r} is none of {', '.join(map(repr, DTYPES))}")
-        args.out_dtype = DTYPES[out_dtype]
+        args.out_dtype = DTYPES[_name("out_dtype", out_dtype, DTYPES)]
     if fast_accum is not False:
         args.fast_accum = _flag("fast_accum", fast_accum)
     _kernel(args, kernel)
@@ -145,8 +142,9 @@ def _score_options(args: AttentionArgs, views: list[View], softmax_scale, causal
         args.causal = _flag("causal", causal)
     if softmax_scale is not None:
         args.softmax_scale, args.has_softmax_scale = _number("softmax_scale", softmax_scale), 1
-    if softcap != 0:
-        args.softcap = _number("softcap", softcap)
+    args.softcap = cap = _number("softcap", softcap)
+    if 0 < abs(cap) < _LEAST_FLOAT:
+        raise BadArgument(f"softcap={_quoted(softcap)} is below the normal numbers of a float32")
     if window_size is not _OPEN:
         args.window_left, args.window_right = _window(window_size)
         args.has_window = 1
@@ -170,8 +168,8 @@ def _score_options(args: AttentionArgs, views: list[View], softmax_scale, causal
 
 def _kernel(args: AttentionArgs, kernel: Any) -> None:
     if kernel is not None:
-        if not isinstance(kernel, str):
-            raise BadArgument(f"kernel={kernel!r} is not the name of a kernel")
+        if not isinstance(kernel, str) or not kernel.isascii() or "\0" in kernel:
+            raise BadArgument(f"kernel={_quoted(kernel)} is not the name of a kernel")
         args.kernel = kernel.encode()
 
 
@@ -314,33 +312,65 @@ def _is_contiguous(view: View) -> bool:
     return True
 
 
+def _quoted(value: Any) -> str:
+    """A value for a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of 5000 digits has no repr
+        text = f"<a {type(value).__name__} that cannot be printed>"
+    return text if len(text) <= 500 else f"{text[:500]}..."
+
+
 def _flag(name: str, value: Any) -> int:
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
         return int(value)
-    raise BadArgument(f"{name}={value!r} is neither True nor False")
+    raise BadArgument(f"{name}={_quoted(value)} is neither True nor False")
+
+
+_LEAST_FLOAT, _MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def _number(name: str, value: Any) -> float:
+    """A number that a C float holds; NaN and infinities are the library's to refuse."""
+    kind = value.dtype.kind if isinstance(value, (np.ndarray, np.generic)) else ""
+    if kind in tuple("bSUO") or isinstance(value, (bool, str, bytes, bytearray)):
+        raise BadArgument(f"{name}={_quoted(value)} is not a number")
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise BadArgument(f"{name}={value!r} is not a number") from None
+        number = float(value)
+        beyond = _MOST_FLOAT < abs(number) < math.inf
+    except OverflowError:
+        beyond = True
+    except (TypeError, ValueError, RuntimeError):
+        raise BadArgument(f"{name}={_quoted(value)} is not a number") from None
+    if beyond:
+        raise BadArgument(f"{name}={_quoted(value)} is beyond the numbers of a float32")
+    return number
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
-    except TypeError:
-        raise BadArgument(f"{name}={value!r} is not an integer") from None
+    except (TypeError, ValueError, RuntimeError):
+        raise BadArgument(f"{name}={_quoted(value)} is not an integer") from None
     if not low <= number <= high:
-        raise BadArgument(f"{name}={number} is outside {low} .. {high}")
+        raise BadArgument(f"{name}={_quoted(number)} is outside {low} .. {high}")
     return number
+
+
+def _name(what: str, value: Any, names: Collection[str], expected: str = "") -> str:
+    """One of the names; a NumPy dtype goes by its own."""
+    name = value.name if isinstance(value, np.dtype) else value
+    if not isinstance(name, str) or name not in names:
+        raise BadArgument(f"{what}={_quoted(value)} is {expected or 'none of ' + ', '.join(map(repr, names))}")
+    return name
 
 
 def _window(window_size: Any) -> tuple[int, int]:
     try:
         left, right = window_size
     except (TypeError, ValueError):
-        raise BadArgument(f"window_size={window_size!r} is not a pair (left, right)") from None
+        raise BadArgument(f"window_size={_quoted(window_size)} is not a pair (left, right)") from None
     low, high = -(2**63), 2**63 - 1
     return _integer("window_size[0]", left, low, high), _integer("window_size[1]", right, low, high)

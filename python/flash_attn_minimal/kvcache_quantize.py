@@ -19,7 +19,7 @@ from ._library import (
     Unsupported,
     load,
 )
-from ._pack import _ARGS_SIZE, _check_last_axis, _check_same_place, _integer, _option, _put_tensor
+from ._pack import _ARGS_SIZE, _check_last_axis, _check_same_place, _integer, _name, _option, _put_tensor
 
 _FACTORS = ("token", "entry", "head")
 _E4M3_MAX, _INT8_MAX = 448.0, 127.0
@@ -77,10 +77,7 @@ def quantize_kvcache(
             f"v_cache is {vv.dtype} {tuple(vv.shape)}, but k_cache is {kv.dtype} {tuple(kv.shape)}: "
             "all but headdim must agree"
         )
-    if dtype not in CACHE_DTYPES:
-        raise BadArgument(f"dtype={dtype!r} is none of {', '.join(map(repr, CACHE_DTYPES))}")
-    if factors not in _FACTORS:
-        raise BadArgument(f"factors={factors!r} is none of {', '.join(map(repr, _FACTORS))}")
+    dtype, factors = _name("dtype", dtype, CACHE_DTYPES), _name("factors", factors, _FACTORS)
     if (k_scale is None) != (v_scale is None):
         names = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
         raise BadArgument(f"{names[0]} is None and {names[1]} is not")

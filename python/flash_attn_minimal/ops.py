@@ -18,6 +18,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from . import _arrays
 from ._arrays import View
 from ._launch import _with_workspace
@@ -35,7 +37,18 @@ from ._library import (
     W4LinearChainArgs,
     load,
 )
-from ._pack import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _kernel, _number, _put_tensor
+from ._pack import (
+    _check_last_axis,
+    _check_same_place,
+    _flag,
+    _integer,
+    _is_contiguous,
+    _kernel,
+    _name,
+    _number,
+    _put_tensor,
+    _quoted,
+)
 from .attention import _plan
 from .quantized import PackedW4
 
@@ -282,14 +295,17 @@ _LINEAR = {
 def _chain_args(products, kernel) -> tuple[W4LinearChainArgs, list[View], list]:
     """The struct, filled but for a workspace; what keeps its memory alive; the results."""
     structs, views, results = [], [], []
-    for i, product in enumerate(products):
+    for i, product in enumerate(_sequence("products", products)):
+        if not isinstance(product, Mapping):
+            raise BadArgument(f"products[{i}]={_quoted(product)} is not a dict of linear's arguments")
         if unknown := product.keys() - _LINEAR.keys():
-            raise BadArgument(f"products[{i}] has {', '.join(sorted(unknown))}: expected {', '.join(_LINEAR)}")
+            raise BadArgument(f"products[{i}] has {', '.join(map(str, unknown))}: expected {', '.join(_LINEAR)}")
         given = _LINEAR | dict(product)
         for name in ("x", "residual"):
-            if isinstance(at := given[name], int):
-                if not 0 <= at < i:
-                    raise BadArgument(f"products[{i}] has {name}={at}: expected the number of one of those before")
+            if isinstance(at := given[name], (int, np.integer)):
+                if isinstance(at, bool) or not 0 <= at < i:
+                    text = f"products[{i}] has {name}={_quoted(at)}: expected the number of one of those before"
+                    raise BadArgument(text)
                 given[name] = results[at]
         if not isinstance(given["weight"], PackedW4):
             raise BadArgument(f"products[{i}] has a {type(given['weight']).__name__} as its weight, not a PackedW4")
@@ -306,7 +322,15 @@ def _chain_args(products, kernel) -> tuple[W4LinearChainArgs, list[View], list]:
     return args, views, results
 
 
+def _sequence(name: str, items: Any) -> list:
+    try:
+        return list(items)
+    except TypeError:
+        raise BadArgument(f"{name}={_quoted(items)} is not a sequence") from None
+
+
 def _put_ahead(args: W4LinearChainArgs, views: list[View], ahead: Sequence[PackedW4]) -> None:
+    ahead = _sequence("ahead", ahead)
     if len(ahead) > len(args.ahead):
         raise BadArgument(f"ahead has {len(ahead)} weights, more than {len(args.ahead)}")
     for i, weight in enumerate(ahead):
@@ -494,13 +518,13 @@ def _integers(name: str, array: Any, first: View, dtype: str) -> View:
 
 def _output(array: Any, first_name: str, first: View, shape: tuple[int, ...], dtype: str | None) -> View:
     if array is None:
-        dtype = dtype or first.dtype
-        if dtype not in _FLOATS:
-            raise BadArgument(f"out_dtype={dtype!r} is none of {', '.join(map(repr, _FLOATS))}")
+        dtype = first.dtype if dtype is None else _name("out_dtype", dtype, _FLOATS)
         try:
             return first.door.empty(first, shape, dtype)
         except (TypeError, KeyError):
             raise Unsupported(f"{first.door.name} has no dtype {dtype} here (NumPy: `import ml_dtypes`)") from None
+    if dtype is not None:
+        dtype = _name("out_dtype", dtype, _FLOATS)
     view = _arrays.view(array, "out")
     view.door.check_seen()
     _check_same_place("out", view, first_name, first)

@@ -49,7 +49,7 @@ from ._library import (
     W4QuantizeArgs,
     load,
 )
-from ._pack import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous
+from ._pack import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _name
 from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_safetensors
 from .attention import _kernel_table
 
@@ -72,7 +72,7 @@ class W4Weight:
     """
 
     def __init__(self, format: str, codes: Any, scales: Any, tensor_scale: Any, in_features: int):
-        _check_format(format)
+        format = _name("format", format, W4_FORMATS)
         self.format, self.codes, self.scales, self.tensor_scale = format, codes, scales, tensor_scale
         self.in_features = _integer("in_features", in_features, 1, 1 << 24)
         self._views()
@@ -101,7 +101,7 @@ class W4Weight:
         search: of the scales near the one that takes a block's largest number to the largest code, the one of least
             squared error. A block with a NaN or an infinity becomes NaN.
         """
-        _check_format(format)
+        format = _name("format", format, W4_FORMATS)
         view = _arrays.view(w, "w")
         if view.dtype not in _FLOATS:
             raise BadArgument(f"w is {view.dtype}: expected float32, float16 or bfloat16")
@@ -126,8 +126,7 @@ class W4Weight:
 
     def dequantize(self, dtype: str = "float32", *, num_threads: int = 0):
         """The matrix in float32, float16 or bfloat16."""
-        if dtype not in _FLOATS:
-            raise BadArgument(f"dtype={dtype!r} is none of {', '.join(map(repr, _FLOATS))}")
+        dtype = _name("dtype", dtype, _FLOATS)
         views = self._views()
         out = views[0].door.empty(views[2], self.shape, dtype)
         args = W4DequantizeArgs()
@@ -143,7 +142,8 @@ class W4Weight:
 
         pair: for linear(swiglu=True); the first half of the rows is the gate, the second goes up.
         """
-        _check_compute_dtype(dtype)
+        names, expected = ("float16", "bfloat16"), "neither 'float16' nor 'bfloat16', which products are made in"
+        dtype = _name("dtype", dtype, names, expected)
         views = self._views()
         args = W4PackArgs()
         args.struct_size, args.device, args.dtype = ct.sizeof(args), views[0].device, DTYPES[dtype]
@@ -228,16 +228,6 @@ class PackedW4:
             start = -view.pointer % _ALIGNMENT
             view = _arrays.view(owner[start : start + self.bytes], "packed")
         self.data, self._view = view.door.result(view), view
-
-
-def _check_format(format: Any) -> None:
-    if format not in W4_FORMATS:
-        raise BadArgument(f"format={format!r} is none of {', '.join(map(repr, W4_FORMATS))}")
-
-
-def _check_compute_dtype(dtype: Any) -> None:
-    if dtype not in ("float16", "bfloat16"):
-        raise BadArgument(f"dtype={dtype!r} is neither 'float16' nor 'bfloat16', which products are made in")
 
 
 def _put_weight(args: ct.Structure, name: str, format: str, rows: int, columns: int, views: list[View]) -> None:
