@@ -301,6 +301,8 @@ inline void refusals(const Context& context) {
         {[](K& a) { a.seqlen_new = -1; }, "seqlen_new=-1"},
         {[](K& a) { a.seqlen_new = 100000; }, "seqlen_new=100000"},
         {[](K& a) { a.k_new.data = nullptr; }, "k_new.data is NULL"},
+        {[](K& a) { a.k_new.data = a.attention->k.data; }, "k.data="},
+        {[](K& a) { a.v_new.data = a.attention->v.data; }, "overlaps v_new.data="},
         {[](K& a) { a.seqlen_new = 0; }, "k_new or v_new is set with seqlen_new=0"},
         {[](K& a) { a.rotary_dim = 8; }, "rotary_dim=8"},
         {[](K& a) { a.k_scale.data = reinterpret_cast<float*>(a.k_new.data); }, "only an 8-bit cache has factors"},
