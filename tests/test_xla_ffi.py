@@ -126,7 +126,8 @@ def test_an_error_inside_a_program_is_pythons_with_our_text(platform, direction,
 
 
 def test_lengths_are_checked_inside_a_program_on_the_cpu():
-    q = jnp.ones((5, 2, 8))
+    cpu = jax.devices("cpu")[0]
+    q = jax.device_put(jnp.ones((5, 2, 8)), cpu)
     program = jax.jit(lambda q, cu: fa.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5))
     for cu, text in (
         ([1, 5], r"cu_seqlens_q\[0\]=1 is not 0"),
@@ -134,7 +135,7 @@ def test_lengths_are_checked_inside_a_program_on_the_cpu():
         ([0, 3, 9], "cu_seqlens_q: sequence 1 has 6 rows, more than seqlen_q=5"),
     ):
         with pytest.raises(Exception, match=text):
-            program(q, jnp.array(cu, jnp.int32)).block_until_ready()
+            program(q, jax.device_put(jnp.array(cu, jnp.int32), cpu)).block_until_ready()
 
 
 @pytest.mark.parametrize("target", ["forward", "backward"])

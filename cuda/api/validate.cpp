@@ -56,9 +56,10 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     if (fp8 ? out_dtype != FA_BFLOAT16 && out_dtype != FA_FLOAT16 : out_dtype != a.dtype)
         return fail(FA_UNSUPPORTED, "out_dtype=%s with dtype=%s: not served by any kernel of this release", dtype_name(out_dtype),
                     dtype_name(a.dtype));
-    FA_RETURN_IF_ERROR(check_descale("q_descale", a.q_descale, fp8, need));
-    FA_RETURN_IF_ERROR(check_descale("k_descale", a.k_descale, fp8, need));
-    FA_RETURN_IF_ERROR(check_descale("v_descale", a.v_descale, fp8, need));
+    const bool need_descale = need && a.batch > 0;
+    FA_RETURN_IF_ERROR(check_descale("q_descale", a.q_descale, fp8, need_descale));
+    FA_RETURN_IF_ERROR(check_descale("k_descale", a.k_descale, fp8, need_descale));
+    FA_RETURN_IF_ERROR(check_descale("v_descale", a.v_descale, fp8, need_descale));
 
     if (a.batch < 0) return fail(FA_BAD_ARGUMENT, "batch=%d is negative", a.batch);
     if (a.nheads < 1) return fail(FA_BAD_ARGUMENT, "nheads=%d is below 1", a.nheads);

@@ -40,6 +40,16 @@ fa_status run(const Params& params, int32_t device, const char* name, const void
 #endif
 }
 
+// What plans are made for: they divide by the rows, and a call without rows, which is never launched, is asked about like one with a row.
+W4LinearParams with_rows(W4LinearParams p) {
+    if (p.rows == 0) p.rows = 1;
+    return p;
+}
+W4ChainParams with_rows(W4ChainParams chain) {
+    for (W4LinearParams& p : chain.products) p = with_rows(p);
+    return chain;
+}
+
 // A call that has a choice of kernels, from its arguments to all that a launch needs.
 template <typename Args, typename Params>
 struct Call {
@@ -49,7 +59,7 @@ struct Call {
     const KernelOf<Params>* kernel = nullptr;
 
     size_t workspace() const {
-        const size_t bytes = kernel->workspace(params, device);
+        const size_t bytes = kernel->workspace(with_rows(params), device);
         return bytes ? bytes + kAlign : 0;
     }
 
@@ -77,7 +87,7 @@ struct LinearCall : Call<fa_w4_linear_args, W4LinearParams> {
         if (const fa_status status = validate(given, pointers, &args, &params); status != FA_OK) return status;
         if (const fa_status status = find_device(fa_device(args.device), args.x.data, &device, "x"); status != FA_OK) return status;
         params.programmatic = params.programmatic && device.compute >= 90;
-        return choose(args.kernel, args.device, params, device, linear_kernel_at, kLinearVariable, &kernel, why_not);
+        return choose(args.kernel, args.device, with_rows(params), device, linear_kernel_at, kLinearVariable, &kernel, why_not);
     }
 };
 
@@ -95,7 +105,7 @@ struct ChainCall : Call<fa_w4_linear_chain_args, W4ChainParams> {
             device = other;
             params.products[i].programmatic = params.products[i].programmatic && device.compute >= 90;
         }
-        return choose(args.kernel, place, params, device, chain_kernel_at, "FLASH_ATTN_CHAIN_KERNEL", &kernel, why_not);
+        return choose(args.kernel, place, with_rows(params), device, chain_kernel_at, "FLASH_ATTN_CHAIN_KERNEL", &kernel, why_not);
     }
 
     bool empty() const {

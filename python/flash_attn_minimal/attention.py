@@ -172,7 +172,7 @@ def flash_attn_func(
             and deterministic is top_left is allow_tf32 is fast_accum is False
             and dropout_p == softcap == dropout_offset == 0
         )
-    except TypeError:  # JAX's traced values are neither true nor false
+    except (TypeError, ValueError):  # traced values and arrays of several numbers are neither true nor false
         plain = False
     if plain:
         signature = _signature(q, k, v, out, causal, softmax_scale, window_size, return_lse, num_threads)
@@ -193,11 +193,12 @@ def flash_attn_func(
         from . import jax
 
         return jax.traced(q, k, v, None, out, return_lse, options)
+    wants_lse = _flag("return_lse", return_lse)
     args, views = _prepare(q, k, v, None, *options)
     qv = views[0]
     out_view = _output(args, views, out, (*qv.shape[:3], args.headdim_v), False)
     lse_view = None
-    if _flag("return_lse", return_lse):
+    if wants_lse:
         lse_view = qv.door.empty(qv, (args.batch, args.nheads, args.seqlen_q), "float32")
         args.lse = lse_view.pointer
     scratch = _launch(args, views)
@@ -279,12 +280,13 @@ def flash_attn_varlen_func(
         from . import jax
 
         return jax.traced(q, k, v, varlen, out, return_lse, options)
+    wants_lse = _flag("return_lse", return_lse)
     args, views = _prepare(q, k, v, varlen, *options)
     qv, cu = views[0], views[3]
     covered = cu.device == CPU and ct.c_int32.from_address(cu.pointer + 4 * args.batch).value == args.total_q
     out_view = _output(args, views, out, (args.total_q, args.nheads, args.headdim_v), not covered)
     lse_view = None
-    if _flag("return_lse", return_lse):
+    if wants_lse:
         shape = (args.nheads, args.total_q)
         lse_view = qv.door.empty(qv, shape, "float32") if covered else qv.door.full(qv, shape, "float32", -np.inf)
         args.lse = lse_view.pointer
