@@ -96,19 +96,21 @@ class Array:
     inside: str | None = None  # the first columns of this other array, instead of memory of its own
 
     def strides(self) -> tuple[tuple[int, ...], int, int]:
-        """Strides, the place of the first element, and the elements from the lowest to the highest."""
+        """Strides, the place of the first element, and the elements from the lowest to the highest. (In a smaller case
+        the array may have lost an axis that its layout had.)"""
         rank = len(self.shape)
-        pad = self.layout.get("pad") or [0] * rank
-        repeat = [axis for axis in self.layout.get("repeat", ()) if axis < rank]
+        pad = [*[0] * rank, *self.layout.get("pad", ())][len(self.layout.get("pad", ())) :]  # of the last axes
+        order = self.layout.get("order", ())
+        repeat, flip = ([axis for axis in self.layout.get(key, ()) if axis < rank] for key in ("repeat", "flip"))
         strides, step, reach = [0] * rank, 1, 1
-        for axis in reversed(self.layout.get("order") or range(rank)):
+        for axis in reversed(order if len(order) == rank else range(rank)):
             if axis in repeat:
                 continue
             strides[axis] = step
             reach += (max(self.shape[axis], 1) - 1) * step
             step *= max(self.shape[axis], 1) + pad[axis]
         first = 0
-        for axis in self.layout.get("flip", ()):
+        for axis in flip:
             first += (max(self.shape[axis], 1) - 1) * strides[axis]
             strides[axis] = -strides[axis]
         return tuple(strides), first, reach

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import attention, reference
-from ..backward import backward, backward_kernels, backward_query
+from ..backward import backward, backward_query
 from . import judge
 from .arrays import Array, as_dtype, normal
 from .case import Function
@@ -21,7 +21,7 @@ INT_OPTIONS = (-1, 5000, 2**31, 1.5, "x")
 SCORE_OPTIONS = {
     "causal": (2, "yes", None),
     "softmax_scale": (float("nan"), float("inf"), 1e300, "big"),
-    "window_size": (3, (1, 2, 3), (-2, 0), (0, -5), (0.5, 0), (0, 2**63)),
+    "window_size": (3, [1, 2, 3], [-2, 0], [0, -5], [0.5, 0], [0, 2**63]),
     "softcap": (-1.0, float("nan"), [], float("inf")),
     "kernel": ("nonesuch", 3, ""),
     "num_threads": INT_OPTIONS,
@@ -65,19 +65,12 @@ def score_floor(q, k, softmax_scale) -> float:
 
 
 @functools.cache
-def runnable(device: str) -> list[str]:
-    """The kernels of the forward pass; on the CPU those whose instructions this processor has."""
+def runnable(table: str, device: str) -> list[str]:
+    """The names in a table of kernels for this device; on the CPU those whose instructions this processor has."""
+    names = [kernel["name"] for kernel in attention.kernel_tables()[table] if kernel["device"] == device]
+    ask = {"forward": attention.query, "backward": backward_query}.get(table)
     q = np.zeros((1, 1, 1, 8), np.float32)
-    names = [kernel["name"] for kernel in attention.kernels() if kernel["device"] == device]
-    return [n for n in names if device != "cpu" or attention.query(q, q, q, kernel=n).status == "FA_OK"]
-
-
-@functools.cache
-def runnable_backward(device: str) -> list[str]:
-    """Likewise."""
-    q = np.zeros((1, 1, 1, 8), np.float32)
-    names = [kernel["name"] for kernel in backward_kernels() if kernel["device"] == device]
-    return [n for n in names if device != "cpu" or backward_query(q, q, q, kernel=n).status == "FA_OK"]
+    return [n for n in names if device != "cpu" or ask is None or ask(q, q, q, kernel=n).status == "FA_OK"]
 
 
 def clean(x: np.ndarray) -> np.ndarray:
@@ -117,7 +110,7 @@ class Forward(Function):
         self.name, self.varlen, self.weight = name, varlen, weight
 
     def kernels(self, backend):
-        return runnable(backend.device)
+        return runnable("forward", backend.device)
 
     # ---- drawing ----
 
@@ -144,7 +137,7 @@ class Forward(Function):
     def draw_shape(self, draw: Draw, backend) -> dict[str, Any]:
         floats = [t for t in ("float32", "float16", "bfloat16") if t in backend.dtypes]
         dtype = draw.pick(floats)
-        if E4M3 in backend.dtypes and draw.chance(0.12 if backend.device == "cuda" else 0.01):
+        if E4M3 in backend.dtypes and draw.chance(0.12 + 0.2 * draw.plain if backend.device == "cuda" else 0.01):
             dtype = E4M3
         headdim = draw.headdim(self.max_headdim)
         headdim_v = draw.headdim(self.max_headdim) if draw.option(0.25) else None
@@ -470,7 +463,7 @@ class Backward(Forward):
     ALIASES = (("dq", "q"), ("dk", "k"), ("dv", "v"), ("dk", "dv"))
 
     def kernels(self, backend):
-        return runnable_backward(backend.device)
+        return runnable("backward", backend.device)
 
     def draw(self, draw, backend):
         if draw.chance(0.35):
@@ -493,6 +486,9 @@ class Backward(Forward):
         ranks = dict.fromkeys(("q", "k", "v", "out", "dout", *spec["given"]), rank)
         spec["layouts"] = draw.layouts(ranks | self._option_ranks(spec), backend, outputs=(*names, "out"))
         return spec
+
+    def adds(self, spec) -> bool:
+        return self.get(spec, "accumulate") and len(self.get(spec, "given")) == 3
 
     @staticmethod
     def _lighten(spec) -> None:
@@ -522,7 +518,7 @@ class Backward(Forward):
         dtype, layouts = self.get(spec, "dtype"), self.get(spec, "layouts")
         values["dout"] = repeated(round_to(values["dout"], dtype), layouts.get("dout"))
         for name in self.get(spec, "given"):
-            if self.get(spec, "accumulate"):
+            if self.adds(spec):
                 values[name] = round_to(values[name], dtype)
             else:
                 del values[name]
@@ -539,8 +535,10 @@ class Backward(Forward):
 
     def options(self, spec):
         options = super().options(spec)
-        for name in ("accumulate", "return_dbias", "return_dsinks"):
-            if self.get(spec, name):
+        if self.adds(spec):
+            options["accumulate"] = True
+        for name, source in (("return_dbias", "bias"), ("return_dsinks", "sinks")):
+            if self.get(spec, name) and self.get(spec, source) not in (None, False):
                 options[name] = True
         return options
 
@@ -609,7 +607,7 @@ class Backward(Forward):
             rows = slice(0, ends[name != "dq"] if name in ("dq", "dk", "dv") else None)
             got, want = (results[name] if name in results else after[name])[rows], getattr(exact, name)[rows]
             floor = judge.gradient_floor(q, k, lse, want, scale) + noise[name]
-            before = values[name][rows].astype(np.float64) if self.get(spec, "accumulate") and name in values else 0.0
+            before = values[name][rows].astype(np.float64) if self.adds(spec) and name in values else 0.0
 
             def rounded(name=name, rows=rows, before=before):
                 return getattr(plain(), name)[rows] + before

@@ -60,7 +60,7 @@ class Cached(Function):
     ALIASES = (("out", "q"), ("out", "k_cache"), ("out", "v_cache"))
 
     def kernels(self, backend):
-        return runnable(backend.device)
+        return runnable("forward", backend.device)
 
     # ---- drawing ----
 
@@ -73,7 +73,7 @@ class Cached(Function):
         spec["headdim"] = draw.headdim()
         if draw.option(0.15):
             spec["headdim_v"] = draw.headdim()
-        if draw.chance(0.1):
+        if draw.chance(0.1 + 0.3 * draw.plain):
             spec["headdim"], spec["headdim_v"] = draw.pick(((576, 512), (576, 512), (192, 128), (560, 300)))
         wide = spec["headdim"] + (spec.get("headdim_v") or min(spec["headdim"], 512))
         if spec["headdim"] > 512 and not spec.get("headdim_v"):
@@ -192,6 +192,15 @@ class Cached(Function):
         headdim = self.get(spec, "headdim")
         return {"k": headdim, "v": self.get(spec, "headdim_v") or min(headdim, 512)}
 
+    def latent(self, spec) -> bool:
+        """Whether v_cache is the first columns of k_cache."""
+        wide = self.wide(spec)
+        plain = self.get(spec, "cache_dtype") is None and not self.rotary(spec)
+        return self.get(spec, "latent") and plain and wide["v"] <= wide["k"]
+
+    def rotary(self, spec) -> int:
+        return min(self.get(spec, "rotary_dim"), self.get(spec, "headdim")) // 2 * 2
+
     def rotary_rows(self, spec) -> int:
         return self.get(spec, "rotary_rows") or max(self.capacity(spec), self.get(spec, "seqlen_q"), 1)
 
@@ -200,14 +209,14 @@ class Cached(Function):
         dtype, layouts, wide = get("dtype"), get("layouts"), self.wide(spec)
         batch, heads, new = self.batch(spec), get("nheads_k") * get("group"), self.new(spec)
         cache = (self.entries(spec), get("rows"), get("nheads_k"))
-        eight = get("cache_dtype")
+        eight, rotary = get("cache_dtype"), self.rotary(spec)
 
         def array(name, shape, kind=dtype, output=False, inside=None):
             return Array(tuple(shape), kind, layouts.get(name, {}), output, inside)
 
         found = {"q": array("q", (batch, get("seqlen_q"), heads, wide["k"]))}
         found["k_cache"] = array("k_cache", (*cache, wide["k"]), eight or dtype, new > 0)
-        inside = "k_cache" if get("latent") else None
+        inside = "k_cache" if self.latent(spec) else None
         found["v_cache"] = array("v_cache", (*cache, wide["v"]), eight or dtype, new > 0, inside)
         if new:
             for name in KEYS:
@@ -218,10 +227,10 @@ class Cached(Function):
             found["block_table"] = array("block_table", (batch, get("pages")), "int32")
         elif get("batch_idx"):
             found["cache_batch_idx"] = array("cache_batch_idx", (batch,), "int32")
-        if get("rotary_dim") and new:
+        if rotary and new:
             kind = "float32" if get("rotary_float32") else dtype
             for name in ("rotary_cos", "rotary_sin"):
-                found[name] = array(name, (self.rotary_rows(spec), get("rotary_dim") // 2), kind)
+                found[name] = array(name, (self.rotary_rows(spec), rotary // 2), kind)
         if eight:
             shape = {"heads": cache[2:], "entries": (cache[0], 1, cache[2]), "tokens": cache}[self.scales(spec)]
             for name in ("k_scale", "v_scale"):
@@ -252,7 +261,7 @@ class Cached(Function):
         if new:
             for name in KEYS:
                 values[name] = repeated(normal(rng, arrays[name].shape, dtype), get("layouts").get(name))
-            if get("latent"):
+            if self.latent(spec):
                 values["v"] = repeated(values["k"][..., : self.wide(spec)["v"]].copy(), get("layouts").get("v"))
                 if "repeat" in get("layouts").get("v", {}):
                     values["k"][..., : self.wide(spec)["v"]] = values["v"]
@@ -273,7 +282,7 @@ class Cached(Function):
             values["cache_batch_idx"] = order[:batch]
         self._fill_caches(spec, values, arrays, before, rng)
         if "rotary_cos" in arrays:
-            angle = np.outer(np.arange(self.rotary_rows(spec)), 100.0 ** -np.linspace(0, 1, get("rotary_dim") // 2))
+            angle = np.outer(np.arange(self.rotary_rows(spec)), 100.0 ** -np.linspace(0, 1, self.rotary(spec) // 2))
             for name, function in (("rotary_cos", np.cos), ("rotary_sin", np.sin)):
                 values[name] = round_to(function(angle), arrays[name].dtype)
         if get("alibi"):
@@ -291,7 +300,7 @@ class Cached(Function):
                 if length > 0:
                     shape = (length, *cache.shape[2:])
                     cache[self.places(spec, values, b, 0, length)] = normal(rng, shape, dtype)
-            if self.get(spec, "latent") and name == "v":
+            if self.latent(spec) and name == "v":
                 values["v_cache"] = values["k_cache"][..., : cache.shape[-1]]
                 continue
             if not eight:
@@ -320,7 +329,7 @@ class Cached(Function):
             options["window_size"] = tuple(get("window_size"))
         if not isinstance(get("lengths"), list) and get("lengths") is not None:
             options["cache_seqlens"] = max(self.before(spec)[0], 0)
-        if get("rotary_dim") and self.new(spec):
+        if self.rotary(spec) and self.new(spec):
             options["rotary_interleaved"] = get("rotary_interleaved")
         return options
 
@@ -465,6 +474,7 @@ class Quantize(Function):
         "dtype": "float32", "to": "int8", "factors": "token", "shape": [1, 1, 1, 8], "headdim_v": 8, "given": None,
         "layouts": {}, "num_threads": 0, "lost": False,
     }  # fmt: skip
+    LEAST = {"shape": 1, "headdim_v": 1}
     REQUIRED = ("k_cache", "v_cache")
     LOOSE = {"v_cache": (3,), "k_cache": (3,)}
     BAD_OPTIONS = {"dtype": ("int4", None, 8), "factors": ("page", None), "num_threads": INT_OPTIONS}
@@ -475,8 +485,8 @@ class Quantize(Function):
         }
         spec["to"] = draw.pick([t for t in ("int8", E4M3) if t in backend.dtypes])
         heads, headdim = draw.pick((1, 2, 3, 8)), draw.headdim()
-        rows = draw.size(int(min(1000, 3e5 / heads / headdim)))
-        entries = draw.size(int(min(40, 1e6 / max(rows, 1) / heads / headdim)), 0)
+        rows = draw.size(int(min(1000, 1e5 / heads / headdim)))
+        entries = draw.size(int(min(40, 2e5 / max(rows, 1) / heads / headdim)), 0)
         spec["shape"], spec["headdim_v"] = [entries, rows, heads, headdim], draw.headdim()
         spec["factors"] = draw.pick(("token", "entry", "head"))
         spec["given"] = draw.pick(("heads", "entries")) if draw.chance(0.2) else None

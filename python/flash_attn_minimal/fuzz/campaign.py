@@ -7,6 +7,7 @@ Either is charged to the case it was at, and the campaign goes on.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -23,7 +24,7 @@ from typing import Any
 
 from .._library import BadArgument, Unsupported, load
 from . import report
-from .case import CRASH, HANG, REFUSED, STICKY, functions
+from .case import CRASH, HANG, STICKY, functions
 from .shrink import shrink
 
 FIRST_SECONDS = 120  # a worker's start: imports, a CUDA context, the first launch
@@ -40,19 +41,20 @@ class Worker:
         env = {"FLASH_ATTN_NUM_THREADS": "2"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             env.setdefault(name, "1")
-        for name in ("", "_BACKWARD", "_LINEAR", "_CHAIN"):
-            env.pop(f"FLASH_ATTN{name}_KERNEL", None)
+        env = {k: v for k, v in env.items() if not (k.startswith("FLASH_ATTN_") and k.endswith("KERNEL"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flash_attn_minimal.fuzz.worker", json.dumps(about)],
+            [sys.executable, "-m", about.get("worker", f"{__package__}.worker"), json.dumps(about)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=env, start_new_session=True,
         )  # fmt: skip
         os.set_blocking(self.process.stdout.fileno(), False)
         self.ready, self.number, self.spec, self._text = False, None, None, b""
-        self.deadline = time.monotonic() + FIRST_SECONDS
+        self.since = time.monotonic()
+        self.deadline = self.since + FIRST_SECONDS
 
     def order(self, number: int | None, spec: dict[str, Any] | None = None) -> None:
         self.number, self.spec = number, spec
-        self.deadline = time.monotonic() + (self.seconds if self.ready else FIRST_SECONDS)
+        self.since = time.monotonic()
+        self.deadline = self.since + (self.seconds if self.ready else FIRST_SECONDS)
         line = {"number": number} if spec is None else {"spec": spec}
         try:
             self.process.stdin.write(json.dumps(line).encode() + b"\n")
@@ -80,6 +82,7 @@ class Worker:
             message = json.loads(line)
             if "ready" in message:
                 self.ready = True
+                self.deadline = time.monotonic() + 2 * self.seconds  # the first launch loads the kernels
             elif "spec" in message:
                 self.spec = message["spec"]
             else:
@@ -89,9 +92,8 @@ class Worker:
         if ended:
             return self._died()
         if time.monotonic() > self.deadline:
-            allowed = self.seconds if self.ready else FIRST_SECONDS
             self.kill()
-            return self._lost(HANG, f"took more than {allowed:g} s\n{self._said()}")
+            return self._lost(HANG, f"took more than {time.monotonic() - self.since:.1f} s\n{self._said()}")
         return None
 
     def _died(self) -> dict[str, Any]:
@@ -121,7 +123,10 @@ class Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-            self.process.wait()
+            try:
+                self.process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                pass  # the driver still waits for its kernel: nothing that this process could do
 
     def close(self) -> None:
         self.kill()
@@ -230,10 +235,10 @@ class Shrinker:
 def campaign(
     device: str = "cpu", seed: int = 0, cases: int = 2000, first: int = 0, seconds: float = float("inf"),
     kernel: str | None = None, function: str | None = None, framework: str | None = None, workers: int | None = None,
-    case_seconds: float = 30.0, shrink_seconds: float = 120.0, shrink_tries: int = 40, progress=None,
+    case_seconds: float = 30.0, shrink_seconds: float = 120.0, shrink_tries: int = 40, progress=None, **more,
 ) -> report.Report:  # fmt: skip
-    """Cases first .. first + cases - 1 of a seed; returns what came of them."""
-    about = {"device": device, "seed": seed, "kernel": kernel, "function": function, "framework": framework}
+    """Cases first .. first + cases - 1 of a seed; returns what came of them. `more` goes to the workers."""
+    about = {"device": device, "seed": seed, "kernel": kernel, "function": function, "framework": framework, **more}
     workers = workers or len(os.sched_getaffinity(0))
     result = report.Report(about)
     until = time.monotonic() + seconds
@@ -311,11 +316,8 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     result.command = " ".join(["python -m flash_attn_minimal fuzz", *argv])
     if options.readers and importlib.util.find_spec(f"{__package__}.readers"):
-        importlib.import_module(f"{__package__}.readers").run(options.cases, options.seed, result)
+        result.add_readers(importlib.import_module(f"{__package__}.readers").run(options.cases, options.seed))
     print(result.text())
     if options.json:
         options.json.write_text(json.dumps(result.json(), indent=1) + "\n")
     return 1 if result.findings else 0
-
-
-__all__ = ["REFUSED", "campaign", "main"]

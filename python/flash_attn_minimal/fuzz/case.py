@@ -61,6 +61,7 @@ class Function:
     FREE: dict[str, tuple[int, ...]] = {}  # axes that may have another size
     LOOSE: dict[str, tuple[int, ...]] = {}  # likewise axes that may have another size when there is no `out`
     BAD_OPTIONS: dict[str, tuple] = {}  # values that must be refused
+    any_rank = False  # whether an array with an axis less may be right too
     queried = False  # whether the query refuses what the call refuses
     ALIASES: tuple[tuple[str, str], ...] = ()  # (output, input) that may not be the same array
 

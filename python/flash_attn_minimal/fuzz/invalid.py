@@ -69,14 +69,8 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
         loose = function.FREE.get(name, ()) + (() if "out" in arrays else function.LOOSE.get(name, ()))
         axes = [axis for axis, size in enumerate(shape) if size > 1 and axis not in loose]
         return [kind, name, draw.pick(axes)] if axes else None
-    if kind == "rank" and (len(shape) < 2 or name in ("bias", "mask", "step", "seeds") or "scale" in name):
+    if kind == "rank" and (function.any_rank or len(shape) < 2 or name in ("bias", "mask") or "scale" in name):
         return None  # one axis less may mean the same
-    if (
-        kind == "rank"
-        and function.name not in ("flash_attn_func", "flash_attn_varlen_func", "backward")
-        and len(shape) < 4
-    ):
-        return None
     if kind == "last" and (not shape or shape[-1] < 2 or 0 in shape):
         return None
     return [kind, name]

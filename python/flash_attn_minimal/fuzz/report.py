@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import subprocess
@@ -39,9 +38,13 @@ class Report:
         self.findings.append(finding)
         return finding
 
-    def add_finding(self, kind: str, message: str, spec: dict[str, Any]) -> None:
-        """Of somebody else's cases."""
-        self.findings.append({"number": None, "spec": spec, "kind": kind, "kernel": "", "message": message})
+    def add_readers(self, found: dict[str, Any]) -> None:
+        """What came of readers.run: a section of its own, and its failures among the findings."""
+        self.more["readers"] = found
+        for failure in found["failures"]:
+            spec = {"function": f"reader {failure['reader']}", "number": failure["case"], "input": failure["input"]}
+            about = {"kind": failure["outcome"], "kernel": "", "message": failure["error"]}
+            self.findings.append({"number": None, "spec": spec, **about})
 
     def replace(self, finding, other) -> None:
         self.findings[next(i for i, f in enumerate(self.findings) if f is finding)] = other
@@ -212,6 +215,3 @@ class Progress(Silent):
         elif time.monotonic() - self.last >= self.every:
             self.last = time.monotonic()
             print(f"[{report.cases}/{self.total}] {seconds:.0f} s, {text}", flush=True)
-
-
-__all__ = ["Progress", "Report", "Silent", "json"]

@@ -8,13 +8,15 @@ from typing import Any
 
 from .case import functions
 
+LISTS = ("lens", "lengths", "links", "given", "lead", "bias", "mask")  # of any length
+
 
 def candidates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The boldest first. Each is a spec of its own; a size keeps to what its function allows."""
     function = functions()[spec["function"]]
     kept = ("function", "seed", "mutation", "kernel")
     for key in sorted(spec):  # one option less
-        if key not in kept and key in function.DEFAULTS and key not in function.LEAST:
+        if key not in kept and key in function.DEFAULTS:
             if not isinstance(function.DEFAULTS[key], int) or isinstance(function.DEFAULTS[key], bool):
                 yield {k: v for k, v in spec.items() if k != key}
     for layout in spec.get("layouts", {}):
@@ -23,10 +25,9 @@ def candidates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
             less = {k: v for k, v in spec["layouts"][layout].items() if k != part}
             yield _with(spec, "layouts", {**spec["layouts"], layout: less})
     for key, value in spec.items():
-        if key in kept or key not in function.DEFAULTS:
+        if key in (*kept, "layouts") or key not in function.DEFAULTS:
             continue
-        least = function.LEAST.get(key, 0)
-        for smaller in _smaller(value, least):
+        for smaller in _smaller(value, function.LEAST.get(key, 0), key in LISTS):
             yield _with(spec, key, smaller)
 
 
@@ -36,7 +37,7 @@ def _with(spec, key, value):
     return changed
 
 
-def _smaller(value: Any, least: int) -> Iterator[Any]:
+def _smaller(value: Any, least: int, shorter: bool = False) -> Iterator[Any]:
     if isinstance(value, bool) or isinstance(value, str):
         return
     if isinstance(value, int):
@@ -44,7 +45,7 @@ def _smaller(value: Any, least: int) -> Iterator[Any]:
             if least <= smaller < value:
                 yield smaller
     elif isinstance(value, list):
-        if len(value) > 1:
+        if len(value) > 1 and shorter:
             yield value[: len(value) // 2]
             yield value[len(value) // 2 :]
             for i in range(min(len(value), 8)):

@@ -9,7 +9,7 @@ import numpy as np
 from .. import attention, ops, reference, reference_ops
 from . import judge
 from .arrays import Array, as_dtype, normal
-from .attention import repeated
+from .attention import repeated, runnable
 from .case import Function
 from .draw import Draw
 from .judge import EPSILON, Wrong, round_to
@@ -40,8 +40,9 @@ def rounded(name, got, exact, dtype, terms):
 
 
 class Small(Function):
-    """What these functions have in common: no table of kernels, everything served."""
+    """What these functions have in common: arrays of any rank, most without a table of kernels, everything served."""
 
+    any_rank = True
     DEFAULTS: dict[str, Any] = {"layouts": {}, "num_threads": 0, "programmatic": False, "out": False, "repeats": 0}
     BAD_OPTIONS: dict[str, tuple] = {"num_threads": (-1, 5000, 1.5, "x"), "programmatic": (2, "x")}
 
@@ -67,8 +68,9 @@ class Small(Function):
 
 class Merge(Small):
     name = "merge"
-    weight = 0.7
+    weight, any_rank = 0.7, False
     DEFAULTS = {"dtype": "float32", "shape": [1, 1, 1, 8], "layouts": {}, "apart": 1.0, "empty": 0.0}
+    LEAST = {"shape": 1}
     REQUIRED = ("out_a", "lse_a", "out_b", "lse_b")
     BAD_OPTIONS: dict[str, tuple] = {}
 
@@ -121,6 +123,7 @@ class QuantizeFp8(Small):
     name = "quantize_fp8"
     weight = 0.7
     DEFAULTS = {"dtype": "float32", "shape": [1, 1, 1, 8], "layouts": {}, "hadamard": False, "rotation": 0, "size": 1.0}
+    LEAST = {"shape": 1}
     REQUIRED = ("x",)
     LOOSE = {"x": (0, 1, 2, 3)}
     BAD_OPTIONS = {"hadamard": (2, "x"), "seed": (-1, 2**64, 1.5)}
@@ -136,9 +139,10 @@ class QuantizeFp8(Small):
         return spec
 
     def arrays(self, spec):
-        return {
-            "x": Array(tuple(self.get(spec, "shape")), self.get(spec, "dtype"), self.get(spec, "layouts").get("x", {}))
-        }
+        *lead, headdim = self.get(spec, "shape")
+        if self.get(spec, "hadamard"):  # a power of two, in a smaller case too
+            headdim = 1 << headdim.bit_length() - 1
+        return {"x": Array((*lead, headdim), self.get(spec, "dtype"), self.get(spec, "layouts").get("x", {}))}
 
     def values(self, spec):
         rng = np.random.default_rng(spec.get("seed", 0))
@@ -241,11 +245,12 @@ class RmsNorm(Small):
 
 class Rope(Small):
     name = "rope"
+    any_rank = False
     DEFAULTS = Small.DEFAULTS | {
         "dtype": "float32", "shape": [1, 1, 1, 2], "half": 1, "table_dtype": "float32", "positions": None,
         "interleaved": False, "rotary_dim": None, "inverse": False, "rows": 1, "place": "new",
     }  # fmt: skip
-    LEAST = {"half": 1, "rows": 1}
+    LEAST = {"half": 1, "rows": 1, "shape": 2}
     REQUIRED = ("x", "cos", "sin")
     LOOSE = {"x": (0, 1, 2)}
     BAD_OPTIONS = Small.BAD_OPTIONS | {"interleaved": (2,), "inverse": ("x",), "rotary_dim": (-2, 0, 3, 10**6, 1.5)}
@@ -265,7 +270,7 @@ class Rope(Small):
         spec["place"] = draw.pick(("new", "out", "out", "x"))
         layouts = {n: draw.layout(4, backend, repeat=False) for n in ("x", "out")}
         if draw.chance(0.2):
-            layouts["cos"] = layouts["sin"] = {"pad": [0, 1 + draw.below(9)]}
+            layouts["tables"] = {"pad": [0, 1 + draw.below(9)]}
         spec["layouts"] = {k: v for k, v in layouts.items() if v}
         return self.finish(spec, draw, backend)
 
@@ -278,7 +283,7 @@ class Rope(Small):
         half = min(self.get(spec, "half"), shape[3] // 2)
         found = {"x": Array(shape, dtype, layouts.get("x", {}), place == "x")}
         for name in ("cos", "sin"):
-            found[name] = Array((self.rows(spec), half), self.get(spec, "table_dtype"), layouts.get(name, {}))
+            found[name] = Array((self.rows(spec), half), self.get(spec, "table_dtype"), layouts.get("tables", {}))
         if kind := self.get(spec, "positions"):
             found["positions"] = Array(shape[:1] if kind == "starts" else shape[:2], "int32")
         if place == "out":
@@ -375,7 +380,7 @@ class Linear(Small):
     weight = 1.5
     DEFAULTS = Small.DEFAULTS | {
         "dtype": "float32", "weight_dtype": "float32", "lead": [1], "n": 1, "k": 1, "bias": None, "norm": None,
-        "residual": None, "swiglu": False, "out_dtype": None, "in_place": False,
+        "residual": None, "swiglu": False, "out_dtype": None, "in_place": False, "kernel": None,
     }  # fmt: skip
     LEAST = {"n": 1, "k": 1}
     REQUIRED = ("x", "weight")
@@ -388,10 +393,10 @@ class Linear(Small):
     def draw(self, draw, backend):
         kinds = floats(backend)
         spec = {"dtype": draw.pick(kinds), "weight_dtype": draw.pick(kinds)}
-        spec["k"], rows = (
-            draw.size(9000, 1),
-            draw.pick((1, 1, 1, 2, 3, 4, 5, 8, 17)) if draw.chance(0.9) else draw.below(60),
-        )
+        rows = draw.pick((1, 1, 1, 2, 3, 4, 5, 8, 17)) if draw.chance(0.9) else draw.below(60)
+        spec["k"] = draw.size(9000, 1)
+        if draw.chance(0.4 + draw.plain / 2):
+            spec["k"] = -(-spec["k"] // 64) * 64
         spec["n"] = draw.size(int(min(9000, 2e6 / spec["k"] / max(rows / 4, 1))), 1)
         self.draw_options(spec, draw, backend, rows)
         return self.finish(spec, draw, backend)
@@ -411,8 +416,23 @@ class Linear(Small):
         layouts["weight"] = rows_layout(draw, backend)
         spec["layouts"] = {k: v for k, v in layouts.items() if v}
 
+    def kernels(self, backend):
+        return runnable("linear", backend.device)
+
+    def query(self, spec, views, options):
+        names = ("x", "weight", "bias", "norm_weight", "residual")
+        given = {k: v for k, v in views.items() if k in names}
+        more = {k: v for k, v in options.items() if k in ("swiglu", "out_dtype", "programmatic", "kernel")}
+        return ops.linear_query(**given, **more)
+
+    def exact_query(self, spec):
+        return False  # it is not told of `out`
+
     def bad_options(self, spec):
         return {k: v for k, v in self.BAD_OPTIONS.items() if k != "eps" or self.get(spec, "norm")}
+
+    def in_place(self, spec) -> bool:
+        return self.get(spec, "in_place") and self.get(spec, "residual") is not None
 
     def columns(self, spec) -> int:
         return self.get(spec, "n") // (2 if self.get(spec, "swiglu") else 1)
@@ -430,10 +450,10 @@ class Linear(Small):
         columns = n // 2 if self.get(spec, "swiglu") else n
         for name, shape in (("bias", (n,)), ("norm", (k,)), ("residual", (*lead, columns))):
             if kind := self.get(spec, name):
-                in_place = name == "residual" and self.get(spec, "in_place")
+                in_place = name == "residual" and self.in_place(spec)
                 name = "norm_weight" if name == "norm" else name
                 found[name] = Array(tuple(shape), kind, layouts.get(name, {}), in_place)
-        if self.get(spec, "out") and not self.get(spec, "in_place"):
+        if self.get(spec, "out") and not self.in_place(spec):
             kind = self.get(spec, "out_dtype") or self.get(spec, "dtype")
             found["out"] = Array((*lead, columns), kind, layouts.get("out", {}), True)
         return found
@@ -447,20 +467,20 @@ class Linear(Small):
         options = super().options(spec)
         if self.get(spec, "swiglu"):
             options["swiglu"] = True
-        if self.get(spec, "out_dtype") and not (self.get(spec, "out") or self.get(spec, "in_place")):
+        if self.get(spec, "out_dtype") and not (self.get(spec, "out") or self.in_place(spec)):
             options["out_dtype"] = spec["out_dtype"]
         if self.get(spec, "norm"):
             options["eps"] = 1e-3
         return options
 
     def call(self, spec, views, options):
-        if self.get(spec, "in_place"):
+        if self.in_place(spec):
             views = views | {"out": views["residual"]}
         return super().call(spec, views, options)
 
     def out(self, spec, after, results) -> tuple[np.ndarray, str]:
         """The result and its dtype."""
-        if self.get(spec, "in_place"):
+        if self.in_place(spec):
             return after["residual"], self.get(spec, "residual")
         out = results["out"] if "out" in results else after["out"]
         return out, self.get(spec, "out_dtype") or self.get(spec, "dtype")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 
 from .. import ops, reference_w4
-from ..quantized import BLOCK, W4Weight, linear_kernels
+from ..quantized import BLOCK, W4Weight
 from . import judge
 from .arrays import Array
-from .attention import INT_OPTIONS
+from .attention import INT_OPTIONS, runnable
 from .case import Function
 from .draw import Draw
 from .judge import EPSILON, Wrong, round_to
-from .small import Linear, Small, floats, rows_layout
+from .small import Linear, floats, rows_layout
 
 FORMATS = tuple(BLOCK)
 COMPUTE = ("float16", "bfloat16")
@@ -151,13 +150,13 @@ class Product(Linear):
 
     name = "linear (4 bits)"
     weight = 3
-    DEFAULTS = Linear.DEFAULTS | {"format": "nvfp4", "compute": "bfloat16", "workspace": False, "kernel": None}
+    DEFAULTS = Linear.DEFAULTS | {"format": "nvfp4", "compute": "bfloat16", "workspace": False}
     REQUIRED = ("x",)
     LOOSE = {"x": (0, 1)}
     BAD_OPTIONS = Linear.BAD_OPTIONS
 
     def kernels(self, backend):
-        return [kernel["name"] for kernel in linear_kernels() if kernel["device"] == backend.device]
+        return runnable("w4_linear", backend.device)
 
     def draw(self, draw, backend):
         spec = {"dtype": draw.pick(floats(backend)), "format": draw.pick(FORMATS), "compute": draw.pick(COMPUTE)}
@@ -196,13 +195,7 @@ class Product(Linear):
         return {k: v for k, v in views.items() if not k.startswith("weight.")} | {"weight": packed}
 
     def query(self, spec, views, options):
-        names = ("x", "weight", "bias", "norm_weight", "residual")
-        given = {k: v for k, v in self.weight_of(spec, views).items() if k in names}
-        more = {k: v for k, v in options.items() if k in ("swiglu", "out_dtype", "programmatic", "kernel")}
-        return ops.linear_query(**given, **more)
-
-    def exact_query(self, spec):
-        return False  # it is not told of `out`
+        return super().query(spec, self.weight_of(spec, views), options)
 
     def call(self, spec, views, options):
         views = self.weight_of(spec, views)
@@ -227,20 +220,6 @@ class Product(Linear):
         judge.within("out", out, exact, error)
 
 
-@functools.cache
-def chain_kernels(device: str, backend) -> tuple[str, ...]:
-    """The names of the chain's kernels, which have no table of their own: those that queries speak of."""
-    names: dict[str, None] = {}
-    arrays = weight_arrays("w", "nvfp4", 64, 64)
-    memory = {n: backend.view(backend.empty(8192), a.dtype, a.shape, a.strides()[0], 0) for n, a in arrays.items()}
-    packed = W4Weight("nvfp4", *memory.values(), 64).pack("bfloat16")
-    for rows in (1, 600):
-        x = backend.view(backend.empty(rows * 256), "float32", (rows, 64), (64, 1), 0)
-        plan = ops.linear_chain_query([{"x": x, "weight": packed}])
-        names |= dict.fromkeys((*plan.why_not, plan.kernel))
-    return tuple(name for name in names if name)
-
-
 class Chain(Function):
     """ops.linear_chain: products of which each may read what those before it wrote."""
 
@@ -254,7 +233,7 @@ class Chain(Function):
     BAD_OPTIONS = {"kernel": ("nonesuch", 3)}
 
     def kernels(self, backend):
-        return list(chain_kernels(backend.device, backend))
+        return runnable("w4_linear_chain", backend.device)
 
     def draw(self, draw: Draw, backend):
         kinds = floats(backend)
@@ -296,6 +275,7 @@ class Chain(Function):
         widths: list[int] = []
         for i, given in enumerate(self.get(spec, "links")):
             link = usual | given
+            link["n"], link["k"] = max(link["n"], 1), max(link["k"], 1)
             link["n"] += link["n"] % 2 if link["swiglu"] else 0
             columns = link["n"] // (2 if link["swiglu"] else 1)
             if link["x"] is not None and (link["x"] >= i or widths[link["x"]] != link["k"]):
@@ -378,4 +358,3 @@ class Chain(Function):
 
 
 FUNCTIONS = (Quantize(), Product(), Chain())
-__all__ = ["FUNCTIONS", "Small"]

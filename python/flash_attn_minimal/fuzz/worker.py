@@ -31,6 +31,8 @@ def main() -> int:
         out.flush()
 
     world = World(backend_for(about["device"], about.get("framework")), about.get("kernel"), about.get("function"))
+    if not world.backend.alive():  # creates the context
+        sys.exit("the device takes no work")
     say(ready=world.backend.framework)
     for line in sys.stdin:
         order = json.loads(line)
