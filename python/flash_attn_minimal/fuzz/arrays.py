@@ -83,6 +83,7 @@ class Array:
     """One array of a call. Its layout says where the elements lie, in elements:
 
     order: the axes from the outermost in memory to the innermost; the last axis stays the innermost
+    step: the distance of neighbours along the last axis
     pad: elements more than the axis has, before the next one begins
     flip: axes with a negative stride
     repeat: axes with stride 0
@@ -102,7 +103,7 @@ class Array:
         pad = [*[0] * rank, *self.layout.get("pad", ())][len(self.layout.get("pad", ())) :]  # of the last axes
         order = self.layout.get("order", ())
         repeat, flip = ([axis for axis in self.layout.get(key, ()) if axis < rank] for key in ("repeat", "flip"))
-        strides, step, reach = [0] * rank, 1, 1
+        strides, step, reach = [0] * rank, self.layout.get("step", 1), 1
         for axis in reversed(order if len(order) == rank else range(rank)):
             if axis in repeat:
                 continue
@@ -224,7 +225,7 @@ def _optional(name: str) -> Any:
 class Numpy:
     """Arrays on the CPU."""
 
-    device, framework, negative_strides = "cpu", "numpy", True
+    device, framework, negative_strides, graphs = "cpu", "numpy", True, False
     multiprocessors = 132  # what sizes are biased to
 
     def __init__(self):
@@ -279,7 +280,7 @@ class Torch:
 
     def __init__(self, torch, device: str = "cuda"):
         self.torch, self.device = torch, device
-        cuda = device == "cuda"
+        cuda = self.graphs = device == "cuda"
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count if cuda else 132
 
     def empty(self, size: int):
@@ -310,6 +311,15 @@ class Torch:
     def synchronize(self) -> None:
         if self.device == "cuda":
             self.torch.cuda.synchronize()
+
+    def replayed(self, call):
+        """The results of a call captured in a CUDA graph and replayed once, and the graph."""
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph):
+            results = call()
+        graph.replay()
+        self.synchronize()
+        return results, graph
 
     def alive(self) -> bool:
         """Whether the device still takes work: an error that stays makes every later call fail."""

@@ -108,6 +108,8 @@ class Forward(Function):
 
     def __init__(self, name: str, varlen: bool, weight: float):
         self.name, self.varlen, self.weight = name, varlen, weight
+        if varlen:  # one more row, or head, of q alone
+            self.LOOSE = {"q": (0, 1), "v": (2,)}
 
     def kernels(self, backend):
         return runnable("forward", backend.device)
@@ -117,6 +119,7 @@ class Forward(Function):
     def draw(self, draw: Draw, backend) -> dict[str, Any]:
         spec = self.draw_shape(draw, backend)
         self.draw_scores(draw, backend, spec)
+        factors_apart: dict[str, Any] = {}
         if spec["dtype"] == E4M3:
             spec["fast_accum"] = draw.chance(0.4)
             spec["out_dtype"] = draw.pick((None, "bfloat16", "float16"))
@@ -125,13 +128,15 @@ class Forward(Function):
                 n: draw.pick(([batch, h], [1, h], [batch, 1], [1, 1], [h], [1]))
                 for n, h in ((n, heads.get(n, spec["nheads_k"])) for n in "qkv")
             }
+            if draw.chance(0.3):
+                factors_apart = {f"{n}_descale": {"pad": [draw.below(3)] * 2, "step": 1 + draw.below(3)} for n in "qkv"}
         spec["repeats"] = draw.pick((0, 0, 0, 0, 1, 2))
         spec["return_lse"] = draw.chance(0.8)
         spec["out"] = draw.chance(0.7)
         spec["num_threads"] = draw.pick((0, 0, 1, 2, 3, 7)) if backend.device == "cpu" else 0
         rank = 3 if self.varlen else 4
         ranks = {"q": rank, "k": rank, "v": rank, "out": rank, **self._option_ranks(spec)}
-        spec["layouts"] = draw.layouts(ranks, backend, outputs=("out",))
+        spec["layouts"] = draw.layouts(ranks, backend, outputs=("out",)) | factors_apart
         return spec
 
     def draw_shape(self, draw: Draw, backend) -> dict[str, Any]:

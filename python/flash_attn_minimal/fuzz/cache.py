@@ -152,9 +152,10 @@ class Cached(Function):
         spec["layouts"] = draw.layouts(ranks, backend, outputs=outputs, p=0.25)
         if spec.get("pages") and draw.chance(0.2):
             spec["layouts"]["block_table"] = {"pad": [0, 1 + draw.below(5)]}
-        if spec.get("cache_dtype") and spec["scales"] != "heads" and draw.chance(0.3):
+        if spec.get("cache_dtype") and draw.chance(0.3):
             for name in ("k_scale", "v_scale"):
-                spec["layouts"][name] = {"pad": [draw.below(3), draw.below(3), draw.below(3)]}
+                rank = 1 if spec["scales"] == "heads" else 3
+                spec["layouts"][name] = {"pad": [draw.below(3) for _ in range(rank)], "step": 1 + draw.below(3)}
         spec["layouts"] = {name: layout for name, layout in spec["layouts"].items() if layout}
         return spec
 

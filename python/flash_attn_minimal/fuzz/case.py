@@ -155,7 +155,7 @@ def generate(seed: int, number: int, world: World) -> dict[str, Any]:
 def _served(function: Function, kernel: str | None, draw: Draw, backend, tries: int = 40) -> dict[str, Any]:
     """A call, forced to this kernel and drawn again until its query says that it serves; the last one otherwise."""
     for attempt in range(tries if kernel else 1):
-        draw.plain = min(attempt / 12, 0.9)
+        draw.plain = min(attempt / 12, 0.9) if kernel else float(draw.rng.uniform(0, 0.8))
         spec = {"function": function.name, **function.trimmed(function.draw(draw, backend)), "seed": draw.seed()}
         if "layouts" in spec and size_of(function.arrays(spec)) > 3e7:
             del spec["layouts"]
@@ -171,11 +171,18 @@ def _served(function: Function, kernel: str | None, draw: Draw, backend, tries: 
         except FlashAttnError:
             pass
     draw.plain = 0.0
+    if backend.graphs and spec.get("repeats") and draw.chance(0.3):
+        spec["graph"] = True
+    if draw.chance(0.1):
+        spec["numpy_scalars"] = True
     return spec
 
 
 def _options(function: Function, spec) -> dict[str, Any]:
     options = function.options(spec)
+    if spec.get("numpy_scalars"):
+        kinds = {bool: np.bool_, int: np.int64, float: np.float64}
+        options = {k: kinds[type(v)](v) if type(v) in kinds and abs(v) < 2**63 else v for k, v in options.items()}
     return options | {"kernel": spec["kernel"]} if spec.get("kernel") else options
 
 
@@ -243,12 +250,21 @@ def _launch(function, spec, arena, values, options, plan, kernel) -> tuple[str, 
     for again in range(spec.get("repeats", 0)):
         results = function.call(spec, arena.views, options)
         backend.synchronize()
-        if not np.array_equal(arena.download(), memory):
-            raise Wrong(f"call {again + 2} with the same arguments wrote something else")
-        for name, array in results.items():
-            if not np.array_equal(backend.numpy(array), returned[name], equal_nan=True):
-                raise Wrong(f"call {again + 2} with the same arguments returned another {name}")
+        _same(f"call {again + 2} with the same arguments", arena, memory, results, returned)
+    if spec.get("graph") and backend.graphs:
+        results, graph = backend.replayed(lambda: function.call(spec, arena.views, options))
+        _same("a replayed graph of the call", arena, memory, results, returned)
+        del graph  # owns the memory of the results
     return PASSED, kernel, ""
+
+
+def _same(what: str, arena: Arena, memory, results, returned) -> None:
+    """What the call did again, bit for bit."""
+    if not np.array_equal(arena.download(), memory):
+        raise Wrong(f"{what} wrote something else")
+    for name, array in results.items():
+        if not np.array_equal(arena.backend.numpy(array), returned[name], equal_nan=True):
+            raise Wrong(f"{what} returned another {name}")
 
 
 def _untouched(arena: Arena, written, memory=None) -> str:

@@ -31,7 +31,7 @@ _OTHER = {"int32": "int64", "int64": "int32", "uint8": "float32", "bool": "float
 
 def mutated(function, spec: dict[str, Any], draw: Draw, backend) -> dict[str, Any]:
     """The spec with a mutation, or as it is where none of a few draws fits."""
-    spec = {**spec, "repeats": 0} if "repeats" in function.DEFAULTS else spec
+    spec = {k: v for k, v in spec.items() if k not in ("repeats", "graph")}
     kinds = ("dtype", "shape", "shape", "rank", "last", "none", "foreign", "alias", "option", "option", "option")
     kinds += ("keyword", "contents", "contents")
     for _ in range(10):
@@ -71,7 +71,7 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
         return [kind, name, draw.pick(axes)] if axes else None
     if kind == "rank" and (function.any_rank or len(shape) < 2 or name in ("bias", "mask") or "scale" in name):
         return None  # one axis less may mean the same
-    if kind == "last" and (not shape or shape[-1] < 2 or 0 in shape):
+    if kind == "last" and (not shape or shape[-1] < 2 or 0 in shape or "scale" in name):  # factors may be apart
         return None
     return [kind, name]
 

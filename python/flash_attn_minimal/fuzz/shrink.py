@@ -19,6 +19,9 @@ def candidates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if key not in kept and key in function.DEFAULTS:
             if not isinstance(function.DEFAULTS[key], int) or isinstance(function.DEFAULTS[key], bool):
                 yield {k: v for k, v in spec.items() if k != key}
+    for key in ("numpy_scalars", "graph"):
+        if key in spec:
+            yield {k: v for k, v in spec.items() if k != key}
     for layout in spec.get("layouts", {}):
         yield _with(spec, "layouts", {k: v for k, v in spec["layouts"].items() if k != layout})
         for part in spec["layouts"][layout]:
