@@ -47,6 +47,7 @@ class TorchSide:
         import torch
 
         self.torch = torch
+        torch.use_deterministic_algorithms(True, warn_only=True)  # new memory, workspaces too, is NaN or all ones
 
     def put(self, x: np.ndarray, dtype: str):
         return self.torch.tensor(x, device="cuda").to(getattr(self.torch, dtype))

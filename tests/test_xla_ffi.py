@@ -144,7 +144,7 @@ def test_a_call_described_for_another_library_is_refused(platform, target):
     q = jax.device_put(jnp.ones((1, 5, 2, 8)), jax.devices(platform)[0])
     jax.jit(lambda q: fa.flash_attn_func(q, q, q))(q)  # registers the handlers
     call = ffi.ffi_call(f"flash_attn_minimal_{target}", [jax.ShapeDtypeStruct(q.shape, q.dtype)])
-    words = np.frombuffer(bytes(AttentionArgs(q_data=256 * 3)), np.int64)  # the third of an argument and a result
+    words = np.frombuffer(bytes(AttentionArgs(q_data=3 << 48)), np.int64)  # the third of an argument and a result
     for attributes, text in (
         ({}, "attribute attention is not an array of"),
         ({"attention": "words"}, "attribute attention is not an array of"),

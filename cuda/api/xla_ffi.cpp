@@ -19,7 +19,8 @@ namespace {
 
 using xla::CallFrame;
 
-constexpr uintptr_t kAddressUnit = 256;  // XLA's alignment on a GPU, so that the placeholders pass where addresses are asked for
+// Aligned and farther apart than buffers are long, so that the placeholders pass where alignment and overlap are asked for.
+constexpr uintptr_t kAddressUnit = uintptr_t(1) << 48;
 
 const void* find_attribute(const CallFrame& frame, const char* name, xla::AttributeType type) {
     const xla::Attributes& attributes = frame.attributes;

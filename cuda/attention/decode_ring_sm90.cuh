@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, 
     ring.advance(values);
     int n = 0;
     SegmentsOf<true> segments(d);
-    __syncthreads();  // the barriers are there
+    bar_sync(kStarted, kThreads);  // the barriers are there
 #pragma unroll 1
     for (Segment segment; segments.next(d, segment); ++n) {
         const int b = segment.b, head_k = segment.unit, buffer = n & 1;  // the rows of a key head are one tile

@@ -175,7 +175,7 @@ class _PlaceDoor(Door):
 
 _PLACES = _PlaceDoor()
 _arrays._doors[View] = _PLACES  # a view is taken as it is
-_ADDRESS_UNIT = 256  # kAddressUnit
+_ADDRESS_UNIT = 1 << 48  # kAddressUnit
 
 
 def _place(index: int, shape, dtype: str) -> View:
