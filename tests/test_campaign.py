@@ -327,13 +327,14 @@ def command(*arguments):
 
 def test_command_and_report(tmp_path):
     path = tmp_path / "report.json"
-    done = command("--cases", 12, "--seed", 7, "--workers", 2, "--json", path)
+    done = command("--cases", 12, "--seed", 7, "--workers", 2, "--readers", "--json", path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cpu, seed 7: 12 cases in" in done.stdout and "0 findings" in done.stdout
     written = json.loads(path.read_text())
     assert sum(row["cases"] for row in written["counts"]) == written["cases"] == 12
     assert set(written["counts"][0]) == {"function", "kernel", "dtype", "outcome", "cases"}
     assert written["findings"] == [] and written["command"].endswith(str(path))
+    assert written["readers"]["cases"] == 12 and not written["readers"]["failures"]
     assert {"machine", "date", "commit", "seconds", "library"} <= set(written)
 
 

@@ -9,6 +9,7 @@ from conftest import CUDA, NO_CUDA, jax, ml_dtypes, torch
 
 from flash_attn_minimal import BadArgument, FlashAttnError, Unsupported, _library, ops
 from flash_attn_minimal import reference_ops as reference
+from flash_attn_minimal.fuzz.small import rounded as check
 
 DTYPES = ("float32", "float16", "bfloat16")
 DIMS = (1, 7, 33, 288, 768, 4096)
@@ -16,16 +17,6 @@ DIMS = (1, 7, 33, 288, 768, 4096)
 
 def normal(rng, shape, dtype="float32", spread=1.0):
     return accuracy.round_to(spread * rng.standard_normal(shape, dtype=np.float32), dtype)
-
-
-def check(what, got, exact, dtype, terms=1.0):
-    """Half a unit in the last place of dtype, and what float32 sums of so large terms may lose."""
-    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
-    assert got.shape == exact.shape
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(exact), err_msg=what)
-    allowed = 1.01 * accuracy.EPSILON[dtype] / 2 * np.abs(exact) + 4e-6 * terms + 6e-8 * (dtype == "float16")
-    wrong = np.argwhere(~(np.abs(got - exact) <= allowed) & np.isfinite(exact))
-    assert not len(wrong), f"{what}{tuple(wrong[0])}: {got[tuple(wrong[0])]}, want {exact[tuple(wrong[0])]}"
 
 
 # ---- rms_norm ----

@@ -1,8 +1,6 @@
 """float32 inputs with allow_tf32: the tensor-core kernel against float64, within twice the error of standard attention
 on inputs rounded to tf32; and who may run it."""
 
-import dataclasses
-
 import accuracy
 import numpy as np
 import pytest
@@ -11,25 +9,14 @@ from conftest import CUDA, NO_CUDA, Kernel
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import reference
+from flash_attn_minimal.fuzz.attention import plain_tf32_head
 
 NAME = "mma_tf32_sm80"
 with_gpu = pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
 
 
-def round_to_tf32(x: np.ndarray) -> np.ndarray:
-    """To 10 bits of mantissa, ties away from zero."""
-    bits = np.asarray(x, np.float32).view(np.uint32)
-    rounded = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
-    return np.where(np.isfinite(x), rounded, x)
-
-
 def plain_attention(q, k, v, **options):
-    def head(head):
-        rounded = {name: round_to_tf32(getattr(head, name).astype(np.float32)) for name in "qkv"}
-        rounded = {name: array.astype(np.float64) for name, array in rounded.items()}
-        return accuracy.plain_head(dataclasses.replace(head, **rounded), "float32")
-
-    return reference._over_heads(head, q, k, v, options)
+    return reference._over_heads(plain_tf32_head, q, k, v, options)
 
 
 def check(case: Case, change=None):

@@ -13,6 +13,7 @@ import pytest
 from conftest import CPU, CUDA, NO_CUDA, cupy, jax, torch
 
 from flash_attn_minimal import BadArgument, FlashAttnError, Unsupported, WorkspaceTooSmall, _library, ops
+from flash_attn_minimal.fuzz.weights import product as exact
 from flash_attn_minimal.quantized import BLOCK, W4Weight, linear_kernels
 
 FORMATS = tuple(BLOCK)
@@ -47,37 +48,6 @@ def weight_of(format, rows, columns, seed=0, spread=0.02):
 
 def packed_on(device, plain, dtype, pair=False):
     return plain.to(device.array).pack(dtype, pair=pair)
-
-
-def silu(x):
-    with np.errstate(over="ignore"):
-        return x / (1 + np.exp(-x))
-
-
-def exact(x, w, format, dtype, out_dtype, bias=None, norm_weight=None, eps=1e-5, residual=None, swiglu=False):
-    """(answer, what it may be off by), both float64. x and all others as they are in memory."""
-    epsilon = accuracy.EPSILON[dtype] / 2 * 1.01
-    if norm_weight is None:
-        x, rounding = accuracy.round_to(x, dtype).astype(np.float64), 0.0
-    else:  # before or after the factor 1 / rms
-        x = x.astype(np.float64)
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * norm_weight
-        rounding = epsilon
-    rounding += 2 * epsilon * (format == "int4")  # code * scale, of a scale that may be rounded itself
-    with np.errstate(invalid="ignore", over="ignore"):
-        y, terms = x @ w.T, np.abs(x) @ np.abs(w).T
-        error = (rounding + 2e-6) * terms
-        if bias is not None:
-            y = y + bias
-        if swiglu:
-            (gate, up), (d_gate, d_up) = np.split(y, 2, -1), np.split(error, 2, -1)
-            y = silu(gate) * up
-            error = 1.1 * d_gate * (np.abs(up) + d_up) + np.abs(silu(gate)) * d_up + 2e-6 * np.abs(y)
-        if residual is not None:
-            y = y + residual
-        error = error + 1.01 * accuracy.EPSILON[out_dtype] / 2 * np.abs(y) + 1e-6 * np.abs(y) + 1e-30
-        error += 6e-8 * (out_dtype == "float16")
-    return y, error
 
 
 def check(got, y, error):

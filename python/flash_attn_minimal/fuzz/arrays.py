@@ -323,11 +323,13 @@ class Torch:
 
     def alive(self) -> bool:
         """Whether the device still takes work: an error that stays makes every later call fail."""
-        try:
-            self.torch.ones(2, device=self.device).sum().item()
-            return True
-        except RuntimeError:
-            return False
+        for _ in range(2):  # an error that does not stay is told once
+            try:
+                self.torch.ones(2, device=self.device).sum().item()
+                return True
+            except RuntimeError:
+                pass
+        return False
 
 
 class Cupy(Numpy):

@@ -265,12 +265,9 @@ def _check(options) -> None:
         raise Unsupported(f"--device cuda: this library sees no CUDA device ({load().fa_build_info().decode()})")
     if options.function and options.function not in functions():
         raise BadArgument(f"--function {options.function!r} is none of {', '.join(map(repr, functions()))}")
-    if options.kernel and options.device == "cpu":
-        from .arrays import Numpy
-
-        backend = Numpy()
+    if options.kernel:
         wanted = [functions()[options.function]] if options.function else functions().values()
-        known = dict.fromkeys(name for function in wanted for name in function.kernels(backend))
+        known = dict.fromkeys(name for function in wanted for name in function.kernels(options))
         if options.kernel not in known:
             raise BadArgument(f"--kernel {options.kernel!r} is none of {', '.join(known)}")
 

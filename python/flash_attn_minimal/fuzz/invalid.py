@@ -69,7 +69,8 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
         loose = function.FREE.get(name, ()) + (() if "out" in arrays else function.LOOSE.get(name, ()))
         axes = [axis for axis, size in enumerate(shape) if size > 1 and axis not in loose]
         return [kind, name, draw.pick(axes)] if axes else None
-    if kind == "rank" and (function.any_rank or len(shape) < 2 or name in ("bias", "mask") or "scale" in name):
+    fewer = ("bias", "mask", "alibi_slopes", "positions", "k_scale", "v_scale", "q_descale", "k_descale", "v_descale")
+    if kind == "rank" and (function.any_rank or len(shape) < 2 or name in fewer):
         return None  # one axis less may mean the same
     if kind == "last" and (not shape or shape[-1] < 2 or 0 in shape or "scale" in name):  # factors may be apart
         return None

@@ -32,7 +32,7 @@ def rows_layout(draw: Draw, backend, rank: int = 2) -> dict[str, Any]:
     return layout
 
 
-def rounded(name, got, exact, dtype, terms):
+def rounded(name, got, exact, dtype, terms=1.0):
     """Half a unit in the last place of dtype, and what float32 sums of so large terms may lose."""
     exact = np.asarray(exact, np.float64)
     allowed = 1.01 * EPSILON[dtype] / 2 * np.abs(exact) + 4e-6 * terms + 6e-8 * (dtype == "float16")
@@ -252,7 +252,7 @@ class Rope(Small):
     }  # fmt: skip
     LEAST = {"half": 1, "rows": 1, "shape": 2}
     REQUIRED = ("x", "cos", "sin")
-    LOOSE = {"x": (0, 1, 2)}
+    LOOSE = {"x": (0, 1, 2, 3)}
     BAD_OPTIONS = Small.BAD_OPTIONS | {"interleaved": (2,), "inverse": ("x",), "rotary_dim": (-2, 0, 3, 10**6, 1.5)}
     function = staticmethod(ops.rope)
 
