@@ -311,6 +311,10 @@ def test_a_finding_is_made_smaller_in_a_process_of_its_own():
     )
     assert outcome["it"].kind == case.ACCEPTED
     assert "q                float32 (" in result.text()
+    for value in (np.inf, np.nan, -np.inf):
+        exec(result.call({"spec": {**spec, "mutation": ["option", "softcap", value]}}), {})
+        outcome = reproduce(json.loads(json.dumps({**spec, "mutation": ["option", "softcap", value]})))
+        assert outcome.kind == case.REJECTED
 
 
 # ---- the command ----

@@ -243,11 +243,14 @@ def campaign(
     result = report.Report(about)
     until = time.monotonic() + seconds
     with progress or report.Silent() as bar:
-        for number, spec, message in outcomes(about, range(first, first + cases), workers, case_seconds, until):
-            finding = result.add(number, spec, message)
-            if finding:
-                bar.say(result.headline(finding))
-            bar.step(result)
+        try:
+            for number, spec, message in outcomes(about, range(first, first + cases), workers, case_seconds, until):
+                finding = result.add(number, spec, message)
+                if finding:
+                    bar.say(result.headline(finding))
+                bar.step(result)
+        except KeyboardInterrupt:  # what is known by now is reported
+            shrink_seconds = 0
     result.finish()
     if shrink_seconds > 0 and result.findings:
         shrinker = Shrinker(about, case_seconds, time.monotonic() + shrink_seconds)

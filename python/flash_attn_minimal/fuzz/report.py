@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -73,7 +74,8 @@ class Report:
         if self.about.get("framework"):
             device += f", {self.about['framework']!r}"
         spec = finding.get("shrunk") or finding["spec"]
-        return f"from flash_attn_minimal.fuzz import reproduce; print(reproduce({spec!r}{device}))"
+        numbers = "from math import inf, nan; " if re.search(r"\b(inf|nan)\b", repr(spec)) else ""
+        return f"{numbers}from flash_attn_minimal.fuzz import reproduce; print(reproduce({spec!r}{device}))"
 
     def text(self) -> str:
         lines = []
