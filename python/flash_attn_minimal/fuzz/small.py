@@ -385,6 +385,7 @@ class Linear(Small):
     LEAST = {"n": 1, "k": 1}
     REQUIRED = ("x", "weight")
     LOOSE = {"x": (0, 1), "weight": (0,)}
+    ALIASES = (("out", "x"),)
     BAD_OPTIONS = Small.BAD_OPTIONS | {
         "eps": ("x",), "swiglu": (2, "x"), "kernel": ("nonesuch", 3), "out_dtype": ("int8", 3)
     }  # fmt: skip
