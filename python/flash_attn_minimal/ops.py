@@ -389,10 +389,10 @@ def _linear_args(
     if bias is not None:
         views.append(_input("bias", bias, xv, (args.out_features,)))
         args.bias, args.bias_dtype = views[-1].pointer, DTYPES[views[-1].dtype]
+    args.eps = _number("eps", eps)
     if norm_weight is not None:
         views.append(_input("norm_weight", norm_weight, xv, (args.in_features,)))
         args.norm_weight, args.norm_dtype = views[-1].pointer, DTYPES[views[-1].dtype]
-        args.eps = _number("eps", eps)
     shape = (*xv.shape[:-1], columns)
     if residual is not None:
         views.append(_input("residual", residual, xv, shape))

@@ -72,6 +72,8 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
     fewer = ("bias", "mask", "alibi_slopes", "positions", "k_scale", "v_scale", "q_descale", "k_descale", "v_descale")
     if kind == "rank" and (function.any_rank or len(shape) < 2 or name in fewer):
         return None  # one axis less may mean the same
+    if kind == "foreign" and len(arrays) < 2:
+        return None  # a lone array decides where the call runs: on another device it is no wrong one
     if kind == "last" and (not shape or shape[-1] < 2 or 0 in shape or "scale" in name):  # factors may be apart
         return None
     return [kind, name]
