@@ -289,3 +289,14 @@ def test_float8_has_no_backward_pass():
     q = np.zeros((1, 4, 2, 16), ml_dtypes.float8_e4m3fn)
     plan = fa.backward_query(q, q, q, **{f"{x}_descale": np.ones(1, np.float32) for x in "qkv"})
     assert plan.status == "FA_UNSUPPORTED" and "float8_e4m3 has no backward pass" in plan.error
+
+
+def test_out_is_read_alone(backward_kernel):
+    """The forward's out may be any of the inputs: the backward pass does not write it."""
+    q = backward_kernel.device.array(np.random.default_rng(0).standard_normal((1, 5, 2, 8), dtype=np.float32))
+    lse = backward_kernel.device.array(np.zeros((1, 2, 5), np.float32))
+    if fa.backward_query(q, q, q, kernel=backward_kernel.name).status != "FA_OK":
+        pytest.skip("refuses")
+    apart = fa.backward(q, q, q, q, backward_kernel.device.array(backward_kernel.device.numpy(q)), lse)
+    for alone, same in zip(apart, fa.backward(q, q, q, q, q, lse), strict=True):
+        np.testing.assert_array_equal(backward_kernel.device.numpy(alone), backward_kernel.device.numpy(same))

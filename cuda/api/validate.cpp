@@ -42,7 +42,8 @@ ScoreView view(const fa_score_tensor& t) { return {t.data, t.batch_stride, t.hea
 
 }  // namespace
 
-fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params, const Keys* keys) {
+fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params, const Keys* keys,
+                   bool writes_out) {
     FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_args", offsetof(fa_attention_args, q_descale), full));
     const fa_attention_args& a = *full;
     const bool need = pointers == Pointers::kRequired;
@@ -109,8 +110,8 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     const int64_t batch = varlen ? 1 : a.batch;
     const Region out = region("out", a.out, batch, rows_q, a.nheads, headdim_v, dtype_size(out_dtype));
     FA_RETURN_IF_ERROR(check_output(out));
-    FA_RETURN_IF_ERROR(check_apart(out, region("q", a.q, batch, rows_q, a.nheads, a.headdim, element)));
-    if (!keys) {  // a cache has entries or pages
+    if (writes_out) FA_RETURN_IF_ERROR(check_apart(out, region("q", a.q, batch, rows_q, a.nheads, a.headdim, element)));
+    if (writes_out && !keys) {  // a cache has entries or pages
         FA_RETURN_IF_ERROR(check_apart(out, region("k", a.k, batch, rows_k, a.nheads_k, a.headdim, element)));
         FA_RETURN_IF_ERROR(check_apart(out, region("v", a.v, batch, rows_k, a.nheads_k, headdim_v, element)));
     }
@@ -195,7 +196,7 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
     fa_attention_backward_args a;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_backward_args", sizeof(fa_attention_backward_args), &a));
     BackwardParams& p = *params;
-    FA_RETURN_IF_ERROR(validate(a.forward, pointers, forward, &p.forward));
+    FA_RETURN_IF_ERROR(validate(a.forward, pointers, forward, &p.forward, nullptr, false));
     const fa_attention_args& f = *forward;
     if (f.dtype == FA_FLOAT8_E4M3) return fail(FA_UNSUPPORTED, "dtype=float8_e4m3 has no backward pass");
     const bool varlen = f.cu_seqlens_q;

@@ -19,7 +19,7 @@ struct Keys {
 };
 
 fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params,
-                   const Keys* keys = nullptr);
+                   const Keys* keys = nullptr, bool writes_out = true);  // the backward pass reads out
 fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa_attention_args* forward, BackwardParams* params);
 // `forward` is the attention call inside, its kernel, num_threads and workspace included.
 fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_args* forward, AppendParams* params);
