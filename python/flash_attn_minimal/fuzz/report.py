@@ -152,7 +152,9 @@ def machine(device: str) -> str:
 
 
 def commit() -> str | None:
-    """Of the sources, where they lie in a repository."""
+    """Of the sources: $FLASH_ATTN_COMMIT, else where they lie in a repository."""
+    if named := os.environ.get("FLASH_ATTN_COMMIT"):
+        return named
     try:
         said = subprocess.run(
             ["git", "describe", "--always", "--dirty"],
