@@ -14,9 +14,8 @@
 namespace fa {
 namespace {
 
-constexpr int kParts = 4, kGroups = 2, kWarps = kParts * kGroups;  // of a tile; warps with a part each; those that attend
-constexpr int kRows = 16, kThreads = 32 * (kWarps + 2);
-constexpr int kStarted = 1, kAttending = 2;  // named barriers: of all warps, and of those that attend
+constexpr int kParts = 4, kGroups = 2, kWarps = kParts * kGroups;        // of a tile; warps with a part each; those that attend
+constexpr int kRows = 16, kThreads = 32 * (kWarps + 2), kAttending = 1;  // kAttending: their named barrier
 
 struct RingParams {
     DecodeParams decode;
@@ -83,8 +82,6 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
     // The keys of a part follow each other also where they are two boxes of 16: with 32 keys a part has one chunk.
     const auto step_to = [&](uint32_t address, int step) { return (address ^ step % 4 * 32) + step / 4 * chunk_bytes; };
 
-    for (int x = threadIdx.x; x < int(sizeof(smem.q)) / 16; x += 32 * kWarps) store_shared_16(shared_address(smem.q) + 16 * x, uint4{});
-    bar_sync(kStarted, kThreads);  // the barriers and the zeros of rows and columns without values are there
     RingPlace<Smem::kSlots> ring;
 #pragma unroll 1
     for (int n = 0;; ++n) {

@@ -39,12 +39,10 @@ __device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, 
         waited = true;
     };
 
-    if (lane == 0) prefetch_tensormap(map);
     RingPlace<Smem::kSlots> ring;
     ring.advance(values);
     int n = 0;
     SegmentsOf<true> segments(d);
-    bar_sync(kStarted, kThreads);  // the barriers are there
 #pragma unroll 1
     for (Segment segment; segments.next(d, segment); ++n) {
         const int b = segment.b, head_k = segment.unit, buffer = n & 1;  // the rows of a key head are one tile
@@ -139,6 +137,10 @@ __global__ void __launch_bounds__(kThreads, 1) decode_ring_kernel(const __grid_c
             mbarrier_init(shared_address(smem.q_full + i), 33), mbarrier_init(shared_address(smem.q_empty + i), kWarps * kWarpArrivals);
         fence_mbarrier_init();
     }
+    if (threadIdx.x == 32 * kWarps) prefetch_tensormap(&params.k_map);
+    if (threadIdx.x == 32 * (kWarps + 1)) prefetch_tensormap(&params.v_map);
+    for (int x = threadIdx.x; x < int(sizeof(smem.q)) / 16; x += kThreads) store_shared_16(shared_address(smem.q) + 16 * x, uint4{});
+    __syncthreads();  // the barriers and the zeros of rows and columns without values are there
     if (threadIdx.x / 32 >= kWarps) load_ring<E, kD>(params, smem);
     else attend_ring<E, kD>(params, smem);
 }

@@ -92,7 +92,7 @@ def quantize_kvcache(
         k_scale, v_scale = _largest("k_cache", kv, k8, factors, dtype), _largest("v_cache", vv, v8, factors, dtype)
         scales = [_arrays.view(k_scale, "k_scale"), _arrays.view(v_scale, "v_scale")]
     by_token = not given and factors == "token"
-    threads = _integer("num_threads", num_threads, 0, 2**31 - 1)
+    threads = _integer("num_threads", num_threads, 0, 4096)
     if 0 not in kv.shape and 0 not in vv.shape:
         _round(views, (k8, v8), scales, dtype, by_token, threads)
     if by_token:

@@ -67,6 +67,8 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
         return [kind, name] if name in function.REQUIRED else None
     if kind == "shape":
         loose = function.FREE.get(name, ()) + (() if "out" in arrays else function.LOOSE.get(name, ()))
+        if name == "q" and "cache_seqlens" not in arrays and "k_cache" in arrays:
+            loose += (0,)  # a cache may have entries to spare, and one length is that of all
         axes = [axis for axis, size in enumerate(shape) if size > 1 and axis not in loose]
         return [kind, name, draw.pick(axes)] if axes else None
     fewer = ("bias", "mask", "alibi_slopes", "positions", "k_scale", "v_scale", "q_descale", "k_descale", "v_descale")
