@@ -173,16 +173,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=sorted(SCENARIOS), default="cuda")
     parser.add_argument("--scenario", action="append")
-    parser.add_argument("--name", action="append", help="samples whose name begins so")
+    parser.add_argument("--name", action="append", help="samples of this name")
     parser.add_argument("--repeat", type=int, default=0)
     parser.add_argument("--in-process", action="store_true")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--json")
     options = parser.parse_args(argv)
     side = TorchSide() if options.device == "cuda" else NumpySide()
-    samples = sample_calls.cuda_samples() if options.device == "cuda" else sample_calls.cpu_samples()
-    if options.name:
-        samples = [sample for sample in samples if sample.name.startswith(tuple(options.name))]
+    samples = (sample_calls.cuda_samples if options.device == "cuda" else sample_calls.cpu_samples)(options.name)
     scenarios = options.scenario or SCENARIOS[options.device]
     if options.in_process or options.repeat:
         scenarios = ["repeat" if options.repeat else "main"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -207,43 +208,64 @@ def _small_operations() -> list[Sample]:
 LONG = tuple(40 + 13 * i % 351 for i in range(34))  # 136 key heads: more than an H200 has multiprocessors
 
 
-def cpu_samples() -> list[Sample]:
+Makers = list[Callable[..., Sample]]  # partial(function, name, ...): the exact results of others need not be computed
+
+
+def _made(makers: Makers, names: list[str] | None) -> list[Sample]:
+    made = [make() for make in makers if not names or make.args[0] in names]
+    return made + [sample for sample in _small_operations() if not names or sample.name in names]
+
+
+def names(device: str) -> list[str]:
+    """Of all samples, each once."""
+    makers = _cuda_makers() if device == "cuda" else _cpu_makers()
+    return list(dict.fromkeys([*(make.args[0] for make in makers), *(sample.name for sample in _small_operations())]))
+
+
+def cpu_samples(names: list[str] | None = None) -> list[Sample]:
+    return _made(_cpu_makers(), names)
+
+
+def cuda_samples(names: list[str] | None = None) -> list[Sample]:
+    """Of a Hopper GPU; on another the kernels that refuse are to be left out."""
+    return _made(_cuda_makers(), names)
+
+
+def _cpu_makers() -> Makers:
     tables = fa.kernel_tables()
     on_cpu = lambda table: [k["name"] for k in tables[table] if k["device"] == "cpu"]  # noqa: E731
     q = np.zeros((1, 1, 1, 8), np.float32)
     served = [name for name in on_cpu("forward") if fa.query(q, q, q, kernel=name).status == "FA_OK"]
     return [
-        *(_forward(name, "float32", (2, 70, 130, 4, 2, 40)) for name in served),
-        *(_backward(name, "float32", (2, 70, 130, 4, 2, 40), True) for name in served),
-        *(_linear(name, 3, 65, 70, "float32") for name in on_cpu("linear")),
-        *(_w4(name, 3, 65, 70) for name in on_cpu("w4_linear")),
-        *(_w4(name, 3, 65, 70, chain=True) for name in on_cpu("w4_linear_chain")),
-        *_small_operations(),
+        *(partial(_forward, name, "float32", (2, 70, 130, 4, 2, 40)) for name in served),
+        *(partial(_backward, name, "float32", (2, 70, 130, 4, 2, 40), True) for name in served),
+        *(partial(_linear, name, 3, 65, 70, "float32") for name in on_cpu("linear")),
+        *(partial(_w4, name, 3, 65, 70) for name in on_cpu("w4_linear")),
+        *(partial(_w4, name, 3, 65, 70, chain=True) for name in on_cpu("w4_linear_chain")),
     ]
 
 
-def cuda_samples() -> list[Sample]:
-    """Of a Hopper GPU; on another the kernels that refuse are to be left out."""
+def _cuda_makers() -> Makers:
     half = "bfloat16"
-    samples = [
-        _forward("minimal", "float32", (3, 130, 170, 4, 2, 40)),
-        _forward("naive", "float32", (2, 70, 130, 4, 2, 40)),
-        _forward("mma_sm80", half, (3, 300, 330, 4, 2, 128)),
-        _forward("mma_tf32_sm80", "float32", (3, 300, 330, 4, 2, 64), "tf32", allow_tf32=True),
-        _forward("wgmma_sm90", half, (20, 300, 330, 4, 2, 128)),
-        _float8("fp8_sm90"),
-        _float8("fp8_fast_sm90"),
-        _cache("mla_sm90", half, (700, 1000, 3), 1000, 16, 1, 576, 512),
-        _cache("decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, new=1),
-        _cache("decode_cluster_sm90", half, (700, 300, 0), 1000, 8, 2, 128),
-        _cache("decode_ring_sm90", half, LONG, 400, 8, 4, 128),
-        _cache("decode_ring_sm90", half, LONG, 400, 8, 4, 128, cache="int8"),
-        _cache("decode_split_sm80", half, LONG, 400, 8, 4, 256),
-        _cache("decode_split_sm80", half, LONG, 400, 8, 4, 128, new=2),
-        _cache("decode_split_sm80", half, LONG, 400, 8, 4, 128, cache="int8"),
-        _cache("decode_lanes_sm80", "float32", LONG, 400, 8, 4, 64),
+    return [
+        partial(_forward, "minimal", "float32", (3, 130, 170, 4, 2, 40)),
+        partial(_forward, "naive", "float32", (2, 70, 130, 4, 2, 40)),
+        partial(_forward, "mma_sm80", half, (3, 300, 330, 4, 2, 128)),
+        partial(_forward, "mma_tf32_sm80", "float32", (3, 300, 330, 4, 2, 64), "tf32", allow_tf32=True),
+        partial(_forward, "wgmma_sm90", half, (20, 300, 330, 4, 2, 128)),
+        partial(_float8, "fp8_sm90"),
+        partial(_float8, "fp8_fast_sm90"),
+        partial(_cache, "mla_sm90", half, (700, 1000, 3), 1000, 16, 1, 576, 512),
+        partial(_cache, "decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, new=1),
+        partial(_cache, "decode_cluster_sm90", half, (700, 300, 0), 1000, 8, 2, 128),
+        partial(_cache, "decode_ring_sm90", half, LONG, 400, 8, 4, 128),
+        partial(_cache, "decode_ring_sm90", half, LONG, 400, 8, 4, 128, cache="int8"),
+        partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 256),
+        partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 128, new=2),
+        partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 128, cache="int8"),
+        partial(_cache, "decode_lanes_sm80", "float32", LONG, 400, 8, 4, 64),
         *(
-            _backward(name, dtype, (3, 200, 260, 4, 2, headdim), deterministic)
+            partial(_backward, name, dtype, (3, 200, 260, 4, 2, headdim), deterministic)
             for name, dtype, headdim in (
                 ("simple", "float32", 40), ("mma_sm80", half, 128), ("wgmma_sm90", half, 128),
                 ("wgmma_pair_sm90", half, 256),
@@ -251,19 +273,17 @@ def cuda_samples() -> list[Sample]:
             for deterministic in (False, True)
             if deterministic or name != "simple"
         ),
-        _linear("linear_small_sm80", 1, 512, 512, half),
-        _linear("linear_mma_sm80", 4, 512, 512, half),
-        _linear("linear_gemv_sm80", 3, 3000, 1000, half),
-        _w4("small_w4", 1, 512, 512),
-        _w4("few_w4_sm90_half", 9, 5120, 1024),
-        _w4("few_w4_sm90", 9, 5120, 1024),
-        _w4("gemv_w4_sm90", 2, 5120, 1024),
-        _w4("gemv_w4", 2, 5120, 1024),
-        _w4("wgmma_w4_few_sm90", 50, 5120, 1024),
-        _w4("wgmma_w4_sm90", 300, 5120, 1024),
-        _w4("mma_w4", 40, 5120, 1024),
-        _w4("chain_w4_sm90", 2, 5120, 1024, chain=True),
-        _w4("one_by_one", 2, 5120, 1024, chain=True),
-        *_small_operations(),
+        partial(_linear, "linear_small_sm80", 1, 512, 512, half),
+        partial(_linear, "linear_mma_sm80", 4, 512, 512, half),
+        partial(_linear, "linear_gemv_sm80", 3, 3000, 1000, half),
+        partial(_w4, "small_w4", 1, 512, 512),
+        partial(_w4, "few_w4_sm90_half", 9, 5120, 1024),
+        partial(_w4, "few_w4_sm90", 9, 5120, 1024),
+        partial(_w4, "gemv_w4_sm90", 2, 5120, 1024),
+        partial(_w4, "gemv_w4", 2, 5120, 1024),
+        partial(_w4, "wgmma_w4_few_sm90", 50, 5120, 1024),
+        partial(_w4, "wgmma_w4_sm90", 300, 5120, 1024),
+        partial(_w4, "mma_w4", 40, 5120, 1024),
+        partial(_w4, "chain_w4_sm90", 2, 5120, 1024, chain=True),
+        partial(_w4, "one_by_one", 2, 5120, 1024, chain=True),
     ]  # fmt: skip
-    return samples

@@ -18,7 +18,7 @@ namespace {
 
 // A warp that loads: K, or `values`.
 template <typename E, int kD>
-__device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, kD>& smem) {
+__device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, kD>& smem, SegmentsOf<true> segments) {
     using Smem = RingSmem<E, kD>;
     using TileQ = SharedTile<__half, kD>;  // of 16-bit values
     const DecodeParams& d = params.decode;
@@ -42,7 +42,6 @@ __device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, 
     RingPlace<Smem::kSlots> ring;
     ring.advance(values);
     int n = 0;
-    SegmentsOf<true> segments(d);
 #pragma unroll 1
     for (Segment segment; segments.next(d, segment); ++n) {
         const int b = segment.b, head_k = segment.unit, buffer = n & 1;  // the rows of a key head are one tile
@@ -137,11 +136,16 @@ __global__ void __launch_bounds__(kThreads, 1) decode_ring_kernel(const __grid_c
             mbarrier_init(shared_address(smem.q_full + i), 33), mbarrier_init(shared_address(smem.q_empty + i), kWarps * kWarpArrivals);
         fence_mbarrier_init();
     }
-    if (threadIdx.x == 32 * kWarps) prefetch_tensormap(&params.k_map);
-    if (threadIdx.x == 32 * (kWarps + 1)) prefetch_tensormap(&params.v_map);
-    for (int x = threadIdx.x; x < int(sizeof(smem.q)) / 16; x += kThreads) store_shared_16(shared_address(smem.q) + 16 * x, uint4{});
+    const bool loads = threadIdx.x / 32 >= kWarps;
+    SegmentsOf<true> segments;
+    if (loads) {  // finds its work while the others clear the rows
+        if (threadIdx.x % 32 == 0) prefetch_tensormap(threadIdx.x / 32 > kWarps ? &params.v_map : &params.k_map);
+        segments = SegmentsOf<true>(params.decode);
+    } else {
+        for (int x = threadIdx.x; x < int(sizeof(smem.q)) / 16; x += 32 * kWarps) store_shared_16(shared_address(smem.q) + 16 * x, uint4{});
+    }
     __syncthreads();  // the barriers and the zeros of rows and columns without values are there
-    if (threadIdx.x / 32 >= kWarps) load_ring<E, kD>(params, smem);
+    if (loads) load_ring<E, kD>(params, smem, segments);
     else attend_ring<E, kD>(params, smem);
 }
 

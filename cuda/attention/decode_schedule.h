@@ -162,6 +162,7 @@ struct Segment {
 template <bool kDealt>
 class SegmentsOf {
 public:
+    SegmentsOf() = default;  // none
     __device__ __forceinline__ explicit SegmentsOf(const DecodeParams& d) {
         if (d.uniform) {
             at_ = blockIdx.x, end_ = d.attention.batch * d.heads() * d.pieces;
@@ -230,7 +231,7 @@ public:
     }
 
 private:
-    unsigned at_, end_;                             // of the line; equal units: of them or of their pieces
+    unsigned at_ = 0, end_ = 0;                     // of the line; equal units: of them or of their pieces
     unsigned equal_ = 0;                            // equal units: tiles of each
     int first_ = -32;                               // of 32 sequences,
     unsigned before_ = 0, length_ = 0, place_ = 0;  // which begin at before_; place_: where this lane's ends, from there; equal units,

@@ -169,7 +169,7 @@ class Forward(Function):
         most = work / count, elements / count, wide, heads, spec["group"]
         spec["lens"] = [list(self._lengths(draw, *most)) for _ in range(count)]
         if draw.chance(0.2):
-            spec["lens"] = [[n, n] for n, _ in spec["lens"]] if draw.chance(0.5) else count * [spec["lens"][0]]
+            spec["lens"] = [[min(pair)] * 2 for pair in spec["lens"]] if draw.chance(0.5) else count * [spec["lens"][0]]
         spec["extra"] = [draw.pick((0, 0, 0, 1, 30)), draw.pick((0, 0, 0, 1, 30))]
         spec["longer"] = [draw.pick((0, 0, 1, 100)), draw.pick((0, 0, 1, 100))]
         return spec
