@@ -52,13 +52,6 @@ static_assert(sizeof(MlaSmem<__half, false>) <= 227 * 1024 && sizeof(MlaSmem<__h
 
 enum MlaBarrier : int { kPublished = 1, kTaken = 2, kSoftmax = 3 };  // P is there; P may be overwritten; warpgroup 0
 
-// An arrival for which all of the other warpgroup wait, each time: what this one has read may be written then. racecheck does not see that
-// it has been read; built for it, this side waits, too.
-__device__ __forceinline__ void bar_hand_over(int id, int threads) {
-    if (kWarpArrivals > 1) bar_sync(id, threads);
-    else bar_arrive(id, threads);
-}
-
 struct MlaWork {
     int b, head_k, split, row0;
 };
@@ -216,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
             for (int i = 0; i < kKeys / 16; ++i)
                 smem.p[i][thread] = make_uint4(prob[4 * i], prob[4 * i + 1], prob[4 * i + 2], prob[4 * i + 3]);
             smem.alpha[thread] = make_float2(alpha[0], alpha[1]);
-            bar_hand_over(kPublished, kConsumers);
+            bar_arrive(kPublished, kConsumers);
             if (moved)
 #pragma unroll
                 for (int i = 0; i < kDv / 4; ++i) o[i] *= alpha[i / 2 % 2];
@@ -246,9 +239,9 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
         }
         bar_sync(kTaken, kConsumers);
         smem.alpha[thread] = make_float2(inverse[0], inverse[1]);
-        bar_hand_over(kPublished, kConsumers);
+        bar_arrive(kPublished, kConsumers);
     } else {
-        bar_hand_over(kTaken, kConsumers);
+        bar_arrive(kTaken, kConsumers);
 #pragma unroll 1
         for (int tile = 0; tile < count; ++tile) {
             bar_sync(kPublished, kConsumers);
@@ -258,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
                 prob[4 * i] = x.x, prob[4 * i + 1] = x.y, prob[4 * i + 2] = x.z, prob[4 * i + 3] = x.w;
             }
             const float2 alpha = smem.alpha[thread];
-            bar_hand_over(kTaken, kConsumers);
+            bar_arrive(kTaken, kConsumers);
             if (__any_sync(~0u, alpha.x != 1.0f || alpha.y != 1.0f))
 #pragma unroll
                 for (int i = 0; i < kDv / 4; ++i) o[i] *= i / 2 % 2 ? alpha.y : alpha.x;
