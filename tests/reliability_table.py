@@ -1,0 +1,69 @@
+"""The table of docs/reliability.md, from the reports beside it.
+
+python tests/reliability_table.py     writes it anew"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/reliability.md"
+TABLES = {
+    "flash_attn_func": "forward",
+    "flash_attn_varlen_func": "forward",
+    "flash_attn_with_kvcache": "forward",
+    "backward": "backward",
+    "linear": "linear",
+    "linear (4 bits)": "4 bits",
+    "linear_chain": "chain",
+}
+TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+
+
+def report(name: str) -> dict:
+    return json.loads((PAGE.parent / f"reliability/{name}.json").read_text())
+
+
+def outcomes() -> dict[tuple[str, str], Counter]:
+    """Cases on the GPU of each kernel, or of each operation that has one, by outcome."""
+    found: dict[tuple[str, str], Counter] = {}
+    for campaign in (report("fuzz_cuda"), *report("fuzz_cuda_changed_kernels")["campaigns"]):
+        for row in campaign["counts"]:
+            table = TABLES.get(row["function"], "operation")
+            name = row["function"] if table == "operation" else row["kernel"]
+            if name:
+                found.setdefault((table, name), Counter())[row["outcome"]] += row["cases"]
+    return found
+
+
+def marks(rows: list[str]) -> str:
+    return "-" if not rows else "ok" if set(rows) == {"ok"} else "findings"
+
+
+def table() -> str:
+    first, again, tools = report("first_calls")["rows"], report("repeats")["rows"], report("sanitizers")["rows"]
+    lines = [
+        "| table | kernel | right | refused by name | wrong calls refused | first calls | 1000 times | "
+        + " | ".join(TOOLS)
+        + " |",
+        "|" + "---|" * (7 + len(TOOLS)),
+    ]
+    for (kind, name), found in sorted(outcomes().items()):
+        of = lambda rows, name=name: [row["outcome"] for row in rows if row["call"] == name]  # noqa: E731
+        cells = [kind, f"`{name}`", *(str(found[key]) for key in ("passed", "refused", "rejected"))]
+        cells += [marks(of(first)), marks(of(again))]
+        for tool in TOOLS:
+            errors = [row["errors"] for row in tools if row["call"] == name and row["tool"] == tool]
+            cells.append("-" if not errors else "clean" if errors == [0] else f"{errors[0]} reports")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    before, rest = PAGE.read_text().split("<!-- table -->\n")
+    return before + "<!-- table -->\n" + table() + "<!-- end of table -->\n" + rest.split("<!-- end of table -->\n")[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
