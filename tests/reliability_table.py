@@ -55,7 +55,7 @@ def table() -> str:
         cells += [marks(of(first)), marks(of(again))]
         for tool in TOOLS:
             errors = [row["errors"] for row in tools if row["call"] == name and row["tool"] == tool]
-            cells.append("-" if not errors else "clean" if errors == [0] else f"{errors[0]} reports")
+            cells.append("-" if not errors else "clean" if errors == [0] else f"{errors[0] or 'see'} reports")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

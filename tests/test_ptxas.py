@@ -9,6 +9,9 @@ from flash_attn_minimal import _library
 
 FOLDER = Path(_library.path()).parent / "ptxas"
 PATTERNS = "*ward_*_sm*.log", "linear_*.log", "decode_*.log", "*_w4*.log"
+# Kernels that may spill, and how much: 64 rows of head dim 256 leave no register for the place on the line of work; it
+# waits in local memory from before the loop over tiles until behind it.
+MAY_SPILL = {r"decode_kernelI\w+Li256ELb1E": 24}
 REPORTS = sorted(report for pattern in PATTERNS for report in FOLDER.glob(pattern))
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +26,10 @@ def test_no_spills(report):
         report.read_text(),
         re.DOTALL,
     )
-    spilling = [f"{name} for {target}: {spilled} bytes" for name, target, _, spilled in entries if int(spilled)]
+    allowed = {name: sum(most for kernel, most in MAY_SPILL.items() if re.search(kernel, name)) for name, *_ in entries}
+    spilling = [
+        f"{name} for {target}: {spilled} bytes" for name, target, _, spilled in entries if int(spilled) > allowed[name]
+    ]
     assert not spilling, "\n".join(spilling)
 
 

@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeTile<E, kD, kWide>::kBlo
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float row_max_of[kDecodeWarps][16], row_sum_of[kDecodeWarps][16], row_factor[Plan::kRows];
     constexpr bool kFull = kD > 128;  // O fills the registers: what is needed before and after the tiles alone waits in shared memory
-    struct Kept {                     // the same in every lane; Segments is not, and stays where it is
+    struct Kept {                     // the same in every lane; Segments is not, and stays each lane's own
         Segment segment;
         SequenceKeys keys;
         int head_k, row_tile0;

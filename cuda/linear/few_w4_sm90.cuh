@@ -89,37 +89,32 @@ __global__ void __launch_bounds__(Config::kThreads, 2) few_w4_kernel(const __gri
     const float factor = static_cast<const PackedHeader*>(p.packed)->factor;
     float sums[kTokenTiles][4] = {};
 
-    const int begin = group * plan.group_columns, end = min(begin + plan.group_columns, columns);  // of the block's column tiles
-    const uint32_t full = shared_address(fixed.full[warp]);
-    const uint8_t* const ring = shared + plan.ring_at + warp * plan.stages * kStage;
-    const uint8_t* from = static_cast<const uint8_t*>(p.packed) + sizeof(PackedHeader) +
-                          (int64_t(first_tile + tile) * plan.column_tiles + first_column + begin) * kTile;
-    int ahead = begin;  // the next column tile to load
-    const auto load = [&](int stage) {
-        if (ahead >= end) return;
-        if (lane == 0) {
-            const uint32_t bytes = min(kFewChunk, end - ahead) * kTile;
-            mbarrier_arrive_expect_tx(full + 8 * stage, bytes);
-            bulk_load(shared_address(ring) + stage * kStage, from, bytes, full + 8 * stage);
-        }
-        from += kStage, ahead += kFewChunk;
-        if (ahead >= end) launch_dependents();
-    };
-    const bool loads_x = warp == plan.warps && lane == 0;
     if (multiplies) {
+        const int begin = group * plan.group_columns, end = min(begin + plan.group_columns, columns);  // of the block's column tiles
+        const uint32_t full = shared_address(fixed.full[warp]);
         if (lane == 0) {
             for (int i = 0; i < plan.stages; ++i) mbarrier_init(full + 8 * i, 1);
             fence_mbarrier_init();
         }
         __syncwarp();
+        const uint8_t* const ring = shared + plan.ring_at + warp * plan.stages * kStage;
+        const uint8_t* from = static_cast<const uint8_t*>(p.packed) + sizeof(PackedHeader) +
+                              (int64_t(first_tile + tile) * plan.column_tiles + first_column + begin) * kTile;
+        int ahead = begin;  // the next column tile to load
+        const auto load = [&](int stage) {
+            if (ahead >= end) return;
+            if (lane == 0) {
+                const uint32_t bytes = min(kFewChunk, end - ahead) * kTile;
+                mbarrier_arrive_expect_tx(full + 8 * stage, bytes);
+                bulk_load(shared_address(ring) + stage * kStage, from, bytes, full + 8 * stage);
+            }
+            from += kStage, ahead += kFewChunk;
+            if (ahead >= end) launch_dependents();
+        };
         for (int i = 0; i < plan.early; ++i) load(i);
-    } else if (loads_x) {
-        prefetch_tensormap(&launch.map_x);
-    }
-    __syncthreads();
-    grid_dependency_wait();
+        __syncthreads();
+        grid_dependency_wait();
 
-    if (multiplies) {
         const int g = lane / 4, q = lane % 4;
         const uint8_t* lane_x[2];  // of row g, the columns of steps 0 and 1, and those of steps 2 and 3, in the copy engine's swizzle
 #pragma unroll
@@ -164,7 +159,11 @@ __global__ void __launch_bounds__(Config::kThreads, 2) few_w4_kernel(const __gri
             if (++slot == plan.x_slots) slot = 0, x_phase ^= 1;
         }
     } else {
-        if (loads_x) {
+        const bool loads = warp == plan.warps && lane == 0;
+        if (loads) prefetch_tensormap(&launch.map_x);
+        __syncthreads();
+        grid_dependency_wait();
+        if (loads) {
             int slot = 0;
             uint32_t phase = 0;
             for (int step = 0; step < steps; ++step) {
