@@ -58,6 +58,17 @@ def plain_e4m3_head(head: reference.Head):
     return as_dtype(p, E4M3) @ head.v / np.where(total == 0, 1, total), lse
 
 
+def results_of(got, with_lse: bool, views) -> dict[str, Any]:
+    """What a call returned by name; a given out is among the views already, and has to be what comes back."""
+    out, lse = got if with_lse else (got, None)
+    results = {} if lse is None else {"lse": lse}
+    if "out" not in views:
+        return results | {"out": out}
+    if out is not views["out"]:
+        raise Wrong("the call returned another array than the given out")
+    return results
+
+
 def score_floor(q, k, softmax_scale) -> float:
     """As judge.rounding_floor, for one of very many cases: a sum of headdim float32 terms strays with its root."""
     floor = judge.rounding_floor(q, k, softmax_scale)
@@ -363,13 +374,7 @@ class Forward(Function):
         function = attention.flash_attn_func if self.get(spec, "lens") is None else attention.flash_attn_varlen_func
         wanted = {"return_lse": True} if self.get(spec, "return_lse") else {}
         got = function(**views, **(wanted | options))
-        out, lse = got if wanted else (got, None)
-        results = {} if lse is None else {"lse": lse}
-        if "out" not in views:
-            return results | {"out": out}
-        if out is not views["out"]:
-            raise Wrong("the call returned another array than the given out")
-        return results
+        return results_of(got, bool(wanted), views)
 
     def written(self, spec, values):
         if not self.get(spec, "out"):

@@ -10,7 +10,7 @@ import numpy as np
 from .. import kvcache, kvcache_quantize, reference
 from . import judge
 from .arrays import Array, as_dtype, normal
-from .attention import INT_OPTIONS, SCORE_OPTIONS, repeated, runnable
+from .attention import INT_OPTIONS, SCORE_OPTIONS, repeated, results_of, runnable
 from .case import Function
 from .draw import Draw
 from .judge import Wrong, round_to
@@ -340,13 +340,7 @@ class Cached(Function):
     def call(self, spec, views, options):
         wanted = {"return_softmax_lse": True} if self.get(spec, "return_softmax_lse") else {}
         got = kvcache.flash_attn_with_kvcache(**views, **(wanted | options))
-        out, lse = got if wanted else (got, None)
-        results = {} if lse is None else {"lse": lse}
-        if "out" not in views:
-            return results | {"out": out}
-        if out is not views["out"]:
-            raise Wrong("the call returned another array than the given out")
-        return results
+        return results_of(got, bool(wanted), views)
 
     def appended(self, spec, values) -> tuple[np.ndarray, np.ndarray]:
         """Entries and rows that the call writes."""
