@@ -206,6 +206,16 @@ else:
     _backward_kernels += [pytest.param(BackwardKernel(CUDA, name), id=f"cuda_{name}") for name in _names]
 
 
+def jax_platforms() -> list:
+    """Parameters of the tests of JAX, which is there: on a machine where it and the library have a GPU, that too."""
+    try:
+        gpus = jax.devices("gpu") if CUDA_DEVICES else []
+    except RuntimeError:
+        gpus = []
+    skip = pytest.mark.skip(reason="no CUDA device for the library and JAX")
+    return ["cpu", "gpu" if gpus else pytest.param("gpu", marks=skip)]
+
+
 @pytest.fixture(params=_devices)
 def device(request) -> Device:
     return request.param

@@ -4,21 +4,12 @@ import functools
 
 import numpy as np
 import pytest
-from conftest import CUDA_DEVICES, torch
+from conftest import jax_platforms, torch
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 import flash_attn_minimal as fa  # noqa: E402
-
-
-def _platforms():
-    try:
-        gpus = jax.devices("gpu") if CUDA_DEVICES else []
-    except RuntimeError:
-        gpus = []
-    skip = pytest.mark.skip(reason="no CUDA device for the library and JAX")
-    return ["cpu", "gpu" if gpus else pytest.param("gpu", marks=skip)]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +18,7 @@ def _real_float32():
         yield
 
 
-@pytest.fixture(params=_platforms())
+@pytest.fixture(params=jax_platforms())
 def place(request):
     device = jax.devices(request.param)[0]
     return lambda x, dtype=jnp.float32: jax.device_put(jnp.asarray(x, dtype), device)

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import CUDA_DEVICES, ROOT
+from conftest import ROOT, jax_platforms
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -21,16 +21,7 @@ from flash_attn_minimal.jax import ffi  # noqa: E402
 RUNS = int(os.environ.get("FLASH_ATTN_EXIT_RUNS", 6))  # 20 find more
 
 
-def _platforms():
-    try:
-        gpus = jax.devices("gpu") if CUDA_DEVICES else []
-    except RuntimeError:
-        gpus = []
-    skip = pytest.mark.skip(reason="no CUDA device for the library and JAX")
-    return ["cpu", "gpu" if gpus else pytest.param("gpu", marks=skip)]
-
-
-@pytest.fixture(params=_platforms())
+@pytest.fixture(params=jax_platforms())
 def platform(request):
     return request.param
 
