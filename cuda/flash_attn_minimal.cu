@@ -15,14 +15,16 @@
 //         O       = scale O + P V
 //     out = O / row_sum,   lse = row_max + log(row_sum)
 //
-// New against forward_naive.cu: S never reaches memory, so memory is O(seqlen), and every byte of K and V that a block loads
+// New against attention/forward/naive.cu: S never reaches memory, so memory is O(seqlen), and every byte of K and V that a block loads
 // serves 64 rows. Plain CUDA cores and fp32 arithmetic; any head dim, dtype, stride and option. Bound by fp32 FMA throughput and
-// the shared-memory reads that feed it: 16 FMAs for two 16-byte reads. Tensor cores are the next rung: forward_mma_sm80.cu.
+// the shared-memory reads that feed it: 16 FMAs for two 16-byte reads. Tensor cores are the next rung: attention/forward/mma_sm80.cu.
+#include "attention/common/dropout.h"
+#include "attention/common/epilogue.cuh"
+#include "attention/common/key_rows.cuh"
+#include "attention/common/mask.h"
+#include "attention/common/online_softmax.cuh"
 #include "attention/kernels.h"
-#include "attention/key_rows.cuh"
-#include "attention/mask.h"
-#include "attention/online_softmax.cuh"
-#include "attention/philox.h"
+#include "common/element.cuh"
 #include "device/launch.h"
 
 namespace fa {
@@ -31,6 +33,7 @@ namespace {
 constexpr int kTile = 64;          // queries per block, keys per step, and head-dim columns per chunk
 constexpr int kThreads = 256;      // 16 x 16 threads, each owning 4 rows x 4 columns of every 64 x 64 tile
 constexpr int kPitch = kTile + 4;  // 8 threads reading 16 bytes from 8 neighbouring rows hit 32 different banks
+constexpr int kFewChunks = 2;      // head dims up to 128: the registers leave room for a second block on the multiprocessor
 constexpr int kMaxChunks = 512 / kTile;
 
 // One head-dim chunk of an operand at a time, so any head dim needs the same shared memory.
@@ -44,10 +47,13 @@ struct Smem {
 // tile[r][c] = rows(row0 + r, column0 + c); zero where keep(r) is false or the column is past the head dim.
 template <typename Rows, typename Keep>
 __device__ void load_tile(float (*tile)[kPitch], const Rows& rows, int row0, int column0, int columns, const Keep& keep) {
-#pragma unroll 4
-    for (int e = threadIdx.x; e < kTile * kTile; e += kThreads) {
-        const int r = e / kTile, c = column0 + e % kTile;
-        tile[r][e % kTile] = c < columns && keep(r) ? rows(row0 + r, c) : 0.0f;
+    constexpr int kRowsAtOnce = kThreads / kTile;
+    const int first = threadIdx.x / kTile, c = threadIdx.x % kTile;
+    const bool inside = column0 + c < columns;
+#pragma unroll Rows::kUnroll
+    for (int x = 0; x < kTile; x += kRowsAtOnce) {
+        const int r = first + x;
+        tile[r][c] = inside && keep(r) ? rows(row0 + r, column0 + c) : 0.0f;
     }
 }
 
@@ -63,9 +69,10 @@ __device__ __noinline__ float general_score(const AttentionParams& p, const Sequ
     return transform_score(p, s, b, head, i, j, dot);
 }
 
-// kChunksV: head-dim chunks of V and of the output held in registers, 16 floats a thread each. KeyRows: where K and V lie, key_rows.cuh.
+// kChunksV: head-dim chunks of V and of the output that the registers hold, 16 floats a thread each; those past headdim_v are skipped.
+// KeyRows: where K and V lie, key_rows.cuh.
 template <typename T, int kChunksV, typename KeyRows>
-__global__ void __launch_bounds__(kThreads, kChunksV <= 2 ? 2 : 1) attention_kernel(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kThreads, kChunksV == kFewChunks ? 2 : 1) attention_kernel(const __grid_constant__ AttentionParams p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Smem& smem = *reinterpret_cast<Smem*>(shared);
 
@@ -135,21 +142,26 @@ __global__ void __launch_bounds__(kThreads, kChunksV <= 2 ? 2 : 1) attention_ker
             }
             scale = row[r].update(S[r], [](float x) { return reduce_max<16>(x); });
 #pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                const int j = key0 + tx + 16 * x;
-                if (p.dropout_threshold) S[r][x] = dropped(p, dropout_block(p, b, head, i, j), j) ? 0.0f : S[r][x] * p.dropout_scale;
-                smem.p[4 * ty + r][tx + 16 * x] = S[r][x];
-            }
+            for (int x = 0; x < 4; ++x) smem.p[4 * ty + r][tx + 16 * x] = S[r][x];
 #pragma unroll
             for (int chunk = 0; chunk < kChunksV; ++chunk)
 #pragma unroll
                 for (int x = 0; x < 4; ++x) O[chunk][r][x] *= scale;
+        }
+        if (p.dropout_threshold) {
+#pragma unroll 1
+            for (int e = 0; e < 16; ++e) {  // of this thread's own places in P
+                const int r = 4 * ty + e / 4, c = tx + e % 4 * 16;
+                const bool drop = dropped(p, dropout_block(p, b, head, row0 + r, key0 + c), key0 + c);
+                smem.p[r][c] = drop ? 0.0f : smem.p[r][c] * p.dropout_scale;
+            }
         }
         __syncthreads();  // P is complete (its own warp would do) and so is visible[]
 
         // ---- O += P V, chunk by chunk of the output ----
 #pragma unroll
         for (int chunk = 0; chunk < kChunksV; ++chunk) {
+            if (chunk * kTile >= p.headdim_v) break;
             // A key nobody sees has P = 0, but 0 x NaN is NaN: its V row must not be read.
             load_tile(smem.kv, v, key0, chunk * kTile, p.headdim_v, [&](int r) { return smem.visible[r]; });
             __syncthreads();
@@ -175,27 +187,25 @@ __global__ void __launch_bounds__(kThreads, kChunksV <= 2 ? 2 : 1) attention_ker
 
     // ---- out = O / row_sum ----
     T* out = static_cast<T*>(p.out.data) + s.out + head * p.out.head + row0 * p.out.row;
+    const float sink = sink_of(p.sinks, head);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         const int i = row0 + 4 * ty + r;
-        const float inverse = row[r].finish(reduce_sum<16>(row[r].sum), p.sinks ? p.sinks + head : nullptr);
+        const RowEnd end = finish_row<ScoreUnit::kNatural>(row[r].max, reduce_sum<16>(row[r].sum), sink);
         if (i > last_row) continue;
-        if (tx == 0 && p.lse) p.lse[lse_offset(p, s, head) + i] = row[r].lse();
+        if (tx == 0 && p.lse) p.lse[lse_offset(p, s, head) + i] = end.lse;
 #pragma unroll
         for (int chunk = 0; chunk < kChunksV; ++chunk)
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 const int d = chunk * kTile + 4 * tx + x;
-                if (d < p.headdim_v) out[(4 * ty + r) * p.out.row + d] = from_float<T>(O[chunk][r][x] * inverse);
+                if (d < p.headdim_v) out[(4 * ty + r) * p.out.row + d] = from_float<T>(O[chunk][r][x] * end.inverse);
             }
     }
 }
 
 template <typename T, int kChunksV>
 cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
-    if (p.headdim_v > kChunksV * kTile) {
-        if constexpr (kChunksV < kMaxChunks) return launch<T, 2 * kChunksV>(p, stream);
-    }
     const int tiles = (p.seqlen_q + kTile - 1) / kTile;
     const auto kernel = p.strided_keys() ? attention_kernel<T, kChunksV, StridedRows<T>> : attention_kernel<T, kChunksV, CachedRows<T>>;
     return launch_kernel(kernel, unsigned(tiles * p.nheads * p.batch), kThreads, sizeof(Smem), stream, p);
@@ -204,7 +214,10 @@ cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t forward_minimal(const AttentionParams& p, cudaStream_t stream) {
-    return with_dtype(p.dtype, [&](auto zero) { return launch<decltype(zero), 1>(p, stream); });
+    return with_dtype(p.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        return p.headdim_v <= kFewChunks * kTile ? launch<T, kFewChunks>(p, stream) : launch<T, kMaxChunks>(p, stream);
+    });
 }
 
 }  // namespace fa

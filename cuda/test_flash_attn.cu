@@ -1,8 +1,8 @@
-// test_flash_attn.cu: the native tests and the benchmark, through the C ABI alone (flash_attn.h, and the CUDA runtime for memory).
+// test_flash_attn.cu: the native tests and the benchmark. They use the C ABI alone (flash_attn.h, and the CUDA runtime for memory).
 //
-// Every case of tests/native/cases.h is answered in float64, then by each kernel of the device that serves it, and judged by what the
-// precision allows, the forward pass and its gradients; api_tests.h, backward_tests.h and kvcache_tests.h ask for the rest of the contract.
-// Compiles as CUDA and, without nvcc, as C++17.
+// Every case of tests/native/cases.h is computed in float64, then by each kernel of the device that serves it. The results of the forward
+// pass, and the gradients, are judged by what the precision allows. api_tests.h, backward_tests.h and kvcache_tests.h test the rest of the
+// contract. The file compiles as CUDA, and as C++17 where there is no nvcc.
 #include <unistd.h>
 
 #include <cctype>
@@ -27,10 +27,10 @@ const char kHelp[] =
     "test_flash_attn: native tests and benchmark of flash-attn-minimal\n"
     "  --list               names of the tests, one a line\n"
     "  --filter TEXT        only tests whose name contains TEXT; may be repeated\n"
-    "  --device cpu|cuda    default: cuda when there is a GPU; without one, cuda exits with 77\n"
+    "  --device cpu|cuda    default: cuda if there is a GPU; cuda without a GPU exits with 77\n"
     "  --kernel NAME        only this kernel, of either pass\n"
     "  --quick              fewer cases, or a shorter table\n"
-    "  --seed N             of all random numbers and of the fuzz cases (default 1)\n"
+    "  --seed N             seed of all random numbers and of the fuzz cases (default 1)\n"
     "  --threads N          CPU threads, 0 = one per core\n"
     "  --verbose            a line for every test and kernel\n"
     "  --bench              the table of times instead of the tests\n"
@@ -91,10 +91,10 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// What one kernel did over the whole run.
+// The results of one kernel over the whole run.
 struct Score {
     int served = 0, not_served = 0, too_slow = 0, wrong = 0;
-    double worst_out = 0, worst_lse = 0, seconds = 0;  // worst error as a part of the budget
+    double worst_out = 0, worst_lse = 0, seconds = 0;  // the worst errors are fractions of the budget
     std::string where_out, where_lse;
 };
 
@@ -157,7 +157,7 @@ public:
     }
 
 private:
-    // One case: by every kernel that serves it.
+    // Runs one case on every kernel that serves it.
     void answer(const Case& c) {
         Problem p(c, context_.device, context_.seed);
         p.num_threads = context_.num_threads;
@@ -170,7 +170,7 @@ private:
             args.kernel = name.c_str();
             const fa_attention_plan plan = query(args);
             p.reset();
-            if (plan.status == FA_UNSUPPORTED) {  // then the launch must say the same and leave the outputs alone
+            if (plan.status == FA_UNSUPPORTED) {  // the launch must say the same and leave the outputs alone
                 refusal = fa_last_error();
                 const fa_status status = fa_attention_forward(&args, nullptr);
                 wait(p.device);
@@ -202,11 +202,11 @@ private:
         EXPECT(complaints.empty(), "%s", complaints.c_str());
         if (answered > 0) return;
         if (c.dtype == FA_FLOAT8_E4M3) throw Skip("no kernel of this device takes float8_e4m3");
-        if (options_.kernel.empty()) throw Failure("no kernel serves it: " + refusal);
-        throw Skip("kernel " + options_.kernel + " does not serve it");
+        if (options_.kernel.empty()) throw Failure("no kernel serves this case: " + refusal);
+        throw Skip("kernel " + options_.kernel + " does not serve this case");
     }
 
-    // The yardstick of the CPU reads element by element: its share of the large cases would be most of the run.
+    // cpu_naive reads element by element: its large cases would take most of the run.
     static constexpr double kSlowLimit = double(1 << 26);
     static bool slow(const std::string& kernel) { return kernel == "cpu_naive"; }
 

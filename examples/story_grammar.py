@@ -1,7 +1,7 @@
 """A seeded grammar of short stories: text to train a tiny language model on, with no download.
 
-A story has a hero, a friend, a place and a thing; what is lost early is found late, colours and names stay what they
-were, and feelings follow from what happened. So a model has to look back to guess right, and the held-out loss tells
+A story has a hero, a friend, a place and a thing. A thing that is lost early is found late, colours and names stay the
+same, and feelings follow from what happened. So a model has to look back to predict well, and the held-out loss tells
 whether it does. Every story follows from one integer.
 
     >>> story(7) == story(7)
@@ -42,7 +42,7 @@ WISHES = ("to play with it every day", "to show it to everyone", "to keep it for
 
 
 class _Teller:
-    """Draws, and writes sentences about a fixed cast."""
+    """Draws the cast of a story, and writes sentences about it."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)

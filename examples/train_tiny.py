@@ -1,13 +1,13 @@
 """Train a tiny Llama on made-up stories, with this library's attention, forward and backward.
 
-    python examples/train_tiny.py              on the GPU if there is one (about a minute), else small on the CPU
-    python examples/train_tiny.py --compare    twice, the second time with PyTorch's attention: the losses agree
+    python examples/train_tiny.py              on the GPU if there is one (about a minute), else a small run on the CPU
+    python examples/train_tiny.py --compare    trains again with PyTorch's attention: the losses agree
     python examples/train_tiny.py --out DIR    writes stories.bin and tokenizer.bin (llama2.c's formats),
                                                held_out.txt, losses.json and losses.png into DIR;
                                                python -m flash_attn_minimal generate DIR/stories.bin tells a story
 
-PyTorch does the optimiser and the matrix products. Needs torch and rich, and matplotlib for the picture. The text
-comes from story_grammar.py; the tokenizer is trained on it first.
+PyTorch runs the optimiser and the matrix products. The script needs torch and rich, and matplotlib for the picture. The
+text comes from story_grammar.py. A tokenizer is trained on this text first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from story_grammar import story
 from torch import nn
 
 import flash_attn_minimal as fa
+from flash_attn_minimal.llama.config import Config
+from flash_attn_minimal.llama.llama2c import save_checkpoint
 from flash_attn_minimal.llama.tokenizer import BOS, Tokenizer, save_tokenizer
-from flash_attn_minimal.llama.weights import Config, save_checkpoint
 
-HELD_OUT = 1 << 40  # stories from this number on are never trained on
-WRITTEN = 110  # of them into held_out.txt, 16,000 tokens
+HELD_OUT = 1 << 40  # stories from this number on are held out: no model is trained on them
+WRITTEN = 110  # held-out stories that go into held_out.txt: 16,000 tokens
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class Preset:
     config: Config
     stories: int  # to train on
     steps: int
-    batch: int  # sequences of config.seq_len tokens a step
+    batch: int  # sequences in a step, of config.seq_len tokens each
 
 
 PRESETS = {
     # 0.5 million parameters, 2.2 MB: the model that comes with the package.
     "full": Preset(Config(128, 256, 3, 4, 2, 768, 256), 60_000, 2000, 64),
-    # A minute on two CPU cores: enough to see the loss fall and the two curves lie on each other.
+    # A minute on two CPU cores: enough to see the loss fall, and to see that the two curves coincide.
     "tiny": Preset(Config(64, 128, 2, 4, 2, 384, 128), 2_000, 60, 8),
 }
 
@@ -58,8 +59,8 @@ WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """<unk>, BOS, EOS, the 256 bytes, the characters of the texts, then the most frequent pairs, in llama2.c's order: a
-    piece that was merged earlier has the higher score."""
+    """The pieces are <unk>, BOS, EOS, the 256 bytes, the characters of the texts, then the most frequent pairs. As in
+    llama2.c, a piece that was merged earlier has the higher score."""
     words = Counter(word for text in texts for word in WORD.findall(" " + text))
     pieces = [b"<unk>", b"\n<s>\n", b"\n</s>\n"] + [b"<0x%02X>" % byte for byte in range(256)]
     characters = sorted({c for word in words for c in word})
@@ -76,7 +77,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     while len(pieces) < vocab_size and queue:
         count, best = heapq.heappop(queue)
         if -count != pairs[best]:
-            continue  # out of date
+            continue  # the queue's count is out of date
         pieces.append("".join(best).encode())
         scores.append(-float(len(pieces)))
         changed = set()
@@ -105,8 +106,8 @@ def held_out_text() -> str:
 
 
 def tokens_of(texts: list[str], tokenizer: Tokenizer) -> torch.Tensor:
-    """All texts behind one another, each opened by BOS. No piece spans two words, so each word is encoded once,
-    behind a neighbour of the other kind: `encode` would put a space before it."""
+    """The tokens of all texts, one text after another, each after a BOS. No piece spans two words, so each word is
+    encoded once. `encode` would put a space before a word, so each is encoded after a neighbour of the other kind."""
     known: dict[str, list[int]] = {}
     ids: list[int] = []
     for text in texts:
@@ -157,7 +158,7 @@ class Block(nn.Module):
 
 
 def turn(x, rope):
-    """RoPE on neighbouring pairs: x (batch, seqlen, heads, headdim), rope (seqlen, 1, headdim / 2, 2): cos, sin."""
+    """RoPE on neighbouring pairs: x (batch, seqlen, heads, headdim), rope (seqlen, 1, headdim / 2, 2), cos and sin."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = rope.unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
@@ -186,7 +187,7 @@ class Llama(nn.Module):
         return F.linear(self.rms_final(x), self.embedding.weight)  # the classifier is the embedding
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """By the names of a llama2.c checkpoint."""
+        """The parameters by their names in a llama2.c checkpoint."""
         array = {name: p.detach().float().cpu().numpy() for name, p in self.named_parameters()}
         out = {"token_embedding": array["embedding.weight"], "rms_final": array["rms_final.weight"]}
         for name in ("rms_att", "rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3"):
@@ -198,7 +199,7 @@ class Llama(nn.Module):
 
 
 def batches(tokens: torch.Tensor, seqlen: int, batch: int, steps: int, seed: int):
-    """(batch, seqlen + 1) windows of the text, the same for every run of one seed."""
+    """Windows (batch, seqlen + 1) of the text. Runs with the same seed get the same windows."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         start = torch.randint(len(tokens) - seqlen - 1, (batch,), generator=generator)
@@ -270,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of q, k and v; in bfloat16 two runs round differently and part for a while at the plateaus of the loss",
+        help="dtype of q, k and v; in bfloat16 two runs round differently, and part for a while where the loss is flat",
     )
     parser.add_argument("--preset", choices=sorted(PRESETS), help="size of the run (default: full on a GPU, else tiny)")
     parser.add_argument("--steps", type=int, help="optimiser steps instead of the preset's")

@@ -8,10 +8,10 @@ import re
 import pytest
 
 from flash_attn_minimal import bench
-from flash_attn_minimal.bench import plots
+from flash_attn_minimal.bench import figure
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-needs_matplotlib = pytest.mark.skipif(not plots.available(), reason="matplotlib is not installed")
+needs_matplotlib = pytest.mark.skipif(not figure.available(), reason="matplotlib is not installed")
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed")
 FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 

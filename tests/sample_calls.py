@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import ops, reference, reference_ops
-from flash_attn_minimal.quantized import W4Weight
+from flash_attn_minimal import reference
+from flash_attn_minimal.transformer import ops, reference_ops
+from flash_attn_minimal.transformer.quantized import W4Weight
 
 TOLERANCE = {"float32": 2e-6, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.5e-2, "float8": 8e-2}  # of the norm
 
@@ -148,7 +149,9 @@ def _linear(name: str, rows: int, out_features: int, in_features: int, dtype: st
     )
 
 
-def _w4(name: str, rows: int, out_features: int, in_features: int, chain: bool = False) -> Sample:
+def _w4(
+    name: str, rows: int, out_features: int, in_features: int, chain: bool = False, programmatic: bool = False
+) -> Sample:
     x = _rounded(_normal(1, rows, in_features))
     plain = W4Weight.quantize(_normal(2, out_features, in_features), "nvfp4")
     exact = reference_ops.linear(x, plain.dequantize().astype(np.float64))
@@ -162,7 +165,7 @@ def _w4(name: str, rows: int, out_features: int, in_features: int, chain: bool =
         weight = W4Weight("nvfp4", codes, scales, factor, in_features).pack("bfloat16")
         if chain:
             return ops.linear_chain([{"x": x, "weight": weight, "out_dtype": "float32"}] * 2, kernel=name)
-        return [ops.linear(x, weight, out_dtype="float32", kernel=name)]
+        return [ops.linear(x, weight, out_dtype="float32", kernel=name, programmatic=programmatic)]
 
     return Sample(name, {"x": (x, "bfloat16"), **parts}, call, [exact] * (2 if chain else 1), TOLERANCE["float16"])
 
@@ -277,13 +280,11 @@ def _cuda_makers() -> Makers:
         partial(_linear, "linear_mma_sm80", 4, 512, 512, half),
         partial(_linear, "linear_gemv_sm80", 3, 3000, 1000, half),
         partial(_w4, "small_w4", 1, 512, 512),
-        partial(_w4, "few_w4_sm90_half", 9, 5120, 1024),
-        partial(_w4, "few_w4_sm90", 9, 5120, 1024),
-        partial(_w4, "gemv_w4_sm90", 2, 5120, 1024),
-        partial(_w4, "gemv_w4", 2, 5120, 1024),
+        partial(_w4, "few_w4_sm90", 9, 5120, 1024),  # blocks of half an SM
+        partial(_w4, "few_w4_sm90", 9, 5120, 1024, programmatic=True),  # of a whole one
         partial(_w4, "wgmma_w4_few_sm90", 50, 5120, 1024),
         partial(_w4, "wgmma_w4_sm90", 300, 5120, 1024),
-        partial(_w4, "mma_w4", 40, 5120, 1024),
+        *(partial(_w4, "mma_w4", rows, 5120, 1024) for rows in (2, 9, 40)),  # its three shapes
         partial(_w4, "chain_w4_sm90", 2, 5120, 1024, chain=True),
         partial(_w4, "one_by_one", 2, 5120, 1024, chain=True),
     ]  # fmt: skip

@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "params.h"
+#include "attention/common/params.h"
 
 namespace fa {
 
@@ -22,7 +22,7 @@ cudaError_t forward_mma_sm80_paged(const AttentionParams& params, int multiproce
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
 
 // fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; q, k, v as tensor maps can describe them.
-cudaError_t forward_wgmma_sm90(const AttentionParams& params, int device, int multiprocessors, cudaStream_t stream);
+cudaError_t forward_wgmma_sm90(const AttentionParams& params, int multiprocessors, cudaStream_t stream);
 size_t forward_wgmma_sm90_workspace(const AttentionParams& params,
                                     int multiprocessors);  // bytes: the counter of dynamic scheduling, or none
 
@@ -32,7 +32,7 @@ size_t decode_mla_sm90_workspace(const AttentionParams& params, int multiprocess
 int64_t decode_mla_sm90_blocks(const AttentionParams& params, int multiprocessors);    // of its grid, which has at most 2^31 - 1
 
 // e4m3 q, k, v and fp16 or bf16 out, head dims up to 256 in steps of 16, plain or causal scores, Hopper only.
-cudaError_t forward_fp8_sm90(const AttentionParams& params, int device, int multiprocessors, cudaStream_t stream);
+cudaError_t forward_fp8_sm90(const AttentionParams& params, int multiprocessors, cudaStream_t stream);
 size_t forward_fp8_sm90_workspace(const AttentionParams& params, int multiprocessors);
 
 // A few rows against long keys: a cache, paged or 8-bit too, or plain K and V. Head dims up to 256, rows of whole 16 bytes, sm_80 and

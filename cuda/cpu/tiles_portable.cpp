@@ -6,9 +6,9 @@
 #define FA_BACKWARD_TILE kBackwardTilePortable
 #define FA_LINEAR kLinearPortable
 #define FA_LINEAR_W4 kLinearW4Portable
-#include "backward_tile_kernel.h"
-#include "tile_kernel.h"
+#include "cpu/attention/backward_tile_kernel.h"
+#include "cpu/attention/tile_kernel.h"
 //
-#include "linear_tile_kernel.h"
+#include "cpu/transformer/linear_tile_kernel.h"
 //
-#include "linear_w4_tile_kernel.h"
+#include "cpu/transformer/linear_w4_tile_kernel.h"

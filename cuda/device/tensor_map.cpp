@@ -1,9 +1,9 @@
-#include "tensor_map.h"
+#include "device/tensor_map.h"
 
 #include <cstdio>
 #include <string>
 
-#include "driver.h"
+#include "device/driver.h"
 
 namespace fa {
 namespace {

@@ -21,9 +21,23 @@ __device__ __forceinline__ void widen_neighbours(uint32_t (&to)[2], uint32_t byt
 template <typename T>
 __device__ __forceinline__ void widen_even_odd(uint32_t& even, uint32_t& odd, uint32_t bytes);
 
-__device__ __forceinline__ uint32_t widen_pair_e4m3(uint32_t two_bytes) {  // one instruction from sm_89 on
+// Two e4m3 to two fp16, for GPUs without an instruction for it. The sign goes to the top of its half, exponent and mantissa to where fp16
+// has its own; a product with 2^8 makes up for the difference of the biases, 15 - 7, of subnormal numbers, too. All 7 bits set is NaN.
+__host__ __device__ __forceinline__ uint32_t widen_pair_e4m3_by_bits(uint32_t two_bytes) {
+    const uint32_t tops = (two_bytes & 0xFFu) << 8 | (two_bytes & 0xFF00u) << 16, magnitudes = tops & 0x7F007F00u;
+    const uint32_t places = (tops & 0x80008000u) | magnitudes >> 1;
+    const __half2_raw x{uint16_t(places), uint16_t(places >> 16)}, factor{0x5C00, 0x5C00};
+    const __half2_raw y = __hmul2(__half2(x), __half2(factor));
+    const uint32_t nan = (magnitudes + 0x01000100u) & 0x80008000u;  // the carry out of seven set bits
+    return (y.x | uint32_t(y.y) << 16) | (nan - (nan >> 15));
+}
+__device__ __forceinline__ uint32_t widen_pair_e4m3(uint32_t two_bytes) {
+#if __CUDA_ARCH__ >= 890
     const __half2_raw x = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(two_bytes), __NV_E4M3);
     return x.x | uint32_t(x.y) << 16;
+#else
+    return widen_pair_e4m3_by_bits(two_bytes);
+#endif
 }
 template <>
 __device__ __forceinline__ void widen_neighbours<Float8>(uint32_t (&to)[2], uint32_t bytes) {

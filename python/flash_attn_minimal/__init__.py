@@ -17,7 +17,9 @@ from ._library import (
     Unsupported,
     WorkspaceTooSmall,
 )
-from .attention import Plan, flash_attn_func, flash_attn_varlen_func, kernel_tables, kernels, merge, quantize_fp8, query
+from ._query import Plan
+from ._tables import kernel_tables
+from .attention import flash_attn_func, flash_attn_varlen_func, kernels, merge, quantize_fp8, query
 from .backward import backward, backward_kernels, backward_query
 from .kvcache import flash_attn_with_kvcache, kvcache_query
 from .kvcache_quantize import quantize_kvcache

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from . import _arrays
+from . import _arrays, _modes, _record
 from ._arrays import View
 from ._library import (
     CPU,
@@ -19,32 +19,19 @@ from ._library import (
     OutOfMemory,
     WorkspaceTooSmall,
     failure,
-    load,
     load_packed_forward,
 )
 from ._pack import _ARGS_SIZE, _OPEN
+from ._query import PLAN_SIZE
 
-_PLAN_SIZE = ct.sizeof(AttentionPlan)
 _KEPT_SCRATCH = 64 << 20  # bytes of CPU scratch that a thread keeps for its next call
 
 
-class _Scratch(threading.local):
-    buffer = None
-    address = size = 0
+class _Scratch(_record.Scratch, threading.local):
+    pass
 
 
 _scratch = _Scratch()
-
-
-def _launch(args: AttentionArgs, views: list[View]) -> View | None:
-    """Runs a forward call; see _with_workspace."""
-    lib = load()
-    return _with_workspace(
-        args,
-        views,
-        lambda stream: lib.fa_attention_forward(args, stream),
-        lambda plan: lib.fa_attention_query(args, plan),
-    )
 
 
 def _with_workspace(
@@ -53,16 +40,17 @@ def _with_workspace(
     """Runs a call described by args. Only when the library says that it needs workspace is the size asked for and the
     memory allocated. Returns the workspace of a call on a GPU."""
     qv = views[0]
-    on_cpu = qv.device == CPU
+    on_cpu, recording = qv.device == CPU, _record.current()
+    kept = recording.scratch if recording else _scratch
     if on_cpu:
-        args.workspace, args.workspace_bytes = _scratch.address, _scratch.size
+        args.workspace, args.workspace_bytes = kept.address, kept.size
     stream = None if on_cpu else qv.door.stream(views)
     scratch = None
     try:
         launch(stream)
     except WorkspaceTooSmall:
         plan = AttentionPlan()
-        plan.struct_size = _PLAN_SIZE
+        plan.struct_size = PLAN_SIZE
         query(plan)
         size = plan.workspace_bytes
         if on_cpu:
@@ -71,8 +59,10 @@ def _with_workspace(
             except (MemoryError, OverflowError, ValueError):
                 raise OutOfMemory(f"no memory for a workspace of {size} bytes") from None
             args.workspace, args.workspace_bytes = ct.addressof(buffer), size
-            if size <= _KEPT_SCRATCH:
-                _scratch.buffer, _scratch.address, _scratch.size = buffer, args.workspace, size
+            if recording:
+                recording.keep(buffer)
+            if recording or size <= _KEPT_SCRATCH:
+                kept.buffer, kept.address, kept.size = buffer, args.workspace, size
         else:
             scratch = qv.door.empty(qv, (size,), "uint8")
             args.workspace, args.workspace_bytes = scratch.pointer, size
@@ -85,7 +75,8 @@ def _with_workspace(
 # Most calls differ from an earlier one in nothing but addresses. All that the long way checks and derives follows from
 # the call's signature, so a call that worked leaves its argument struct behind, and the next one of the same signature
 # fills in the addresses, allocates and launches. What is not plain, and what does not fit, takes the long way, which
-# knows the error texts. A new option of flash_attn_func belongs in its test for plain calls, or in the signature.
+# knows the error texts. A new option of flash_attn_func belongs in _signature: in its test for plain calls, or in its
+# result.
 #
 # Host time of a small call on an H200 machine, PyTorch (CuPy), microseconds, medians of one process:
 #
@@ -113,9 +104,25 @@ _REPEATED_SCRATCH = 4096  # bytes; a call that needs more on the GPU has work en
 _repeats: dict[tuple, Callable | None] = {}  # None: seen once
 
 
-def _signature(q, k, v, out, causal, softmax_scale, window_size, return_lse, num_threads) -> tuple | None:
+def _signature(q, k, v, out, return_lse, options: tuple) -> tuple | None:
     """All that decides about a call but the addresses, or None for a call that takes the long way. Types are as strict
     as they are because equal keys need not be equally legal (1 == 1.0), and an array may change under its own hash."""
+    (
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
+        q_descale, k_descale, v_descale, out_dtype, fast_accum,
+    ) = options  # fmt: skip
+    try:
+        plain = not _modes.compiling() and (
+            alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is out_dtype is None
+            and k_descale is v_descale is None
+            and deterministic is top_left is allow_tf32 is fast_accum is False
+            and dropout_p == softcap == dropout_offset == 0
+        )
+    except (TypeError, ValueError):  # traced values and arrays of several numbers are neither true nor false
+        return None
+    if not plain:
+        return None
     kind = type(q)
     door = _arrays._doors.get(kind)
     if (

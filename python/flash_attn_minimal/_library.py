@@ -1,7 +1,8 @@
 """Finds and loads libflash_attn_minimal.so, mirrors cuda/flash_attn.h, and turns statuses into exceptions.
 
 The structs are the header's with nested fields written flat: `q.row_stride` is `q_row_stride` here, at the same offset
-(tests/test_library.py compares every offset with what a C compiler says).
+(tests/package/test_library.py compares every offset with what a C compiler says). transformer/_library.py mirrors the
+functions around attention in the same way.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes as ct
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,6 @@ WORKSPACE_TOO_SMALL = 3
 CPU, CUDA = 1, 2
 DEVICES = {CPU: "cpu", CUDA: "cuda"}
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
-W4_FORMATS = {"nvfp4": 1, "mxfp4": 2, "int4": 3}
 CACHE_DTYPES = {"float8_e4m3fn": 4, "int8": 5}  # of a KV cache, beside those of q
 
 
@@ -84,14 +85,6 @@ def _tensor(name: str) -> list[tuple[str, type]]:
     return [(f"{name}_data", ct.c_void_p)] + [
         (f"{name}_{axis}_stride", ct.c_int64) for axis in ("batch", "row", "head")
     ]
-
-
-def _matrix(name: str) -> list[tuple[str, type]]:
-    return [(f"{name}_data", ct.c_void_p), (f"{name}_row_stride", ct.c_int64)]
-
-
-def _int32(*names: str) -> list[tuple[str, type]]:
-    return [(name, ct.c_int32) for name in names]
 
 
 def _score_tensor(name: str) -> list[tuple[str, type]]:
@@ -271,273 +264,101 @@ class QuantizeArgs(ct.Structure):
     ]
 
 
-@_checked
-class RmsNormArgs(ct.Structure):
-    """fa_rms_norm_args."""
+class Call(ct.Structure):
+    """fa_call, of flash_attn_transformer.h."""
 
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        *_int32("device", "dtype", "weight_dtype", "residual_dtype", "out_dtype", "dim"),
-        ("rows", ct.c_int64),
-        *_matrix("x"),
-        *_matrix("residual"),
-        *_matrix("out"),
-        ("weight", ct.c_void_p),
-        ("eps", ct.c_float),
-        *_int32("programmatic", "num_threads", "reserved"),
-    ]
+    _fields_ = [("operation", ct.c_int32), ("reserved", ct.c_int32), ("args", ct.c_void_p)]
 
 
-@_checked
-class RopeArgs(ct.Structure):
-    """fa_rope_args."""
-
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        *_int32("device", "dtype", "table_dtype", "batch", "nheads", "headdim", "rotary_dim"),
-        *_int32("interleaved", "inverse", "programmatic"),
-        ("seqlen", ct.c_int64),
-        *_tensor("x"),
-        *_tensor("out"),
-        ("cos", ct.c_void_p),
-        ("sin", ct.c_void_p),
-        ("table_row_stride", ct.c_int64),
-        ("table_rows", ct.c_int64),
-        ("positions", ct.c_void_p),
-        *_int32("per_token", "num_threads"),
-    ]
-
-
-@_checked
-class SwigluArgs(ct.Structure):
-    """fa_swiglu_args."""
-
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        *_int32("device", "dtype", "out_dtype", "dim"),
-        ("rows", ct.c_int64),
-        *_matrix("gate_up"),
-        *_matrix("out"),
-        *_int32("programmatic", "num_threads"),
-    ]
-
-
-@_checked
-class SampleArgs(ct.Structure):
-    """fa_sample_args."""
-
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        *_int32("device", "dtype", "batch", "vocab"),
-        *_matrix("logits"),
-        ("out", ct.c_void_p),
-        ("temperature", ct.c_float),
-        ("top_p", ct.c_float),
-        *_int32("top_k", "programmatic"),
-        ("seed", ct.c_uint64),
-        ("offset", ct.c_uint64),
-        ("seeds", ct.c_void_p),
-        ("step", ct.c_void_p),
-        ("step_stride", ct.c_int64),
-        *_int32("num_threads", "reserved"),
-    ]
-
-
-@_checked
-class LinearArgs(ct.Structure):
-    """fa_linear_args."""
-
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        *_int32("device", "dtype", "weight_dtype", "bias_dtype", "norm_dtype", "residual_dtype", "out_dtype"),
-        *_int32("in_features", "out_features", "swiglu"),
-        ("rows", ct.c_int64),
-        *_matrix("x"),
-        *_matrix("weight"),
-        *_matrix("residual"),
-        *_matrix("out"),
-        ("bias", ct.c_void_p),
-        ("norm_weight", ct.c_void_p),
-        ("eps", ct.c_float),
-        *_int32("programmatic", "num_threads", "reserved"),
-        ("kernel", ct.c_char_p),
-    ]
-
-
-def _w4_weight(name: str) -> list[tuple[str, type]]:
-    integers = [(f"{name}_{field}", ct.c_int32) for field in ("format", "out_features", "in_features", "reserved")]
-    return integers + [(f"{name}_{field}", ct.c_void_p) for field in ("codes", "scales", "tensor_scale")]
-
-
-@_checked
-class W4QuantizeArgs(ct.Structure):
-    """fa_w4_quantize_args."""
-
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        *_int32("device", "dtype", "search", "num_threads"),
-        *_matrix("w"),
-        *_w4_weight("out"),
-    ]
-
-
-@_checked
-class W4DequantizeArgs(ct.Structure):
-    """fa_w4_dequantize_args."""
-
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        *_int32("device", "out_dtype", "num_threads", "reserved"),
-        *_w4_weight("weight"),
-        *_matrix("out"),
-    ]
-
-
-@_checked
-class W4PackArgs(ct.Structure):
-    """fa_w4_pack_args."""
-
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        *_int32("device", "dtype", "pair", "num_threads"),
-        *_w4_weight("weight"),
-        ("packed", ct.c_void_p),
-        ("packed_bytes", ct.c_int64),
-    ]
-
-
-@_checked
-class W4LinearArgs(ct.Structure):
-    """fa_w4_linear_args."""
-
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        *_int32("device", "dtype", "compute_dtype", "format", "out_features", "in_features", "swiglu"),
-        *_int32("bias_dtype", "norm_dtype", "residual_dtype", "out_dtype"),
-        ("eps", ct.c_float),
-        ("rows", ct.c_int64),
-        *_matrix("x"),
-        *_matrix("residual"),
-        *_matrix("out"),
-        ("packed", ct.c_void_p),
-        ("bias", ct.c_void_p),
-        ("norm_weight", ct.c_void_p),
-        *_int32("programmatic", "num_threads"),
-        ("kernel", ct.c_char_p),
-        ("workspace", ct.c_void_p),
-        ("workspace_bytes", ct.c_size_t),
-    ]
-
-
-@_checked
-class W4LinearChainArgs(ct.Structure):
-    """fa_w4_linear_chain_args."""
-
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        ("products", ct.POINTER(W4LinearArgs)),
-        *_int32("count", "ahead_count"),
-        ("ahead", ct.c_void_p * 4),
-        ("ahead_bytes", ct.c_int64 * 4),
-        ("kernel", ct.c_char_p),
-        ("workspace", ct.c_void_p),
-        ("workspace_bytes", ct.c_size_t),
-    ]
-
-
-# The functions of one struct and a stream: fa_<name>.
-SMALL_OPERATIONS = {
-    "rms_norm": RmsNormArgs,
-    "rope": RopeArgs,
-    "swiglu": SwigluArgs,
-    "sample": SampleArgs,
-    "linear": LinearArgs,
-}
-W4_OPERATIONS = {
-    "w4_quantize": W4QuantizeArgs,
-    "w4_dequantize": W4DequantizeArgs,
-    "w4_pack": W4PackArgs,
-    "w4_linear": W4LinearArgs,
-    "w4_linear_chain": W4LinearChainArgs,
-}
+# fa_operation of flash_attn_transformer.h, from 1 on: the functions fa_<name> of one struct and a stream.
+OPERATIONS = (
+    *("attention_forward", "attention_backward", "kvcache_attention", "attention_merge", "quantize_fp8"),
+    *("rms_norm", "rope", "swiglu", "sample", "linear"),
+    *("w4_quantize", "w4_dequantize", "w4_pack", "w4_linear", "w4_linear_chain"),
+)
 # The tables of kernels: <prefix>_count, _name, _summary, _device.
-KERNEL_TABLES = {
-    "forward": "fa_kernel",
-    "backward": "fa_backward_kernel",
-    "linear": "fa_dense_linear_kernel",
-    "w4_linear": "fa_linear_kernel",
-    "w4_linear_chain": "fa_chain_kernel",
-}
+KERNEL_TABLES = {"forward": "fa_kernel", "backward": "fa_backward_kernel"}
 
 
 def path() -> Path:
-    """The shared library: $FLASH_ATTN_LIBRARY, else the one inside the package folder."""
-    named = os.environ.get("FLASH_ATTN_LIBRARY")
-    found = Path(named) if named else Path(__file__).with_name(LIBRARY_NAME)
-    if not found.is_file():
-        where = f"FLASH_ATTN_LIBRARY={named}: no such file" if named else f"no {LIBRARY_NAME} in {found.parent}"
-        raise LibraryNotFound(
-            f"{where}. Install the package (pip install .), "
-            "or build the library with CMake and set FLASH_ATTN_LIBRARY to its path"
-        )
-    return found.resolve()
+    """The shared library: $FLASH_ATTN_LIBRARY, else the one in a folder of the package. An editable install has two:
+    the checkout with the Python files and, in site-packages, one with the library."""
+    if named := os.environ.get("FLASH_ATTN_LIBRARY"):
+        places, where = [Path(named)], f"FLASH_ATTN_LIBRARY={named}: no such file"
+    else:
+        places = [Path(folder, LIBRARY_NAME) for folder in sys.modules["flash_attn_minimal"].__path__]
+        where = f"no {LIBRARY_NAME} in {' or '.join(str(place.parent) for place in places)}"
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    raise LibraryNotFound(
+        f"{where}. Install the package (pip install .), "
+        "or build the library with CMake and set FLASH_ATTN_LIBRARY to its path"
+    )
 
 
 @functools.cache
 def load() -> ct.CDLL:
-    """The library with every function typed; those that launch raise on a bad status."""
+    """The library, with every function of flash_attn.h typed; those that launch raise on a bad status."""
     file = path()
     try:
         lib = ct.CDLL(str(file))
     except OSError as error:
         raise LibraryNotFound(f"{file} does not load: {error}") from error
-
-    def declare(name: str, result: type | None, *arguments: type) -> None:
-        function = getattr(lib, name, None)
-        if function is None:
-            raise LibraryNotFound(f"{file} has no function {name}: it belongs to another release")
-        function.restype, function.argtypes = result, list(arguments)
-
-    declare("fa_attention_forward", ct.c_int, ct.POINTER(AttentionArgs), ct.c_void_p)
-    declare("fa_attention_query", ct.c_int, ct.POINTER(AttentionArgs), ct.POINTER(AttentionPlan))
-    declare("fa_attention_backward", ct.c_int, ct.POINTER(AttentionBackwardArgs), ct.c_void_p)
-    declare("fa_attention_backward_query", ct.c_int, ct.POINTER(AttentionBackwardArgs), ct.POINTER(AttentionPlan))
-    declare("fa_kvcache_attention", ct.c_int, ct.POINTER(KVCacheArgs), ct.c_void_p)
-    declare("fa_kvcache_query", ct.c_int, ct.POINTER(KVCacheArgs), ct.POINTER(AttentionPlan))
-    declare("fa_attention_merge", ct.c_int, ct.POINTER(MergeArgs), ct.c_void_p)
-    declare("fa_quantize_fp8", ct.c_int, ct.POINTER(QuantizeArgs), ct.c_void_p)
-    for name, struct in (SMALL_OPERATIONS | W4_OPERATIONS).items():
-        declare(f"fa_{name}", ct.c_int, ct.POINTER(struct), ct.c_void_p)
-    declare("fa_linear_query", ct.c_int, ct.POINTER(LinearArgs), ct.POINTER(AttentionPlan))
-    declare("fa_w4_linear_query", ct.c_int, ct.POINTER(W4LinearArgs), ct.POINTER(AttentionPlan))
-    declare("fa_w4_linear_chain_query", ct.c_int, ct.POINTER(W4LinearChainArgs), ct.POINTER(AttentionPlan))
-    declare("fa_w4_packed_bytes", ct.c_int, *[ct.c_int32] * 4, ct.POINTER(ct.c_int64))
+    for name, struct in {
+        "attention_forward": AttentionArgs,
+        "attention_backward": AttentionBackwardArgs,
+        "kvcache_attention": KVCacheArgs,
+        "attention_merge": MergeArgs,
+        "quantize_fp8": QuantizeArgs,
+    }.items():
+        declare_launch(lib, f"fa_{name}", struct)
+    for name, struct in {
+        "attention": AttentionArgs,
+        "attention_backward": AttentionBackwardArgs,
+        "kvcache": KVCacheArgs,
+    }.items():
+        declare(lib, f"fa_{name}_query", ct.c_int, ct.POINTER(struct), ct.POINTER(AttentionPlan))
     for table in KERNEL_TABLES.values():
-        declare(f"{table}_count", ct.c_int32)
-        declare(f"{table}_name", ct.c_char_p, ct.c_int32)
-        declare(f"{table}_summary", ct.c_char_p, ct.c_int32)
-        declare(f"{table}_device", ct.c_int32, ct.c_int32)
+        declare_table(lib, table)
     for handler in ("forward_cpu", "forward_cuda", "backward_cpu", "backward_cuda"):
-        declare(f"fa_xla_{handler}", ct.c_void_p, ct.c_void_p)
-    declare("fa_status_name", ct.c_char_p, ct.c_int)
-    declare("fa_last_error", ct.c_char_p)
-    declare("fa_version", ct.c_char_p)
-    declare("fa_build_info", ct.c_char_p)
-    declare("fa_cuda_device_count", ct.c_int32)
-
-    def raise_on_error(status: int, function: object, arguments: tuple) -> None:
-        if status != OK:
-            raise failure(status)
-
-    lib.fa_attention_forward.errcheck = raise_on_error
-    lib.fa_attention_backward.errcheck = raise_on_error
-    lib.fa_kvcache_attention.errcheck = raise_on_error
-    lib.fa_attention_merge.errcheck = raise_on_error
-    lib.fa_quantize_fp8.errcheck = raise_on_error
-    lib.fa_w4_packed_bytes.errcheck = raise_on_error
-    for name in SMALL_OPERATIONS | W4_OPERATIONS:
-        getattr(lib, f"fa_{name}").errcheck = raise_on_error
+        declare(lib, f"fa_xla_{handler}", ct.c_void_p, ct.c_void_p)
+    calls = declare(lib, "fa_run_calls", ct.c_int, ct.POINTER(Call), ct.c_int32, ct.POINTER(ct.c_int32), ct.c_void_p)
+    calls.errcheck = raise_on_error
+    declare(lib, "fa_status_name", ct.c_char_p, ct.c_int)
+    declare(lib, "fa_last_error", ct.c_char_p)
+    declare(lib, "fa_version", ct.c_char_p)
+    declare(lib, "fa_build_info", ct.c_char_p)
+    declare(lib, "fa_cuda_device_count", ct.c_int32)
     return lib
+
+
+def declare(lib: ct.CDLL, name: str, result: type | None, *arguments: Any) -> Any:
+    """Types a function of the library, and returns it."""
+    function = getattr(lib, name, None)
+    if function is None:
+        raise LibraryNotFound(f"{lib._name} has no function {name}: it belongs to another release")
+    function.restype, function.argtypes = result, list(arguments)
+    return function
+
+
+def declare_launch(lib: ct.CDLL, name: str, struct: type[ct.Structure]) -> None:
+    """A function of one struct and a stream, which raises on a bad status."""
+    declare(lib, name, ct.c_int, ct.POINTER(struct), ct.c_void_p).errcheck = raise_on_error
+
+
+def declare_table(lib: ct.CDLL, prefix: str) -> None:
+    """A table of kernels."""
+    declare(lib, f"{prefix}_count", ct.c_int32)
+    declare(lib, f"{prefix}_name", ct.c_char_p, ct.c_int32)
+    declare(lib, f"{prefix}_summary", ct.c_char_p, ct.c_int32)
+    declare(lib, f"{prefix}_device", ct.c_int32, ct.c_int32)
+
+
+def raise_on_error(status: int, function: object, arguments: tuple) -> None:
+    """ctypes calls it with what a function returned."""
+    if status != OK:
+        raise failure(status)
 
 
 def failure(status: int) -> FlashAttnError:

@@ -173,7 +173,8 @@ def _kernel(args: AttentionArgs, kernel: Any) -> None:
         args.kernel = kernel.encode()
 
 
-_PREPARED = [*inspect.signature(_prepare).parameters][4:]  # the options, in order
+_DEFAULTS = {name: option.default for name, option in [*inspect.signature(_prepare).parameters.items()][4:]}
+_PREPARED = [*_DEFAULTS]  # the options, in order
 
 
 def _lengths(what: str, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple | None:

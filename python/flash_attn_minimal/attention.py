@@ -12,26 +12,10 @@ from __future__ import annotations
 
 import ctypes as ct
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import numpy as np
 
 from . import _arrays, _modes
-from ._launch import _PLAN_SIZE, _launch, _remember, _repeats, _signature
-from ._library import (
-    CPU,
-    DEVICES,
-    DTYPES,
-    KERNEL_TABLES,
-    AttentionArgs,
-    AttentionPlan,
-    BadArgument,
-    MergeArgs,
-    QuantizeArgs,
-    Unsupported,
-    load,
-)
+from ._forward import attend, attend_varlen, repeated
+from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArgs, Unsupported, load
 from ._pack import (
     _OPEN,
     _check_dtype,
@@ -44,6 +28,7 @@ from ._pack import (
     _output,
     _prepare,
 )
+from ._query import kernel_table, plan_of
 
 
 def _is_pytorch_s(*arrays) -> bool:
@@ -164,48 +149,23 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True).ravel()  # the means of 0 1 2 3 and of 0 1 2 3 4
     array([1.5, 2. ], dtype=float32)
     """
-    signature = None
-    try:
-        plain = not _modes.compiling() and (
-            alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is out_dtype is None
-            and k_descale is v_descale is None
-            and deterministic is top_left is allow_tf32 is fast_accum is False
-            and dropout_p == softcap == dropout_offset == 0
-        )
-    except (TypeError, ValueError):  # traced values and arrays of several numbers are neither true nor false
-        plain = False
-    if plain:
-        signature = _signature(q, k, v, out, causal, softmax_scale, window_size, return_lse, num_threads)
-        repeat = _repeats.get(signature)
-        results = repeat(q, k, v, out) if repeat else None
-        if results is not None:
-            return results
     options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
+    results, signature = repeated(q, k, v, out, return_lse, options)
+    if results is not None:
+        return results
     if _is_pytorch_s(q, k, v, bias, mask, alibi_slopes, sinks):
         from . import autograd
 
-        return autograd.differentiable(q, k, v, None, out, return_lse, options)
+        return autograd._differentiable(q, k, v, None, out, return_lse, options)
     if _is_traced(q, k, v, *options):
         from . import jax
 
-        return jax.traced(q, k, v, None, out, return_lse, options)
-    wants_lse = _flag("return_lse", return_lse)
-    args, views = _prepare(q, k, v, None, *options)
-    qv = views[0]
-    out_view = _output(args, views, out, (*qv.shape[:3], args.headdim_v), False)
-    lse_view = None
-    if wants_lse:
-        lse_view = qv.door.empty(qv, (args.batch, args.nheads, args.seqlen_q), "float32")
-        args.lse = lse_view.pointer
-    scratch = _launch(args, views)
-    if signature:
-        _remember(signature, args, qv, out_view, lse_view, scratch)
-    result = out if out is not None else out_view.door.result(out_view)
-    return result if lse_view is None else (result, lse_view.door.result(lse_view))
+        return jax._traced(q, k, v, None, out, return_lse, options)
+    return attend(q, k, v, out, return_lse, options, signature)
 
 
 def flash_attn_varlen_func(
@@ -275,24 +235,12 @@ def flash_attn_varlen_func(
     if _is_pytorch_s(q, k, v, bias, mask, alibi_slopes, sinks):
         from . import autograd
 
-        return autograd.differentiable(q, k, v, varlen, out, return_lse, options)
+        return autograd._differentiable(q, k, v, varlen, out, return_lse, options)
     if _is_traced(q, k, v, *varlen, *options):
         from . import jax
 
-        return jax.traced(q, k, v, varlen, out, return_lse, options)
-    wants_lse = _flag("return_lse", return_lse)
-    args, views = _prepare(q, k, v, varlen, *options)
-    qv, cu = views[0], views[3]
-    covered = cu.device == CPU and ct.c_int32.from_address(cu.pointer + 4 * args.batch).value == args.total_q
-    out_view = _output(args, views, out, (args.total_q, args.nheads, args.headdim_v), not covered)
-    lse_view = None
-    if wants_lse:
-        shape = (args.nheads, args.total_q)
-        lse_view = qv.door.empty(qv, shape, "float32") if covered else qv.door.full(qv, shape, "float32", -np.inf)
-        args.lse = lse_view.pointer
-    _launch(args, views)
-    result = out if out is not None else out_view.door.result(out_view)
-    return result if lse_view is None else (result, lse_view.door.result(lse_view))
+        return jax._traced(q, k, v, varlen, out, return_lse, options)
+    return attend_varlen(q, k, v, varlen, out, return_lse, options)
 
 
 def merge(out_a, lse_a, out_b, lse_b):
@@ -409,17 +357,6 @@ def quantize_fp8(x, hadamard=False, seed=0):
     return out.door.result(out), descale.door.result(descale)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a call would do."""
-
-    status: str  # "FA_OK", or the name of the status that the call would raise
-    error: str  # the text of that error, "" when there is none
-    kernel: str  # the kernel that would run, "" when none would
-    workspace_bytes: int  # scratch memory that the kernel takes, allocated by the call itself
-    why_not: dict[str, str]  # for each kernel preferred to this one, the reason why it does not serve
-
-
 def query(
     q,
     k,
@@ -459,24 +396,6 @@ def query(
     return plan_of(args)
 
 
-def plan_of(args: AttentionArgs) -> Plan:
-    """The capability query for a filled struct; its data pointers may be NULL."""
-    return _plan(lambda plan: load().fa_attention_query(args, plan))
-
-
-def _plan(ask: Callable[[AttentionPlan], int]) -> Plan:
-    lib, plan = load(), AttentionPlan()
-    plan.struct_size = _PLAN_SIZE
-    status = ask(plan)
-    return Plan(
-        status=lib.fa_status_name(status).decode(),
-        error=lib.fa_last_error().decode(errors="replace") if status else "",
-        kernel=plan.kernel.decode(),
-        workspace_bytes=plan.workspace_bytes,
-        why_not=dict(line.split(": ", 1) for line in plan.why_not.decode(errors="replace").splitlines()),
-    )
-
-
 def kernels() -> list[dict[str, str]]:
     """The kernels of this build, best first on each device: [{"name", "device", "summary"}, ...].
 
@@ -484,18 +403,4 @@ def kernels() -> list[dict[str, str]]:
     >>> [kernel["name"] for kernel in kernels() if kernel["device"] == "cpu"][-2:]
     ['cpu_portable', 'cpu_naive']
     """
-    return _kernel_table("forward")
-
-
-def kernel_tables() -> dict[str, list[dict[str, str]]]:
-    """Every kernel that can be forced by name, in lists like that of kernels(): "forward" (with caches), "backward",
-    "linear", "w4_linear" and "w4_linear_chain"."""
-    return {name: _kernel_table(name) for name in KERNEL_TABLES}
-
-
-def _kernel_table(table: str) -> list[dict[str, str]]:
-    lib, prefix = load(), KERNEL_TABLES[table]
-    count, name, summary, device = (getattr(lib, f"{prefix}_{what}") for what in ("count", "name", "summary", "device"))
-    return [
-        {"name": name(i).decode(), "device": DEVICES[device(i)], "summary": summary(i).decode()} for i in range(count())
-    ]
+    return kernel_table(load(), KERNEL_TABLES["forward"])

@@ -20,16 +20,17 @@ from typing import Any
 
 import torch
 
-from . import _modes, attention
+from . import _modes
+from ._forward import attend, attend_varlen, repeated
 from ._library import BadArgument, Unsupported
-from ._pack import _PREPARED, _flag, _integer, _number, _window
+from ._pack import _DEFAULTS, _PREPARED, _flag, _integer, _number, _window
 from .backward import backward
 
 _ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
 _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 
 
-def differentiable(q, k, v, varlen, out, return_lse, options: tuple):
+def _differentiable(q, k, v, varlen, out, return_lse, options: tuple):
     """The call as PyTorch sees it. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); options:
     what _prepare takes after it."""
     options = dict(zip(_PREPARED, options, strict=True))
@@ -122,9 +123,11 @@ def _unpack(values: tuple) -> dict[str, Any]:
 
 
 def _attend(q, k, v, varlen, return_lse, options: dict[str, Any]):
-    if varlen is None:
-        return attention.flash_attn_func(q, k, v, return_lse=return_lse, **options)
-    return attention.flash_attn_varlen_func(q, k, v, *varlen, return_lse=return_lse, **options)
+    out, options = options.pop("out", None), tuple([options.get(name, _DEFAULTS[name]) for name in _PREPARED])
+    if varlen is not None:
+        return attend_varlen(q, k, v, varlen, out, return_lse, options)
+    results, signature = repeated(q, k, v, out, return_lse, options)
+    return attend(q, k, v, out, return_lse, options, signature) if results is None else results
 
 
 def _forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k, *values):

@@ -11,7 +11,7 @@ import ctypes as ct
 from . import _arrays
 from ._arrays import View
 from ._launch import _with_workspace
-from ._library import AttentionArgs, AttentionBackwardArgs, BadArgument, load
+from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, load
 from ._pack import (
     _OPEN,
     _check_last_axis,
@@ -23,7 +23,7 @@ from ._pack import (
     _prepare,
     _put_tensor,
 )
-from .attention import Plan, _kernel_table, _plan
+from ._query import Plan, kernel_table, plan_from
 
 
 def backward(
@@ -196,7 +196,7 @@ def backward_query(
         setattr(struct, f"{name}_head_stride", dim)
         setattr(struct, f"{name}_row_stride", dim * heads)
         setattr(struct, f"{name}_batch_stride", dim * heads * max(views[like].shape[-3], 1))
-    return _plan(lambda plan: load().fa_attention_backward_query(call, plan))
+    return plan_from(lambda plan: load().fa_attention_backward_query(call, plan))
 
 
 def backward_kernels() -> list[dict[str, str]]:
@@ -206,7 +206,7 @@ def backward_kernels() -> list[dict[str, str]]:
     >>> [kernel["name"] for kernel in backward_kernels() if kernel["device"] == "cpu"][-1]
     'cpu_naive'
     """
-    return _kernel_table("backward")
+    return kernel_table(load(), KERNEL_TABLES["backward"])
 
 
 def _input(views: list[View], name: str, array, shape: tuple[int, ...], dtype: str) -> View:

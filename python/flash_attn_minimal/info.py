@@ -13,7 +13,9 @@ import numpy as np
 from . import __version__
 from ._library import CPU, CUDA, DEVICES, DTYPES, AttentionArgs, load, path
 from ._pack import _ARGS_SIZE
-from .attention import kernel_tables, plan_of
+from ._query import plan_of
+from ._report import cpu_model
+from ._tables import kernel_tables
 
 # What people call: (description, dtype, batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options)
 _TABLES = {
@@ -68,15 +70,6 @@ def typical_args(
     return args
 
 
-def processor() -> str:
-    """The CPU's name, where the system tells it."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def gpus() -> list[str]:
     """Names of the CUDA devices, by nvidia-smi, or by a framework that has been imported already."""
     try:
@@ -100,7 +93,7 @@ def main(argv: list[str]) -> int:
     print(f"library             {path()}")
     print(f"                    version {lib.fa_version().decode()}, {lib.fa_build_info().decode()}")
     print(f"Python, NumPy       {platform.python_version()}, {np.__version__}")
-    print(f"CPU                 {processor()}, {cores} cores")
+    print(f"CPU                 {cpu_model()}, {cores} cores")
     count = lib.fa_cuda_device_count()
     named = gpus()
     for name in named or ["none found"]:

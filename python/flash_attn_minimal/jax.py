@@ -1,7 +1,8 @@
 """JAX: what flash_attn_func and flash_attn_varlen_func do with traced arrays, so that they work under jit and grad, on
 CPU and GPU.
 
-XLA calls the library itself, through its foreign function interface (cuda/api/xla_ffi.cpp): no Python runs in a step.
+XLA calls the library itself, through its foreign function interface (cuda/api/attention/xla_ffi.cpp): no Python runs
+in a step.
 A call is described while it is traced, by the structs of flash_attn.h in which a placeholder stands for each buffer's
 address; what no device of this machine serves is refused at once. On a GPU the stream is XLA's, and the workspace is
 one more result of the custom call, which nobody sees.
@@ -28,7 +29,6 @@ import numpy as np
 
 from . import _arrays
 from ._arrays import Door, View
-from ._launch import _PLAN_SIZE
 from ._library import (
     CPU,
     CUDA,
@@ -42,6 +42,7 @@ from ._library import (
     load,
 )
 from ._pack import _PREPARED, _flag, _prepare, _put_tensor
+from ._query import PLAN_SIZE
 from .backward import _put_dbias
 
 try:
@@ -53,7 +54,7 @@ _ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 
-def traced(q, k, v, varlen, out, return_lse, options: tuple):
+def _traced(q, k, v, varlen, out, return_lse, options: tuple):
     """A call as part of a JAX program. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), the
     last two Python integers; options: what _prepare takes after it, Python values but for the arrays."""
     options = dict(zip(_PREPARED, options, strict=True))
@@ -236,7 +237,7 @@ class _Call:
 
 def _workspace(args: AttentionArgs, query: Callable[[AttentionPlan], int]) -> int:
     """Bytes of workspace on a GPU; on the CPU the handler finds its own. Raises where no device here serves it."""
-    lib, plan, size, served = load(), AttentionPlan(struct_size=_PLAN_SIZE), 0, False
+    lib, plan, size, served = load(), AttentionPlan(struct_size=PLAN_SIZE), 0, False
     q, args.q_data = args.q_data, None  # a GPU is asked whose address it is; NULL means the current one
     for device in (CPU, CUDA) if lib.fa_cuda_device_count() else (CPU,):
         args.device = device

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays
+from . import _arrays, _record
 from ._arrays import View
 from ._launch import _MOST_REPEATS, _packing, _scratch, _with_workspace
 from ._library import (
@@ -43,7 +43,7 @@ from ._pack import (
     _put_tensor,
     _score_options,
 )
-from .attention import Plan, _plan
+from ._query import Plan, plan_from
 
 _CALL_SIZE = ct.sizeof(KVCacheArgs)
 
@@ -181,7 +181,7 @@ def flash_attn_with_kvcache(
     scratch = _with_workspace(
         args,
         views,
-        lambda stream: lib.fa_kvcache_attention(call, stream),
+        lambda stream: _record.run(lib, "kvcache_attention", call, stream, [*views, out_view, lse_view]),
         lambda plan: lib.fa_kvcache_query(call, plan),
     )
     if signature and (k is None or call.seqlen_new):
@@ -208,7 +208,7 @@ def kvcache_query(*arrays, return_softmax_lse=False, out=None, **options) -> Pla
     else:  # as the call would allocate it
         args.out_head_stride, args.out_row_stride = shape[-1], shape[-1] * shape[-2]
         args.out_batch_stride = args.out_row_stride * max(shape[-3], 1)
-    return _plan(lambda plan: load().fa_kvcache_query(call, plan))
+    return plan_from(lambda plan: load().fa_kvcache_query(call, plan))
 
 
 def _prepare_cached(

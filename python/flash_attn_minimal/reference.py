@@ -496,7 +496,7 @@ def kvcache_attention(
     return out, lse
 
 
-# ---- dropout: cuda/attention/philox.h in NumPy ----
+# ---- dropout: cuda/common/philox.h in NumPy ----
 
 
 def philox(counter, key):

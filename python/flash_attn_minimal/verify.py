@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from . import reference
 from ._library import Unsupported, load
+from ._progress import Progress
 from .attention import flash_attn_func, query
 
 
@@ -95,29 +96,6 @@ def _numpy_dtype(name: str) -> np.dtype:
     return np.dtype(name)
 
 
-def _progress(cases: list[Case]) -> Iterator[Case]:
-    """The cases behind a progress bar: rich's, else tqdm's, else a line each. Nothing but lines when nobody watches."""
-    if sys.stderr.isatty():
-        try:
-            from rich.console import Console
-            from rich.progress import track
-
-            yield from track(cases, description="verify", console=Console(stderr=True))
-            return
-        except ImportError:
-            pass
-        try:
-            from tqdm import tqdm
-
-            yield from tqdm(cases, desc="verify")
-            return
-        except ImportError:
-            pass
-    for number, case in enumerate(cases, 1):
-        print(f"[{number}/{len(cases)}] {case}", file=sys.stderr, flush=True)
-        yield case
-
-
 def check(case: Case, to_device: Callable, to_numpy: Callable) -> tuple[str, float, float, float]:
     """Runs a case; returns the kernel, the seconds it took, the error of out and lse, and the part of the allowed
     error used."""
@@ -157,17 +135,19 @@ def main(argv: list[str]) -> int:
     framework, to_device, to_numpy = _arrays_for(device)
     cases = _QUICK if options.quick else _CASES
     lines, failures, skipped = [], 0, 0
-    for case in _progress(cases):
-        try:
-            kernel, seconds, error, used = check(case, to_device, to_numpy)
-        except Unsupported as reason:
-            lines.append(f"skip  {case}: {reason}")
-            skipped += 1
-            continue
-        failures += not used <= 1  # NaN fails too
-        verdict = "ok  " if used <= 1 else "FAIL"
-        measured = f"{kernel}, {1e3 * seconds:.1f} ms, max error {error:.2e}, {used:.0%} of the allowed"
-        lines.append(f"{verdict}  {case}: {measured}")
+    with Progress(len(cases), "verify", file=sys.stderr) as progress:
+        for case in cases:
+            progress.step(str(case))
+            try:
+                kernel, seconds, error, used = check(case, to_device, to_numpy)
+            except Unsupported as reason:
+                lines.append(f"skip  {case}: {reason}")
+                skipped += 1
+                continue
+            failures += not used <= 1  # NaN fails too
+            verdict = "ok  " if used <= 1 else "FAIL"
+            measured = f"{kernel}, {1e3 * seconds:.1f} ms, max error {error:.2e}, {used:.0%} of the allowed"
+            lines.append(f"{verdict}  {case}: {measured}")
     print("\n".join(lines))
     passed = len(cases) - failures - skipped
     print(f"{device} through {framework}: {passed} of {len(cases)} passed, {failures} failed, {skipped} skipped")

@@ -1,5 +1,5 @@
-// api_tests.h: what the C ABI promises besides the right numbers: the query, workspaces, the same bits each time, 64-bit offsets,
-// streams and graphs; with refusal_tests.h and merge_tests.h, the list of all of these.
+// api_tests.h: what the C ABI promises besides right numbers: the query, workspaces, the same bits each time, 64-bit offsets, streams and
+// graphs. api_tests() lists these tests and those of refusal_tests.h and merge_tests.h.
 #pragma once
 
 #include <functional>
@@ -14,14 +14,14 @@
 
 namespace api {
 
-// ---- the test program's own tools ----
+// ---- the tools of the test program itself ----
 
 inline void known_answers(const Context&) {
     const auto expect = [](Counter got, std::vector<uint32_t> want) {
         for (int i = 0; i < 4; ++i)
             EXPECT(got.x[i] == want[size_t(i)], "philox word %d is %08x, published as %08x", i, got.x[i], want[size_t(i)]);
     };
-    const uint32_t ones = 0xFFFFFFFF;  // the two published vectors of Philox4x32-10 that need no table
+    const uint32_t ones = 0xFFFFFFFF;  // Philox4x32-10 at all zeros and all ones, two published vectors
     expect(philox4x32_10({{0, 0, 0, 0}}, 0, 0), {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8});
     expect(philox4x32_10({{ones, ones, ones, ones}}, ones, ones), {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd});
     for (const int32_t dtype : {FA_FLOAT16, FA_BFLOAT16})
@@ -38,7 +38,8 @@ inline void known_answers(const Context&) {
             EXPECT(encode8(x) == bits && round_fast(FA_FLOAT8_E4M3, x) == x, "e4m3 %02x decodes to %g, which encodes to %02x", bits, x,
                    encode8(x));
     }
-    EXPECT(decode8(0x7E) == 448 && encode8(1000) == 0x7E && encode8(0x1p-10) == 0 && encode8(0x1.8p-10) == 1, "e4m3's ends are wrong");
+    EXPECT(decode8(0x7E) == 448 && encode8(1000) == 0x7E && encode8(0x1p-10) == 0 && encode8(0x1.8p-10) == 1,
+           "the largest or the smallest values of e4m3 are wrong");
     EXPECT(round_to(FA_BFLOAT16, 1 + 0x1p-8) == 1 && round_to(FA_FLOAT16, 1 + 3 * 0x1p-11) == 1 + 0x1p-9, "ties do not go to even");
 }
 
@@ -110,7 +111,7 @@ inline void empty_calls(const Context& context) {
     Problem p = small(context);
     for (const bool no_batch : {true, false}) {
         fa_attention_args args = p.args();
-        (no_batch ? args.q : args.out).data = nullptr;  // not even looked at
+        (no_batch ? args.q : args.out).data = nullptr;  // must not be looked at
         if (no_batch) args.batch = 0;
         else args.seqlen_q = 0;
         expect_ok(fa_attention_forward(&args, nullptr), no_batch ? "batch=0" : "seqlen_q=0");
@@ -158,7 +159,7 @@ inline void workspace_is_exact(const Context& context) {
             const fa_status status = fa_attention_forward(&args, nullptr);
             EXPECT(status == FA_WORKSPACE_TOO_SMALL && std::strstr(fa_last_error(), format("%zu", plan.workspace_bytes).c_str()),
                    "%s with %zu bytes: %s, '%s'", name.c_str(), args.workspace_bytes, fa_status_name(status), fa_last_error());
-            args.workspace = nullptr, args.workspace_bytes = plan.workspace_bytes;  // and then none at all
+            args.workspace = nullptr, args.workspace_bytes = plan.workspace_bytes;  // the second pass: no workspace at all
         }
         wait(p.device);
         EXPECT(untouched(p), "%s: a refused call wrote to its outputs", name.c_str());
@@ -188,7 +189,7 @@ inline void environment_forces(const Context& context) {
     EXPECT(launch(p, last.c_str()).kernel == last, "the argument does not win over the environment");
 }
 
-// Only the standard rung keeps S: whatever the library chooses by itself needs far less.
+// Only standard attention keeps S. The kernel that the library chooses needs far less memory.
 inline void workspace_is_small(const Context& context) {
     fa_attention_args args = small(context).args();
     args.q.data = args.k.data = args.v.data = args.out.data = nullptr, args.lse = nullptr;
@@ -221,7 +222,7 @@ inline void reproducible(const Context& context) {
         }
 }
 
-// Two threads calling at once do not see each other.
+// Two threads that call at the same time do not affect each other.
 inline void two_threads(const Context& context) {
     struct Caller {
         std::unique_ptr<Problem> problem;
@@ -261,7 +262,7 @@ inline void far_apart(const Context& context) {
         try {
             return Buffer(context.device, bytes);
         } catch (const Failure&) {
-            throw Skip(format("%zu bytes of device memory are not to be had", bytes));
+            throw Skip(format("cannot allocate %zu bytes of device memory", bytes));
         }
     }();
     int64_t begin = 0;
@@ -356,10 +357,10 @@ inline void graph(const Context& context) {
         CUDA(cudaGraphInstantiate(&executable, graph, 0));
         for (int replay = 0; replay < 3; ++replay) {
             Random random(context.seed + uint64_t(replay));
-            p.q.fill(random, 1);  // the same addresses, other contents
+            p.q.fill(random, 1);  // other contents at the same addresses
             p.q.device.upload(p.q.host.data());
             p.reset();
-            CUDA(cudaDeviceSynchronize());  // the uploads went to the default stream, for which this one does not wait
+            CUDA(cudaDeviceSynchronize());  // the uploads went to the default stream, and this stream does not wait for it
             CUDA(cudaGraphLaunch(executable, s.stream));
             wait(FA_CUDA, s.stream);
             const Verdict verdict = judge(p, solve(p));
@@ -370,7 +371,7 @@ inline void graph(const Context& context) {
     }
 }
 
-// The device is the one that owns q, whichever is current.
+// The call runs on the device that owns q, whichever device is current.
 inline void second_device(const Context& context) {
     needs_cuda(context);
     if (fa_cuda_device_count() < 2) throw Skip("needs two GPUs");

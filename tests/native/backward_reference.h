@@ -1,17 +1,18 @@
 // backward_reference.h: the exact gradients in float64, and how far from them a kernel may be.
 //
-// As in reference.h the same lines run twice: in double from the exact out and lse; in float from the out and lse that kernels are
-// given, with P, dS and the results rounded to the input's dtype: the plain same-precision implementation.
+// As in reference.h the same code runs twice. In double, from the exact out and lse, it gives the exact gradients. In float, from the out
+// and lse that kernels are given, and with P, dS and the results rounded to the input's dtype, it is the plain implementation in the same
+// precision.
 #pragma once
 
 #include <mutex>
 
 #include "reference.h"
 
-// One gradient, its elements in the order of its tensor's values.
+// One gradient. Its elements are in the order of the tensor's elements.
 struct Gradient {
     std::vector<double> exact, plain;
-    double budget = 0;  // the largest error allowed, the rounding of the result aside
+    double budget = 0;  // the largest error allowed before the result is rounded
 
     explicit Gradient(int64_t count = 0) : exact(size_t(count)), plain(size_t(count)) {}
     template <typename Real>
@@ -22,17 +23,17 @@ struct Gradient {
 };
 
 struct Gradients {
-    Gradient dq, dk, dv, dbias, dsinks;  // dbias by the bias's own offsets
+    Gradient dq, dk, dv, dbias, dsinks;  // dbias is indexed by the offsets of bias
 };
 
-// A problem with what the backward pass is given and what it writes.
+// A problem, with the inputs and outputs of the backward pass.
 class BackwardProblem {
 public:
     Problem p;
     Answer forward;
     Tensor dout, dq, dk, dv;
     Buffer dbias, dsinks;
-    std::vector<float> dbias_start, dsinks_start;  // with guards: canaries, or what is accumulated onto
+    std::vector<float> dbias_start, dsinks_start;  // contents before the call, with guards: canaries, or values to accumulate onto
     bool accumulate = false;
 
     BackwardProblem(const Case& c, fa_device device, uint64_t seed, int32_t threads, bool accumulates = false)
@@ -73,7 +74,7 @@ public:
         dsinks = Buffer(device, dsinks_start.data(), dsinks_start.size() * 4);
     }
 
-    // Gradients back to what they were before any launch.
+    // Sets the gradients back to their contents before any launch.
     void reset() {
         for (Tensor* t : {&dq, &dk, &dv}) t->device.upload(t->host.data());
         dbias.upload(dbias_start.data()), dsinks.upload(dsinks_start.data());
@@ -96,7 +97,7 @@ public:
         return a;
     }
 
-    // Everything a launch may write, to be compared bit by bit.
+    // Everything that a launch may write, to be compared bit by bit.
     std::vector<unsigned char> outputs() const {
         std::vector<unsigned char> all;
         for (const Buffer* buffer : {&dq.device, &dk.device, &dv.device, &dbias, &dsinks}) {
@@ -116,7 +117,7 @@ public:
     }
 
     int64_t bias_elements() const { return int64_t(p.bias.host.size() / element_size(p.bias_dtype)); }
-    // Calls body with the offset of every element of dbias, each once.
+    // Calls body once with the offset of every element of dbias.
     template <typename Body>
     void for_each_bias(const Body& body) const {
         if (!p.c.bias) return;
@@ -134,7 +135,7 @@ private:
     }
 };
 
-// dq of the query heads of one key head, its dk and dv, and their shares of dbias and dsinks.
+// Computes dk and dv of one key head, dq of its query heads, and the parts of dbias and dsinks that come from these heads.
 template <typename Real>
 void solve_key_head(const BackwardProblem& b, const Span& s, int64_t head_k, Gradients* all, std::mutex* shared) {
     const Problem& p = b.p;
@@ -225,8 +226,8 @@ inline Gradients solve_backward(const BackwardProblem& b) {
     work();
     for (std::thread& t : helpers) t.join();
 
-    // What fp32 leaves uncertain whatever the plain implementation's luck: a score to 2^-24 of |q| |k|, exp(S - lse) to half a unit in
-    // the last place of lse.
+    // fp32 leaves this much uncertain even where the plain implementation is exact by chance: a score to 2^-24 of |q| |k|, and exp(S - lse)
+    // to half a unit in the last place of lse.
     const auto longest = [](const Tensor& t) {
         double most = 0;
         for (int64_t batch = 0; batch < t.batch; ++batch)
@@ -254,19 +255,19 @@ inline Gradients solve_backward(const BackwardProblem& b) {
 }
 
 struct BackwardVerdict {
-    double ratio = 0;  // the worst error as a part of the budget
+    double ratio = 0;  // the worst error over the budget
     std::string where;
     std::string complaint;  // empty = right
 };
 
-// Judges what a launch left in the gradients.
+// Judges the gradients that a launch wrote.
 inline BackwardVerdict judge(const BackwardProblem& b, const Gradients& all) {
     BackwardVerdict verdict;
     const Problem& p = b.p;
     const auto complain = [&](std::string text) {
         if (verdict.complaint.empty()) verdict.complaint = std::move(text);
     };
-    // `old` is what was accumulated onto, 0 otherwise.
+    // `old` is the value accumulated onto, otherwise 0.
     const auto element = [&](const char* name, const auto& place, double got, double old, double exact, double budget, int32_t dtype) {
         exact += old, budget += half_ulp(dtype, exact);
         if (std::isnan(exact) ? std::isnan(got) : std::isinf(exact) && got == exact) return;

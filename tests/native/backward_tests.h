@@ -1,5 +1,5 @@
 // backward_tests.h: every backward kernel of the device against float64, and the rest of the contract of fa_attention_backward. Gradients
-// start as NaN, the workspace is dirty, and the second call must give the same bits.
+// start as NaN. With `deterministic` a second call, on the workspace that the first one left, must give the same bits.
 #pragma once
 
 #include "backward_reference.h"
@@ -8,7 +8,7 @@
 
 namespace backward {
 
-// One kernel's answer to one problem. False when it does not serve the call: then the launch says so and touches nothing.
+// Runs one kernel on one problem. Returns false when the kernel does not serve the call; then the launch must say so and touch nothing.
 inline bool answer(BackwardProblem& b, const Gradients& exact, const std::string& kernel, bool deterministic, BackwardVerdict* verdict) {
     fa_attention_args forward = b.forward_args();
     forward.kernel = kernel.c_str(), forward.deterministic = deterministic;
@@ -48,7 +48,7 @@ inline void check(const Context& context, const Case& c, bool accumulate) {
     std::string complaints;
     for (const std::string& kernel : context.backward_kernels)
         for (const bool deterministic : {true, false}) {
-            if (!deterministic && context.device == FA_CPU) continue;  // there, always
+            if (!deterministic && context.device == FA_CPU) continue;  // the CPU is always deterministic
             BackwardVerdict verdict;
             if (!answer(b, exact, kernel, deterministic, &verdict)) continue;
             ++answered;
@@ -60,7 +60,7 @@ inline void check(const Context& context, const Case& c, bool accumulate) {
     if (answered == 0) throw Skip("no backward kernel tested here serves it");
 }
 
-// The forward pass's cases of which every row is checked; float8 has no backward pass.
+// The cases of the forward pass in which every row is checked. float8 has no backward pass.
 inline std::vector<Case> cases(uint64_t seed, bool quick) {
     std::vector<Case> all;
     for (Case c : correctness_cases(seed, quick)) {
@@ -185,17 +185,17 @@ inline void workspace_is_exact(const Context& context) {
             const fa_status status = fa_attention_backward(&args, nullptr);
             EXPECT(status == FA_WORKSPACE_TOO_SMALL && std::strstr(fa_last_error(), format("%zu", plan.workspace_bytes).c_str()),
                    "%s with %zu bytes: %s, '%s'", kernel.c_str(), forward.workspace_bytes, fa_status_name(status), fa_last_error());
-            forward.workspace = nullptr, forward.workspace_bytes = plan.workspace_bytes;  // and then none at all
+            forward.workspace = nullptr, forward.workspace_bytes = plan.workspace_bytes;  // the second pass: no workspace at all
         }
         wait(b.p.device);
         EXPECT(b.outputs() == b.starts(), "%s: a refused call wrote to its outputs", kernel.c_str());
     }
 }
 
-// Memory beyond inputs and outputs is O(seqlen).
+// Memory beyond inputs and outputs must be O(seqlen).
 inline void workspace_is_small(const Context& context) {
     for (const std::string& kernel : context.backward_kernels) {
-        if (kernel == "cpu_naive") continue;  // holds dk and dv of a head for every thread
+        if (kernel == "cpu_naive") continue;  // it keeps dk and dv of a head for every thread
         Case c = shape(1, 1, 128, FA_BFLOAT16);
         c.name = "backward/workspace", c.bias = 2, c.sinks = 1;
         const BackwardProblem b(c, context.device, context.seed, context.num_threads);
@@ -213,7 +213,7 @@ inline void workspace_is_small(const Context& context) {
     }
 }
 
-// The gradients that exist are zero when there are no queries, no keys or no batch; with accumulate they stay.
+// Without queries, keys or batch entries the gradients that exist are zero. With accumulate they stay as they are.
 inline void empty_axes(const Context& context) {
     for (const std::string& kernel : context.backward_kernels)
         for (const bool accumulate : {false, true})
@@ -239,7 +239,7 @@ inline void information(const Context& context) {
            "there is a backward kernel beyond the last");
 }
 
-// Without a forced kernel the query names the one that runs, and says why not the ones preferred to it.
+// When no kernel is forced, the query names the kernel that runs, and says why not the kernels preferred to it.
 inline void query_matches_launch(const Context& context) {
     for (const int32_t dtype : kAllDtypes) {
         Case c = small_case();
@@ -269,7 +269,7 @@ inline void query_matches_launch(const Context& context) {
     }
 }
 
-// FLASH_ATTN_BACKWARD_KERNEL forces a kernel, and the forward pass's variable does not.
+// FLASH_ATTN_BACKWARD_KERNEL forces a kernel. The variable of the forward pass does not.
 inline void environment_forces(const Context& context) {
     if (std::getenv("FLASH_ATTN_KERNEL") || std::getenv("FLASH_ATTN_BACKWARD_KERNEL")) throw Skip("a kernel is forced already");
     struct Environment {
@@ -290,7 +290,7 @@ inline void environment_forces(const Context& context) {
            fa_last_error());
 }
 
-// Batches more than 2^31 elements apart give the same bits as near ones.
+// Batch entries more than 2^31 elements apart give the same bits as entries close together.
 inline void far_apart(const Context& context) {
     Case c = small_case();
     c.dtype = FA_BFLOAT16;
@@ -304,7 +304,7 @@ inline void far_apart(const Context& context) {
         try {
             return Buffer(context.device, size_t(kFar + near) * 2);
         } catch (const Failure&) {
-            throw Skip(format("%zu bytes of device memory are not to be had", size_t(kFar + near) * 2));
+            throw Skip(format("cannot allocate %zu bytes of device memory", size_t(kFar + near) * 2));
         }
     }();
     for (const std::string& kernel : context.backward_kernels) {
@@ -340,7 +340,7 @@ inline void far_apart(const Context& context) {
 }
 
 #if FA_WITH_CUDA
-// Two launches of one kernel at once: all state is in the callers' workspaces.
+// Two launches of one kernel at the same time: all their state is in the two workspaces.
 inline void two_streams(const Context& context) {
     if (context.device != FA_CUDA) throw Skip("needs a GPU");
     for (const std::string& kernel : context.backward_kernels) {
@@ -384,7 +384,7 @@ inline void two_streams(const Context& context) {
     }
 }
 
-// Captured once, replayed on other contents.
+// A call that is captured once and replayed on other contents.
 inline void graph(const Context& context) {
     if (context.device != FA_CUDA) throw Skip("needs a GPU");
     for (const std::string& kernel : context.backward_kernels) {

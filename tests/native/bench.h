@@ -1,4 +1,5 @@
-// bench.h: check, then time, then say how. Flash = the kernel the query chooses, standard = the three-step rung with S in memory.
+// bench.h: checks every answer, times the calls, and prints how they were timed. "flash" is the kernel that the query chooses. "standard"
+// is standard attention in three steps, with S in memory.
 #pragma once
 
 #include <chrono>
@@ -12,7 +13,7 @@
 namespace bench {
 
 struct Timing {
-    double us = 0, spread = 0;  // median, and (largest - smallest) / median of the middle half
+    double us = 0, spread = 0;  // the median; (largest - smallest) of the middle half over the median
     int repetitions = 0;
 };
 
@@ -22,7 +23,7 @@ inline Timing summarize(std::vector<double> us) {
     return {us[n / 2], (us[n - 1 - n / 4] - us[n / 4]) / us[n / 2], int(n)};
 }
 
-constexpr double kAtLeastUs = 20000;  // of measured work for each row
+constexpr double kAtLeastUs = 20000;  // measured time for each row
 
 using Clock = std::chrono::steady_clock;
 inline double us_since(Clock::time_point start) { return std::chrono::duration<double, std::micro>(Clock::now() - start).count(); }
@@ -35,13 +36,13 @@ inline Timing time_cpu(const fa_attention_args& args) {
         expect_ok(fa_attention_forward(&args, nullptr), "fa_attention_forward");
         us.push_back(us_since(start));
         total += us.back();
-        if (us.size() == 1 && total > 1e6) break;  // a slow rung: once is enough to see how slow
+        if (us.size() == 1 && total > 1e6) break;  // a slow kernel: one call is enough
     }
     return summarize(us);
 }
 
 #if FA_WITH_CUDA
-// Events around each call; between calls a memset larger than the L2 cache leaves nothing of the inputs in it.
+// Times each call with events. Before each call a memset larger than the L2 cache drives the inputs out of that cache.
 inline Timing time_cuda(const fa_attention_args& args, const Buffer& flush) {
     struct Event {
         cudaEvent_t event = nullptr;
@@ -115,7 +116,7 @@ inline std::string quoted(const std::string& text) {
         else out += ch;
     return out + "\"";
 }
-// JSON knows no infinity and no NaN.
+// JSON has no infinity and no NaN.
 inline std::string number(double x) { return std::isfinite(x) ? format("%.6g", x) : "null"; }
 
 struct Row {
@@ -172,7 +173,7 @@ inline std::vector<Case> shapes(const Context& context) {
                 for (const int64_t n : lengths) {
                     Case c = shape(n, n, dim, dtype);
                     c.causal = causal, c.outer_heads_only = true;
-                    c.batch = gpu ? int32_t(16384 / n) : 1;  // as many tokens in every row of the GPU's table
+                    c.batch = gpu ? int32_t(16384 / n) : 1;  // every row of the GPU's table has the same number of tokens
                     c.nheads = c.nheads_k = gpu ? 2048 / dim : 512 / dim;
                     c.row_step = std::max<int64_t>(1, n / (gpu ? 13 : 61));
                     c.name = full_name("bench", c);
@@ -185,7 +186,7 @@ inline std::vector<Case> shapes(const Context& context) {
 __global__ void nothing() {}
 #endif
 
-// What a tiny call costs the host: validation, choice of the kernel, launch. Beside it what a launch alone costs on this machine.
+// Prints the host time of a tiny call: validation, choice of the kernel, launch. Beside it, the host time of an empty launch.
 inline void print_overhead(const Context& context) {
     Case c = shape(1, 1, context.device == FA_CUDA ? 64 : 8, context.device == FA_CUDA ? FA_BFLOAT16 : FA_FLOAT32);
     c.name = "overhead", c.batch = c.nheads = c.nheads_k = 1;
@@ -196,7 +197,7 @@ inline void print_overhead(const Context& context) {
     const Workspace workspace(p.device, plan.workspace_bytes);
     workspace.attach(&args);
     const auto per_call = [&](auto call) {
-        constexpr int kBurst = 64;  // far fewer than a GPU's queue holds: the host never waits for the device
+        constexpr int kBurst = 64;  // far fewer launches than a GPU's queue holds, so the host never waits for the device
         std::vector<double> us;
         for (int round = 0; round < 100; ++round) {
             wait(context.device);
@@ -250,7 +251,7 @@ inline int run(const Context& context, const std::string& command, const std::st
 
     std::vector<Row> rows;
     bool failed = false;
-    double standard_rate = 0;  // the slowest of its rows so far, in FLOP per us
+    double standard_rate = 0;  // of the slowest row of standard attention so far, in FLOP per us
     for (const Case& c : shapes(context)) {
         Problem p(c, context.device, context.seed);
         p.num_threads = context.num_threads;

@@ -1,4 +1,4 @@
-// cases.h: one correctness case, and the table of all of them. A case is data: sizes, options, layout; problem.h makes it arrays.
+// cases.h: what a correctness case is, and the table of all cases. A case is data: sizes, options, layout. problem.h makes arrays of it.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 enum class Layout {
     kContiguous,  // (batch, seqlen, heads, dim)
     kHeadsFirst,  // (batch, heads, seqlen, dim) in memory
-    kPadded,      // gaps of NaN after each head, row and batch, and a base one element off every vector alignment
+    kPadded,      // gaps of NaN after each head, row and batch entry; the first element is one element off vector alignment
     kBroadcast,   // batch and head strides of q, k, v are 0
     kReversed,    // rows of q, k, v run backwards through memory
 };
@@ -22,7 +22,7 @@ enum class Mask {
     kFull,
     kHoles,
     kNothing
-};  // kFull: own mask per head; kHoles: some rows see nothing; kNothing: none does
+};  // kFull: each head has its own mask; kHoles: some rows see nothing; kNothing: no row sees anything
 
 struct Case {
     std::string name;
@@ -30,30 +30,30 @@ struct Case {
     int64_t seqlen_q = 64, seqlen_k = 64;
     int32_t headdim = 64, headdim_v = 0;
     int32_t batch = 2, nheads = 2, nheads_k = 2;
-    std::vector<int32_t> lengths_q, lengths_k;  // varlen when not empty; batch and seqlens follow from them
+    std::vector<int32_t> lengths_q, lengths_k;  // a varlen case when not empty; batch, seqlen_q and seqlen_k follow from them
     bool causal = false, top_left = false, has_window = false;
     int64_t window_left = 0, window_right = 0;
     bool has_scale = false;
     float scale = 0, softcap = 0;
     int alibi = 0;  // 1: a slope per head, 2: per batch and head
-    int bias = 0;   // 1: full, 2: one for all batches and heads, 3: one row for all rows
+    int bias = 0;   // 1: full, 2: the same for all batch entries and heads, 3: the same for all rows
     bool bias_is_fp32 = false, bias_has_infinities = false;
     Mask mask = Mask::kNone;
-    int sinks = 0;  // 1: ordinary ones, 2: some -inf
+    int sinks = 0;  // 1: finite sinks, 2: some are -inf
     bool allow_tf32 = false, fast_accum = false;
     float dropout_p = 0;
     uint64_t dropout_seed = 0, dropout_offset = 0;
     Layout layout = Layout::kContiguous;
     double magnitude = 1;      // standard deviation of q and k
     bool constant = false;     // q = 0: every score equal
-    bool visible_nan = false;  // a NaN in K and one in V where rows do see them
+    bool visible_nan = false;  // a NaN in K and a NaN in V that rows see
     bool want_lse = true;
-    int64_t row_step = 1;           // every how many rows the answer is checked
-    bool outer_heads_only = false;  // check the first head of the first batch and the last of the last
+    int64_t row_step = 1;           // every row_step-th row is checked
+    bool outer_heads_only = false;  // only the first head of the first batch entry and the last head of the last are checked
 
     bool varlen() const { return !lengths_q.empty(); }
     int32_t dim_v() const { return headdim_v ? headdim_v : headdim; }
-    double pairs() const {  // multiply-adds of q k^T, near enough
+    double pairs() const {  // about the multiply-adds of q k^T
         double n = double(batch) * double(seqlen_q) * double(seqlen_k);
         if (varlen()) {
             n = 0;
@@ -91,7 +91,7 @@ public:
         c.name = full_name(group, c);
         cases_.push_back(std::move(c));
     }
-    // The case once as it is and once for each change.
+    // Adds the case after all changes are made to it.
     template <typename... Changes>
     void add(const std::string& group, Case c, Changes... changes) {
         (changes(c), ...);
@@ -110,7 +110,7 @@ struct Lengths {
     int64_t q, k;
 };
 
-// A random case out of everything the contract allows; the name carries the seed that makes it again.
+// A random case within the contract. It follows from the seed and the number, which are in its name.
 inline Case fuzz(uint64_t seed, int number) {
     Random r(hash_name(format("fuzz %llu %d", (unsigned long long)seed, number)));
     const std::vector<int64_t> lengths = {1, 2, 5, 16, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 257};
@@ -146,7 +146,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
         return [=](Case& c) { c.has_window = true, c.window_left = left, c.window_right = right; };
     };
 
-    // Large first: what only shows beyond many tiles shows at once. A subset of the rows is checked.
+    // Large cases first, so that mistakes which need many tiles show early. Only some of the rows are checked.
     const auto large = [](int64_t step) { return [=](Case& c) { c.batch = 1, c.nheads = c.nheads_k = 1, c.row_step = step; }; };
     t.add("large/full", shape(4096, 4096, 64, FA_FLOAT32), large(61));
     t.add("large/causal", shape(4099, 4099, 128, FA_BFLOAT16), large(67), causal);
@@ -154,7 +154,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
     t.add("large/decode", shape(1, 16384, 128, FA_BFLOAT16), large(1), heads(4, 1));
     if (!quick) t.add("large/causal", shape(2047, 6001, 80, FA_FLOAT32), large(53), causal);
 
-    // Tiny: one small launch each, to be chosen by name under a profiler or a sanitizer.
+    // Tiny cases: one small launch each, to be chosen by name under a profiler or a sanitizer.
     for (const int32_t dtype : kAllDtypes) {
         t.add("tiny/plain", shape(5, 7, 8, dtype));
         t.add("tiny/causal", shape(17, 19, 16, dtype), causal);
@@ -164,7 +164,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
         c.dropout_p = 0.3f, c.dropout_seed = 1234567890123456789u, c.dropout_offset = 42;
     };
     const auto fast = [](Case& c) { c.fast_accum = true; };
-    for (const int32_t dim : {64, 128, 256})  // one tile and a part; and sums that are promoted once and twice
+    for (const int32_t dim : {64, 128, 256})  // a tile and a part of one; sums that are promoted once and twice
         for (const int64_t keys : {150, 1200, 2200}) {
             t.add("tiny/float8", shape(70, keys, dim, FA_FLOAT8_E4M3), heads(2, 1));
             t.add("tiny/float8_causal", shape(70, keys, dim, FA_FLOAT8_E4M3), causal);
@@ -181,7 +181,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
     t.add("tiny/bias_one_row", shape(70, 33, 24, FA_BFLOAT16), [](Case& c) { c.bias = 3; });
     t.add("tiny/varlen", shape(0, 0, 16, FA_FLOAT32), lengths({3, 0, 9}, {5, 2, 9}), causal);
 
-    // Every kernel's awkward lengths.
+    // Lengths that are awkward for some kernel.
     const std::vector<Lengths> awkward = {{1, 1},     {7, 7},     {31, 31},   {33, 33}, {63, 63}, {65, 65},
                                           {127, 127}, {129, 129}, {113, 203}, {239, 1}, {799, 3}, {1023, 1024}};
     for (const Lengths& n : awkward)
@@ -202,7 +202,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
             if (!quick) t.add("heads/one_key_head", shape(1, 257, 64, dtype), heads(ratio, 1), causal);
         }
 
-    // Which keys a row sees.
+    // The keys that a row sees.
     const std::vector<Lengths> corners = {{64, 64}, {113, 203}, {203, 113}, {65, 64}, {1, 129}, {129, 1}, {7, 63}, {300, 37}};
     for (const Lengths& n : corners)
         for (const int32_t dtype : kAllDtypes) {
@@ -230,7 +230,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
         t.add("nan/visible", shape(65, 129, 64, dtype), [](Case& c) { c.visible_nan = true; });
     }
 
-    // What happens to a score.
+    // Options of a score.
     for (const int32_t dtype : kAllDtypes) {
         const Case c = shape(113, 203, 64, dtype);
         const auto scale = [](float s) { return [=](Case& c) { c.has_scale = true, c.scale = s; }; };
@@ -261,7 +261,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
         t.add("no_lse", c, causal, [](Case& c) { c.want_lse = false; });
     }
 
-    // Where the arrays lie.
+    // Layouts of the arrays.
     for (const int32_t dtype : kAllDtypes)
         for (const auto& [layout, name] : std::vector<std::pair<Layout, const char*>>{{Layout::kHeadsFirst, "heads_first"},
                                                                                       {Layout::kPadded, "padded"},
@@ -272,7 +272,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
             t.add(format("layout/%s/everything", name), shape(65, 97, 40, dtype), everything, lay);
         }
 
-    // Sequences packed one after another.
+    // Packed sequences.
     for (const int32_t dtype : kAllDtypes) {
         const Case c = shape(0, 0, 64, dtype);
         const auto mixed = lengths({1, 0, 65, 128, 7, 33}, {129, 5, 0, 128, 63, 1});

@@ -1,4 +1,4 @@
-// expect.h: EXPECT for the small native programs. The first 20 failures are printed, all are counted.
+// expect.h: EXPECT for the small native programs. It counts all failures and prints the first 20.
 #pragma once
 
 #include <cstdio>

@@ -1,5 +1,5 @@
-/* header_is_c.c: flash_attn.h is plain C, and a C compiler lays its structs out as a C++ compiler does. */
-#include "flash_attn.h"
+/* header_is_c.c: both headers are plain C, and a C compiler gives their structs the same layout as a C++ compiler. */
+#include "flash_attn_transformer.h"
 
 #include "header_is_c.h"
 
@@ -12,7 +12,7 @@ size_t c_layout(int index) {
     return layout[index];
 }
 
-/* A whole call as a C program writes it: one query, one key, so out = v. Returns the status. */
+/* A whole call as a C program writes it. There is one query and one key, so out = v. Returns the status. */
 int c_calls_the_library(float* out) {
     static float q[4] = {1, 2, 3, 4}, k[4] = {4, 3, 2, 1}, v[4] = {5, 6, 7, 8};
     fa_attention_args args = {.struct_size = sizeof args};

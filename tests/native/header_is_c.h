@@ -1,4 +1,4 @@
-/* header_is_c.h: what a C compiler and a C++ compiler must agree on. */
+/* header_is_c.h: the layout on which a C compiler and a C++ compiler must agree. */
 #pragma once
 
 #include <stddef.h>

@@ -1,5 +1,6 @@
-// kvcache_tests.h: fa_kvcache_attention on every kernel that serves a call: contiguous, paged and 8-bit caches, appended and rotated,
-// in buffers of exactly their size with nonsense wherever nobody may look. Small: every case is one for the sanitizers too.
+// kvcache_tests.h: fa_kvcache_attention on every kernel that serves a call, with contiguous, paged and 8-bit caches, new keys and rotary
+// embedding. Buffers have exactly their size, and hold nonsense where the library must not look. The cases are small, so that they can run
+// under sanitizers.
 #pragma once
 
 #include "launch.h"
@@ -51,7 +52,7 @@ inline double get_element(const void* data, int64_t i, int32_t dtype) {
     return dtype == FA_INT8 ? static_cast<const int8_t*>(data)[i] : get(data, i, dtype);
 }
 
-// An array (batch, rows, heads, dim) in order, on the host and on the device.
+// A contiguous array (batch, rows, heads, dim), on the host and on the device.
 struct Array {
     int32_t dtype = 0;
     int64_t rows = 0, heads = 0, dim = 0;
@@ -105,7 +106,7 @@ struct CacheProblem {
                 cos.set(cos.at(0, t, 0) + i, std::cos(double(t) / double(i + 1))), sin.set(sin.at(0, t, 0) + i, std::sin(t / (i + 1.0)));
         cos.place(device), sin.place(device);
 
-        // Pages in a shuffled order; what lies behind a sequence's keys is nonsense, in the table as in the cache.
+        // Pages are in a shuffled order. Table entries and cache rows past the keys of a sequence hold nonsense.
         std::vector<int32_t> order(static_cast<size_t>(entries));
         for (int32_t i = 0; i < entries; ++i) order[size_t(i)] = i;
         for (int32_t i = entries - 1; c.page_size && i > 0; --i) std::swap(order[size_t(i)], order[size_t(random.integer(0, i))]);
@@ -166,7 +167,7 @@ struct CacheProblem {
         return a;
     }
 
-    // A row as the rotary embedding leaves it; with turns = false as it was.
+    // A row after the rotary embedding; with turns = false, the row itself.
     std::vector<double> turned(const Array& a, int64_t at, int64_t position, bool turns = true) const {
         std::vector<double> x(size_t(a.dim)), y;
         for (size_t d = 0; d < x.size(); ++d) x[d] = a.value(at + int64_t(d));
@@ -182,7 +183,7 @@ struct CacheProblem {
         return !c.cache_dtype ? 1 : scale.value(c.token_scales ? scale.at(e, row, head) : head);
     }
 
-    // What the call left behind against the definition in float64.
+    // Compares what the call wrote with the definition in float64.
     void check(const char* kernel) {
         const Array k_before = copy(k), v_before = copy(v);
         for (Array* a : {&k, &v, &k_scale, &v_scale, &out}) a->host = a->device.bytes();
@@ -227,7 +228,7 @@ struct CacheProblem {
         return b;
     }
 
-    // Appended rows hold what they should, to a rounding; every other byte is as it was.
+    // Appended rows must hold the new keys or values, rounded once. Every other byte must be as it was.
     void check_cache(const char* kernel, const Array& now, const Array& before, const Array& added, const Array& scale, bool turns) {
         std::vector<char> touched(now.host.size() / now.size(), 0);
         for (int32_t b = 0; b < batch; ++b)
@@ -243,8 +244,8 @@ struct CacheProblem {
                                             : c.cache_dtype == FA_FLOAT8_E4M3
                                                 ? std::fabs(y) / 15.9 + unit / 1000
                                                 : 1e-6 + std::fabs(y) * std::exp2(1 - significand_bits(c.dtype));
-                        EXPECT(std::fabs(x - y) <= step, "%s: key %d of sequence %d, head %d, dim %lld: %g joined as %g", kernel, j, b, h,
-                               (long long)d, y, x);
+                        EXPECT(std::fabs(x - y) <= step, "%s: key %d of sequence %d, head %d, dim %lld: %g was appended as %g", kernel, j,
+                               b, h, (long long)d, y, x);
                         touched[size_t(at + d)] = 1;
                     }
                 }
@@ -279,7 +280,7 @@ inline void answer(const Context& context, const CacheCase& c) {
         p.check(name.c_str());
         ++served;
     }
-    if (!served) throw Skip("none of these kernels takes this cache");
+    if (!served) throw Skip("no kernel tested here takes this cache");
 }
 
 inline void refusals(const Context& context) {
@@ -327,10 +328,10 @@ inline void refusals(const Context& context) {
     }
 }
 
-// Lengths, entries and pages that only the device knows may be anything: no access leaves the cache (a sanitizer looks on), and a
-// sequence without a place for its new keys writes none.
+// Lengths, entries and pages in device memory may be anything. No access may leave the cache (a sanitizer sees one that does), and new keys
+// that have no place are not written.
 inline void wild_contents(const Context& context) {
-    if (context.device == FA_CPU) throw Skip("on the CPU contents are checked");
+    if (context.device == FA_CPU) throw Skip("on the CPU the contents are checked and refused");
     for (const int32_t page_size : {0, 16})
         for (const int32_t cache_dtype : {0, int32_t(FA_INT8)}) {
             CacheCase c;
@@ -355,7 +356,7 @@ inline void wild_contents(const Context& context) {
                     expect_ok(fa_kvcache_attention(&args, nullptr), name.c_str());
                     wait(p.device);
                     workspace.check();
-                    EXPECT(p.k.device.bytes() == p.k.host && p.v.device.bytes() == p.v.host, "%s: keys without a place were written",
+                    EXPECT(p.k.device.bytes() == p.k.host && p.v.device.bytes() == p.v.host, "%s: keys that have no place were written",
                            name.c_str());
                 }
         }

@@ -1,4 +1,4 @@
-// launch.h: one call of the library as a careful caller makes it, with exactly the workspace the query asked for.
+// launch.h: one call of the library as a careful caller makes it, with exactly the workspace that the query asks for.
 #pragma once
 
 #include <functional>
@@ -7,7 +7,7 @@
 
 struct Context {
     fa_device device = FA_CPU;
-    std::vector<std::string> kernels;  // the ones to test, best first
+    std::vector<std::string> kernels;  // the kernels to test, best first
     std::vector<std::string> backward_kernels;
     uint64_t seed = 1;
     int32_t num_threads = 0;
@@ -51,7 +51,7 @@ inline fa_attention_plan query(const fa_attention_backward_args& args) {
     return plan;
 }
 
-// Scratch of the asked size, off every alignment, between two guards, full of NaN.
+// A workspace of exactly the given size, filled with NaN, at an odd address, between two guards.
 class Workspace {
 public:
     Workspace(fa_device device, size_t bytes) : bytes_(bytes), buffer_(device, bytes + 2 * kEdge) {
@@ -66,12 +66,12 @@ public:
     }
 
 private:
-    static constexpr size_t kEdge = 33;  // odd: the workspace may have any alignment
+    static constexpr size_t kEdge = 33;  // odd, because a workspace may have any alignment
     size_t bytes_;
     Buffer buffer_;
 };
 
-// Runs the problem and waits for it; returns what the query had announced.
+// Runs the problem and waits for it. Returns what the query said before.
 inline fa_attention_plan launch(const Problem& p, fa_attention_args args, void* stream = nullptr) {
     const fa_attention_plan plan = query(args);
     EXPECT(plan.status == FA_OK, "query: %s, %s", fa_status_name(fa_status(plan.status)), fa_last_error());
@@ -88,7 +88,7 @@ inline fa_attention_plan launch(const Problem& p, const char* kernel) {
     return launch(p, args);
 }
 
-// Everything a launch wrote, to be compared bit by bit.
+// Everything that a launch wrote, to be compared bit by bit.
 inline std::vector<unsigned char> outputs(const Problem& p) {
     std::vector<unsigned char> all = p.out.device.bytes();
     const std::vector<unsigned char> lse = p.lse_device.bytes();
@@ -96,7 +96,7 @@ inline std::vector<unsigned char> outputs(const Problem& p) {
     return all;
 }
 
-// The small problem on which most of the contract beside the numbers is tried.
+// The small problem of most tests that are not about numbers.
 inline Problem small(const Context& context, int32_t dtype = FA_FLOAT32) {
     Case c = shape(33, 65, 40, dtype);
     c.name = "api", c.causal = true, c.nheads = 4;

@@ -1,4 +1,4 @@
-// memory.h: buffers on the device under test, and how a test fails or is skipped.
+// memory.h: buffers on the device under test, and the exceptions by which a test fails or is skipped.
 #pragma once
 
 #include <cstdarg>
@@ -32,7 +32,7 @@ struct Skip : std::runtime_error {
     return buffer;
 }
 
-// EXPECT(condition, "printf text", ...): fails the running test with the text.
+// EXPECT(condition, "printf text", ...) fails the running test with the text if the condition is false.
 #define EXPECT(condition, ...)                                \
     do {                                                      \
         if (!(condition)) throw Failure(format(__VA_ARGS__)); \
@@ -49,14 +49,14 @@ inline void cuda_check(cudaError_t error, const char* call) {
 #define CUDA(call) cuda_check(call, #call)
 #endif
 
-// Waits for the work of one stream (NULL = the default one) on the device; nothing to wait for on the CPU.
+// Waits for the work of one stream (NULL = the default stream) on the device. On the CPU there is nothing to wait for.
 inline void wait([[maybe_unused]] fa_device device, [[maybe_unused]] void* stream = nullptr) {
 #if FA_WITH_CUDA
     if (device == FA_CUDA) CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
 #endif
 }
 
-// Exactly `bytes` bytes where the library will read them: a sanitizer sees the first step beyond either end.
+// Exactly `bytes` bytes in the memory that the library will use, so that a sanitizer sees every access beyond either end.
 class Buffer {
 public:
     Buffer() = default;
@@ -69,7 +69,7 @@ public:
         }
 #endif
         data_ = std::malloc(bytes);
-        if (!data_) throw Skip(format("%zu bytes of memory are not to be had", bytes));
+        if (!data_) throw Skip(format("cannot allocate %zu bytes of memory", bytes));
     }
     Buffer(fa_device device, const void* host, size_t bytes) : Buffer(device, bytes) { upload(host); }
     Buffer(const Buffer&) = delete;

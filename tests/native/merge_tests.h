@@ -1,4 +1,4 @@
-// merge_tests.h: fa_attention_merge against its formula in float64, in place, with empty sides, and over real pieces of attention.
+// merge_tests.h: fa_attention_merge against its formula in float64, in place, with empty sides, and on pieces of real attention.
 #pragma once
 
 #include <functional>
@@ -21,7 +21,7 @@ struct MergeProblem {
         a.fill(random, 1), b.fill(random, 1);
         for (int64_t batch = 0; batch < kBatch; ++batch)
             for (int64_t head = 0; head < kHeads; ++head)
-                for (int64_t row = 0; row < kRows; ++row) {  // every tenth row: nothing in a, in b, in neither; their out is NaN
+                for (int64_t row = 0; row < kRows; ++row) {  // in every ten rows a, b or both are empty, with NaN in out
                     const bool no_a = row % 10 == 3 || row % 10 == 5, no_b = row % 10 == 4 || row % 10 == 5;
                     lse_a.push_back(no_a ? -INFINITY : float(20 * random.normal())),
                         lse_b.push_back(no_b ? -INFINITY : float(20 * random.normal()));
@@ -44,7 +44,7 @@ struct MergeProblem {
         m.lse_a = device_a.as<float>(), m.lse_b = device_b.as<float>(), m.lse = device_lse.as<float>();
         return m;
     }
-    // Compares an (out, lse) pair on the device with the formula in float64.
+    // Compares a pair (out, lse) on the device with the formula in float64.
     void check(const Tensor& got, const Buffer& got_lse) const {
         const std::vector<unsigned char> bytes = got.device.bytes(), lse_bytes = got_lse.bytes();
         const float* lse = reinterpret_cast<const float*>(lse_bytes.data());
@@ -127,7 +127,7 @@ inline void merge_refuses(const Context& context) {
     EXPECT(m.out.device.bytes() == m.out.host, "a refused merge wrote to out");
 }
 
-// Attention over pieces of the keys, merged, is attention over all of them; in either order of merging.
+// Attention over pieces of the keys, merged in either order, is attention over all keys.
 inline void merge_pieces(const Context& context) {
     for (const int32_t dtype : kAllDtypes) {
         Case c = shape(65, 150, 64, dtype);
@@ -177,7 +177,7 @@ inline void merge_pieces(const Context& context) {
                 merge(none, first, whole.out.view(), whole.lse.as<float>());
                 merge(whole, half, p.out.view(), p.lse_device.as<float>() + kGuard);
             }
-            Answer allowed = answer;  // each of the two roundings of a partial result may cost as much again
+            Answer allowed = answer;  // the partial results are rounded twice, and each rounding may add the same error again
             allowed.out_budget *= 2;
             const Verdict verdict = judge(p, allowed);
             EXPECT(verdict.complaint.empty(), "%s, %s: %s", dtype_name(dtype), left_to_right ? "left to right" : "right to left",

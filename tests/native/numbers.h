@@ -1,5 +1,5 @@
-// numbers.h: 16- and 8-bit floats, random numbers and Philox for the native tests. Written apart from the library, from the formats'
-// definitions: where two implementations agree bit for bit, both are probably right.
+// numbers.h: 16- and 8-bit floats, random numbers and Philox for the native tests. They are written from the definitions of the formats,
+// without the library's code: where two such implementations agree bit for bit, both are probably right.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 inline size_t element_size(int32_t dtype) { return dtype == FA_FLOAT32 ? 4 : dtype == FA_FLOAT8_E4M3 ? 1 : 2; }
 
-constexpr int32_t kTf32 = 99;  // what tf32 tensor cores make of an operand: never an array's dtype
+constexpr int32_t kTf32 = 99;  // the rounding of operands by tf32 tensor cores; never the dtype of an array
 
 inline const char* dtype_name(int32_t dtype) {
     return dtype == FA_FLOAT32 ? "fp32" : dtype == FA_FLOAT16 ? "fp16" : dtype == FA_BFLOAT16 ? "bf16" : "e4m3";
@@ -22,7 +22,7 @@ inline int significand_bits(int32_t dtype) {
     return dtype == FA_FLOAT32 ? 24 : dtype == FA_FLOAT16 || dtype == kTf32 ? 11 : dtype == FA_BFLOAT16 ? 8 : 4;
 }
 
-// The nearest value of the format, ties to even: scale one unit in the last place to 1, round, scale back.
+// The nearest value of the format, ties to even. It scales one unit in the last place to 1, rounds, and scales back.
 inline double round_to(int32_t dtype, double x) {
     if (x == 0 || !std::isfinite(x)) return x;
     const bool half = dtype == FA_FLOAT16, e4m3 = dtype == FA_FLOAT8_E4M3;
@@ -31,7 +31,7 @@ inline double round_to(int32_t dtype, double x) {
     std::frexp(x, &exponent);  // 2^(exponent - 1) <= |x| < 2^exponent
     const int ulp = std::max(exponent - 1, smallest) - (precision - 1);
     const double rounded = std::ldexp(std::nearbyint(std::ldexp(x, -ulp)), ulp);
-    if (e4m3) return std::copysign(std::min(std::fabs(rounded), 448.0), x);  // it has no infinity: beyond its largest it saturates
+    if (e4m3) return std::copysign(std::min(std::fabs(rounded), 448.0), x);  // e4m3 has no infinity: larger values become its largest one
     return std::fabs(rounded) >= std::ldexp(1.0, largest + 1) ? std::copysign(INFINITY, x) : rounded;
 }
 
@@ -46,7 +46,7 @@ inline uint32_t float_bits(float f) {
     return bits;
 }
 
-// round_to for the many probabilities of the same-precision implementation: cut the bits below the last place of a normal number.
+// A fast round_to, for the many probabilities of the plain implementation: it rounds the bits of a normal number.
 inline float round_fast(int32_t dtype, float x) {
     const int cut = 24 - significand_bits(dtype);
     const float magnitude = std::fabs(x);
@@ -77,7 +77,8 @@ inline float decode16(int32_t dtype, uint16_t bits) {
     return bits & 0x8000 ? -magnitude : magnitude;
 }
 
-// e4m3: sign, four bits of exponent with bias 7, three of fraction; both patterns with all exponent and fraction bits set are NaN.
+// e4m3: a sign, four bits of exponent with bias 7, three bits of fraction. The two patterns with all exponent and fraction bits set are
+// NaN.
 inline uint8_t encode8(double x) {
     const uint8_t sign = std::signbit(x) ? 0x80 : 0;
     if (!std::isfinite(x)) return uint8_t(sign | 0x7F);
@@ -134,7 +135,7 @@ private:
     uint64_t state_;
 };
 
-// Philox4x32-10: ten rounds on four counter words; both keys grow by a constant after each round.
+// Philox4x32-10: ten rounds on four words of counter. After each round both keys grow by a constant.
 struct Counter {
     uint32_t x[4];
 };
@@ -148,7 +149,8 @@ inline Counter philox4x32_10(Counter c, uint32_t key_a, uint32_t key_b) {
     return c;
 }
 
-// Which elements dropout removes: 16 bits of block (column / 8, row, head, batch) under a key drawn from seed and offset.
+// The elements that dropout removes. Each is decided by 16 bits of the block (column / 8, row, head, batch), under a key drawn from seed
+// and offset.
 class Dropout {
 public:
     Dropout(double p, uint64_t seed, uint64_t offset) {

@@ -1,12 +1,13 @@
-// problem.h: a case made into arrays on the device. Whatever the library must not read is NaN, whatever it must not write is watched.
+// problem.h: makes the arrays of a case on the device. Memory that the library must not read holds NaN. Memory that it must not write holds
+// canaries.
 #pragma once
 
 #include "cases.h"
 
-constexpr int64_t kGuard = 64;               // elements watched before and after an output
+constexpr int64_t kGuard = 64;               // elements with canaries before and after an output
 constexpr uint32_t kCanary32 = 0x7FC0BEEFu;  // both are NaNs that no arithmetic produces
 constexpr uint16_t kCanary16 = 0x7FCDu;
-constexpr uint8_t kCanary8 = 0x7F;  // of inputs only
+constexpr uint8_t kCanary8 = 0x7F;  // for inputs only
 
 inline void fill_with_canary(void* data, int64_t elements, size_t element) {
     for (int64_t i = 0; i < elements; ++i)
@@ -18,7 +19,7 @@ inline bool is_canary(const void* data, int64_t i, size_t element) {
     return element == 4 ? static_cast<const uint32_t*>(data)[i] == kCanary32 : static_cast<const uint16_t*>(data)[i] == kCanary16;
 }
 
-// A (batch, rows, heads, dim) array in some layout: its image on this side and its place on the device.
+// A (batch, rows, heads, dim) array in some layout: its contents on the host and its buffer on the device.
 struct Tensor {
     int32_t dtype = FA_FLOAT32;
     int64_t batch = 0, rows = 0, heads = 0, dim = 0;
@@ -52,7 +53,7 @@ struct Tensor {
         return {device.as<unsigned char>() + size_t(origin) * element_size(dtype), batch_stride, row_stride, head_stride};
     }
 
-    // Normal numbers; beyond a million of them the same ones again, from another place in the row.
+    // Fills the array with normally distributed numbers. After a million numbers they repeat, at another place in the row.
     void fill(Random& random, double magnitude) {
         const int64_t count = std::min<int64_t>(batch * rows * heads * dim, 1048573);
         const size_t element = element_size(dtype);
@@ -74,7 +75,7 @@ struct Tensor {
     }
 };
 
-// Sequence `index` of a dense or varlen problem: where its rows lie in the tensors.
+// The place of sequence `index` of a dense or varlen problem in the tensors.
 struct Span {
     int64_t index, tensor_batch, q_begin, q_rows, k_begin, k_rows;
 };
@@ -143,7 +144,7 @@ public:
         reset();
     }
 
-    // Whether row i may attend to key j, by the words of flash_attn.h.
+    // Whether row i may attend to key j, as flash_attn.h defines it.
     bool sees(const Span& s, int64_t head, int64_t i, int64_t j) const {
         const int64_t aligned = c.top_left ? i : i + s.k_rows - s.q_rows;
         if (c.causal && j > aligned) return false;
@@ -152,7 +153,7 @@ public:
         return mask.host.empty() || mask.host[size_t(mask.at(s.index, head, i, j))];
     }
 
-    // Outputs back to the state in which every element is a canary.
+    // Fills the outputs with canaries.
     void reset() {
         fill_with_canary(out.host.data(), out.elements(), element_size(out.dtype));
         out.device.upload(out.host.data());
@@ -191,7 +192,7 @@ public:
         return a;
     }
 
-    // What the value of an input counts as: float8 has a factor for every head of every sequence.
+    // The factor of the elements of a head in one sequence; only float8 has factors.
     float descale(const std::vector<float>& factors, const Span& s, int64_t head) const {
         return factors.empty() ? 1.0f : factors[size_t(s.index * int64_t(factors.size()) / c.batch + head)];
     }
@@ -235,7 +236,7 @@ private:
             mask.row_stride = sk + pad;
             if (per_head) mask.head_stride = sq * mask.row_stride, mask.batch_stride = c.nheads * mask.head_stride;
             const int64_t slabs = per_head ? int64_t(c.batch) * c.nheads : 1;
-            const int64_t never = random.integer(0, std::max<int64_t>(sk - 1, 0));  // one key that nobody sees
+            const int64_t never = random.integer(0, std::max<int64_t>(sk - 1, 0));  // one key that no row sees
             for (int64_t row = 0; row < slabs * sq; ++row) {
                 const bool hole = c.mask == Mask::kNothing || (c.mask == Mask::kHoles && row % 3 == 1);
                 for (int64_t j = 0; j < sk + pad; ++j)

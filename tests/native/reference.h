@@ -1,7 +1,7 @@
 // reference.h: the exact answer in float64, and how far from it a kernel may be.
 //
-// The same few lines run twice: in double they are the exact answer; in float, with the probabilities and the output rounded to the
-// input's dtype, they are the plain same-precision implementation. A kernel may err twice as much as that one, plus a rounding floor.
+// The same code runs twice. In double it gives the exact answer. In float, with the probabilities and the output rounded to the input's
+// dtype, it is the plain implementation in the same precision. A kernel may err twice as much as the plain one, plus a rounding floor.
 #pragma once
 
 #include <atomic>
@@ -10,11 +10,11 @@
 
 #include "problem.h"
 
-enum class Row : char { kOutside, kUnchecked, kChecked };  // of no sequence; of one; of one and with an answer here
+enum class Row : char { kOutside, kUnchecked, kChecked };  // in no sequence; in a sequence; in a sequence, with an exact answer
 
 struct Answer {
     std::vector<double> out, lse;              // exact; out by (tensor_batch, row, head, d), lse by (tensor_batch, head, row)
-    std::vector<double> plain_out, plain_lse;  // the same-precision implementation
+    std::vector<double> plain_out, plain_lse;  // of the plain implementation
     std::vector<Row> state;                    // by (tensor_batch, head, row)
     double out_budget = 0;                     // the largest error allowed in out; lse_budget grows with |lse|
     double lse_budget = 0;
@@ -25,13 +25,13 @@ struct Answer {
 };
 
 constexpr double kFloor = 1e-5;
-// An fp32 lse cannot be finer than its own last places.
-// Half a unit in the last place of an output near `exact`. A kernel whose P is not 1 for a row's only key (its running maximum need
-// not be the maximum) rounds twice where the plain implementation rounds once.
+// Half a unit in the last place of an output near `exact`. The running maximum of a kernel need not be the maximum, so P of a row's only
+// key need not be 1. Such a kernel rounds twice where the plain implementation rounds once.
 inline double half_ulp(int32_t dtype, double exact) { return std::ldexp(std::fabs(exact), -significand_bits(dtype)); }
+// An fp32 lse cannot be finer than its own last places.
 inline double lse_floor(double exact) { return kFloor + std::fabs(exact) * 0x1p-22; }
 
-// The score of a visible pair, natural units, and what it gains for each unit of q . k.
+// The score of a visible pair in natural units, and its slope d score / d (q . k).
 template <typename Real>
 struct Score {
     Real value, slope;
@@ -84,7 +84,7 @@ public:
             score[j] = p_.sees(s_, head_, i, j) ? transformed(p_, s_, head_, i, j, score[j] * score_descale_).value : -INFINITY;
             if (score[j] > largest) largest = score[j];
         }
-        if (largest == -INFINITY) largest = 0;  // an empty row: every exponential below is 0
+        if (largest == -INFINITY) largest = 0;  // an empty row, whose exponentials below are all 0
         Real sum = p_.sinks.empty() ? 0 : std::exp(p_.sinks[size_t(head_)] - largest);
         for (int64_t j = 0; j < n_; ++j) sum += score[j] = std::exp(score[j] - largest);
         *lse = sum == 0 ? -INFINITY : double(largest + std::log(sum));
@@ -104,7 +104,7 @@ private:
         if constexpr (std::is_same_v<Real, double>) return x;
         else return round_fast(p_.out.dtype, x);
     }
-    // What the products multiply: for inputs as they come this changes nothing but what tf32 drops.
+    // An operand of a product, rounded to the inputs' dtype, or to tf32 when that is allowed. The inputs change only for tf32.
     Real operand(Real x) const {
         if constexpr (std::is_same_v<Real, double>) return x;
         else return round_fast(p_.c.allow_tf32 ? kTf32 : p_.c.dtype, x);
@@ -150,7 +150,7 @@ inline Answer solve(const Problem& p) {
     work();
     for (std::thread& t : helpers) t.join();
 
-    double largest_out = 0, largest_score = 0;  // lse stands for the scores that decide its row
+    double largest_out = 0, largest_score = 0;  // lse stands for the scores that dominate its row
     for (const double x : a.out)
         if (std::isfinite(x)) largest_out = std::max(largest_out, std::fabs(x));
     for (const double x : a.lse)
@@ -161,27 +161,27 @@ inline Answer solve(const Problem& p) {
             if (std::isfinite(exact[i]) && std::isfinite(plain[i])) error = std::max(error, std::fabs(exact[i] - plain[i]));
         return error;
     };
-    // A score of size s has no places below 2^-24 s in fp32: rounding it once more changes its probability by that part.
+    // In fp32 a score of size s has no digits below 2^-24 s. One more rounding of it changes its probability by this fraction.
     a.out_budget = 2 * worst(a.out, a.plain_out) + kFloor + 0x1p-24 * largest_score * largest_out;
     a.lse_budget = 2 * worst(a.lse, a.plain_lse);
-    // 8-bit tensor cores cut scores off at 13 bits; and where the plain P of a row's largest score is 1, a kernel's may be rounded.
+    // 8-bit tensor cores cut scores off at 13 bits. And the plain P of a row's largest score is 1, where that of a kernel may be rounded.
     if (p.c.dtype == FA_FLOAT8_E4M3) a.out_budget += 0x1p-4 * largest_out, a.lse_budget += 1e-2;
     return a;
 }
 
 struct Verdict {
     double out_error = 0, lse_error = 0;  // largest absolute errors
-    double out_ratio = 0, lse_ratio = 0;  // of the budget, 1 = all of it
+    double out_ratio = 0, lse_ratio = 0;  // the worst error over the budget
     std::string complaint;                // empty = right
 };
 
-// Judges what a launch left in p.out and p.lse_device.
+// Judges what a launch wrote to p.out and p.lse_device.
 inline Verdict judge(const Problem& p, const Answer& a) {
     Verdict verdict;
     const auto complain = [&](std::string text) {
         if (verdict.complaint.empty()) verdict.complaint = std::move(text);
     };
-    // Infinities and NaNs must sit in the same places; the finite rest keeps within the budget. False = over it.
+    // Infinities and NaNs must be in the same places, and finite values within the budget. False = over the budget.
     const auto within = [](double got, double exact, double budget, double* error, double* ratio) {
         if (std::isnan(exact) ? std::isnan(got) : std::isinf(exact) && got == exact) return true;
         const double off = std::isfinite(exact) && std::isfinite(got) ? std::fabs(got - exact) : INFINITY;
@@ -204,7 +204,7 @@ inline Verdict judge(const Problem& p, const Answer& a) {
                 const auto place = [&] { return format("[b=%lld, row=%lld, head=%lld]", (long long)b, (long long)i, (long long)h); };
                 const bool lse_written = !is_canary(lse, row, 4), lse_wanted = p.c.want_lse && state != Row::kOutside;
                 if (lse_written != lse_wanted)
-                    complain("lse" + place() + (lse_written ? " was written, but is nobody's" : " was not written"));
+                    complain("lse" + place() + (lse_written ? " was written, but must not be" : " was not written"));
                 if (lse_wanted && state == Row::kChecked) {
                     const double exact = a.lse[size_t(row)], budget = a.lse_budget + lse_floor(exact);
                     if (!within(lse[row], exact, budget, &verdict.lse_error, &verdict.lse_ratio))
@@ -232,7 +232,7 @@ inline Verdict judge(const Problem& p, const Answer& a) {
     return verdict;
 }
 
-// True when neither out nor lse nor anything beside them was written.
+// True when neither out nor lse nor the memory beside them was written.
 inline bool untouched(const Problem& p) {
     const std::vector<unsigned char> out = p.out.device.bytes(), lse = p.lse_device.bytes();
     for (int64_t i = 0; i < p.out.elements(); ++i)

@@ -1,16 +1,17 @@
-// test_w4.cu: packed 4-bit weights, their bits and their products' plans. On any machine: every code at every place of a word, every scale
-// against its meaning, every plan against the GPU it is for. On a GPU from sm_80 on: the operand registers that the kernels make of
-// words, exact. Exit status 0 passed, 1 failed, 77 only the first part ran.
+// test_w4.cu: the bits of packed 4-bit weights, and the plans of their products. On any machine it tests every code at every place of a
+// word, every scale against its meaning, every plan against the GPU that the plan is for, and every pair of e4m3 as GPUs before sm_89 widen
+// it. On a GPU from sm_80 on it tests the operand registers that the kernels make of words, which must be exact. Exit status: 0 passed, 1
+// failed, 77 only the first part ran.
 #include <cmath>
 #include <cstdio>
 #include <random>
 #include <vector>
 
+#include "device/widen.cuh"
 #include "expect.h"
-#include "linear/few_w4_plan.h"
-#include "linear/gemv_w4_plan.h"
-#include "linear/mma_w4_plan.h"
-#include "linear/w4.cuh"
+#include "transformer/w4/few_w4_plan.h"
+#include "transformer/w4/mma_w4_plan.h"
+#include "transformer/w4/w4.cuh"
 
 namespace {
 
@@ -51,10 +52,25 @@ void test_words(Format format, DType dtype) {
         for (const bool one : row) EXPECT(one, "a place of the tile has no code");
 }
 
-// Every plan of the products of few rows fits the GPU, and blocks that share K make one pass.
+#if CUDART_VERSION >= 12020  // older versions have no fp16 arithmetic on the host
+void test_widening() {
+    for (uint32_t pair = 0; pair < 65536; ++pair) {
+        const uint32_t halves = widen_pair_e4m3_by_bits(pair);
+        for (int i = 0; i < 2; ++i) {
+            const double is = __half2float(__ushort_as_half(uint16_t(halves >> 16 * i))),
+                         want = scale_value(Format::kNvfp4, pair >> 8 * i & 255);
+            EXPECT(std::isnan(want) ? std::isnan(is) : is == want && std::signbit(is) == std::signbit(want), "byte %d of %04x", i, pair);
+        }
+    }
+}
+#else
+void test_widening() {}
+#endif
+
+// Every plan of mma_w4 fits the GPU, and blocks that share K make one pass.
 void test_plans() {
     const GpuSize gpus[] = {{132, 232448}, {114, 232448}, {108, 166912}, {84, 101376}};
-    const MmaShape shapes[] = {{1, 4, 16}, {2, 4, 16}, {4, 4, 8}};
+    const MmaShape shapes[] = {mma_shape(1), mma_shape(16), mma_shape(17)};
     for (const GpuSize& gpu : gpus)
         for (const MmaShape& shape : shapes)
             for (const int n : {1, 7, 16, 65, 768, 2304, 4096, 8192, 14336, 128256})
@@ -64,12 +80,12 @@ void test_plans() {
                             W4LinearParams p{};
                             p.rows = rows, p.in_features = k, p.out_features = n, p.format = Format::kNvfp4, p.x.row = k;
                             p.dtype = dtype, p.compute_dtype = DType::kBFloat16;
-                            const MmaPlan plan = plan_of(p, shape, gpu);
-                            const MmaSizes sizes = sizes_of(p, shape, plan);
+                            const MmaPlan plan = mma_plan(p, shape, gpu);
+                            const MmaSizes sizes = mma_sizes(p, shape, plan);
                             const int tiles = int(ceil_div(used_row_tiles(p), plan.clusters));
                             EXPECT(sizes.bytes + kStaticShared <= int(gpu.shared_memory), "(%d, %d) rows %d: %d bytes", n, k, rows,
                                    sizes.bytes);
-                            EXPECT(plan.row_groups * plan.column_groups == shape.warps && plan.tiles >= 1 && plan.tiles <= shape.tiles,
+                            EXPECT(plan.row_groups * plan.column_groups == shape.warps && plan.tiles >= 1 && plan.tiles <= kWarpTiles,
                                    "(%d, %d) rows %d: %d x %d warps, %d tiles", n, k, rows, plan.row_groups, plan.column_groups,
                                    plan.tiles);
                             EXPECT(plan.stages >= 2 && plan.stages <= kMaxStages && plan.cluster <= column_tiles(k), "(%d, %d)", n, k);
@@ -78,40 +94,22 @@ void test_plans() {
                         }
 }
 
-// A plan of gemv_w4_sm90 fits the GPU, its parts follow each other, and a warp's ring holds the sums of a tile.
-void test_gemv_plans() {
-    for (const GpuSize& gpu : {GpuSize{132, 232448}, GpuSize{114, 232448}})
-        for (const int n : {1, 65, 768, 4096, 14336, 128256})
-            for (const int k : {16, 172, 1000, 4096, 8192, 14336, 28672, 65536})
-                for (const int rows : {1, 2, 3, 4, 7, 8})
-                    for (const Format format : {Format::kNvfp4, Format::kMxfp4, Format::kInt4}) {
-                        W4LinearParams p{};
-                        p.rows = rows, p.in_features = k, p.out_features = n, p.format = format;
-                        const GemvPlan plan = gemv_plan_of(p, gpu);
-                        EXPECT(plan.stages > 0 || k > 8192, "(%d, %d) rows %d has no plan", n, k, rows);
-                        if (plan.stages == 0) continue;
-                        EXPECT(plan.bytes + kGemvStatic <= int(gpu.shared_memory), "(%d, %d) rows %d: %d bytes", n, k, rows, plan.bytes);
-                        EXPECT(plan.stages >= 2 && plan.stages <= kGemvStages && plan.cluster <= column_tiles(k), "(%d, %d)", n, k);
-                        EXPECT(plan.parts_at >= rows * plan.x_stride && plan.inbox_at > plan.parts_at && plan.ring_at >= plan.inbox_at &&
-                                   plan.ring_at % 128 == 0,
-                               "(%d, %d) rows %d", n, k, rows);
-                        EXPECT(plan.stages * plan.chunk * tile_bytes(format) >= plan.slots * 16, "(%d, %d) rows %d", n, k, rows);
-                        EXPECT(plan.clusters * plan.cluster <= gpu.multiprocessors, "(%d, %d) rows %d", n, k, rows);
-                    }
-}
-
 // A plan of few_w4_sm90 fits the GPU, or half of a multiprocessor, its warps have all tiles, and no ring is longer than its barriers.
 void test_few_plans() {
     for (const GpuSize& gpu : {GpuSize{132, 232448}, GpuSize{114, 232448}})
-        for (const bool half : {false, true})
+        for (const bool programmatic : {false, true})
             for (const int n : {1, 65, 768, 4096, 14336, 128256})
                 for (const int k : {16, 64, 172, 1000, 4096, 8192, 14336, 28672, 65536})
                     for (const int rows : {1, 2, 3, 8, 9, 15, 16, 17, 24, 25, 32})
                         for (const Format format : {Format::kNvfp4, Format::kMxfp4, Format::kInt4}) {
                             W4LinearParams p{};
-                            p.rows = rows, p.in_features = k, p.out_features = n, p.format = format;
-                            const FewPlan plan = few_plan_of(p, gpu, half);
-                            const int room = int(gpu.shared_memory) / (half ? 2 : 1);
+                            p.rows = rows, p.in_features = k, p.out_features = n, p.format = format, p.programmatic = programmatic;
+                            p.x.row = k;
+                            const FewPlan plan = few_plan_of(p, gpu);
+                            const bool tall = ceil_div(plan.row_tiles, gpu.multiprocessors / plan.cluster) > few_warps(few_tokens(p));
+                            EXPECT(plan.blocks_per_sm == (tall || (!programmatic && k % kTileColumns == 0) ? 2 : 1),
+                                   "(%d, %d) rows %d: %d blocks", n, k, rows, plan.blocks_per_sm);
+                            const int room = int(gpu.shared_memory) / plan.blocks_per_sm;
                             EXPECT(plan.stages >= 2 && plan.stages <= kFewStages && plan.early >= 1 && plan.early <= plan.stages,
                                    "(%d, %d) rows %d: %d stages, %d early", n, k, rows, plan.stages, plan.early);
                             EXPECT(plan.x_slots >= 1 && plan.x_slots <= kFewSlots && plan.ring_at % 1024 == 0, "(%d, %d) rows %d", n, k,
@@ -126,7 +124,7 @@ void test_few_plans() {
                         }
 }
 
-// What stands in the operand: code and scale as they lie in a file, times 2^-factor_exponent.
+// One packed word, its stored scales, and the expected operands: code times scale as in a file, times 2^-factor_exponent.
 struct Case {
     uint32_t word, stored;
     double expected[kWordCodes];
@@ -200,7 +198,7 @@ void test_operands(const std::vector<Case>& cases, const char* name) {
     dequantize_kernel<kFormat, T><<<(count + 127) / 128, 128>>>(in, out, count);
     const cudaError_t error = cudaDeviceSynchronize();
     EXPECT(!error, "%s: %s", name, cudaGetErrorString(error));
-    // float16 under a scale 2^25 below the largest rounds to its smallest subnormal.
+    // In float16, values under a scale of 2^25 below the largest round to the smallest subnormal.
     for (int n = 0; n < count && !error; ++n)
         for (int at = 0; at < kWordCodes; ++at) {
             const double got = out[8 * n + at], want = cases[n].expected[at];
@@ -236,13 +234,13 @@ int main() {
         const double value = std::ldexp(8 + (block.scale & 7), (block.scale >> 3) - 18);
         EXPECT(block.keep == 0 ? scale == 0 : value == std::ldexp(scale_value(Format::kNvfp4, scale), 7), "scale %d", scale);
     }
+    test_widening();
     test_plans();
-    test_gemv_plans();
     test_few_plans();
     std::printf("words, scales and plans: %s\n", failures ? "FAILED" : "passed");
     int major = 0;
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess || major < 8) {
-        std::printf("no GPU from sm_80 on: operands not run\n");
+        std::printf("no GPU from sm_80 on: operands not tested\n");
         return failures ? 1 : 77;
     }
     test_formats<__half>(DType::kFloat16, "float16");

@@ -1,24 +1,29 @@
-// test_wgmma_sm90.cu: the parts of the Hopper kernels on their own. On any machine: their lists of work items, against mask.h. On a Hopper
-// GPU: tensor maps, swizzle, descriptors and fragment layouts, on integers that every product represents exactly. Exit status 0 passed, 1
-// failed, 77 only the first part could run.
+// test_wgmma_sm90.cu: the parts of the Hopper kernels on their own. On any machine it compares their lists of work items with mask.h. On a
+// Hopper GPU it tests tensor maps, swizzle, descriptors and fragment layouts, on integers whose products are exact. Exit status: 0 passed,
+// 1 failed, 77 only the first part could run.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "attention/backward_wgmma_sm90_block.cuh"
-#include "attention/forward_wgmma_sm90.cuh"
+#include "attention/backward/wgmma_sm90_work.cuh"
+#include "attention/common/mask.h"
+#include "attention/forward/work_list.h"
+#include "device/mma.cuh"
+#include "device/ptx.cuh"
+#include "device/tensor_map.h"
+#include "device/wgmma.cuh"
 #include "expect.h"
 
 namespace {
 
 using namespace fa;
 
-// ---- work items: every query block once; tiles and masks hide exactly what key_range hides ----
+// ---- work items: every query block is computed once; tiles and masks hide exactly the keys that key_range hides ----
 
 template <int kBlockM, int kBlockN>
-void check_block(const AttentionParams& p, const WgmmaWork& w) {
+void check_block(const AttentionParams& p, const ForwardWork& w) {
     const Sequence s = sequence_of(p, w.batch);
     EXPECT(w.seqlen_q == s.seqlen_q && w.seqlen_k == s.seqlen_k, "sequence %d", w.batch);
     for (int row0 = w.row0; row0 < w.row0 + kBlockM; row0 += 64) {
@@ -39,20 +44,23 @@ void check_block(const AttentionParams& p, const WgmmaWork& w) {
     }
 }
 
+template <int kM, int kN>
+struct Tiles {
+    static constexpr int kBlockM = kM, kBlockN = kN;
+    static constexpr bool kCaches = true;
+};
+
 template <int kBlockM, int kBlockN>
 void check_items(const AttentionParams& p, int blocks, bool sections) {
-    WgmmaSchedule schedule{};
-    schedule.items = int(wgmma_items(p, kBlockM));
-    schedule.m_blocks = (p.seqlen_q + kBlockM - 1) / kBlockM;
-    schedule.section_heads = int(wgmma_section_heads(p));
-    schedule.longest_first = p.window_right >= 0;
-    if (sections && !p.cu_seqlens_q) wgmma_sections(p, schedule.m_blocks, blocks, &schedule.leading, &schedule.leading_section);
+    ForwardWorkList list = forward_work_list(p, kBlockM, blocks);
+    if (sections) add_leading_sections(p, blocks, &list);
     const int slots = (std::max(p.seqlen_q, p.total_q) + kBlockM) / kBlockM;
     std::vector<int> seen(size_t(p.batch) * p.nheads * slots);
     for (int block = 0; block < blocks; ++block)
-        for (int index = block; index < schedule.items; index += blocks) {
-            WgmmaWork w;
-            if (!find_work<kBlockM, kBlockN>(p, schedule, index, w)) continue;
+        for (int index = block; index < list.items; index += blocks) {
+            ForwardWork w;
+            find_work<Tiles<kBlockM, kBlockN>>(p, list, index, w);
+            if (w.state != WorkState::kRows) continue;
             ++seen[(size_t(w.batch) * p.nheads + w.head) * slots + w.row0 / kBlockM];
             if (w.head == 0) check_block<kBlockM, kBlockN>(p, w);
         }
@@ -64,8 +72,8 @@ void check_items(const AttentionParams& p, int blocks, bool sections) {
             }
 }
 
-// ---- backward: every key block once and, where blocks take turns, in the order of the turns; the query tiles it meets are those that
-// meet it, it walks through all of them, and no visible pair is missed ----
+// ---- backward: every key block is computed once and, where blocks take turns, in the order of the turns. Its query tiles are exactly
+// those whose range of key blocks contains it. It walks through all of them, and no visible pair is missed ----
 
 template <int kBlockM, int kBlockN>
 void check_key_blocks(const AttentionParams& p, bool in_order) {
@@ -73,7 +81,8 @@ void check_key_blocks(const AttentionParams& p, bool in_order) {
     schedule.n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
     schedule.section_heads = int(backward_section_heads(p));
     schedule.by_section = p.window_right >= 0 || in_order;
-    const BackwardPlan plan{64, 64, kBlockM, kBlockN, 2, true};
+    BackwardPlan plan;
+    plan.headdim = plan.headdim_v = 64, plan.block_m = kBlockM, plan.block_n = kBlockN;
     schedule.in_order = in_order, schedule.blocks = int(backward_blocks(p, plan));
     const bool descending = in_order && p.window_right >= 0;
     std::vector<int> found(size_t(p.batch) * p.nheads_k);  // blocks of the head so far
@@ -154,7 +163,7 @@ struct alignas(1024) TileSmem {
     uint64_t full;
 };
 
-// kD: columns multiplied, of kColumns in shared memory.
+// kD: the columns that are multiplied, of the kColumns in shared memory.
 template <typename T, int kD, int kBlockN, int kDV>
 __global__ void __launch_bounds__(128, 1)
     tile_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
@@ -202,11 +211,11 @@ __global__ void __launch_bounds__(128, 1)
     }
 }
 
-// headdim and headdim_v may be below kD and kDV: the copy engine fills with zeros.
+// headdim and headdim_v may be below kD and kDV; the copy engine fills the rest with zeros.
 template <typename T, int kD, int kBlockN, int kDV>
 void test_tile(const char* type, int headdim, int headdim_v) {
     constexpr int kColumns = (kD + 63) / 64 * 64, kColumnsV = (kDV + 63) / 64 * 64;
-    const int rows_k = kBlockN - 3;  // and with zeros past the last key
+    const int rows_k = kBlockN - 3;  // the copy engine fills the rows past the last key with zeros
     T *q, *k, *v, *K;
     float *S, *O;
     cudaMallocManaged(&q, 64 * headdim * sizeof(T)), cudaMallocManaged(&k, rows_k * headdim * sizeof(T)),
@@ -266,18 +275,18 @@ void test_tiles(const char* type) {
     test_tile<T, 256, 64, 256>(type, 256, 256);
 }
 
-// The text of a tensor map that cannot be made names the tensor and quotes the driver.
+// When a tensor map cannot be made, the text names the tensor and quotes the driver.
 void test_failed_map() {
     CUtensorMap map;
     int loads = 0;
     alignas(16) unsigned char memory[16];
     const cudaError_t error =
-        encode_tiles({"values", memory, true, 64, 64, 1, 1, 24, 0, 0, 64, 64}, &map, &loads);  // 24: no multiple of 16
+        encode_tiles({"values", memory, true, 64, 64, 1, 1, 24, 0, 0, 64, 64}, &map, &loads);  // 24 is no multiple of 16
     const std::string why = tensor_map_failure();
     EXPECT(error == cudaErrorInvalidValue, "a stride of 24 bytes: %s", cudaGetErrorString(error));
     EXPECT(why.find("the tensor map of values (data=") == 0 && why.find("CUDA_ERROR_INVALID_VALUE") != std::string::npos, "%s",
            why.c_str());
-    EXPECT(!*tensor_map_failure(), "it is told once");
+    EXPECT(!*tensor_map_failure(), "the same failure is reported twice");
 }
 
 }  // namespace
@@ -289,10 +298,10 @@ int main() {
     const bool hopper = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&
                         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0) == cudaSuccess && major == 9 && minor == 0;
     if (!hopper) {
-        std::printf("no Hopper GPU: tiles not run\n");
+        std::printf("no Hopper GPU: tiles not tested\n");
         return failures ? 1 : 77;
     }
-    cudaFree(nullptr);  // makes the context current, which the driver wants
+    cudaFree(nullptr);  // makes the context current, which the driver needs
     test_failed_map();
     test_tiles<__nv_bfloat16>("bf16");
     test_tiles<__half>("fp16");

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from .. import backward_kernels, kernels
 from .._library import load
-from . import report, small_ops, suites
-from .machine import DTYPES, SHORT, BenchError, device_slug, library_has_cuda, open_machine
+from . import attention, block, decode, linear, llama, overhead, prefill, profile, report, small_ops
+from .machine import DTYPES, SHORT, BenchError, device_slug, library_has_cuda
+from .rows import timed
+from .suite import SUITES, Suite
 from .systems import PEERS
 from .timing import QUICK, Protocol
+
+MODULES = attention, profile, prefill, decode, llama, block, overhead, linear, small_ops  # of suites
+
+
+def _about(suite: Suite) -> str:
+    first, *rest = suite.about.splitlines()
+    return "\n".join([f"{suite.name:<16} {first}", *(f"{'':<16} {line}" for line in rest)])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,11 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flash_attn_minimal bench",
         description="Check, then time, then write JSON, a table and pictures. PyTorch, when installed, brings peers.",
-        epilog=f"suites:\n{suites.__doc__.partition(chr(10) * 2)[2]}",
+        epilog="suites:\n" + "\n".join(map(_about, SUITES.values())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--suite", choices=list(suites.SUITES), help="default: forward on a GPU, cpu without one")
+    add("--suite", choices=list(SUITES), help="default: forward on a GPU, cpu without one")
     add("--device", choices=["cpu", "cuda"], help="default: cuda when there is a GPU")
     add(
         "--framework",
@@ -122,8 +128,9 @@ def _run(options, parser, argv) -> int:
         options.suite = "cpu" if options.device == "cpu" or not library_has_cuda() else "forward"
         if options.suite == "cpu":
             options.device = None
+    suite = SUITES[options.suite]
     for name, value in vars(options).items():
-        if value is not None and name not in suites.SUITES[options.suite].options | {"suite", "plot_only"}:
+        if value is not None and name not in suite.options | {"suite", "plot_only"}:
             parser.error(f"--{name.replace('_', '-')} has no meaning in suite {options.suite}")
     if options.heads_k and not options.heads:
         parser.error(f"--heads-k {options.heads_k} needs --heads")
@@ -135,41 +142,10 @@ def _run(options, parser, argv) -> int:
     protocol.rounds = options.rounds or protocol.rounds
     protocol.sustained = bool(options.sustained)
 
-    if options.suite in ("ops", "overhead"):
-        machine, outcome = (small_ops.run if options.suite == "ops" else suites.overhead)(options, protocol)
-    elif options.suite == "linear":
-        from . import linear
-
-        machine, outcome = linear.run(options, protocol)
-    elif options.suite == "decode":
-        from . import decode
-
-        machine, outcome = decode.run(options, protocol)
-    elif options.suite == "block":
-        from . import block
-
-        machine, outcome = block.run(options, protocol)
-    elif options.suite == "llama":
-        from . import llama
-
-        machine, outcome = llama.run(options, protocol)
-    elif options.suite == "prefill":
-        from . import prefill
-
-        machine, outcome = prefill.run(options, protocol)
-    else:
-        machine = open_machine("cpu" if options.suite == "cpu" else options.device, options.framework)
-        usual = suites.SUITES[options.suite].dtype or ("bfloat16" if machine.device == "cuda" else "float32")
-        options.dtype = options.dtype or usual
-        options.allow_tf32 = options.allow_tf32 or options.suite == "float32"
-        options.backward = options.backward or options.suite.startswith("backward")
-        if options.allow_tf32 and options.dtype != "float32":
-            raise BenchError(f"--allow-tf32 needs --dtype fp32, not {SHORT[options.dtype]}")
-        _check_kernels(options, machine)
-        if options.suite == "profile":
-            return _profile(options, machine)
-        print(f"{machine.title}, {SHORT[options.dtype]}, {machine.framework} arrays", flush=True)
-        outcome = suites.run(options, machine, protocol)
+    found = suite.run(options, protocol)
+    if isinstance(found, int):  # nothing to write
+        return found
+    machine, outcome = found
     # The folder is nobody's business but the caller's: the recorded command reproduces the numbers without it.
     command = shlex.join(["python", "-m", "flash_attn_minimal", "bench", *_without_output(argv)])
     data = report.result(options.suite, command, machine, outcome)
@@ -177,42 +153,10 @@ def _run(options, parser, argv) -> int:
     status = _written(report.write(data, folder))
     if outcome.wrong:
         print(f"{outcome.wrong} wrong answers", file=sys.stderr)
-    if not report.attention_rows(data) and not any("us" in row for row in outcome.rows if options.suite == "ops"):
+    if not timed(data):
         print("nothing was timed", file=sys.stderr)
         return 1
     return 1 if outcome.wrong else status
-
-
-def _check_kernels(options, machine):
-    table = backward_kernels() if options.backward else kernels()
-    known = [kernel["name"] for kernel in table if kernel["device"] == machine.device]
-    named = options.kernel or suites.SUITES[options.suite].kernels
-    for name in named:
-        if name not in known and name != "best":
-            raise BenchError(
-                f"--kernel {','.join(named)}: {name!r} is none of best, {', '.join(known)} on {machine.device}"
-            )
-    if options.threads and machine.device == "cuda":
-        raise BenchError(f"--threads {options.threads} has no meaning on a GPU")
-    if len(options.kernel or ()) > 1 and options.suite == "profile":
-        raise BenchError(f"--kernel {','.join(options.kernel)}: suite profile takes one kernel")
-    if options.kernel == ["best"] and options.suite == "profile":
-        options.kernel = None
-
-
-def _profile(options, machine) -> int:
-    try:
-        if options.inner:
-            return suites.profile_inner(options, machine)
-        if options.run:
-            command = suites.profile_command(options, machine, sys.executable)
-            if shutil.which(command[0]) is None:
-                raise BenchError(f"{command[0]} is not on PATH; without --run the command is printed")
-            return subprocess.run(command).returncode
-        print(shlex.join(suites.profile_command(options, machine, "python")))
-        return 0
-    except suites.Refused as refusal:
-        raise BenchError(str(refusal)) from None
 
 
 def _without_output(argv: list[str]) -> list[str]:

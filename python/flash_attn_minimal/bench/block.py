@@ -14,17 +14,20 @@ from typing import Any
 
 import numpy as np
 
+from .._progress import Progress
+from .._report import table as markdown_table
 from ..llama.cache import KVCache
+from ..llama.checkpoint import STACKED, Checkpoint
 from ..llama.engine import Engine
 from ..llama.host import Host
 from ..llama.model import Llama, Rows, blocks, load_layer
 from ..llama.synthetic import SHAPES, RandomTensors
 from ..llama.w4 import FORMATS, quantize
-from ..llama.weights import STACKED, Checkpoint
-from ..quantized import PackedW4
+from ..transformer.quantized import PackedW4
+from .figure import MINE, figure_of, set_title
 from .llama import TOLERANCE, DeviceTensors, fill, logit_error, times
 from .machine import Meter, library_has_cuda, load_average, open_machine
-from .suites import Outcome, Progress, rounded
+from .suite import Outcome, Suite, register, rounded
 from .timing import Protocol
 
 LAYERS, CHECKED = 6, 2  # blocks of a launch; whose result is compared
@@ -206,8 +209,6 @@ def _steps(machine, name: str, dtype: str, batches, seed: int, protocol: Protoco
 
 
 def table(data: dict, _: list[dict]) -> list[str]:
-    from .report import table as markdown_table
-
     lines, gpu = [], "gpu" in data["machine"]
     titles = {"block": "One block, us", "model": "Decode step of the whole model, us"}
     for kind, title in titles.items():
@@ -231,10 +232,8 @@ def table(data: dict, _: list[dict]) -> list[str]:
 
 def picture(data: dict, _: list[dict]):
     """How many times faster than with 16 bits, over the batch."""
-    from .plots import MINE, _figure, _title
-
     rows = [row for row in data["rows"] if row["pass"] == "block" and "us" in row]
-    figure, [[axis]] = _figure(1, 1, 6.5, 4)
+    figure, [[axis]] = figure_of(1, 1, 6.5, 4)
     wide = {row["batch"]: row["us"] for row in rows if row["dtype"] not in FORMATS}
     for i, weights in enumerate(FORMATS):
         mine = sorted((row["batch"], wide[row["batch"]] / row["us"]) for row in rows if row["dtype"] == weights)
@@ -247,5 +246,20 @@ def picture(data: dict, _: list[dict]):
     axis.set(xlabel="sequences at once", ylabel="times as fast as with 16-bit weights")
     if axis.lines[1:]:  # something beside the line at 1
         axis.legend()
-    _title(figure, data, f"A Transformer block of {rows[0]['model']} shape, one token a step")
+    set_title(figure, data, f"A Transformer block of {rows[0]['model']} shape, one token a step")
     return figure
+
+
+register(
+    Suite(
+        name="block",
+        about="a Transformer block of a 7B shape and decode steps of whole models, with 16-bit and with 4-bit weights",
+        options=frozenset({"device", "rounds", "quick", "seed", "output"}),
+        run=run,
+        table=table,
+        pictures={"": picture},
+        how="median of the bursts, all weights in shuffled turns, host time of queued launches",
+        device_time=False,
+        checked="every result compared first with that of the same numbers in 16-bit matrices",
+    )
+)

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import flash_attn_with_kvcache, kvcache_query
-from .machine import DTYPES, Meter, load_average, open_machine
-from .suites import Outcome, Progress, rounded
-from .systems import Refused, only
+from .._progress import Progress
+from .._report import table as markdown_table
+from .figure import figure_of, set_title
+from .machine import DTYPES, SHORT, Meter, load_average, open_machine
+from .rows import label
+from .suite import Outcome, Suite, register, rounded
+from .systems import LABELS, Refused, only
 from .timing import Protocol, interleave
 
 
@@ -41,7 +45,7 @@ LARGE = [
         (128, 2048, 32, 8),
     )
 ]  # fmt: skip
-SHORT = [Point(1, seqlen, 12, 12, 64) for seqlen in (128, 512, 1024)] + [Point(1, 256, 32, 8, 128)]
+FEW_KEYS = [Point(1, seqlen, 12, 12, 64) for seqlen in (128, 512, 1024)] + [Point(1, 256, 32, 8, 128)]
 CPU = [Point(1, 1024, 8, 8, 64), Point(4, 1024, 16, 4, 64)]
 QUICK = {"cuda": [LARGE[0], LARGE[6]], "cpu": CPU[:1]}
 PAGES = (16, 64)
@@ -171,7 +175,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     machine = open_machine(options.device, "torch")
     gpu = machine.device == "cuda"
     dtype = options.dtype or ("bfloat16" if gpu else "float32")
-    points = QUICK[machine.device] if options.quick else LARGE + SHORT if gpu else CPU
+    points = QUICK[machine.device] if options.quick else LARGE + FEW_KEYS if gpu else CPU
     outcome = Outcome(load=load_average())
     print(f"{machine.title}, {dtype}, {machine.framework} arrays", flush=True)
     with Meter(machine) as meter, Progress(len(points), "decode") as progress:
@@ -233,3 +237,72 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
         parts.append(f"{name} {measured['us']:.1f} us ({measured['tbps']:.2f} TB/s)")
     machine.release()
     return "; ".join(parts + notes)
+
+
+# ---- the table and the picture ----
+
+
+def table(data: dict, rows: list[dict]) -> list[str]:
+    """One line for each point: microseconds and TB/s of every system, then ours over the fastest peer and the read."""
+
+    def name(row):
+        if row["system"] != "ours":
+            return row["system"]
+        page = f"paged {row['page_size']}" * bool(row["page_size"])
+        return " ".join(filter(None, ["ours", page, SHORT.get(row["cache_dtype"], row["cache_dtype"])]))
+
+    names = list(dict.fromkeys(map(name, rows)))
+    points: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        key = tuple(row[x] for x in ("batch", "seqlen_k", "nheads", "nheads_k", "headdim"))
+        points.setdefault(key, {})[name(row)] = row
+    body = []
+    for (batch, keys, nheads, nheads_k, headdim), found in points.items():
+        cells = [f"{found[n]['us']:.1f} ({found[n]['tbps']:.2f})" if n in found else "" for n in names]
+        mine = found.get(names[0], {}).get("us")
+        peers = [row["us"] for row in found.values() if row["system"] not in ("ours", "read")]
+        over = f"{min(peers) / mine:.2f}" if mine and peers else ""
+        share = f"{found['read']['us'] / mine:.2f}" if mine and "read" in found else ""
+        body.append([str(batch), str(keys), f"{nheads}/{nheads_k}", str(headdim), *cells, over, share])
+    labels = [LABELS.get(n, n) for n in names]
+    head = ["batch", "keys", "heads", "headdim", *labels, "**speed over the best peer**", "**share of the read**"]
+    return ["## Microseconds of a call (TB/s of keys and values)", "", *markdown_table(head, body)]
+
+
+def picture(data: dict, rows: list[dict]):
+    """TB/s of keys and values at every point, a bar for each system on the plain cache."""
+    rows = [
+        row for row in rows if row["system"] != "ours" or (row["cache_dtype"] == row["dtype"] and not row["page_size"])
+    ]
+    points = list(
+        dict.fromkeys(tuple(row[x] for x in ("batch", "seqlen_k", "nheads", "nheads_k", "headdim")) for row in rows)
+    )
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    figure, [[axis]] = figure_of(1, 1, max(6, 0.9 * len(points)), 4.2)
+    for i, system in enumerate(systems):
+        mine = {
+            tuple(r[x] for x in ("batch", "seqlen_k", "nheads", "nheads_k", "headdim")): r["tbps"]
+            for r in rows
+            if r["system"] == system
+        }
+        x = [j + (i - (len(systems) - 1) / 2) * 0.8 / len(systems) for j in range(len(points))]
+        axis.bar(x, [mine.get(point, 0) for point in points], 0.8 / len(systems), label=label(system))
+    names = [f"{batch} x {keys}\n{nheads}/{nheads_k} x {headdim}" for batch, keys, nheads, nheads_k, headdim in points]
+    axis.set_xticks(range(len(points)), names, fontsize=7)
+    axis.set_ylabel("TB/s")
+    set_title(figure, data, "One query token against a cache: keys and values read (more is better)")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(systems))
+    return figure
+
+
+register(
+    Suite(
+        name="decode",
+        about="one query token against caches of 128 to 131072 keys: contiguous, paged, 8-bit; beside cuDNN,\n"
+        "FlashAttention-2 and a kernel that only reads the cache",
+        options=frozenset({"device", "dtype", "kernel", "rounds", "quick", "seed", "output"}),
+        run=run,
+        table=table,
+        pictures={"": picture},
+    )
+)

@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import ops
-from .._library import W4_FORMATS
-from ..quantized import W4Weight
+from .._progress import Progress
+from .._report import table as markdown_table
+from ..transformer import ops
+from ..transformer._library import W4_FORMATS
+from ..transformer.quantized import W4Weight
+from .figure import MINE, figure_of, legend, set_title
 from .machine import BenchError, Meter, load_average, open_machine
-from .suites import Outcome, Progress, rounded
+from .rows import label, number
+from .suite import Outcome, Suite, register, rounded
+from .systems import LABELS
 from .timing import Protocol, interleave
 
 SHAPES = ((14336, 4096), (4096, 14336), (8192, 8192), (4096, 4096))  # out_features, in_features
@@ -109,15 +114,10 @@ def _one(machine, weights: Weights, shape, dtype: str, options, protocol, meter,
     base = {"suite": "linear", "pass": PASS, "dtype": dtype, "m": m, "n": n, "k": k}
     timed, notes = [], []
     for format in FORMATS:
-        # A kernel, whether it is launched programmatically, and the mode: what a model gets; what a plain call gets;
-        # and that one launched programmatically, the fastest where such products follow each other.
+        # A kernel, whether it is launched programmatically, and the mode: as in a model, and as a plain call.
         ways = [(kernel, gpu, "programmatic") for kernel in options.kernel or ["best"]]
         if ("best", True, "programmatic") in ways:
             ways.append(("best", False, "plain"))
-            packed = weights.packed[format][0]
-            of_model, of_call = (ops.linear_query(x, packed, programmatic=way).kernel for way in (True, False))
-            if of_model != of_call:
-                ways.append((of_call, True, "in a row"))
         for kernel, programmatic, mode in ways:
             product = Product(machine, x, weights.packed[format], None if kernel == "best" else kernel, programmatic)
             if product.plan.status != "FA_OK":
@@ -126,7 +126,7 @@ def _one(machine, weights: Weights, shape, dtype: str, options, protocol, meter,
                 continue
             err, budget = judge(machine, product, weights.exact[format], n)
             row = base | {"system": "ours", "kernel": product.plan.kernel, "weights": format}
-            row |= {"forced": True} if kernel != "best" and mode != "in a row" else {}
+            row |= {"forced": True} if kernel != "best" else {}
             row |= {"max_err": err, "err_budget": budget}
             row |= {"mode": mode} if gpu else {}
             if err <= budget:
@@ -168,15 +168,13 @@ def grouped(rows: list[dict]) -> dict[tuple[int, int], dict[int, dict[str, dict]
         name = "peer"
         if row["system"] == "ours":
             name = row["weights"] + (f" {row['kernel']}" if row.get("forced") else "")
-            name += {"plain": ", plain launch", "in a row": ", in a row"}.get(row.get("mode"), "")
+            mode = row.get("mode", "programmatic")
+            name += {"programmatic": "", "plain": ", plain launch"}.get(mode, f", {mode}")
         found.setdefault((row["n"], row["k"]), {}).setdefault(row["m"], {})[name] = row
     return found
 
 
 def table(data: dict, rows: list[dict]) -> list[str]:
-    from .report import LABELS, number
-    from .report import table as markdown_table
-
     peer = next((LABELS.get(row["system"], row["system"]) for row in rows if row["system"] != "ours"), "peer")
     lines = []
     for (n, k), counts in grouped(rows).items():
@@ -193,3 +191,40 @@ def table(data: dict, rows: list[dict]) -> list[str]:
         lines += [f"## {n} x {k}: microseconds (speed over {peer})", ""]
         lines += [*markdown_table(["rows of x", peer, *names, "kernel"], body), ""]
     return lines[:-1]
+
+
+def picture(data: dict, rows: list[dict]):
+    """Speed over the framework's own product against the rows of x, a panel for each weight."""
+    panels = grouped(rows)
+    figure, axes = figure_of(math.ceil(len(panels) / 2), min(2, len(panels)), 9, 1.2 + 2.9 * math.ceil(len(panels) / 2))
+    for axis, ((n, k), counts) in zip(axes.flat, panels.items(), strict=False):
+        names = dict.fromkeys(name for found in counts.values() for name in found if name != "peer")
+        for i, name in enumerate(name for name in names if not name.endswith("plain launch")):
+            line = [(m, found["peer"]["us"] / found[name]["us"]) for m, found in counts.items() if name in found]
+            axis.plot(*zip(*line, strict=True), color=MINE[i % len(MINE)], marker="oDP*X"[i % 5], label=name)
+        axis.axhline(1, color="0.5", linewidth=1, linestyle="--")
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axis.set_ylim(bottom=0)
+        axis.set_title(f"{n} x {k}")
+        axis.set_xlabel("rows of x")
+        axis.set_ylabel(f"speed over {data_label(rows)}")
+    set_title(figure, data, "Products with 4-bit weights over the same with 16-bit ones (more is better)")
+    legend(figure, axes)
+    return figure
+
+
+def data_label(rows: list[dict]) -> str:
+    return next((label(row["system"]) for row in rows if row["system"] != "ours"), "the peer")
+
+
+register(
+    Suite(
+        name="linear",
+        about="products with 4-bit weights over the rows of x, beside the framework's own with 16-bit ones",
+        options=frozenset({"device", "framework", "dtype", "kernel", "rounds", "quick", "seed", "output"}),
+        run=run,
+        table=table,
+        pictures={"": picture},
+    )
+)

@@ -15,15 +15,19 @@ from typing import Any
 
 import numpy as np
 
+from .._progress import Progress
+from .._report import table as markdown_table
 from ..llama.attend import ATTENTIONS
+from ..llama.checkpoint import Checkpoint
 from ..llama.engine import Engine
 from ..llama.host import Host
 from ..llama.model import Llama
 from ..llama.synthetic import SHAPES, RandomTensors
 from ..llama.w4 import FORMATS, quantize
-from ..llama.weights import Checkpoint
-from .machine import BenchError, Meter, library_has_cuda, load_average, open_machine
-from .suites import Outcome, Progress, rounded
+from .figure import LINES, figure_of, legend, set_title
+from .machine import SHORT, BenchError, Meter, library_has_cuda, load_average, open_machine
+from .rows import number
+from .suite import Outcome, Suite, register, rounded
 from .timing import Protocol, Timing
 
 POSITIONS = (1, 100, 500, 1000)
@@ -223,3 +227,70 @@ def times(device, steps: dict[str, Callable], protocol: Protocol, seed: int) -> 
         for name in order.sample(list(steps), len(steps)):
             timings[name].bursts.append(burst(steps[name], counts[name]) * 1e6)
     return timings
+
+
+# ---- the table and the picture ----
+
+
+def step_dtype(row: dict) -> str:
+    """fp32, or fp32/fp16 for float32 matrices with a float16 cache."""
+    kinds = dict.fromkeys((row["dtype"], row["cache_dtype"]))
+    return "/".join(SHORT.get(kind, kind) for kind in kinds)
+
+
+def table(data: dict, rows: list[dict]) -> list[str]:
+    """One line for each model, dtype and batch, steps/s at each position; then what flash attention gains."""
+    positions = sorted({row["position"] for row in rows})
+    body = []
+    names = list(dict.fromkeys((row["model"], step_dtype(row), row["batch"]) for row in rows))
+    for name in names:
+        mine = [row for row in rows if (row["model"], step_dtype(row), row["batch"]) == name]
+        found = {(row["kernel"], row["position"]): row for row in mine}
+        start = [*map(str, name)]
+        for kernel in ("flash", "standard"):
+            mine = [found.get((kernel, position)) for position in positions]
+            body.append([*start, kernel, *(number(row["steps_per_s"]) if row else "" for row in mine)])
+            if kernel == "flash":
+                body.append([*start, "of the limit", *(f"{row['share']:.0%}" if row else "" for row in mine)])
+        pairs = [(found.get(("flash", p)), found.get(("standard", p))) for p in positions]
+        gains = [f"{standard['us'] / flash['us']:.2f}" if flash and standard else "" for flash, standard in pairs]
+        body.append([*start, "**flash over standard**", *gains])
+    head = ["model", "matrices/cache", "batch", "attention", *(f"position {position}" for position in positions)]
+    return ["## Decode steps/s of the whole batch, more is better", "", *markdown_table(head, body)]
+
+
+def picture(data: dict, rows: list[dict]):
+    """Steps/s over position, a panel for each model and batch, a line for each dtype and attention."""
+    panels = list(dict.fromkeys((row["model"], row["batch"]) for row in rows))
+    dtypes = list(dict.fromkeys(step_dtype(row) for row in rows))  # a colour each, in all panels
+    figure, axes = figure_of(1, len(panels), max(6, 3.1 * len(panels)), 3.9)
+    for axis, (model, batch) in zip(axes[0], panels, strict=True):
+        mine = [row for row in rows if (row["model"], row["batch"]) == (model, batch)]
+        for dtype in dict.fromkeys(step_dtype(row) for row in mine):
+            color = LINES[dtypes.index(dtype) % len(LINES)]
+            for kernel, line, marker in (("flash", "-", "o"), ("standard", "--", "v")):
+                line_of = [row for row in mine if (step_dtype(row), row["kernel"]) == (dtype, kernel)]
+                x, y = zip(*sorted((row["position"], row["steps_per_s"]) for row in line_of), strict=True)
+                axis.plot(x, y, line, marker=marker, color=color, label=f"{kernel}, {dtype}", markersize=4)
+        axis.set_title(f"{model}, batch {batch}")
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("position")
+    axes[0][0].set_ylabel("decode steps/s")
+    set_title(figure, data, "Whole models, one token a step (more is better)")
+    legend(figure, axes)
+    return figure
+
+
+register(
+    Suite(
+        name="llama",
+        about="decode steps of whole models over position, flash and standard attention (--seqlen: the positions)",
+        options=frozenset({"device", "dtype", "model", "batch", "seqlen", "rounds", "quick", "seed", "output"}),
+        run=run,
+        table=table,
+        pictures={"": picture},
+        how="median of the bursts, both attentions in shuffled turns, host time of queued steps",
+        device_time=False,
+        checked="logits of both compared first",
+    )
+)

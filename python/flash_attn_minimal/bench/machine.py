@@ -12,17 +12,16 @@ queues launches 0 .. count - 1; `seconds(burst)` says how long the device takes 
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from .._library import FlashAttnError
+from .._library import FlashAttnError, load
+from .._report import cpu_model
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}  # bytes
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
@@ -322,8 +321,6 @@ def open_machine(device: str | None, framework: str | None):
 
 
 def library_has_cuda() -> bool:
-    from .._library import load
-
     return load().fa_cuda_device_count() > 0
 
 
@@ -338,18 +335,6 @@ def cores() -> int:
 def load_average() -> float | None:
     """Processes that ran or waited for a core over the last minute."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-def cpu_model() -> str:
-    """`Intel Xeon Platinum 8480C`, never a host name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2] for line in lines if line.startswith(("model name", "Model")))
-    except (OSError, StopIteration):
-        name = f"{platform.machine()} processor"
-    for noise in ("(R)", "(TM)", "(r)", "(tm)", "CPU", "Processor"):
-        name = name.replace(noise, " ")
-    return " ".join(name.partition("@")[0].split())
 
 
 def device_slug(machine) -> str:

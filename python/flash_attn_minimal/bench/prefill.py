@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from .. import flash_attn_func, flash_attn_with_kvcache, kvcache_query, query
+from .._progress import Progress
+from .._report import table as markdown_table
 from .check import FACTOR, FLOOR, attend
 from .machine import DTYPES, SHORT, Meter, load_average, open_machine
-from .suites import Outcome, Progress, rounded, speed_text
+from .rows import number, unit
+from .suite import Outcome, Suite, register, rounded, speed_text
 from .timing import Protocol, interleave
 
 ROWS = 16  # of a head that are checked
@@ -149,3 +152,47 @@ def _judge(machine, chunk: Chunk, dtype: str, q, k, v, out) -> tuple[float, floa
         plain = max(plain, float(np.abs(attend(qh[rows], kh, vh, at, True, dtype) - exact).max()))
         err = max(err, float(np.abs(machine.host(out[b, :, h])[rows] - exact).max()))
     return err, FACTOR * plain + FLOOR[dtype]
+
+
+# ---- the table ----
+
+
+def table(data: dict, rows: list[dict]) -> list[str]:
+    """One line for each shape, one column for each place of the keys."""
+    name, scale = unit(data)
+    keys = ("headdim", "batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k")
+    lines: list[str] = []
+    for latent, title in (
+        (False, f"Chunks of queries, {name}"),
+        (True, f"Latent attention, TB/s of the cache and {name}"),
+    ):
+        shapes: dict[tuple, dict[str, str]] = {}
+        chosen = [row for row in rows if (row["headdim"] != row["headdim_v"]) == latent]
+        for row in chosen:
+            speed = number(row["tflops"] * scale)
+            found = shapes.setdefault(tuple(row[key] for key in keys), {})
+            found[row["layout"]] = f"{row['tbps']:.2f}, {speed}" if latent else speed
+        layouts = list(dict.fromkeys(row["layout"] for row in chosen))
+        body = [
+            [*map(str, shape[:4]), f"{shape[4]}/{shape[5]}", *(found.get(layout, "") for layout in layouts)]
+            for shape, found in shapes.items()
+        ]
+        if body:
+            lines += [
+                f"## {title}",
+                "",
+                *markdown_table(["headdim", "batch", "queries", "keys", "heads", *layouts], body),
+                "",
+            ]
+    return lines[:-1]
+
+
+register(
+    Suite(
+        name="prefill",
+        about="causal chunks against caches, contiguous and paged, beside the same without a cache; latent attention",
+        options=frozenset({"device", "framework", "dtype", "rounds", "quick", "seed", "output"}),
+        run=run,
+        table=table,
+    )
+)

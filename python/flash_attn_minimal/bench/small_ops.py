@@ -9,9 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import ops
-from .. import reference_ops as reference
+from .._progress import Progress
+from .._report import table as markdown_table
+from ..transformer import ops
+from ..transformer import reference_ops as reference
 from .machine import SHORT, Meter, load_average, open_machine
+from .suite import Outcome, Suite, register, rounded
+from .timing import Protocol, interleave
 
 STORY = [(768, 768), (2304, 768), (4096, 768), (768, 2048), (32000, 768)]  # (out, in) of a 110M-parameter Llama
 LARGE = [(4096, 4096), (12288, 4096), (22016, 4096), (4096, 11008), (32000, 4096)]  # and of a 7B one
@@ -135,14 +139,10 @@ class Step:
         return sum(w.nbytes for layer in self.layers for w in layer.values()) * 1e-12 + self.head.nbytes * 1e-12
 
 
-def run(options, protocol):
-    """As suites.run: the machine and what was found."""
-    from . import suites
-    from .timing import interleave
-
+def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     machine = open_machine(options.device, options.framework)
     gpu = machine.device == "cuda"
-    outcome = suites.Outcome(load=load_average())
+    outcome = Outcome(load=load_average())
     sixteen_bit = "bfloat16" if machine.framework == "torch" else "float16"  # CuPy may have no bfloat16
     cases = shapes(gpu, bool(options.quick), sixteen_bit)
     print(f"{machine.title}, {machine.framework} arrays", flush=True)
@@ -155,9 +155,9 @@ def run(options, protocol):
             del row["tflops"]
             if terabytes:
                 row["tbps"] = terabytes / (row["us"] * 1e-6)
-            outcome.rows.append(suites.rounded(row))
+            outcome.rows.append(rounded(row))
 
-    with Meter(machine) as meter, suites.Progress(len(cases) + 2, "ops") as progress:
+    with Meter(machine) as meter, Progress(len(cases) + 2, "ops") as progress:
         for case in cases:
             linear = Linear(machine, **case)
             what = f"{linear.n} x {linear.k}, {linear.m} rows, {SHORT[linear.dtype]}"
@@ -242,8 +242,6 @@ def small(machine, gpu: bool, sixteen_bit: str):
 
 
 def table(data: dict, rows: list[dict]) -> list[str]:
-    from .report import table as markdown_table
-
     rows = [row for row in data["rows"] if "us" in row]
     products: dict[tuple, dict[str, dict]] = {}
     for row in rows:
@@ -280,3 +278,16 @@ def table(data: dict, rows: list[dict]) -> list[str]:
     ]
     lines += ["", "## The other operations", "", *markdown_table(["call", "us", "TB/s"], others)]
     return lines
+
+
+register(
+    Suite(
+        name="ops",
+        about="linear with weights from memory, beside the framework's own product; a decode step of them;\n"
+        "sampling, norms",
+        options=frozenset({"device", "framework", "rounds", "quick", "seed", "output"}),
+        run=run,
+        table=table,
+        titled=False,
+    )
+)

@@ -1,11 +1,13 @@
 """`python -m flash_attn_minimal fuzz`: random calls of every function, right ones and wrong ones, against float64.
 
+    function.py   what a case is about, and what may come out of one
+    attention.py, backward.py, cache.py, small.py, weights.py    what each function's calls are, and what is right
     case.py       a spec (a dict of plain values) drawn from a seed and a number, run, judged
-    attention.py, cache.py, small.py, weights.py    what each function's calls are, and what is right
     invalid.py    calls that must be refused
     arrays.py     the arrays of a call among guards of NaN, on the CPU or the GPU
     judge.py      how far from float64 a result may be
     campaign.py   worker processes under a watchdog; worker.py, the other end; report.py; shrink.py
+    readers.py    damaged files for the readers of files; edits.py, how they are damaged
 
 A finding is printed as a Python call that repeats it: `reproduce(spec, device)`.
 """
@@ -16,7 +18,7 @@ from typing import Any
 
 
 def reproduce(spec: dict[str, Any], device: str = "cpu", framework: str | None = None):
-    """Runs one case in this process; returns what came out (a case.Outcome)."""
+    """Runs one case in this process; returns what came out (a function.Outcome)."""
     from .arrays import backend_for
     from .case import run
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import reference_w4
+from ..transformer import reference_w4
 from .judge import Wrong, round_to
 
 GUARD = 2048  # bytes between arrays

@@ -11,8 +11,8 @@ from .. import kvcache, kvcache_quantize, reference
 from . import judge
 from .arrays import Array, as_dtype, normal
 from .attention import INT_OPTIONS, SCORE_OPTIONS, repeated, results_of, runnable
-from .case import Function
 from .draw import Draw
+from .function import Function
 from .judge import Wrong, round_to
 
 E4M3 = "float8_e4m3fn"

@@ -7,8 +7,6 @@ Either is charged to the case it was at, and the campaign goes on.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import os
 import selectors
@@ -23,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from .._library import BadArgument, Unsupported, load
-from . import report
-from .case import CRASH, HANG, STICKY, functions
+from .._progress import Progress, Silent
+from . import readers, report
+from .case import functions
+from .function import CRASH, HANG, STICKY
 from .shrink import shrink
 
 FIRST_SECONDS = 120  # a worker's start: imports, a CUDA context, the first launch
@@ -242,13 +242,13 @@ def campaign(
     workers = workers or len(os.sched_getaffinity(0))
     result = report.Report(about)
     until = time.monotonic() + seconds
-    with progress or report.Silent() as bar:
+    with progress or Silent() as bar:
         try:
             for number, spec, message in outcomes(about, range(first, first + cases), workers, case_seconds, until):
                 finding = result.add(number, spec, message)
                 if finding:
                     bar.say(result.headline(finding))
-                bar.step(result)
+                bar.step(result.speed())
         except KeyboardInterrupt:  # what is known by now is reported
             shrink_seconds = 0
     result.finish()
@@ -312,11 +312,11 @@ def main(argv: list[str]) -> int:
     result = campaign(
         options.device, options.seed, cases, first, options.seconds, options.kernel, options.function,
         options.framework, 1 if one else options.workers, options.case_seconds, options.shrink_seconds,
-        options.shrink_tries, report.Progress(cases),
+        options.shrink_tries, Progress(cases, every=5),
     )  # fmt: skip
     result.command = " ".join(["python -m flash_attn_minimal fuzz", *argv])
-    if options.readers and importlib.util.find_spec(f"{__package__}.readers"):
-        result.add_readers(importlib.import_module(f"{__package__}.readers").run(options.cases, options.seed))
+    if options.readers:
+        result.add_readers(readers.run(options.cases, options.seed))
     print(result.text())
     if options.json:
         options.json.write_text(json.dumps(result.json(), indent=1) + "\n")

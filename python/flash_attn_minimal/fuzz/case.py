@@ -7,128 +7,36 @@ its seed. run(spec, backend) is all that a worker does; it never raises, but for
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .._library import FlashAttnError, OutOfMemory, Unsupported
-from ..attention import Plan
-from .arrays import Arena, Array, size_of
+from . import attention, backward, cache, invalid, small, weights
+from .arrays import Arena, size_of
 from .draw import Draw
+from .function import (
+    EXCEPTION,
+    PASSED,
+    QUERY,
+    REFUSED,
+    SKIPPED,
+    STATUS,
+    STICKY,
+    UNTOUCHED,
+    WRONG,
+    Function,
+    Outcome,
+    World,
+    untouched_by,
+    where,
+)
 from .judge import Wrong
-
-# What may come out of a case. Those of the second line are findings, and so are HANG, CRASH and STICKY.
-PASSED, REFUSED, REJECTED, SKIPPED = "passed", "refused", "rejected", "skipped"
-WRONG, UNTOUCHED, EXCEPTION, ACCEPTED, QUERY, BROKEN = (
-    "wrong answer", "canary", "wrong exception", "not refused", "query disagrees", "campaign broken",
-)  # fmt: skip
-HANG, CRASH, STICKY = "hang", "crash", "sticky CUDA error"
-FINE = (PASSED, REFUSED, REJECTED, SKIPPED)
-
-STATUS = {"FA_BAD_ARGUMENT": "BadArgument", "FA_UNSUPPORTED": "Unsupported", "FA_OUT_OF_MEMORY": "OutOfMemory"}
-
-
-@dataclass
-class Outcome:
-    kind: str
-    kernel: str = ""
-    message: str = ""
-
-    @property
-    def fine(self) -> bool:
-        return self.kind in FINE
-
-
-@dataclass
-class World:
-    """What a case is drawn for."""
-
-    backend: Any
-    kernel: str | None = None  # only this one, where a function has a table of kernels
-    function: str | None = None
-
-
-class Function:
-    """A public function: how its calls are drawn, made and judged. One instance serves all cases."""
-
-    name: str
-    weight = 1.0  # its share of the cases
-    DEFAULTS: dict[str, Any] = {}  # of the spec; an entry that has its default is left out
-    LEAST: dict[str, int] = {}  # the smallest value of a size, where that is not 0 (shrinking)
-    REQUIRED: tuple[str, ...] = ()  # arrays that may not be None
-    FREE: dict[str, tuple[int, ...]] = {}  # axes that may have another size
-    LOOSE: dict[str, tuple[int, ...]] = {}  # likewise axes that may have another size when there is no `out`
-    BAD_OPTIONS: dict[str, tuple] = {}  # values that must be refused
-    any_rank = False  # whether an array with an axis less may be right too
-    queried = False  # whether the query refuses what the call refuses
-    ALIASES: tuple[tuple[str, str], ...] = ()  # (output, input) that may not be the same array
-
-    def kernels(self, backend) -> list[str]:
-        """The names that `kernel` takes on this device; none where there is no choice."""
-        return []
-
-    def draw(self, draw: Draw, backend) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def arrays(self, spec) -> dict[str, Array]:
-        raise NotImplementedError
-
-    def values(self, spec) -> dict[str, np.ndarray]:
-        raise NotImplementedError
-
-    def options(self, spec) -> dict[str, Any]:
-        """The arguments that are no arrays."""
-        return {}
-
-    def query(self, spec, views, options) -> Plan | None:
-        return None
-
-    def exact_query(self, spec) -> bool:
-        """Whether the query is told everything that decides: it is not about arrays that it does not take."""
-        return True
-
-    def call(self, spec, views, options) -> dict[str, Any]:
-        """The results that are no arrays of the arena, by name."""
-        raise NotImplementedError
-
-    def written(self, spec, values) -> dict[str, Any]:
-        """The outputs in the arena, and which part of each the call writes."""
-        return {name: ... for name, array in self.arrays(spec).items() if array.output}
-
-    def judge(self, spec, values, after: Mapping[str, np.ndarray], results: Mapping[str, np.ndarray]) -> None:
-        """Raises Wrong. `after` has every array of the arena as the call left it."""
-        raise NotImplementedError
-
-    def always_served(self, spec) -> bool:
-        """Whether some kernel must take this call: without a name, a refusal is a finding."""
-        return True
-
-    def bad_options(self, spec) -> dict[str, tuple]:
-        """Of BAD_OPTIONS, those that this call looks at."""
-        return self.BAD_OPTIONS
-
-    def bad_contents(self, spec, values, draw: Draw) -> tuple[str, int, int] | None:
-        """An integer array, an index and what it may not hold there."""
-        return None
-
-    def simpler(self, spec) -> Iterator[dict[str, Any]]:
-        """Smaller calls of its own kind, for shrink.py."""
-        return iter(())
-
-    def get(self, spec, key: str) -> Any:
-        return spec.get(key, self.DEFAULTS[key])
-
-    def trimmed(self, spec) -> dict[str, Any]:
-        """Without what is a default anyhow."""
-        return {k: v for k, v in spec.items() if k not in self.DEFAULTS or v != self.DEFAULTS[k]}
 
 
 def functions() -> dict[str, Function]:
-    from . import attention, cache, small, weights
-
-    found = (*attention.FUNCTIONS, *cache.FUNCTIONS, *small.FUNCTIONS, *weights.FUNCTIONS)
+    modules = attention, backward, cache, small, weights
+    found = [function for module in modules for function in module.FUNCTIONS]
     return {function.name: function for function in found}
 
 
@@ -139,15 +47,13 @@ def generate(seed: int, number: int, world: World) -> dict[str, Any]:
     names = [world.function] if world.function else list(known)
     if world.kernel:
         names = [n for n in names if world.kernel in known[n].kernels(world.backend)]
-    weights = np.array([known[n].weight for n in names])
-    function = known[names[int(rng.choice(len(names), p=weights / weights.sum()))]]
+    shares = np.array([known[n].weight for n in names])
+    function = known[names[int(rng.choice(len(names), p=shares / shares.sum()))]]
     draw = Draw(rng)
     kernels = function.kernels(world.backend)
     kernel = world.kernel or (draw.pick(kernels) if kernels and draw.chance(0.65) else None)
     spec = _served(function, kernel, draw, world.backend)
     if draw.chance(0.15):
-        from . import invalid
-
         spec = invalid.mutated(function, spec, draw, world.backend)
     return spec
 
@@ -196,8 +102,6 @@ def run(spec: dict[str, Any], backend) -> Outcome:
     except FlashAttnError as error:  # of what prepares a call, such as packing a weight
         return Outcome(EXCEPTION, spec.get("kernel") or "", f"{type(error).__name__}: {error}")
     if "mutation" in spec:
-        from . import invalid
-
         return invalid.run(function, spec, arena, values, options)
     try:
         plan = function.query(spec, arena.views, options)
@@ -223,11 +127,11 @@ def _launch(function, spec, arena, values, options, plan, kernel) -> tuple[str, 
     except Exception as error:
         if not backend.alive():
             return STICKY, kernel, f"{type(error).__name__}: {error}"
-        untouched = _untouched(arena, {})
+        untouched = untouched_by(arena, {})
         if untouched:
             return UNTOUCHED, kernel, f"after {type(error).__name__} ({error}): {untouched}"
         if not isinstance(error, FlashAttnError):
-            return EXCEPTION, kernel, "".join(traceback.format_exception_only(error)).strip() + _where(error)
+            return EXCEPTION, kernel, "".join(traceback.format_exception_only(error)).strip() + where(error)
         if isinstance(error, Unsupported) and not function.exact_query(spec):
             return REFUSED, kernel, str(error)
         if type(error).__name__ != expected:
@@ -239,7 +143,7 @@ def _launch(function, spec, arena, values, options, plan, kernel) -> tuple[str, 
     if expected:
         return QUERY, kernel, f"the query says {plan.status} {plan.error!r}, but the call ran"
     memory = arena.download()
-    if untouched := _untouched(arena, function.written(spec, values), memory):
+    if untouched := untouched_by(arena, function.written(spec, values), memory):
         return UNTOUCHED, kernel, untouched
     for name, array in results.items():
         if not backend.same_kind(array):
@@ -265,16 +169,3 @@ def _same(what: str, arena: Arena, memory, results, returned) -> None:
     for name, array in results.items():
         if not np.array_equal(arena.backend.numpy(array), returned[name], equal_nan=True):
             raise Wrong(f"{what} returned another {name}")
-
-
-def _untouched(arena: Arena, written, memory=None) -> str:
-    try:
-        arena.check_untouched(arena.download() if memory is None else memory, written)
-        return ""
-    except Wrong as wrong:
-        return str(wrong)
-
-
-def _where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" (at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""

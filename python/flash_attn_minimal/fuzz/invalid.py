@@ -22,9 +22,21 @@ from typing import Any
 import numpy as np
 
 from .._library import BadArgument, FlashAttnError, OutOfMemory
-from . import case
 from .arrays import Arena, itemsize
 from .draw import Draw
+from .function import (
+    ACCEPTED,
+    EXCEPTION,
+    PASSED,
+    QUERY,
+    REJECTED,
+    SKIPPED,
+    STICKY,
+    UNTOUCHED,
+    Outcome,
+    untouched_by,
+    where,
+)
 
 _OTHER = {"int32": "int64", "int64": "int32", "uint8": "float32", "bool": "float32"}
 
@@ -117,7 +129,7 @@ def _wrong_array(kind: str, arena: Arena, name: str, more):
     return arena.backend.view(handle, dtype, tuple(shape), tuple(strides), 0)
 
 
-def run(function, spec, arena: Arena, values, options) -> case.Outcome:
+def run(function, spec, arena: Arena, values, options) -> Outcome:
     kind, name, *more = spec["mutation"]
     backend, kernel = arena.backend, spec.get("kernel") or ""
     survives = False
@@ -136,36 +148,36 @@ def run(function, spec, arena: Arena, values, options) -> case.Outcome:
         function.call(spec, views, options)
         backend.synchronize()
     except OutOfMemory as error:
-        return case.Outcome(case.SKIPPED, kernel, str(error))
+        return Outcome(SKIPPED, kernel, str(error))
     except Exception as error:
         if not backend.alive():
-            return case.Outcome(case.STICKY, kernel, f"{type(error).__name__}: {error}")
+            return Outcome(STICKY, kernel, f"{type(error).__name__}: {error}")
         refusal = error
     if refusal is None and not survives:
-        return case.Outcome(case.ACCEPTED, kernel, f"{spec['mutation']} was not refused")
+        return Outcome(ACCEPTED, kernel, f"{spec['mutation']} was not refused")
     written = {n: ... for n, a in arena.arrays.items() if a.output} if survives and refusal is None else {}
-    untouched = case._untouched(arena, written)
+    untouched = untouched_by(arena, written)
     if untouched:
         after = f" after {type(refusal).__name__} ({refusal})" if refusal else ""
-        return case.Outcome(case.UNTOUCHED, kernel, f"{untouched}{after}")
+        return Outcome(UNTOUCHED, kernel, f"{untouched}{after}")
     if refusal is None:
-        return case.Outcome(case.PASSED, kernel)
+        return Outcome(PASSED, kernel)
     said = f"{type(refusal).__name__}: {refusal}"
     if not isinstance(refusal, expected):
-        return case.Outcome(case.EXCEPTION, kernel, f"{spec['mutation']}: {said}{case._where(refusal)}")
+        return Outcome(EXCEPTION, kernel, f"{spec['mutation']}: {said}{where(refusal)}")
     if (
         not isinstance(refusal, (BadArgument, TypeError))
         and kind != "option"
         and not _unserved(refusal, function, spec)
     ):
-        return case.Outcome(case.EXCEPTION, kernel, f"{spec['mutation']}: {said}, expected BadArgument")
+        return Outcome(EXCEPTION, kernel, f"{spec['mutation']}: {said}, expected BadArgument")
     if (
         function.queried
         and kind not in ("alias", "contents", "keyword")
         and (trouble := _query(function, spec, views, options))
     ):
-        return case.Outcome(case.QUERY, kernel, f"{spec['mutation']}: {trouble}, but the call raised {said}")
-    return case.Outcome(case.REJECTED, kernel, "")
+        return Outcome(QUERY, kernel, f"{spec['mutation']}: {trouble}, but the call raised {said}")
+    return Outcome(REJECTED, kernel, "")
 
 
 def _unserved(refusal: Exception, function, spec) -> bool:

@@ -1,4 +1,4 @@
-"""What came of a campaign: counts, findings, progress on the way."""
+"""What came of a campaign: counts and findings."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import datetime
 import os
 import platform
 import re
-import subprocess
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from .._library import load
-from ..info import gpus, processor
-from .case import FINE, PASSED, REFUSED, REJECTED, functions
+from .._report import commit, cpu_model
+from ..info import gpus
+from .case import functions
+from .function import FINE, PASSED, REFUSED, REJECTED
 
 
 class Report:
@@ -61,6 +60,10 @@ class Report:
             key = (finding["spec"].get("function"), finding["kernel"], finding["kind"], str(mutation))
             seen.setdefault(key, finding)
         return list(seen.values())
+
+    def speed(self) -> str:
+        seconds = time.monotonic() - self.started
+        return f"{seconds:.0f} s, {self.cases / max(seconds, 1e-9):.1f} cases/s, {len(self.findings)} findings"
 
     def headline(self, finding) -> str:
         first = finding["message"].split("\n", 1)[0]
@@ -147,75 +150,5 @@ def describe(spec: dict[str, Any]):
 def machine(device: str) -> str:
     names = gpus() if device == "cuda" else []
     return ", ".join(
-        [*names, processor(), f"{len(os.sched_getaffinity(0))} cores", f"Python {platform.python_version()}"]
+        [*names, cpu_model(), f"{len(os.sched_getaffinity(0))} cores", f"Python {platform.python_version()}"]
     )
-
-
-def commit() -> str | None:
-    """Of the sources: $FLASH_ATTN_COMMIT, else where they lie in a repository."""
-    if named := os.environ.get("FLASH_ATTN_COMMIT"):
-        return named
-    try:
-        said = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-        return said.stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-class Silent:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def say(self, line: str) -> None:
-        pass
-
-    def step(self, report: Report) -> None:
-        pass
-
-
-class Progress(Silent):
-    """A bar on a terminal with rich; anywhere else a line every five seconds."""
-
-    def __init__(self, total: int, every: float = 5.0):
-        self.total, self.every, self.last, self._bar = total, every, time.monotonic(), None
-        if sys.stdout.isatty():
-            try:
-                from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-                from rich.progress import Progress as Bar
-            except ImportError:
-                return
-            self._bar = Bar(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-            self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self):
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_):
-        if self._bar:
-            self._bar.stop()
-
-    def say(self, line: str) -> None:
-        if self._bar:
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(line, flush=True)
-
-    def step(self, report: Report) -> None:
-        seconds = time.monotonic() - report.started
-        text = f"{report.cases / max(seconds, 1e-9):.1f} cases/s, {len(report.findings)} findings"
-        if self._bar:
-            self._bar.update(self._task, advance=1, description=text)
-        elif time.monotonic() - self.last >= self.every:
-            self.last = time.monotonic()
-            print(f"[{report.cases}/{self.total}] {seconds:.0f} s, {text}", flush=True)

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import attention, ops, reference, reference_ops
+from .. import attention, reference
+from ..transformer import ops, reference_ops
 from . import judge
 from .arrays import Array, as_dtype, normal
 from .attention import repeated, runnable
-from .case import Function
 from .draw import Draw
+from .function import Function
 from .judge import EPSILON, Wrong, round_to
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -308,7 +309,8 @@ class Rope(Small):
             if self.get(spec, name):
                 options[name] = True
         if self.get(spec, "rotary_dim"):
-            options["rotary_dim"] = min(spec["rotary_dim"], 2 * self.arrays(spec)["cos"].shape[1])
+            even = max(2, spec["rotary_dim"] // 2 * 2)  # a smaller case may have any
+            options["rotary_dim"] = min(even, 2 * self.arrays(spec)["cos"].shape[1])
         return options
 
     def call(self, spec, views, options):

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import ops, reference_w4
-from ..quantized import BLOCK, W4Weight
+from ..transformer import ops, reference_w4
+from ..transformer.quantized import BLOCK, W4Weight
 from . import judge
 from .arrays import Array
 from .attention import INT_OPTIONS, runnable
-from .case import Function
 from .draw import Draw
+from .function import Function
 from .judge import EPSILON, Wrong, round_to
 from .small import Linear, floats, rows_layout
 

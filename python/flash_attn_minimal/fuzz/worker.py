@@ -22,9 +22,9 @@ def main() -> int:
     os.dup2(2, 1)  # whatever prints, prints beside the protocol
     faulthandler.enable()
 
-    from . import case
     from .arrays import backend_for
-    from .case import Outcome, World, generate, run
+    from .case import generate, run
+    from .function import BROKEN, STICKY, Outcome, World
 
     def say(**message):
         out.write(json.dumps(message) + "\n")
@@ -42,15 +42,15 @@ def main() -> int:
             say(spec=spec)
             outcome = run(spec, world.backend)
         except Exception:
-            outcome = Outcome(case.BROKEN, "", traceback.format_exc(limit=-6))
+            outcome = Outcome(BROKEN, "", traceback.format_exc(limit=-6))
             if not world.backend.alive():
-                outcome.kind = case.STICKY
+                outcome.kind = STICKY
         dtype = (spec or {}).get("dtype", "float32")
         say(
             kind=outcome.kind, kernel=outcome.kernel, message=outcome.message, dtype=dtype,
             function=(spec or {}).get("function", ""), seconds=round(time.perf_counter() - started, 4),
         )  # fmt: skip
-        if outcome.kind == case.STICKY:
+        if outcome.kind == STICKY:
             os._exit(0)  # nothing that was allocated can be given back
     return 0
 

@@ -1,8 +1,10 @@
 """A Llama model on top of the attention kernels: real checkpoints in, text out.
 
     config.py       what a model is: its shape and the constants of its formulas
-    weights.py      its tensors by name; llama2.c checkpoints (v0, v1, v2), memory-mapped
+    checkpoint.py   its tensors by name
+    llama2c.py      llama2.c checkpoints (v0, v1, v2), memory-mapped
     huggingface.py  Hugging Face folders: config.json, *.safetensors, tokenizer.json
+    weights.py      any of these by its path, and the tokenizer that lies with it
     tokenizer.py    byte-pair encoding; reads tokenizer.bin and sentencepiece's tokenizer.model
     model.py        one forward pass over a cache, in terms of a device's operations
     host.py         those operations on the CPU: NumPy, and this library for attention
@@ -18,5 +20,5 @@
     generate.py     the command line: python -m flash_attn_minimal generate CHECKPOINT
     synthetic.py    random models of any shape in the real file formats
 
-Nothing here is imported by the rest of the package.
+Only `bench` and `fuzz` import it, and the command line where it runs it.
 """

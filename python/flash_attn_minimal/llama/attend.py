@@ -1,5 +1,5 @@
-"""Attention over the cache: flash, one call of this library; and standard, in array operations with the whole score
-matrix in memory, which runs without the library and shows what flash attention replaces."""
+"""Attention over the cache: flash, one call of this library; and standard, with the whole score matrix in memory: a
+kernel of the library for the host's decode step, and array operations, which run without the library."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def check_names(attention: str, dtype: str) -> None:
 
 def flash_attention(q: Array, k: Array, v: Array, cache_k: Array, cache_v: Array, rows, rope, config: Config) -> Array:
     """Rotates q and k, appends k and v to the cache, attends: (batch, seqlen, nheads, headdim), one call."""
+    return cached_attention(q, k, v, cache_k, cache_v, rows, rope, config)
+
+
+def cached_attention(
+    q: Array, k: Array, v: Array, cache_k: Array, cache_v: Array, rows, rope, config: Config, kernel: str | None = None
+) -> Array:
+    """flash_attention by any kernel of the library; one of them is standard attention."""
     from .. import flash_attn_with_kvcache
 
     if rows.table is None:
@@ -40,6 +47,7 @@ def flash_attention(q: Array, k: Array, v: Array, cache_k: Array, cache_v: Array
         causal=True,
         window_size=(config.window - 1, -1),
         rotary_interleaved=config.rope_interleaved,
+        kernel=kernel,
         programmatic=True,  # the cache and its lengths were written before the step's first kernel, a plain launch
     )
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from .. import _library
 from .._library import BadArgument, CudaError
-from .._safetensors import numpy_dtype
-from ..quantized import PackedW4, W4Weight
+from ..transformer._safetensors import numpy_dtype
+from ..transformer.quantized import PackedW4, W4Weight
 from .attend import check_names, flash_attention
 from .config import Config
 from .host import in_order
@@ -106,6 +106,7 @@ class Cuda:
 
         self.xp, self.attention = cupy, attention
         self.matrix_dtype, self.dtype = numpy_dtype(dtype), numpy_dtype(cache_dtype)
+        self.between = self.matrix_dtype  # what a product that feeds another writes
         for native in (self.matrix_dtype, self.dtype):
             try:
                 cupy.empty(1, native)
@@ -157,7 +158,7 @@ class Cuda:
 
     def linear(self, x, weight, norm=None, eps=0.0, bias=None, residual=None, swiglu=False, out_dtype=None):
         """As host.Host.linear, the result of out_dtype (None: float32); `residual` is overwritten with the sum."""
-        from .. import ops
+        from ..transformer import ops
 
         out_dtype = out_dtype or np.dtype(np.float32)
         packed = isinstance(weight, PackedW4)
@@ -181,7 +182,7 @@ class Cuda:
 
     def linears(self, products: Sequence[Mapping[str, Any]], ahead: Sequence[Any] = ()) -> list[Any]:
         """As host.Host.linears. With 4-bit weights alone it is a chain, of a few rows a single launch."""
-        from .. import ops
+        from ..transformer import ops
 
         if not all(isinstance(product["weight"], PackedW4) for product in products):
             return in_order(self.linear, products)
@@ -196,7 +197,7 @@ class Cuda:
 
     def _standard_attention(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> Any:
         """In array operations, over the first rows.longest keys of every sequence, those beyond its own masked."""
-        from .. import ops
+        from ..transformer import ops
 
         xp, (batch, seqlen, nheads, headdim), nheads_k = self.xp, q.shape, k.shape[2]
         own = xp.maximum(rows.lengths, 0)[:, None] + xp.arange(seqlen, dtype=np.int32)  # (batch, seqlen) positions
@@ -253,10 +254,14 @@ class Cuda:
         return copy.reshape(batch * nheads_k, n, headdim)
 
     def sample(self, logits, tokens, rule: Rule, seeds, steps) -> None:
-        from .. import ops
+        from ..transformer import ops
 
         temperature, top_k, top_p = rule
         ops.sample(logits, temperature, top_k, top_p, seeds=seeds, step=steps, out=tokens[:, 0], programmatic=True)
+
+    def select(self, tokens, drawn, where) -> None:
+        """As host.Host.select."""
+        self.xp.copyto(tokens, drawn, where=where())
 
     # ---- what the engine asks for ----
 

@@ -284,8 +284,8 @@ class Engine:
             self._steps[key] = self.device.once(body)
         else:
             body()
-        self._lengths[self._active != 0] += 1
-        self.timing.positions_read += int(self._lengths[self._active != 0].sum())
+        self._lengths += self._active
+        self.timing.positions_read += int(self._lengths @ self._active)
         self._sent(lanes, True, started)
 
     def _body(self, batch: int, longest: int, rules: tuple[Rule, ...]) -> Array:

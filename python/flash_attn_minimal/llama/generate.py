@@ -8,23 +8,24 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from .. import _library
 from .._library import BadArgument, FlashAttnError
+from .arguments import ArgumentParser
 from .attend import ATTENTIONS, DTYPES
+from .checkpoint import Checkpoint
+from .compare import PIECE, Comparison, in_turns
 from .engine import Engine, Request
 from .host import Host
-from .huggingface import JsonTokenizer, stop_ids
 from .model import Llama
+from .quality import choose_kept
 from .sampling import Sampling
-from .tokenizer import Tokenizer, load_tokenizer
 from .w4 import FORMATS, W4Checkpoint, quantize
-from .weights import Checkpoint, load_checkpoint
+from .weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint
 
 DEVICES = ("auto", "cpu", "cuda")
-
-DEFAULT_CHECKPOINT = Path(__file__).with_name("default") / "stories.bin"  # written by examples/train_tiny.py
+BOTH = "both"  # attentions, in turns
 
 DESCRIPTION = """\
 Load a llama2.c checkpoint or a Hugging Face model's folder, continue a prompt, and print the text as it comes.
@@ -35,7 +36,7 @@ examples:
   python -m flash_attn_minimal generate                          (a small model of made-up stories, part of the package)
   python -m flash_attn_minimal generate stories15M.bin --prompt "Once upon a time"
   python -m flash_attn_minimal generate stories15M.bin --temperature 0.8 --top-p 0.9 --seed 7
-  python -m flash_attn_minimal generate stories15M.bin --attention standard      (the same text, the other way)
+  python -m flash_attn_minimal generate stories15M.bin --attention both          (which attention is how fast)
   python -m flash_attn_minimal generate stories110M.bin --device cuda --dtype float16
   python -m flash_attn_minimal generate Llama-3.2-1B/ --prompt "The capital of France is" --prompt "1, 2, 3,"
 
@@ -86,45 +87,8 @@ def with_weights(checkpoint: Checkpoint, weights: str, mixed: bool, device: Any)
         return checkpoint
     kept = []
     if mixed:
-        from .quantize import choose_kept
-
         kept = choose_kept(checkpoint, weights)
     return quantize(checkpoint, weights, kept, device)
-
-
-def tokenizer_file(checkpoint: Checkpoint, path: str | None = None) -> str:
-    """`path`, or where the tokenizer of this checkpoint lies."""
-    if path is not None:
-        return path
-    if isinstance(checkpoint, W4Checkpoint):
-        return str(checkpoint.tokenizer_file())
-    vocab_size, place = checkpoint.config.vocab_size, Path(checkpoint.path)
-    folder = place if place.is_dir() else place.parent
-    names = ["tokenizer.json"] if place.is_dir() else [f"tok{vocab_size}.bin", f"tok{vocab_size}.model"]
-    names += ["tokenizer.model"] if place.is_dir() else ["tokenizer.bin", "tokenizer.model"]
-    found = [file for name in names if (file := folder / name).is_file()]
-    if not found:
-        where = "in the folder" if place.is_dir() else "beside the checkpoint"
-        raise BadArgument(f"tokenizer: none of {', '.join(names)} is {where}; give its path with --tokenizer")
-    return str(found[0])
-
-
-def find_tokenizer(checkpoint: Checkpoint, path: str | None = None) -> Tokenizer | JsonTokenizer:
-    """The tokenizer in `path`, or the one with the checkpoint; its size must fit the model's vocabulary."""
-    vocab_size, place = checkpoint.config.vocab_size, Path(checkpoint.path)
-    path = tokenizer_file(checkpoint, path)
-    if path.endswith(".json"):
-        stops = checkpoint.stops if isinstance(checkpoint, W4Checkpoint) else frozenset()
-        tokenizer = JsonTokenizer(path, stop_ids(place) if place.is_dir() else stops)
-        fits = tokenizer.vocab_size <= vocab_size  # the matrices of many of these models are padded
-    else:
-        tokenizer = load_tokenizer(path)
-        fits = tokenizer.vocab_size == vocab_size
-    if not fits:
-        raise BadArgument(
-            f"tokenizer {path!r} has {tokenizer.vocab_size} tokens, but the checkpoint's vocab_size is {vocab_size}"
-        )
-    return tokenizer
 
 
 def stream(engine: Engine, request: Request) -> Iterator[int]:
@@ -138,13 +102,6 @@ def stream(engine: Engine, request: Request) -> Iterator[int]:
         if request.finished:
             return
         engine.step()
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, like every other error here, instead of printing the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise BadArgument(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -197,9 +154,10 @@ def build_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how it is computed")
     how.add_argument(
         "--attention",
-        choices=ATTENTIONS,
+        choices=(*ATTENTIONS, BOTH),
         default="flash",
-        help="flash = this library (default), standard = softmax of the whole score matrix",
+        help="flash = this library (default), standard = softmax of the whole score matrix, both = the same text with "
+        "each of them in turns, for some seconds, to compare their speed",
     )
     how.add_argument(
         "--device",
@@ -249,7 +207,14 @@ def _size(count: float) -> str:
     return f"{count / 2**10:.1f} KiB"
 
 
-def report(args: argparse.Namespace, checkpoint: Checkpoint, engine: Engine, requests: list[Request], seed: int) -> str:
+def report(
+    args: argparse.Namespace,
+    checkpoint: Checkpoint,
+    engine: Engine,
+    requests: list[Request],
+    seed: int,
+    comparison: Comparison | None = None,
+) -> str:
     """The lines behind the text."""
     model, device, cache, t = engine.model, engine.device, engine.cache, engine.timing
     steps_per_second = t.decode_steps / t.decode_seconds if t.decode_seconds else 0.0
@@ -266,14 +231,23 @@ def report(args: argparse.Namespace, checkpoint: Checkpoint, engine: Engine, req
     dtype += "" if device.dtype == device.matrix_dtype else f" with q, k, v in {device.dtype.name}"
     batch = f", {engine.max_batch} at once" if engine.max_batch > 1 else ""
     several = f", {t.decode_tokens / t.decode_seconds:.1f} tokens/s" if batch and t.decode_seconds else ""
+    attention = args.attention if comparison is None else " and ".join(ATTENTIONS)
     lines = [
         f"model    {Path(checkpoint.path).name}: {checkpoint.format}, {checkpoint.config}",
-        f"run      {args.attention} attention, {dtype}, {device.name}, {sampling}{batch}",
-        f"prefill  {t.prompt_tokens} tokens in {t.prefill_seconds * 1e3:.2f} ms",
-        f"decode   {t.decode_steps} steps in {t.decode_seconds:.3f} s, {steps_per_second:.1f} steps/s{several}",
-        f"memory   weights {_size(model.weight_bytes)}{packed}, KV cache {_size(cache.nbytes)} ({cache.describe()})",
+        f"run      {attention} attention, {dtype}, {device.name}, {sampling}{batch}",
     ]
-    if t.decode_steps:
+    if comparison:
+        lines += [f"{name:8} {speed:.1f} steps/s" for name, speed in comparison.steps_per_second.items()]
+        how = f"medians of {comparison.pieces} pieces of {PIECE} steps each, in turns; the texts are the same"
+        lines.append(f"ratio    flash is {comparison.ratio:.2f} times as fast ({how})")
+    else:
+        lines += [
+            f"prefill  {t.prompt_tokens} tokens in {t.prefill_seconds * 1e3:.2f} ms",
+            f"decode   {t.decode_steps} steps in {t.decode_seconds:.3f} s, {steps_per_second:.1f} steps/s{several}",
+        ]
+    size = f"weights {_size(model.weight_bytes)}{packed}, KV cache {_size(cache.nbytes)} ({cache.describe()})"
+    lines.append(f"memory   {size}")
+    if t.decode_steps and not comparison:
         read = model.step_bytes + t.positions_read * cache.position_bytes / t.decode_steps
         # The steps are a read themselves: where they beat the pass over as many bytes, theirs is the fastest seen.
         bandwidth = max(device.read_bandwidth(round(read)), steps_per_second * read)
@@ -299,8 +273,12 @@ def run(args: argparse.Namespace) -> int:
             raise BadArgument(f"{name}={value} is {'negative' if value < 0 else 'not positive'}")
     checkpoint = load_checkpoint(args.checkpoint)
     weights = checkpoint.weights if isinstance(checkpoint, W4Checkpoint) else args.weights
-    device = open_device(args.device, args.attention, args.dtype, checkpoint.dtype, args.cache_dtype, weights)
-    if args.attention == "flash":
+    attentions = ATTENTIONS if args.attention == BOTH else (args.attention,)
+    devices = [
+        open_device(args.device, attention, args.dtype, checkpoint.dtype, args.cache_dtype, weights)
+        for attention in attentions
+    ]
+    if "flash" in attentions:
         _library.load()  # a missing library is reported before any text
     tokenizer = find_tokenizer(checkpoint, args.tokenizer)
     given = args.prompt or [""]
@@ -312,18 +290,24 @@ def run(args: argparse.Namespace) -> int:
             raise BadArgument(f"prompt {text!r} has no tokens, and this model's tokenizer puts none in front")
         if len(prompt) > context:
             raise BadArgument(f"prompt has {len(prompt)} tokens, more than the model's context of {context}")
-    checkpoint = with_weights(checkpoint, args.weights, args.mixed, device)
-    model = Llama(checkpoint, device)
-    engine = Engine(model, len(prompts), min(context, max(map(len, prompts)) + args.steps), args.page_size)
-    requests = []
+    checkpoint = with_weights(checkpoint, args.weights, args.mixed, devices[0])
+    model = Llama(checkpoint, devices[0])
+    context = min(context, max(map(len, prompts)) + args.steps)
+    engines = [Engine(model.on(device), len(prompts), context, args.page_size) for device in devices]
+    engine, requests, comparison, jobs = engines[0], [], None, []
     for number, prompt in enumerate(prompts):
         sampling = Sampling(args.temperature, args.top_k, args.top_p, seed + number)
-        requests.append(engine.add(prompt, args.steps, sampling, tokenizer.stops))
+        jobs.append((prompt, args.steps, sampling, tokenizer.stops))
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a "?", not a traceback
     interrupted = False
     try:
+        if args.attention == BOTH:
+            comparison = in_turns(dict(zip(attentions, engines, strict=True)), jobs)
+            requests = comparison.requests
+        else:
+            requests = [engine.add(*job) for job in jobs]
         for number, request in enumerate(requests):
             if number:
                 print("\n")  # an empty line between two texts
@@ -332,7 +316,8 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     print(flush=True)
-    print(report(args, checkpoint, engine, requests, seed), file=sys.stderr)
+    if comparison or args.attention != BOTH:
+        print(report(args, checkpoint, engine, requests, seed, comparison), file=sys.stderr)
     return 130 if interrupted else 0
 
 

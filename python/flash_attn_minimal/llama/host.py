@@ -1,4 +1,8 @@
-"""The host as the engine's device: NumPy arrays, BLAS for the products, this library for flash attention."""
+"""The host as the engine's device: NumPy arrays, and this library for everything in a step of a few rows.
+
+A decode step is recorded once (_record.py) and replayed as one call of the library. Products of many rows, as in a long
+prompt, are BLAS's; standard attention of several rows is in array operations.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import ops
-from .._safetensors import numpy_dtype
-from ..quantized import PackedW4, W4Weight
-from .attend import check_names, flash_attention, rotate, standard_attention
+from .. import _library, _record
+from .._library import LibraryNotFound, WorkspaceTooSmall
+from ..transformer import ops
+from ..transformer._safetensors import numpy_dtype
+from ..transformer.quantized import PackedW4, W4Weight
+from .attend import cached_attention, check_names, flash_attention, rotate, standard_attention
 from .config import Config
 from .sampling import GREEDY, Rule
 
-NARROW_ROWS = 4  # up to here the library's product with 16-bit matrices, beyond BLAS
+NARROW_ROWS = 16  # up to here the library's product, beyond BLAS
 
 
 def in_order(linear: Callable[..., Any], products: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -30,15 +36,18 @@ def in_order(linear: Callable[..., Any], products: Sequence[Mapping[str, Any]]) 
 
 
 class Host:
-    """dtype is that of q, k, v and the cache, matrix_dtype that of the matrices: float32, which BLAS multiplies, or 16
-    bits, read as they are in products of a few rows and widened for more. Sums are float32."""
+    """dtype is that of q, k, v and the cache. matrix_dtype is that of the matrices: float32 or 16 bits, which products
+    of a few rows read as they are and BLAS reads widened. Sums are float32. Without the library there is standard
+    attention with float32 or 16-bit matrices, in array operations alone."""
 
     name, xp = "cpu", np
+    between = np.dtype(np.float32)  # two products: nothing is gained by rounding there
 
     def __init__(self, attention: str = "flash", dtype: str = "float32", matrix_dtype: str = "float32"):
         check_names(attention, dtype)
         check_names(attention, matrix_dtype)
         self.attention, self.dtype, self.matrix_dtype = attention, numpy_dtype(dtype), numpy_dtype(matrix_dtype)
+        self.has_library = _has_library()
 
     # ---- weights ----
 
@@ -57,15 +66,34 @@ class Host:
 
     # ---- the operations of a forward pass ----
 
+    def array(self, compute: Callable[[], np.ndarray]) -> np.ndarray:
+        """compute(), which is not the library's work. A replay computes it again into the same array."""
+        result = compute()
+        self.do(lambda: np.copyto(result, compute()), now=False)
+        return result
+
+    def do(self, function: Callable[[], Any], now: bool = True) -> None:
+        """Calls the function, in every replay too."""
+        if now:
+            function()
+        if recording := _record.current():
+            recording.function(function)
+
     def embed(self, embedding: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        return embedding[tokens.ravel()].astype(np.float32, copy=False)
+        return self.array(lambda: embedding[tokens.ravel()].astype(np.float32, copy=False))
 
     def linear(self, x, weight, norm=None, eps=0.0, bias=None, residual=None, swiglu=False, out_dtype=None):
         """rms(x) weight^T + bias + residual, or with swiglu silu of the first half of the columns times the second.
-        The result is float32 whatever `out_dtype` says: nothing is gained by rounding it."""
+        The result is of out_dtype (None: float32)."""
+        out_dtype = out_dtype or np.dtype(np.float32)
+        if isinstance(weight, PackedW4) or (self.has_library and len(x) <= NARROW_ROWS):
+            return ops.linear(x, weight, bias, norm, eps, residual, swiglu, out_dtype=out_dtype.name)
+        product = lambda: self._product(x, weight, norm, eps, bias, residual, swiglu)  # noqa: E731
+        return self.array(lambda: product().astype(out_dtype, copy=False))
+
+    def _product(self, x, weight, norm, eps, bias, residual, swiglu) -> np.ndarray:
+        """linear by BLAS."""
         x = x.astype(np.float32, copy=False)
-        if isinstance(weight, PackedW4) or (weight.itemsize == 2 and len(x) <= NARROW_ROWS):
-            return ops.linear(x, weight, bias, norm, eps, residual, swiglu)
         if norm is not None:
             mean_square = (x * x).sum(-1, keepdims=True) * (1 / x.shape[-1])
             x = x * norm / np.sqrt(mean_square + eps)
@@ -87,15 +115,19 @@ class Host:
     def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
         """Rotates q and k, appends k and v to the cache, attends: (batch, seqlen, nheads, headdim)."""
         if self.attention == "flash":
-            q, k, v = (x.astype(self.dtype, copy=False) for x in (q, k, v))
             return flash_attention(q, k, v, cache_k, cache_v, rows, rope, config)
+        if self.has_library and q.shape[1] == 1:
+            return cached_attention(q, k, v, cache_k, cache_v, rows, rope, config, kernel="cpu_naive")
+        return self.array(lambda: self._standard(q, k, v, cache_k, cache_v, rows, rope, config))
+
+    def _standard(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
+        """attend in array operations."""
         batch, seqlen = q.shape[:2]
         positions = np.maximum(rows.lengths, 0)[:, None] + np.arange(seqlen)
         cos, sin = rope[0][positions], rope[1][positions]
         rotate(q, cos, sin, config.rope_interleaved)
         rotate(k, cos, sin, config.rope_interleaved)
         out = np.empty(q.shape, self.dtype)
-        q = q.astype(self.dtype, copy=False)
         for b in range(batch):
             if rows.lengths[b] < 0:  # an idle slot
                 out[b] = 0
@@ -140,21 +172,26 @@ class Host:
 
     def advance(self, tokens, ring, count, lengths, active) -> None:
         """The end of a step: the tokens go to the host, by way of the ring; active sequences are one longer."""
-        ring[count[0] % len(ring)] = tokens[:, 0]
-        count += 1
-        lengths += active
+
+        def step() -> None:
+            ring[count[0] % len(ring)] = tokens[:, 0]
+            np.add(count, 1, count)
+            np.add(lengths, active, lengths)
+
+        self.do(step)
 
     def sample(self, logits, tokens, rule: Rule, seeds, steps) -> None:
         """tokens (batch, 1): drawn by the rule, as ops.sample, -1 where a row holds a NaN or nothing above -inf."""
-        if rule == GREEDY:  # without the library, as standard attention
+        if rule == GREEDY and not self.has_library:
             best = logits.argmax(-1)
             largest = logits[np.arange(len(logits)), best]
             tokens[:, 0] = np.where(largest > -np.inf, best, -1)  # a NaN wins every argmax and no comparison
             return
-        temperature, top_k, top_p = rule
-        from ..ops import sample
+        ops.sample(logits, *rule, seeds=seeds, step=steps, out=tokens[:, 0])
 
-        sample(logits, temperature, top_k, top_p, seeds=seeds, step=steps, out=tokens[:, 0])
+    def select(self, tokens, drawn, where) -> None:
+        """tokens = drawn where `where`() says so."""
+        self.do(lambda: np.copyto(tokens, drawn, where=where()))
 
     def longest_bucket(self, longest: int, context: int) -> int:
         """What a step needs to know of the longest sequence: a step is made once for each answer."""
@@ -162,7 +199,7 @@ class Host:
 
     def once(self, body: Callable[[], None]) -> Callable[[], None]:
         """A function that repeats what body() does, on the same arrays."""
-        return body
+        return _Replay(body) if self.has_library else body
 
     def event(self) -> Callable[[], None]:
         """A function that waits until all work queued so far is done."""
@@ -191,3 +228,28 @@ class Host:
             matrix @ vector
             best = min(best, time.perf_counter() - started)
         return matrix.nbytes / best
+
+
+class _Replay:
+    """Recorded at the first call, replayed from then on. Where a replay finds its workspace too small, because the
+    environment asks for more threads or another kernel, the step is made and recorded anew: a step writes the same
+    numbers to the same places until its last part, which cannot fail."""
+
+    def __init__(self, body: Callable[[], None]):
+        self._body, self._recording = body, None
+
+    def __call__(self) -> None:
+        if self._recording is not None:
+            with contextlib.suppress(WorkspaceTooSmall):
+                return self._recording()
+        with _record.Recording() as recording:
+            self._body()
+        self._recording = recording
+
+
+def _has_library() -> bool:
+    try:
+        _library.load()
+    except LibraryNotFound:
+        return False
+    return True

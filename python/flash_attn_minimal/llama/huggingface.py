@@ -22,9 +22,9 @@ import numpy as np
 
 from .._files import Fields, is_inside, is_int, parse_json, quoted, read_bytes
 from .._library import BadArgument
-from .._safetensors import FLOATS, numpy_dtype, read_safetensors, write_safetensors
+from ..transformer._safetensors import FLOATS, numpy_dtype, read_safetensors, write_safetensors
+from .checkpoint import Checkpoint, matrix_shapes
 from .config import MAX_DIMENSION, Config, RopeScaling
-from .weights import Checkpoint, matrix_shapes
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 NAMES = {  # ours -> Hugging Face's; {} is the layer

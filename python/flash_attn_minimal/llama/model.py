@@ -14,14 +14,15 @@ layer, four products and the attention, and with 4-bit weights on Hopper two.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..quantized import PackedW4
+from ..transformer.quantized import PackedW4
 from .cache import KVCache
+from .checkpoint import Checkpoint
 from .config import Config
-from .weights import Checkpoint
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Matrix = Any  # an Array, or a PackedW4
@@ -83,6 +84,12 @@ class Llama:
         self.rms_final = vector(c["rms_final"])
         self.wcls = self.embedding if c.tied else matrix(c["wcls"])
 
+    def on(self, device) -> Llama:
+        """The same matrices under another device object of the same kind and dtypes."""
+        other = copy.copy(self)
+        other.device = device
+        return other
+
     @property
     def weight_bytes(self) -> int:
         """What the model's arrays hold, mapped or not."""
@@ -120,7 +127,7 @@ def blocks(device, config: Config, layers: Sequence[Layer], x: Array, rows: Rows
         q, k, v = heads[:, :, :nheads], heads[:, :, nheads : nheads + nheads_k], heads[:, :, nheads + nheads_k :]
         attended = device.attend(q, k, v, cache.k[i], cache.v[i], rows, cache.rope, config)
         attended = attended.reshape(batch * seqlen, nheads * headdim)
-        ffn = {"norm": layer.rms_ffn, "eps": config.rms_eps, "swiglu": True, "out_dtype": device.matrix_dtype}
+        ffn = {"norm": layer.rms_ffn, "eps": config.rms_eps, "swiglu": True, "out_dtype": device.between}
         products = [  # a number stands for the result of that product
             {"x": attended, "weight": layer.wo, "residual": x},
             {"x": 0, "weight": layer.w13, **ffn},

@@ -14,24 +14,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .._library import BadArgument
-from .._safetensors import numpy_dtype
-from ..quantized import W4Weight
+from ..transformer._safetensors import numpy_dtype
+from ..transformer.quantized import W4Weight
 from .cache import KVCache
+from .checkpoint import STACKED, Checkpoint
 from .engine import Engine
 from .host import Host
 from .model import Layer, Llama, Rows, blocks, load_layer
 from .sampling import Sampling
 from .w4 import Place
-from .weights import STACKED, Checkpoint
+from .weights import find_tokenizer
 
 CHUNK = 1 << 26  # float32 numbers in the largest array
 WINDOW = 512  # most tokens in a row
 WRITERS = 16  # sequences at once, of the model that writes its own text
+BUDGET = 1.0  # percent that the perplexity may rise
+HELD_OUT = "held_out.txt"  # beside a checkpoint: text that it was not trained on
 CURVE = 6  # steps from all in 4 bits to none, whose loss is measured before the choice is made
 
 
@@ -66,6 +70,22 @@ def write_windows(checkpoint: Checkpoint, tokenizer: Any, tokens: int, seed: int
     requests = [engine.add(start, seqlen + 1 - len(start), Sampling(1.0, 0, 1.0, seed + i)) for i in range(count)]
     engine.run()
     return np.array([request.prompt + request.tokens for request in requests], np.int32)
+
+
+def find_text(
+    checkpoint: Checkpoint, tokenizer: Any, tokens: int, seed: int = 0, path: str | None = None
+) -> tuple[np.ndarray, str]:
+    """Windows of tokens, and where they come from: the file named, HELD_OUT beside the checkpoint, or the model."""
+    beside = Path(checkpoint.path).with_name(HELD_OUT)
+    file = Path(path) if path else beside if beside.is_file() else None
+    if file is None:
+        windows = write_windows(checkpoint, tokenizer, tokens, seed)
+        return windows, f"written by the model itself at temperature 1, seed {seed}"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # unreadable, no UTF-8, or a name that no file can have
+        raise BadArgument(f"text {str(file)!r}: {error}") from None
+    return read_windows(text, tokenizer, checkpoint.config.seq_len, tokens), file.name
 
 
 # ---- the blocks over the text ----
@@ -287,3 +307,10 @@ def choose(text: Text, errors: Errors, budget: float, curve: bool = False) -> Ch
         points.append({"kept": n, "share": share, "rise": found[n].rise, "divergence": found[n].divergence})
     kept = frozenset(m.place for m in order[:within])
     return Choice(kept, points)
+
+
+def choose_kept(checkpoint: Checkpoint, weights: str, budget: float = BUDGET, tokens: int = 2048) -> list[Place]:
+    """The matrices that stay 16 bits wide, by a short text: for a model that is quantised as it is loaded."""
+    windows, _ = find_text(checkpoint, find_tokenizer(checkpoint), tokens)
+    text = Text(checkpoint, windows)
+    return sorted(choose(text, measure(text, weights), budget).kept)

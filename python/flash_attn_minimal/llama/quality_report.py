@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .._library import BadArgument
-from .weights import STACKED
+from .._report import STYLE, commit, table
+from .checkpoint import STACKED
 
 COLOURS = {"nvfp4": "#D55E00", "mxfp4": "#0072B2", "int4": "#009E73"}  # Okabe and Ito's
 MARKERS = {"nvfp4": "o", "mxfp4": "s", "int4": "^"}
@@ -67,7 +68,7 @@ def show(data: dict[str, Any]) -> None:
     print(data["model"])
     if importlib.util.find_spec("rich") is None:
         for title, head, body in tables(data):
-            print("", title, "", *_markdown(head, body), sep="\n")
+            print("", title, "", *table(head, body), sep="\n")
         return
     from rich.console import Console
     from rich.table import Table
@@ -75,28 +76,20 @@ def show(data: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     for title, head, body in tables(data):
         console.print(f"\n{title}", highlight=False)
-        table = Table()
+        grid = Table()
         for number, name in enumerate(head):
-            table.add_column(name, justify="left" if number == 0 else "right")
+            grid.add_column(name, justify="left" if number == 0 else "right")
         for cells in body:
-            table.add_row(*cells)
-        console.print(table)
-
-
-def _markdown(head: list[str], body: list[list[str]]) -> list[str]:
-    from ..bench.report import table
-
-    return table(head, body)
+            grid.add_row(*cells)
+        console.print(grid)
 
 
 def write(data: dict[str, Any], file: Path) -> list[Path]:
     """JSON, and the tables in Markdown beside it."""
-    from ..bench.report import commit
-
     whole = {"date": datetime.date.today().isoformat(), "commit": commit(), **data}
     lines = [f"# 4-bit weights of {data['model']}", "", f"`{data['command']}`", ""]
     for title, head, body in tables(data):
-        lines += [f"## {title}", "", *_markdown(head, body), ""]
+        lines += [f"## {title}", "", *table(head, body), ""]
     try:
         file.write_text(json.dumps(whole, indent=1) + "\n")
         file.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8", errors="backslashreplace")
@@ -115,8 +108,6 @@ def draw(data: dict[str, Any], file: Path) -> Path:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BadArgument(f"picture {str(file)!r} needs matplotlib (pip install matplotlib): {error}") from None
-    from ..bench.plots import STYLE
-
     formats = data["formats"]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 4.2), layout="constrained")

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from .._library import BadArgument, FlashAttnError
-from .._safetensors import ALL, numpy_dtype
-from .generate import DEFAULT_CHECKPOINT, ArgumentParser, find_tokenizer, tokenizer_file
-from .quality import Text, choose, measure, read_windows, write_windows
+from ..transformer._safetensors import ALL, numpy_dtype
+from .arguments import ArgumentParser
+from .checkpoint import STACKED, Checkpoint
+from .quality import BUDGET, HELD_OUT, Text, choose, find_text, measure
 from .quality_report import draw, show, size_text, write
 from .w4 import FORMATS, W4Checkpoint, quantize, save, stacked_shapes, tensor_shapes
-from .weights import STACKED, Checkpoint, load_checkpoint
-
-BUDGET = 1.0  # percent
-HELD_OUT = "held_out.txt"  # beside a checkpoint: text that it was not trained on
+from .weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint, tokenizer_file
 
 DESCRIPTION = """\
 Measure what 4-bit weights cost a model: the error of every matrix and block, the perplexity on text it has not seen,
@@ -83,20 +81,6 @@ def build_parser() -> argparse.ArgumentParser:
 # ---- measuring ----
 
 
-def find_text(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: Any) -> tuple[Any, str]:
-    """Windows of tokens, and where they come from."""
-    beside = Path(checkpoint.path).with_name(HELD_OUT)
-    path = Path(args.text) if args.text else beside if beside.is_file() else None
-    if path is None:
-        windows = write_windows(checkpoint, tokenizer, args.tokens, args.seed)
-        return windows, f"written by the model itself at temperature 1, seed {args.seed}"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # unreadable, no UTF-8, or a name that no file can have
-        raise BadArgument(f"text {str(path)!r}: {error}") from None
-    return read_windows(text, tokenizer, checkpoint.config.seq_len, args.tokens), path.name
-
-
 def tensor_bytes(checkpoint: W4Checkpoint) -> dict[str, int]:
     """Bytes of the file's data by what they are."""
     found = dict.fromkeys(("codes", "scales", "kept", "rest"), 0)
@@ -111,7 +95,7 @@ def build_report(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: An
     """Everything that the tables, the JSON and the picture show."""
     formats = list(FORMATS) if args.weights == "all" else [args.weights]
     print("text", file=sys.stderr)
-    windows, source = find_text(args, checkpoint, tokenizer)
+    windows, source = find_text(checkpoint, tokenizer, args.tokens, args.seed, args.text)
     seqlen, half = windows.shape[1] - 1, len(windows) // 2
     first, second = Text(checkpoint, windows[:half]), Text(checkpoint, windows[half:])
     errors, choices = {}, {}
@@ -157,14 +141,6 @@ def build_report(args: argparse.Namespace, checkpoint: Checkpoint, tokenizer: An
 
 def kept_of(data: dict[str, Any], weights: str) -> list[tuple[int, str]]:
     return [(m["layer"], m["matrix"]) for m in data["formats"][weights]["matrices"] if m["kept"]]
-
-
-def choose_kept(checkpoint: Checkpoint, weights: str, budget: float = BUDGET, tokens: int = 2048) -> list:
-    """The matrices that stay 16 bits wide, by a short text: for a model that is quantised as it is loaded."""
-    options = argparse.Namespace(text=None, tokens=tokens, seed=0)
-    windows, _ = find_text(options, checkpoint, find_tokenizer(checkpoint))
-    text = Text(checkpoint, windows)
-    return sorted(choose(text, measure(text, weights), budget).kept)
 
 
 def command_of(args: argparse.Namespace) -> str:

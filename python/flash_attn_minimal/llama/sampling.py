@@ -73,4 +73,4 @@ class Sampler:
         for number, rule in enumerate(rules):
             drawn = device.xp.empty(tokens.shape, np.int32)
             device.sample(logits, drawn, rule, seeds, steps)
-            device.xp.copyto(tokens, drawn, where=(self.rule[here] == number)[:, None])
+            device.select(tokens, drawn, lambda number=number: (self.rule[here] == number)[:, None])

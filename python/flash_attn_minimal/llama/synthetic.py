@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from .._library import BadArgument, FlashAttnError
-from .._safetensors import FLOATS
+from ..transformer._safetensors import FLOATS
+from .checkpoint import LAYERED, matrix_shapes
 from .config import Config
 from .huggingface import save_folder
+from .llama2c import save_checkpoint
 from .tokenizer import save_tokenizer
-from .weights import LAYERED, matrix_shapes, save_checkpoint
 
 SHAPES = {
     "stories260K": Config(64, 172, 5, 8, 4, 512, 512),

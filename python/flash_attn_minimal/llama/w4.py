@@ -1,6 +1,6 @@
 """Models with 4-bit weights: made of any checkpoint, as it is loaded; and their file.
 
-The four matrices of a layer that a decode step reads (weights.STACKED) become W4Weight; one of them that is `kept`
+The four matrices of a layer that a decode step reads (checkpoint.STACKED) become W4Weight; one of them that is `kept`
 stays 16 bits wide, and so do the embedding and the classifier: an embedding is looked up, not multiplied, and where it
 is the classifier too, every token's logit hangs on it.
 
@@ -25,12 +25,12 @@ import numpy as np
 
 from .._files import Fields, is_inside, parse_json, quoted, read_bytes
 from .._library import BadArgument
-from .._safetensors import FLOATS, numpy_dtype, write_safetensors
-from ..quantized import _KEY as FORMATS_KEY
-from ..quantized import BLOCK, W4Weight, load_file
-from ..quantized import _to_numpy as to_numpy
+from ..transformer._safetensors import FLOATS, numpy_dtype, write_safetensors
+from ..transformer.quantized import _KEY as FORMATS_KEY
+from ..transformer.quantized import BLOCK, W4Weight, load_file
+from ..transformer.quantized import _to_numpy as to_numpy
+from .checkpoint import STACKED, Checkpoint, matrix_shapes
 from .config import MAX_DIMENSION, Config, RopeScaling
-from .weights import STACKED, Checkpoint, matrix_shapes
 
 FORMATS = tuple(BLOCK)
 SCALES = {"nvfp4": "F8_E4M3", "mxfp4": "U8", "int4": "F16"}  # safetensors' types

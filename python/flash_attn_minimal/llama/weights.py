@@ -1,225 +1,58 @@
-"""A model's tensors by name, from any source; and llama2.c checkpoints, memory-mapped.
-
-Names, with matrices as (out, in) and one entry for each layer where (layers):
-
-    token_embedding                       rms_att, rms_ffn (layers)                rms_final      wcls (unless tied)
-    wq, wk, wv, wo, w1, w2, w3 (layers)   bq, bk, bv (layers; only some models)
-
-llama2.c's three formats are little endian: a header, then tensors without padding, row-major, each per-layer tensor
-stored for all layers together.
-
-v0      7 int32: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len. A negative vocab_size says that
-        the classifier is not tied to the embedding and stands at the end of the file. The body, float32, carries two
-        RoPE tables that nothing reads.
-v1      256 bytes: "24ka", int32 1, the same 7 int32 (vocab_size positive), uint8 1 = tied classifier, zeros. float32.
-v2      the header of v1 with int32 2 and, behind the tied flag, int32 group size. Norms float32; every matrix int8,
-        followed by one float32 factor for each group of consecutive values: value = int8 * factor.
-"""
+"""A model by the path of its files: the checkpoint, and the tokenizer that lies with it."""
 
 from __future__ import annotations
 
-import math
 import os
-import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from .._files import read_file_size
 from .._library import BadArgument
-from .config import Config
+from .checkpoint import Checkpoint
+from .huggingface import JsonTokenizer, load_folder, stop_ids
+from .llama2c import load_llama2c
+from .tokenizer import Tokenizer, load_tokenizer
+from .w4 import W4Checkpoint, load
 
-MAGIC = b"24ka"
-V0_HEADER = struct.Struct("<7i")
-V1_HEADER = struct.Struct("<4si7iB")
-V2_HEADER = struct.Struct("<4si7iBi")
-V1_HEADER_BYTES = 256
-STACKED = {"wqkv": ("wq", "wk", "wv"), "wo": ("wo",), "w13": ("w1", "w3"), "w2": ("w2",)}  # what one product gives
-LAYERED = ("rms_att", "rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What the model is, with every tensor read when it is first used."""
-
-    path: str
-    format: str  # "llama2.c v0", for people
-    tied: bool  # the classifier is the embedding
-    config: Config
-    dtype: str  # of the matrices as stored: float32, float16, bfloat16, int8
-    tensors: Mapping[str, Any]  # an array, or for the layered names a sequence of arrays
-
-    def __getitem__(self, name: str) -> Any:
-        return self.tensors["token_embedding" if name == "wcls" and self.tied else name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def parts(self, name: str, layer: int) -> list[Any]:
-        """What stands one above the other in a matrix of STACKED, as stored: several arrays, or the whole of it."""
-        if name in self.tensors:
-            return [self.tensors[name][layer]]
-        return [self.tensors[part][layer] for part in STACKED[name]]
-
-
-def matrix_shapes(config: Config) -> dict[str, tuple[int, int]]:
-    """The matrices of one layer, (out, in)."""
-    dim, hidden = config.dim, config.hidden_dim
-    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    return {
-        "wq": (q, dim), "wk": (kv, dim), "wv": (kv, dim), "wo": (dim, q),
-        "w1": (hidden, dim), "w2": (dim, hidden), "w3": (hidden, dim),
-    }  # fmt: skip
-
-
-# ---- llama2.c ----
-
-
-def tensor_shapes(config: Config, version: int, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the body's tensors in file order."""
-    dim, layers, vocab = config.dim, config.n_layers, config.vocab_size
-    embedding = {"token_embedding": (vocab, dim)}
-    rms_att, rms_ffn, rms_final = {"rms_att": (layers, dim)}, {"rms_ffn": (layers, dim)}, {"rms_final": (dim,)}
-    matrices = {name: (layers, *shape) for name, shape in matrix_shapes(config).items()}
-    attention = {name: matrices[name] for name in ("wq", "wk", "wv", "wo")}
-    ffn = {name: matrices[name] for name in ("w1", "w2", "w3")}
-    classifier = {} if tied else {"wcls": (vocab, dim)}
-    if version == 0:
-        table = (config.seq_len, config.head_dim // 2)
-        unused = {"freq_cis_real": table, "freq_cis_imag": table}
-        return {**embedding, **rms_att, **attention, **rms_ffn, **ffn, **rms_final, **unused, **classifier}
-    return {**rms_att, **rms_ffn, **rms_final, **embedding, **attention, **ffn, **classifier}
-
-
-def header_bytes(version: int) -> int:
-    return V0_HEADER.size if version == 0 else V1_HEADER_BYTES
-
-
-def checkpoint_bytes(config: Config, version: int, tied: bool, group: int = 0) -> int:
-    """The exact size of the file; `group` is version 2's."""
-    size = header_bytes(version)
-    for name, shape in tensor_shapes(config, version, tied).items():
-        count = math.prod(shape)
-        size += count + 4 * (count // group) if version == 2 and not name.startswith("rms") else 4 * count
-    return size
-
-
-class Quantised(Sequence):
-    """The layers of one matrix of a v2 file; each becomes float32 when it is taken."""
-
-    def __init__(self, body: np.ndarray, layers: int, shape: tuple[int, int], group: int):
-        self.layers = body.reshape(layers, -1)  # uint8: the int8 values of a layer, then its factors
-        self.shape, self.group = shape, group
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __getitem__(self, layer: int) -> np.ndarray:
-        raw, count = self.layers[layer], math.prod(self.shape)
-        values = raw[:count].view(np.int8).reshape(-1, self.group)
-        factors = np.frombuffer(raw[count:].tobytes(), "<f4")  # a copy: they need not lie aligned in the file
-        return (values * factors[:, None]).reshape(self.shape)
-
-
-def _read_header(path: str | os.PathLike[str], size: int) -> tuple[int, bool, Config, int]:
-    """(version, tied, config, group size)"""
-    try:
-        with open(path, "rb") as file:
-            header = file.read(V1_HEADER_BYTES)
-    except OSError as error:
-        raise BadArgument(f"checkpoint {str(path)!r}: {error.strerror}") from None
-    if header.startswith(MAGIC):
-        if size < V1_HEADER_BYTES:
-            raise BadArgument(
-                f"checkpoint {str(path)!r} is truncated: {size} bytes are less than its {V1_HEADER_BYTES}-byte header"
-            )
-        _, version, *shape, tied, group = V2_HEADER.unpack_from(header)
-        if version not in (1, 2):
-            raise BadArgument(f"checkpoint {str(path)!r} has format version {version}: 0, 1 and 2 are read")
-        return version, bool(tied), Config(*shape), group
-    if size < V0_HEADER.size:
-        raise BadArgument(
-            f"checkpoint {str(path)!r} is truncated: {size} bytes are less than its {V0_HEADER.size}-byte header"
-        )
-    *shape, vocab_size, seq_len = V0_HEADER.unpack_from(header)
-    return 0, vocab_size > 0, Config(*shape, abs(vocab_size), seq_len), 0
+DEFAULT_CHECKPOINT = Path(__file__).with_name("default") / "stories.bin"  # written by examples/train_tiny.py
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Maps a llama2.c checkpoint, a Hugging Face model's folder, or a file with 4-bit weights that `quantize` wrote.
     What is not exactly one raises BadArgument."""
     if os.path.isdir(path):
-        from .huggingface import load_folder
-
         return load_folder(path)
-    if os.fspath(path).endswith(".safetensors"):
-        from .w4 import load
-
-        return load(path)
-    size = read_file_size("checkpoint", path)
-    version, tied, config, group = _read_header(path, size)
-    problem = config.problem()
-    if version == 2 and not problem:
-        counts = [math.prod(shape) for shape in matrix_shapes(config).values()]
-        counts.append(config.vocab_size * config.dim)
-        if group < 1 or any(count % group for count in counts):
-            problem = f"group_size={group}, which does not divide every matrix"
-    if problem:
-        raise BadArgument(f"checkpoint {str(path)!r} is no llama2.c checkpoint: its header says {problem}")
-    expected = checkpoint_bytes(config, version, tied, group)
-    if size != expected:
-        what = "is truncated" if size < expected else f"has {size - expected} trailing bytes"
-        raise BadArgument(f"checkpoint {str(path)!r} {what}: {size} bytes where its header ({config}) needs {expected}")
-    body = np.asarray(np.memmap(path, dtype=np.uint8, mode="r", offset=header_bytes(version)))
-    tensors, at = {}, 0
-    for name, shape in tensor_shapes(config, version, tied).items():
-        count = math.prod(shape)
-        if version == 2 and not name.startswith("rms"):
-            end = at + count + 4 * (count // group)
-            layers = Quantised(body[at:end], math.prod(shape[:-2]), shape[-2:], group)
-            tensors[name] = layers if name in LAYERED else layers[0]
-        else:
-            end = at + 4 * count
-            tensors[name] = body[at:end].view("<f4").reshape(shape)
-        at = end
-    dtype = "int8" if version == 2 else "float32"
-    return Checkpoint(os.fspath(path), f"llama2.c v{version}", tied, config, dtype, tensors)
+    return load(path) if os.fspath(path).endswith(".safetensors") else load_llama2c(path)
 
 
-def save_checkpoint(
-    path: str | os.PathLike[str], config: Config, tensors: Mapping[str, Any], version: int = 0, tied: bool = True
-) -> None:
-    """Writes a checkpoint; `tensors` by the names and shapes of tensor_shapes (or as a Checkpoint holds them),
-    converted to float32. The tables of version 0 that nothing reads may be left out and become zeros."""
-    if version not in (0, 1):
-        raise BadArgument(f"version={version} is neither 0 nor 1")
-    if problem := config.problem():
-        raise BadArgument(f"config: {problem}")
-    if not config.is_llama2c:
-        raise BadArgument(f"config ({config}) has constants that a llama2.c checkpoint cannot carry")
-    *shape, vocab_size, seq_len = config.shape
-    if version == 0:
-        header = V0_HEADER.pack(*shape, vocab_size if tied else -vocab_size, seq_len)
+def tokenizer_file(checkpoint: Checkpoint, path: str | None = None) -> str:
+    """`path`, or where the tokenizer of this checkpoint lies."""
+    if path is not None:
+        return path
+    if isinstance(checkpoint, W4Checkpoint):
+        return str(checkpoint.tokenizer_file())
+    vocab_size, place = checkpoint.config.vocab_size, Path(checkpoint.path)
+    folder = place if place.is_dir() else place.parent
+    names = ["tokenizer.json"] if place.is_dir() else [f"tok{vocab_size}.bin", f"tok{vocab_size}.model"]
+    names += ["tokenizer.model"] if place.is_dir() else ["tokenizer.bin", "tokenizer.model"]
+    found = [file for name in names if (file := folder / name).is_file()]
+    if not found:
+        where = "in the folder" if place.is_dir() else "beside the checkpoint"
+        raise BadArgument(f"tokenizer: none of {', '.join(names)} is {where}; give its path with --tokenizer")
+    return str(found[0])
+
+
+def find_tokenizer(checkpoint: Checkpoint, path: str | None = None) -> Tokenizer | JsonTokenizer:
+    """The tokenizer in `path`, or the one with the checkpoint; its size must fit the model's vocabulary."""
+    vocab_size, place = checkpoint.config.vocab_size, Path(checkpoint.path)
+    path = tokenizer_file(checkpoint, path)
+    if path.endswith(".json"):
+        stops = checkpoint.stops if isinstance(checkpoint, W4Checkpoint) else frozenset()
+        tokenizer = JsonTokenizer(path, stop_ids(place) if place.is_dir() else stops)
+        fits = tokenizer.vocab_size <= vocab_size  # the matrices of many of these models are padded
     else:
-        header = V1_HEADER.pack(MAGIC, 1, *shape, vocab_size, seq_len, tied).ljust(V1_HEADER_BYTES, b"\0")
-    shapes = tensor_shapes(config, version, tied)
-    for name, wanted in shapes.items():
-        if name not in tensors and not name.startswith("freq"):
-            raise BadArgument(f"tensors lacks {name}, of shape {wanted}")
-    part = Path(f"{os.fspath(path)}.part")  # an older file stays until the new one is whole
-    try:
-        with open(part, "wb") as file:
-            file.write(header)
-            for name, wanted in shapes.items():
-                values = tensors[name] if name in tensors else np.zeros(wanted)
-                found = values.shape if isinstance(values, np.ndarray) else (len(values), *values[0].shape)
-                if found != wanted:
-                    raise BadArgument(f"{name} has shape {found}: expected {wanted}")
-                for array in values if name in LAYERED else [values]:
-                    file.write(np.ascontiguousarray(array, "<f4").tobytes())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+        tokenizer = load_tokenizer(path)
+        fits = tokenizer.vocab_size == vocab_size
+    if not fits:
+        raise BadArgument(
+            f"tokenizer {path!r} has {tokenizer.vocab_size} tokens, but the checkpoint's vocab_size is {vocab_size}"
+        )
+    return tokenizer

@@ -1,0 +1,179 @@
+// flash_attn.cpp: the exported functions. Each validates its arguments, chooses a kernel, checks the workspace and launches.
+#include "flash_attn.h"
+
+#include "api/attention/registry.h"
+#include "api/attention/validate.h"
+#include "api/common/dispatch.h"
+#include "api/common/status.h"
+
+#define FA_STRINGIFY_(x) #x
+#define FA_STRINGIFY(x) FA_STRINGIFY_(x)
+
+namespace fa {
+namespace {
+
+fa_status choose_for(const fa_attention_args& args, const AttentionParams& params, const DeviceInfo& device, const Kernel** kernel,
+                     Lines* why_not) {
+    return choose(args.kernel, args.device, params, device, kernel_at, "FLASH_ATTN_KERNEL", kernel, why_not);
+}
+fa_status choose_for(const fa_attention_args& args, const BackwardParams& params, const DeviceInfo& device, const BackwardKernel** kernel,
+                     Lines* why_not) {
+    return choose(args.kernel, args.device, params, device, backward_kernel_at, "FLASH_ATTN_BACKWARD_KERNEL", kernel, why_not);
+}
+
+// Everything that a launch needs, made from the arguments of a call. `forward` holds the fields that both passes have.
+template <typename Row, typename Params>
+struct Call {
+    fa_attention_args forward;
+    Params params;
+    DeviceInfo device;
+    const Row* kernel = nullptr;
+
+    template <typename Args>
+    fa_status prepare(const Args* args, Pointers pointers, Lines* why_not) {
+        if (const fa_status status = validate(args, pointers, &forward, &params); status != FA_OK) return status;
+        if (const fa_status status = find_device(fa_device(forward.device), forward.q.data, &device); status != FA_OK) return status;
+        return choose_for(forward, params, device, &kernel, why_not);
+    }
+
+    size_t workspace() const { return kernel->workspace(params, device); }
+
+    fa_status launch(void* stream) const {
+        const size_t bytes = workspace();
+        if (bytes > forward.workspace_bytes || (bytes && !forward.workspace))
+            return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
+                        forward.workspace_bytes, forward.workspace, kernel->name, bytes);
+        const CurrentDevice scope(device.index);
+        if (scope.status() != FA_OK) return scope.status();
+        return kernel->launch(params, device, stream);
+    }
+};
+
+// Attention over a cache. First the new keys are appended and q is rotated, then a kernel of the forward pass attends. A kernel that can
+// append does both in one launch. Otherwise the workspace holds the rotated q first, and the kernel's own workspace after it.
+struct CachedCall {
+    fa_attention_args forward;
+    AppendParams append;
+    AttentionParams params;  // what the kernel is given: q may be the rotated one
+    DeviceInfo device;
+    const Kernel* kernel = nullptr;
+    bool whole = false;  // append and attend in one launch
+
+    fa_status prepare(const fa_kvcache_args* args, Pointers pointers, Lines* why_not) {
+        if (const fa_status status = validate(args, pointers, &forward, &append); status != FA_OK) return status;
+        if (const fa_status status = find_device(fa_device(forward.device), forward.q.data, &device); status != FA_OK) return status;
+        params = append.attention;
+        if (append.rotary_cos) {
+            const int64_t row = int64_t(params.nheads) * params.headdim;
+            params.q = append.q_rotated = {align_up(forward.workspace, kAlign), row * params.seqlen_q, row, params.headdim};
+            if (params.q.data) params.workspace = static_cast<char*>(params.q.data) + rotated_bytes() - kAlign;
+        }
+        if (const fa_status status = choose_for(forward, params, device, &kernel, why_not); status != FA_OK) return status;
+        whole = append.seqlen_new > 0 && kernel->appends && kernel->appends(append, device);
+        if (whole) params = append.attention;
+        return FA_OK;
+    }
+
+    size_t workspace() const { return (whole ? 0 : rotated_bytes()) + kernel->workspace(params, device); }
+
+    fa_status launch(void* stream) const {
+        if (const size_t bytes = workspace(); bytes > forward.workspace_bytes || (bytes && !forward.workspace))
+            return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
+                        forward.workspace_bytes, forward.workspace, kernel->name, bytes);
+        const CurrentDevice scope(device.index);
+        if (scope.status() != FA_OK) return scope.status();
+        if (whole && params.seqlen_q > 0) return kernel->launch_whole(append, device, stream);
+        if (append.seqlen_new > 0)
+            if (const fa_status status = launch_append(append, device, stream); status != FA_OK) return status;
+        return params.seqlen_q > 0 ? kernel->launch(params, device, stream) : FA_OK;
+    }
+
+private:
+    static constexpr size_t kAlign = 128;
+    size_t rotated_bytes() const {
+        if (!append.rotary_cos) return 0;
+        const size_t elements = size_t(params.batch) * size_t(params.seqlen_q) * size_t(params.nheads) * size_t(params.headdim);
+        return (elements * (params.dtype == DType::kFloat32 ? 4 : 2) + kAlign - 1) / kAlign * kAlign + kAlign;
+    }
+};
+
+}  // namespace
+}  // namespace fa
+
+extern "C" {
+
+fa_status fa_attention_forward(const fa_attention_args* args, void* stream) {
+    fa::Call<fa::Kernel, fa::AttentionParams> call;
+    if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
+    const fa::AttentionParams& p = call.params;
+    if (p.batch == 0 || p.seqlen_q == 0 || (p.cu_seqlens_q && p.total_q == 0)) return FA_OK;
+    return call.launch(stream);
+}
+
+fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan) {
+    return fa::query<fa::Call<fa::Kernel, fa::AttentionParams>>(args, plan);
+}
+
+fa_status fa_attention_backward(const fa_attention_backward_args* args, void* stream) {
+    fa::Call<fa::BackwardKernel, fa::BackwardParams> call;
+    if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
+    return call.launch(stream);  // a call without queries, or without keys, still has gradients to set to zero
+}
+
+fa_status fa_attention_backward_query(const fa_attention_backward_args* args, fa_attention_plan* plan) {
+    return fa::query<fa::Call<fa::BackwardKernel, fa::BackwardParams>>(args, plan);
+}
+
+fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream) {
+    fa::CachedCall call;
+    if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
+    return call.params.batch == 0 ? FA_OK : call.launch(stream);
+}
+
+fa_status fa_kvcache_query(const fa_kvcache_args* args, fa_attention_plan* plan) { return fa::query<fa::CachedCall>(args, plan); }
+
+fa_status fa_attention_merge(const fa_merge_args* args, void* stream) {
+    fa::MergeParams params;
+    if (const fa_status status = fa::validate(args, &params); status != FA_OK) return status;
+    return fa::launch_merge(params, fa_device(args->device), stream);
+}
+
+fa_status fa_quantize_fp8(const fa_quantize_args* args, void* stream) {
+    fa::QuantizeParams params;
+    if (const fa_status status = fa::validate(args, &params); status != FA_OK) return status;
+    return fa::launch_quantize(params, fa_device(args->device), stream);
+}
+
+int32_t fa_kernel_count(void) { return fa::kernel_count(); }
+const char* fa_kernel_name(int32_t index) { return fa::kernel_at(index) ? fa::kernel_at(index)->name : nullptr; }
+const char* fa_kernel_summary(int32_t index) { return fa::kernel_at(index) ? fa::kernel_at(index)->summary : nullptr; }
+int32_t fa_kernel_device(int32_t index) { return fa::kernel_at(index) ? fa::kernel_at(index)->device : 0; }
+
+int32_t fa_backward_kernel_count(void) { return fa::backward_kernel_count(); }
+const char* fa_backward_kernel_name(int32_t i) { return fa::backward_kernel_at(i) ? fa::backward_kernel_at(i)->name : nullptr; }
+const char* fa_backward_kernel_summary(int32_t i) { return fa::backward_kernel_at(i) ? fa::backward_kernel_at(i)->summary : nullptr; }
+int32_t fa_backward_kernel_device(int32_t i) { return fa::backward_kernel_at(i) ? fa::backward_kernel_at(i)->device : 0; }
+
+const char* fa_status_name(fa_status status) {
+    switch (status) {
+        case FA_OK: return "FA_OK";
+        case FA_BAD_ARGUMENT: return "FA_BAD_ARGUMENT";
+        case FA_UNSUPPORTED: return "FA_UNSUPPORTED";
+        case FA_WORKSPACE_TOO_SMALL: return "FA_WORKSPACE_TOO_SMALL";
+        case FA_CUDA_ERROR: return "FA_CUDA_ERROR";
+        case FA_OUT_OF_MEMORY: return "FA_OUT_OF_MEMORY";
+    }
+    return "unknown status";
+}
+
+const char* fa_last_error(void) { return fa::last_error(); }
+
+const char* fa_version(void) {
+    return FA_STRINGIFY(FA_VERSION_MAJOR) "." FA_STRINGIFY(FA_VERSION_MINOR) "." FA_STRINGIFY(FA_VERSION_PATCH);
+}
+
+const char* fa_build_info(void) { return FA_BUILD_INFO; }
+
+int32_t fa_cuda_device_count(void) { return fa::cuda_device_count(); }
+
+}  // extern "C"

@@ -1,0 +1,77 @@
+// refusals.h: reasons for which several attention kernels refuse a call. Each function returns a reason, or nullptr where there is none. A
+// reason is a constant, or text that quotes values, written to `text`.
+#pragma once
+
+#include "api/common/device.h"
+#include "api/common/serve.h"
+#include "attention/common/params.h"
+
+namespace fa {
+
+constexpr const char* kNoFloat8 = "takes no float8_e4m3: of all kernels only fp8_sm90 (Hopper) does";
+constexpr const char* kNo8BitCache = "cache_dtype: it takes no 8-bit cache";
+inline bool is_float8(const AttentionParams& p) { return p.dtype == DType::kFloat8E4M3; }
+
+#if FA_WITH_CUDA
+inline const char* needs_hopper(const DeviceInfo& device, char* text, size_t size) {
+    if (device.compute == 90) return nullptr;
+    return say(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
+}
+inline const char* needs_sm80(const DeviceInfo& device, char* text, size_t size) {
+    if (device.compute >= 80) return nullptr;
+    return say(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
+}
+
+inline const char* takes_16_bits(const AttentionParams& p) {
+    return p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16 ? nullptr : "takes float16 and bfloat16 only";
+}
+inline const char* takes_head_dims(const AttentionParams& p, int step, int most, char* text, size_t size) {
+    if (p.headdim <= most && p.headdim_v <= most && p.headdim % step == 0 && p.headdim_v % step == 0) return nullptr;
+    if (step == 1) return say(text, size, "headdim=%d, headdim_v=%d: at most %d", p.headdim, p.headdim_v, most);
+    return say(text, size, "headdim=%d, headdim_v=%d: multiples of %d up to %d", p.headdim, p.headdim_v, step, most);
+}
+// No option of the scores but a mask, and no sinks; a scale that keeps the order of the scores.
+inline const char* takes_plain_scores(const AttentionParams& p, char* text, size_t size) {
+    if (p.general_scores() || p.sinks) return "takes no softcap, ALiBi, bias, mask, sinks or dropout";
+    if (p.scale > 0) return nullptr;
+    return say(text, size, "softmax_scale=%g: it takes positive ones", double(p.scale));
+}
+
+inline const char* too_many_blocks(const AttentionParams& p, int64_t blocks, char* text, size_t size) {
+    if (blocks <= kMaxGrid) return nullptr;
+    return say(text, size, "batch=%d x nheads=%d x seqlen_q=%d needs more blocks than a grid has", p.batch, p.nheads, p.seqlen_q);
+}
+inline const char* overflows(const AttentionParams& p, bool does, char* text, size_t size) {
+    if (!does) return nullptr;
+    return say(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads,
+               p.seqlen_q, p.seqlen_k);
+}
+// Row numbers have 32 bits, and tiles reach past the last row.
+inline bool rows_overflow(int64_t rows) { return rows > kMaxGrid - 1024; }
+
+// The extents of q, k and v as their memory has them: all sequences of a varlen call are one, a paged cache has a page for an entry.
+struct TensorExtents {
+    int64_t batch_q, rows_q, batch_k, rows_k;
+};
+inline TensorExtents tensor_extents(const AttentionParams& p) {
+    if (p.cu_seqlens_q) return {1, p.total_q, 1, p.total_k};
+    return {p.batch, p.seqlen_q, p.cache.entries ? p.cache.entries : p.batch, p.cache.block_table ? p.cache.page_size : p.seqlen_k};
+}
+// q, k and v by the copy engine; k and v without rows are not loaded.
+inline const char* no_tensor_maps(const AttentionParams& p, int element_bytes, char* text, size_t size) {
+    const TensorExtents t = tensor_extents(p);
+    const char* reason = no_tensor_map("q", p.q, t.batch_q, t.rows_q, p.nheads, element_bytes, text, size);
+    if (!reason && t.rows_k) reason = no_tensor_map("k", p.k, t.batch_k, t.rows_k, p.nheads_k, element_bytes, text, size);
+    if (!reason && t.rows_k) reason = no_tensor_map("v", p.v, t.batch_k, t.rows_k, p.nheads_k, element_bytes, text, size);
+    return reason;
+}
+
+// Rows of 16-bit elements that ordinary instructions read or write, 16 bytes each.
+inline const char* no_wide_access(const char* name, const TensorView& t, char* text, size_t size) {
+    if (!(reinterpret_cast<uintptr_t>(t.data) % 16 || t.batch % 8 || t.row % 8 || t.head % 8)) return nullptr;
+    return say(text, size, "%s.data=%p with strides (%lld, %lld, %lld): it moves 16 bytes at a time", name, t.data,
+               static_cast<long long>(t.batch), static_cast<long long>(t.row), static_cast<long long>(t.head));
+}
+#endif
+
+}  // namespace fa

@@ -1,0 +1,314 @@
+#include "api/attention/validate.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cinttypes>
+#include <cmath>
+#include <cstddef>
+
+#include "api/common/checks.h"
+#include "api/common/status.h"
+#include "attention/common/dropout.h"
+
+namespace fa {
+namespace {
+
+constexpr int32_t kMaxHeadDim = 512;
+
+fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool need) {
+    if (!fp8 && d.data) return fail(FA_BAD_ARGUMENT, "%s.data is set, but only dtype=float8_e4m3 has factors", name);
+    if (fp8 && need && !d.data) return fail(FA_BAD_ARGUMENT, "%s.data is NULL: dtype=float8_e4m3 needs the factors of q, k and v", name);
+    if (reinterpret_cast<uintptr_t>(d.data) % 4)
+        return fail(FA_BAD_ARGUMENT, "%s.data=%p is not aligned to its element size of 4 bytes", name, static_cast<const void*>(d.data));
+    return FA_OK;
+}
+
+fa_status check_cu_seqlens(const char* name, const int32_t* cu, int32_t batch, int64_t total, int64_t longest, const char* longest_name) {
+    if (cu[0] != 0) return fail(FA_BAD_ARGUMENT, "%s[0]=%d is not 0", name, cu[0]);
+    for (int32_t b = 0; b < batch; ++b) {
+        const int64_t length = int64_t(cu[b + 1]) - cu[b];
+        if (length < 0)
+            return fail(FA_BAD_ARGUMENT, "%s[%d]=%d is below %s[%d]=%d: it must not decrease", name, b + 1, cu[b + 1], name, b, cu[b]);
+        if (length > longest)
+            return fail(FA_BAD_ARGUMENT, "%s: sequence %d has %" PRId64 " rows, more than %s=%" PRId64, name, b, length, longest_name,
+                        longest);
+    }
+    if (cu[batch] > total) return fail(FA_BAD_ARGUMENT, "%s[%d]=%d is above the %" PRId64 " rows there are", name, batch, cu[batch], total);
+    return FA_OK;
+}
+
+DescaleView view(const fa_descale& d) { return {d.data, d.batch_stride, d.head_stride}; }
+ScoreView view(const fa_score_tensor& t) { return {t.data, t.batch_stride, t.head_stride, t.row_stride}; }
+
+}  // namespace
+
+fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params, const Keys* keys,
+                   bool writes_out) {
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_args", offsetof(fa_attention_args, q_descale), full));
+    const fa_attention_args& a = *full;
+    const bool need = pointers == Pointers::kRequired;
+
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    if (a.dtype < FA_FLOAT32 || a.dtype > FA_FLOAT8_E4M3) return fail(FA_BAD_ARGUMENT, "dtype=%d is not an fa_dtype", a.dtype);
+    if (a.out_dtype && (a.out_dtype < FA_FLOAT32 || a.out_dtype > FA_FLOAT8_E4M3))
+        return fail(FA_BAD_ARGUMENT, "out_dtype=%d is not an fa_dtype", a.out_dtype);
+    const bool fp8 = a.dtype == FA_FLOAT8_E4M3;
+    const int32_t out_dtype = a.out_dtype ? a.out_dtype : fp8 ? int32_t(FA_BFLOAT16) : a.dtype;
+    if (fp8 ? out_dtype != FA_BFLOAT16 && out_dtype != FA_FLOAT16 : out_dtype != a.dtype)
+        return fail(FA_UNSUPPORTED, "out_dtype=%s with dtype=%s: not served by any kernel of this release", dtype_name(out_dtype),
+                    dtype_name(a.dtype));
+    const bool need_descale = need && a.batch > 0;
+    FA_RETURN_IF_ERROR(check_descale("q_descale", a.q_descale, fp8, need_descale));
+    FA_RETURN_IF_ERROR(check_descale("k_descale", a.k_descale, fp8, need_descale));
+    FA_RETURN_IF_ERROR(check_descale("v_descale", a.v_descale, fp8, need_descale));
+
+    if (a.batch < 0) return fail(FA_BAD_ARGUMENT, "batch=%d is negative", a.batch);
+    if (a.nheads < 1) return fail(FA_BAD_ARGUMENT, "nheads=%d is below 1", a.nheads);
+    if (a.nheads_k < 1) return fail(FA_BAD_ARGUMENT, "nheads_k=%d is below 1", a.nheads_k);
+    if (a.nheads % a.nheads_k) return fail(FA_BAD_ARGUMENT, "nheads=%d is not a multiple of nheads_k=%d", a.nheads, a.nheads_k);
+    const int32_t max_headdim = keys ? keys->max_headdim : kMaxHeadDim;
+    if (a.headdim < 1 || a.headdim > max_headdim) return fail(FA_BAD_ARGUMENT, "headdim=%d is outside 1 .. %d", a.headdim, max_headdim);
+    if (a.headdim_v < 0 || a.headdim_v > kMaxHeadDim)
+        return fail(FA_BAD_ARGUMENT, "headdim_v=%d is outside 1 .. %d", a.headdim_v, kMaxHeadDim);
+    FA_RETURN_IF_ERROR(check_length("seqlen_q", a.seqlen_q));
+    FA_RETURN_IF_ERROR(check_length("seqlen_k", a.seqlen_k));
+    FA_RETURN_IF_ERROR(check_total(a.batch, "nheads", a.nheads, "seqlen_q", a.seqlen_q));
+    FA_RETURN_IF_ERROR(check_total(a.batch, "nheads_k", a.nheads_k, "seqlen_k", a.seqlen_k));
+
+    const bool varlen = a.cu_seqlens_q || a.cu_seqlens_k;
+    if (varlen) {
+        if (!a.cu_seqlens_q || !a.cu_seqlens_k)
+            return fail(FA_BAD_ARGUMENT, "%s is NULL and %s is not: a varlen call needs both",
+                        a.cu_seqlens_q ? "cu_seqlens_k" : "cu_seqlens_q", a.cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k");
+        FA_RETURN_IF_ERROR(check_length("total_q", a.total_q));
+        FA_RETURN_IF_ERROR(check_length("total_k", a.total_k));
+        if (a.batch + std::max(a.total_q, a.total_k) > kMaxLength)  // the tiles of all sequences are counted in int32
+            return fail(FA_UNSUPPORTED, "batch=%d with total_q=%" PRId64 ", total_k=%" PRId64 ": together above %" PRId64, a.batch,
+                        a.total_q, a.total_k, kMaxLength);
+        FA_RETURN_IF_ERROR(check_total(1, "nheads", a.nheads, "total_q", a.total_q));
+        FA_RETURN_IF_ERROR(check_total(1, "nheads_k", a.nheads_k, "total_k", a.total_k));
+        FA_RETURN_IF_ERROR(check_pointer("cu_seqlens_q", a.cu_seqlens_q, 4, need));
+        FA_RETURN_IF_ERROR(check_pointer("cu_seqlens_k", a.cu_seqlens_k, 4, need));
+        if (a.device == FA_CPU && need) {
+            FA_RETURN_IF_ERROR(check_cu_seqlens("cu_seqlens_q", a.cu_seqlens_q, a.batch, a.total_q, a.seqlen_q, "seqlen_q"));
+            FA_RETURN_IF_ERROR(check_cu_seqlens("cu_seqlens_k", a.cu_seqlens_k, a.batch, a.total_k, a.seqlen_k, "seqlen_k"));
+        }
+    } else if (a.total_q || a.total_k) {
+        return fail(FA_BAD_ARGUMENT, "total_q=%" PRId64 ", total_k=%" PRId64 " without cu_seqlens_q and cu_seqlens_k", a.total_q,
+                    a.total_k);
+    }
+
+    const int32_t headdim_v = a.headdim_v ? a.headdim_v : a.headdim;
+    const int64_t rows_q = varlen ? a.total_q : a.seqlen_q, rows_k = varlen ? a.total_k : a.seqlen_k;
+    const bool has_q = need && a.batch > 0 && rows_q > 0, has_k = has_q && rows_k > 0;
+    const size_t element = dtype_size(a.dtype);
+    FA_RETURN_IF_ERROR(check_pointer("q", a.q.data, element, has_q));
+    FA_RETURN_IF_ERROR(check_pointer("k", a.k.data, keys ? keys->element : element, has_k));
+    FA_RETURN_IF_ERROR(check_pointer("v", a.v.data, keys ? keys->element : element, has_k));
+    FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, dtype_size(out_dtype), has_q));
+    FA_RETURN_IF_ERROR(check_pointer("lse", a.lse, 4, false));
+    const int64_t batch = varlen ? 1 : a.batch;
+    const Region out = region("out", a.out, batch, rows_q, a.nheads, headdim_v, dtype_size(out_dtype));
+    FA_RETURN_IF_ERROR(check_output(out));
+    if (writes_out) FA_RETURN_IF_ERROR(check_apart(out, region("q", a.q, batch, rows_q, a.nheads, a.headdim, element)));
+    if (writes_out && !keys) {  // a cache has entries or pages instead: validate_kvcache.cpp checks it
+        FA_RETURN_IF_ERROR(check_apart(out, region("k", a.k, batch, rows_k, a.nheads_k, a.headdim, element)));
+        FA_RETURN_IF_ERROR(check_apart(out, region("v", a.v, batch, rows_k, a.nheads_k, headdim_v, element)));
+    }
+
+    if (a.has_softmax_scale != 0) {
+        FA_RETURN_IF_ERROR(check_bool("has_softmax_scale", a.has_softmax_scale));
+        if (!std::isfinite(a.softmax_scale)) return fail(FA_BAD_ARGUMENT, "softmax_scale=%g is not finite", a.softmax_scale);
+    } else if (a.softmax_scale != 0) {
+        return fail(FA_BAD_ARGUMENT, "softmax_scale=%g is set but has_softmax_scale is 0", a.softmax_scale);
+    }
+    if (!std::isfinite(a.softcap) || a.softcap < 0) return fail(FA_BAD_ARGUMENT, "softcap=%g is not a finite number >= 0", a.softcap);
+    if (a.softcap > 0 && a.softcap < FLT_MIN)  // its reciprocal is infinite
+        return fail(FA_BAD_ARGUMENT, "softcap=%g is below %g, the smallest normal float", a.softcap, FLT_MIN);
+    FA_RETURN_IF_ERROR(check_pointer("alibi_slopes", a.alibi_slopes, 4, false));
+    if (a.bias_dtype && a.bias_dtype != FA_FLOAT32 && a.bias_dtype != a.dtype)
+        return fail(FA_BAD_ARGUMENT, "bias_dtype=%s (%d) is neither float32 nor dtype=%s", dtype_name(a.bias_dtype), a.bias_dtype,
+                    dtype_name(a.dtype));
+    const int32_t bias_dtype = a.bias_dtype ? a.bias_dtype : a.dtype;
+    FA_RETURN_IF_ERROR(check_pointer("bias", a.bias.data, dtype_size(bias_dtype), false));
+    FA_RETURN_IF_ERROR(check_pointer("sinks", a.sinks, 4, false));
+    FA_RETURN_IF_ERROR(check_bool("causal", a.causal));
+    FA_RETURN_IF_ERROR(check_bool("top_left", a.top_left));
+    FA_RETURN_IF_ERROR(check_bool("has_window", a.has_window));
+    FA_RETURN_IF_ERROR(check_bool("deterministic", a.deterministic));
+    FA_RETURN_IF_ERROR(check_bool("allow_tf32", a.allow_tf32));
+    FA_RETURN_IF_ERROR(check_bool("fast_accum", a.fast_accum));
+    if (a.fast_accum && !fp8) return fail(FA_BAD_ARGUMENT, "fast_accum=1, but only dtype=float8_e4m3 has sums of 8-bit products");
+    if (a.has_window) {
+        if (a.window_left < -1) return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 " is below -1 (open)", a.window_left);
+        if (a.window_right < -1) return fail(FA_BAD_ARGUMENT, "window_right=%" PRId64 " is below -1 (open)", a.window_right);
+    } else if (a.window_left || a.window_right) {
+        return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 ", window_right=%" PRId64 " are set but has_window is 0", a.window_left,
+                    a.window_right);
+    }
+    if (!(a.dropout_p >= 0 && a.dropout_p < 1)) return fail(FA_BAD_ARGUMENT, "dropout_p=%g is outside 0 <= p < 1", a.dropout_p);
+    if (a.num_threads < 0 || a.num_threads > 4096) return fail(FA_BAD_ARGUMENT, "num_threads=%d is outside 0 .. 4096", a.num_threads);
+    if (a.reserved0 || a.reserved1 || a.reserved2)
+        return fail(FA_BAD_ARGUMENT, "reserved0=%d, reserved1=%d, reserved2=%d must be 0", a.reserved0, a.reserved1, a.reserved2);
+
+    AttentionParams& p = *params;
+    p = {};
+    p.q = view(a.q), p.k = view(a.k), p.v = view(a.v), p.out = view(a.out);
+    p.lse = a.lse;
+    p.dtype = DType(a.dtype), p.out_dtype = DType(out_dtype);
+    p.batch = a.batch, p.nheads = a.nheads, p.nheads_k = a.nheads_k, p.group = a.nheads / a.nheads_k;
+    p.headdim = a.headdim, p.headdim_v = headdim_v;
+    p.seqlen_q = int32_t(a.seqlen_q), p.seqlen_k = int32_t(a.seqlen_k);
+    p.cu_seqlens_q = a.cu_seqlens_q, p.cu_seqlens_k = a.cu_seqlens_k;
+    p.total_q = int32_t(a.total_q), p.total_k = int32_t(a.total_k);
+    p.scale = a.has_softmax_scale ? a.softmax_scale : float(1.0 / std::sqrt(double(a.headdim)));
+    p.softcap = a.softcap;
+    p.alibi_slopes = a.alibi_slopes, p.alibi_batch = a.alibi_batch_stride;
+    p.bias = view(a.bias), p.bias_dtype = DType(bias_dtype), p.mask = view(a.mask);
+    p.top_left = a.top_left;
+    const auto edge = [](int64_t w) { return int32_t(std::min<int64_t>(w, INT32_MAX)); };
+    p.window_left = a.has_window ? edge(a.window_left) : -1;
+    p.window_right = a.causal ? 0 : a.has_window ? edge(a.window_right) : -1;
+    p.sinks = a.sinks;
+    if (a.dropout_p > 0) {
+        p.dropout_threshold = uint32_t(std::lround(double(a.dropout_p) * 65536));
+        p.dropout_threshold = std::clamp(p.dropout_threshold, 1u, 65535u);
+        p.dropout_scale = float(65536.0 / (65536.0 - p.dropout_threshold));
+        dropout_key(a.dropout_seed, a.dropout_offset, p.dropout_key);
+    }
+    p.allow_tf32 = a.allow_tf32;
+    p.fast_accum = a.fast_accum;
+    p.num_threads = a.num_threads ? a.num_threads : a.device == FA_CPU ? default_threads() : 1;
+    p.workspace = a.workspace;
+    p.q_descale = view(a.q_descale), p.k_descale = view(a.k_descale), p.v_descale = view(a.v_descale);
+    return FA_OK;
+}
+
+namespace {
+// Stride 0 sums the gradient over an axis. If the bias does not repeat that axis, the sum is not the gradient of the bias.
+fa_status check_gradient_axis(const char* axis, int64_t extent, int64_t bias, int64_t gradient) {
+    if (extent <= 1 || bias == 0 || gradient != 0) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "dbias.%s_stride=0 with bias.%s_stride=%" PRId64 ": the bias does not repeat this axis", axis, axis, bias);
+}
+}  // namespace
+
+fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa_attention_args* forward, BackwardParams* params) {
+    fa_attention_backward_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_backward_args", sizeof(fa_attention_backward_args), &a));
+    BackwardParams& p = *params;
+    FA_RETURN_IF_ERROR(validate(a.forward, pointers, forward, &p.forward, nullptr, false));
+    const fa_attention_args& f = *forward;
+    if (f.dtype == FA_FLOAT8_E4M3) return fail(FA_UNSUPPORTED, "dtype=float8_e4m3 has no backward pass");
+    const bool varlen = f.cu_seqlens_q;
+    const int64_t rows_q = varlen ? f.total_q : f.seqlen_q, rows_k = varlen ? f.total_k : f.seqlen_k;
+    const bool need = pointers == Pointers::kRequired && f.batch > 0;
+    const bool has_q = need && rows_q > 0, has_k = need && rows_k > 0;
+    const size_t element = dtype_size(f.dtype);
+    FA_RETURN_IF_ERROR(check_pointer("lse", f.lse, 4, has_q));
+    FA_RETURN_IF_ERROR(check_pointer("dout", a.dout.data, element, has_q));
+    FA_RETURN_IF_ERROR(check_pointer("dq", a.dq.data, element, has_q));
+    FA_RETURN_IF_ERROR(check_pointer("dk", a.dk.data, element, has_k));
+    FA_RETURN_IF_ERROR(check_pointer("dv", a.dv.data, element, has_k));
+    const int64_t batch = varlen ? 1 : f.batch;
+    const int32_t headdim_v = p.forward.headdim_v;
+    const Region inputs[] = {
+        region("q", f.q, batch, rows_q, f.nheads, f.headdim, element), region("k", f.k, batch, rows_k, f.nheads_k, f.headdim, element),
+        region("v", f.v, batch, rows_k, f.nheads_k, headdim_v, element), region("out", f.out, batch, rows_q, f.nheads, headdim_v, element),
+        region("dout", a.dout, batch, rows_q, f.nheads, headdim_v, element)};
+    const Region gradients[] = {region("dq", a.dq, batch, rows_q, f.nheads, f.headdim, element),
+                                region("dk", a.dk, batch, rows_k, f.nheads_k, f.headdim, element),
+                                region("dv", a.dv, batch, rows_k, f.nheads_k, headdim_v, element)};
+    for (const Region& gradient : gradients) {
+        FA_RETURN_IF_ERROR(check_output(gradient));
+        for (const Region& input : inputs) FA_RETURN_IF_ERROR(check_apart(gradient, input));
+        for (const Region* other = gradients; other != &gradient; ++other) FA_RETURN_IF_ERROR(check_apart(gradient, *other));
+    }
+    FA_RETURN_IF_ERROR(check_pointer("dbias", a.dbias.data, 4, false));
+    if (a.dbias.data) {
+        if (!f.bias.data) return fail(FA_BAD_ARGUMENT, "dbias.data=%p is set, but bias.data is NULL", static_cast<void*>(a.dbias.data));
+        FA_RETURN_IF_ERROR(check_gradient_axis("batch", f.batch, f.bias.batch_stride, a.dbias.batch_stride));
+        FA_RETURN_IF_ERROR(check_gradient_axis("head", f.nheads, f.bias.head_stride, a.dbias.head_stride));
+        FA_RETURN_IF_ERROR(check_gradient_axis("row", f.seqlen_q, f.bias.row_stride, a.dbias.row_stride));
+    }
+    FA_RETURN_IF_ERROR(check_pointer("dsinks", a.dsinks, 4, false));
+    if (a.dsinks && !f.sinks) return fail(FA_BAD_ARGUMENT, "dsinks=%p is set, but sinks is NULL", static_cast<void*>(a.dsinks));
+    FA_RETURN_IF_ERROR(check_bool("accumulate", a.accumulate));
+    if (a.reserved) return fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", a.reserved);
+    p.dout = view(a.dout), p.dq = view(a.dq), p.dk = view(a.dk), p.dv = view(a.dv);
+    p.dbias = {a.dbias.data, a.dbias.batch_stride, a.dbias.head_stride, a.dbias.row_stride};
+    p.dsinks = a.dsinks;
+    p.accumulate = a.accumulate, p.deterministic = f.deterministic;
+    return FA_OK;
+}
+
+fa_status validate(const fa_merge_args* args, MergeParams* params) {
+    fa_merge_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_merge_args", sizeof(fa_merge_args), &a));
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    if (a.dtype < FA_FLOAT32 || a.dtype > FA_BFLOAT16)
+        return fail(FA_BAD_ARGUMENT, "dtype=%d is none of float32 (1), float16 (2), bfloat16 (3)", a.dtype);
+    if (a.batch < 0) return fail(FA_BAD_ARGUMENT, "batch=%d is negative", a.batch);
+    if (a.nheads < 1) return fail(FA_BAD_ARGUMENT, "nheads=%d is below 1", a.nheads);
+    if (a.headdim_v < 1 || a.headdim_v > kMaxHeadDim)
+        return fail(FA_BAD_ARGUMENT, "headdim_v=%d is outside 1 .. %d", a.headdim_v, kMaxHeadDim);
+    FA_RETURN_IF_ERROR(check_length("seqlen", a.seqlen));
+    FA_RETURN_IF_ERROR(check_total(a.batch, "nheads", a.nheads, "seqlen", a.seqlen));
+    if (a.reserved) return fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", a.reserved);
+    const bool any = a.batch > 0 && a.seqlen > 0;
+    const size_t element = dtype_size(a.dtype);
+    FA_RETURN_IF_ERROR(check_pointer("out_a", a.out_a.data, element, any));
+    FA_RETURN_IF_ERROR(check_pointer("out_b", a.out_b.data, element, any));
+    FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, element, any));
+    FA_RETURN_IF_ERROR(check_pointer("lse_a", a.lse_a, 4, any));
+    FA_RETURN_IF_ERROR(check_pointer("lse_b", a.lse_b, 4, any));
+    FA_RETURN_IF_ERROR(check_pointer("lse", a.lse, 4, any));
+    const auto tensor = [&](const char* name, const fa_tensor& t) {
+        return region(name, t, a.batch, a.seqlen, a.nheads, a.headdim_v, element);
+    };
+    const Region out = tensor("out", a.out);
+    FA_RETURN_IF_ERROR(check_output(out));
+    FA_RETURN_IF_ERROR(check_apart(out, tensor("out_a", a.out_a), true));
+    FA_RETURN_IF_ERROR(check_apart(out, tensor("out_b", a.out_b), true));
+    *params = {view(a.out_a),  view(a.out_b), view(a.out), a.lse_a,     a.lse_b,           a.lse,
+               DType(a.dtype), a.batch,       a.nheads,    a.headdim_v, int32_t(a.seqlen), default_threads()};
+    return FA_OK;
+}
+
+fa_status validate(const fa_quantize_args* args, QuantizeParams* params) {
+    fa_quantize_args a;
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_quantize_args", sizeof(fa_quantize_args), &a));
+    FA_RETURN_IF_ERROR(check_device(a.device));
+    if (a.dtype < FA_FLOAT32 || a.dtype > FA_BFLOAT16)
+        return fail(FA_BAD_ARGUMENT, "dtype=%d is none of float32 (1), float16 (2), bfloat16 (3)", a.dtype);
+    if (a.batch < 0) return fail(FA_BAD_ARGUMENT, "batch=%d is negative", a.batch);
+    if (a.nheads < 1) return fail(FA_BAD_ARGUMENT, "nheads=%d is below 1", a.nheads);
+    if (a.headdim < 1 || a.headdim > kMaxQuantizedHeadDim)
+        return fail(FA_BAD_ARGUMENT, "headdim=%d is outside 1 .. %d", a.headdim, kMaxQuantizedHeadDim);
+    FA_RETURN_IF_ERROR(check_bool("hadamard", a.hadamard));
+    if (a.hadamard && (a.headdim & (a.headdim - 1)))
+        return fail(FA_BAD_ARGUMENT, "headdim=%d with hadamard=1: it must be a power of two", a.headdim);
+    FA_RETURN_IF_ERROR(check_length("seqlen", a.seqlen));
+    FA_RETURN_IF_ERROR(check_total(a.batch, "nheads", a.nheads, "seqlen", a.seqlen));
+    const bool any = a.batch > 0 && a.seqlen > 0;
+    FA_RETURN_IF_ERROR(check_pointer("x", a.x.data, dtype_size(a.dtype), any));
+    FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, 1, any));
+    FA_RETURN_IF_ERROR(check_pointer("descale", a.descale, 4, a.batch > 0));
+    const Region out = region("out", a.out, a.batch, a.seqlen, a.nheads, a.headdim, 1);
+    FA_RETURN_IF_ERROR(check_output(out));
+    FA_RETURN_IF_ERROR(check_apart(out, region("x", a.x, a.batch, a.seqlen, a.nheads, a.headdim, dtype_size(a.dtype))));
+    *params = {view(a.x),
+               view(a.out),
+               a.descale,
+               DType(a.dtype),
+               a.batch,
+               a.nheads,
+               a.headdim,
+               int32_t(a.seqlen),
+               a.hadamard != 0,
+               float(1.0 / std::sqrt(double(a.headdim))),
+               {uint32_t(a.seed), uint32_t(a.seed >> 32)},
+               default_threads()};
+    return FA_OK;
+}
+
+}  // namespace fa

@@ -1,0 +1,26 @@
+// validate.h: turns the C structs into the parameters of the kernels. Every argument is checked here, before any launch, and nowhere
+// below.
+#pragma once
+
+#include "api/common/checks.h"
+#include "attention/common/params.h"
+#include "attention/common/quantize_fp8.h"
+#include "flash_attn.h"
+
+namespace fa {
+
+// What differs in the checks of k and v when they are a cache.
+struct Keys {
+    int32_t max_headdim;
+    size_t element;  // bytes of an element of k and v
+};
+
+fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params,
+                   const Keys* keys = nullptr, bool writes_out = true);  // the backward pass reads out and does not write it
+fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa_attention_args* forward, BackwardParams* params);
+// `forward` is the attention call inside the cache call, with its kernel, num_threads and workspace.
+fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_args* forward, AppendParams* params);
+fa_status validate(const fa_merge_args* args, MergeParams* params);
+fa_status validate(const fa_quantize_args* args, QuantizeParams* params);
+
+}  // namespace fa

@@ -1,0 +1,97 @@
+// dispatch.h: chooses the kernel that serves a call from a table of kernels, best first, and says why not the kernels before it. The
+// queries of the C ABI return the same choice as an answer.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "api/common/checks.h"
+#include "api/common/kernel.h"
+#include "api/common/status.h"
+
+namespace fa {
+
+// A text buffer of fixed size, which takes as many whole lines as fit.
+class Lines {
+public:
+    Lines(char* text, size_t size) : text_(text), left_(size) {
+        if (left_) *text_ = '\0';
+    }
+    void add(const char* name, const char* reason) {
+        const int n = std::snprintf(text_, left_, "%s%s: %s", first_ ? "" : "\n", name, reason);
+        if (n < 0 || size_t(n) >= left_) {
+            if (left_) *text_ = '\0';
+            left_ = 0;
+            return;
+        }
+        text_ += n, left_ -= size_t(n), first_ = false;
+    }
+
+private:
+    char* text_;
+    size_t left_;
+    bool first_ = true;
+};
+
+// Chooses the kernel that serves the call: the kernel forced by the argument `forced`, else the one forced by the environment variable,
+// else the first in the table that neither refuses nor yields. `place` is the device argument. kernel_at(i) is null past the end of the
+// table. why_not may be null.
+template <typename Row, typename Params>
+fa_status choose(const char* forced, int32_t place, const Params& params, const DeviceInfo& device, const Row* (*kernel_at)(int index),
+                 const char* variable, const Row** chosen, Lines* why_not) {
+    const char* source = "kernel";
+    if (!forced) {
+        forced = std::getenv(variable);
+        source = variable;
+        if (forced && !*forced) forced = nullptr;
+    }
+    char text[256];
+    const char *last = "", *last_reason = "there is none for this device";
+    bool known = false;
+    for (int i = 0; const Row* const candidate = kernel_at(i); ++i) {
+        const Row& kernel = *candidate;
+        if (forced && std::strcmp(forced, kernel.name) != 0) {
+            if (kernel.device == place && why_not) why_not->add(kernel.name, "another kernel is forced");
+            continue;
+        }
+        known = true;
+        if (kernel.device != place) {
+            if (!forced) continue;
+            return fail(FA_UNSUPPORTED, "%s=%s runs on %s, but device is %s", source, forced, kernel.device == FA_CPU ? "the CPU" : "a GPU",
+                        place == FA_CPU ? "FA_CPU" : "FA_CUDA");
+        }
+        const char* reason = kernel.refuses(params, device, text, sizeof text);
+        if (!reason && !forced && kernel.yields) reason = kernel.yields(params, device, text, sizeof text);
+        if (!reason) {
+            *chosen = &kernel;
+            return FA_OK;
+        }
+        if (forced) return fail(FA_UNSUPPORTED, "%s=%s cannot serve this call: %s", source, forced, reason);
+        if (why_not) why_not->add(kernel.name, reason);
+        last = kernel.name, last_reason = reason;
+    }
+    if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build", source, forced);
+    // The most general kernel comes last, so its reason says why the call is not served at all.
+    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
+                last_reason);
+}
+
+// The query functions of the C ABI: they prepare a call from its arguments and do not launch it.
+template <typename AnyCall, typename Args>
+fa_status query(const Args* args, fa_attention_plan* plan) {
+    if (!plan || plan->struct_size < sizeof(fa_attention_plan))
+        return fail(FA_BAD_ARGUMENT, "plan is NULL or plan.struct_size is not sizeof(fa_attention_plan) = %zu", sizeof(fa_attention_plan));
+    plan->reserved = 0;
+    plan->workspace_bytes = 0;
+    plan->kernel[0] = '\0';
+    Lines why_not(plan->why_not, sizeof plan->why_not);
+    AnyCall call;
+    plan->status = call.prepare(args, Pointers::kOptional, &why_not);
+    if (plan->status != FA_OK) return fa_status(plan->status);
+    std::snprintf(plan->kernel, sizeof plan->kernel, "%s", call.kernel->name);
+    plan->workspace_bytes = call.workspace();
+    return FA_OK;
+}
+
+}  // namespace fa

@@ -1,0 +1,57 @@
+// regions.h: the memory that an array occupies. With it, outputs are refused if they overlap themselves, or an array that is in use.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "flash_attn.h"
+
+namespace fa {
+
+struct Axis {
+    const char *name, *count;  // names of the stride and of the extent in a message
+    int64_t extent, stride;    // stride in elements
+};
+
+// An array of three strided axes and contiguous columns.
+struct Region {
+    const char* name;
+    const void* data;
+    Axis axes[3];
+    int64_t columns;
+    int64_t element;  // bytes
+
+    bool empty() const { return columns == 0 || axes[0].extent == 0 || axes[1].extent == 0 || axes[2].extent == 0; }
+    bool same_layout(const Region& other) const {
+        for (int i = 0; i < 3; ++i)
+            if (axes[i].extent != other.axes[i].extent || (axes[i].extent > 1 && axes[i].stride != other.axes[i].stride)) return false;
+        return data == other.data && element == other.element;
+    }
+};
+
+// `batch` and `rows` are those of the array's own shape: a varlen array has batch 1.
+template <typename Tensor>
+Region region(const char* name, const Tensor& t, int64_t batch, int64_t rows, int64_t heads, int64_t columns, size_t element) {
+    return {name,
+            t.data,
+            {{"batch", "batch", batch, t.batch_stride}, {"row", "rows", rows, t.row_stride}, {"head", "nheads", heads, t.head_stride}},
+            columns,
+            int64_t(element)};
+}
+inline Region region(const char* name, const void* data, int64_t count, size_t element) {
+    return {name, data, {{"batch", "batch", 1, 0}, {"row", "rows", 1, 0}, {"head", "nheads", 1, 0}}, count, int64_t(element)};
+}
+
+// Every element of an output must have its own place. The check is that the axes nest: a step along an axis leads past everything that the
+// axes of smaller steps reach. Every array made by slicing, transposing or reshaping such an array passes.
+// A query may have no address; then only strides of 0 are refused.
+fa_status check_output(const Region& output);
+
+// Whether two arrays have an element in common. The answer is exact for views of one array whose axes have equal steps, such as q, k, v and
+// out in one buffer. An axis whose steps differ counts as filled without gaps.
+bool overlap(const Region& a, const Region& b);
+
+// Refuses an output that overlaps the other array. With `in_place` both may be the same array, element for element.
+fa_status check_apart(const Region& output, const Region& other, bool in_place = false);
+
+}  // namespace fa

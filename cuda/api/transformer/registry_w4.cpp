@@ -1,0 +1,226 @@
+// registry_w4.cpp: the kernels for products with 4-bit weights and for chains of them, best first on each device: what each refuses, and
+// which calls it leaves to a faster one.
+//
+//     rows of x    the first choice on Hopper
+//     1            small_w4 up to 4096 columns and some 17,000 features; else few_w4_sm90 in plain launches where x needs no norm or
+//                  rounding, and mma_w4
+//     2 .. 16      few_w4_sm90; up to 8 rows that need a norm or rounding mma_w4, where its blocks have room to do it themselves
+//     17 .. 32     few_w4_sm90 for the smaller weights, wgmma_w4_few_sm90 for the larger
+//     33 ..        wgmma_w4_few_sm90 where tiles of up to 64 rows are estimated to be faster, else wgmma_w4_sm90
+//
+// Other GPUs from sm_80 on have small_w4 and mma_w4. The limits were measured on an H200.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "api/common/dispatch.h"
+#include "api/common/serve.h"
+#include "api/transformer/registry.h"
+#include "cpu/transformer/kernels.h"
+
+#if FA_WITH_CUDA
+#include "transformer/w4/kernels.h"
+#endif
+
+namespace fa {
+namespace {
+
+using Params = W4LinearParams;
+
+template <typename AnyParams>
+const char* serves_all(const AnyParams&, const DeviceInfo&, char*, size_t) {
+    return nullptr;
+}
+template <typename AnyParams>
+size_t no_workspace(const AnyParams&, const DeviceInfo&) {
+    return 0;
+}
+
+size_t cpu_workspace(const Params& p, const DeviceInfo&) { return size_t(cpu::w4_linear_workspace(p)); }
+fa_status cpu_launch(const Params& p, const DeviceInfo&, void*) {
+    return on_host([&] { cpu::w4_linear(p); });
+}
+
+#if FA_WITH_CUDA && (FA_WITH_MMA_SM80 || FA_WITH_WGMMA_SM90)
+// A reason with the values that it depends on.
+template <typename... Values>
+const char* because(char* text, size_t size, const char* format, Values... values) {
+    std::snprintf(text, size, format, values...);
+    return text;
+}
+long long rows_of(const Params& p) { return static_cast<long long>(p.rows); }
+
+GpuSize size_of(const DeviceInfo& device) { return {device.multiprocessors, device.shared_memory}; }
+template <int64_t bytes(const Params&, const GpuSize&)>
+size_t workspace_of(const Params& p, const DeviceInfo& device) {
+    return size_t(bytes(p, size_of(device)));
+}
+template <const char* name, cudaError_t launch(const Params&, const GpuSize&, cudaStream_t)>
+fa_status run(const Params& p, const DeviceInfo& device, void* stream) {
+    return launched(name, launch(p, size_of(device), static_cast<cudaStream_t>(stream)));
+}
+#endif
+
+// ---- sm_80 and newer ----
+
+#if FA_WITH_CUDA && FA_WITH_MMA_SM80
+constexpr char kSmall[] = "small_w4", kMma[] = "mma_w4";
+
+const char* needs_sm80(const Params&, const DeviceInfo& device, char* text, size_t size) {
+    if (device.compute >= 80) return nullptr;
+    return because(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
+}
+
+const char* small_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = needs_sm80(p, device, text, size)) return reason;
+    return small_w4_refuses(p);
+}
+const char* small_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
+    constexpr int kMostBlocks = 8;  // for each multiprocessor
+    if (small_w4_blocks(p, size_of(device)) <= kMostBlocks * device.multiprocessors) return nullptr;
+    return because(text, size, "%d x %d: mma_w4 is faster for so many features", p.out_features, p.in_features);
+}
+#endif
+
+// ---- Hopper ----
+
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+constexpr char kFew[] = "few_w4_sm90", kWgmmaFew[] = "wgmma_w4_few_sm90", kWgmma[] = "wgmma_w4_sm90";
+
+const char* needs_sm90(const Params&, const DeviceInfo& device, char* text, size_t size) {
+    if (device.compute == 90) return nullptr;
+    return because(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
+}
+
+const char* few_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = needs_sm90(p, device, text, size)) return reason;
+    if (few_w4_sm90_fits(p, size_of(device))) return nullptr;
+    return because(text, size, "rows=%lld: above 32, or too many for shared memory", rows_of(p));
+}
+// x needs a norm or rounding, which few_w4_sm90 leaves to a launch before its own.
+bool rounds_first(const Params& p, const DeviceInfo& device) { return few_w4_sm90_workspace(p, size_of(device)) > 0; }
+// mma_w4 does so in its own blocks.
+bool mma_rounds_itself(const Params& p, const DeviceInfo& device) { return mma_w4_workspace(p, size_of(device)) == 0; }
+
+const char* few_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
+    const bool rounds = rounds_first(p, device);
+    if (p.rows == 1 && p.programmatic) return "one row, programmatic: mma_w4 is faster between the kernels of a model";
+    if (p.rows == 1 && rounds) return "one row that needs a norm or rounding: mma_w4 is faster";
+    if (p.rows <= 8 && rounds && mma_rounds_itself(p, device)) {
+        if (few_w4_sm90_blocks_per_sm(p, size_of(device)) == 2) return nullptr;  // W is tall
+        if (!p.programmatic && p.in_features <= 1024) return nullptr;
+        return "x needs a norm or rounding, which mma_w4 does in its blocks";
+    }
+    if (p.rows <= 16 || p.out_features <= 4096) return nullptr;
+    constexpr int64_t kMillion = 1000000;
+    const int64_t weights = int64_t(p.out_features) * p.in_features;
+    if (p.rows > 24 ? weights <= 20 * kMillion : p.programmatic ? p.out_features <= 6144 : weights <= 60 * kMillion) return nullptr;
+    return because(text, size, "rows=%lld of a %d x %d weight: wgmma_w4_few_sm90 is faster", rows_of(p), p.out_features, p.in_features);
+}
+
+const char* wgmma_yields(const Params& p, const DeviceInfo&, char* text, size_t size) {
+    if (p.rows > 16) return nullptr;
+    return because(text, size, "rows=%lld: mma_w4 is faster up to 16 rows", rows_of(p));
+}
+const char* wgmma_few_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = wgmma_yields(p, device, text, size)) return reason;
+    if (wgmma_w4_few_sm90_wins(p, size_of(device))) return nullptr;
+    return because(text, size, "rows=%lld: wgmma_w4_sm90 is faster", rows_of(p));
+}
+#endif
+
+constexpr LinearKernel kKernels[] = {
+#if FA_WITH_CUDA && FA_WITH_MMA_SM80
+    {kSmall, "mma.sync, one row; weights in registers before x is there", FA_CUDA, small_refuses, no_workspace, run<kSmall, small_w4>,
+     small_yields},
+#endif
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+    {kFew, "mma.sync, up to 32 rows of x; a ring of weights for each warp, one of x for the block", FA_CUDA, few_refuses,
+     workspace_of<few_w4_sm90_workspace>, run<kFew, few_w4_sm90>, few_yields},
+    {kWgmmaFew, "wgmma, tiles of up to 64 rows of x, which spare warps bring into the weight's order", FA_CUDA, needs_sm90,
+     workspace_of<wgmma_w4_sm90_workspace>, run<kWgmmaFew, wgmma_w4_few_sm90>, wgmma_few_yields},
+    {kWgmma, "wgmma, tiles of 128 and 256 rows of x; weights widened into registers", FA_CUDA, needs_sm90,
+     workspace_of<wgmma_w4_sm90_workspace>, run<kWgmma, wgmma_w4_sm90>, wgmma_yields},
+#endif
+#if FA_WITH_CUDA && FA_WITH_MMA_SM80
+    {kMma, "mma.sync, any number of rows of x, 8, 16 or 32 to a block", FA_CUDA, needs_sm80, workspace_of<mma_w4_workspace>,
+     run<kMma, mma_w4>},
+#endif
+    {"cpu", "threads and vectors, any number of rows", FA_CPU, serves_all, cpu_workspace, cpu_launch},
+};
+
+// ---- chains ----
+
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+constexpr char kChain[] = "chain_w4_sm90";
+
+const char* chain_refuses(const W4ChainParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (const char* reason = needs_sm90(p.products[0], device, text, size)) return reason;
+    return chain_w4_sm90_refuses(p, size_of(device), text, size);
+}
+const char* chain_yields(const W4ChainParams& p, const DeviceInfo&, char* text, size_t size) {
+    if (const char* const forced = std::getenv(kLinearVariable); forced && *forced)
+        return "FLASH_ATTN_LINEAR_KERNEL names a kernel of single products";
+    if (p.count == 1) return "one product: its own kernel waits for nobody";
+    if (p.products[0].rows > 1 || (p.count > 2 && p.bytes() >= W4ChainParams::kLarge)) return nullptr;
+    constexpr int kMegabyte = 1 << 20;
+    return because(text, size, "rows=1, %d products of %lld MB: launches of their own are as fast below 3 and %lld MB", p.count,
+                   static_cast<long long>(p.bytes() / kMegabyte), static_cast<long long>(W4ChainParams::kLarge / kMegabyte));
+}
+fa_status chain_launch(const W4ChainParams& p, const DeviceInfo& device, void* stream) {
+    return launched(kChain, chain_w4_sm90(p, size_of(device), static_cast<cudaStream_t>(stream)));
+}
+#endif
+
+// one_by_one, and the CPU: each product by its own kernel, all with the same workspace.
+template <fa_device device>
+fa_status kernel_of(const Params& p, const DeviceInfo& info, const LinearKernel** kernel) {
+    return choose(nullptr, device, p, info, linear_kernel_at, kLinearVariable, kernel, nullptr);
+}
+template <fa_device device>
+const char* each_refuses(const W4ChainParams& chain, const DeviceInfo& info, char* text, size_t size) {
+    for (int i = 0; i < chain.count; ++i)
+        if (const LinearKernel * kernel; kernel_of<device>(chain.products[i], info, &kernel) != FA_OK) {
+            std::snprintf(text, size, "products[%d]: %s", i, last_error());
+            return text;
+        }
+    return nullptr;
+}
+template <fa_device device>
+size_t each_workspace(const W4ChainParams& chain, const DeviceInfo& info) {
+    size_t bytes = 0;
+    for (int i = 0; i < chain.count; ++i)
+        if (const LinearKernel * kernel; kernel_of<device>(chain.products[i], info, &kernel) == FA_OK)
+            bytes = std::max(bytes, kernel->workspace(chain.products[i], info));
+    return bytes;
+}
+template <fa_device device>
+fa_status each_launch(const W4ChainParams& chain, const DeviceInfo& info, void* stream) {
+    for (int i = 0; i < chain.count; ++i) {
+        const LinearKernel* kernel;
+        if (const fa_status status = kernel_of<device>(chain.products[i], info, &kernel); status != FA_OK) return status;
+        if (chain.products[i].rows == 0) continue;
+        if (const fa_status status = kernel->launch(chain.products[i], info, stream); status != FA_OK) return status;
+    }
+    return FA_OK;
+}
+
+constexpr ChainKernel kChainKernels[] = {
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+    {kChain, "one launch; the ring of weights runs on from product to product", FA_CUDA, chain_refuses, no_workspace, chain_launch,
+     chain_yields},
+#endif
+#if FA_WITH_CUDA
+    {"one_by_one", "a launch for each product", FA_CUDA, each_refuses<FA_CUDA>, each_workspace<FA_CUDA>, each_launch<FA_CUDA>},
+#endif
+    {"cpu", "one product behind the other", FA_CPU, each_refuses<FA_CPU>, each_workspace<FA_CPU>, each_launch<FA_CPU>},
+};
+
+}  // namespace
+
+int chain_kernel_count() { return int(sizeof kChainKernels / sizeof kChainKernels[0]); }
+const ChainKernel* chain_kernel_at(int index) { return index >= 0 && index < chain_kernel_count() ? &kChainKernels[index] : nullptr; }
+int linear_kernel_count() { return int(sizeof kKernels / sizeof kKernels[0]); }
+const LinearKernel* linear_kernel_at(int index) { return index >= 0 && index < linear_kernel_count() ? &kKernels[index] : nullptr; }
+
+}  // namespace fa

@@ -1,0 +1,25 @@
+// mma_sm80.cu: the entries of mma_sm80.cuh, and its kernels for bf16; fp16 is compiled beside it.
+#include "attention/backward/mma_sm80.cuh"
+
+#include <algorithm>
+
+#include "attention/kernels.h"
+
+namespace fa {
+
+cudaError_t backward_mma_sm80(const BackwardParams& b, size_t shared_memory, cudaStream_t stream) {
+    if (b.forward.dtype == DType::kFloat16) return backward_mma_sm80_fp16(b, shared_memory, stream);
+    return launch<__nv_bfloat16>(b, shared_memory, stream);
+}
+
+// Room for whichever tile the launch takes: how rows are aligned may not be known yet.
+size_t backward_mma_sm80_workspace(const BackwardParams& b) {
+    return with_backward_bucket(b.forward.headdim, b.forward.headdim_v, [&](auto d, auto dv) {
+        size_t most = 0;
+        for (const MmaSm sm : {MmaSm::kAny, MmaSm::kShort, MmaSm::k164, MmaSm::k228})
+            most = std::max(most, workspace_bytes(b, backward_mma_tile(d, sm).block_m, d));
+        return most;
+    });
+}
+
+}  // namespace fa

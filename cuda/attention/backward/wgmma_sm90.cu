@@ -1,0 +1,34 @@
+// wgmma_sm90.cu: the entry of the Hopper backward. Chooses the instantiation; wgmma_sm90.cuh is the kernel to head dim
+// 128, wgmma_pair_sm90.cuh that above, and one small file per head dim compiles it.
+#include "attention/backward/wgmma_sm90_tiles.h"
+#include "attention/kernels.h"
+
+namespace fa {
+
+template <BackwardPlanId kId>
+cudaError_t launch_backward_wgmma(const BackwardParams& b, int device, int multiprocessors, cudaStream_t stream);
+
+cudaError_t backward_wgmma_sm90(const BackwardParams& b, int device, int multiprocessors, cudaStream_t stream) {
+    switch (backward_choose(b.forward)) {
+#define FA_BACKWARD_CASE(id) \
+    case BackwardPlanId::id: return launch_backward_wgmma<BackwardPlanId::id>(b, device, multiprocessors, stream);
+        FA_BACKWARD_CASE(kD64)
+        FA_BACKWARD_CASE(kD64General)
+        FA_BACKWARD_CASE(kD128)
+        FA_BACKWARD_CASE(kD128General)
+        FA_BACKWARD_CASE(kD192V128)
+        FA_BACKWARD_CASE(kD192V128General)
+        FA_BACKWARD_CASE(kD192)
+        FA_BACKWARD_CASE(kD192General)
+        FA_BACKWARD_CASE(kD256)
+        FA_BACKWARD_CASE(kD256General)
+#undef FA_BACKWARD_CASE
+    }
+    return cudaErrorInvalidValue;
+}
+
+size_t backward_wgmma_sm90_workspace(const BackwardParams& b) {
+    return query_tiles_bytes(query_tiles(b, backward_plan(backward_choose(b.forward)))) + 128;  // and room to align it
+}
+
+}  // namespace fa

@@ -1,0 +1,103 @@
+// wgmma_sm90_tiles.h: which key blocks and query tiles of the Hopper backward meet, and what its workspace holds for a query tile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/backward/wgmma_sm90_plan.h"
+#include "attention/common/params.h"
+
+namespace fa {
+
+// Row i of a sequence sees keys i + left .. i + right of 0 .. seqlen_k - 1.
+struct VisibleBand {
+    int left, right;
+    int seqlen_q, seqlen_k;
+};
+FA_HOST_DEVICE VisibleBand visible_band(const AttentionParams& p, const Sequence& s) {
+    const auto clamp = [](int64_t x, int low, int high) { return x < low ? low : x > high ? high : int(x); };
+    return {p.window_left < 0 ? -s.seqlen_q : clamp(int64_t(s.shift) - p.window_left, -s.seqlen_q, s.seqlen_k),
+            p.window_right < 0 ? s.seqlen_k : clamp(int64_t(s.shift) + p.window_right, -s.seqlen_q, s.seqlen_k), s.seqlen_q, s.seqlen_k};
+}
+
+// Which query tiles a key block meets, and which key blocks a query tile meets: those that share a visible pair. The two functions must
+// agree on every pair of tiles, because deterministic blocks take their turns by them.
+struct Range {
+    int begin, end;
+};
+FA_HOST_DEVICE Range query_tiles_of(const VisibleBand& band, int key0, int block_m, int block_n) {
+    const int last_key = (key0 + block_n < band.seqlen_k ? key0 + block_n : band.seqlen_k) - 1;
+    const int first_row = key0 - band.right, last_row = last_key - band.left;
+    if (key0 >= band.seqlen_k || first_row >= band.seqlen_q || last_row < 0 || band.seqlen_q == 0) return {0, 0};
+    return {first_row > 0 ? first_row / block_m : 0, (last_row < band.seqlen_q ? last_row : band.seqlen_q - 1) / block_m + 1};
+}
+FA_HOST_DEVICE Range key_blocks_of(const VisibleBand& band, int row0, int block_m, int block_n) {
+    const int last_row = (row0 + block_m < band.seqlen_q ? row0 + block_m : band.seqlen_q) - 1;
+    const int first_key = row0 + band.left, last_key = last_row + band.right;
+    if (row0 >= band.seqlen_q || first_key >= band.seqlen_k || last_key < 0 || band.seqlen_k == 0) return {0, 0};
+    return {first_key > 0 ? first_key / block_n : 0, (last_key < band.seqlen_k ? last_key : band.seqlen_k - 1) / block_n + 1};
+}
+
+// What the three kernels (rows before, main, rows after) hand to each other for every tile of block_m queries, in the caller's workspace.
+struct QueryTiles {
+    float* dq;     // (heads, tiles, block_m * columns): sums of dS K, each tile in the order of the accumulators that hold it
+    int* turn;     // (heads, tiles): the counter that says who may add to dq (wgmma_sm90_turns.cuh)
+    float* lse;    // (heads, tiles, block_m), in quad_order: exponents of 2; +inf for rows that see no key and rows past the end
+    float* delta;  // (heads, tiles, block_m), in quad_order: rowsum(dout * out)
+    int block_m, block_n, columns;
+    int blocks;     // that share keys; each adds its own columns of dq
+    bool zeroed;    // dq starts as zeros; else the first key block that reaches a tile writes it, and the others wait until it has
+    int tiles;      // of a sequence; varlen: of all sequences, tile m of sequence b at cu_seqlens_q[b] / block_m + b + m
+    int64_t heads;  // batch * nheads; varlen: nheads
+
+    FA_HOST_DEVICE int64_t count() const { return heads * tiles; }
+    // Key blocks that the grid has taken so far. Without a fixed order the first of each thread block is not counted.
+    FA_HOST_DEVICE int* taken() const { return turn + count(); }
+};
+
+inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan) {
+    const AttentionParams& p = b.forward;
+    QueryTiles t{};
+    t.block_m = plan.block_m, t.block_n = plan.block_n, t.columns = plan.columns(), t.blocks = plan.blocks();
+    // Measured on an H200. Two blocks that share keys: claiming tiles, instead of writing zeros first, gains 8 % at seqlen 512, nothing at
+    // 2048, and loses up to 8 % at 16384. One block at head dim 128, causal: writing zeros costs 2 % at 2048; waiting for claimed tiles
+    // costs 2 % at 8192 and 7 % at 16384.
+    t.zeroed = plan.blocks() > 1 ? p.seqlen_q > 2048 : plan.dq_stages && !b.deterministic && p.window_right >= 0 && p.seqlen_q >= 8192;
+    t.tiles = p.cu_seqlens_q ? p.total_q / plan.block_m + p.batch : (p.seqlen_q + plan.block_m - 1) / plan.block_m;
+    t.heads = p.cu_seqlens_q ? p.nheads : int64_t(p.batch) * p.nheads;
+    return t;
+}
+inline size_t query_tiles_bytes(const QueryTiles& t) { return (size_t(t.count()) * (t.block_m * (t.columns + 2) + 1) + 1) * sizeof(float); }
+inline void place_query_tiles(QueryTiles* t, void* memory) {
+    t->dq = static_cast<float*>(memory);
+    t->lse = t->dq + t->count() * t->block_m * t->columns;
+    t->delta = t->lse + t->count() * t->block_m;
+    t->turn = reinterpret_cast<int*>(t->delta + t->count() * t->block_m);
+}
+
+// Where row r of a tile lies in lse and delta. Lane q of a quad owns queries 8 c + 2 q and 8 c + 2 q + 1 for every c. In this order its
+// queries of two neighbouring c are 16 contiguous bytes, and those of the four lanes are 64.
+FA_HOST_DEVICE constexpr int quad_order(int r) { return r / 16 * 16 + r % 8 / 2 * 4 + r / 8 % 2 * 2 + r % 2; }
+
+// dQ is stored in pieces of 64 queries x 64 columns, 16 KiB each; a piece's number is (query chunk) * columns / 64 + (column chunk).
+// Inside a piece, accumulators 4 i .. 4 i + 3 of thread t of the warpgroup lie at (128 i + t) * 4. With 64 columns they are accumulators
+// of dQ^T.
+constexpr int kDqPiece = 64 * 64;
+
+// Key blocks of the call. The host does not know the lengths of a varlen call's sequences, so a few of its blocks turn out empty.
+inline int64_t backward_blocks(const AttentionParams& p, const BackwardPlan& plan) {
+    const int64_t blocks =
+        p.cu_seqlens_k ? int64_t(p.total_k) / plan.block_n + p.batch : (int64_t(p.seqlen_k) + plan.block_n - 1) / plan.block_n * p.batch;
+    return blocks * p.nheads_k;
+}
+
+// Key heads whose blocks run side by side: as many as keep the q, dout and dq of their query heads in L2, of whose 50 MB they get 32.
+inline int64_t backward_section_heads(const AttentionParams& p) {
+    const int64_t bytes = int64_t(p.seqlen_q) * p.group * (2 * p.headdim + 2 * p.headdim_v + 4 * p.headdim);
+    const int64_t all = int64_t(p.batch) * p.nheads_k;
+    int64_t heads = 1;
+    while (2 * heads * bytes <= (int64_t(32) << 20) && heads < all) heads *= 2;
+    return heads < all ? heads : all;
+}
+
+}  // namespace fa

@@ -1,0 +1,32 @@
+// dropout.h: which elements of P are dropped, the same on every backend.
+//
+// One call of Philox4x32-10 (common/philox.h) yields 128 bits for 8 neighbouring columns of one row, 16 bits each:
+//     key     = dropout_key(seed, offset)                              once per call, on the host
+//     block   = philox({column / 8, row, head, batch}, key)
+//     bits    = 16 bits of block[(column % 8) / 2], the low half for even columns
+//     dropped = bits < threshold,   threshold = round(65536 * p)
+// Rows and columns count from the start of their sequence. A tensor-core accumulator gives each thread of a quad two of the eight columns,
+// which is exactly one word: the four threads of a quad can share four calls over four column groups.
+#pragma once
+
+#include "attention/common/params.h"
+#include "common/philox.h"
+
+namespace fa {
+
+FA_HOST_DEVICE void dropout_key(uint64_t seed, uint64_t offset, uint32_t key[2]) {
+    const Philox4 r = philox(uint32_t(offset), uint32_t(offset >> 32), 0, 0, uint32_t(seed), uint32_t(seed >> 32));
+    key[0] = r.word[0], key[1] = r.word[1];
+}
+
+// The random block that decides columns 8 * (column / 8) .. + 7.
+FA_HOST_DEVICE Philox4 dropout_block(const AttentionParams& p, int32_t b, int32_t head, int32_t row, int32_t column) {
+    return philox(uint32_t(column) / 8, uint32_t(row), uint32_t(head), uint32_t(b), p.dropout_key[0], p.dropout_key[1]);
+}
+
+FA_HOST_DEVICE bool dropped(const AttentionParams& p, const Philox4& block, int32_t column) {
+    const uint32_t word = block.word[(column % 8) / 2];
+    return (column % 2 ? word >> 16 : word & 0xFFFFu) < p.dropout_threshold;
+}
+
+}  // namespace fa

@@ -1,0 +1,40 @@
+// epilogue.cuh: what the softmax of a row leaves once all of its keys are done: the factor of its sums of P V, and its lse.
+#pragma once
+
+#include <cmath>
+
+#include "attention/common/params.h"
+#include "common/constants.h"
+#include "device/mma.cuh"
+
+namespace fa {
+
+// The unit of a row's maximum. The exponentials of a row are 2^(score - maximum) or e^(score - maximum).
+enum class ScoreUnit { kLog2, kNatural };
+
+struct RowEnd {
+    float inverse;  // out = inverse * sum of P V; 0 for a row without keys
+    float lse;      // log of the sum of exponentials, in the unit of the maximum; -inf for a row without keys and sink
+};
+
+// The sink of a head: a logit, in natural units, that joins the denominator alone. -inf = none.
+__device__ __forceinline__ float sink_of(const float* sinks, int head) { return sinks ? sinks[head] : -INFINITY; }
+
+// The division rounds correctly; the logarithm is off by at most 2e-7. row_sum is that of the whole row. A row without keys has the sum 0;
+// its maximum may be -inf or the lowest finite number.
+template <ScoreUnit kUnit>
+__device__ __forceinline__ RowEnd finish_row(float row_max, float row_sum, float sink = -INFINITY) {
+    constexpr bool kNatural = kUnit == ScoreUnit::kNatural;
+    const auto exponential = [](float x) { return exp2_approx(kNatural ? x * kLog2e : x); };
+    float factor = 1.0f;
+    if (sink != -INFINITY) {
+        const float logit = kNatural ? sink : sink * kLog2e, raised = fmaxf(row_max, logit);
+        factor = exponential(row_max - raised);
+        row_sum = row_sum * factor + exponential(logit - raised);
+        row_max = raised;
+    }
+    if (row_sum == 0.0f) return {0.0f, -INFINITY};
+    return {factor / row_sum, row_max + (kNatural ? __logf(row_sum) : __log2f(row_sum))};
+}
+
+}  // namespace fa

@@ -1,0 +1,91 @@
+// general_scores.cuh: the options of a score, applied to a thread's fragment of S (the accumulator layout of wgmma and of mma.m16n8k16):
+// element i is row + 8 (i / 2 % 2), key + 8 (i / 4) + i % 2. The same arithmetic as transform_score in mask.h, one option at a time so
+// that each test runs once a tile.
+#pragma once
+
+#include "attention/common/dropout.h"
+#include "attention/common/mask.h"
+#include "common/element.cuh"
+#include "device/ptx.cuh"
+
+namespace fa {
+
+// tanh to a few 1e-7 absolute, which softcap times that keeps; |x| large gives +-1, NaN stays NaN.
+__device__ __forceinline__ float tanh_fast(float x) { return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x)); }
+
+struct FragmentPlace {
+    int batch, head;
+    int row, key;  // of element 0, counted from the start of the sequence
+    int seqlen_q, seqlen_k;
+    int shift;  // i_aligned = i + shift
+};
+
+// S = bias + alibi + softcap(scale S), -inf where the boolean mask or a bias of -inf hides the pair. Natural units.
+template <typename T, int kCount>
+__device__ __forceinline__ void transform_fragment(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) S[i] *= p.scale;
+    if (p.softcap != 0) {
+        const float inverse = 1.0f / p.softcap;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) S[i] = p.softcap * tanh_fast(S[i] * inverse);
+    }
+    if (p.alibi_slopes) {
+        const float slope = p.alibi_slopes[at.batch * p.alibi_batch + at.head];
+        const int distance = at.row + at.shift - at.key;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) S[i] -= slope * fabsf(float(distance + i / 2 % 2 * 8 - i / 4 * 8 - i % 2));
+    }
+    // Row by row and eight keys at a time: the pointer's walk keeps a fragment's loads from all being in flight, and in registers, at once.
+    const auto walk = [&](const auto* data, int64_t batch, int64_t head, int64_t row, const auto& element) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (at.row + 8 * r >= at.seqlen_q) continue;
+            const auto* place = data + (at.batch * batch + at.head * head + (at.row + 8 * r) * row + at.key);
+            int keys = at.seqlen_k - at.key;  // may be read from here on
+#pragma unroll
+            for (int i = 2 * r; i < kCount; i += 4) {
+                if (keys > 0) element(S[i], place[0]);
+                if (keys > 1) element(S[i + 1], place[1]);
+                place = opaque(place + 8);
+                keys -= 8;
+            }
+        }
+    };
+    if (p.bias.data) {
+        const auto add = [](float& score, auto x) {
+            const float bias = to_float(x);
+            score = bias == -INFINITY ? bias : score + bias;  // also when the score is NaN or infinite: the pair is hidden
+        };
+        if (p.bias_dtype == DType::kFloat32) walk(static_cast<const float*>(p.bias.data), p.bias.batch, p.bias.head, p.bias.row, add);
+        else walk(static_cast<const T*>(p.bias.data), p.bias.batch, p.bias.head, p.bias.row, add);
+    }
+    if (p.mask.data) {
+        const auto hide = [](float& score, uint8_t attend) {
+            if (!attend) score = -INFINITY;
+        };
+        walk(static_cast<const uint8_t*>(p.mask.data), p.mask.batch, p.mask.head, p.mask.row, hide);
+    }
+}
+
+// Zeroes the dropped probabilities. One Philox call decides eight columns, two for each lane of a quad: every lane makes the call
+// of one of four neighbouring column groups, and the quad exchanges the words.
+template <int kCount>
+__device__ __forceinline__ void drop_fragment(const AttentionParams& p, const FragmentPlace& at, int quad, float (&P)[kCount]) {
+    static_assert(kCount % 16 == 0, "column groups are shared out four at a time");
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int group = 0; group < kCount / 4; group += 4) {
+            Philox4 block = dropout_block(p, at.batch, at.head, at.row + 8 * r, at.key - 2 * quad + 8 * (group + quad));
+            transpose_quad(block.word, quad);
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                float* pair = P + 4 * (group + x) + 2 * r;
+                if ((block.word[x] & 0xFFFFu) < p.dropout_threshold) pair[0] = 0.0f;
+                if (block.word[x] >> 16 < p.dropout_threshold) pair[1] = 0.0f;
+            }
+        }
+}
+
+}  // namespace fa

@@ -1,0 +1,70 @@
+// mask.h: which keys a query row sees, and what happens to a score before the softmax. One definition for host and device.
+#pragma once
+
+#include "attention/common/params.h"
+
+#include <cmath>
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+namespace fa {
+
+struct KeyRange {
+    int32_t begin, end;  // keys begin .. end - 1
+};
+
+// Keys that row i can see through causal and window. Both ends grow with i, so a tile of rows i0 .. i1 sees
+// key_range(i0).begin .. key_range(i1).end - 1. An empty range has begin >= end.
+FA_HOST_DEVICE KeyRange key_range(const AttentionParams& p, const Sequence& s, int32_t i) {
+    const int64_t aligned = int64_t(i) + s.shift;
+    int64_t begin = 0, end = s.seqlen_k;
+    if (p.window_left >= 0 && aligned - p.window_left > begin) begin = aligned - p.window_left;
+    if (p.window_right >= 0 && aligned + p.window_right + 1 < end) end = aligned + p.window_right + 1;
+    if (begin > s.seqlen_k) begin = s.seqlen_k;
+    if (end < 0) end = 0;
+    return {int32_t(begin), int32_t(end)};
+}
+
+struct QueryRange {
+    int32_t begin, end;  // queries begin .. end - 1
+};
+
+// The other way round: the queries that can see key j through causal and window. Both ends grow with j.
+FA_HOST_DEVICE QueryRange query_range(const AttentionParams& p, const Sequence& s, int32_t j) {
+    const int64_t aligned = int64_t(j) - s.shift;
+    int64_t begin = 0, end = s.seqlen_q;
+    if (p.window_right >= 0 && aligned - p.window_right > begin) begin = aligned - p.window_right;
+    if (p.window_left >= 0 && aligned + p.window_left + 1 < end) end = aligned + p.window_left + 1;
+    if (begin > s.seqlen_q) begin = s.seqlen_q;
+    if (end < 0) end = 0;
+    return {int32_t(begin), int32_t(end)};
+}
+
+// Host half and bfloat16 conversions live in cpu/; on the device they are one instruction.
+#if defined(__CUDACC__)
+__device__ __forceinline__ float load_as_float(const void* data, int64_t index, DType dtype) {
+    if (dtype == DType::kFloat16) return __half2float(static_cast<const __half*>(data)[index]);
+    if (dtype == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
+    return static_cast<const float*>(data)[index];
+}
+
+// The score of a visible pair (i, j), natural units: scale, softcap, ALiBi, bias, mask, in the contract's order.
+__device__ __forceinline__ float transform_score(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j,
+                                                 float dot) {
+    float score = dot * p.scale;
+    if (p.softcap != 0) score = p.softcap * tanhf(score / p.softcap);
+    if (p.alibi_slopes) score -= p.alibi_slopes[b * p.alibi_batch + head] * fabsf(float(int64_t(i) + s.shift - j));
+    if (p.bias.data) {
+        const float bias = load_as_float(p.bias.data, b * p.bias.batch + head * p.bias.head + i * p.bias.row + j, p.bias_dtype);
+        score = bias == -INFINITY ? -INFINITY : score + bias;  // hidden, even where the product is NaN
+    }
+    if (p.mask.data && !static_cast<const uint8_t*>(p.mask.data)[b * p.mask.batch + head * p.mask.head + i * p.mask.row + j])
+        score = -INFINITY;
+    return score;
+}
+#endif
+
+}  // namespace fa

@@ -1,0 +1,209 @@
+// params.h: what a kernel is given. Plain data, validated by api/ and passed by value to every kernel, host or device.
+// Inputs (batch, seqlen, heads, dim) by strides in elements; last axis contiguous. See flash_attn.h for the meaning of each option.
+#pragma once
+
+#include "common/types.h"
+
+namespace fa {
+
+struct ScoreView {
+    const void* data;  // nullptr = option off
+    int64_t batch, head, row;
+};
+
+struct DescaleView {
+    const float* data;
+    int64_t batch, head;  // strides
+};
+
+struct CacheScale {
+    float* data;               // nullptr = 1
+    int64_t batch, row, head;  // strides; indexed like the cache itself
+};
+
+// K and V in a cache: k.batch and v.batch step from entry to entry, or from page to page. All zero for plain K and V.
+struct CacheView {
+    int32_t entries;             // cache entries, or pages; 0 = no cache
+    const int32_t* seqlens;      // (batch) keys before the call's own; below 0 = an idle sequence; nullptr = the cache is full
+    int32_t added;               // keys the call itself has put behind them
+    const int32_t* batch_idx;    // (batch) entry of each sequence; nullptr = its own number
+    const int32_t* block_table;  // (batch, pages) page of every page_size keys; nullptr = contiguous
+    int64_t table_row;           // its row stride
+    int32_t page_size;
+    DType dtype;                  // of K and V: that of q, or 8-bit
+    CacheScale k_scale, v_scale;  // of 8-bit elements
+    bool batch_invariant;
+    bool programmatic;   // the kernels before this call may still run, but write neither to the cache nor to its lengths and tables
+    int32_t num_splits;  // 0 = the kernel's choice
+};
+
+struct AttentionParams {
+    TensorView q, k, v, out;
+    float* lse;  // (batch, nheads, seqlen_q), varlen (nheads, total_q); nullptr = not wanted
+    DType dtype, out_dtype;
+
+    int32_t batch, nheads, nheads_k;
+    int32_t group;  // nheads / nheads_k: query head h reads key head h / group
+    int32_t headdim, headdim_v;
+    int32_t seqlen_q, seqlen_k;  // varlen: upper bounds over the batch
+
+    const int32_t* cu_seqlens_q;  // nullptr = dense
+    const int32_t* cu_seqlens_k;
+    int32_t total_q, total_k;
+
+    float scale;    // softmax_scale, always set
+    float softcap;  // 0 = off
+    const float* alibi_slopes;
+    int64_t alibi_batch;
+    ScoreView bias;
+    DType bias_dtype;
+    ScoreView mask;  // uint8
+    bool top_left;
+    int32_t window_left, window_right;  // -1 = open; causal is window_right = 0
+    const float* sinks;
+
+    uint32_t dropout_threshold;  // an element is dropped iff its 16 random bits are below this; 0 = no dropout
+    float dropout_scale;         // 65536 / (65536 - threshold)
+    uint32_t dropout_key[2];     // philox.h: dropout_key(seed, offset)
+
+    bool allow_tf32;
+    bool fast_accum;  // fp8 only
+    int32_t num_threads;
+    void* workspace;
+
+    DescaleView q_descale, k_descale, v_descale;  // fp8 only: by query head, by key head, by key head
+    CacheView cache;
+
+    // True when a score is more than scale * (q . k) under a window: the general instantiation of a kernel.
+    FA_HOST_DEVICE bool general_scores() const { return softcap != 0 || alibi_slopes || bias.data || mask.data || dropout_threshold; }
+    // The batch size that may decide between kernels and tiles.
+    FA_HOST_DEVICE int32_t deciding_batch() const { return cache.batch_invariant ? 1 : batch; }
+    // True when K and V are of q's dtype and a sequence's rows lie a stride apart: no cache, or a contiguous one.
+    FA_HOST_DEVICE bool strided_keys() const { return !cache.block_table && (!cache.entries || cache.dtype == dtype); }
+};
+
+struct ScoreGradient {
+    float* data;               // nullptr = not wanted
+    int64_t batch, head, row;  // strides; 0 = summed over the axis
+};
+
+struct BackwardParams {
+    AttentionParams forward;  // out and lse are inputs now; workspace and num_threads are the backward call's
+    TensorView dout, dq, dk, dv;
+    ScoreGradient dbias;
+    float* dsinks;  // (nheads)
+    bool accumulate, deterministic;
+};
+
+// Keys that sequence b of a call with a cache sees. A length on the device cannot be checked before the launch: it is clamped.
+FA_HOST_DEVICE int32_t cached_keys(const AttentionParams& p, int32_t b) {
+    if (!p.cache.seqlens) return p.seqlen_k;
+    const int32_t before = p.cache.seqlens[b];
+    return before < 0 ? 0 : clamp_to(before, 0, p.seqlen_k - p.cache.added) + p.cache.added;
+}
+
+// Cache entry of sequence b of a contiguous cache.
+FA_HOST_DEVICE int32_t cache_entry(const CacheView& cache, int32_t b) {
+    return cache.batch_idx ? clamp_to(cache.batch_idx[b], 0, cache.entries - 1) : b;
+}
+
+// The page that holds keys page * page_size .. of sequence b of a paged cache.
+FA_HOST_DEVICE int32_t cache_page(const CacheView& cache, int32_t b, int32_t page) {
+    return clamp_to(cache.block_table[b * cache.table_row + page], 0, cache.entries - 1);
+}
+
+// Sequence b of a dense or varlen call: element offsets of its first row in each tensor, and its true lengths.
+struct Sequence {
+    int64_t q, k, v, out, lse;  // add head * stride (lse: row) to reach a row of a head; k and v of a paged cache are 0
+    int32_t seqlen_q, seqlen_k;
+    int32_t shift;  // i_aligned = i + shift
+};
+
+// Device-side cu_seqlens cannot be checked before the launch, so out-of-range entries are clamped: wrong lengths, never a wild address.
+FA_HOST_DEVICE Sequence sequence_of(const AttentionParams& p, int32_t b) {
+    Sequence s;
+    if (p.cu_seqlens_q) {
+        const int32_t q0 = clamp_to(p.cu_seqlens_q[b], 0, p.total_q), q1 = clamp_to(p.cu_seqlens_q[b + 1], q0, p.total_q);
+        const int32_t k0 = clamp_to(p.cu_seqlens_k[b], 0, p.total_k), k1 = clamp_to(p.cu_seqlens_k[b + 1], k0, p.total_k);
+        s.seqlen_q = clamp_to(q1 - q0, 0, p.seqlen_q);
+        s.seqlen_k = clamp_to(k1 - k0, 0, p.seqlen_k);
+        s.q = q0 * p.q.row, s.out = q0 * p.out.row, s.lse = q0;
+        s.k = k0 * p.k.row, s.v = k0 * p.v.row;
+    } else {
+        s.seqlen_q = p.seqlen_q, s.seqlen_k = p.seqlen_k;
+        s.q = b * p.q.batch, s.out = b * p.out.batch, s.lse = int64_t(b) * p.nheads * p.seqlen_q;
+        int64_t entry = b;
+        if (p.cache.entries) s.seqlen_k = cached_keys(p, b), entry = p.cache.block_table ? 0 : cache_entry(p.cache, b);
+        s.k = entry * p.k.batch, s.v = entry * p.v.batch;
+    }
+    s.shift = p.top_left ? 0 : s.seqlen_k - s.seqlen_q;
+    return s;
+}
+
+// The same of the tensors that only the backward pass has.
+struct GradientSequence {
+    int64_t dout, dq, dk, dv;
+};
+
+FA_HOST_DEVICE GradientSequence gradients_of(const BackwardParams& p, int32_t b) {
+    if (!p.forward.cu_seqlens_q) return {b * p.dout.batch, b * p.dq.batch, b * p.dk.batch, b * p.dv.batch};
+    const int64_t q0 = clamp_to(p.forward.cu_seqlens_q[b], 0, p.forward.total_q);
+    const int64_t k0 = clamp_to(p.forward.cu_seqlens_k[b], 0, p.forward.total_k);
+    return {q0 * p.dout.row, q0 * p.dq.row, k0 * p.dk.row, k0 * p.dv.row};
+}
+
+// Where key j of sequence b stands in a cache: its entry, or its page, and its row in there.
+struct CachePlace {
+    int64_t entry, row;
+};
+FA_HOST_DEVICE CachePlace cache_place(const CacheView& cache, int32_t b, int32_t j) {
+    if (!cache.block_table) return {cache_entry(cache, b), j};
+    return {cache_page(cache, b, j / cache.page_size), j % cache.page_size};
+}
+
+// Offset of key j of sequence b in k (or v) of a cache, head 0.
+FA_HOST_DEVICE int64_t cached_row(const AttentionParams& p, const TensorView& kv, int32_t b, int32_t j) {
+    const CachePlace at = cache_place(p.cache, b, j);
+    return at.entry * kv.batch + at.row * kv.row;
+}
+
+// The same of any k (or v), `first` being where a sequence's rows start when they do not lie in pages.
+FA_HOST_DEVICE int64_t key_row(const AttentionParams& p, const TensorView& kv, int64_t first, int32_t b, int32_t j) {
+    return p.cache.block_table ? cached_row(p, kv, b, j) : first + j * kv.row;
+}
+
+// How much the elements of that row count.
+FA_HOST_DEVICE float cache_scale(const AttentionParams& p, const CacheScale& scale, int32_t b, int32_t j, int32_t head) {
+    if (!scale.data) return 1;
+    const CachePlace at = cache_place(p.cache, b, j);
+    return scale.data[at.entry * scale.batch + at.row * scale.row + head * scale.head];
+}
+
+// Offset of lse[b, head, row 0]: rows of one head are contiguous.
+FA_HOST_DEVICE int64_t lse_offset(const AttentionParams& p, const Sequence& s, int32_t head) {
+    return s.lse + int64_t(head) * (p.cu_seqlens_q ? p.total_q : p.seqlen_q);
+}
+
+// What comes before attention over a cache: new keys and values join it, and the rotary embedding turns them and q.
+struct AppendParams {
+    AttentionParams attention;  // of the call, with q as the caller gave it; cache.added = seqlen_new
+    TensorView k_new, v_new;    // (batch, seqlen_new, nheads_k, dim) of attention.dtype
+    int32_t seqlen_new;         // 0 = nothing to append
+    // Rotary: dims 0 .. rotary_dim - 1 of a head at position t turn by the angles whose cosines and sines are row t.
+    const void *rotary_cos, *rotary_sin;  // (rotary_rows, rotary_dim / 2), contiguous; nullptr = off
+    DType rotary_dtype;
+    int32_t rotary_rows, rotary_dim;
+    bool rotary_interleaved;  // pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2)
+    TensorView q_rotated;     // where the turned q goes: (batch, seqlen_q, nheads, headdim), contiguous
+};
+
+struct MergeParams {
+    TensorView out_a, out_b, out;  // (batch, seqlen, nheads, headdim_v)
+    const float *lse_a, *lse_b;    // (batch, nheads, seqlen)
+    float* lse;
+    DType dtype;
+    int32_t batch, nheads, headdim_v, seqlen;
+    int32_t num_threads;
+};
+
+}  // namespace fa

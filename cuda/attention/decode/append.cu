@@ -1,0 +1,70 @@
+// append.cu: appends new keys and values to the cache, rotated and rounded to its dtype, and writes q, rotated, to the workspace. One warp
+// a row: one head of one token. Bound by the launch.
+#include <cuda_fp8.h>
+
+#include "attention/decode/append.h"
+#include "attention/kernels.h"
+#include "common/element.cuh"
+#include "device/launch.h"
+#include "device/ptx.cuh"
+
+namespace fa {
+namespace {
+
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
+
+// x in units of the factor; what is beyond the largest number becomes the largest number.
+__device__ uint8_t to_byte(DType dtype, float x) {
+    if (dtype == DType::kFloat8E4M3) return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+    return uint8_t(int8_t(fminf(fmaxf(rintf(x), -127.0f), 127.0f)));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ AppendParams a) {
+    launch_dependents();  // a kernel that starts while this one runs waits for it (grid_dependency_wait)
+    grid_dependency_wait();
+    const int64_t index = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+    if (index >= append_rows(a)) return;
+    const AttentionParams& p = a.attention;
+    const int lane = threadIdx.x % 32;
+    const AppendRow row = append_row(a, index);
+    if (row.skip) return;
+    const bool query = row.of == RowOf::kQuery, key = row.of == RowOf::kKey;
+    const int dim = row.of == RowOf::kValue ? p.headdim_v : p.headdim;
+    const T* from = static_cast<const T*>((query ? p.q : key ? a.k_new : a.v_new).data) + row.from;
+    const auto value = [&](int d) { return to_float(from[d]); };
+    const auto angle = [&](const void* table, int64_t i) {
+        return a.rotary_dtype == DType::kFloat32 ? static_cast<const float*>(table)[i] : to_float(static_cast<const T*>(table)[i]);
+    };
+    void* const to = query ? a.q_rotated.data : key ? p.k.data : p.v.data;
+    if (query || p.cache.dtype == p.dtype) {
+        for (int d = lane; d < dim; d += 32) static_cast<T*>(to)[row.to + d] = from_float<T>(rotated(a, row.position, d, value, angle));
+        return;
+    }
+    const CacheScale& scales = key ? p.cache.k_scale : p.cache.v_scale;
+    float scale;
+    if (scales.row == 0) {
+        scale = scales.data[row.scale];
+    } else {
+        float amax = 0;
+        for (int d = lane; d < dim; d += 32) amax = fmaxf(amax, fabsf(rotated(a, row.position, d, value, angle)));
+        for (int offset = 16; offset; offset /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, offset));
+        scale = token_scale(p.cache.dtype, amax);
+        if (lane == 0) scales.data[row.scale] = scale;
+    }
+    for (int d = lane; d < dim; d += 32)
+        static_cast<uint8_t*>(to)[row.to + d] = to_byte(p.cache.dtype, rotated(a, row.position, d, value, angle) / scale);
+}
+
+}  // namespace
+
+int64_t kvcache_append_blocks(const AppendParams& a) { return (append_rows(a) + kWarps - 1) / kWarps; }
+
+cudaError_t kvcache_append(const AppendParams& a, cudaStream_t stream) {
+    return with_dtype(a.attention.dtype, [&](auto zero) {
+        return launch_kernel(append_kernel<decltype(zero)>, unsigned(kvcache_append_blocks(a)), kThreads, 0, stream, a,
+                             a.attention.cache.programmatic);
+    });
+}
+
+}  // namespace fa

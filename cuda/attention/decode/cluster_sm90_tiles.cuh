@@ -1,0 +1,142 @@
+// cluster_sm90_tiles.cuh: how the tiles of keys of decode_cluster_sm90, and its rows of q, come to shared memory.
+#pragma once
+
+#include "attention/common/shared_tile.cuh"
+#include "attention/decode/lanes_keys.cuh"
+#include "attention/decode/scores.cuh"
+
+#include <type_traits>
+
+namespace fa {
+namespace {
+
+constexpr int kWarps = 4, kThreads = 32 * kWarps, kRows = 16;
+constexpr int kBlocksOfSm = 3;  // a GPC may have fewer multiprocessors than a cluster has blocks
+
+struct ClusterParams {
+    int32_t warp_bytes;  // of a warp's ring, later of its O
+    bool scattered;      // the rows of a tile do not follow each other: pages of no multiple of its keys
+    bool programmatic;   // the kernel before may still write q
+    bool bfloat16;       // of q and out, else fp16
+    LaneParams lanes;
+    CacheScale k_scale, v_scale;  // of bytes
+};
+
+// Element: of the cache. kColumns: the bucket of the head dim. A tile is 16 keys.
+template <typename Element, int kColumns>
+struct ClusterPlan {
+    using E = Element;
+    static constexpr bool kBytes = sizeof(E) == 1;
+    using T = std::conditional_t<kBytes, __half, E>;  // what the tensor cores multiply
+    using TileQ = SharedTile<T, kColumns>;
+    static constexpr int kD = kColumns, kKeys = 16;
+    static constexpr int kRowBytes = kD * int(sizeof(E)), kTileBytes = kKeys * kRowBytes, kSlotBytes = 2 * kTileBytes;
+    using TileK = SharedTile<uint16_t, kRowBytes / 2>;
+    static constexpr int kTilesN = kKeys / 8, kTilesV = kD / 8, kStepsD = kD / 16;
+    static constexpr int kSlots = 24 * 1024 / kSlotBytes;  // of a warp; with so many two blocks fit on an SM
+    static constexpr int kQuads = kD / 4, kOBytes = kRows * kD * 4;
+    static constexpr int warp_bytes(int slots) { return slots * kSlotBytes > kOBytes ? slots * kSlotBytes : kOBytes; }
+    static constexpr int bytes(int rows, int slots) { return kWarps * warp_bytes(slots) + kRows * kD * 2 + rows * kD * 4; }
+};
+
+// The rows of q, on their way through registers. Row r of a key head is head r % group of query r / group.
+template <typename Plan>
+struct ClusterQuery {
+    using TileQ = typename Plan::TileQ;
+    static constexpr int kPieces = (kRows * TileQ::kPieces + kThreads - 1) / kThreads, kRowsAtOnce = kThreads / TileQ::kPieces;
+    uint4 bits[kPieces] = {};
+
+    __device__ __forceinline__ static int row() { return threadIdx.x / TileQ::kPieces; }
+    __device__ __forceinline__ static int piece() { return threadIdx.x % TileQ::kPieces; }
+    __device__ __forceinline__ void load(const LaneParams& p, int b, int head_k) {
+        const int group = int(p.group.divisor);
+        grid_dependency_wait();
+#pragma unroll
+        for (int x = 0; x < kPieces; ++x) {
+            const int r = row() + x * kRowsAtOnce, i = p.seqlen_q == 1 ? 0 : p.group.divide(r);
+            const uint16_t* const from = static_cast<const uint16_t*>(p.q.data) + b * p.q.batch + i * p.q.row +
+                                         (head_k * group + r - i * group) * p.q.head + 8 * piece();
+            if (r < p.rows && 8 * piece() < p.headdim) bits[x] = __ldcg(reinterpret_cast<const uint4*>(from));
+        }
+    }
+    __device__ __forceinline__ void store(uint32_t q_tile) const {
+#pragma unroll
+        for (int x = 0; x < kPieces; ++x)
+            if (row() + x * kRowsAtOnce < kRows) store_shared_16(q_tile + TileQ::offset(row() + x * kRowsAtOnce, piece()), bits[x]);
+    }
+};
+
+// A warp copies its own tiles.
+template <typename Plan>
+class ClusterCopies {
+    using TileK = typename Plan::TileK;
+    static constexpr int kElement = int(sizeof(typename Plan::E)), kKeys = Plan::kKeys, kRowsAtOnce = 32 / TileK::kPieces;
+
+public:
+    __device__ __forceinline__ ClusterCopies(const LaneParams& p, int lane, int b, int head_k)
+        : lane_(lane), b_(b), head_k_(head_k), piece_(lane % TileK::kPieces), row_(lane / TileK::kPieces) {
+        entry_ = !p.entries ? b : p.block_table ? 0 : p.batch_idx ? clamp_to(p.batch_idx[b], 0, p.entries - 1) : b;
+        is_k_ = 16 * piece_ < p.headdim * kElement, is_v_ = 16 * piece_ < p.headdim_v * kElement;
+        k_ = static_cast<const char*>(p.k.data) + head_k * p.k.head * kElement + 16 * piece_;
+        v_ = static_cast<const char*>(p.v.data) + head_k * p.v.head * kElement + 16 * piece_;
+        found_entry_ = entry_, found_row_ = 0;
+    }
+
+    // Finds the rows of the tile that is copied next: lane l finds row l % kKeys.
+    __device__ __forceinline__ void find(const LaneParams& p, int key0) {
+        found_row_ = key0 + lane_ % kKeys;
+        if (!p.block_table) return;
+        const int key = min(found_row_, p.seqlen_k - 1), page = p.page.divide(key);
+        found_entry_ = clamp_to(p.block_table[b_ * p.table_row + page], 0, p.entries - 1), found_row_ = p.page.remainder(key, page);
+    }
+
+    // The tile of key0 to `to`, and its factors to `scales`. Keys outside [begin, end) arrive as zeros.
+    __device__ __forceinline__ void copy(const ClusterParams& params, int key0, int begin, int end, uint32_t to, uint32_t scales) const {
+        const LaneParams& p = params.lanes;
+        const auto found = [&](const TensorView& view, int r, int further) {
+            const int at_entry = __shfl_sync(kFullWarp, found_entry_, r), at_row = __shfl_sync(kFullWarp, found_row_, r) + further;
+            return (at_entry * view.batch + at_row * view.row) * kElement;
+        };
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const TensorView& view = half ? p.v : p.k;
+            const char* const head = half ? v_ : k_;
+            const char* from = head + found(view, 0, row_);
+#pragma unroll
+            for (int r = row_; r < kKeys; r += kRowsAtOnce) {
+                if (params.scattered) from = head + found(view, r, 0);
+                const bool copies = (half ? is_v_ : is_k_) && key0 + r >= begin && key0 + r < end;
+                cp_async_16(to + half * Plan::kTileBytes + TileK::offset(r, piece_), copies ? from : head, copies ? 16 : 0);
+                from += kRowsAtOnce * view.row * kElement;
+            }
+            if (Plan::kBytes && lane_ < kKeys) {
+                const CacheScale& scale = half ? params.v_scale : params.k_scale;
+                const bool copies = key0 + lane_ >= begin && key0 + lane_ < end;
+                const float* const source = scale.data + found_entry_ * scale.batch + found_row_ * scale.row + head_k_ * scale.head;
+                cp_async_4(scales + 4 * (half * kKeys + lane_), copies ? source : scale.data, copies ? 4 : 0);
+            }
+            cp_async_commit();
+        }
+    }
+
+    // Zeroes the values, and their factors, of a tile's keys from `end` on: copied before the length was known, they may hold anything, and
+    // 0 x NaN is NaN.
+    __device__ __forceinline__ void zero_values(int key0, int end, uint32_t v_tile, uint32_t v_scales) const {
+#pragma unroll
+        for (int r = row_; r < kKeys; r += kRowsAtOnce)
+            if (key0 + r >= end) store_shared_16(v_tile + TileK::offset(r, piece_), uint4{});
+        if (Plan::kBytes && lane_ < kKeys && key0 + lane_ >= end) store_shared_4(v_scales + 4 * lane_, 0);
+        __syncwarp();
+    }
+
+private:
+    int lane_, b_, head_k_;
+    int piece_, row_;  // of a key's row: this lane's 16 bytes; of a tile: its first key
+    int entry_;
+    bool is_k_, is_v_;  // the piece lies in the head dim
+    const char *k_, *v_;
+    int found_entry_, found_row_;
+};
+
+}  // namespace
+}  // namespace fa

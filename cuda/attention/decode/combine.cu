@@ -1,0 +1,137 @@
+// combine.cu: merges the pieces of a row: lse = log(sum exp(lse_i)), out = sum exp(lse_i - lse) out_i. One block a row; a row whose keys
+// are one piece already has its result. Bound by the latency of three dependent reads. The kernel is launched while the decode kernel runs
+// and finds its pieces in that time; then it reads all of a row's pieces at once.
+#include "attention/common/epilogue.cuh"
+#include "attention/decode/decode.h"
+#include "common/constants.h"
+#include "device/launch.h"
+#include "device/mma.cuh"
+#include "device/ptx.cuh"
+
+#include <cfloat>
+
+namespace fa {
+namespace {
+
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
+
+// Row `index` of the (batch, seqlen_q, nheads) rows of out.
+struct CombinedRow {
+    int b, i, head;
+    int tile_row;  // in its tile
+    UnitPieces pieces;
+
+    __device__ __forceinline__ void find(const DecodeParams& d, const Cut& cut, int index) {
+        const AttentionParams& p = d.attention;
+        head = index % p.nheads, i = index / p.nheads % p.seqlen_q, b = index / p.nheads / p.seqlen_q;
+        const int r = i * p.group + head % p.group;
+        tile_row = r % d.shape.rows;
+        pieces = pieces_of(d, cut, b, head / p.group * d.shape.row_tiles + r / d.shape.rows);
+    }
+};
+
+// A warp's share of a row: every kWarps-th piece. A lane has four columns of each part of 128.
+template <int kParts>
+struct WarpShare {
+    float row_max = -FLT_MAX, row_sum = 0;
+    float4 o[kParts] = {};
+
+    __device__ __forceinline__ void read(const DecodeParams& d, const CombinedRow& row, int warp, int lane) {
+        constexpr int kAtOnce = kParts == 1 ? 4 : 2;  // pieces a warp reads at a time
+        const AttentionParams& p = d.attention;
+        const int count = row.pieces.count;
+        for (int first = warp; first < count; first += kWarps * kAtOnce) {
+            float lse[kAtOnce];
+            float4 piece_o[kAtOnce][kParts];
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                const int piece = first + kWarps * j;
+                const int64_t at = row.pieces.slot(min(piece, count - 1)) * d.shape.rows + row.tile_row;
+                lse[j] = piece < count ? d.partial_lse[at] : -INFINITY;
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+                    const int column = 128 * part + 4 * lane;
+                    piece_o[j][part] = piece < count && column < p.headdim_v
+                                           ? *reinterpret_cast<const float4*>(d.partial + at * p.headdim_v + column)
+                                           : float4{};
+                }
+            }
+            float next = row_max;
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) next = fmaxf(next, lse[j]);
+            const float factor = exp2_approx(row_max - next);
+            row_max = next, row_sum *= factor;
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) o[part].x *= factor, o[part].y *= factor, o[part].z *= factor, o[part].w *= factor;
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                const float weight = exp2_approx(lse[j] - row_max);
+                row_sum += weight;
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+                    o[part].x += weight * piece_o[j][part].x, o[part].y += weight * piece_o[j][part].y;
+                    o[part].z += weight * piece_o[j][part].z, o[part].w += weight * piece_o[j][part].w;
+                }
+            }
+        }
+    }
+};
+
+template <int kParts>  // of 128 columns
+__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ DecodeParams d) {
+    const AttentionParams& p = d.attention;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = p.batch * p.seqlen_q * p.nheads;
+    __shared__ float max_of[kWarps], sum_of[kWarps];
+    __shared__ float4 o_of[kWarps][32 * kParts];
+    const Cut cut(d);
+    const bool all_whole = cut.tiles && !cut.of_unit;
+    int x = blockIdx.x;
+    CombinedRow row;
+    if (!all_whole) row.find(d, cut, x);
+    grid_dependency_wait();  // by every block: the end of this kernel is then also the end of those before it
+    if (all_whole) return;
+#pragma unroll 1
+    while (true) {
+        if (row.pieces.count != 1) {
+            WarpShare<kParts> share;
+            share.read(d, row, warp, lane);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) o_of[warp][32 * part + lane] = share.o[part];
+            if (lane == 0) max_of[warp] = share.row_max, sum_of[warp] = share.row_sum;
+            __syncthreads();
+            float weight[kWarps], row_max = -FLT_MAX, row_sum = 0;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, max_of[w]);
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) weight[w] = exp2_approx(max_of[w] - row_max), row_sum += weight[w] * sum_of[w];
+            const RowEnd end = finish_row<ScoreUnit::kLog2>(row_max, row_sum, sink_of(p.sinks, row.head));
+            if (p.lse && threadIdx.x == 0) p.lse[(int64_t(row.b) * p.nheads + row.head) * p.seqlen_q + row.i] = end.lse * kLn2;
+            const int64_t out = row.b * p.out.batch + row.i * p.out.row + row.head * p.out.head;
+            for (int column = threadIdx.x; column < p.headdim_v; column += kThreads) {
+                float y = 0;
+#pragma unroll
+                for (int w = 0; w < kWarps; ++w) y += weight[w] * reinterpret_cast<const float*>(o_of[w])[column];
+                y *= end.inverse;
+                if (p.dtype == DType::kFloat32) static_cast<float*>(p.out.data)[out + column] = y;
+                else if (p.dtype == DType::kFloat16) static_cast<__half*>(p.out.data)[out + column] = __float2half_rn(y);
+                else static_cast<__nv_bfloat16*>(p.out.data)[out + column] = __float2bfloat16_rn(y);
+            }
+            __syncthreads();
+        }
+        x += gridDim.x;
+        if (x >= rows) return;
+        row.find(d, cut, x);
+    }
+}
+
+}  // namespace
+
+cudaError_t decode_combine(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream) {
+    const AttentionParams& p = d.attention;
+    const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.nheads;
+    const int64_t most = 2 * device.multiprocessors;  // so many fit beside the decode kernel, and wait there
+    const unsigned blocks = unsigned(rows < most ? rows : most);
+    return launch_kernel(p.headdim_v <= 128 ? combine_kernel<1> : combine_kernel<2>, blocks, kThreads, 0, stream, d, device.compute >= 90);
+}
+
+}  // namespace fa

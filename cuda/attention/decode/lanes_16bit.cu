@@ -1,0 +1,11 @@
+// lanes_16bit.cu: the kernel of lanes.cuh on fp16 and bf16, in clusters.
+#include "attention/decode/lanes.cuh"
+
+namespace fa {
+
+cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream) {
+    return d.attention.dtype == DType::kFloat16 ? launch_lanes_of<__half>(d, append, device, stream)
+                                                : launch_lanes_of<__nv_bfloat16>(d, append, device, stream);
+}
+
+}  // namespace fa

@@ -1,0 +1,34 @@
+// mla_sm90_plan.h: the tiles of mla_sm90, and into how many shares it cuts the keys of a sequence.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/common/params.h"
+
+namespace fa {
+
+// V is the first columns of K, in the same memory. Otherwise V is loaded, too, and a tile has half the keys.
+inline bool mla_v_is_k(const AttentionParams& p) {
+    return p.v.data == p.k.data && p.v.batch == p.k.batch && p.v.row == p.k.row && p.v.head == p.k.head;
+}
+FA_HOST_DEVICE constexpr int mla_keys(bool own_v) { return own_v ? 32 : 64; }  // of a tile
+
+// Into how many shares the keys of every sequence are cut: the number with the least time for the whole grid, one block on each
+// multiprocessor, in tiles of `keys` keys. A block costs a few tiles more than its share has. The host knows only the capacity of the
+// cache, which stands for the lengths.
+inline int mla_splits(const AttentionParams& p, int keys, int64_t blocks_per_sequence, int multiprocessors) {
+    constexpr int kBlockCost = 6, kInvariantTiles = 32, kMostSplits = 128;
+    const int64_t tiles = (int64_t(p.seqlen_k) + keys - 1) / keys, most = tiles < kMostSplits ? tiles : kMostSplits;
+    if (p.cache.num_splits > 0) return p.cache.num_splits;
+    if (most <= 1) return 1;
+    if (p.cache.batch_invariant) return int(tiles < kInvariantTiles * most ? (tiles + kInvariantTiles - 1) / kInvariantTiles : most);
+    int64_t best = 1, best_cost = -1;
+    for (int64_t splits = 1; splits <= most; ++splits) {
+        const int64_t waves = (p.batch * blocks_per_sequence * splits + multiprocessors - 1) / multiprocessors;
+        const int64_t cost = waves * ((tiles + splits - 1) / splits + kBlockCost);
+        if (best_cost < 0 || cost < best_cost) best = splits, best_cost = cost;
+    }
+    return int(best);
+}
+
+}  // namespace fa

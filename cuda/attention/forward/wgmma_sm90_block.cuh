@@ -1,0 +1,49 @@
+// wgmma_sm90_block.cuh: the shared memory of a block of wgmma_sm90, and what its roles tell each other through barriers.
+#pragma once
+
+#include "attention/forward/roles_sm90.cuh"
+#include "attention/forward/wgmma_sm90_plan.h"
+#include "attention/forward/work_list.h"
+#include "device/mma.cuh"
+#include "device/ptx.cuh"
+#include "device/wgmma.cuh"
+
+namespace fa {
+
+struct WgmmaSchedule {
+    ForwardWorkList list;
+    int q_loads, k_loads, v_loads;  // boxes of a tile
+    int page_boxes;                 // a paged cache whose pages tiles do not divide: rows of a box, several of which make a tile; else 0
+    bool page_copies;               // the same, where no box of 8 rows or more divides both: rows are copied one by one
+};
+
+template <typename T, WgmmaPlanId kId>
+struct alignas(1024) WgmmaSmem {
+    static constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    T q[kPlan.warpgroups][64 * kPlan.columns()];
+    T k[kPlan.stages][kPlan.block_n * kPlan.columns()];
+    T v[kPlan.stages][kPlan.block_n * kPlan.columns_v()];
+    uint64_t q_full[1], q_empty[1];
+    uint64_t k_full[kPlan.stages], k_empty[kPlan.stages], v_full[kPlan.stages], v_empty[kPlan.stages];
+    static constexpr int kWorkSlots = 3;  // consumers keep theirs until the item's last store, and the producer is one ahead
+    uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
+    ForwardWork work[kWorkSlots];
+    uint8_t seen[2][kPlan.general ? kPlan.block_n : 1];  // does any row of the block see this key? For two neighbouring tiles
+};
+
+template <typename T, WgmmaPlanId kId>
+__device__ __forceinline__ void init_barriers(WgmmaSmem<T, kId>& smem, bool page_copies) {
+    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    constexpr int kConsumerArrivals = 4 * kPlan.warpgroups * kWarpArrivals;  // one of each warp, once its wgmmas have read the buffer
+    const int landings = page_copies ? 4 * kWarpArrivals : 1;                // one of each producer warp, or of the copy engine's thread
+    mbarrier_init(shared_address(smem.q_full), 1), mbarrier_init(shared_address(smem.q_empty), kConsumerArrivals);
+    for (int i = 0; i < kPlan.stages; ++i) {
+        mbarrier_init(shared_address(smem.k_full + i), landings), mbarrier_init(shared_address(smem.k_empty + i), kConsumerArrivals);
+        mbarrier_init(shared_address(smem.v_full + i), landings), mbarrier_init(shared_address(smem.v_empty + i), kConsumerArrivals);
+    }
+    for (int i = 0; i < WgmmaSmem<T, kId>::kWorkSlots; ++i)
+        mbarrier_init(shared_address(smem.work_full + i), 1), mbarrier_init(shared_address(smem.work_empty + i), kConsumerArrivals);
+    fence_mbarrier_init();
+}
+
+}  // namespace fa

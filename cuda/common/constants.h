@@ -1,0 +1,9 @@
+// constants.h: the two factors between the exponentials that kernels compute, 2^x, and those that users mean, e^x.
+#pragma once
+
+namespace fa {
+
+constexpr float kLog2e = 1.4426950408889634f;  // e^x = 2^(x kLog2e)
+constexpr float kLn2 = 0.6931471805599453f;    // ln x = kLn2 log2 x
+
+}  // namespace fa

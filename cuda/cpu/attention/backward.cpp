@@ -1,0 +1,283 @@
+// backward.cpp: the CPU backward pass outside the tile: which tiles there are, which thread computes them, where their scratch is.
+//
+// One task owns a tile of keys. It sums up dK and dV of the tile, and walks over the queries of every head that sees the tile, one block of
+// queries at a time. The tiles add their parts of a block's dQ one after the other; `ready` holds the tile whose turn it is. So every sum
+// has one order, whichever thread runs a task and however many threads there are. The workspace is the scratch of each thread, dQ in
+// float32, and one word for each row and each block.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <thread>
+
+#include "attention/common/mask.h"
+#include "cpu/attention/backward_tile.h"
+#include "cpu/attention/kernels.h"
+#include "cpu/common/parallel.h"
+
+namespace fa::cpu {
+namespace {
+
+const BackwardTileKernel& tile_kernel(Isa isa) {
+#if defined(__x86_64__)
+    if (isa == Isa::kAvx512) return kBackwardTileAvx512;
+    if (isa == Isa::kAvx2) return kBackwardTileAvx2;
+#elif defined(__aarch64__)
+    if (isa == Isa::kNeon) return kBackwardTileNeon;
+#endif
+    (void)isa;
+    return kBackwardTilePortable;
+}
+
+// Parts of the workspace are counted in floats; each is a whole number of cache lines.
+constexpr int64_t kLine = 64 / sizeof(float);
+int64_t lines(int64_t floats) { return (floats + kLine - 1) / kLine * kLine; }
+
+int64_t blocks_of(int64_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
+
+// Keys of a tile. With more keys, Q and dO are read less often and dQ is added to less often. The five matrices of the tile should take at
+// most half of a usual L2 cache, and there should be tiles for many threads. The number of threads must not matter, because sums depend on
+// the tiles. Measured with AVX-512 on 2048 keys, headdim 128: 256 keys are 15 % faster than 64, and 512 no faster than 256.
+int32_t tile_keys(const AttentionParams& p) {
+    const int64_t fit = (int64_t(3) << 16) / (3 * p.headdim + 2 * p.headdim_v);
+    const int64_t share = std::max<int64_t>(int64_t(p.seqlen_k) * p.nheads_k * p.batch / 32, kMaxTileKeys / 2);
+    return int32_t(std::clamp<int64_t>(std::min(fit, share) / kPanelKeys * kPanelKeys, kPanelKeys, kMaxTileKeys));
+}
+
+// Starting a thread takes tens of microseconds, so each thread should get at least a quarter of a millisecond of work.
+int useful_threads(const AttentionParams& p, const BackwardTileKernel& kernel) {
+    double keys = p.seqlen_k;
+    if (p.window_left >= 0 && p.window_right >= 0) keys = std::min(keys, double(p.window_left) + p.window_right + 1);
+    const double work = double(p.batch) * p.nheads * p.seqlen_q * keys * (3 * p.headdim + 2 * p.headdim_v);  // multiply-adds
+    const double per_thread = 250e3 * 2 * kernel.lanes;  // at a modest 2 vectors per nanosecond
+    return int(std::clamp(work / per_thread, 1.0, double(p.num_threads)));
+}
+
+struct Layout {
+    int64_t ld_k, ld_v, ld_dq;
+    int64_t tile, matrix_k, matrix_v, block_k, block_v, panel, thread;  // tile: keys; the others: floats of a thread's scratch
+    int64_t rows, blocks;                                               // query rows and blocks of the whole call
+    int64_t delta, dq, ready, total;                                    // floats
+    int threads;
+    Layout(const BackwardParams& b, const BackwardTileKernel& kernel) {
+        const AttentionParams& p = b.forward;
+        // One cache line more than a row needs: if rows were a power of two apart, a column would use only a few sets of the cache.
+        ld_dq = lines(p.headdim), ld_k = ld_dq + kLine, ld_v = lines(p.headdim_v) + kLine;
+        tile = tile_keys(p);
+        matrix_k = ld_k * tile, matrix_v = ld_v * tile;
+        block_k = ld_k * kBlockRows, block_v = ld_v * kBlockRows, panel = kBlockRows * kPanelKeys;
+        thread = 2 * matrix_k + matrix_v + tile * (p.headdim + p.headdim_v) + 2 * block_k + block_v + 2 * panel;
+
+        rows = p.nheads * (p.cu_seqlens_q ? p.total_q : int64_t(p.batch) * p.seqlen_q);
+        blocks = p.nheads * (p.cu_seqlens_q ? p.total_q / kBlockRows + p.batch : p.batch * blocks_of(p.seqlen_q));
+        delta = lines(rows);
+        dq = p.seqlen_k > tile ? rows * ld_dq : 0;  // a single tile needs no sum over tiles
+        ready = lines(blocks);
+        threads = useful_threads(p, kernel);
+        total = delta + dq + ready + threads * thread;
+    }
+};
+
+using Turn = std::atomic<int32_t>;
+static_assert(sizeof(Turn) == sizeof(float) && std::is_trivially_destructible_v<Turn>, "lives in the workspace");
+
+struct Backward {
+    const BackwardParams& b;
+    const AttentionParams& p;
+    const BackwardTileKernel& kernel;
+    const Layout layout;
+    float *delta, *dq_sum, *scratch;
+    Turn* ready;
+
+    Backward(const BackwardParams& params, const BackwardTileKernel& tile_kernel)
+        : b(params), p(params.forward), kernel(tile_kernel), layout(params, tile_kernel) {
+        delta = static_cast<float*>(align_up(p.workspace, 64));
+        dq_sum = delta + layout.delta;
+        ready = reinterpret_cast<Turn*>(dq_sum + layout.dq);
+        scratch = dq_sum + layout.dq + layout.ready;
+    }
+
+    // ---- the blocks of queries ----
+
+    // The turn of a block. Sequences of a varlen batch start at any row, so each sequence has room for one more block.
+    Turn& turn(const Sequence& s, int32_t batch, int32_t head, int32_t block) const {
+        const int64_t in_head = p.cu_seqlens_q ? s.lse / kBlockRows + batch : batch * blocks_of(p.seqlen_q);
+        return ready[head * (layout.blocks / p.nheads) + in_head + block];
+    }
+
+    // The tiles that some row of the block may see, in the order of their turns.
+    KeyRange tiles_of(const Sequence& s, int32_t block) const {
+        const int32_t first = block * kBlockRows, last = std::min(first + kBlockRows, s.seqlen_q) - 1;
+        const int32_t begin = key_range(p, s, first).begin, end = key_range(p, s, last).end, tile = int32_t(layout.tile);
+        return begin < end ? KeyRange{begin / tile, (end - 1) / tile + 1} : KeyRange{0, 0};
+    }
+
+    // Computes delta of a block, and gives the first turn to the block's first tile. A block that sees no key has a gradient of zero.
+    void start_block(int32_t batch, int32_t head, int32_t block, float* zeros) const {
+        const Sequence s = sequence_of(p, batch);
+        const int32_t first = block * kBlockRows, rows = std::min(kBlockRows, s.seqlen_q - first);
+        if (rows <= 0) return;
+        const GradientSequence g = gradients_of(b, batch);
+        kernel.delta(b, s.out + head * p.out.head + first * p.out.row, g.dout + head * b.dout.head + first * b.dout.row, rows,
+                     delta + lse_offset(p, s, head) + first);
+        const KeyRange tiles = tiles_of(s, block);
+        new (&turn(s, batch, head, block)) Turn(tiles.begin);
+        if (tiles.begin < tiles.end) return;
+        std::fill_n(zeros, layout.block_k, 0.0f);
+        store_dq(g, head, first, rows, zeros);
+    }
+
+    void store_dq(const GradientSequence& g, int32_t head, int32_t first, int32_t rows, const float* dq) const {
+        kernel.store_rows(b.dq, g.dq + head * b.dq.head + first * b.dq.row, p.dtype, rows, p.headdim, dq, layout.ld_k, p.scale,
+                          b.accumulate);
+    }
+
+    // ---- the tiles of keys ----
+
+    float* scratch_of(int thread) const { return scratch + thread * layout.thread; }
+
+    KeyTile key_tile(const Sequence& s, int32_t batch, int32_t head_k, int32_t tile, float* at) const {
+        KeyTile t;
+        t.params = &b, t.sequence = s, t.gradients = gradients_of(b, batch);
+        t.batch = batch, t.head_k = head_k;
+        t.first = tile * int32_t(layout.tile), t.keys = std::min(int32_t(layout.tile), s.seqlen_k - t.first);
+        t.k = at, t.dk = t.k + layout.matrix_k, t.dv = t.dk + layout.matrix_k;
+        t.k_t = t.dv + layout.matrix_v, t.v_t = t.k_t + layout.tile * p.headdim;
+        t.ld_k = layout.ld_k, t.ld_v = layout.ld_v;
+        return t;
+    }
+
+    void find_rows(const KeyTile& t, QueryBlock& q, int32_t head, int32_t block) const {
+        const int64_t offset = lse_offset(p, t.sequence, head);
+        q.head = head, q.first = block * kBlockRows, q.rows = std::min(kBlockRows, t.sequence.seqlen_q - q.first);
+        q.lse = p.lse + offset + q.first, q.delta = delta + offset + q.first;
+        q.q = t.v_t + layout.tile * p.headdim_v, q.dq = q.q + layout.block_k, q.dout = q.dq + layout.block_k;
+        q.p = q.dout + layout.block_v, q.ds = q.p + layout.panel;
+        q.next = std::max(q.first - kBlockRows, 0), q.next_rows = q.first - q.next;
+        q.next_dq = layout.dq ? dq_sum + (offset + q.next) * layout.ld_dq : nullptr, q.next_ld = layout.ld_dq;
+        for (int32_t i = 0; i < q.rows; ++i) {
+            const KeyRange range = key_range(p, t.sequence, q.first + i);
+            q.begin[i] = range.begin, q.end[i] = q.lse[i] == -INFINITY ? range.begin : range.end;
+        }
+    }
+
+    // Calls body(block, tiles) for each block that sees the tile, the last block first. A causal tile then never waits for a tile that has
+    // more to do.
+    template <typename Body>
+    void for_blocks(const Sequence& s, int32_t tile, const Body& body) const {
+        for (int32_t block = int32_t(blocks_of(s.seqlen_q)) - 1; block >= 0; --block) {
+            const KeyRange tiles = tiles_of(s, block);
+            if (tile >= tiles.begin && tile < tiles.end) body(block, tiles);
+        }
+    }
+
+    // Computes dK and dV of a tile, and the tile's part of dQ.
+    void add_tile(int32_t batch, int32_t head_k, int32_t tile, int thread) const {
+        const Sequence s = sequence_of(p, batch);
+        if (tile >= (s.seqlen_k + layout.tile - 1) / layout.tile) return;  // a shorter sequence of a varlen batch
+        KeyTile t = key_tile(s, batch, head_k, tile, scratch_of(thread));
+        kernel.load_keys(t);
+        for (int32_t head = head_k * p.group; head < (head_k + 1) * p.group; ++head)
+            for_blocks(s, tile, [&](int32_t block, const KeyRange& tiles) {
+                QueryBlock q;
+                find_rows(t, q, head, block);
+                kernel.add_block(t, q);
+                add_dq(t, q, turn(s, batch, head, block), tile, tiles);
+            });
+        kernel.store_rows(b.dk, t.gradients.dk + head_k * b.dk.head + t.first * b.dk.row, p.dtype, t.keys, p.headdim, t.dk, t.ld_k, p.scale,
+                          b.accumulate);
+        kernel.store_rows(b.dv, t.gradients.dv + head_k * b.dv.head + t.first * b.dv.row, p.dtype, t.keys, p.headdim_v, t.dv, t.ld_v, 1,
+                          b.accumulate);
+    }
+
+    // Waits for the turn of this tile, then adds its part of dQ. The tile before has started earlier, so the turn will come.
+    void add_dq(const KeyTile& t, const QueryBlock& q, Turn& turn, int32_t tile, const KeyRange& tiles) const {
+        while (turn.load(std::memory_order_acquire) != tile) std::this_thread::yield();
+        float* sum = dq_sum + (lse_offset(p, t.sequence, q.head) + q.first) * layout.ld_dq;
+        if (tile == tiles.end - 1) {
+            for (int32_t i = 0; tile > tiles.begin && i < q.rows; ++i)
+                for (int32_t d = 0; d < layout.ld_dq; ++d) q.dq[i * layout.ld_k + d] += sum[i * layout.ld_dq + d];
+            store_dq(t.gradients, q.head, q.first, q.rows, q.dq);
+            return;
+        }
+        for (int32_t i = 0; i < q.rows; ++i, sum += layout.ld_dq) {
+            const float* const part = q.dq + i * layout.ld_k;
+            if (tile == tiles.begin) std::copy_n(part, layout.ld_dq, sum);
+            else
+                for (int32_t d = 0; d < layout.ld_dq; ++d) sum[d] += part[d];
+        }
+        turn.store(tile + 1, std::memory_order_release);
+    }
+
+    // ---- the gradients of bias and sinks ----
+
+    // One tile of columns of dbias, for one batch entry and head of dbias. All parts are summed into them in one order.
+    void add_bias_tile(int32_t own_batch, int32_t own_head, int32_t tile, int thread) const {
+        const ScoreGradient& g = b.dbias;
+        const int32_t first = tile * int32_t(layout.tile), columns = std::min(int32_t(layout.tile), p.seqlen_k - first);
+        float* const dbias = g.data + own_batch * g.batch + own_head * g.head + first;
+        if (!b.accumulate)
+            for (int32_t i = 0; i < (g.row ? p.seqlen_q : 1); ++i) std::fill_n(dbias + i * g.row, columns, 0.0f);
+        for (int32_t batch = own_batch; batch < (g.batch ? own_batch + 1 : p.batch); ++batch) {
+            const Sequence s = sequence_of(p, batch);
+            if (first >= s.seqlen_k) continue;
+            for (int32_t head = own_head; head < (g.head ? own_head + 1 : p.nheads); ++head) {
+                KeyTile t = key_tile(s, batch, head / p.group, tile, scratch_of(thread));
+                kernel.load_keys(t);
+                for_blocks(s, tile, [&](int32_t block, const KeyRange&) {
+                    QueryBlock q;
+                    find_rows(t, q, head, block);
+                    kernel.add_bias(t, q, dbias + q.first * g.row, g.row);
+                });
+            }
+        }
+    }
+
+    // In every row the probability of the sink has the gradient -delta, like that of a key whose value is zero.
+    void add_sink(int32_t head) const {
+        double sum = 0;
+        for (int32_t batch = 0; batch < p.batch; ++batch) {
+            const Sequence s = sequence_of(p, batch);
+            const int64_t offset = lse_offset(p, s, head);
+            for (int64_t i = offset; i < offset + s.seqlen_q; ++i)
+                if (p.lse[i] != -INFINITY && p.sinks[head] != -INFINITY) sum -= std::exp(p.sinks[head] - p.lse[i]) * delta[i];
+        }
+        b.dsinks[head] = float(sum) + (b.accumulate ? b.dsinks[head] : 0);
+    }
+
+    // ---- everything ----
+
+    void run() const {
+        const int threads = layout.threads;
+        const int64_t blocks = blocks_of(p.seqlen_q), tiles = (p.seqlen_k + layout.tile - 1) / layout.tile;
+        parallel_for(p.batch * p.nheads * blocks, threads, [&](int64_t task, int thread) {
+            const int64_t head = task / blocks;
+            start_block(int32_t(head / p.nheads), int32_t(head % p.nheads), int32_t(task % blocks), scratch_of(thread));
+        });
+        // As many heads at a time as there are threads; of these heads all first tiles, then all second tiles, and so on. So few tiles
+        // wait for their turn.
+        const int64_t heads = int64_t(p.batch) * p.nheads_k, together = std::min<int64_t>(threads, heads);
+        parallel_for(heads * tiles, threads, [&](int64_t task, int thread) {
+            const int64_t first = task / (together * tiles) * together, width = std::min(together, heads - first);
+            const int64_t within = task - first * tiles, head = first + within % width;
+            add_tile(int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), int32_t(within / width), thread);
+        });
+        if (b.dbias.data) {
+            const int64_t own_heads = b.dbias.head ? p.nheads : 1, own = (b.dbias.batch ? p.batch : 1) * own_heads;
+            parallel_for(own * tiles, threads, [&](int64_t task, int thread) {
+                const int64_t head = task / tiles;
+                add_bias_tile(int32_t(head / own_heads), int32_t(head % own_heads), int32_t(task % tiles), thread);
+            });
+        }
+        if (b.dsinks) parallel_for(p.nheads, threads, [&](int64_t head, int) { add_sink(int32_t(head)); });
+    }
+};
+
+}  // namespace
+
+size_t backward_workspace(const BackwardParams& b, Isa isa) { return size_t(Layout(b, tile_kernel(isa)).total) * sizeof(float) + 64; }
+
+void backward(const BackwardParams& b, Isa isa) { Backward(b, tile_kernel(isa)).run(); }
+
+}  // namespace fa::cpu

@@ -1,0 +1,58 @@
+// backward_tile.h: the border between backward.cpp, compiled for any processor, and the backward tile kernel, compiled once per
+// instruction set.
+//
+// One task is a tile of keys against every query that sees the tile, one block of queries of one head after the other. The task sums up dK
+// and dV of the tile. The tile's part of a block's dQ is returned to backward.cpp, which adds these parts in the order of the tiles.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/common/params.h"
+
+namespace fa::cpu {
+
+constexpr int kBlockRows = 96;     // queries; a multiple of the height of every register tile
+constexpr int kPanelKeys = 64;     // S, P and dS exist for one block of queries and one panel of the tile's keys at a time
+constexpr int kMaxTileKeys = 256;  // a whole number of panels
+
+// Matrices are float32, in the scratch of one thread. Their rows are a whole number of cache lines apart.
+struct KeyTile {
+    const BackwardParams* params;
+    Sequence sequence;
+    GradientSequence gradients;
+    int32_t batch, head_k;
+    int32_t first, keys;  // keys first .. first + keys - 1 of the sequence; first is a multiple of kPanelKeys
+    float* k;             // (keys, ld_k)
+    float *k_t, *v_t;     // K^T, V^T: (panels, headdim or headdim_v, kPanelKeys), zero past the last key
+    float *dk, *dv;       // (keys, ld_k), (keys, ld_v)
+    int64_t ld_k, ld_v;
+    bool finite_k;
+};
+
+struct QueryBlock {
+    int32_t head, first, rows;
+    int32_t begin[kBlockRows], end[kBlockRows];  // the keys that causal and window leave to a row; none for an empty row
+    const float* lse;                            // of the rows
+    const float* delta;                          // rowsum(dout * out)
+    float *q, *dq;                               // (rows, ld_k); dq without softmax_scale
+    float* dout;                                 // (rows, ld_v)
+    float *p, *ds;                               // (rows, kPanelKeys)
+    int32_t next, next_rows;                     // the next block of the same head; next_rows may be 0
+    const float* next_dq;                        // dQ of the next block so far, summed over earlier tiles: (next_rows, next_ld)
+    int64_t next_ld;
+};
+
+struct BackwardTileKernel {
+    int lanes;
+    void (*delta)(const BackwardParams&, int64_t out, int64_t dout, int rows, float* delta);  // offsets of the first row
+    void (*load_keys)(KeyTile&);                                                              // dK = dV = 0
+    void (*add_block)(const KeyTile&, QueryBlock&);                                   // dK, dV += the block's part; dQ = the tile's part
+    void (*add_bias)(const KeyTile&, QueryBlock&, float* dbias, int64_t row_stride);  // dbias[block, tile] += dS
+    // to = factor * from, or to += factor * from
+    void (*store_rows)(const TensorView& to, int64_t first, DType dtype, int rows, int dim, const float* from, int64_t ld, float factor,
+                       bool accumulate);
+};
+
+extern const BackwardTileKernel kBackwardTilePortable, kBackwardTileAvx2, kBackwardTileAvx512, kBackwardTileNeon;
+
+}  // namespace fa::cpu

@@ -1,0 +1,378 @@
+// backward_tile_kernel.h: one block of queries against one tile of keys, the inner part of the CPU's backward pass. tiles_<isa>.cpp
+// compiles it once per instruction set, like tile_kernel.h, and defines one more macro:
+//     FA_BACKWARD_TILE  the BackwardTileKernel to define
+//
+// The block goes through the tile in panels of kPanelKeys keys, with five matrix products each:
+//     S = Q K^T    dP = dO V^T    dV += P^T dO    dK += dS^T Q    dQ += dS K
+// Each product is a sum of (a number of the left matrix, broadcast) x (a vector from a row of the right matrix). K and V of the tile are
+// transposed beforehand. So the lanes of S are keys, the lanes of every gradient are the head dim, and no operation is horizontal. lse and
+// delta are one number for a whole row of vectors; bias and mask are read along their rows.
+// Bounded by the multiply-add units: 24 (12) accumulators per 10 (8) loads.
+//
+// A hidden pair has P = -0, which no exponential gives, and dS = 0. While Q, dO and K are finite, products add a hidden pair like any
+// other. When they are not, products find the hidden pairs by this -0 and leave them out.
+#include <stddef.h>
+#include <stdint.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "cpu/attention/backward_tile.h"
+
+namespace fa::cpu::FA_ISA {
+namespace {
+
+#include "cpu/attention/rows.h"
+
+constexpr int kPanelVectors = kPanelKeys / L;
+static_assert(kPanelKeys % (kVectors * L) == 0 && kPanelKeys % 8 == 0, "whole register tiles, whole blocks of dropout bits");
+
+FA_INLINE int vectors_of(int dim) { return (dim + L - 1) / L; }
+
+// Prefetches the rows of the next block while this block is computed, a few cache lines at a time. The processor does not prefetch these
+// rows by itself.
+struct NextBlock {
+    struct Rows {
+        const char* at;
+        int64_t stride, bytes;  // from row to row, and of one row
+        int rows;
+    };
+    static constexpr int kLines = 6;  // after each register tile; with a tile of kMaxTileKeys, every row of the block is reached
+    Rows matrix[3];                   // Q, dO, dQ
+    int64_t byte = 0;
+    int current = 0;
+
+    void advance() {
+        for (int line = 0; line < kLines && current < 3; ++line) {
+            Rows& m = matrix[current];
+            if (m.rows > 0) __builtin_prefetch(m.at + byte, 0, 2);
+            byte += 64;
+            if (byte < m.bytes) continue;
+            byte = 0, m.at += m.stride;
+            if (--m.rows <= 0) ++current;
+        }
+    }
+};
+
+// ---- C += A B, or C = A B, by register tiles. With kTransposed, A is given as its transpose ----
+
+struct Matrix {
+    float* data;
+    int64_t ld;
+    Matrix at(int64_t row, int64_t column) const { return {data + row * ld + column, ld}; }
+};
+
+template <bool kTransposed, int kHeight, int kWidth>
+FA_INLINE void product_block(Matrix a, Matrix b, int length, bool add, Matrix c) {
+    const float* right = b.data;
+    for (int x0 = 0; x0 < length; x0 += kSumLength) {
+        const int x1 = length - x0 < kSumLength ? length : x0 + kSumLength;
+        Vec acc[kHeight][kWidth] = {};
+        for (int x = x0; x < x1; ++x, right += b.ld) {
+            Vec row[kWidth];
+#pragma GCC unroll 4
+            for (int n = 0; n < kWidth; ++n) row[n] = *(const Vec*)(right + n * L);
+#pragma GCC unroll 12
+            for (int i = 0; i < kHeight; ++i) {
+                const Vec left = splat(kTransposed ? a.data[x * a.ld + i] : a.data[i * a.ld + x]);
+#pragma GCC unroll 4
+                for (int n = 0; n < kWidth; ++n) acc[i][n] += left * row[n];
+            }
+        }
+#pragma GCC unroll 12
+        for (int i = 0; i < kHeight; ++i)
+#pragma GCC unroll 4
+            for (int n = 0; n < kWidth; ++n) {
+                Vec& sum = *(Vec*)(c.data + i * c.ld + n * L);
+                sum = add || x0 > 0 ? sum + acc[i][n] : acc[i][n];
+            }
+    }
+}
+template <bool kTransposed, int kWidth>
+void product_columns(Matrix a, Matrix b, int length, bool add, Matrix c, int rows, NextBlock& next) {
+    constexpr int kHeight = height(kWidth);
+    const auto left = [&](int i) { return kTransposed ? a.at(0, i) : a.at(i, 0); };
+    int i = 0;
+    for (; i + kHeight <= rows; i += kHeight) {
+        product_block<kTransposed, kHeight, kWidth>(left(i), b, length, add, c.at(i, 0));
+        next.advance();
+    }
+    for (; i + 4 <= rows; i += 4) product_block<kTransposed, 4, kWidth>(left(i), b, length, add, c.at(i, 0));
+    for (; i + 2 <= rows; i += 2) product_block<kTransposed, 2, kWidth>(left(i), b, length, add, c.at(i, 0));
+    for (; i < rows; ++i) product_block<kTransposed, 1, kWidth>(left(i), b, length, add, c.at(i, 0));
+}
+// A (rows, length), with kTransposed given as (length, rows); B (length, vectors); C (rows, vectors)
+template <bool kTransposed>
+void product(Matrix a, Matrix b, int length, bool add, Matrix c, int rows, int vectors, NextBlock& next) {
+    int n = 0;
+    for (; n + kVectors <= vectors; n += kVectors)
+        product_columns<kTransposed, kVectors>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows, next);
+    if (kVectors > 3 && vectors - n == 3) product_columns<kTransposed, 3>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows, next);
+    if (kVectors > 2 && vectors - n == 2) product_columns<kTransposed, 2>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows, next);
+    if (kVectors > 1 && vectors - n == 1) product_columns<kTransposed, 1>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows, next);
+}
+
+// C += A B without the hidden pairs, whose 0 times an infinity in B would be NaN. `p` is P at the same pairs as A.
+template <bool kTransposed>
+void visible_product(Matrix a, Matrix p, Matrix b, int length, Matrix c, int rows, int vectors) {
+    for (int i = 0; i < rows; ++i)
+        for (int x = 0; x < length; ++x) {
+            const int64_t at = kTransposed ? x * a.ld + i : i * a.ld + x;
+            uint32_t bits;
+            __builtin_memcpy(&bits, p.data + at, sizeof bits);
+            if (bits == 0x80000000u) continue;
+            for (int n = 0; n < vectors; ++n) *(Vec*)(c.data + i * c.ld + n * L) += a.data[at] * *(const Vec*)(b.data + x * b.ld + n * L);
+        }
+}
+
+// ---- a panel: S and dP, which become P and dS ----
+
+struct Panel {
+    const KeyTile& t;
+    const QueryBlock& q;
+    const AttentionParams& p;
+    const int key;                                 // the first key of the panel, counted in the tile
+    int row_begin, row_end;                        // the rows of the block that see a key of the panel
+    int begin, end;                                // the keys of the panel that such a row sees
+    uint16_t bits[(kBlockRows + L) * kPanelKeys];  // dropout: 16 random bits for every pair, from row_begin on
+
+    Panel(const KeyTile& tile, const QueryBlock& block, int first_key)
+        : t(tile), q(block), p(tile.params->forward), key(first_key), row_begin(block.rows), row_end(0), begin(kPanelKeys), end(0) {
+        const int keys = t.keys - key < kPanelKeys ? t.keys - key : kPanelKeys;
+        for (int i = 0; i < q.rows; ++i) {
+            const int first = row_first(i), last = q.end[i] - t.first - key < keys ? q.end[i] - t.first - key : keys;
+            if (first >= last) continue;
+            row_begin = row_begin < i ? row_begin : i, row_end = i + 1;
+            begin = begin < first ? begin : first, end = end > last ? end : last;
+        }
+    }
+    int row_first(int i) const { return q.begin[i] > t.first + key ? q.begin[i] - t.first - key : 0; }
+    bool empty() const { return row_begin >= row_end; }
+    int rows() const { return row_end - row_begin; }
+    int panel() const { return key / kPanelKeys; }
+
+    // The parts of the matrices that belong to this panel.
+    Matrix s() const { return {q.p + row_begin * kPanelKeys, kPanelKeys}; }
+    Matrix dp() const { return {q.ds + row_begin * kPanelKeys, kPanelKeys}; }
+    Matrix queries() const { return {q.q + row_begin * t.ld_k, t.ld_k}; }
+    Matrix douts() const { return {q.dout + row_begin * t.ld_v, t.ld_v}; }
+
+    void scores(NextBlock& next) const {
+        const Matrix k_t = {t.k_t + int64_t(panel()) * p.headdim * kPanelKeys, kPanelKeys};
+        const Matrix v_t = {t.v_t + int64_t(panel()) * p.headdim_v * kPanelKeys, kPanelKeys};
+        product<false>(queries(), k_t, p.headdim, false, s(), rows(), kPanelVectors, next);
+        product<false>(douts(), v_t, p.headdim_v, false, dp(), rows(), kPanelVectors, next);
+    }
+
+    void dropout_bits() {
+        const IVec lane = lanes();
+        for (int x = 0; x < rows() * (kPanelKeys / 8); x += L) {  // Philox decides eight columns of a row at a time
+            const UVec block = (UVec)lane + uint32_t(x);
+            UVec word[4];
+            philox((block & uint32_t(kPanelKeys / 8 - 1)) + uint32_t(t.first + key) / 8,
+                   block / uint32_t(kPanelKeys / 8) + uint32_t(q.first + row_begin), uint32_t(q.head) + UVec{}, uint32_t(t.batch) + UVec{},
+                   p.dropout_key, word);
+            for (int l = 0; l < L; ++l)
+                for (int w = 0; w < 4; ++w)
+                    bits[(x + l) * 8 + 2 * w] = uint16_t(word[w][l]), bits[(x + l) * 8 + 2 * w + 1] = uint16_t(word[w][l] >> 16);
+        }
+    }
+
+    // Turns a row of softmax_scale Q K^T into scores, in the order of the contract; hidden scores are -inf. slope is
+    // d score / d (softmax_scale q . k).
+    void transform(int i, Vec* s, Vec* slope) const {
+        const int column = t.first + key, end = t.keys - key < kPanelKeys ? t.keys - key : kPanelKeys, query = q.first + i;
+        if (p.softcap != 0)
+            for (int n = 0; n < kPanelVectors; ++n) {
+                const Vec x = tanh(s[n] * (1 / p.softcap));
+                s[n] = p.softcap * x, slope[n] = 1.0f - x * x;
+            }
+        if (p.alibi_slopes) {
+            const float alibi = p.alibi_slopes[t.batch * p.alibi_batch + q.head];
+            const float distance = float(int64_t(query) + t.sequence.shift - column);
+            for (int n = 0; n < kPanelVectors; ++n) s[n] -= alibi * abs(distance - float(n * L) - __builtin_convertvector(lanes(), Vec));
+        }
+        if (p.bias.data) {
+            const int64_t row = t.batch * p.bias.batch + q.head * p.bias.head + query * p.bias.row + column;
+            for (int n = 0; n * L < end; ++n) {
+                const Vec bias = load_any(address(p.bias.data, row + n * L, p.bias_dtype), end - n * L, p.bias_dtype);
+                s[n] = bias == -kInfinity ? bias : s[n] + bias;
+            }
+        }
+        if (p.mask.data) {
+            const char* row =
+                static_cast<const char*>(p.mask.data) + t.batch * p.mask.batch + q.head * p.mask.head + query * p.mask.row + column;
+            for (int n = 0; n * L < end; ++n) {
+                char bytes[L] = {};
+                __builtin_memcpy(bytes, row + n * L, size_t(end - n * L < L ? end - n * L : L));
+                s[n] = __builtin_convertvector(load_unaligned<ByteVec>(bytes), IVec) == 0 ? splat(-kInfinity) : s[n];
+            }
+        }
+    }
+
+    // Turns S into P with dropout, and dP into dS = P (dP - delta) slope.
+    template <bool kGeneral>
+    void gradients(bool slopes) const {
+        Vec slope[kPanelVectors], keep = splat(1.0f);
+        for (int i = row_begin; i < row_end; ++i) {
+            Vec *const s = (Vec*)(q.p + i * kPanelKeys), *const ds = (Vec*)(q.ds + i * kPanelKeys);
+            const IVec first = splat(int32_t(row_first(i))), last = splat(int32_t(q.end[i] - t.first - key));
+            for (int n = 0; n < kPanelVectors; ++n) s[n] *= p.scale;
+            if constexpr (kGeneral) {
+                for (int n = 0; n < kPanelVectors; ++n) slope[n] = splat(1.0f);
+                transform(i, s, slope);
+            }
+            for (int n = 0; n < kPanelVectors; ++n) {
+                const IVec column = lanes() + n * L;
+                const auto visible = (column >= first) & (column < last) & (s[n] != -kInfinity);
+                const Vec probability = exp(s[n] - q.lse[i]);
+                Vec weight = probability, grad = ds[n];
+                if constexpr (kGeneral) {
+                    if (p.dropout_threshold) {
+                        const UVec random =
+                            __builtin_convertvector(load_unaligned<HalfVec>(bits + (i - row_begin) * kPanelKeys + n * L), UVec);
+                        keep = random < p.dropout_threshold ? Vec{} : splat(p.dropout_scale);
+                        weight *= keep, grad *= keep;
+                    }
+                }
+                grad = probability * (grad - q.delta[i]);
+                if constexpr (kGeneral)
+                    if (slopes) grad *= slope[n];
+                s[n] = visible ? weight : splat(-0.0f);
+                ds[n] = visible ? grad : Vec{};
+            }
+        }
+    }
+    void gradients(bool slopes) {
+        if (p.dropout_threshold) dropout_bits();
+        if (p.general_scores()) gradients<true>(slopes);
+        else gradients<false>(slopes);
+    }
+
+    FA_INLINE IVec lanes() {
+        IVec x;
+        for (int l = 0; l < L; ++l) x[l] = l;
+        return x;
+    }
+};
+
+// ---- the entries ----
+
+void delta(const BackwardParams& b, int64_t out, int64_t dout, int rows, float* delta) {
+    const AttentionParams& p = b.forward;
+    for (int i = 0; i < rows; ++i) {
+        Vec sum = {};
+        for (int d = 0; d < p.headdim_v; d += L)
+            sum += load_any(address(b.dout.data, dout + i * b.dout.row + d, p.dtype), p.headdim_v - d, p.dtype) *
+                   load_any(address(p.out.data, out + i * p.out.row + d, p.dtype), p.headdim_v - d, p.dtype);
+        delta[i] = 0;
+        for (int l = 0; l < L; ++l) delta[i] += sum[l];
+    }
+}
+
+// Transposes (count, ld) to (panels, dim, kPanelKeys), with zeros past the last row.
+void transpose_rows(const float* rows, int64_t ld, int count, int dim, float* panels) {
+    for (int j = 0; j < (count + kPanelKeys - 1) / kPanelKeys * kPanelKeys; j += L) {
+        float* const to = panels + int64_t(j / kPanelKeys) * dim * kPanelKeys + j % kPanelKeys;
+        for (int d = 0; d < dim; d += L) {
+            Vec x[L];
+            for (int l = 0; l < L; ++l) x[l] = j + l < count ? *(const Vec*)(rows + (j + l) * ld + d) : Vec{};
+            transpose(x);
+            for (int i = 0; i < L && d + i < dim; ++i) *(Vec*)(to + (d + i) * kPanelKeys) = x[i];
+        }
+    }
+}
+
+void load_keys(KeyTile& t) {
+    const AttentionParams& p = t.params->forward;
+    t.finite_k = copy_rows(p.k, t.sequence.k + t.head_k * p.k.head + t.first * p.k.row, t.keys, p.headdim, p.dtype, t.k, t.ld_k);
+    transpose_rows(t.k, t.ld_k, t.keys, p.headdim, t.k_t);
+    // dv holds V until V^T is made.
+    copy_rows(p.v, t.sequence.v + t.head_k * p.v.head + t.first * p.v.row, t.keys, p.headdim_v, p.dtype, t.dv, t.ld_v);
+    transpose_rows(t.dv, t.ld_v, t.keys, p.headdim_v, t.v_t);
+    __builtin_memset(t.dk, 0, size_t(t.keys * t.ld_k) * sizeof(float));
+    __builtin_memset(t.dv, 0, size_t(t.keys * t.ld_v) * sizeof(float));
+}
+
+int64_t row_of_q(const KeyTile& t, const QueryBlock& q, int32_t row) {
+    const TensorView& view = t.params->forward.q;
+    return t.sequence.q + q.head * view.head + row * view.row;
+}
+int64_t row_of_dout(const KeyTile& t, const QueryBlock& q, int32_t row) {
+    const TensorView& view = t.params->dout;
+    return t.gradients.dout + q.head * view.head + row * view.row;
+}
+
+struct Finite {
+    bool q, dout;
+};
+Finite load_queries(const KeyTile& t, const QueryBlock& q) {
+    const BackwardParams& b = *t.params;
+    const AttentionParams& p = b.forward;
+    return {copy_rows(p.q, row_of_q(t, q, q.first), q.rows, p.headdim, p.dtype, q.q, t.ld_k),
+            copy_rows(b.dout, row_of_dout(t, q, q.first), q.rows, p.headdim_v, p.dtype, q.dout, t.ld_v)};
+}
+NextBlock next_block(const KeyTile& t, const QueryBlock& q) {
+    const BackwardParams& b = *t.params;
+    const AttentionParams& p = b.forward;
+    const int64_t size = element_size(p.dtype);
+    return {{{address(p.q.data, row_of_q(t, q, q.next), p.dtype), p.q.row * size, p.headdim * size, q.next_rows},
+             {address(b.dout.data, row_of_dout(t, q, q.next), p.dtype), b.dout.row * size, p.headdim_v * size, q.next_rows},
+             {(const char*)q.next_dq, q.next_ld * 4, p.headdim * 4, q.next_dq ? q.next_rows : 0}}};
+}
+
+void add_block(const KeyTile& t, QueryBlock& q) {
+    const AttentionParams& p = t.params->forward;
+    const Finite finite = load_queries(t, q);
+    NextBlock next = next_block(t, q);
+    __builtin_memset(q.dq, 0, size_t(q.rows * t.ld_k) * sizeof(float));
+    for (int key = 0; key < t.keys; key += kPanelKeys) {
+        Panel panel(t, q, key);
+        if (panel.empty()) continue;
+        panel.scores(next);
+        panel.gradients(p.softcap != 0);
+
+        const int rows = panel.rows(), keys = panel.end - panel.begin, first = key + panel.begin;
+        const Matrix weight = panel.s().at(0, panel.begin), grad = panel.dp().at(0, panel.begin);
+        const Matrix k = {t.k + first * t.ld_k, t.ld_k}, dk = {t.dk + first * t.ld_k, t.ld_k}, dv = {t.dv + first * t.ld_v, t.ld_v};
+        const Matrix dq = {q.dq + panel.row_begin * t.ld_k, t.ld_k};
+        if (finite.dout) product<true>(weight, panel.douts(), rows, true, dv, keys, vectors_of(p.headdim_v), next);
+        else visible_product<true>(weight, weight, panel.douts(), rows, dv, keys, vectors_of(p.headdim_v));
+        if (finite.q) product<true>(grad, panel.queries(), rows, true, dk, keys, vectors_of(p.headdim), next);
+        else visible_product<true>(grad, weight, panel.queries(), rows, dk, keys, vectors_of(p.headdim));
+        if (t.finite_k) product<false>(grad, k, keys, true, dq, rows, vectors_of(p.headdim), next);
+        else visible_product<false>(grad, weight, k, keys, dq, rows, vectors_of(p.headdim));
+    }
+}
+
+void add_bias(const KeyTile& t, QueryBlock& q, float* dbias, int64_t row_stride) {
+    load_queries(t, q);
+    NextBlock next = next_block(t, q);
+    for (int key = 0; key < t.keys; key += kPanelKeys) {
+        Panel panel(t, q, key);
+        if (panel.empty()) continue;
+        panel.scores(next);
+        panel.gradients(false);
+        for (int i = panel.row_begin; i < panel.row_end; ++i)
+            for (int j = panel.begin; j < panel.end; ++j) dbias[i * row_stride + key + j] += q.ds[i * kPanelKeys + j];
+    }
+}
+
+void store_rows(const TensorView& to, int64_t first, DType dtype, int rows, int dim, const float* from, int64_t ld, float factor,
+                bool accumulate) {
+    for (int i = 0; i < rows; ++i)
+        for (int d = 0; d < dim; d += L) {
+            char* const at = const_cast<char*>(address(to.data, first + i * to.row + d, dtype));
+            Vec x = *(const Vec*)(from + i * ld + d) * factor;
+            if (accumulate) x += load_any(at, dim - d, dtype);
+            store_any(at, dim - d, dtype, x);
+        }
+}
+
+}  // namespace
+}  // namespace fa::cpu::FA_ISA
+
+namespace fa::cpu {
+const BackwardTileKernel FA_BACKWARD_TILE = {FA_LANES,          FA_ISA::delta,    FA_ISA::load_keys,
+                                             FA_ISA::add_block, FA_ISA::add_bias, FA_ISA::store_rows};
+}

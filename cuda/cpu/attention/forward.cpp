@@ -1,0 +1,223 @@
+// forward.cpp: the CPU forward pass outside the tile: which tiles there are, which thread computes them, where their scratch is.
+//
+// The order is FlashAttention's: one task owns a tile of queries and walks over the keys with an online softmax. The memory of a thread
+// does not depend on the sequence length. The result does not depend on which thread runs a task, or on how many threads there are. A
+// decode step has few queries. Its keys are cut into pieces, by the length of the cache alone, and threads share the pieces when there are
+// fewer tiles than threads.
+#include <algorithm>
+#include <cmath>
+
+#include "attention/common/mask.h"
+#include "common/half.h"
+#include "cpu/attention/kernels.h"
+#include "cpu/attention/tile.h"
+#include "cpu/common/parallel.h"
+
+namespace fa::cpu {
+namespace {
+
+const TileKernel& tile_kernel(Isa isa) {
+#if defined(__x86_64__)
+    if (isa == Isa::kAvx512) return kTileAvx512;
+    if (isa == Isa::kAvx2) return kTileAvx2;
+#elif defined(__aarch64__)
+    if (isa == Isa::kNeon) return kTileNeon;
+#endif
+    (void)isa;
+    return kTilePortable;
+}
+
+int64_t packed_rows(const AttentionParams& p, int32_t seqlen_q) { return int64_t(seqlen_q) * p.group; }
+
+// Scratch of one thread is counted in floats; each part is a whole number of cache lines.
+constexpr int64_t kLine = 64 / sizeof(float);
+int64_t lines(int64_t floats) { return (floats + kLine - 1) / kLine * kLine; }
+
+// Rows of a tile. With more rows K and V are copied less often. Q^T and O^T should take at most half of a usual L2 cache, and every thread
+// should have several tiles to take. The result of a row does not depend on its tile, so the choice is free.
+int64_t tile_rows(const AttentionParams& p) {
+    const int64_t fit = (int64_t(1) << 18) / (p.headdim + p.headdim_v);
+    const int64_t share = packed_rows(p, p.seqlen_q) * p.nheads_k * p.batch / (int64_t(8) * p.num_threads);
+    return std::clamp<int64_t>(std::min(fit, share) / kMaxGroupRows * kMaxGroupRows, kMaxGroupRows, kMaxTileRows);
+}
+
+struct Layout {
+    int64_t ld_k, ld_v, q, out, s, k, v, total;
+    explicit Layout(const AttentionParams& p) {
+        const int64_t rows = std::min(tile_rows(p), lines(packed_rows(p, p.seqlen_q)));
+        // One cache line more than a row needs: if rows were a power of two apart, a column of V would use only a few sets of the cache.
+        ld_k = lines(p.headdim) + kLine, ld_v = lines(p.headdim_v) + kLine;
+        q = rows * p.headdim, out = rows * p.headdim_v, s = std::min<int64_t>(rows, kMaxGroupRows) * kTileKeys;
+        k = ld_k * kTileKeys, v = ld_v * (kTileKeys + 1);
+        total = q + out + 2 * s + k + v;
+    }
+    Scratch at(float* base) const {
+        float *const o = base + q, *const score = o + out, *const seen = score + s, *const key = seen + s;
+        return {base, o, score, seen, key, key + k, ld_k, ld_v};
+    }
+};
+
+// Fills `tile` with the packed rows from `first` on that share key head `head_k` in sequence b. Returns false when sequence b of a varlen
+// batch ends before them.
+bool set_tile(const AttentionParams& p, int32_t b, int32_t head_k, int64_t first, int64_t rows, const Scratch& scratch, QueryTile& tile) {
+    tile.params = &p;
+    tile.sequence = sequence_of(p, b);
+    const int64_t end = packed_rows(p, tile.sequence.seqlen_q);
+    if (first >= end) return false;
+    tile.batch = b, tile.head_k = head_k;
+    tile.rows = int32_t(std::min(rows, end - first));
+    tile.scratch = scratch;
+    for (int32_t r = 0; r < tile.rows; ++r) {
+        const int32_t query = int32_t((first + r) / p.group), head = head_k * p.group + int32_t((first + r) % p.group);
+        const KeyRange range = key_range(p, tile.sequence, query);
+        tile.row[r] = {head, query, range.begin, range.end};
+    }
+    tile.key_begin = tile.row[0].key_begin, tile.key_end = tile.row[tile.rows - 1].key_end;  // begin and end both grow with the query
+    return true;
+}
+
+void attend(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int64_t first, int64_t rows,
+            const Scratch& scratch) {
+    QueryTile tile;
+    if (!set_tile(p, b, head_k, first, rows, scratch, tile)) return;
+    kernel.run(tile);
+
+    if (!p.lse) return;
+    for (int32_t r = 0; r < tile.rows; ++r) {
+        const float sum = tile.row_sum[r];
+        p.lse[lse_offset(p, tile.sequence, tile.row[r].head) + tile.row[r].query] = sum == 0 ? -INFINITY : tile.row_max[r] + std::log(sum);
+    }
+}
+
+// ---- few queries against a cache: the keys are cut into pieces ----
+
+constexpr int kPieceKeys = 32 * kTileKeys;  // about 0.2 ms of reading at headdim 128, which is worth a thread
+constexpr int kMaxPieces = 16;
+
+int piece_count(const AttentionParams& p, int64_t keys) {
+    if (!p.cache.entries || packed_rows(p, p.seqlen_q) > kMaxGroupRows) return 1;
+    return p.cache.num_splits ? p.cache.num_splits : int(std::clamp<int64_t>((keys + kPieceKeys - 1) / kPieceKeys, 1, kMaxPieces));
+}
+
+// The result of one piece for all rows of a key head: out over the keys of the piece, normalised, and the statistics of the softmax.
+struct Piece {
+    float *out, *row_max, *row_sum;  // (rows, headdim_v), (rows), (rows)
+    Piece(const AttentionParams& p, float* pieces, int index) {
+        const int64_t rows = packed_rows(p, p.seqlen_q);
+        out = pieces + index * rows * (p.headdim_v + 2), row_max = out + rows * p.headdim_v, row_sum = row_max + rows;
+    }
+};
+int64_t pieces_size(const AttentionParams& p) {
+    const int count = piece_count(p, p.seqlen_k);
+    return count == 1 ? 0 : lines(count * packed_rows(p, p.seqlen_q) * (p.headdim_v + 2));
+}
+
+// Attends to piece `index` of the visible keys of key head `head_k` in sequence b. A short sequence has fewer pieces; the others are empty.
+void attend_piece(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int index, const Scratch& scratch,
+                  float* pieces) {
+    QueryTile tile;
+    set_tile(p, b, head_k, 0, kMaxGroupRows, scratch, tile);
+    const int32_t first = tile.key_begin / kTileKeys * kTileKeys, keys = std::max(tile.key_end - first, 0);
+    const int count = piece_count(p, keys);
+    const Piece piece(p, pieces, index);
+    if (index >= count) {
+        std::fill_n(piece.row_max, tile.rows, -INFINITY);
+        std::fill_n(piece.row_sum, tile.rows, 0.0f);
+        return;
+    }
+    const int32_t tiles = (keys + kTileKeys - 1) / kTileKeys, length = (tiles + count - 1) / count * kTileKeys;
+    const int32_t begin = int32_t(std::min<int64_t>(tile.key_end, first + int64_t(index) * length));
+    const int32_t end = int32_t(std::min<int64_t>(tile.key_end, begin + int64_t(length)));
+    const auto cut = [&](int32_t& key) { key = std::clamp(key, begin, std::max(begin, end)); };
+    for (int32_t r = 0; r < tile.rows; ++r) cut(tile.row[r].key_begin), cut(tile.row[r].key_end);
+    cut(tile.key_begin), cut(tile.key_end);
+
+    AttentionParams part = p;
+    part.out = {piece.out, 0, int64_t(p.group) * p.headdim_v, p.headdim_v}, part.out_dtype = DType::kFloat32;
+    if (index > 0) part.sinks = nullptr;  // a sink counts once, in the first piece
+    tile.params = &part;
+    tile.sequence.out = -int64_t(head_k) * p.group * p.headdim_v;
+    kernel.run(tile);
+    std::copy_n(tile.row_max, tile.rows, piece.row_max);
+    std::copy_n(tile.row_sum, tile.rows, piece.row_sum);
+}
+
+// Merges the pieces, in order, into out and lse of all rows.
+void merge_pieces(const AttentionParams& p, int32_t b, int32_t head_k, float* pieces) {
+    const Sequence s = sequence_of(p, b);
+    const int count = piece_count(p, p.seqlen_k);
+    for (int64_t r = 0; r < packed_rows(p, s.seqlen_q); ++r) {
+        float row_max = -INFINITY, row_sum = 0, weight[256];
+        for (int i = 0; i < count; ++i) row_max = std::fmax(row_max, Piece(p, pieces, i).row_max[r]);
+        for (int i = 0; i < count; ++i) {
+            const Piece piece(p, pieces, i);
+            row_sum += weight[i] = piece.row_sum[r] == 0 ? 0 : piece.row_sum[r] * std::exp(piece.row_max[r] - row_max);
+        }
+        const int32_t head = head_k * p.group + int32_t(r % p.group), query = int32_t(r / p.group);
+        const int64_t at = s.out + head * p.out.head + query * p.out.row;
+        for (int32_t d = 0; d < p.headdim_v; ++d) {
+            float sum = 0;
+            for (int i = 0; i < count; ++i)
+                if (weight[i] != 0) sum += weight[i] * Piece(p, pieces, i).out[r * p.headdim_v + d];
+            store(p.out.data, at + d, p.out_dtype, row_sum == 0 ? 0 : sum / row_sum);
+        }
+        if (p.lse) p.lse[lse_offset(p, s, head) + query] = row_sum == 0 ? -INFINITY : row_max + std::log(row_sum);
+    }
+}
+
+int useful_threads(const AttentionParams& p, const TileKernel& kernel) {
+    double keys = p.seqlen_k;
+    if (p.cache.seqlens) {
+        keys = 0;
+        for (int32_t b = 0; b < p.batch; ++b) keys += double(cached_keys(p, b)) / p.batch;
+    }
+    if (p.window_left >= 0 && p.window_right >= 0) keys = std::min(keys, double(p.window_left) + p.window_right + 1);
+    // Many rows are bound by the multiply-adds, at 5 vectors a nanosecond; a few by K and V, at 20 bytes a nanosecond.
+    const double rows = double(packed_rows(p, p.seqlen_q)), elements = p.batch * p.nheads_k * keys * (p.headdim + p.headdim_v);
+    return worthwhile_threads(elements * std::max(std::ceil(rows / kernel.lanes) / 5, 0.2), p.num_threads);
+}
+
+}  // namespace
+
+size_t forward_workspace(const AttentionParams& p, Isa) {
+    return size_t(p.num_threads) * size_t(Layout(p).total + pieces_size(p)) * sizeof(float) + 64;
+}
+
+void forward(const AttentionParams& p, Isa isa) {
+    const TileKernel& kernel = tile_kernel(isa);
+    const Layout layout(p);
+    float* const workspace = static_cast<float*>(align_up(p.workspace, 64));
+    float* const pieces = workspace + p.num_threads * layout.total;
+    const int threads = useful_threads(p, kernel);
+    if (const int count = piece_count(p, p.seqlen_k); count > 1) {
+        const int64_t heads = int64_t(p.batch) * p.nheads_k;
+        const auto attend = [&](int64_t head, int index, int thread, int64_t slot) {
+            attend_piece(p, kernel, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), index,
+                         layout.at(workspace + thread * layout.total), pieces + slot * pieces_size(p));
+        };
+        const auto merge = [&](int64_t head, int64_t slot) {
+            merge_pieces(p, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), pieces + slot * pieces_size(p));
+        };
+        if (heads >= threads) {  // a thread takes a head and all its pieces in turn
+            parallel_for(heads, threads, [&](int64_t head, int thread) {
+                for (int index = 0; index < count; ++index) attend(head, index, thread, thread);
+                merge(head, thread);
+            });
+        } else {
+            parallel_for(heads * count, threads,
+                         [&](int64_t task, int thread) { attend(task / count, int(task % count), thread, task / count); });
+            for (int64_t head = 0; head < heads; ++head) merge(head, head);
+        }
+        return;
+    }
+    const int64_t rows = tile_rows(p), tiles = (packed_rows(p, p.seqlen_q) + rows - 1) / rows;
+    // The tiles of one head follow each other, so that its keys stay in the cache. Within a head the tiles with the most causal keys come
+    // first.
+    parallel_for(p.batch * tiles * p.nheads_k, threads, [&](int64_t task, int thread) {
+        const int64_t head = task / tiles, first = (tiles - 1 - task % tiles) * rows;
+        attend(p, kernel, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), first, rows,
+               layout.at(workspace + thread * layout.total));
+    });
+}
+
+}  // namespace fa::cpu

@@ -1,0 +1,52 @@
+// tile.h: the border between forward.cpp, compiled for any processor, and the tile kernel, compiled once per instruction set.
+//
+// One task is a tile of queries against every key that the tile sees. The rows of a tile are packed: row r of a key head is query r / group
+// of query head head_k * group + r % group. So query heads that share a key head share tiles, and read each key once.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/common/params.h"
+
+namespace fa::cpu {
+
+constexpr int kMaxTileRows = 512;  // packed rows; they share one copy of a key tile, which stays in the L2 cache
+constexpr int kMaxGroupRows = 64;  // of the widest group of query vectors
+constexpr int kTileKeys = 96;
+
+struct QueryRow {
+    int32_t head, query;
+    int32_t key_begin, key_end;  // the keys that causal and window leave to the row
+};
+
+// Float32 scratch of one thread. The transposed matrices hold groups of queries one after the other; each group is contiguous.
+struct Scratch {
+    float* q;     // Q^T (groups, headdim, queries), multiplied by softmax_scale
+    float* out;   // O^T (groups, headdim_v, queries), not normalised
+    float* s;     // S^T (kTileKeys, queries) of one group, then P^T
+    float* seen;  // S^T before the softmax, kept only for a tile with infinities or NaN in V
+    float* k;     // (kTileKeys, ld_k)
+    float* v;     // (kTileKeys + 1, ld_v)
+    int64_t ld_k, ld_v;
+};
+
+struct QueryTile {
+    const AttentionParams* params;
+    Sequence sequence;
+    int32_t batch, head_k;
+    int32_t rows;                // 1 .. kMaxTileRows
+    int32_t key_begin, key_end;  // keys that some row sees
+    Scratch scratch;
+    QueryRow row[kMaxTileRows];
+    float row_max[kMaxTileRows];  // written with row_sum: lse = row_max + log(row_sum)
+    float row_sum[kMaxTileRows];
+};
+
+struct TileKernel {
+    int lanes;                     // queries per vector
+    void (*run)(QueryTile& tile);  // writes the rows of out, row_max and row_sum
+};
+
+extern const TileKernel kTilePortable, kTileAvx2, kTileAvx512, kTileNeon;
+
+}  // namespace fa::cpu

@@ -1,0 +1,474 @@
+// tile_kernel.h: one tile of queries against its keys, the inner part of the CPU's tiled online softmax. tiles_<isa>.cpp compiles it once
+// per instruction set, and defines
+//     FA_ISA      the namespace
+//     FA_LANES    floats per vector
+//     FA_VECTORS  width of a register tile, here the query vectors of a group: 4 with 32 registers, 2 with 16
+//     FA_TILE     the TileKernel to define
+//
+// Everything is transposed, so that the lanes are queries. S^T[key][query] and O^T[d][query] are sums of (one number of K or V, broadcast)
+// x (a vector of queries): matrix products without a horizontal operation. row_max, row_sum and the rescaling are plain vertical vectors.
+// Tiles of K and V are first copied to float32 scratch, where they are contiguous whatever the strides.
+// Bounded by the multiply-add units: 24 (12) accumulators per 10 (8) loads.
+//
+// This file calls only functions of simd.h, rows.h and itself. Any other inline function would be compiled here for AVX-512, say, and this
+// copy could become the program's only one.
+#include <stddef.h>
+#include <stdint.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "cpu/attention/tile.h"
+
+namespace fa::cpu::FA_ISA {
+namespace {
+
+#include "cpu/attention/rows.h"
+
+constexpr int kQueryVectors = kVectors;
+constexpr int kMaxVectors = kMaxTileRows / L;
+static_assert(kMaxGroupRows % (kQueryVectors * L) == 0 && kMaxTileRows % kMaxGroupRows == 0, "only the last group of all may be narrower");
+
+// Prefetches the next tile's rows of K and V while this tile is computed, a few rows at a time.
+struct Prefetch {
+    const char *k, *v;
+    int64_t k_row, v_row;  // bytes from row to row
+    int k_bytes, v_bytes;  // of one row
+    int rows, step;        // rows still to come, and how many at a time
+
+    void advance() {
+        for (int i = rows < step ? rows : step; i > 0; --i, --rows, k += k_row, v += v_row) {
+            for (int byte = 0; byte < k_bytes; byte += 64) __builtin_prefetch(k + byte, 0, 2);
+            for (int byte = 0; byte < v_bytes; byte += 64) __builtin_prefetch(v + byte, 0, 2);
+        }
+    }
+};
+
+// ---- the two matrix products, by register tiles of kHeight x kWidth vectors, for kWidth * L queries ----
+
+// S^T (keys, queries) = K (keys, headdim) Q^T (headdim, queries)
+template <int kHeight, int kWidth>
+FA_INLINE void scores_block(const float* k, int64_t ld_k, const float* q, int headdim, float* s) {
+    for (int d0 = 0; d0 < headdim; d0 += kSumLength) {
+        const int d1 = headdim - d0 < kSumLength ? headdim : d0 + kSumLength;
+        Vec acc[kHeight][kWidth] = {};
+        for (int d = d0; d < d1; ++d, q += kWidth * L) {
+            Vec query[kWidth];
+#pragma GCC unroll 4
+            for (int n = 0; n < kWidth; ++n) query[n] = *(const Vec*)(q + n * L);
+#pragma GCC unroll 12
+            for (int j = 0; j < kHeight; ++j) {
+                const Vec key = splat(k[j * ld_k + d]);
+#pragma GCC unroll 4
+                for (int n = 0; n < kWidth; ++n) acc[j][n] += key * query[n];
+            }
+        }
+#pragma GCC unroll 12
+        for (int j = 0; j < kHeight; ++j)
+#pragma GCC unroll 4
+            for (int n = 0; n < kWidth; ++n) {
+                Vec& sum = *(Vec*)(s + (j * kWidth + n) * L);
+                sum = d0 == 0 ? acc[j][n] : sum + acc[j][n];
+            }
+    }
+}
+template <int kWidth>
+void scores(const float* k, int64_t ld_k, int keys, const float* q, int headdim, float* s, Prefetch& prefetch) {
+    constexpr int kHeight = height(kWidth), ld = kWidth * L;
+    int j = 0;
+    for (; j + kHeight <= keys; j += kHeight) {
+        scores_block<kHeight, kWidth>(k + j * ld_k, ld_k, q, headdim, s + j * ld);
+        prefetch.advance();
+    }
+    for (; j + 2 <= keys; j += 2) scores_block<2, kWidth>(k + j * ld_k, ld_k, q, headdim, s + j * ld);
+    for (; j < keys; ++j) scores_block<1, kWidth>(k + j * ld_k, ld_k, q, headdim, s + j * ld);
+}
+
+// O^T (headdim_v, queries) = O^T * correction + V^T (headdim_v, keys) P^T (keys, queries)
+template <int kHeight, int kWidth>
+FA_INLINE void output_block(const float* v, int64_t ld_v, int keys, const float* p, const Vec* correction, float* out) {
+    Vec acc[kHeight][kWidth];
+#pragma GCC unroll 12
+    for (int d = 0; d < kHeight; ++d)
+#pragma GCC unroll 4
+        for (int n = 0; n < kWidth; ++n) acc[d][n] = *(const Vec*)(out + (d * kWidth + n) * L) * correction[n];
+    for (int j = 0; j < keys; ++j, p += kWidth * L, v += ld_v) {
+        Vec probability[kWidth];
+#pragma GCC unroll 4
+        for (int n = 0; n < kWidth; ++n) probability[n] = *(const Vec*)(p + n * L);
+#pragma GCC unroll 12
+        for (int d = 0; d < kHeight; ++d) {
+            const Vec value = splat(v[d]);
+#pragma GCC unroll 4
+            for (int n = 0; n < kWidth; ++n) acc[d][n] += value * probability[n];
+        }
+    }
+#pragma GCC unroll 12
+    for (int d = 0; d < kHeight; ++d)
+#pragma GCC unroll 4
+        for (int n = 0; n < kWidth; ++n) *(Vec*)(out + (d * kWidth + n) * L) = acc[d][n];
+}
+template <int kWidth>
+void output(const float* v, int64_t ld_v, int keys, int headdim_v, const float* p, const Vec* correction, float* out) {
+    constexpr int kHeight = height(kWidth), ld = kWidth * L;
+    int d = 0;
+    for (; d + kHeight <= headdim_v; d += kHeight) output_block<kHeight, kWidth>(v + d, ld_v, keys, p, correction, out + d * ld);
+    for (; d + 2 <= headdim_v; d += 2) output_block<2, kWidth>(v + d, ld_v, keys, p, correction, out + d * ld);
+    for (; d < headdim_v; ++d) output_block<1, kWidth>(v + d, ld_v, keys, p, correction, out + d * ld);
+}
+
+#include "cpu/attention/narrow_kernel.h"
+
+// ---- a group: the query vectors that go through the products together ----
+
+struct Group {
+    const QueryTile& t;
+    const AttentionParams& p;
+    const int lane0, width;  // first lane in the tile, number of vectors
+    float *const q, *const out, *const s;
+    const Vec *row_max, *row_sum;
+
+    // The row of a lane. Lanes past the end repeat the last row; their results are not stored.
+    const QueryRow& row(int lane) const { return t.row[lane0 + lane < t.rows ? lane0 + lane : t.rows - 1]; }
+    int rows() const { return t.rows - lane0 < width * L ? t.rows - lane0 : width * L; }
+    const QueryRow& first() const { return row(0); }
+    const QueryRow& last() const { return row(width * L - 1); }
+    Vec& score(int j, int n) const { return *(Vec*)(s + (j * width + n) * L); }
+
+    void load_queries() const {
+        for (int n = 0; n < width; ++n)
+            for (int d = 0; d < p.headdim; d += L) {
+                Vec x[L];
+                for (int l = 0; l < L; ++l) {
+                    const QueryRow& r = row(n * L + l);
+                    const int64_t offset = t.sequence.q + r.head * p.q.head + r.query * p.q.row + d;
+                    x[l] = load_any(address(p.q.data, offset, p.dtype), p.headdim - d, p.dtype) * p.scale;
+                }
+                transpose(x);
+                for (int i = 0; i < L && d + i < p.headdim; ++i) *(Vec*)(q + ((d + i) * width + n) * L) = x[i];
+            }
+    }
+
+    // Applies the options of a score to keys begin .. end - 1 of the key tile that starts at `key`, in the order of the contract.
+    void transform(int key, int begin, int end) const {
+        if (p.softcap != 0) softcap(begin, end);
+        if (p.alibi_slopes) alibi(key, begin, end);
+        if (p.bias.data) bias(key, begin, end);
+        if (p.mask.data) mask(key, begin, end);
+        if (key + begin < last().key_begin || key + end > first().key_end) causal_and_window(key, begin, end);
+    }
+
+    void softcap(int begin, int end) const {
+        const Vec cap = splat(p.softcap), inverse = splat(1 / p.softcap);
+        for (int j = begin; j < end; ++j)
+            for (int n = 0; n < width; ++n) score(j, n) = cap * tanh(score(j, n) * inverse);
+    }
+
+    void alibi(int key, int begin, int end) const {
+        for (int n = 0; n < width; ++n) {
+            Vec slope, distance;
+            for (int l = 0; l < L; ++l) {
+                const QueryRow& r = row(n * L + l);
+                slope[l] = p.alibi_slopes[t.batch * p.alibi_batch + r.head];
+                distance[l] = float(int64_t(r.query) + t.sequence.shift - key);
+            }
+            for (int j = begin; j < end; ++j) score(j, n) -= slope * abs(distance - float(j));
+        }
+    }
+
+    // Loads bias or mask in blocks of L rows x L keys, and transposes each block so that its lanes are rows.
+    template <typename Load, typename Apply>
+    void for_score_blocks(const ScoreView& view, int64_t size, int key, int begin, int end, const Load& load, const Apply& apply) const {
+        for (int n = 0; n < width; ++n)
+            for (int j = begin; j < end; j += L) {
+                Vec x[L];
+                for (int l = 0; l < L; ++l) {
+                    const QueryRow& r = row(n * L + l);
+                    const int64_t offset = t.batch * view.batch + r.head * view.head + r.query * view.row + key + j;
+                    x[l] = load(static_cast<const char*>(view.data) + offset * size, end - j);
+                }
+                transpose(x);
+                for (int i = 0; i < L && j + i < end; ++i) apply(score(j + i, n), x[i]);
+            }
+    }
+    // A bias of -inf hides its key as a mask does, whatever the score was.
+    void bias(int key, int begin, int end) const {
+        const DType dtype = p.bias_dtype;
+        for_score_blocks(
+            p.bias, element_size(dtype), key, begin, end, [dtype](const char* from, int count) { return load_any(from, count, dtype); },
+            [](Vec& score, Vec b) { score = b == -kInfinity ? b : score + b; });
+    }
+    void mask(int key, int begin, int end) const {
+        for_score_blocks(
+            p.mask, 1, key, begin, end,
+            [](const char* from, int count) {
+                char bytes[L] = {};
+                __builtin_memcpy(bytes, from, size_t(count < L ? count : L));
+                return (Vec) __builtin_convertvector(load_unaligned<ByteVec>(bytes), IVec);
+            },
+            [](Vec& score, Vec m) { score = (IVec)m == 0 ? splat(-kInfinity) : score; });
+    }
+
+    void causal_and_window(int key, int begin, int end) const {
+        for (int n = 0; n < width; ++n) {
+            IVec key_begin, key_end;
+            for (int l = 0; l < L; ++l) key_begin[l] = row(n * L + l).key_begin, key_end[l] = row(n * L + l).key_end;
+            for (int j = begin; j < end; ++j) {
+                const IVec column = splat(key + j);
+                score(j, n) = ((column >= key_begin) & (column < key_end)) ? score(j, n) : splat(-kInfinity);
+            }
+        }
+    }
+
+    void dropout(int key, int begin, int end) const {
+        for (int n = 0; n < width; ++n) {
+            UVec query, head;
+            for (int l = 0; l < L; ++l) query[l] = uint32_t(row(n * L + l).query), head[l] = uint32_t(row(n * L + l).head);
+            for (int j = begin - (key + begin) % 8; j < end; j += 8) {  // one Philox call decides columns 8 n .. 8 n + 7
+                UVec word[4];
+                philox(uint32_t(key + j) / 8 + UVec{}, query, head, uint32_t(t.batch) + UVec{}, p.dropout_key, word);
+                for (int i = j < begin ? begin - j : 0; i < 8 && j + i < end; ++i) {
+                    const UVec bits = i % 2 ? word[i / 2] >> 16 : word[i / 2] & 0xFFFFu;
+                    score(j + i, n) = bits < p.dropout_threshold ? Vec{} : score(j + i, n);
+                }
+            }
+        }
+    }
+
+    // out = O / row_sum, transposed back to one row per query.
+    void store_output() const {
+        for (int n = 0; n < width; ++n) {
+            const Vec weight = row_sum[n] == 0.0f ? Vec{} : (p.dropout_threshold ? p.dropout_scale : 1.0f) / row_sum[n];
+            for (int d = 0; d < p.headdim_v; d += L) {
+                Vec x[L] = {};
+                for (int i = 0; i < L && d + i < p.headdim_v; ++i) x[i] = *(const Vec*)(out + ((d + i) * width + n) * L) * weight;
+                transpose(x);
+                for (int l = 0; l < L && lane0 + n * L + l < t.rows; ++l) {
+                    const QueryRow& r = row(n * L + l);
+                    const int64_t offset = t.sequence.out + r.head * p.out.head + r.query * p.out.row + d;
+                    store_any(const_cast<char*>(address(p.out.data, offset, p.out_dtype)), p.headdim_v - d, p.out_dtype, x[l]);
+                }
+            }
+        }
+    }
+};
+
+// ---- the tile ----
+
+template <int n>
+struct Width {
+    static constexpr int value = n;
+};
+
+struct Tile {
+    QueryTile& t;
+    const AttentionParams& p;
+    const Scratch& scratch;
+    const int all_vectors, narrow_rows;  // narrow_rows: of the last vector, which goes its own way; 0 = there is none
+    const int vectors;                   // the others
+    Vec row_max[kMaxVectors], row_sum[kMaxVectors];
+
+    explicit Tile(QueryTile& tile)
+        : t(tile),
+          p(*tile.params),
+          scratch(tile.scratch),
+          all_vectors((tile.rows + L - 1) / L),
+          narrow_rows(is_narrow() ? t.rows - (all_vectors - 1) * L : 0),
+          vectors(all_vectors - (narrow_rows > 0)) {}
+
+    // A vector of its own with a few rows in it. A row's arithmetic must not depend on the tile it is in, but tiles end at whole groups.
+    bool is_narrow() const {
+        return (all_vectors - 1) % kQueryVectors == 0 && t.rows - (all_vectors - 1) * L <= kNarrowRows && !p.dropout_threshold;
+    }
+
+    // Calls body(width, n) for each group of vectors n .. n + width - 1. Only the last group may be narrower than kQueryVectors.
+    template <typename Body>
+    void for_groups(const Body& body) {
+        int n = 0;
+        for (; n + kQueryVectors <= vectors; n += kQueryVectors) body(Width<kQueryVectors>(), n);
+        if (kQueryVectors > 3 && vectors - n == 3) body(Width<(kQueryVectors > 3 ? 3 : 1)>(), n);
+        if (kQueryVectors > 2 && vectors - n == 2) body(Width<(kQueryVectors > 2 ? 2 : 1)>(), n);
+        if (kQueryVectors > 1 && vectors - n == 1) body(Width<1>(), n);
+    }
+    Group group(int n, int width) {
+        float *const q = scratch.q + int64_t(n) * L * p.headdim, *const out = scratch.out + int64_t(n) * L * p.headdim_v;
+        return {t, p, n * L, width, q, out, scratch.s, row_max + n, row_sum + n};
+    }
+
+    void start_rows() {
+        for (int n = 0; n < all_vectors; ++n) {
+            row_max[n] = splat(-kInfinity), row_sum[n] = Vec{};
+            if (!p.sinks) continue;
+            for (int l = 0; l < L; ++l) {  // a sink counts like a key without a value
+                const float sink = p.sinks[t.row[n * L + l < t.rows ? n * L + l : 0].head];
+                row_max[n][l] = sink;
+                row_sum[n][l] = sink == -kInfinity ? 0 : sink == sink ? 1 : sink;
+            }
+        }
+        for (int64_t i = 0; i < int64_t(p.headdim_v) * vectors; ++i) *(Vec*)(scratch.out + i * L) = Vec{};
+    }
+
+    // Rows of V that hold an infinity or a NaN are taken out of the product, because 0 x NaN would reach queries that cannot see them. They
+    // are added afterwards, to the queries that can.
+    void take_out_special_values(int keys, bool* special) const {
+        for (int j = 0; j < keys; ++j) {
+            float* v = scratch.v + j * scratch.ld_v;
+            special[j] = false;
+            for (int d = 0; d < p.headdim_v; ++d) special[j] |= !(v[d] * 0.0f == 0.0f);
+            for (int d = 0; special[j] && d < p.headdim_v; ++d) v[d] = 0;
+        }
+    }
+    void add_special_values(const Group& g, int key, int begin, int end, const bool* special) const {
+        float* v = scratch.v + kTileKeys * scratch.ld_v;  // one row beyond the tile
+        for (int j = begin; j < end; ++j) {
+            if (!special[j]) continue;
+            copy_values(key + j, 1, v);
+            for (int n = 0; n < g.width; ++n) {
+                const auto visible = *(const Vec*)(scratch.seen + (j * g.width + n) * L) != -kInfinity;
+                for (int d = 0; d < p.headdim_v; ++d) *(Vec*)(g.out + (d * g.width + n) * L) += visible ? g.score(j, n) * v[d] : Vec{};
+            }
+        }
+    }
+
+    // Turns S of keys begin .. end - 1 into P, updates row_max and row_sum, and gives the factor by which the old O must be multiplied.
+    template <int kWidth>
+    void softmax(float* s, int begin, int end, Vec* row_max, Vec* row_sum, Vec* correction) {
+        Vec new_max[kWidth], shift[kWidth], sum[kWidth];
+        for (int n = 0; n < kWidth; ++n) new_max[n] = row_max[n];
+        for (int j = begin; j < end; ++j)
+            for (int n = 0; n < kWidth; ++n) new_max[n] = max(*(const Vec*)(s + (j * kWidth + n) * L), new_max[n]);
+        for (int n = 0; n < kWidth; ++n) {
+            // A row that has seen no key yet has row_max = -inf. -inf - -inf would be NaN, so such a row subtracts 0 instead.
+            shift[n] = new_max[n] == -kInfinity ? Vec{} : new_max[n];
+            sum[n] = Vec{};
+        }
+        for (int j = begin; j < end; ++j)
+            for (int n = 0; n < kWidth; ++n) {
+                Vec& x = *(Vec*)(s + (j * kWidth + n) * L);
+                x = exp(x - shift[n]);
+                sum[n] += x;
+            }
+        for (int n = 0; n < kWidth; ++n) {
+            correction[n] = exp(row_max[n] - shift[n]);
+            row_sum[n] = row_sum[n] * correction[n] + sum[n];
+            row_max[n] = new_max[n];
+        }
+    }
+
+    void copy_keys(int first, int keys) const {
+        const int64_t start = t.sequence.k + t.head_k * p.k.head;
+        FA_ISA::copy_keys(p, p.k, p.cache.k_scale, start, t.batch, t.head_k, first, keys, p.headdim, scratch.k, scratch.ld_k);
+    }
+    bool copy_values(int first, int keys, float* to) const {
+        const int64_t start = t.sequence.v + t.head_k * p.v.head;
+        return FA_ISA::copy_keys(p, p.v, p.cache.v_scale, start, t.batch, t.head_k, first, keys, p.headdim_v, to, scratch.ld_v);
+    }
+
+    Prefetch prefetch_tile(int64_t first) const {
+        if (p.cache.block_table) return {};  // the next page may be anywhere
+        const DType dtype = p.cache.entries ? p.cache.dtype : p.dtype;
+        const int64_t k0 = t.sequence.k + t.head_k * p.k.head, v0 = t.sequence.v + t.head_k * p.v.head;
+        const int size = int(element_size(dtype));
+        const int64_t left = t.key_end - first;
+        const int rows = left < 0 ? 0 : left < kTileKeys ? int(left) : kTileKeys;
+        const int steps = (vectors + kQueryVectors - 1) / kQueryVectors * (kTileKeys / height(kQueryVectors));
+        return {address(p.k.data, k0 + first * p.k.row, dtype),
+                address(p.v.data, v0 + first * p.v.row, dtype),
+                p.k.row * size,
+                p.v.row * size,
+                p.headdim * size,
+                p.headdim_v * size,
+                rows,
+                (rows + steps - 1) / steps};
+    }
+
+    // The rows of the last vector when they are few. Keys that lie in one tile are looked up once for all of them.
+    void run_narrow() {
+        const DType dtype = p.cache.entries ? p.cache.dtype : p.dtype;
+        if (dtype == DType::kFloat32) run_narrow_as<DType::kFloat32>();
+        else if (dtype == DType::kFloat16) run_narrow_as<DType::kFloat16>();
+        else if (dtype == DType::kBFloat16) run_narrow_as<DType::kBFloat16>();
+        else if (dtype == DType::kFloat8E4M3) run_narrow_as<DType::kFloat8E4M3>();
+        else run_narrow_as<DType::kInt8>();
+    }
+    template <DType dtype>
+    void run_narrow_as() {
+        const int n = vectors;  // theirs
+        const QueryRow* const rows = t.row + n * L;
+        const auto row = [&](int r) {
+            float *const q = scratch.k + r * scratch.ld_k, *const out = scratch.v + r * scratch.ld_v;  // no copy of K and V is there yet
+            return NarrowRow{t, p, rows[r], q, out, scratch.s, row_max[n][r], row_sum[n][r]};
+        };
+        for (int r = 0; r < narrow_rows; ++r) row(r).load_query();
+        const int begin = rows[0].key_begin, end = rows[narrow_rows - 1].key_end;  // both grow with the query
+        KeyRows k, v;
+        for (int64_t first = begin, next; first < end; first = next) {
+            next = (first / kTileKeys + 1) * kTileKeys;
+            const int key = int(first), keys = int((next < end ? next : end) - first);
+            k.find(p, p.k, p.cache.k_scale, t.sequence.k + t.head_k * p.k.head, t.batch, t.head_k, key, keys);
+            v.find(p, p.v, p.cache.v_scale, t.sequence.v + t.head_k * p.v.head, t.batch, t.head_k, key, keys);
+            for (int r = 0; r < narrow_rows; ++r) {
+                const int from = rows[r].key_begin > key ? rows[r].key_begin - key : 0;
+                const int to = rows[r].key_end < key + keys ? rows[r].key_end - key : keys;
+                if (from >= to) continue;
+                NarrowRow one = row(r);
+                one.attend<dtype>(k, v, key, from, to);
+                row_max[n][r] = one.row_max, row_sum[n][r] = one.row_sum;
+            }
+        }
+        for (int r = 0; r < narrow_rows; ++r) row(r).store_output();
+    }
+
+    void run() {
+        start_rows();
+        if (narrow_rows) run_narrow();
+        if (vectors == 0) return store_statistics();
+        if (t.key_begin < t.key_end) for_groups([&](auto width, int n) { group(n, width.value).load_queries(); });
+
+        // Key tiles start at multiples of kTileKeys, so that the result of a row does not depend on the other rows of its tile.
+        for (int64_t first = t.key_begin, next; first < t.key_end; first = next) {
+            next = (first / kTileKeys + 1) * kTileKeys;
+            const int key = int(first), keys = int((next < t.key_end ? next : t.key_end) - first);
+            copy_keys(key, keys);
+            const bool finite = copy_values(key, keys, scratch.v);
+            bool special[kTileKeys];
+            if (!finite) take_out_special_values(keys, special);
+
+            Prefetch prefetch = prefetch_tile(next);
+            for_groups([&](auto width, int n) {
+                constexpr int kWidth = decltype(width)::value;
+                const Group g = group(n, kWidth);
+                const int begin = g.first().key_begin > key ? g.first().key_begin - key : 0;
+                const int end = g.last().key_end < key + keys ? g.last().key_end - key : keys;
+                if (begin >= end) return;
+                const int64_t s0 = int64_t(begin) * kWidth * L;
+                const float *const k = scratch.k + begin * scratch.ld_k, *const v = scratch.v + begin * scratch.ld_v;
+                scores<kWidth>(k, scratch.ld_k, end - begin, g.q, p.headdim, g.s + s0, prefetch);
+                g.transform(key, begin, end);
+                if (!finite) __builtin_memcpy(scratch.seen + s0, g.s + s0, size_t(end - begin) * kWidth * L * sizeof(float));
+                Vec correction[kWidth];
+                softmax<kWidth>(g.s, begin, end, row_max + n, row_sum + n, correction);
+                if (p.dropout_threshold) g.dropout(key, begin, end);
+                output<kWidth>(v, scratch.ld_v, end - begin, p.headdim_v, g.s + s0, correction, g.out);
+                if (!finite) add_special_values(g, key, begin, end, special);
+            });
+        }
+
+        for_groups([&](auto width, int n) { group(n, width.value).store_output(); });
+        store_statistics();
+    }
+
+    void store_statistics() const {
+        for (int n = 0; n < all_vectors; ++n)
+            for (int l = 0; l < L; ++l) t.row_max[n * L + l] = row_max[n][l], t.row_sum[n * L + l] = row_sum[n][l];
+    }
+};
+
+void run_tile(QueryTile& tile) { Tile(tile).run(); }
+
+}  // namespace
+}  // namespace fa::cpu::FA_ISA
+
+namespace fa::cpu {
+const TileKernel FA_TILE = {FA_LANES, FA_ISA::run_tile};
+}

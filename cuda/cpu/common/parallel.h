@@ -1,0 +1,149 @@
+// parallel.h: a loop over independent tasks, which threads take one task at a time. There is no pool: threads end with the call that
+// started them. A call that is a list of calls (fa_run_calls) has a Team, whose threads serve the loops of all of them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace fa::cpu {
+
+// Threads that are joined in any case: destroying a std::thread that is not joined ends the process.
+class Helpers {
+public:
+    ~Helpers() {
+        for (std::thread& helper : threads_) helper.join();
+    }
+    // Returns false when the system has no thread to give, or no memory for one.
+    template <typename Work>
+    bool start(const Work& work, int thread) {
+        try {
+            threads_.emplace_back(work, thread);
+        } catch (const std::system_error&) {
+            return false;
+        } catch (const std::bad_alloc&) {
+            return false;
+        }
+        return true;
+    }
+    int count() const { return int(threads_.size()); }
+
+private:
+    std::vector<std::thread> threads_;
+};
+
+// Threads that wait for the loops of the thread that made the team. A loop waits for nobody who has not begun to work on it: a thread
+// that the system wakes up late finds the loop closed.
+class Team {
+public:
+    Team() { current() = this; }
+    ~Team() {
+        current() = nullptr;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        ends_ = true;
+        opened_.fetch_add(1);
+        wake_.notify_all();
+    }
+    Team(const Team&) = delete;
+    Team& operator=(const Team&) = delete;
+
+    // This thread's, or none.
+    static Team*& current() {
+        static thread_local Team* team = nullptr;
+        return team;
+    }
+
+    // work(0) here, and work(1) .. work(threads - 1) by those who come in time.
+    template <typename Work>
+    void run(int threads, const Work& work) {
+        while (helpers_.count() < threads - 1 && helpers_.start([this](int) { help(); }, 0)) {
+        }
+        const auto call = [](const void* of, int thread) { (*static_cast<const Work*>(of))(thread); };
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            loop_ = {call, &work}, next_ = 1, threads_ = threads;
+            opened_.fetch_add(1);
+        }
+        wake_.notify_all();
+        work(0);
+        std::unique_lock<std::mutex> lock(mutex_);
+        loop_ = {};  // nobody comes in any more
+        left_.wait(lock, [this] { return inside_ == 0; });
+    }
+
+private:
+    struct Loop {
+        void (*call)(const void* work, int thread);
+        const void* work;
+    };
+
+    void help() {
+        uint64_t seen = 0;
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (!ends_) {
+            if (loop_.call && opened_ != seen && next_ < threads_) {
+                seen = opened_;
+                const Loop loop = loop_;
+                const int thread = next_++;
+                ++inside_;
+                lock.unlock();
+                loop.call(loop.work, thread);
+                lock.lock();
+                if (--inside_ == 0) left_.notify_one();
+                continue;
+            }
+            // The next loop often comes at once: look for a while before going to sleep.
+            const uint64_t now = opened_;
+            lock.unlock();
+            for (int i = 0; i < kLooks && opened_.load(std::memory_order_relaxed) == now; ++i) pause();
+            lock.lock();
+            wake_.wait(lock, [&] { return opened_ != now; });
+        }
+    }
+
+    static constexpr int kLooks = 2000;  // some 20 microseconds
+    static void pause() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+
+    std::mutex mutex_;  // of all below; opened_ is also looked at without it
+    std::condition_variable wake_, left_;
+    Loop loop_ = {};
+    int next_ = 0, threads_ = 0, inside_ = 0;
+    bool ends_ = false;
+    std::atomic<uint64_t> opened_{0};  // loops so far
+    Helpers helpers_;                  // the last member: joined before the others end
+};
+
+// Starting a thread takes tens of microseconds: it has to find a tenth of a millisecond of work.
+constexpr double kThreadNanoseconds = 100e3;
+inline int worthwhile_threads(double nanoseconds, int threads) {
+    return int(std::clamp(nanoseconds / kThreadNanoseconds, 1.0, double(threads)));
+}
+
+// Calls body(task, thread) for every task, with thread in 0 .. threads - 1. body throws nothing. Tasks start in order, so the longest
+// should come first. When the system has no more threads to give, the threads that started do all tasks.
+template <typename Body>
+void parallel_for(int64_t tasks, int threads, const Body& body) {
+    threads = int(std::min<int64_t>(threads, tasks));
+    std::atomic<int64_t> next{0};
+    const auto work = [&](int thread) noexcept {
+        for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(task, thread);
+    };
+    if (threads <= 1) return work(0);
+    if (Team* const team = Team::current()) return team->run(threads, work);
+    Helpers helpers;
+    for (int thread = 1; thread < threads && helpers.start(work, thread); ++thread) {
+    }
+    work(0);
+}
+
+}  // namespace fa::cpu

@@ -1,0 +1,35 @@
+// ring.cuh: one thread's position in a ring of shared-memory buffers. Each buffer has a full and an empty mbarrier.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mma.cuh"
+#include "device/ptx.cuh"
+
+namespace fa {
+
+// The threads that fill a ring and those that empty it start at slot 0, phase 0, and never reset.
+template <int kSlots>
+struct Ring {
+    uint32_t full, empty;  // shared addresses of the barriers of slot 0
+    uint32_t slot, phase;
+
+    // At the buffer that is used after `count` others. Where registers are scarce, several rings can follow from one count.
+    __device__ __forceinline__ Ring(const uint64_t (&full)[kSlots], const uint64_t (&empty)[kSlots], uint32_t count = 0)
+        : full(shared_address(full)), empty(shared_address(empty)), slot(count % kSlots), phase(count / kSlots % 2) {}
+
+    __device__ __forceinline__ uint32_t full_barrier() const { return full + 8 * slot; }
+    __device__ __forceinline__ uint32_t empty_barrier() const { return empty + 8 * slot; }
+    __device__ __forceinline__ void wait_full() const { mbarrier_wait(full_barrier(), phase); }
+    __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty_barrier(), phase ^ 1); }
+    __device__ __forceinline__ void next() {
+        if (++slot == kSlots) slot = 0, phase ^= 1;
+    }
+    // The warp has read the buffer, which may be filled again.
+    __device__ __forceinline__ void release(int lane) {
+        if (arrives(lane)) mbarrier_arrive(empty_barrier());
+        next();
+    }
+};
+
+}  // namespace fa

@@ -1,0 +1,19 @@
+// tile_load.cuh: a tile of a strided tensor to shared memory by the copy engine.
+#pragma once
+
+#include "device/ptx.cuh"
+#include "device/wgmma.cuh"
+
+namespace fa {
+
+// One thread copies `rows` rows from `row` on to shared address `tile`, in `loads` boxes: as many as encode_tiles said the tile needs. Rows
+// out of bounds arrive as zeros. The barrier receives the bytes of the whole tile. `policy`: kEvictFirst, kEvictLast or nothing.
+template <typename... Policy>
+__device__ __forceinline__ void load_tile(const CUtensorMap& map, int loads, uint32_t tile, uint32_t rows, uint32_t barrier, int row,
+                                          int head, int batch, Policy... policy) {
+#pragma unroll 1
+    for (int c = 0; c < loads; ++c)
+        tma_load(tile + c * rows * kChunkRowBytes, &map, barrier, c * kChunkColumns, row, 0, head, batch, policy...);
+}
+
+}  // namespace fa

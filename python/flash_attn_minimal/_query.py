@@ -1,0 +1,49 @@
+"""What the library says about itself: what a call would do, and which kernels there are."""
+
+from __future__ import annotations
+
+import ctypes as ct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ._library import DEVICES, AttentionArgs, AttentionPlan, load
+
+PLAN_SIZE = ct.sizeof(AttentionPlan)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call would do."""
+
+    status: str  # "FA_OK", or the name of the status that the call would raise
+    error: str  # the text of that error, "" when there is none
+    kernel: str  # the kernel that would run, "" when none would
+    workspace_bytes: int  # scratch memory that the kernel takes, allocated by the call itself
+    why_not: dict[str, str]  # for each kernel preferred to this one, the reason why it does not serve
+
+
+def plan_of(args: AttentionArgs) -> Plan:
+    """The capability query for a filled struct; its data pointers may be NULL."""
+    return plan_from(lambda plan: load().fa_attention_query(args, plan))
+
+
+def plan_from(ask: Callable[[AttentionPlan], int]) -> Plan:
+    """The answer of one of the library's queries; `ask` calls it."""
+    lib, plan = load(), AttentionPlan()
+    plan.struct_size = PLAN_SIZE
+    status = ask(plan)
+    return Plan(
+        status=lib.fa_status_name(status).decode(),
+        error=lib.fa_last_error().decode(errors="replace") if status else "",
+        kernel=plan.kernel.decode(),
+        workspace_bytes=plan.workspace_bytes,
+        why_not=dict(line.split(": ", 1) for line in plan.why_not.decode(errors="replace").splitlines()),
+    )
+
+
+def kernel_table(lib: ct.CDLL, prefix: str) -> list[dict[str, str]]:
+    """The table of kernels whose C functions have this prefix, as [{"name", "device", "summary"}, ...]."""
+    count, name, summary, device = (getattr(lib, f"{prefix}_{what}") for what in ("count", "name", "summary", "device"))
+    return [
+        {"name": name(i).decode(), "device": DEVICES[device(i)], "summary": summary(i).decode()} for i in range(count())
+    ]

@@ -1,0 +1,65 @@
+"""What the reports of `bench`, `fuzz` and `quantize` share: the commit, the processor, Markdown tables, a style."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+STYLE = {  # matplotlib's
+    "figure.dpi": 150,
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "svg.hashsalt": "flash-attn-minimal",
+}
+
+
+def table(head: list[str], body: list[list[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + "|".join(" --- " for _ in head) + "|",
+        *("| " + " | ".join(line) + " |" for line in body),
+    ]
+
+
+def commit() -> str | None:
+    """$FLASH_ATTN_COMMIT, else the commit of the repository that this package lies in, and whether the sources differ
+    from it; None where there is no repository."""
+    if named := os.environ.get("FLASH_ATTN_COMMIT"):
+        return named
+    here = Path(__file__).resolve().parent
+    for folder in here.parents:
+        if (folder / "cuda" / "flash_attn.h").is_file() and (folder / ".git").exists():
+            git = ["git", "-C", str(folder)]
+            try:
+                head = subprocess.run(
+                    [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True, timeout=60
+                )
+                clean = subprocess.run(
+                    [*git, "diff", "--quiet", "HEAD", "--", "cuda", "python", "CMakeLists.txt"], timeout=60
+                )
+            except (OSError, subprocess.SubprocessError):
+                return None
+            return head.stdout.strip() + ("" if clean.returncode == 0 else " with changes")
+    return None
+
+
+def cpu_model() -> str:
+    """`Intel Xeon Platinum 8480C`, never a host name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2] for line in lines if line.startswith(("model name", "Model")))
+    except (OSError, StopIteration):
+        name = f"{platform.machine()} processor"
+    for noise in ("(R)", "(TM)", "(r)", "(tm)", "CPU", "Processor"):
+        name = name.replace(noise, " ")
+    return " ".join(name.partition("@")[0].split())

@@ -1,0 +1,557 @@
+"""The small operations around attention in a Transformer: rms_norm, rope, swiglu, linear, linear_chain, sample.
+
+Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays.py has a door for, all from the same one; the
+work goes to the caller's current stream, nothing is waited for, and every call can be captured in a CUDA graph. Results
+are new arrays of the caller's own type, or `out`, which is returned. Types are float32, float16 and bfloat16, mixed
+freely where nothing else is said; sums are float32.
+
+`programmatic=True` lets the GPU (sm_90 and newer) start a kernel while those before it in the stream still run: what it
+reads of them waits for their end, except weight and norm_weight of `linear`, which it loads at once. So nothing between
+the last call without it and this one may write those two. It pays in chains of short calls inside a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import _arrays, _record
+from .._arrays import View
+from .._launch import _with_workspace
+from .._library import DTYPES, BadArgument, Unsupported
+from .._pack import (
+    _check_last_axis,
+    _check_same_place,
+    _flag,
+    _integer,
+    _is_contiguous,
+    _kernel,
+    _name,
+    _number,
+    _put_tensor,
+    _quoted,
+)
+from .._query import Plan, plan_from
+from ._library import (
+    W4_FORMATS,
+    LinearArgs,
+    RmsNormArgs,
+    RopeArgs,
+    SampleArgs,
+    SwigluArgs,
+    W4LinearArgs,
+    W4LinearChainArgs,
+    load,
+)
+from .quantized import PackedW4
+
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+def rms_norm(x, weight, eps=1e-5, residual=None, *, out=None, out_dtype=None, programmatic=False, num_threads=0):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis.
+
+    Arguments:
+        x: (..., dim).
+        weight: (dim,).
+        residual: like x, of any dtype: x += residual comes first, in place, and is what is normalised.
+        out: (..., dim), may be x; out_dtype: its dtype when it is a new array, None means x's.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal.transformer.ops import rms_norm
+    >>> rms_norm(np.array([3, 4], np.float32), np.ones(2, np.float32), eps=0) * 12.5**0.5
+    array([3., 4.], dtype=float32)
+    """
+    xv = _input("x", x)
+    args = _args(RmsNormArgs, xv, programmatic, num_threads)
+    args.rows, args.dim = _put_matrix(args, "x", xv)
+    wv = _input("weight", weight, xv, (args.dim,))
+    args.weight, args.weight_dtype = wv.pointer, DTYPES[wv.dtype]
+    args.eps = _number("eps", eps)
+    views = [xv, wv]
+    if residual is not None:
+        if not xv.writable:
+            raise BadArgument(f"x is a read-only {xv.door.name} array, and residual is added to it in place")
+        views.append(_input("residual", residual, xv, tuple(xv.shape)))
+        _put_matrix(args, "residual", views[-1])
+        args.residual_dtype = DTYPES[views[-1].dtype]
+    ov = _output(out, "x", xv, tuple(xv.shape), out_dtype)
+    _put_matrix(args, "out", ov)
+    args.out_dtype = DTYPES[ov.dtype]
+    return _run("rms_norm", args, views, out, ov)
+
+
+def rope(
+    x,
+    cos,
+    sin,
+    positions=None,
+    interleaved=False,
+    rotary_dim=None,
+    inverse=False,
+    *,
+    out=None,
+    programmatic=False,
+    num_threads=0,
+):
+    """Rotary position embedding: pairs (a, b) of every head become (a cos - b sin, a sin + b cos).
+
+    Arguments:
+        x: (batch, seqlen, nheads, headdim), any strides but that of the last axis.
+        cos, sin: (positions, rotary_dim / 2), both float32 or both of x's dtype: a row for each position.
+        positions: int32 on x's device: (batch,), where token i of a sequence has position positions[b] + i; or (batch,
+            seqlen), one for each token; None means that they count from 0. Those outside the tables are refused on the
+            CPU; on a GPU, where nobody can look before the launch, they take the nearest row.
+        interleaved: pair j is (2 j, 2 j + 1), as in llama2.c and GPT-J, instead of (j, j + rotary_dim / 2), as in
+            Hugging Face's Llama and GPT-NeoX.
+        rotary_dim: how much of each head is turned, from the front; None means twice the width of cos.
+        inverse: turn back, which is also the gradient.
+        out: like x, may be x.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal.transformer.ops import rope
+    >>> x = np.array([1, 2, 3, 4], np.float32).reshape(1, 1, 1, 4)
+    >>> quarter = np.zeros((1, 2), np.float32), np.ones((1, 2), np.float32)  # cos and sin of 90 degrees
+    >>> rope(x, *quarter).ravel(), rope(x, *quarter, interleaved=True).ravel()
+    (array([-3., -4.,  1.,  2.], dtype=float32), array([-2.,  1., -4.,  3.], dtype=float32))
+    """
+    xv = _input("x", x)
+    if len(xv.shape) != 4:
+        raise BadArgument(f"x has shape {tuple(xv.shape)}: expected (batch, seqlen, nheads, headdim)")
+    args = _args(RopeArgs, xv, programmatic, num_threads)
+    args.batch, args.seqlen, args.nheads, args.headdim = xv.shape
+    cv, sv = _input("cos", cos, xv), _input("sin", sin, xv)
+    if len(cv.shape) != 2 or cv.shape[1] < 1:
+        raise BadArgument(f"cos has shape {tuple(cv.shape)}: expected (positions, rotary_dim / 2)")
+    if tuple(sv.shape) != tuple(cv.shape) or sv.dtype != cv.dtype:
+        raise BadArgument(f"sin is {sv.dtype} {tuple(sv.shape)}, but cos is {cv.dtype} {tuple(cv.shape)}")
+    if sv.strides[0] != cv.strides[0] and cv.shape[0] > 1:
+        raise BadArgument(f"sin has strides {tuple(sv.strides)}, but cos has {tuple(cv.strides)}")
+    args.rotary_dim = 2 * cv.shape[1] if rotary_dim is None else _integer("rotary_dim", rotary_dim, 1, 2**31 - 1)
+    if args.rotary_dim > 2 * cv.shape[1]:
+        raise BadArgument(f"rotary_dim={args.rotary_dim} is above twice the {cv.shape[1]} columns of cos")
+    args.cos, args.sin, args.table_dtype = cv.pointer, sv.pointer, DTYPES[cv.dtype]
+    args.table_rows, args.table_row_stride = cv.shape[0], cv.strides[0]
+    args.interleaved, args.inverse = _flag("interleaved", interleaved), _flag("inverse", inverse)
+    views = [xv, cv, sv]
+    if positions is not None:
+        pv = _integers("positions", positions, xv, "int32")
+        if tuple(pv.shape) not in ((args.batch,), (args.batch, args.seqlen)):
+            raise BadArgument(
+                f"positions has shape {tuple(pv.shape)}: expected ({args.batch},) or ({args.batch}, {args.seqlen})"
+            )
+        args.positions, args.per_token = pv.pointer, len(pv.shape) == 2
+        views.append(pv)
+    ov = _output(out, "x", xv, tuple(xv.shape), xv.dtype)
+    _put_tensor(args, "x", xv)
+    _put_tensor(args, "out", ov)
+    return _run("rope", args, views, out, ov)
+
+
+def swiglu(gate_up, *, out=None, out_dtype=None, programmatic=False, num_threads=0):
+    """silu(gate) * up, silu(x) = x / (1 + exp(-x)): gate is the first half of the last axis, up the second.
+
+    Arguments:
+        gate_up: (..., 2 dim).
+        out: (..., dim); out_dtype: its dtype when it is a new array, None means gate_up's.
+    """
+    xv = _input("gate_up", gate_up)
+    args = _args(SwigluArgs, xv, programmatic, num_threads)
+    args.rows, columns = _put_matrix(args, "gate_up", xv)
+    if columns % 2:
+        raise BadArgument(f"gate_up has shape {tuple(xv.shape)}: its last axis must have an even length")
+    args.dim = columns // 2
+    ov = _output(out, "gate_up", xv, (*xv.shape[:-1], args.dim), out_dtype)
+    _put_matrix(args, "out", ov)
+    args.out_dtype = DTYPES[ov.dtype]
+    return _run("swiglu", args, [xv], out, ov)
+
+
+def linear(
+    x,
+    weight,
+    bias=None,
+    norm_weight=None,
+    eps=1e-5,
+    residual=None,
+    swiglu=False,
+    *,
+    out=None,
+    out_dtype=None,
+    programmatic=False,
+    num_threads=0,
+    kernel=None,
+    workspace=None,
+):
+    """residual + act(norm(x) weight^T + bias): the products of a decoder, as fast as the weights come from memory.
+
+    With a 16 or 32-bit weight it is for a row of x or a few: on a GPU and with large weights (4096 x 4096) your
+    framework's own product is faster from two rows of x on. With a packed 4-bit weight it is for any number of rows.
+
+    Arguments:
+        x: (..., in_features).
+        weight: (out_features, in_features); or of 4 bits, a PackedW4 (quantized.py), to whose dtype x is rounded after
+            the norm.
+        bias: (out_features,).
+        norm_weight: (in_features,): x is first normalised as by rms_norm(x, norm_weight, eps), in float32.
+        swiglu: act(y) is silu(first half of y) * second half, and the result has out_features / 2 columns. A packed
+            weight has to be a pair.
+        residual: like the result, added at the end; may be `out`.
+        out: (..., columns), not x; out_dtype: its dtype when it is a new array, None means x's.
+        kernel: force one by name, from kernel_tables()["linear"], with a PackedW4 from ["w4_linear"]; None means
+            $FLASH_ATTN_DENSE_LINEAR_KERNEL, with a PackedW4 $FLASH_ATTN_LINEAR_KERNEL, else the best one.
+        workspace: with a PackedW4, a uint8 array to use as scratch instead of a new one, of linear_query's size or
+            more: a captured graph needs memory that nobody else gets.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal.transformer.ops import linear
+    >>> linear(np.array([1, 2], np.float32), np.array([[1, 1], [1, -1]], np.float32), residual=np.float32([10, 20]))
+    array([13., 19.], dtype=float32)
+    """
+    args, views, ov = _linear_args(
+        x, weight, bias, norm_weight, eps, residual, swiglu, out, out_dtype, programmatic, num_threads, kernel
+    )
+    if isinstance(args, LinearArgs):
+        if workspace is not None:
+            raise BadArgument("workspace is for the products with a PackedW4: this weight takes none")
+        return _run("linear", args, views, out, ov)
+    _run_w4("w4_linear", args, [*views, ov], workspace)
+    return out if out is not None else ov.door.result(ov)
+
+
+def linear_query(
+    x,
+    weight,
+    bias=None,
+    norm_weight=None,
+    residual=None,
+    swiglu=False,
+    *,
+    out_dtype=None,
+    programmatic=False,
+    kernel=None,
+) -> Plan:
+    """What linear would do, without doing it: a Plan, with the kernel and its workspace.
+    `programmatic` as in the call: it may be another kernel's."""
+    args, _, _ = _linear_args(
+        x, weight, bias, norm_weight, 1e-5, residual, swiglu, None, out_dtype, programmatic, 0, kernel
+    )
+    query = load().fa_linear_query if isinstance(args, LinearArgs) else load().fa_w4_linear_query
+    return plan_from(lambda plan: query(args, plan))
+
+
+def linear_chain(products: Sequence[Mapping[str, Any]], ahead=(), *, kernel=None, workspace=None) -> list:
+    """Products with 4-bit weights one behind the other: the results of linear(**product) for each, in a list.
+
+    On Hopper a chain of a few rows is one launch, whose weights come from memory without a pause between the products;
+    everywhere else each is a launch of its own.
+
+    Arguments:
+        products: 1 to 8 dicts of linear's arguments but for its kernel and workspace; the weight is a PackedW4. x and
+            residual may be a number i, which means the result of products[i], one of those before. `programmatic` of
+            the first counts for all where they are one launch.
+        ahead: the weights that later calls begin with, PackedW4s, up to 4: a hint, for memory is idle while another
+            kernel, such as attention, has little to read.
+        kernel: force one by name: "chain_w4_sm90" (of one format, dtype and number of rows, up to 8 that fit into
+            shared memory) or "one_by_one", on the CPU "cpu"; None means $FLASH_ATTN_CHAIN_KERNEL, else the best one.
+        workspace: as linear's, of linear_chain_query's size or more.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal.transformer.ops import linear, linear_chain
+    >>> from flash_attn_minimal.transformer.quantized import W4Weight
+    >>> twice = W4Weight.quantize(2 * np.eye(64, dtype=np.float32)).pack()
+    >>> x = np.ones((1, 64), np.float32)
+    >>> four, seven = linear_chain([dict(x=linear(x, twice), weight=twice), dict(x=0, weight=twice, residual=-x)])
+    >>> four[0, 0], seven[0, 63]
+    (np.float32(4.0), np.float32(7.0))
+    """
+    args, views, results = _chain_args(products, kernel)
+    _put_ahead(args, views, ahead)
+    _run_w4("w4_linear_chain", args, views, workspace)
+    return results
+
+
+def linear_chain_query(products: Sequence[Mapping[str, Any]], *, kernel=None) -> Plan:
+    """What linear_chain would do, without doing it: a Plan, with the kernel and its workspace."""
+    args, _, _ = _chain_args(products, kernel)
+    return plan_from(lambda plan: load().fa_w4_linear_chain_query(args, plan))
+
+
+# linear's arguments, in its order; None where it has no default.
+_LINEAR = {
+    name: None if argument.default is argument.empty else argument.default
+    for name, argument in inspect.signature(linear).parameters.items()
+    if name not in ("kernel", "workspace")
+}
+
+
+def _chain_args(products, kernel) -> tuple[W4LinearChainArgs, list[View], list]:
+    """The struct, filled but for a workspace; what keeps its memory alive; the results."""
+    structs, views, results = [], [], []
+    for i, product in enumerate(_sequence("products", products)):
+        if not isinstance(product, Mapping):
+            raise BadArgument(f"products[{i}]={_quoted(product)} is not a dict of linear's arguments")
+        if unknown := product.keys() - _LINEAR.keys():
+            raise BadArgument(f"products[{i}] has {', '.join(map(str, unknown))}: expected {', '.join(_LINEAR)}")
+        given = _LINEAR | dict(product)
+        for name in ("x", "residual"):
+            if isinstance(at := given[name], (int, np.integer)):
+                if isinstance(at, bool) or not 0 <= at < i:
+                    text = f"products[{i}] has {name}={_quoted(at)}: expected the number of one of those before"
+                    raise BadArgument(text)
+                given[name] = results[at]
+        if not isinstance(given["weight"], PackedW4):
+            raise BadArgument(f"products[{i}] has a {type(given['weight']).__name__} as its weight, not a PackedW4")
+        struct, mine, ov = _linear_args(**given, kernel=None)
+        structs.append(struct)
+        if views:
+            _check_same_place(f"products[{i}]: x", mine[0], "that of products[0]", views[0])
+        views += [*mine, ov]
+        results.append(given["out"] if given["out"] is not None else ov.door.result(ov))
+    if not structs:
+        raise BadArgument("products is empty")
+    args = W4LinearChainArgs(ct.sizeof(W4LinearChainArgs), (W4LinearArgs * len(structs))(*structs), len(structs))
+    _kernel(args, kernel)
+    return args, views, results
+
+
+def _sequence(name: str, items: Any) -> list:
+    try:
+        return list(items)
+    except TypeError:
+        raise BadArgument(f"{name}={_quoted(items)} is not a sequence") from None
+
+
+def _put_ahead(args: W4LinearChainArgs, views: list[View], ahead: Sequence[PackedW4]) -> None:
+    ahead = _sequence("ahead", ahead)
+    if len(ahead) > len(args.ahead):
+        raise BadArgument(f"ahead has {len(ahead)} weights, more than {len(args.ahead)}")
+    for i, weight in enumerate(ahead):
+        if not isinstance(weight, PackedW4):
+            raise BadArgument(f"ahead[{i}] is a {type(weight).__name__}, not a PackedW4")
+        args.ahead[i], args.ahead_bytes[i] = weight._view.pointer, weight.bytes
+        views.append(weight._view)
+    args.ahead_count = len(ahead)
+
+
+def _run_w4(name: str, args: W4LinearArgs | W4LinearChainArgs, views: list[View], workspace: Any) -> None:
+    """fa_<name> in the caller's workspace, or in a new one."""
+    if workspace is None:
+        query = getattr(load(), f"fa_{name}_query")
+        _with_workspace(
+            args, views, lambda stream: _record.run(load(), name, args, stream, views), lambda plan: query(args, plan)
+        )
+        return
+    views.append(_arrays.view(workspace, "workspace"))
+    _check_same_place("workspace", views[-1], "x", views[0])
+    if views[-1].dtype != "uint8" or not _is_contiguous(views[-1]) or not views[-1].writable:
+        raise BadArgument(f"workspace is {views[-1].dtype}: expected uint8, contiguous and writable")
+    args.workspace, args.workspace_bytes = views[-1].pointer, math.prod(views[-1].shape)
+    _record.run(load(), name, args, views[0].door.stream(views), views)
+
+
+def _linear_args(
+    x, weight, bias, norm_weight, eps, residual, swiglu, out, out_dtype, programmatic, num_threads, kernel
+) -> tuple[LinearArgs | W4LinearArgs, list[View], View]:
+    """The struct, filled but for a workspace; what keeps its memory alive; the output."""
+    xv = _input("x", x)
+    packed = isinstance(weight, PackedW4)
+    args = _args(W4LinearArgs if packed else LinearArgs, xv, programmatic, num_threads)
+    args.rows, args.in_features = _put_matrix(args, "x", xv)
+    if packed:
+        wv, shape = weight._view, weight.shape
+        if wv.device != xv.device or wv.index != xv.index:
+            raise BadArgument(f"weight is on {wv.place}, but x is on {xv.place}")
+        if weight.pair != bool(_flag("swiglu", swiglu)):
+            raise BadArgument(f"swiglu={swiglu!r}, but weight was packed with pair={weight.pair}")
+        args.packed, args.format, args.compute_dtype = wv.pointer, W4_FORMATS[weight.format], DTYPES[weight.dtype]
+    else:
+        wv = _input("weight", weight, xv)
+        shape = tuple(wv.shape)
+    _kernel(args, kernel)
+    if len(shape) != 2 or shape[1] != args.in_features:
+        raise BadArgument(f"weight has shape {shape}: expected (out_features, {args.in_features})")
+    args.out_features = shape[0]
+    if not packed:
+        _put_matrix(args, "weight", wv)
+        args.weight_dtype = DTYPES[wv.dtype]
+    views = [xv, wv]
+    columns = args.out_features
+    if _flag("swiglu", swiglu):
+        if columns % 2:
+            raise BadArgument(f"weight has shape {shape}: swiglu needs an even number of rows")
+        args.swiglu, columns = 1, columns // 2
+    if bias is not None:
+        views.append(_input("bias", bias, xv, (args.out_features,)))
+        args.bias, args.bias_dtype = views[-1].pointer, DTYPES[views[-1].dtype]
+    args.eps = _number("eps", eps)
+    if norm_weight is not None:
+        views.append(_input("norm_weight", norm_weight, xv, (args.in_features,)))
+        args.norm_weight, args.norm_dtype = views[-1].pointer, DTYPES[views[-1].dtype]
+    shape = (*xv.shape[:-1], columns)
+    if residual is not None:
+        views.append(_input("residual", residual, xv, shape))
+        _put_matrix(args, "residual", views[-1])
+        args.residual_dtype = DTYPES[views[-1].dtype]
+    ov = _output(out, "x", xv, shape, out_dtype)
+    _put_matrix(args, "out", ov)
+    args.out_dtype = DTYPES[ov.dtype]
+    return args, views, ov
+
+
+def sample(
+    logits,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    seed=0,
+    offset=0,
+    step=None,
+    seeds=None,
+    *,
+    out=None,
+    programmatic=False,
+    num_threads=0,
+):
+    """Draws a token of every row from softmax(logits / temperature): int32 ids on the device of the logits.
+
+    top_k keeps the k likeliest tokens (0: all), top_p then the fewest likeliest that hold this share of what is left.
+    Equal logits count in the order of their indices; temperature=0 takes the first of the largest. A row that holds a
+    NaN, or nothing above -inf, gives -1. The same arguments draw the same tokens on every device.
+
+    Arguments:
+        logits: (..., vocab), vocab up to 2^20.
+        seed, offset: 64-bit integers; draws with different offsets are independent.
+        step: int32, on the device, a single number or (rows,): read when the kernel runs, so that a replayed CUDA graph
+            draws anew; different steps are independent. The lengths of the sequences will do.
+        seeds: (rows,) int64, on the device: a seed for each row, whose draws then do not depend on its place in the
+            batch. None: `seed`, and the rows draw independently.
+        out: int32, the shape of logits without its last axis.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal.transformer.ops import sample
+    >>> logits = np.log(np.array([[1, 2, 1], [4, 4, 0.5]], np.float32))
+    >>> sample(logits), sample(logits, temperature=1.0, top_k=1)
+    (array([1, 0], dtype=int32), array([1, 0], dtype=int32))
+    """
+    lv = _input("logits", logits)
+    args = _args(SampleArgs, lv, programmatic, num_threads)
+    rows, args.vocab = _put_matrix(args, "logits", lv)
+    args.batch = _integer("the number of rows of logits", rows, 0, 2**31 - 1)
+    args.temperature = _number("temperature", temperature)
+    args.top_k = _integer("top_k", top_k, 0, 2**31 - 1)
+    args.top_p = _number("top_p", top_p)
+    if not 0 < args.top_p <= 1:
+        raise BadArgument(f"top_p={top_p} is outside 0 < top_p <= 1")
+    args.seed, args.offset = _integer("seed", seed, 0, 2**64 - 1), _integer("offset", offset, 0, 2**64 - 1)
+    views = [lv]
+    if step is not None:
+        views.append(_integers("step", step, lv, "int32"))
+        if math.prod(views[-1].shape) not in (1, rows):
+            raise BadArgument(f"step has shape {tuple(views[-1].shape)}: expected one number, or ({rows},)")
+        args.step, args.step_stride = views[-1].pointer, int(math.prod(views[-1].shape) != 1)
+    if seeds is not None:
+        views.append(_integers("seeds", seeds, lv, "int64"))
+        if math.prod(views[-1].shape) != rows:
+            raise BadArgument(f"seeds has shape {tuple(views[-1].shape)}: expected ({rows},)")
+        args.seeds = views[-1].pointer
+    shape = tuple(lv.shape[:-1])
+    if out is None:
+        ov = lv.door.empty(lv, shape, "int32")
+    else:
+        ov = _integers("out", out, lv, "int32")
+        if tuple(ov.shape) != shape:
+            raise BadArgument(f"out has shape {tuple(ov.shape)}: expected {shape}")
+        if not ov.writable:
+            raise BadArgument(f"out is a read-only {ov.door.name} array")
+    args.out = ov.pointer
+    return _run("sample", args, views, out, ov)
+
+
+# ---- arrays to arguments ----
+
+
+def _args(kind: type, first: View, programmatic, num_threads) -> Any:
+    args = kind()
+    args.struct_size = ct.sizeof(kind)
+    args.device, args.dtype = first.device, DTYPES[first.dtype]
+    args.programmatic = _flag("programmatic", programmatic)
+    args.num_threads = _integer("num_threads", num_threads, 0, 4096)
+    return args
+
+
+def _run(name: str, args: Any, views: list[View], out: Any, out_view: View):
+    """`views` keep the memory alive; the first decides about the stream."""
+    _record.run(load(), name, args, views[0].door.stream(views), [*views, out_view])
+    return out if out is not None else out_view.door.result(out_view)
+
+
+def _input(name: str, array: Any, first: View | None = None, shape: tuple[int, ...] | None = None) -> View:
+    """A float array, from where the first one comes from."""
+    view = _arrays.view(array, name)
+    if first:
+        _check_same_place(name, view, "the first argument", first)
+    if view.dtype not in _FLOATS:
+        raise BadArgument(f"{name} is {view.dtype}: expected {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}")
+    if shape is not None and tuple(view.shape) != shape:
+        raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {shape}")
+    if not view.shape:
+        raise BadArgument(f"{name} has shape (): expected at least one axis")
+    _check_last_axis(name, view)
+    return view
+
+
+def _integers(name: str, array: Any, first: View, dtype: str) -> View:
+    view = _arrays.view(array, name)
+    _check_same_place(name, view, "the first argument", first)
+    if view.dtype != dtype:
+        raise BadArgument(f"{name} is {view.dtype}: expected {dtype}")
+    if not _is_contiguous(view):
+        raise BadArgument(f"{name} has strides {tuple(view.strides)} for shape {tuple(view.shape)}: not contiguous")
+    return view
+
+
+def _output(array: Any, first_name: str, first: View, shape: tuple[int, ...], dtype: str | None) -> View:
+    if array is None:
+        dtype = first.dtype if dtype is None else _name("out_dtype", dtype, _FLOATS)
+        try:
+            return first.door.empty(first, shape, dtype)
+        except (TypeError, KeyError):
+            raise Unsupported(f"{first.door.name} has no dtype {dtype} here (NumPy: `import ml_dtypes`)") from None
+    if dtype is not None:
+        dtype = _name("out_dtype", dtype, _FLOATS)
+    view = _arrays.view(array, "out")
+    view.door.check_seen()
+    _check_same_place("out", view, first_name, first)
+    if view.dtype not in _FLOATS or tuple(view.shape) != shape or (dtype and view.dtype != dtype):
+        raise BadArgument(f"out is {view.dtype} {tuple(view.shape)}: expected {dtype or first.dtype} {shape}")
+    _check_last_axis("out", view)
+    if not view.writable:
+        raise BadArgument(f"out is a read-only {view.door.name} array")
+    return view
+
+
+def _put_matrix(args: ct.Structure, name: str, view: View) -> tuple[int, int]:
+    """The address and row stride of an array seen as (rows, columns); returns these two."""
+    *lead, columns = view.shape
+    stride = None  # between rows: the innermost axis that has more than one entry decides, the outer ones must agree
+    expected = 0
+    for size, step in zip(reversed(lead), reversed(view.strides[:-1]), strict=True):
+        if size == 1:
+            continue
+        if stride is None:
+            stride, expected = step, step
+        elif step != expected and 0 not in lead:
+            raise BadArgument(
+                f"{name} has strides {tuple(view.strides)} for shape {tuple(view.shape)}: "
+                "its rows must lie at equal distances"
+            )
+        expected *= size
+    setattr(args, f"{name}_data", view.pointer)
+    setattr(args, f"{name}_row_stride", columns if stride is None else stride)
+    return math.prod(lead), columns

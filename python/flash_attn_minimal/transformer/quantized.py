@@ -1,0 +1,297 @@
+"""Weights of 4 bits: NVFP4, MXFP4 and INT4, for the products of ops.linear.
+
+    weight[n, k] = code[n, k] * scale[n, k // block] * tensor_scale
+
+    format  code                     block  scale          tensor_scale  bits a weight
+    nvfp4   E2M1: 0, 0.5, 1, 1.5,      16   float8_e4m3    float32       4.5
+            2, 3, 4, 6 and negatives
+    mxfp4   E2M1                       32   power of two   1             4.25
+    int4    -8 .. 7                   128   float16        1             4.125
+
+A W4Weight is the plain form, which files hold; `pack` reorders it, once, for the products:
+
+>>> import numpy as np
+>>> from flash_attn_minimal.transformer import ops
+>>> from flash_attn_minimal.transformer.quantized import W4Weight
+>>> w = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
+>>> weight = W4Weight.quantize(w, "nvfp4")
+>>> weight.bytes, w.nbytes
+(9220, 65536)
+>>> x = np.ones((1, 256), np.float32)
+>>> y = ops.linear(x, weight.pack("float16"))
+>>> bool(np.allclose(y, x @ weight.dequantize().T, rtol=1e-4, atol=1e-4))
+True
+
+Arrays come from NumPy, PyTorch, CuPy, JAX or anything else that _arrays.py has a door for, and results are of the same
+kind. Every function computes the same bytes on CPU and GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import _arrays
+from .._arrays import View
+from .._files import Fields, parse_json, quoted
+from .._library import CPU, DTYPES, BadArgument
+from .._pack import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _name
+from .._query import kernel_table
+from ._library import KERNEL_TABLES, W4_FORMATS, W4DequantizeArgs, W4PackArgs, W4QuantizeArgs, load
+from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_safetensors
+
+BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128}
+_SCALES = {"nvfp4": ("uint8", "F8_E4M3"), "mxfp4": ("uint8", "U8"), "int4": ("float16", "F16")}
+_FLOATS = ("float32", "float16", "bfloat16")
+_ALIGNMENT = 128  # of a packed weight
+_KEY = "flash_attn_minimal.w4"  # of the metadata: {name: {"format", "in_features"}}
+
+
+class W4Weight:
+    """A matrix (out_features, in_features) in 4 bits, in the plain form.
+
+    codes: uint8 (out_features, ceil(in_features / 2)); an even column in the low 4 bits, the next in the high ones.
+    scales: (out_features, ceil(in_features / block)); uint8 (the bits of a float8_e4m3, or an exponent plus 127), of
+        int4 float16.
+    tensor_scale: float32 (1,).
+
+    All three are contiguous and from the same framework and device.
+    """
+
+    def __init__(self, format: str, codes: Any, scales: Any, tensor_scale: Any, in_features: int):
+        format = _name("format", format, W4_FORMATS)
+        self.format, self.codes, self.scales, self.tensor_scale = format, codes, scales, tensor_scale
+        self.in_features = _integer("in_features", in_features, 1, 1 << 24)
+        self._views()
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def bytes(self) -> int:
+        """Of the three arrays, which is what a file of them takes."""
+        columns = -(-self.in_features // 2), -(-self.in_features // BLOCK[self.format]) * (1 + (self.format == "int4"))
+        return self.out_features * sum(columns) + 4
+
+    def __repr__(self) -> str:
+        return f"W4Weight({self.format!r}, {self.out_features} x {self.in_features}, {self.bytes} bytes)"
+
+    @classmethod
+    def quantize(cls, w, format: str = "nvfp4", search: bool = True, *, num_threads: int = 0) -> W4Weight:
+        """Rounds a float32, float16 or bfloat16 matrix.
+
+        search: of the scales near the one that takes a block's largest number to the largest code, the one of least
+            squared error. A block with a NaN or an infinity becomes NaN.
+        """
+        format = _name("format", format, W4_FORMATS)
+        view = _arrays.view(w, "w")
+        if view.dtype not in _FLOATS:
+            raise BadArgument(f"w is {view.dtype}: expected float32, float16 or bfloat16")
+        if len(view.shape) != 2 or 0 in view.shape:
+            raise BadArgument(
+                f"w has shape {tuple(view.shape)}: expected (out_features, in_features), neither of them 0"
+            )
+        _check_last_axis("w", view)
+        rows, columns = view.shape
+        args = W4QuantizeArgs()
+        args.struct_size, args.device, args.dtype = ct.sizeof(args), view.device, DTYPES[view.dtype]
+        args.search, args.num_threads = _flag("search", search), _integer("num_threads", num_threads, 0, 4096)
+        args.w_data, args.w_row_stride = view.pointer, view.strides[0]
+        made = [
+            view.door.empty(view, (rows, -(-columns // 2)), "uint8"),
+            view.door.empty(view, (rows, -(-columns // BLOCK[format])), _SCALES[format][0]),
+            view.door.empty(view, (1,), "float32"),
+        ]
+        _put_weight(args, "out", format, rows, columns, made)
+        load().fa_w4_quantize(args, view.door.stream([view]))
+        return cls(format, *(each.door.result(each) for each in made), columns)
+
+    def dequantize(self, dtype: str = "float32", *, num_threads: int = 0):
+        """The matrix in float32, float16 or bfloat16."""
+        dtype = _name("dtype", dtype, _FLOATS)
+        views = self._views()
+        out = views[0].door.empty(views[2], self.shape, dtype)
+        args = W4DequantizeArgs()
+        args.struct_size, args.device, args.out_dtype = ct.sizeof(args), views[0].device, DTYPES[dtype]
+        args.num_threads = _integer("num_threads", num_threads, 0, 4096)
+        _put_weight(args, "weight", self.format, *self.shape, views)
+        args.out_data, args.out_row_stride = out.pointer, self.in_features
+        load().fa_w4_dequantize(args, views[0].door.stream(views))
+        return out.door.result(out)
+
+    def pack(self, dtype: str = "bfloat16", pair: bool = False, *, num_threads: int = 0) -> PackedW4:
+        """Reorders the weight for ops.linear, whose products are made in `dtype`: "float16" or "bfloat16".
+
+        pair: for linear(swiglu=True); the first half of the rows is the gate, the second goes up.
+        """
+        names, expected = ("float16", "bfloat16"), "neither 'float16' nor 'bfloat16', which products are made in"
+        dtype = _name("dtype", dtype, names, expected)
+        views = self._views()
+        args = W4PackArgs()
+        args.struct_size, args.device, args.dtype = ct.sizeof(args), views[0].device, DTYPES[dtype]
+        args.pair, args.num_threads = _flag("pair", pair), _integer("num_threads", num_threads, 0, 4096)
+        _put_weight(args, "weight", self.format, *self.shape, views)
+        size = ct.c_int64()
+        load().fa_w4_packed_bytes(args.weight_format, *self.shape, args.pair, size)
+        packed = PackedW4(self.format, dtype, bool(pair), self.shape, size.value)
+        packed._allocate(views[0])
+        args.packed, args.packed_bytes = packed._view.pointer, size.value
+        load().fa_w4_pack(args, views[0].door.stream(views))
+        return packed
+
+    def to(self, convert: Callable[[Any], Any]) -> W4Weight:
+        """The weight with each array converted: `weight.to(cupy.asarray)` takes a NumPy one to the GPU."""
+        return W4Weight(
+            self.format, convert(self.codes), convert(self.scales), convert(self.tensor_scale), self.in_features
+        )
+
+    def save(self, path: str | os.PathLike[str], name: str = "weight") -> None:
+        """Writes a safetensors file; see save()."""
+        save(path, {name: self})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], name: str | None = None) -> W4Weight:
+        """From a file of save(); `name` may be left out where there is only one."""
+        weights, _ = load_file(path)
+        weights = {key: weight for key, weight in weights.items() if isinstance(weight, W4Weight)}
+        if name is None and len(weights) == 1:
+            return next(iter(weights.values()))
+        if name not in weights:
+            raise BadArgument(f"{os.fspath(path)!r} has no 4-bit weight {name!r}, but {', '.join(sorted(weights))}")
+        return weights[name]
+
+    def _views(self) -> list[View]:
+        """The arrays, checked."""
+        views = [_arrays.view(getattr(self, name), name) for name in ("codes", "scales", "tensor_scale")]
+        codes, scales, tensor_scale = views
+        if len(codes.shape) != 2 or codes.dtype != "uint8" or codes.shape[1] != -(-self.in_features // 2):
+            raise BadArgument(
+                f"codes is {codes.dtype} {tuple(codes.shape)}: expected uint8 (out_features, "
+                f"{-(-self.in_features // 2)}) for in_features={self.in_features}"
+            )
+        for name, view, dtype, shape in (
+            ("scales", scales, _SCALES[self.format][0], (codes.shape[0], -(-self.in_features // BLOCK[self.format]))),
+            ("tensor_scale", tensor_scale, "float32", (1,)),
+        ):
+            _check_same_place(name, view, "codes", codes)
+            if view.dtype != dtype or tuple(view.shape) != shape:
+                raise BadArgument(
+                    f"{name} is {view.dtype} {tuple(view.shape)}: expected {dtype} {shape} for {self.format} "
+                    f"and codes of shape {tuple(codes.shape)}"
+                )
+        for name, view in (("codes", codes), ("scales", scales)):
+            if not _is_contiguous(view):
+                raise BadArgument(
+                    f"{name} has strides {tuple(view.strides)} for shape {tuple(view.shape)}: not contiguous"
+                )
+        return views
+
+
+class PackedW4:
+    """A weight as the products read it, made by W4Weight.pack. ops.linear takes it in place of `weight`.
+
+    `data` is its memory, uint8; the order is the library's own and may change with a release: files do not hold it.
+    """
+
+    def __init__(self, format: str, dtype: str, pair: bool, shape: tuple[int, int], size: int):
+        self.format, self.dtype, self.pair, self.shape, self.bytes = format, dtype, pair, shape, size
+        self.data: Any = None
+        self._view: View
+
+    def __repr__(self) -> str:
+        pair = ", pair=True" if self.pair else ""
+        return f"PackedW4({self.format!r}, {self.shape[0]} x {self.shape[1]}, dtype={self.dtype!r}{pair})"
+
+    def _allocate(self, like: View) -> None:
+        """Memory of the same framework, aligned."""
+        view = like.door.empty(like, (self.bytes + (_ALIGNMENT if like.device == CPU else 0),), "uint8")
+        if like.device == CPU:  # frameworks align to 64 bytes or less there
+            owner = view.owner[0] if isinstance(view.owner, tuple) else view.owner  # of JAX a NumPy array
+            start = -view.pointer % _ALIGNMENT
+            view = _arrays.view(owner[start : start + self.bytes], "packed")
+        self.data, self._view = view.door.result(view), view
+
+
+def _put_weight(args: ct.Structure, name: str, format: str, rows: int, columns: int, views: list[View]) -> None:
+    setattr(args, f"{name}_format", W4_FORMATS[format])
+    setattr(args, f"{name}_out_features", rows)
+    setattr(args, f"{name}_in_features", columns)
+    for part, view in zip(("codes", "scales", "tensor_scale"), views, strict=True):
+        setattr(args, f"{name}_{part}", view.pointer)
+
+
+def linear_kernels() -> list[dict[str, str]]:
+    """The kernels of linear with a packed weight, best first on each device: [{"name", "device", "summary"}, ...]."""
+    return kernel_table(load(), KERNEL_TABLES["w4_linear"])
+
+
+# ---- files ----
+
+
+def save(path: str | os.PathLike[str], weights: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a safetensors file of 4-bit weights, and of float arrays as they are: `name` becomes name.codes,
+    name.scales and name.tensor_scale. The metadata say the formats and hold a checksum of every tensor."""
+    about, tensors, shapes = {}, {}, {}
+    codes = {native: code for code, native in FLOATS.items()}
+    for name, weight in weights.items():
+        if isinstance(weight, W4Weight):
+            about[name] = {"format": weight.format, "in_features": weight.in_features}
+            for part, code in (("codes", "U8"), ("scales", _SCALES[weight.format][1]), ("tensor_scale", "F32")):
+                tensors[f"{name}.{part}"] = _to_numpy(getattr(weight, part))
+                shapes[f"{name}.{part}"] = code, tensors[f"{name}.{part}"].shape
+        else:
+            array = _to_numpy(weight)
+            if array.dtype.name not in codes:
+                raise BadArgument(f"{name} is {array.dtype}: expected a W4Weight or an array of {', '.join(codes)}")
+            tensors[name], shapes[name] = array, (codes[array.dtype.name], array.shape)
+    write_safetensors(path, tensors.items(), shapes, {**(metadata or {}), _KEY: json.dumps(about)})
+
+
+def _to_numpy(array: Any) -> np.ndarray:
+    for name in ("get", "cpu"):  # CuPy's and PyTorch's ways out of a GPU
+        if hasattr(array, name):
+            array = getattr(array, name)()
+    return np.asarray(array)
+
+
+def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """({name: W4Weight or NumPy array}, metadata) of a file of save(): views of the mapped file, checksums compared."""
+    metadata = read_metadata(path)
+
+    def bad(why: str) -> BadArgument:
+        return BadArgument(f"safetensors file {os.fspath(path)!r}: {why}")
+
+    if _KEY not in metadata:
+        raise bad(f"its metadata have no {_KEY!r}: it holds no 4-bit weights of this package")
+    tensors = read_safetensors(path, ALL)
+    where = f"safetensors file {os.fspath(path)!r}: its metadata are damaged"
+    try:
+        entries = Fields(where, parse_json(metadata[_KEY]), f"{_KEY}.").fields
+    except BadArgument:
+        raise
+    except ValueError as error:
+        raise BadArgument(f"{where}: {_KEY}: {error}") from None
+    about = {}
+    for name, entry in entries.items():
+        fields = Fields(where, entry, f"{quoted(name)}.")
+        about[name] = fields.get("format", str), fields.get("in_features", int)
+    weights: dict[str, Any] = {}
+    for name, (format, in_features) in about.items():
+        try:
+            parts = [tensors.pop(f"{name}.{part}") for part in ("codes", "scales", "tensor_scale")]
+            weights[name] = W4Weight(format, *parts, in_features)
+        except KeyError as error:
+            raise bad(f"it lacks the tensor {error}") from None
+        except BadArgument as error:
+            raise bad(f"weight {quoted(name)}: {error}") from None
+    return weights | tensors, {key: text for key, text in metadata.items() if key not in (_KEY, "crc32")}

@@ -1,0 +1,150 @@
+"""The capability query, forced kernels, workspace: what the query says is what a launch does."""
+
+import ctypes as ct
+
+import numpy as np
+import pytest
+from accuracy import Case, expected
+
+import flash_attn_minimal as fa
+from flash_attn_minimal import _library, _pack, _query
+
+
+def native(device, case):
+    (q, k, v, _), *_ = expected(case)
+    return [device.array(x, case.dtype) for x in (q, k, v)]
+
+
+CASES = [
+    Case(),
+    Case(1, 257, 128, nheads=4, dtype="float16"),
+    Case(65, 65, 72, 33, causal=True),
+    Case(5, 3, 512, dtype="bfloat16"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_launch_does_what_the_query_says(device, case, monkeypatch):
+    """Forcing the kernel that the query names gives the same bits as forcing none."""
+    arrays = native(device, case)
+    plan = fa.query(*arrays, causal=case.causal)
+    assert plan.status == "FA_OK" and plan.error == ""
+    assert plan.kernel in [kernel["name"] for kernel in fa.kernels() if kernel["device"] == device.name]
+    free = device.numpy(fa.flash_attn_func(*arrays, causal=case.causal))
+    forced = device.numpy(fa.flash_attn_func(*arrays, causal=case.causal, kernel=plan.kernel))
+    np.testing.assert_array_equal(free, forced)
+
+
+def test_why_not_names_every_kernel_preferred_to_the_chosen_one(device):
+    plan = fa.query(*native(device, Case()))
+    names = [kernel["name"] for kernel in fa.kernels() if kernel["device"] == device.name]
+    assert list(plan.why_not) == names[: names.index(plan.kernel)]
+    assert all(plan.why_not.values())
+
+
+def test_forced_by_environment(kernel, monkeypatch):
+    arrays = native(kernel.device, Case())
+    monkeypatch.setenv("FLASH_ATTN_KERNEL", kernel.name)
+    plan = fa.query(*arrays)
+    if plan.status == "FA_UNSUPPORTED" and not kernel.general:
+        pytest.skip(plan.error)
+    assert plan.kernel == kernel.name
+    out = kernel.device.numpy(fa.flash_attn_func(*arrays))
+    monkeypatch.delenv("FLASH_ATTN_KERNEL")
+    np.testing.assert_array_equal(out, kernel.device.numpy(fa.flash_attn_func(*arrays, kernel=kernel.name)))
+
+
+def test_argument_wins_over_environment(kernel, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_KERNEL", "nonesuch")
+    arrays = native(kernel.device, Case())
+    with pytest.raises(fa.BadArgument, match="FLASH_ATTN_KERNEL=nonesuch is not a kernel of this build"):
+        fa.flash_attn_func(*arrays)
+    assert fa.query(*arrays).status == "FA_BAD_ARGUMENT"
+    assert fa.query(*arrays, kernel=kernel.name).status in ("FA_OK", "FA_UNSUPPORTED")
+
+
+def test_forced_kernel_that_this_processor_lacks():
+    q = np.zeros((1, 1, 1, 8), np.float32)
+    lacking = [
+        x["name"]
+        for x in fa.kernels()
+        if x["device"] == "cpu" and fa.query(q, q, q, kernel=x["name"]).status != "FA_OK"
+    ]
+    if not lacking:
+        pytest.skip("this processor runs every CPU kernel of this build")
+    with pytest.raises(fa.Unsupported, match=f"kernel={lacking[0]} cannot serve this call: "):
+        fa.flash_attn_func(q, q, q, kernel=lacking[0])
+
+
+def test_varlen(device):
+    q = device.array(np.zeros((10, 2, 16), np.float32))
+    starts = device.array(np.array([0, 4, 10], np.int32))
+    plan = fa.query(q, q, q, starts, starts, 6, 6, causal=True, return_lse=True)
+    assert plan.status == "FA_OK" and plan.kernel
+
+
+def _call(kernel):
+    """A filled struct with exactly as much workspace as the query asks for."""
+    (q, k, v, _), *_ = expected(Case(65, 65, 40))
+    out = np.full(q.shape, np.nan, np.float32)
+    args, views = _pack._prepare(q, k, v, None, kernel=kernel)
+    views.append(_pack._output(args, views, out, out.shape, False))
+    return args, views, out
+
+
+@pytest.mark.parametrize("name", ["cpu_portable", "cpu_naive"])
+def test_workspace(name):
+    """Exactly what the query says is enough, at any alignment; one byte less is refused and touches nothing."""
+    lib = _library.load()
+    args, views, out = _call(name)
+    size = _query.plan_of(args).workspace_bytes
+    assert size > 0
+    room = (ct.c_char * (size + 3))(*[b"\xff"] * (size + 3))
+    args.workspace, args.workspace_bytes = ct.addressof(room) + 1, size - 1
+    with pytest.raises(fa.WorkspaceTooSmall, match=f"workspace_bytes={size - 1} .* but kernel {name} needs {size}"):
+        lib.fa_attention_forward(args, None)
+    args.workspace, args.workspace_bytes = None, size
+    with pytest.raises(fa.WorkspaceTooSmall):
+        lib.fa_attention_forward(args, None)
+    assert np.isnan(out).all()
+    args.workspace = ct.addressof(room) + 1
+    lib.fa_attention_forward(args, None)
+    assert np.isfinite(out).all()
+    assert room[0] == b"\xff" and room[size + 1] == b"\xff", "wrote outside of the workspace"
+    del views
+
+
+def test_workspace_does_not_grow():
+    """CPU scratch is per thread; once the keys fill a tile it depends on neither batch nor seqlen."""
+    shapes = [(1, 8192, 4, 64), (2, 32768, 4, 64)]
+    plans = [fa.query(*[np.zeros(shape, np.float32)] * 3, num_threads=2) for shape in shapes]
+    assert plans[0].kernel == plans[1].kernel != "cpu_naive"
+    assert plans[0].workspace_bytes == plans[1].workspace_bytes
+
+
+def test_struct_from_an_older_or_newer_header():
+    lib = _library.load()
+    args, *_ = _call("cpu_portable")
+    args.struct_size = 8
+    with pytest.raises(fa.BadArgument, match="struct_size=8"):
+        lib.fa_attention_forward(args, None)
+
+    class Newer(ct.Structure):
+        _fields_ = [("known", _library.AttentionArgs), ("unknown", ct.c_int64)]
+
+    newer = Newer(_call("cpu_portable")[0], 0)
+    newer.known.struct_size = ct.sizeof(Newer)
+    plan = _library.AttentionPlan(struct_size=ct.sizeof(_library.AttentionPlan))
+    assert lib.fa_attention_query(ct.cast(ct.byref(newer), ct.POINTER(_library.AttentionArgs)), plan) == 0
+    newer.unknown = 1
+    assert lib.fa_attention_query(ct.cast(ct.byref(newer), ct.POINTER(_library.AttentionArgs)), plan) == 2
+    assert b"does not know" in lib.fa_last_error()
+
+
+def test_cuda_on_a_build_without_it():
+    if {kernel["device"] for kernel in fa.kernels()} != {"cpu"}:
+        pytest.skip("this build has CUDA kernels")
+    from flash_attn_minimal.info import _CALLS, typical_args
+
+    plan = _query.plan_of(typical_args(_library.CUDA, *_CALLS[0][1:]))
+    assert plan.status == "FA_UNSUPPORTED" and "CPU backend only" in plan.error

@@ -1,0 +1,270 @@
+"""The engine: sequences join and leave a running batch, and each one's tokens are those it has alone."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import NO_CUDA, cupy
+from real_models import model_file
+
+from flash_attn_minimal import BadArgument, FlashAttnError
+from flash_attn_minimal.llama.config import Config
+from flash_attn_minimal.llama.engine import Engine
+from flash_attn_minimal.llama.host import Host
+from flash_attn_minimal.llama.model import Llama
+from flash_attn_minimal.llama.sampling import GREEDY, Sampler, Sampling
+from flash_attn_minimal.llama.synthetic import write_checkpoint
+from flash_attn_minimal.llama.weights import load_checkpoint
+
+CONFIG = Config(dim=48, hidden_dim=56, n_layers=3, n_heads=6, n_kv_heads=2, vocab_size=70, seq_len=40)
+PAGE_SIZES = [None, 1, 16, 17]
+
+
+def cuda(attention, dtype="float32"):
+    from flash_attn_minimal.llama.cuda import Cuda
+
+    return Cuda(attention, dtype)
+
+
+no_gpu = pytest.mark.skipif(bool(NO_CUDA) or cupy is None, reason=NO_CUDA or "CuPy is not installed")
+DEVICES = [pytest.param(Host, id="cpu"), pytest.param(cuda, id="cuda", marks=no_gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(params=["standard", "flash"])
+def attention(request):
+    return request.param
+
+
+@pytest.fixture
+def model(tmp_path, device, attention):
+    write_checkpoint(tmp_path / "model.bin", CONFIG, seed=5)
+    return Llama(load_checkpoint(tmp_path / "model.bin"), device(attention))
+
+
+def poison(engine):
+    """Every position that nobody has written, and every page of nobody."""
+    if engine.device.attention == "flash" or engine.table is not None or engine.device.name == "cpu":
+        with engine.device.scope():
+            for array in (*engine.cache.k, *engine.cache.v):
+                array[...] = np.nan
+
+
+def run(engine, jobs):
+    """The new tokens of every job."""
+    poison(engine)
+    requests = [engine.add(*job) for job in jobs]
+    engine.run()
+    return [request.tokens for request in requests]
+
+
+@pytest.mark.parametrize("name", ["stories260K.bin", "stories260K_v1.bin"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("max_batch", [1, 3, 8])
+def test_golden_texts(device, attention, name, page_size, max_batch):
+    """One after the other, and in a batch in which they join and leave."""
+    if name.endswith("v1.bin") and (page_size, max_batch) != (None, 1):
+        pytest.skip("the same weights")
+    cases = json.loads(model_file("stories260K_greedy.json").read_text())["cases"]
+    model = Llama(load_checkpoint(model_file(name)), device(attention))
+    jobs = [(case["prompt_ids"], len(case["token_ids"]) - len(case["prompt_ids"])) for case in cases]
+    texts = run(Engine(model, max_batch, page_size=page_size), jobs)
+    assert [prompt + text for (prompt, _), text in zip(jobs, texts, strict=True)] == [c["token_ids"] for c in cases]
+
+
+def random_jobs(seed, count):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 30, count)
+    return [(rng.integers(0, 70, n).tolist(), int(rng.integers(1, 42 - n))) for n in lengths]
+
+
+@pytest.mark.parametrize("page_size", [None, 3])
+@pytest.mark.parametrize("max_batch", [2, 5])
+def test_company_changes_nothing(model, page_size, max_batch):
+    jobs = random_jobs(0, 12)
+    alone = [run(Engine(model, 1), [job])[0] for job in jobs]
+    assert [len(tokens) for tokens in alone] == [new for _, new in jobs]
+    assert run(Engine(model, max_batch, page_size=page_size), jobs) == alone
+
+
+def test_few_pages_make_sequences_wait(model):
+    jobs = random_jobs(1, 10)
+    alone = [run(Engine(model, 1), [job])[0] for job in jobs]
+    engine = Engine(model, 4, page_size=4, num_pages=12)
+    assert run(engine, jobs) == alone
+    assert len(engine.cache.pool) == 12  # all are back
+
+
+def test_sequences_join_between_steps(model):
+    jobs = random_jobs(2, 6)
+    alone = [run(Engine(model, 1), [job])[0] for job in jobs]
+    engine, requests, arrived = Engine(model, 3, page_size=5), [], {}
+    poison(engine)
+    while len(requests) < len(jobs) or engine.busy:
+        if len(requests) < len(jobs):
+            requests.append(engine.add(*jobs[len(requests)]))
+        for request, token in engine.step():
+            arrived.setdefault(request.id, []).append(token)
+    assert [request.tokens for request in requests] == [arrived[request.id] for request in requests] == alone
+
+
+def test_a_stop_token_ends_a_text(model):
+    [whole] = run(Engine(model, 1), [([3, 4, 5], 30)])
+    stop = whole[7]
+    at = whole.index(stop)
+    engine = Engine(model, 2, page_size=4)
+    poison(engine)
+    stopped, other = engine.add([3, 4, 5], 30, stops=[stop]), engine.add([3, 4, 5], 30)
+    third = engine.add([3, 4, 5], 12)
+    engine.run()
+    assert stopped.tokens == whole[:at] and stopped.finished == "stop"
+    assert other.tokens == whole and other.finished == "length"
+    assert third.tokens == whole[:12]
+    assert len(engine.cache.pool) == 20
+
+
+@pytest.mark.parametrize("prompt_tokens, new", [(1, 40), (30, 11), (39, 2), (40, 1)])
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_the_context_ends_the_text(model, prompt_tokens, new, page_size):
+    engine = Engine(model, 1, page_size=page_size)
+    poison(engine)
+    request = engine.add([5] * prompt_tokens, 100)
+    engine.run()
+    assert len(request.tokens) == new and request.finished == "context"
+    assert engine.timing.decode_steps == new - 1 and engine.timing.prompt_tokens == prompt_tokens
+
+
+def test_engines_share_a_model(model):
+    """A second engine, of another context, changes nothing in the first."""
+    job = ([3, 4, 5], 30)
+    [alone] = run(Engine(model, 1), [job])
+    first = Engine(model, 1)
+    request = first.add(*job)
+    while len(request.tokens) < 10:
+        first.step()
+    assert run(Engine(model, 2, context=12), [([3, 4, 5], 10)]) == [alone[:10]]
+    first.run()
+    assert request.tokens == alone
+
+
+@pytest.mark.parametrize("batch, position", [(0, 1), (3, 1), (1, -1), (1, 40)])
+def test_hold_refuses(model, batch, position):
+    with pytest.raises(
+        BadArgument, match=f"batch={batch}, position={position} cannot be held: max_batch=2, context=40"
+    ):
+        Engine(model, 2).hold(batch, position)
+
+
+def test_no_new_tokens(model):
+    request = Engine(model, 1).add([5], 0)
+    assert request.finished == "length" and request.tokens == []
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (([], 1), "prompt has no tokens"),
+    (([5] * 41, 1), "prompt has 41 tokens, more than the context of 40"),
+    (([5, 70], 1), "prompt reaches from token 5 to 70, outside the vocabulary 0 .. 69"),
+    (([-1, 5], 1), "prompt reaches from token -1 to 5, outside"),
+    (([5], -1), "max_new=-1 is negative"),
+])  # fmt: skip
+def test_add_refuses(tmp_path, arguments, message):
+    write_checkpoint(tmp_path / "model.bin", CONFIG)
+    engine = Engine(Llama(load_checkpoint(tmp_path / "model.bin"), Host("standard")), 1)
+    with pytest.raises(BadArgument, match=message):
+        engine.add(*arguments)
+    assert not engine.busy
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"context": 41}, "context=41 is outside 1 .. 40"),
+    ({"context": 0}, "context=0 is outside"),
+    ({"max_batch": 0}, "max_batch=0 is not positive"),
+    ({"page_size": 0}, "page_size=0 is not positive"),
+    ({"page_size": 4, "num_pages": -1}, "num_pages=-1 is not positive"),
+    ({"num_pages": 4}, "num_pages=4 needs a page_size"),
+])  # fmt: skip
+def test_engine_refuses(tmp_path, arguments, message):
+    write_checkpoint(tmp_path / "model.bin", CONFIG)
+    model = Llama(load_checkpoint(tmp_path / "model.bin"), Host("standard"))
+    with pytest.raises(BadArgument, match=message):
+        Engine(model, **arguments)
+
+
+def test_a_sequence_that_never_fits_is_refused(tmp_path):
+    write_checkpoint(tmp_path / "model.bin", CONFIG)
+    model = Llama(load_checkpoint(tmp_path / "model.bin"), Host("standard"))
+    engine = Engine(model, 2, page_size=4, num_pages=3)
+    with pytest.raises(BadArgument, match="a prompt of 6 tokens and 9 new ones need 4 pages of 4 .*num_pages=3"):
+        engine.add([5] * 6, 9)
+    assert len(run(engine, [([5] * 6, 7)])[0]) == 7
+
+
+def test_damaged_weights_are_noticed(tmp_path, device):
+    write_checkpoint(tmp_path / "model.bin", CONFIG)
+    model = Llama(load_checkpoint(tmp_path / "model.bin"), device("standard"))
+    with model.device.scope():
+        model.rms_final = model.rms_final * np.float32(np.nan)
+    engine = Engine(model, 1)
+    engine.add([5], 3)
+    with pytest.raises(FlashAttnError, match="logits hold a NaN"):
+        engine.run()
+
+
+# ---- sampling ----
+
+
+def test_sampled_texts_do_not_depend_on_the_batch(model):
+    jobs = [(prompt, new, Sampling(1.2, seed=number)) for number, (prompt, new) in enumerate(random_jobs(3, 7))]
+    alone = [run(Engine(model, 1), [job])[0] for job in jobs]
+    assert run(Engine(model, 3, page_size=6), jobs) == alone
+    other = [(prompt, new, Sampling(1.2, seed=99)) for prompt, new, _ in jobs]
+    assert run(Engine(model, 3), other) != alone
+
+
+def test_each_sequence_is_sampled_in_its_own_way(model):
+    ways = [Sampling(), Sampling(0.8, seed=1), Sampling(1.5, top_k=5, seed=2), Sampling(2.0, top_p=0.5, seed=3)]
+    jobs = [([7, 8, 9], 25, ways[number % 4]) for number in range(9)]
+    alone = [run(Engine(model, 1), [job])[0] for job in jobs]
+    assert run(Engine(model, 4), jobs) == alone
+    assert len({tuple(tokens) for tokens in alone}) == 4
+    [top_1] = run(Engine(model, 1), [([7, 8, 9], 25, Sampling(1.5, top_k=1, seed=5))])
+    assert top_1 == alone[0]
+
+
+@pytest.mark.parametrize("rows", [np.float32([[1, 3, 2, 3], [0, 0, 0, 0], [-np.inf, -1, -np.inf, -2]])])
+def test_greedy_takes_the_first_largest(device, rows):
+    place = device("standard")
+    sampler, xp = Sampler(place, 3), place.xp
+    tokens, steps = xp.zeros((3, 1), np.int32), xp.zeros(3, np.int32)
+    with place.scope():
+        sampler.draw(place.vector(rows), tokens, steps, sampler.synchronise([0, 1, 2]))
+        place.synchronize()
+    assert np.asarray(tokens.get() if hasattr(tokens, "get") else tokens).ravel().tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("row", [[0, np.nan, 1, 0], [-np.inf] * 4])
+def test_no_token_from_logits_without_a_largest(row):
+    tokens = np.zeros((2, 1), np.int32)
+    logits = np.float32([row, [0, 1, 0, 0]])
+    Sampler(Host("standard"), 2).draw(logits, tokens, np.zeros(2, np.int32), (GREEDY,))
+    assert tokens.ravel().tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"temperature": -0.1}, "temperature=-0.1"),
+    ({"temperature": float("nan")}, "temperature=nan"),
+    ({"temperature": float("inf")}, "temperature=inf"),
+    ({"top_k": -1}, "top_k=-1 is negative"),
+    ({"top_p": 0.0}, "top_p=0.0 is outside 0 < top_p <= 1"),
+    ({"top_p": 1.5}, "top_p=1.5"),
+    ({"top_p": float("nan")}, "top_p=nan"),
+    ({"seed": -1}, "seed=-1 is negative"),
+    ({"seed": 1 << 63}, "seed=9223372036854775808 is not below"),
+])  # fmt: skip
+def test_sampling_refuses(arguments, message):
+    with pytest.raises(BadArgument, match=message):
+        Sampling(**arguments)

@@ -1,0 +1,120 @@
+"""The code shown in the documents runs: every python block, and the C program of QUICK_REFERENCE.md."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "QUICK_REFERENCE.md",
+    "docs/contract.md",
+    "docs/generate.md",
+    "docs/quantization.md",
+)
+
+
+def blocks(language):
+    """(document, number, code) of every fenced block in that language."""
+    for name in DOCUMENTS:
+        found = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+        for number, code in enumerate(found, 1):
+            yield pytest.param(code, id=f"{name}#{number}")
+
+
+@pytest.mark.parametrize("code", list(blocks("python")))
+def test_python_block_runs(code, tmp_path):
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_example_prints_what_the_readme_says(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    code, output = re.search(r"^```python\n(.*?)^```\n+```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL).groups()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.stdout == output
+
+
+def test_commands_of_the_generate_page_run(tmp_path):
+    """Every command that needs no file of the reader's own, in order, in one folder."""
+    pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
+    page = (ROOT / "docs/generate.md").read_text()
+    commands = re.findall(r"^python (-m flash_attn_minimal .*)$", page, re.MULTILINE)
+    foreign = ("stories15M.bin --prompt", "Llama-3.2-1B/")
+    ran = [command for command in commands if not any(name in command for name in foreign)]
+    assert len(ran) == 7 and len(commands) == 9
+    for command in ran:
+        done = subprocess.run(
+            [sys.executable, *shlex.split(command)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        if "generate" in command:
+            said = [line.partition(" ")[0] for line in done.stderr.splitlines()]
+            assert said[:6] == ["model", "run", "prefill", "decode", "memory", "limit"]
+
+
+def test_commands_of_the_quantization_page_run(tmp_path):
+    pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
+    page = (ROOT / "docs/quantization.md").read_text()
+    commands = re.findall(r"^python (-m flash_attn_minimal .*)$", page, re.MULTILINE)
+    assert len(commands) >= 4
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, *shlex.split(command)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        if "generate" in command:
+            assert done.stdout.startswith("One day")
+
+
+def test_numbers_of_the_quantization_page_are_the_files():
+    page = (ROOT / "docs/quantization.md").read_text()
+    rows = {}
+    for name in ("stories", "stories260K"):
+        data = json.loads((ROOT / f"docs/quantization/{name}.json").read_text())
+        rows[name] = {row["weights"]: row for row in data["rows"]}
+    for weights, row in rows["stories260K"].items():
+        if "kept" in row:
+            cells = [weights]
+            for one in (rows["stories"][weights], row):
+                cells += [f"{one['bits']:.2f}", f"{one['rise']:+.2f} ± {one['rise_error']:.2f}"]
+                cells.append(f"{one['divergence']:.4f}")
+            assert f"| {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize("code", list(blocks("c")))
+def test_c_block_compiles_and_runs(code, tmp_path):
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler on PATH")
+    from flash_attn_minimal import _library
+
+    library = Path(_library.path())
+    (tmp_path / "example.c").write_text(code)
+    flags = ["-std=c11", "-Wall", "-Werror", "-Wno-unused-value", f"-I{ROOT / 'cuda'}"]
+    subprocess.run(
+        [compiler, *flags, "example.c", str(library), "-o", "example"], cwd=tmp_path, check=True, timeout=120
+    )
+    done = subprocess.run(
+        [tmp_path / "example"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(library.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "served the call" in done.stdout
+
+
+def test_documents_name_files_that_exist():
+    text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
+    named = set(re.findall(r"`((?:cuda|python|tests|docs)/[\w./]+\.\w+)`", text))
+    missing = sorted(path for path in named if not (ROOT / path).exists())
+    assert not missing, f"documents name files that are not there: {missing}"

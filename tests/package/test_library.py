@@ -1,0 +1,185 @@
+"""The Python mirror of the two C headers: offsets, constants, versions; loading and its errors; what a call costs."""
+
+import ctypes as ct
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import timeit
+
+import numpy as np
+import pytest
+from conftest import ROOT, torch
+
+import flash_attn_minimal as fa
+from flash_attn_minimal import _library
+from flash_attn_minimal.transformer import _library as transformer
+
+HEADERS = [ROOT / "cuda" / name for name in ("flash_attn.h", "flash_attn_transformer.h")]
+OPERATIONS = transformer.SMALL_OPERATIONS | transformer.W4_OPERATIONS
+STRUCTS = {
+    "fa_attention_args": _library.AttentionArgs,
+    "fa_attention_plan": _library.AttentionPlan,
+    "fa_kvcache_args": _library.KVCacheArgs,
+    "fa_merge_args": _library.MergeArgs,
+    "fa_quantize_args": _library.QuantizeArgs,
+    "fa_call": _library.Call,
+    **{f"fa_{name}_args": struct for name, struct in OPERATIONS.items()},
+}
+NESTED = re.compile(
+    r"^(q|k|v|x|out|bias|mask|out_a|out_b|q_descale|k_descale|v_descale|k_new|v_new|k_scale|v_scale|residual|weight|gate_up|logits|w)"
+    r"_(data|batch_stride|row_stride|head_stride|format|out_features|in_features|reserved|codes|scales|tensor_scale)$"
+)
+
+
+def python(code, **environment):
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+
+
+def test_structs_match_the_header(tmp_path):
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        pytest.skip("no C compiler")
+    if not HEADERS[0].is_file():
+        pytest.skip("the headers are not beside the tests")
+    lines = []
+    for c_name, mirror in STRUCTS.items():
+        lines.append(f'printf("{c_name} %zu\\n", sizeof({c_name}));')
+        for field, _ in mirror._fields_:
+            member = NESTED.sub(r"\1.\2", field)
+            value = f"offsetof({c_name}, {member}), sizeof((({c_name}*)0)->{member})"
+            lines.append(f'printf("{c_name}.{field} %zu %zu\\n", {value});')
+    names = {"FA_CPU": _library.CPU, "FA_CUDA": _library.CUDA, "FA_OK": _library.OK}
+    names |= {"FA_FLOAT32": 1, "FA_FLOAT16": 2, "FA_BFLOAT16": 3, "FA_FLOAT8_E4M3": 4, "FA_INT8": 5}
+    names |= {"FA_NVFP4": 1, "FA_MXFP4": 2, "FA_INT4": 3}
+    names |= {
+        "FA_BAD_ARGUMENT": 1,
+        "FA_UNSUPPORTED": 2,
+        "FA_WORKSPACE_TOO_SMALL": 3,
+        "FA_CUDA_ERROR": 4,
+        "FA_OUT_OF_MEMORY": 5,
+    }
+    lines += [f'printf("{name} %d\\n", (int){name});' for name in names]
+    source = tmp_path / "layout.c"
+    source.write_text(
+        "#include <stdio.h>\n#include <stddef.h>\n#include <flash_attn_transformer.h>\nint main(void) {\n"
+        + "\n".join(lines)
+        + "\nreturn 0; }\n"
+    )
+    subprocess.run([*compiler.split(), f"-I{HEADERS[0].parent}", "-o", tmp_path / "layout", source], check=True)
+    said = dict(
+        line.split(" ", 1)
+        for line in subprocess.run(tmp_path / "layout", capture_output=True, text=True, check=True).stdout.splitlines()
+    )
+    for c_name, mirror in STRUCTS.items():
+        for field, _ in mirror._fields_:
+            descriptor = getattr(mirror, field)
+            assert said[f"{c_name}.{field}"] == f"{descriptor.offset} {descriptor.size}", field
+        assert said[c_name] == str(ct.sizeof(mirror))
+    assert {name: int(said[name]) for name in names} == names
+    assert _library.DTYPES == {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4}
+    assert transformer.W4_FORMATS == {
+        "nvfp4": int(said["FA_NVFP4"]),
+        "mxfp4": int(said["FA_MXFP4"]),
+        "int4": int(said["FA_INT4"]),
+    }
+    assert _library.CACHE_DTYPES == {"float8_e4m3fn": 4, "int8": 5}
+
+
+def test_statuses():
+    lib = _library.load()
+    names = {
+        1: "FA_BAD_ARGUMENT",
+        2: "FA_UNSUPPORTED",
+        3: "FA_WORKSPACE_TOO_SMALL",
+        4: "FA_CUDA_ERROR",
+        5: "FA_OUT_OF_MEMORY",
+    }
+    assert lib.fa_status_name(0) == b"FA_OK"
+    for status, name in names.items():
+        assert lib.fa_status_name(status).decode() == name
+        words = "".join(word.capitalize() for word in name.split("_")[1:])
+        assert _library._ERRORS[status].__name__ == words
+    assert lib.fa_status_name(99)
+
+
+def test_versions_agree():
+    assert fa.__version__ == _library.load().fa_version().decode()
+    project = ROOT / "pyproject.toml"
+    if project.is_file():
+        assert re.search(r'^version = "(.*)"', project.read_text(), re.M).group(1) == fa.__version__
+
+
+def test_every_exported_function_is_declared():
+    """What the headers export, the two _library modules declare with argument types."""
+    if not HEADERS[0].is_file():
+        pytest.skip("the headers are not beside the tests")
+    exported = re.findall(r"FA_API [\w *]*?(fa_\w+)\(", "".join(header.read_text() for header in HEADERS))
+    lib = _library.load()
+    assert exported
+    for name in exported:
+        assert getattr(lib, name).argtypes is not None, name
+
+
+def test_kernel_list():
+    names = [kernel["name"] for kernel in fa.kernels()]
+    assert len(names) == len(set(names)) and {"cpu_portable", "cpu_naive"} <= set(names)
+    assert all(kernel["summary"] and kernel["device"] in ("cpu", "cuda") for kernel in fa.kernels())
+    lib = _library.load()
+    for beyond in (-1, len(names)):
+        assert (
+            lib.fa_kernel_name(beyond) is None
+            and lib.fa_kernel_summary(beyond) is None
+            and lib.fa_kernel_device(beyond) == 0
+        )
+
+
+def test_last_error_belongs_to_the_thread():
+    q = np.zeros((1, 3, 3, 8), np.float32)
+    with pytest.raises(fa.BadArgument, match="nheads=3"):
+        fa.flash_attn_func(q, q[:, :, :2], q[:, :, :2])
+    lib, other = _library.load(), []
+    thread = threading.Thread(target=lambda: other.append(lib.fa_last_error()))
+    thread.start()
+    thread.join()
+    assert other == [b""] and b"nheads=3" in lib.fa_last_error()
+
+
+def test_missing_library(tmp_path):
+    call = "import flash_attn_minimal as fa\ntry: fa.kernels()\nexcept fa.LibraryNotFound as e: print(e)"
+    said = python(call, FLASH_ATTN_LIBRARY=str(tmp_path / "nowhere.so"))
+    assert f"FLASH_ATTN_LIBRARY={tmp_path}/nowhere.so: no such file" in said.stdout and "pip install" in said.stdout
+    (tmp_path / "broken.so").write_bytes(b"not a library")
+    assert "broken.so does not load: " in python(call, FLASH_ATTN_LIBRARY=str(tmp_path / "broken.so")).stdout
+
+
+def test_foreign_library():
+    import _ctypes
+
+    other = getattr(_ctypes, "__file__", None)
+    if not other:
+        pytest.skip("no other shared library at hand")
+    call = "import flash_attn_minimal as fa\ntry: fa.kernels()\nexcept fa.LibraryNotFound as e: print(e)"
+    assert (
+        "has no function fa_attention_forward: it belongs to another release"
+        in python(call, FLASH_ATTN_LIBRARY=other).stdout
+    )
+
+
+def test_import_is_quick():
+    """Below 150 ms beyond what NumPy itself takes; the best of three, since other work shares the machine."""
+    code = "import numpy, time; t = time.perf_counter(); import flash_attn_minimal; print(time.perf_counter() - t)"
+    assert min(float(python(code).stdout) for _ in range(3)) < 0.150
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_overhead_of_a_small_call(framework):
+    """Below 30 us through Python; a bound three times as wide here, since other work shares the machine."""
+    if framework == "torch" and torch is None:
+        pytest.skip("PyTorch is not installed")
+    q = np.zeros((1, 1, 1, 4), np.float32) if framework == "numpy" else torch.zeros(1, 1, 1, 4)
+    call = timeit.Timer(lambda: fa.flash_attn_func(q, q, q, num_threads=1))
+    assert min(call.repeat(5, 1000)) / 1000 < 90e-6

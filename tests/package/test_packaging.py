@@ -1,0 +1,158 @@
+"""What is shipped: the library's dynamic section and exports, the wheel, versions, the build script's manners."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flash_attn_minimal import _library
+
+ROOT = Path(__file__).resolve().parents[2]
+C_RUNTIME = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so\.\d+|ld-linux.*\.so\.\d+")
+
+
+def run(*command, **kwargs):
+    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
+def need(tool):
+    if shutil.which(tool) is None:
+        pytest.skip(f"no {tool} here")
+
+
+def test_links_the_c_runtime_and_nothing_else():
+    need("readelf")
+    section = run("readelf", "-d", _library.path(), check=True).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", section)
+    assert "libc.so.6" in needed
+    assert [name for name in needed if not C_RUNTIME.fullmatch(name)] == []  # no libcuda, cudart, torch, python
+    assert re.findall(r"\((RPATH|RUNPATH)\)", section) == []
+
+
+def test_exports_the_headers_and_nothing_else():
+    need("nm")
+    table = run("nm", "-D", "--defined-only", _library.path(), check=True).stdout
+    headers = "".join((ROOT / "cuda" / name).read_text() for name in ("flash_attn.h", "flash_attn_transformer.h"))
+    declared = re.findall(r"^FA_API .*?(fa_\w+)\(", headers, re.MULTILINE)
+    assert len(declared) >= 12
+    assert sorted(line.split()[-1] for line in table.splitlines()) == sorted(declared)
+
+
+def test_loads_and_answers_where_no_gpu_is_visible():
+    code = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).fa_cuda_device_count())"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    answer = run(sys.executable, "-c", code, str(_library.path()), env=environment)
+    assert (answer.returncode, answer.stdout.strip()) == (0, "0"), answer.stderr
+
+
+def project_version():
+    return re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+
+
+def test_one_version_everywhere():
+    library = ctypes.CDLL(str(_library.path()))
+    library.fa_version.restype = ctypes.c_char_p
+    header = (ROOT / "cuda/flash_attn.h").read_text()
+    macros = ".".join(re.search(rf"#define FA_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+    cmake = re.search(r"project\(flash_attn_minimal VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
+    assert {library.fa_version().decode(), macros, cmake} == {project_version()}
+
+
+def test_script_and_wheel_take_the_same_compiler_release():
+    pin = r"nvidia-[a-z-]+==[\d.]+"
+    script = re.findall(pin, (ROOT / "build_and_run.sh").read_text())
+    assert len(script) == 5
+    assert script == re.findall(pin, (ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--fast"], "unknown argument '--fast'"),
+        (["tset"], "unknown argument 'tset'"),
+        (["--jobs", "two"], "--jobs: 'two' is not a positive number"),
+        (["--arch"], "--arch needs a value"),
+        (["build", "test"], "two verbs: 'build' and 'test'"),
+        (["--cpu-only", "--arch", "90"], "--arch and --cpu-only exclude each other"),
+    ],
+)
+def test_build_script_refuses_what_it_does_not_know(arguments, complaint, tmp_path):
+    need("bash")
+    environment = {**os.environ, "FLASH_ATTN_BUILD": str(tmp_path / "build"), "FLASH_ATTN_VENV": str(tmp_path / "venv")}
+    result = run("bash", ROOT / "build_and_run.sh", *arguments, env=environment)
+    assert result.returncode == 2
+    assert complaint in result.stderr
+    assert list(tmp_path.iterdir()) == []  # refused before anything was made
+
+
+@pytest.mark.parametrize("arguments, target", [([], "90"), (["--with-cuda"], "90"), (["--arch", "all"], "all")])
+def test_build_script_compiles_one_target_where_there_is_no_gpu(arguments, target, tmp_path):
+    """As far as the configuration: this nvcc compiles nothing."""
+    tools = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    for tool in ("bash", "cmake", "ninja"):
+        if shutil.which(tool, path=tools) is None:
+            pytest.skip(f"no {tool} here")
+    for name, script in {"nvcc": "echo nothing", "nvidia-smi": "exit 1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    build = tmp_path / "build"
+    environment = {
+        **os.environ,
+        "PATH": tools,
+        "PYTHON": sys.executable,
+        "CUDACXX": str(tmp_path / "nvcc"),
+        "FLASH_ATTN_BUILD": str(build),
+        "FLASH_ATTN_VENV": str(tmp_path / "venv"),
+    }
+    result = run("bash", ROOT / "build_and_run.sh", "build", *arguments, env=environment)
+    assert result.returncode == 1 and "FAILED: configure" in result.stdout, result.stdout + result.stderr
+    assert f"GPU target {target}," in result.stdout
+    assert ("one target, sm_90 (Hopper). --arch all" in result.stdout) == (target == "90")
+    assert f"FLASH_ATTN_ARCH:STRING={target}\n" in (build / "CMakeCache.txt").read_text()
+
+
+def test_build_script_explains_itself():
+    need("bash")
+    result = run("bash", ROOT / "build_and_run.sh", "--help")
+    assert result.returncode == 0
+    for word in "run build test bench clean --cpu-only --with-cuda --arch --clean --jobs --help".split():
+        assert re.search(rf"(^|\s){re.escape(word)}\s", result.stdout), word
+
+
+@pytest.fixture
+def wheel():
+    named = os.environ.get("FLASH_ATTN_WHEEL")
+    if not named:
+        pytest.skip("FLASH_ATTN_WHEEL names no wheel to look at")
+    return Path(named)
+
+
+def test_wheel_serves_every_python_on_its_platform(wheel):
+    name = rf"flash_attn_minimal-{re.escape(project_version())}-py3-none-manylinux_2_27_(x86_64|aarch64)\.whl"
+    assert re.fullmatch(name, wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.getinfo(f"flash_attn_minimal/{_library.LIBRARY_NAME}").file_size < 25e6  # every GPU target
+        tags = next(archive.read(name) for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))
+    assert re.findall(rb"^Tag: (.+)$", tags, re.MULTILINE) == ["-".join(wheel.stem.split("-")[2:]).encode()]
+
+
+def test_wheel_holds_the_package_and_needs_numpy_alone(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = next(archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"flash_attn_minimal", f"flash_attn_minimal-{project_version()}.dist-info"}
+    assert [name for name in names if ".so" in name] == [f"flash_attn_minimal/{_library.LIBRARY_NAME}"]
+    packaged = {name.split("/", 1)[1] for name in names if name.endswith(".py")}
+    package = ROOT / "python/flash_attn_minimal"
+    assert packaged == {str(file.relative_to(package)) for file in package.rglob("*.py")}
+    required = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
+    assert [text for text in required if "extra ==" not in text] == ["numpy>=1.23"]
+    assert "Requires-Python: >=3.10\n" in metadata
+    assert "License-Expression: MIT\n" in metadata

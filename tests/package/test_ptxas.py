@@ -1,0 +1,62 @@
+"""The fast kernels spill no registers, and ptxas serialised no wgmma: read from the reports left beside the library."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flash_attn_minimal import _library
+
+FOLDER = Path(_library.path()).parent / "ptxas"
+# Every kernel but those that are there to be read or to serve all that is left over.
+PATTERNS = (
+    "attention/*ward/*_sm*.log",
+    "attention/decode/*.log",
+    "transformer/linear/*.log",
+    "transformer/w4/*.log",
+)
+# Kernels that may spill, and how much: 64 rows of head dim 256 leave no register for the place on the line of work; it
+# waits in local memory from before the loop over tiles until behind it.
+MAY_SPILL = {r"decode_split_kernelI\w+Li256ELi64E": 24}
+REPORTS = sorted(report for pattern in PATTERNS for report in FOLDER.glob(pattern))
+
+pytestmark = pytest.mark.skipif(
+    not REPORTS, reason="no ptxas reports beside the library: installed, or built without CUDA"
+)
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: str(report.relative_to(FOLDER)).split(".")[0])
+def test_no_spills(report):
+    entries = re.findall(
+        r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores",
+        report.read_text(),
+        re.DOTALL,
+    )
+    allowed = {name: sum(most for kernel, most in MAY_SPILL.items() if re.search(kernel, name)) for name, *_ in entries}
+    spilling = [
+        f"{name} for {target}: {spilled} bytes" for name, target, _, spilled in entries if int(spilled) > allowed[name]
+    ]
+    assert not spilling, "\n".join(spilling)
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: str(report.relative_to(FOLDER)).split(".")[0])
+def test_wgmma_is_not_serialised(report):
+    """C7508 (setmaxnreg ignored) to C7519 (an injected wait) are only infos to ptxas, and halve the speed."""
+    assert re.findall(r".*\(C75\d\d\).*", report.read_text()) == []
+
+
+def registers_of(pattern: str, kernel: str) -> set[int]:
+    """Of a thread, of all kernels for Hopper whose name matches."""
+    text = "".join(report.read_text() for report in FOLDER.glob(pattern))
+    entries = re.findall(r"Compiling entry function '(\w+)' for 'sm_90a?'.*?Used (\d+) registers", text, re.DOTALL)
+    return {int(used) for name, used in entries if re.search(kernel, name)}
+
+
+def test_attention_fits_beside_a_chain():
+    """One block each of chain_w4_sm90 (17 warps, 5 on a quarter of a multiprocessor) and of decode_lanes (8 warps, one
+    row of q, 128 columns of 16 bits): a quarter has 512 registers for each of 32 lanes."""
+    chain = registers_of("transformer/w4/chain_w4_sm90*.log", "chain_w4_sm90_kernelILNS0_6FormatE[12]E")
+    lanes = registers_of("attention/decode/lanes_16bit*.log", r"decode_lanes_cluster_kernelI\w+Li128ELi1E")
+    if not (chain and lanes):
+        pytest.skip("built without Hopper")
+    assert 5 * -(-max(chain) // 8) * 8 + 2 * -(-max(lanes) // 8) * 8 <= 512

@@ -1,0 +1,342 @@
+"""fa_run_calls: a list of calls does what its calls do one by one, errors included; and the recordings made of it."""
+
+import ctypes as ct
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import CUDA_DEVICES, NO_CUDA, ROOT, cupy
+
+import flash_attn_minimal as fa
+from flash_attn_minimal import _library, _record
+from flash_attn_minimal.transformer import _library as transformer
+from flash_attn_minimal.transformer import ops
+from flash_attn_minimal.transformer.quantized import W4Weight
+
+STRUCTS = {
+    "attention_forward": _library.AttentionArgs,
+    "attention_backward": _library.AttentionBackwardArgs,
+    "kvcache_attention": _library.KVCacheArgs,
+    "attention_merge": _library.MergeArgs,
+    "quantize_fp8": _library.QuantizeArgs,
+    **transformer.SMALL_OPERATIONS,
+    **transformer.W4_OPERATIONS,
+}
+LINEAR, RMS_NORM, SAMPLE = (1 + _library.OPERATIONS.index(name) for name in ("linear", "rms_norm", "sample"))
+
+
+def linear_args(x, weight, out, **changed):
+    args = transformer.LinearArgs(struct_size=ct.sizeof(transformer.LinearArgs), device=1, dtype=1)
+    args.rows, args.in_features, args.out_features = len(x), x.shape[1], len(weight)
+    for name, array in (("x", x), ("weight", weight), ("out", out)):
+        setattr(args, f"{name}_data", array.ctypes.data)
+        setattr(args, f"{name}_row_stride", array.shape[1])
+    for name, value in changed.items():
+        setattr(args, name, value)
+    return args
+
+
+def norm_args(x, weight, out):
+    args = transformer.RmsNormArgs(
+        struct_size=ct.sizeof(transformer.RmsNormArgs), device=1, dtype=1, dim=x.shape[1], eps=1e-5
+    )
+    args.rows, args.weight = len(x), weight.ctypes.data
+    for name, array in (("x", x), ("out", out)):
+        setattr(args, f"{name}_data", array.ctypes.data)
+        setattr(args, f"{name}_row_stride", array.shape[1])
+    return args
+
+
+def run_calls(calls, count=None, failed=None):
+    """fa_run_calls of (operation, struct) or (operation, struct, reserved)."""
+    table = (_library.Call * max(len(calls), 1))()
+    for call, (operation, args, *reserved) in zip(table, calls, strict=False):
+        call.operation, call.args = operation, ct.addressof(args) if args is not None else None
+        call.reserved = reserved[0] if reserved else 0
+    _library.load().fa_run_calls(table, len(calls) if count is None else count, failed, None)
+
+
+def a_chain(count=4):
+    """Products one behind the other: the arrays, (x, results), and their structs."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((8, 8), dtype=np.float32)
+    arrays = [rng.standard_normal((2, 8), dtype=np.float32)]
+    arrays += [np.full((2, 8), np.nan, np.float32) for _ in range(count)]
+    structs = [linear_args(x, weight, out) for x, out in zip(arrays, arrays[1:], strict=False)]
+    return weight, arrays, structs
+
+
+def test_a_list_is_its_calls_in_order():
+    weight, arrays, structs = a_chain()
+    norm = np.full((2, 8), np.nan, np.float32)
+    failed = ct.c_int32(7)
+    calls = [*((LINEAR, args) for args in structs), (RMS_NORM, norm_args(arrays[-1], weight[0], norm))]
+    run_calls(calls, failed=failed)
+    assert failed.value == -1
+    x = arrays[0]
+    for array in arrays[1:]:
+        x = ops.linear(x, weight)
+        np.testing.assert_array_equal(array, x)
+    np.testing.assert_array_equal(norm, ops.rms_norm(x, weight[0]))
+
+
+def test_an_empty_list():
+    failed = ct.c_int32(7)
+    run_calls([], failed=failed)
+    _library.load().fa_run_calls(None, 0, None, None)
+    assert failed.value == -1
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("field, value, error, reason", [
+    ("in_features", 0, fa.BadArgument, "in_features=0 is outside 1 .. 16777216"),
+    ("struct_size", 3, fa.BadArgument, "fa_linear_args.struct_size=3: set it to sizeof(fa_linear_args)"),
+    ("weight_data", None, fa.BadArgument, "weight.data is NULL"),
+    ("device", 7, fa.BadArgument, "device=7 is neither FA_CPU (1) nor FA_CUDA (2)"),
+    ("kernel", b"linear_gemv_sm80", (fa.BadArgument, fa.Unsupported), "kernel=linear_gemv_sm80 "),
+])  # fmt: skip
+def test_the_first_failure_ends_the_list(index, field, value, error, reason):
+    """Those before it have been made; it and those behind it have touched nothing. Status and text are its own."""
+    weight, arrays, structs = a_chain()
+    setattr(structs[index], field, value)
+    with pytest.raises(error) as alone:
+        transformer.load().fa_linear(structs[index], None)
+    failed = ct.c_int32(7)
+    with pytest.raises(error) as caught:
+        run_calls([(LINEAR, args) for args in structs], failed=failed)
+    assert reason in str(alone.value) and type(caught.value) is type(alone.value)
+    assert str(caught.value) == f"calls[{index}] (fa_linear): {alone.value}"
+    assert failed.value == index
+    assert all(np.isfinite(array).all() for array in arrays[: index + 1])
+    assert all(np.isnan(array).all() for array in arrays[index + 1 :])
+    with pytest.raises(error):
+        run_calls([(LINEAR, args) for args in structs])  # without a place for the index
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("operation", [0, -1, 16, 2**31 - 1])
+def test_an_unknown_operation(index, operation):
+    weight, arrays, structs = a_chain(3)
+    calls = [(LINEAR, args) for args in structs]
+    calls[index] = operation, structs[index]
+    with pytest.raises(fa.BadArgument, match=rf"calls\[{index}\]\.operation={operation} is not an fa_operation \(1 "):
+        run_calls(calls)
+    assert [bool(np.isnan(array).all()) for array in arrays[1:]] == [i >= index for i in range(3)]
+
+
+@pytest.mark.parametrize("name", _library.OPERATIONS)
+def test_every_operation_is_the_function_of_its_name(name):
+    """An empty struct, and no struct at all: what the function says, each other's name in none of it."""
+    number, lib = 1 + _library.OPERATIONS.index(name), transformer.load()
+    for args in (STRUCTS[name](), None):
+        with pytest.raises(fa.BadArgument) as alone:
+            getattr(lib, f"fa_{name}")(args, None)
+        with pytest.raises(fa.BadArgument) as caught:
+            run_calls([(number, args)])
+        assert str(caught.value) == f"calls[0] (fa_{name}): {alone.value}"
+
+
+def test_numbers_are_those_of_the_header():
+    header = ROOT / "cuda" / "flash_attn_transformer.h"
+    if not header.is_file():
+        pytest.skip("the headers are not beside the tests")
+    text = header.read_text()
+    for number, name in enumerate(_library.OPERATIONS, 1):
+        assert re.search(rf"\bFA_OP_{name.upper()} = {number}\b", text), name
+    assert len(re.findall(r"\bFA_OP_\w+ = ", text)) == len(_library.OPERATIONS)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (([], -1), "count=-1 is negative"),
+    (([(LINEAR, None, 5)],), r"calls\[0\].reserved=5 must be 0"),
+])  # fmt: skip
+def test_a_bad_list(arguments, message):
+    failed = ct.c_int32(7)
+    with pytest.raises(fa.BadArgument, match=message):
+        run_calls(*arguments, failed=failed)
+    assert failed.value == (-1 if "count" in message else 0)
+    with pytest.raises(fa.BadArgument, match="calls is NULL with count=2"):
+        _library.load().fa_run_calls(None, 2, None, None)
+
+
+@pytest.mark.skipif(CUDA_DEVICES > 0, reason="host memory is refused there, see below")
+def test_a_gpu_call_without_a_gpu():
+    weight, arrays, structs = a_chain(3)
+    structs[1].device = 2
+    with pytest.raises((fa.Unsupported, fa.CudaError), match=r"^calls\[1\] \(fa_linear\): device=FA_CUDA: "):
+        run_calls([(LINEAR, args) for args in structs])
+    assert np.isfinite(arrays[1]).all() and np.isnan(arrays[2]).all()
+
+
+@pytest.mark.skipif(bool(NO_CUDA) or cupy is None, reason=NO_CUDA or "CuPy is not installed")
+def test_calls_on_both_devices():
+    """One list: on the host, on the GPU, on the host. A GPU's call refuses the host's memory."""
+    weight, arrays, structs = a_chain(3)
+    x, w, out = (cupy.asarray(array) for array in (arrays[0], weight, arrays[2]))
+    cupy.cuda.Device().synchronize()
+    structs[1].device, structs[1].x_data, structs[1].weight_data, structs[1].out_data = (
+        2,
+        x.data.ptr,
+        w.data.ptr,
+        out.data.ptr,
+    )
+    structs[2].x_data = arrays[0].ctypes.data
+    run_calls([(LINEAR, args) for args in structs])
+    cupy.cuda.Device().synchronize()
+    np.testing.assert_allclose(out.get(), arrays[1], rtol=1e-5)
+    np.testing.assert_array_equal(arrays[1], arrays[3])
+    structs[1].x_data = arrays[0].ctypes.data
+    with pytest.raises(fa.BadArgument, match=r"^calls\[1\] \(fa_linear\): x.data=.* is host memory"):
+        run_calls([(LINEAR, args) for args in structs])
+
+
+def test_a_long_reason_is_cut():
+    """The text has room for an index, a name and a reason of a normal length; a longer one loses its end."""
+    weight, arrays, structs = a_chain(1)
+    structs[0].kernel = b"k" * 5000
+    with pytest.raises(fa.BadArgument, match=r"^calls\[0\] \(fa_linear\): kernel=kkkk"):
+        run_calls([(LINEAR, structs[0])])
+
+
+# ---- threads ----
+
+SHARED = """
+import os, resource, sys, threading
+import numpy as np
+sys.path[:0] = {folders!r}
+from test_calls import LINEAR, linear_args, run_calls
+
+rng = np.random.default_rng(1)
+weight = rng.standard_normal((1024, 1024), dtype=np.float32) / 32
+x = rng.standard_normal((32, 1024), dtype=np.float32)
+
+def step(counts):
+    arrays = [x, *(np.zeros((32, 1024), np.float32) for _ in counts)]
+    structs = [linear_args(a, weight, out, num_threads=n) for a, out, n in zip(arrays, arrays[1:], counts)]
+    run_calls([(LINEAR, args) for args in structs])
+    return arrays[-1].tobytes()
+
+def many():
+    for _ in range(5):
+        found.extend(step(counts) for counts in ([2] * 6, [1, 3, 2, 8, 1, 4], [16, 2, 2, 1, 1, 16]))
+
+alone, found = step([1] * 6), []
+callers = [threading.Thread(target=many) for _ in range({callers} - 1)]
+before = len(os.listdir("/proc/self/task"))
+{limit}
+[thread.start() for thread in callers]
+many()
+[thread.join() for thread in callers]
+assert len(found) == 15 * {callers} and set(found) == {{alone}}, "the result depends on the threads"
+assert len(os.listdir("/proc/self/task")) == before, "a thread is left"
+"""
+
+
+def shared(callers, limit):
+    code = SHARED.format(
+        folders=[str(ROOT / "tests"), str(ROOT / "tests" / "transformer")], callers=callers, limit=limit
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("callers", [1, 4])
+def test_the_calls_of_a_list_share_threads(callers):
+    """Any number of them gives the same bits, side by side with other lists; none is left behind."""
+    shared(callers, "")
+
+
+def test_a_list_does_without_threads():
+    """A system that has none to give: every loop is done by the caller. (Root has no limit.)"""
+    shared(1, "resource.setrlimit(resource.RLIMIT_NPROC, (0, 0)); os.getuid() or os.setuid(65534)")
+
+
+# ---- recordings ----
+
+
+def a_step(x, weight, packed, cache, lengths, tokens):
+    """A small model's step on these arrays: every kind of call that the engine records."""
+    qkv = ops.linear(x, weight)
+    q, k, v = (qkv[:, start : start + 8].reshape(2, 1, 1, 8) for start in (0, 8, 16))
+    attended = fa.flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=lengths, causal=True)
+    [y] = ops.linear_chain([{"x": attended.reshape(2, 8), "weight": packed, "residual": x}])
+    ops.sample(ops.linear(ops.rms_norm(y, weight[0]), weight), temperature=1.0, step=lengths, out=tokens)
+    own = fa.flash_attn_func(q, k, v, causal=True)
+    return y, own
+
+
+def arrays_of_a_step():
+    rng = np.random.default_rng(3)
+    x, weight = rng.standard_normal((2, 8), dtype=np.float32), rng.standard_normal((24, 8), dtype=np.float32)
+    packed = W4Weight.quantize(rng.standard_normal((8, 8), dtype=np.float32)).pack()
+    cache = np.full((2, 2, 6, 1, 8), np.nan, np.float32)
+    return x, weight, packed, cache, np.zeros(2, np.int32), np.zeros(2, np.int32)
+
+
+def test_a_recording_repeats_its_calls():
+    """On what the arrays hold by then, bit for bit what the calls would do; also after the signatures of the calls have
+    become shortcuts."""
+    x, weight, packed, cache, lengths, tokens = arrays_of_a_step()
+    other = arrays_of_a_step()
+    for _ in range(3):
+        a_step(*arrays_of_a_step())
+    for step in range(6):
+        if step == 0:
+            with _record.Recording() as recording:
+                results = a_step(x, weight, packed, cache, lengths, tokens)
+        else:
+            recording()
+        expected = a_step(*other)
+        for got, wanted in zip((*results, cache, tokens), (*expected, other[3], other[5]), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+        for arrays in ((x, lengths), (other[0], other[4])):
+            arrays[0][...] = np.float32(step) - arrays[0][::-1].copy()
+            arrays[1][...] += 1
+    assert _record.current() is None
+    lengths[:] = 5, 6
+    with pytest.raises(fa.BadArgument, match=r"^calls\[1\] \(fa_kvcache_attention\): cache_seqlens\[1\]=6 and "):
+        recording()
+
+
+def test_a_recording_owns_what_it_uses():
+    """Arrays that nobody else holds, and the workspace: other calls of this thread do not write there."""
+    x, weight, packed, cache, lengths, tokens = arrays_of_a_step()
+    with _record.Recording() as recording:
+        results = a_step(x, weight, packed, cache, lengths, tokens)
+    expected = [array.copy() for array in (*results, tokens)]
+    del weight, packed, cache
+    big = np.ones((1, 3000, 2, 64), np.float32)
+    fa.flash_attn_func(big, big, big)
+    rubbish = [np.full(size, np.nan, np.float32) for size in (16, 48, 192, 8, 16, 64) for _ in range(20)]
+    recording()
+    for got, wanted in zip((*results, tokens), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert len(rubbish) == 120
+
+
+def test_functions_between_the_calls():
+    x = np.ones((1, 4), np.float32)
+    weight, seen = 2 * np.eye(4, dtype=np.float32), []
+    with _record.Recording() as recording:
+        y = ops.linear(x, weight)
+        recording.function(lambda: seen.append(y[0, 0].item()))
+        ops.linear(y, weight, out=x)
+    recording()
+    recording()
+    assert seen == [8.0, 32.0] and x[0, 0] == 64
+
+
+def test_recordings_do_not_nest_and_end_with_an_error():
+    with pytest.raises(fa.Unsupported, match="a recording inside a recording"), _record.Recording():
+        with _record.Recording():
+            pass
+    assert _record.current() is None
+
+
+@pytest.mark.skipif(bool(NO_CUDA) or cupy is None, reason=NO_CUDA or "CuPy is not installed")
+def test_calls_on_a_gpu_are_not_recorded():
+    x = cupy.ones((1, 8), np.float32)
+    with _record.Recording(), pytest.raises(fa.Unsupported, match="a call on cuda:0 is not recorded"):
+        ops.linear(x, cupy.ones((8, 8), np.float32))
