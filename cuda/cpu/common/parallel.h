@@ -2,6 +2,8 @@
 // started them. A call that is a list of calls (fa_run_calls) has a Team, whose threads serve the loops of all of them.
 #pragma once
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -74,7 +76,7 @@ public:
         work(0);
         std::unique_lock<std::mutex> lock(mutex_);
         loop_ = {};  // nobody comes in any more
-        left_.wait(lock, [this] { return inside_ == 0; });
+        while (inside_ != 0) wait(left_);
     }
 
 private:
@@ -103,9 +105,13 @@ private:
             lock.unlock();
             for (int i = 0; i < kLooks && opened_.load(std::memory_order_relaxed) == now; ++i) pause();
             lock.lock();
-            wake_.wait(lock, [&] { return opened_ != now; });
+            while (opened_ == now) wait(wake_);
         }
     }
+
+    // std::condition_variable::wait is a symbol of its own since GCC 12, which older C++ runtimes lack; pthread_cond_wait is everywhere.
+    // The calling thread holds mutex_.
+    void wait(std::condition_variable& condition) { pthread_cond_wait(condition.native_handle(), mutex_.native_handle()); }
 
     static constexpr int kLooks = 2000;  // some 20 microseconds
     static void pause() {
