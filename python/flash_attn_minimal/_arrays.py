@@ -49,39 +49,47 @@ class TorchDoor(Door):
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)
 
-    def describe(self, q, k, v, out):  # written out: a call for each tensor costs as much as three of its attributes
-        try:
-            if (
-                self.dispatch_modes()  # torch.jit.trace needs no asking: its shapes are new objects at every call
-                or (self.function_mode() and _modes.overridden())
-                or self.forward_ad._current_level >= 0
-                or q.requires_grad
-                or k.requires_grad
-                or v.requires_grad
-                or q.is_neg()
-                or k.is_neg()
-                or v.is_neg()
-            ):
-                return None
-            if out is None:
-                about_out = None
-            elif out.requires_grad or out.is_neg():
-                return None
-            else:
-                about_out = out.dtype, out.shape, out.stride(), out.device
-            return (
-                q.dtype, q.shape, q.stride(), q.device, k.dtype, k.shape, k.stride(), k.device,
-                v.dtype, v.shape, v.stride(), v.device, about_out,
-            )  # fmt: skip
-        except RuntimeError:  # no strides; a layout that has them and is not strided has no address
+    def describe(self, arrays):  # written out: a call for each tensor costs as much as three of its attributes
+        if (
+            self.dispatch_modes()  # torch.jit.trace needs no asking: its shapes are new objects at every call
+            or (self.function_mode() and _modes.overridden())
+            or self.forward_ad._current_level >= 0
+            or _modes.compiling()
+        ):
             return None
-
-    def facts(self, array):
+        plain = self.plain
         try:
-            if array.requires_grad or array.is_neg():
-                return None
-            return array.dtype, array.shape, array.stride(), array.device
-        except RuntimeError:  # as in describe
+            if len(arrays) == 4:  # q, k, v and out: the loop below would take half a microsecond more
+                q, k, v, out = arrays
+                if (
+                    not (type(q) is type(k) is type(v) is plain)
+                    or q.requires_grad
+                    or k.requires_grad
+                    or v.requires_grad
+                    or q.is_neg()
+                    or k.is_neg()
+                    or v.is_neg()
+                ):
+                    return None
+                about_out = None
+                if out is not None:
+                    if type(out) is not plain or out.requires_grad or out.is_neg():
+                        return None
+                    about_out = out.dtype, out.shape, out.stride(), out.device
+                return (
+                    q.dtype, q.shape, q.stride(), q.device, k.dtype, k.shape, k.stride(), k.device,
+                    v.dtype, v.shape, v.stride(), v.device, about_out,
+                )  # fmt: skip
+            about = []
+            for x in arrays:
+                if x is None:
+                    about.append(None)
+                elif type(x) is not plain or x.requires_grad or x.is_neg():
+                    return None
+                else:
+                    about += x.dtype, x.shape, x.stride(), x.device
+            return tuple(about)
+        except RuntimeError:  # no strides; a layout that has them and is not strided has no address
             return None
 
     def maker(self, like, result):
@@ -121,13 +129,6 @@ class TorchDoor(Door):
         if (self.tracing() or self.dispatch_modes()) and (watcher := _modes.watcher()):
             raise Unsupported(f"{_modes.caller()} is not served under {watcher}: PyTorch would not see what it does")
 
-    def watched(self):
-        return (
-            self.dispatch_modes() > 0
-            or (self.function_mode() and _modes.overridden())
-            or self.forward_ad._current_level >= 0
-        )
-
     def empty(self, like, shape, dtype):
         if self.tracing() or self.dispatch_modes():
             self.check_seen()
@@ -160,7 +161,6 @@ class CupyDoor(Door):
     name = "CuPy"
     address = operator.attrgetter("data.ptr")
     _facts = operator.attrgetter("dtype", "shape", "strides", "data.device_id")
-    facts = property(operator.attrgetter("_facts"))
 
     def __init__(self, cupy):
         self.cupy = cupy
@@ -175,9 +175,11 @@ class CupyDoor(Door):
             array, self, memory.ptr, array.shape, strides, _numpy_dtype_name(dtype, name), CUDA, memory.device_id, True
         )
 
-    def describe(self, q, k, v, out):
+    def describe(self, arrays):
+        if not all(x is None or type(x) is self.plain for x in arrays):
+            return None
         facts = self._facts
-        return facts(q), facts(k), facts(v), None if out is None else facts(out)
+        return tuple([None if x is None else facts(x) for x in arrays])
 
     def maker(self, like, result):
         index, shape, dtype = result.index, result.shape, result.owner.dtype

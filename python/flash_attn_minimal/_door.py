@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as ct
 import functools
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,7 @@ class View:
 class Door:
     """Interface of all doors; one instance serves all arrays of one framework.
 
-    The lower half is for _launch.py's shortcut for repeated calls; a door whose `plain` is None has no shortcut."""
+    The lower half is for _repeat.py's shortcut for repeated calls; a door whose `plain` is None has no shortcut."""
 
     name: str
 
@@ -59,10 +60,6 @@ class Door:
         """Raises where the framework has to see that one of its arrays is about to be written, and cannot. `empty` and
         `full` look by themselves."""
 
-    def watched(self) -> bool:
-        """Whether the framework watches the calls of this thread; then they take no shortcut."""
-        return False
-
     def stream(self, views: list[View]) -> int | None:
         """The CUDA stream on which the caller's work on these arrays is queued; None is the legacy default stream."""
         return None
@@ -74,14 +71,10 @@ class Door:
     plain: type | None = None  # the framework's array class itself; subclasses take the long way
     address: Callable[[Any], int]  # of the first element; a RuntimeError when there is none
 
-    def describe(self, q: Any, k: Any, v: Any, out: Any) -> tuple | None:
-        """Everything that `view` reads of arrays of the plain class (out may be None) but the address, hashable: arrays
-        with equal descriptions pass, or fail, the same checks. None: such arrays have no shortcut. No reference to an
-        array is kept in it."""
-        return None
-
-    def facts(self, array: Any) -> tuple | None:
-        """The same of one array."""
+    def describe(self, arrays: tuple) -> tuple | None:
+        """Everything that `view` reads of these arrays (or None) but the address, hashable: arrays with equal
+        descriptions pass, or fail, the same checks. None where one has no shortcut, or the framework watches this
+        thread's calls. No reference to an array is kept in it."""
         return None
 
     def maker(self, like: View, result: View) -> Callable[[Any], Any]:
@@ -117,21 +110,26 @@ def _element_strides(strides: tuple[int, ...], itemsize: int, name: str) -> tupl
     return tuple([stride // itemsize for stride in strides])
 
 
+def _numpy_address() -> Callable[[np.ndarray], int]:
+    """The address of an array's first element. `array.ctypes.data` takes a microsecond. An array object begins with
+    what every Python object has, and then comes this address; where that does not hold, `ctypes.data` it is."""
+    head, read, probe = object.__basicsize__, ct.c_size_t.from_address, np.empty(1)
+    if sys.implementation.name == "cpython" and read(id(probe) + head).value == probe.ctypes.data:
+        return lambda array: read(id(array) + head).value
+    return operator.attrgetter("ctypes.data")
+
+
 class NumpyDoor(Door):
     name = "NumPy"
     plain = np.ndarray
-    address = operator.attrgetter("ctypes.data")
+    address = staticmethod(_numpy_address())
     _facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
-    facts = property(operator.attrgetter("_facts"))
 
-    def watched(self):
-        return _record.current() is not None
-
-    def describe(self, q, k, v, out):
-        if self.watched():
+    def describe(self, arrays):
+        if _record.current() is not None or not all(x is None or type(x) is np.ndarray for x in arrays):
             return None
         facts = self._facts
-        return facts(q), facts(k), facts(v), None if out is None else facts(out)
+        return tuple([None if x is None else facts(x) for x in arrays])
 
     def maker(self, like, result):
         shape, dtype = result.shape, result.owner.dtype

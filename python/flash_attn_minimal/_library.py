@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 LIBRARY_NAME = "libflash_attn_minimal.so"
 
@@ -264,6 +264,16 @@ class QuantizeArgs(ct.Structure):
     ]
 
 
+_Struct = TypeVar("_Struct", bound=ct.Structure)
+
+
+def new(kind: type[_Struct]) -> _Struct:
+    """An empty struct that knows its size. Zero always means the default."""
+    struct = kind()
+    struct.struct_size = ct.sizeof(kind)  # type: ignore[attr-defined]
+    return struct
+
+
 class Call(ct.Structure):
     """fa_call, of flash_attn_transformer.h."""
 
@@ -367,16 +377,9 @@ def failure(status: int) -> FlashAttnError:
 
 
 @functools.cache
-def load_packed_kvcache() -> Callable[[int, int | None], int]:
-    """fa_kvcache_attention once more, taking the address of a KVCacheArgs and returning the status."""
-    function = load()["fa_kvcache_attention"]
-    function.restype, function.argtypes = ct.c_int, [ct.c_void_p, ct.c_void_p]
-    return function
-
-
-@functools.cache
-def load_packed_forward() -> Callable[[bytes, int | None], int]:
-    """fa_attention_forward once more, taking the bytes of an AttentionArgs and returning the status."""
-    function = load()["fa_attention_forward"]  # indexing makes a function object of its own
-    function.restype, function.argtypes = ct.c_int, [ct.c_char_p, ct.c_void_p]
+def load_packed(name: str, bytes_of_it: bool) -> Callable[[Any, int | None], int]:
+    """fa_<name> once more, taking the address of its struct, or a bytes object that is its struct, and returning the
+    status."""
+    function = load()[f"fa_{name}"]  # indexing makes a function object of its own
+    function.restype, function.argtypes = ct.c_int, [ct.c_char_p if bytes_of_it else ct.c_void_p, ct.c_void_p]
     return function

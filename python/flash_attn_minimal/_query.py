@@ -6,9 +6,7 @@ import ctypes as ct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ._library import DEVICES, AttentionArgs, AttentionPlan, load
-
-PLAN_SIZE = ct.sizeof(AttentionPlan)
+from ._library import DEVICES, AttentionArgs, AttentionPlan, load, new
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,7 @@ def plan_of(args: AttentionArgs) -> Plan:
 
 def plan_from(ask: Callable[[AttentionPlan], int]) -> Plan:
     """The answer of one of the library's queries; `ask` calls it."""
-    lib, plan = load(), AttentionPlan()
-    plan.struct_size = PLAN_SIZE
+    lib, plan = load(), new(AttentionPlan)
     status = ask(plan)
     return Plan(
         status=lib.fa_status_name(status).decode(),

@@ -5,29 +5,19 @@ FlashAttention-2 (Dao 2023, section 3.1: queries outside, normalisation delayed 
 of the flash-attn package.
 
 Every function is thread-safe: calls share a scratch buffer that belongs to the calling thread, and a table of earlier
-calls (see _launch.py) whose entries never change.
+calls (see _repeat.py) whose entries never change.
 """
 
 from __future__ import annotations
 
-import ctypes as ct
 import sys
 
 from . import _arrays, _modes
+from ._checks import _OPEN, _check_dtype, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous
 from ._forward import attend, attend_varlen, repeated
-from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArgs, Unsupported, load
-from ._pack import (
-    _OPEN,
-    _check_dtype,
-    _check_last_axis,
-    _check_same_place,
-    _flag,
-    _integer,
-    _is_contiguous,
-    _lengths,
-    _output,
-    _prepare,
-)
+from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArgs, Unsupported, load, new
+from ._options import Options, _lengths, _output, _prepare
+from ._pack import _put_dense, _put_tensor
 from ._query import kernel_table, plan_of
 
 
@@ -149,14 +139,21 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True).ravel()  # the means of 0 1 2 3 and of 0 1 2 3 4
     array([1.5, 2. ], dtype=float32)
     """
-    options = (
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
+    sign = None
+    if (
+        alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is k_descale is v_descale is None
+        and deterministic is top_left is allow_tf32 is fast_accum is False
+        and out_dtype is None and type(dropout_offset) is int and not dropout_offset
+    ):  # fmt: skip
+        varied = return_lse, dropout_p, softmax_scale, causal, window_size, softcap, num_threads
+        results, sign = repeated(q, k, v, out, varied)
+        if results is not None:
+            return results
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, num_threads, alibi_slopes, deterministic,
+        bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    results, signature = repeated(q, k, v, out, return_lse, options)
-    if results is not None:
-        return results
     if _is_pytorch_s(q, k, v, bias, mask, alibi_slopes, sinks):
         from . import autograd
 
@@ -165,7 +162,7 @@ def flash_attn_func(
         from . import jax
 
         return jax._traced(q, k, v, None, out, return_lse, options)
-    return attend(q, k, v, out, return_lse, options, signature)
+    return attend(q, k, v, out, return_lse, options, sign)
 
 
 def flash_attn_varlen_func(
@@ -227,9 +224,9 @@ def flash_attn_varlen_func(
     array([ 2.,  2., 15., 15.], dtype=float32)
     """
     varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, num_threads, alibi_slopes, deterministic,
+        bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
     if _is_pytorch_s(q, k, v, bias, mask, alibi_slopes, sinks):
@@ -293,14 +290,11 @@ def merge(out_a, lse_a, out_b, lse_b):
         _check_last_axis(name, view)
     out, lse = a.door.empty(a, tuple(a.shape), a.dtype), a.door.empty(a, lse_shape, "float32")
 
-    args = MergeArgs()
-    args.struct_size = ct.sizeof(MergeArgs)
+    args = new(MergeArgs)
     args.device, args.dtype = a.device, DTYPES[a.dtype]
     args.batch, args.seqlen, args.nheads, args.headdim_v = batch[0] if batch else 1, seqlen, nheads, headdim_v
     for name, view in (("out_a", a), ("out_b", b), ("out", out)):
-        setattr(args, f"{name}_data", view.pointer)
-        for axis, stride in zip(("batch", "row", "head"), (0, *view.strides[-4:-1])[-3:], strict=True):
-            setattr(args, f"{name}_{axis}_stride", stride)
+        _put_tensor(args, name, view)
     args.lse_a, args.lse_b, args.lse = la.pointer, lb.pointer, lse.pointer
     load().fa_attention_merge(args, a.door.stream(views))
     return out.door.result(out), lse.door.result(lse)
@@ -336,8 +330,7 @@ def quantize_fp8(x, hadamard=False, seed=0):
         raise BadArgument(f"x is {view.dtype}: expected float32, float16 or bfloat16")
     _check_last_axis("x", view)
     *batch, seqlen, nheads, headdim = view.shape
-    args = QuantizeArgs()
-    args.struct_size = ct.sizeof(QuantizeArgs)
+    args = new(QuantizeArgs)
     args.device, args.dtype = view.device, DTYPES[view.dtype]
     args.batch, args.seqlen, args.nheads, args.headdim = batch[0] if batch else 1, seqlen, nheads, headdim
     args.hadamard, args.seed = _flag("hadamard", hadamard), _integer("seed", seed, 0, 2**64 - 1)
@@ -348,10 +341,8 @@ def quantize_fp8(x, hadamard=False, seed=0):
             f"{view.door.name} has no dtype float8_e4m3fn here (NumPy has it after `import ml_dtypes`)"
         ) from None
     descale = view.door.empty(view, (args.batch, nheads), "float32")
-    for name, array in (("x", view), ("out", out)):
-        setattr(args, f"{name}_data", array.pointer)
-        for axis, stride in zip(("batch", "row", "head"), (0, *array.strides[-4:-1])[-3:], strict=True):
-            setattr(args, f"{name}_{axis}_stride", stride)
+    _put_tensor(args, "x", view)
+    _put_tensor(args, "out", out)
     args.descale = descale.pointer
     load().fa_quantize_fp8(args, view.door.stream([view]))
     return out.door.result(out), descale.door.result(descale)
@@ -385,14 +376,13 @@ def query(
     'nheads=6 is not a multiple of nheads_k=4'
     """
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    args, views = _prepare(q, k, v, lengths, **options)
+    args, views = _prepare(q, k, v, lengths, Options(**options))
     _flag("return_lse", return_lse)
     shape = (*views[0].shape[:-1], args.headdim_v)
     if out is not None:
         _output(args, views, out, shape, False)
-    else:  # as the call would allocate it
-        args.out_head_stride, args.out_row_stride = shape[-1], shape[-1] * shape[-2]
-        args.out_batch_stride = args.out_row_stride * max(shape[-3], 1)
+    else:
+        _put_dense(args, "out", shape)
     return plan_of(args)
 
 

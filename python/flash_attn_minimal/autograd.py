@@ -16,49 +16,39 @@ alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from . import _modes
+from ._checks import _flag, _integer, _number, _window
 from ._forward import attend, attend_varlen, repeated
 from ._library import BadArgument, Unsupported
-from ._pack import _DEFAULTS, _PREPARED, _flag, _integer, _number, _window
-from .backward import backward
+from ._options import Options
+from .backward import _differentiate
 
 _ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
 _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 
 
-def _differentiable(q, k, v, varlen, out, return_lse, options: tuple):
-    """The call as PyTorch sees it. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); options:
-    what _prepare takes after it."""
-    options = dict(zip(_PREPARED, options, strict=True))
+def _differentiable(q, k, v, varlen, out, return_lse, options: Options):
+    """The call as PyTorch sees it. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
     cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
-    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "out": out, **options}
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "out": out, **options._asdict()}
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     unserved = [name for name in ("out", *_FLOAT8) if given[name] is not None and given[name] is not False]
     if unserved:
         _refuse(unserved[0], tensors)
         with _modes.unwatched():
-            return _attend(q, k, v, varlen, return_lse, {**options, "out": out})
+            return _attend(q, k, v, varlen, out, return_lse, options)
     for name in ("alibi_slopes", "mask"):
         if name in tensors and tensors[name].requires_grad:
             raise Unsupported(f"{name} requires a gradient, which attention does not have: pass {name}.detach()")
     for name, array in given.items():
         if name in _ARRAYS and array is not None and not isinstance(array, torch.Tensor):
             raise BadArgument(f"{name} is a {type(array).__name__}: where q is a tensor, it must be one too")
-    left, right = _window(options["window_size"])
-    seed = None if options["dropout_seed"] is None else _signed("dropout_seed", options["dropout_seed"])
-    scale = options["softmax_scale"]
     arguments = (
-        q, k, v, options["bias"], options["mask"], options["alibi_slopes"], options["sinks"], cu_q, cu_k,
+        q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks, cu_q, cu_k,
         _integer("max_seqlen_q", max_q, 0, 2**63 - 1), _integer("max_seqlen_k", max_k, 0, 2**63 - 1),
-        _number("dropout_p", options["dropout_p"]), None if scale is None else _number("softmax_scale", scale),
-        bool(_flag("causal", options["causal"])), left, right, _number("softcap", options["softcap"]),
-        bool(_flag("deterministic", options["deterministic"])), bool(_flag("top_left", options["top_left"])),
-        seed, _signed("dropout_offset", options["dropout_offset"]), options["kernel"],
-        bool(_flag("allow_tf32", options["allow_tf32"])), options["num_threads"],
+        *_packed(options),
     )  # fmt: skip
     return_lse = _flag("return_lse", return_lse)
     if torch.compiler.is_compiling():
@@ -106,52 +96,56 @@ def _signed(name: str, value: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-_OPTIONS = (
-    "dropout_p", "softmax_scale", "causal", "window_left", "window_right", "softcap", "deterministic", "top_left",
-    "dropout_seed", "dropout_offset", "kernel", "allow_tf32", "num_threads",
-)  # fmt: skip
+def _packed(options: Options) -> tuple:
+    """The options that are no arrays as the operators take them, in the order of _INPUTS."""
+    seed, scale = options.dropout_seed, options.softmax_scale
+    return (
+        _number("dropout_p", options.dropout_p), None if scale is None else _number("softmax_scale", scale),
+        bool(_flag("causal", options.causal)), *_window(options.window_size), _number("softcap", options.softcap),
+        bool(_flag("deterministic", options.deterministic)), bool(_flag("top_left", options.top_left)),
+        None if seed is None else _signed("dropout_seed", seed), _signed("dropout_offset", options.dropout_offset),
+        options.kernel, bool(_flag("allow_tf32", options.allow_tf32)), options.num_threads,
+    )  # fmt: skip
 
 
-def _unpack(values: tuple) -> dict[str, Any]:
-    """_OPTIONS, as both passes want them."""
-    options = dict(zip(_OPTIONS, values, strict=True))
-    options["window_size"] = options.pop("window_left"), options.pop("window_right")
-    if options["dropout_seed"] is not None:
-        options["dropout_seed"] %= 2**64
-    options["dropout_offset"] %= 2**64
-    return options
+def _unpacked(bias, mask, alibi_slopes, sinks, values: tuple) -> Options:
+    """The options of an operator's arguments."""
+    dropout_p, scale, causal, left, right, softcap, deterministic, top_left, seed, offset, *rest = values
+    kernel, allow_tf32, num_threads = rest
+    return Options(
+        dropout_p, scale, causal, (left, right), softcap, num_threads, alibi_slopes, deterministic, bias, mask, sinks,
+        top_left, None if seed is None else seed % 2**64, offset % 2**64, kernel, allow_tf32,
+    )  # fmt: skip
 
 
-def _attend(q, k, v, varlen, return_lse, options: dict[str, Any]):
-    out, options = options.pop("out", None), tuple([options.get(name, _DEFAULTS[name]) for name in _PREPARED])
+def _attend(q, k, v, varlen, out, return_lse, options: Options):
     if varlen is not None:
         return attend_varlen(q, k, v, varlen, out, return_lse, options)
-    results, signature = repeated(q, k, v, out, return_lse, options)
-    return attend(q, k, v, out, return_lse, options, signature) if results is None else results
+    results, varied = (None, None), options.varied()
+    if varied is not None:
+        results = repeated(q, k, v, out, (return_lse, *varied))
+    return attend(q, k, v, out, return_lse, options, results[1]) if results[0] is None else results[0]
 
 
 def _forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k, *values):
-    options = _unpack(values) | {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    options = _unpacked(bias, mask, alibi_slopes, sinks, values)
     varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
     with torch.no_grad(), _modes.unwatched():
-        return _attend(q, k, v, varlen, True, options)
+        return _attend(q, k, v, varlen, None, True, options)
 
 
 def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
     """dq, dk, dv, dbias, dsinks; the last two in the dtype of their inputs, empty where not wanted."""
     (q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k), (max_q, max_k) = arguments[:9], arguments[9:11]
-    options = _unpack(arguments[11:]) | {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    del options["kernel"]  # the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces this one
-    if cu_q is not None:
-        options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    options = _unpacked(bias, mask, alibi_slopes, sinks, arguments[11:])
+    varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
+    options = options._replace(kernel=None)  # the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces this one
     with torch.no_grad(), _modes.unwatched():
         if dlse is not None:
             dout, v, out = _with_dlse(dout, dlse, v, out)
         if dout.stride(-1) != 1:  # out.sum() has a gradient of stride 0
             dout = dout.contiguous()
-        dq, dk, dv, *rest = backward(
-            dout, q, k, v, out, lse, return_dbias=want_dbias, return_dsinks=want_dsinks, **options
-        )
+        dq, dk, dv, *rest = _differentiate(dout, q, k, v, out, lse, varlen, options, want_dbias, want_dsinks)
         if dlse is not None:
             dv = dv[..., :-_PADDING].contiguous()
         dbias = rest.pop(0).to(bias.dtype) if want_dbias else dout.new_empty(0)

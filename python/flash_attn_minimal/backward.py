@@ -10,19 +10,11 @@ import ctypes as ct
 
 from . import _arrays
 from ._arrays import View
+from ._checks import _OPEN, _check_last_axis, _flag, _is_contiguous
 from ._launch import _with_workspace
-from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, load
-from ._pack import (
-    _OPEN,
-    _check_last_axis,
-    _destination,
-    _flag,
-    _is_contiguous,
-    _lengths,
-    _option,
-    _prepare,
-    _put_tensor,
-)
+from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, load, new
+from ._options import Options, _lengths, _prepare
+from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._query import Plan, kernel_table, plan_from
 
 
@@ -101,10 +93,20 @@ def backward(
     True
     """
     lengths = _lengths("call", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    args, views = _prepare(
-        q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32, num_threads,
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, num_threads, alibi_slopes, deterministic,
+        bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
     )  # fmt: skip
+    wanted = _flag("return_dbias", return_dbias), _flag("return_dsinks", return_dsinks)
+    return _differentiate(dout, q, k, v, out, lse, lengths, options, *wanted, (dq, dk, dv), accumulate)
+
+
+def _differentiate(
+    dout, q, k, v, out, lse, lengths, options: Options, return_dbias, return_dsinks, given=(None,) * 3, accumulate=False
+) -> tuple:
+    """`backward` with its options in one object; lengths: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k); given: dq, dk and dv where the results are to go."""
+    args, views = _prepare(q, k, v, lengths, options)
     qv, kv, vv = views[:3]
     out_shape = (*qv.shape[:-1], vv.shape[-1])
     rows = (args.batch, args.nheads, args.seqlen_q) if lengths is None else (args.nheads, qv.shape[0])
@@ -116,17 +118,16 @@ def backward(
     _put_tensor(args, "out", out_view)
     args.lse = lse_view.pointer
 
-    call = AttentionBackwardArgs()
-    call.struct_size = ct.sizeof(call)
+    call = new(AttentionBackwardArgs)
     call.forward = ct.pointer(args)
     _put_tensor(call, "dout", dout_view)
     call.accumulate = _flag("accumulate", accumulate)
     inputs = {"q": qv, "k": kv, "v": vv, "out": out_view, "dout": dout_view}
     results = []
-    for name, given, like in (("dq", dq, qv), ("dk", dk, kv), ("dv", dv, vv)):
+    for name, array, like in zip(("dq", "dk", "dv"), given, (qv, kv, vv), strict=True):
         shape = tuple(like.shape)
-        if given is not None:
-            view = _destination(name, given, inputs, shape, qv.dtype)
+        if array is not None:
+            view = _destination(name, array, inputs, shape, qv.dtype)
         elif accumulate:
             raise BadArgument(f"accumulate=True, but {name} is None: there is nothing to add to")
         elif lengths is not None:  # rows that belong to no sequence are not written
@@ -135,13 +136,13 @@ def backward(
             view = qv.door.empty(qv, shape, qv.dtype)
         _put_tensor(call, name, view)
         inputs[name] = view
-        results.append(given if given is not None else view)
-    if _flag("return_dbias", return_dbias):
-        if bias is None:
+        results.append(array if array is not None else view)
+    if return_dbias:
+        if options.bias is None:
             raise BadArgument("return_dbias=True, but bias is None")
-        results.append(_new_dbias(call, qv, bias))
-    if _flag("return_dsinks", return_dsinks):
-        if sinks is None:
+        results.append(_new_dbias(call, qv, options.bias))
+    if return_dsinks:
+        if options.sinks is None:
             raise BadArgument("return_dsinks=True, but sinks is None")
         view = qv.door.full(qv, (args.nheads,), "float32", 0)
         call.dsinks = view.pointer
@@ -180,22 +181,14 @@ def backward_query(
     'FA_OK'
     """
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    args, views = _prepare(q, k, v, lengths, **options)
-    call = AttentionBackwardArgs()
-    call.struct_size = ct.sizeof(call)
+    args, views = _prepare(q, k, v, lengths, Options(**options))
+    call = new(AttentionBackwardArgs)
     call.forward = ct.pointer(args)
-    headdim_v = views[2].shape[-1]
-    for struct, name, like, dim in (
-        (args, "out", 0, headdim_v),
-        (call, "dout", 0, headdim_v),
-        (call, "dq", 0, views[0].shape[-1]),
-        (call, "dk", 1, views[1].shape[-1]),
-        (call, "dv", 2, headdim_v),
-    ):  # strides as the call would allocate them
-        heads = views[like].shape[-2]
-        setattr(struct, f"{name}_head_stride", dim)
-        setattr(struct, f"{name}_row_stride", dim * heads)
-        setattr(struct, f"{name}_batch_stride", dim * heads * max(views[like].shape[-3], 1))
+    q_shape, k_shape, v_shape = (view.shape for view in views[:3])
+    out_shape = (*q_shape[:-1], v_shape[-1])
+    _put_dense(args, "out", out_shape)
+    for name, shape in (("dout", out_shape), ("dq", q_shape), ("dk", k_shape), ("dv", v_shape)):
+        _put_dense(call, name, shape)
     return plan_from(lambda plan: load().fa_attention_backward_query(call, plan))
 
 
@@ -227,9 +220,9 @@ def _new_dbias(call: AttentionBackwardArgs, qv: View, bias) -> View:
 
 def _put_dbias(call: AttentionBackwardArgs, view: View) -> None:
     """Stride 0 along axes of size 1: what is broadcast is summed."""
-    call.dbias_data = view.pointer
     padded = (1,) * (4 - len(view.shape)) + tuple(view.shape)
-    step = max(padded[3], 1)
-    for axis, size in zip(("row", "head", "batch"), padded[2::-1], strict=False):
-        setattr(call, f"dbias_{axis}_stride", step if size != 1 else 0)
+    strides, step = [], max(padded[3], 1)
+    for size in padded[2::-1]:
+        strides.insert(0, step if size != 1 else 0)
         step *= max(size, 1)
+    _put_strides(call, "dbias", view.pointer, strides, ("batch", "head", "row"))

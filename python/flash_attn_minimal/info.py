@@ -11,8 +11,8 @@ import sys
 import numpy as np
 
 from . import __version__
-from ._library import CPU, CUDA, DEVICES, DTYPES, AttentionArgs, load, path
-from ._pack import _ARGS_SIZE
+from ._library import CPU, CUDA, DEVICES, DTYPES, AttentionArgs, load, new, path
+from ._pack import _put_dense
 from ._query import plan_of
 from ._report import cpu_model
 from ._tables import kernel_tables
@@ -52,8 +52,8 @@ def typical_args(
     device: int, dtype: str, batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options
 ) -> AttentionArgs:
     """A call with contiguous arrays and NULL pointers: enough for the capability query."""
-    args = AttentionArgs()
-    args.struct_size, args.device, args.dtype = _ARGS_SIZE, device, DTYPES[dtype]
+    args = new(AttentionArgs)
+    args.device, args.dtype = device, DTYPES[dtype]
     args.batch, args.seqlen_q, args.seqlen_k = batch, seqlen_q, seqlen_k
     args.nheads, args.nheads_k, args.headdim, args.headdim_v = nheads, nheads_k, headdim, headdim_v
     for name, rows, heads, width in (
@@ -62,9 +62,7 @@ def typical_args(
         ("v", seqlen_k, nheads_k, headdim_v),
         ("out", seqlen_q, nheads, headdim_v),
     ):
-        setattr(args, f"{name}_head_stride", width)
-        setattr(args, f"{name}_row_stride", width * heads)
-        setattr(args, f"{name}_batch_stride", width * heads * rows)
+        _put_dense(args, name, (batch, rows, heads, width))
     for name, value in options.items():
         setattr(args, name, value)
     return args

@@ -29,6 +29,7 @@ import numpy as np
 
 from . import _arrays
 from ._arrays import Door, View
+from ._checks import _flag
 from ._library import (
     CPU,
     CUDA,
@@ -40,9 +41,10 @@ from ._library import (
     Unsupported,
     failure,
     load,
+    new,
 )
-from ._pack import _PREPARED, _flag, _prepare, _put_tensor
-from ._query import PLAN_SIZE
+from ._options import Options, _prepare
+from ._pack import _put_tensor
 from .backward import _put_dbias
 
 try:
@@ -54,11 +56,11 @@ _ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 
-def _traced(q, k, v, varlen, out, return_lse, options: tuple):
+def _traced(q, k, v, varlen, out, return_lse, options: Options):
     """A call as part of a JAX program. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), the
-    last two Python integers; options: what _prepare takes after it, Python values but for the arrays."""
-    options = dict(zip(_PREPARED, options, strict=True))
-    given = {"q": q, "k": k, "v": v, **{name: options.pop(name) for name in _ARRAYS}}
+    last two Python integers; the options are Python values but for the arrays."""
+    given = {"q": q, "k": k, "v": v, **{name: getattr(options, name) for name in _ARRAYS}}
+    options = options._replace(**dict.fromkeys(_ARRAYS))
     longest = ()
     if varlen:
         given["cu_seqlens_q"], given["cu_seqlens_k"], *longest = varlen
@@ -106,17 +108,18 @@ def _traced(q, k, v, varlen, out, return_lse, options: tuple):
     return (out, jax.lax.stop_gradient(lse)) if _flag("return_lse", return_lse) else out
 
 
-def _check_served(out, return_lse, options: dict, longest) -> None:
-    """Takes the options that no traced call has out of options."""
+def _check_served(out, return_lse, options: Options, longest) -> None:
+    """Refuses the options that no traced call has, and values that XLA would know too late."""
     if out is not None:
         raise Unsupported("out is given, but a traced call has no memory to write to: pass out=None")
-    if not _is_tracer(options["fast_accum"]) and not _flag("fast_accum", options["fast_accum"]):
-        options["fast_accum"] = None
+    plain = options._asdict()
+    if not _is_tracer(options.fast_accum) and not _flag("fast_accum", options.fast_accum):
+        plain["fast_accum"] = None
     for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
-        if options.pop(name) is not None:
+        if plain.pop(name) is not None:
             raise Unsupported(f"{name} is given, but float8 is not served in a traced call")
     lengths = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=False))
-    for name, value in {**options, **lengths, "return_lse": return_lse}.items():
+    for name, value in {**plain, **lengths, "return_lse": return_lse}.items():
         if any(map(_is_tracer, value if isinstance(value, (tuple, list)) else (value,))):
             raise Unsupported(f"{name} is a traced value: pass a Python one")
 
@@ -210,10 +213,11 @@ class _Call:
         out, lse, dout = (_place(len(self.names) + i, *about) for i, about in enumerate(inputs[-3:]))
         results = [(types[name][0], "float32" if name == "bias" else types[name][1]) for name in self.wanted]
         places = {name: _place(len(inputs) + i, *results[i]) for i, name in enumerate(self.wanted)}
-        args, *_ = self._prepare({**self.options, "kernel": None})  # the forward pass's
+        args, *_ = self._prepare(self.options._replace(kernel=None))  # the forward pass's
         _put_tensor(args, "out", out)
         args.lse = lse.pointer
-        call = AttentionBackwardArgs(struct_size=ct.sizeof(AttentionBackwardArgs), forward=ct.pointer(args))
+        call = new(AttentionBackwardArgs)
+        call.forward = ct.pointer(args)
         _put_tensor(call, "dout", dout)
         for name in "qkv":
             _put_tensor(call, f"d{name}", places[name])
@@ -225,19 +229,20 @@ class _Call:
         size = _workspace(args, lambda plan: lib.fa_attention_backward_query(call, plan))
         return _custom_call("backward", args, size, len(inputs), results, backward=call)
 
-    def _prepare(self, options):
+    def _prepare(self, options: Options):
         """AttentionArgs without outputs, and the places of q and v."""
         places = {name: _place(i, *about) for i, (name, about) in enumerate(zip(self.names, self.types, strict=True))}
         lengths = None
         if self.longest:
             lengths = places.pop("cu_seqlens_q"), places.pop("cu_seqlens_k"), *self.longest
-        args, _ = _prepare(varlen=lengths, **places, **options)
-        return args, places["q"], places["v"]
+        q, k, v = (places.pop(name) for name in "qkv")
+        args, _ = _prepare(q, k, v, lengths, options._replace(**places))
+        return args, q, v
 
 
 def _workspace(args: AttentionArgs, query: Callable[[AttentionPlan], int]) -> int:
     """Bytes of workspace on a GPU; on the CPU the handler finds its own. Raises where no device here serves it."""
-    lib, plan, size, served = load(), AttentionPlan(struct_size=PLAN_SIZE), 0, False
+    lib, plan, size, served = load(), new(AttentionPlan), 0, False
     q, args.q_data = args.q_data, None  # a GPU is asked whose address it is; NULL means the current one
     for device in (CPU, CUDA) if lib.fa_cuda_device_count() else (CPU,):
         args.device = device

@@ -7,45 +7,20 @@ and meaning are those of the flash-attn package.
 from __future__ import annotations
 
 import ctypes as ct
-from collections.abc import Callable
-from typing import Any
+import inspect
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import _arrays, _record
 from ._arrays import View
-from ._launch import _MOST_REPEATS, _packing, _scratch, _with_workspace
-from ._library import (
-    CACHE_DTYPES,
-    CPU,
-    DTYPES,
-    OK,
-    WORKSPACE_TOO_SMALL,
-    AttentionArgs,
-    BadArgument,
-    KVCacheArgs,
-    Unsupported,
-    failure,
-    load,
-    load_packed_kvcache,
-)
-from ._pack import (
-    _ARGS_SIZE,
-    _OPEN,
-    _check_last_axis,
-    _check_same_place,
-    _destination,
-    _flag,
-    _integer,
-    _is_contiguous,
-    _kernel,
-    _option,
-    _put_tensor,
-    _score_options,
-)
+from ._checks import _OPEN, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous
+from ._launch import _with_workspace
+from ._library import CACHE_DTYPES, DTYPES, AttentionArgs, BadArgument, KVCacheArgs, Unsupported, load, new
+from ._options import Options
+from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._query import Plan, plan_from
-
-_CALL_SIZE = ct.sizeof(KVCacheArgs)
+from ._repeat import Repeats, signature
 
 
 def flash_attn_with_kvcache(
@@ -144,53 +119,42 @@ def flash_attn_with_kvcache(
     >>> bool(np.allclose(out, flash_attn_func(q, k, v, causal=True)[:, -1:], atol=1e-6))
     True
     """
-    arrays = (
+    step = _Step(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, block_table, alibi_slopes, sinks, k_scale,
-        v_scale, out,
+        v_scale, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, softcap, rotary_interleaved,
+        num_splits, batch_invariant, programmatic, kernel, num_threads,
     )  # fmt: skip
-    signature = None
-    if cache_leftpad is None:
-        signature = _signature(
-            arrays, cache_seqlens, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
-            return_softmax_lse, batch_invariant, programmatic, kernel, num_threads,
-        )  # fmt: skip
-        repeat = _repeats.get(signature)
-        results = repeat(arrays, cache_seqlens) if repeat else None
+    at_once = type(cache_seqlens) is int  # one length, which is no array
+    arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
+    sign = signature(arrays, (at_once, return_softmax_lse, *step[_LENGTHS + 1 :]), window_size)
+    if repeat := _repeats.known.get(sign):
+        results = repeat(arrays, cache_seqlens)
         if results is not None:
             return results
-    call, args, views, room = _prepare_cached(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
-        sinks=sinks, k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant, programmatic=programmatic,
-        kernel=kernel, num_threads=num_threads,
-    )  # fmt: skip
+    call, args, views, room = _prepare_step(step)
     qv = views[0]
     shape = (*qv.shape[:3], args.headdim_v)
-    if out is None:
-        out_view = qv.door.empty(qv, shape, qv.dtype)
-    else:
-        out_view = _destination(
-            "out", out, dict(zip(("q", "k_cache", "v_cache"), views, strict=False)), shape, qv.dtype
-        )
+    out_view = qv.door.empty(qv, shape, qv.dtype) if out is None else _given_out(out, views, shape)
     _put_tensor(args, "out", out_view)
     lse_view = None
     if _flag("return_softmax_lse", return_softmax_lse):
         lse_view = qv.door.empty(qv, (args.batch, args.nheads, args.seqlen_q), "float32")
         args.lse = lse_view.pointer
     lib = load()
-    scratch = _with_workspace(
+    workspace = _with_workspace(
         args,
         views,
         lambda stream: _record.run(lib, "kvcache_attention", call, stream, [*views, out_view, lse_view]),
         lambda plan: lib.fa_kvcache_query(call, plan),
     )
-    if signature and (k is None or call.seqlen_new):
-        _remember(signature, call, args, qv, out_view, lse_view, scratch, room)
+    if k is None or call.seqlen_new:
+        keys = (args.seqlen_k, call.seqlen_new, room) if at_once else None
+        _repeats.remember(sign, [args, call], arrays, (qv, out_view, lse_view, workspace), keys)
     result = out if out is not None else out_view.door.result(out_view)
     return result if lse_view is None else (result, lse_view.door.result(lse_view))
 
 
-def kvcache_query(*arrays, return_softmax_lse=False, out=None, **options) -> Plan:
+def kvcache_query(*arrays, **options) -> Plan:
     """What flash_attn_with_kvcache would do with the same arguments, without doing it: see query.
 
     >>> import numpy as np
@@ -199,52 +163,77 @@ def kvcache_query(*arrays, return_softmax_lse=False, out=None, **options) -> Pla
     >>> kvcache_query(q, cache, cache, cache_seqlens=700, kernel="cpu_naive").status
     'FA_OK'
     """
-    call, args, views, _ = _prepare_cached(*arrays, **options)
-    _flag("return_softmax_lse", return_softmax_lse)
+    given = _ARGUMENTS.bind(*arrays, **options).arguments
+    out = given.pop("out", None)
+    _flag("return_softmax_lse", given.pop("return_softmax_lse", False))
+    call, args, views, _ = _prepare_step(_Step(**given))
     shape = (*views[0].shape[:3], args.headdim_v)
     if out is not None:
-        inputs = dict(zip(("q", "k_cache", "v_cache"), views, strict=False))
-        _put_tensor(args, "out", _destination("out", out, inputs, shape, views[0].dtype))
-    else:  # as the call would allocate it
-        args.out_head_stride, args.out_row_stride = shape[-1], shape[-1] * shape[-2]
-        args.out_batch_stride = args.out_row_stride * max(shape[-3], 1)
+        _put_tensor(args, "out", _given_out(out, views, shape))
+    else:
+        _put_dense(args, "out", shape)
     return plan_from(lambda plan: load().fa_kvcache_query(call, plan))
 
 
-def _prepare_cached(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=_OPEN,
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    *,
-    sinks=None,
-    k_scale=None,
-    v_scale=None,
-    batch_invariant=False,
-    programmatic=False,
-    kernel=None,
-    num_threads=0,
-) -> tuple[KVCacheArgs, AttentionArgs, list[View], int]:
+_ARGUMENTS = inspect.signature(flash_attn_with_kvcache)
+
+
+class _Step(NamedTuple):
+    """The arguments of a step but for its results: arrays first, then the lengths, which may be an array."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    k: Any = None
+    v: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+    cache_batch_idx: Any = None
+    block_table: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+    cache_seqlens: Any = None
+    cache_leftpad: Any = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = _OPEN
+    softcap: float = 0.0
+    rotary_interleaved: bool = True
+    num_splits: int = 0
+    batch_invariant: bool = False
+    programmatic: bool = False
+    kernel: str | None = None
+    num_threads: int = 0
+
+
+_LENGTHS = _Step._fields.index("cache_seqlens")
+
+_repeats = Repeats(
+    "kvcache_attention",
+    (*_Step._fields[: _LENGTHS + 1], "out"),
+    (
+        AttentionArgs,
+        {"seqlen_k": "keys", "q_data": "q", "k_data": "k_cache", "v_data": "v_cache", "out_data": "out"}
+        | {name: name for name in ("lse", "alibi_slopes", "sinks", "workspace", "workspace_bytes")},
+    ),
+    (
+        KVCacheArgs,
+        {"attention": "structs", "k_new_data": "k", "v_new_data": "v", "k_scale_data": "k_scale"}
+        | {"v_scale_data": "v_scale"}
+        | {name: name for name in ("cache_seqlens", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin")},
+    ),
+)
+
+
+def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], int]:
     """Everything but the outputs and the workspace. The views (q, k_cache, v_cache, then the optional ones) keep the
     memory alive; the first struct points to the second; last the keys that a sequence can hold."""
-    if cache_leftpad is not None:
+    if step.cache_leftpad is not None:
         raise Unsupported("cache_leftpad is set: the keys of an entry start at its row 0")
-    qv, kv, vv = _arrays.view(q, "q"), _arrays.view(k_cache, "k_cache"), _arrays.view(v_cache, "v_cache")
-    views = [qv, kv, vv]
+    views = [_arrays.view(step.q, "q"), _arrays.view(step.k_cache, "k_cache"), _arrays.view(step.v_cache, "v_cache")]
+    qv, kv, vv = views
     for name, view in (("q", qv), ("k_cache", kv), ("v_cache", vv)):
         if len(view.shape) != 4:
             axes = "(batch, seqlen_q, nheads, headdim)" if view is qv else "(entries, seqlen_cache, nheads_k, headdim)"
@@ -269,8 +258,7 @@ def _prepare_cached(
     if vv.shape[-1] < 1:  # 0 would mean "the same as headdim" to the library
         raise BadArgument(f"v_cache has shape {tuple(vv.shape)}: headdim_v=0 is outside 1 .. 512")
 
-    args, call = AttentionArgs(), KVCacheArgs()
-    args.struct_size, call.struct_size = _ARGS_SIZE, _CALL_SIZE
+    args, call = new(AttentionArgs), new(KVCacheArgs)
     call.attention = ct.pointer(args)
     args.device, args.dtype = qv.device, DTYPES[qv.dtype]
     args.batch, args.seqlen_q, args.nheads, args.headdim = batch, seqlen_q, nheads, headdim
@@ -278,12 +266,10 @@ def _prepare_cached(
     for name, view in (("q", qv), ("k", kv), ("v", vv)):
         _put_tensor(args, name, view)
     call.cache_dtype, call.cache_batch = CACHE_DTYPES.get(kv.dtype, 0), entries
-    _score_options(args, views, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks)
-    args.num_threads = _integer("num_threads", num_threads, -(2**31), 2**31 - 1)
-    _kernel(args, kernel)
+    Options(**{name: getattr(step, name) for name in _SHARED}).put(args, views)
 
-    if block_table is not None:
-        table = _option(views, "block_table", block_table, ("int32",))
+    if step.block_table is not None:
+        table = _option(views, "block_table", step.block_table, ("int32",))
         if len(table.shape) != 2 or table.shape[0] != batch:
             raise BadArgument(f"block_table has shape {tuple(table.shape)}: expected ({batch}, pages of a sequence)")
         _check_last_axis("block_table", table)
@@ -292,24 +278,31 @@ def _prepare_cached(
             raise BadArgument(f"k_cache has shape {tuple(kv.shape)}: a page has at least one row")
         args.seqlen_k = table.shape[1] * rows
     room = args.seqlen_k
-    if cache_batch_idx is not None:
-        call.cache_batch_idx = _per_sequence(views, "cache_batch_idx", cache_batch_idx, batch)
-    _put_new(call, args, views, k, v)
-    if isinstance(cache_seqlens, (int, np.integer)) and not isinstance(cache_seqlens, bool):
-        _shorten(args, cache_seqlens, call.seqlen_new)
-    elif cache_seqlens is not None:
-        call.cache_seqlens = _per_sequence(views, "cache_seqlens", cache_seqlens, batch)
-    if rotary_cos is not None or rotary_sin is not None:
-        _put_rotary(call, views, rotary_cos, rotary_sin, rotary_interleaved)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    if step.cache_batch_idx is not None:
+        call.cache_batch_idx = _per_sequence(views, "cache_batch_idx", step.cache_batch_idx, batch)
+    _put_new(call, args, views, step.k, step.v)
+    lengths = step.cache_seqlens
+    if isinstance(lengths, (int, np.integer)) and not isinstance(lengths, bool):
+        _shorten(args, lengths, call.seqlen_new)
+    elif lengths is not None:
+        call.cache_seqlens = _per_sequence(views, "cache_seqlens", lengths, batch)
+    if step.rotary_cos is not None or step.rotary_sin is not None:
+        _put_rotary(call, views, step.rotary_cos, step.rotary_sin, step.rotary_interleaved)
+    for name, scale in (("k_scale", step.k_scale), ("v_scale", step.v_scale)):
         if scale is not None:
             _put_scale(call, views, name, scale, (entries, rows, nheads_k))
-    if batch_invariant is not False:
-        call.batch_invariant = _flag("batch_invariant", batch_invariant)
-    if programmatic is not False:
-        call.programmatic = _flag("programmatic", programmatic)
-    call.num_splits = _integer("num_splits", num_splits, -(2**31), 2**31 - 1)
+    call.batch_invariant = _flag("batch_invariant", step.batch_invariant)
+    call.programmatic = _flag("programmatic", step.programmatic)
+    call.num_splits = _integer("num_splits", step.num_splits, -(2**31), 2**31 - 1)
     return call, args, views, room
+
+
+_SHARED = [name for name in Options._fields if name in _Step._fields]
+
+
+def _given_out(out: Any, views: list[View], shape: tuple[int, ...]) -> View:
+    inputs = dict(zip(("q", "k_cache", "v_cache"), views, strict=False))
+    return _destination("out", out, inputs, shape, views[0].dtype)
 
 
 def _per_sequence(views: list[View], name: str, array: Any, batch: int) -> int | None:
@@ -392,140 +385,4 @@ def _put_scale(call: KVCacheArgs, views: list[View], name: str, scale: Any, full
         batch_stride, row_stride, head_stride = 0, 0, strides[0]
     else:
         raise BadArgument(f"{name} has shape {shape}: expected ({nheads_k},), {(entries, 1, nheads_k)} or {full}")
-    setattr(call, f"{name}_data", view.pointer)
-    setattr(call, f"{name}_batch_stride", batch_stride)
-    setattr(call, f"{name}_row_stride", row_stride)
-    setattr(call, f"{name}_head_stride", head_stride)
-
-
-# ---- the shortcut: a step like one before, see _launch.py ----
-#
-# A step differs from the one before in addresses and, where cache_seqlens is one integer, in the keys there are.
-
-_VARYING = (
-    (AttentionArgs, "seqlen_k q_data k_data v_data out_data lse alibi_slopes sinks workspace workspace_bytes"),
-    (
-        KVCacheArgs,
-        "attention cache_seqlens cache_batch_idx block_table k_new_data v_new_data rotary_cos rotary_sin k_scale_data "
-        "v_scale_data",
-    ),
-)
-_OFFSETS = [
-    start + getattr(kind, name).offset
-    for start, (kind, names) in zip((0, _ARGS_SIZE), _VARYING, strict=True)
-    for name in names.split()
-]
-_Both = ct.c_char * (_ARGS_SIZE + _CALL_SIZE)  # an AttentionArgs, then the KVCacheArgs that points to it
-_PACKED, _GAPS = _packing(_OFFSETS, ct.sizeof(_Both))
-_repeats: dict[tuple, Callable | None] = {}  # None: seen once
-
-
-def _signature(arrays, cache_seqlens, softmax_scale, causal, window_size, softcap, *others) -> tuple | None:
-    """All that decides about a call but addresses and a length that is an integer, or None for a call that takes the
-    long way. Types are strict because equal keys need not be equally legal (1 == 1.0)."""
-    kind = type(arrays[0])
-    door = _arrays._doors.get(kind)
-    rotary_interleaved, num_splits, return_lse, batch_invariant, programmatic, kernel, num_threads = others
-    flags = causal, rotary_interleaved, return_lse, batch_invariant, programmatic
-    if (
-        door is None
-        or door.plain is not kind
-        or door.watched()
-        or not all(type(flag) is bool for flag in flags)
-        or not (type(num_splits) is type(num_threads) is int)
-        or not (softmax_scale is None or type(softmax_scale) is float)
-        or type(softcap) not in (int, float)
-        or not (kernel is None or type(kernel) is str)
-        or not (window_size is _OPEN or (type(window_size) is tuple and [*map(type, window_size)] == [int, int]))
-    ):
-        return None
-    facts = door.facts
-    about = [door, type(cache_seqlens), softmax_scale, causal, window_size, softcap, *others]
-    for array in (*arrays, None if type(cache_seqlens) is int else cache_seqlens):
-        if array is None:
-            about.append(None)
-        elif type(array) is not kind or (fact := facts(array)) is None:
-            return None
-        else:
-            about.append(fact)
-    return tuple(about)
-
-
-def _repeat(
-    call: KVCacheArgs,
-    args: AttentionArgs,
-    qv: View,
-    out_view: View,
-    lse_view: View | None,
-    scratch: View | None,
-    room: int,
-) -> Callable[[tuple, Any], Any]:
-    """The same call on other arrays: a function of them and the lengths. What it holds never changes and is no array,
-    so threads use it side by side."""
-    door, on_cpu, index = qv.door, qv.device == CPU, qv.index
-    address, current_stream, launch = door.address, door.current_stream, load_packed_kvcache()
-    make_out = door.maker(qv, out_view)
-    make_lse = lse_view and door.maker(qv, lse_view)
-    make_scratch = scratch and door.maker(qv, scratch)
-    scratch_bytes = scratch.shape[0] if scratch else 0
-    seqlen_k, seqlen_new = args.seqlen_k, call.seqlen_new
-    filled = bytes(args) + bytes(call)
-    fields: list[Any] = [0] * (2 * len(_GAPS) - 1)
-    fields[::2] = [filled[gap] for gap in _GAPS]
-
-    def repeat(arrays, lengths):
-        keys, at_lengths = seqlen_k, 0
-        try:
-            at = [address(x) if x is not None else 0 for x in arrays]
-            q, k_cache, v_cache, k, v, cos, sin, batch_idx, table, slopes, sinks, k_scale, v_scale, at_out = at
-            result = arrays[-1]
-            if result is None:
-                result = make_out(arrays[0])
-                at_out = address(result)
-            elif at_out in (q, k_cache, v_cache):
-                return None
-            if type(lengths) is int:
-                keys = lengths + seqlen_new
-                if not seqlen_new <= keys <= room:
-                    return None
-            elif lengths is not None:
-                at_lengths = address(lengths)
-        except RuntimeError:
-            return None
-        at_lse = at_scratch = 0
-        stream, size = None, scratch_bytes
-        if make_lse:
-            lse = make_lse(arrays[0])
-            at_lse = address(lse)
-        if on_cpu:
-            at_scratch, size = _scratch.address, _scratch.size
-        else:
-            stream = current_stream(index)
-            if size:  # from the caller's allocator, which knows about streams and graph captures
-                scratch = make_scratch(arrays[0])
-                at_scratch = address(scratch)
-        both = _Both()
-        start = ct.addressof(both)
-        packed = fields.copy()
-        packed[1::2] = (
-            keys, q, k_cache, v_cache, at_out, at_lse, slopes, sinks, at_scratch or 0, size,
-            start, at_lengths, batch_idx, table, k, v, cos, sin, k_scale, v_scale,
-        )  # fmt: skip
-        _PACKED.pack_into(both, 0, *packed)
-        status = launch(start + _ARGS_SIZE, stream)
-        if status != OK:
-            if status == WORKSPACE_TOO_SMALL:  # more keys, another kernel, or this thread's first call
-                return None
-            raise failure(status)
-        return (result, lse) if make_lse else result
-
-    repeat.kept = args  # `filled` holds the address of the kernel's name
-    return repeat
-
-
-def _remember(signature: tuple, call, args, qv, out_view, lse_view, scratch, room) -> None:
-    """For the next call of this signature; this one has been launched."""
-    if len(_repeats) >= _MOST_REPEATS and signature not in _repeats:
-        _repeats.clear()
-    known = signature in _repeats
-    _repeats[signature] = _repeat(call, args, qv, out_view, lse_view, scratch, room) if known else None
+    _put_strides(call, name, view.pointer, (batch_stride, row_stride, head_stride), ("batch", "row", "head"))

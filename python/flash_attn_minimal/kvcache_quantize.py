@@ -7,6 +7,7 @@ from typing import Any
 
 from . import _arrays
 from ._arrays import View
+from ._checks import _check_last_axis, _check_same_place, _integer, _name
 from ._launch import _with_workspace
 from ._library import (
     CACHE_DTYPES,
@@ -18,8 +19,9 @@ from ._library import (
     QuantizeArgs,
     Unsupported,
     load,
+    new,
 )
-from ._pack import _ARGS_SIZE, _check_last_axis, _check_same_place, _integer, _name, _option, _put_tensor
+from ._pack import _option, _put_strides, _put_tensor
 
 _FACTORS = ("token", "entry", "head")
 _E4M3_MAX, _INT8_MAX = 448.0, 127.0
@@ -134,8 +136,7 @@ def _largest(name: str, view: View, into: View, factors: str, dtype: str) -> Any
         entries, rows, row_stride = 1, entries * rows, row_stride if rows > 1 else batch_stride
     shape = (nheads_k,) if factors == "head" else (entries, 1, nheads_k)
     descale = view.door.empty(view, shape, "float32")
-    args = QuantizeArgs()
-    args.struct_size = ct.sizeof(QuantizeArgs)
+    args = new(QuantizeArgs)
     args.device, args.dtype = view.device, DTYPES[view.dtype]
     args.batch, args.seqlen, args.nheads, args.headdim = entries, rows, nheads_k, headdim
     width = nheads_k * headdim
@@ -143,9 +144,7 @@ def _largest(name: str, view: View, into: View, factors: str, dtype: str) -> Any
         ("x", view.pointer, (batch_stride, row_stride, head_stride)),
         ("out", into.pointer, (rows * width, width, headdim)),
     ):
-        setattr(args, f"{tensor}_data", data)
-        for axis, stride in zip(("batch", "row", "head"), strides, strict=True):
-            setattr(args, f"{tensor}_{axis}_stride", stride)
+        _put_strides(args, tensor, data, strides, ("batch", "row", "head"))
     args.descale = descale.pointer
     load().fa_quantize_fp8(args, view.door.stream([view]))
     scale = view.door.result(descale)
@@ -158,8 +157,7 @@ def _round(
     """All rows join the empty caches: a step of flash_attn_with_kvcache that has no queries."""
     kv, vv = views[:2]
     entries, rows, nheads_k, headdim = kv.shape
-    args, call = AttentionArgs(), KVCacheArgs()
-    args.struct_size, call.struct_size = _ARGS_SIZE, ct.sizeof(KVCacheArgs)
+    args, call = new(AttentionArgs), new(KVCacheArgs)
     call.attention = ct.pointer(args)
     args.device, args.dtype, args.num_threads = kv.device, DTYPES[kv.dtype], threads
     args.batch, args.seqlen_q, args.nheads, args.headdim = entries, 0, nheads_k, headdim
@@ -174,10 +172,8 @@ def _round(
     _put_tensor(call, "v_new", vv)
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         batch_stride, row_stride, head_stride = (0, 0, *scale.strides) if len(scale.shape) == 1 else scale.strides
-        setattr(call, f"{name}_data", scale.pointer)
-        setattr(call, f"{name}_batch_stride", batch_stride)
-        setattr(call, f"{name}_row_stride", (row_stride or 1) if by_token else 0)
-        setattr(call, f"{name}_head_stride", head_stride)
+        strides = (batch_stride, (row_stride or 1) if by_token else 0, head_stride)
+        _put_strides(call, name, scale.pointer, strides, ("batch", "row", "head"))
     lib = load()
     _with_workspace(
         args,

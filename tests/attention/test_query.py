@@ -7,7 +7,7 @@ import pytest
 from accuracy import Case, expected
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _library, _pack, _query
+from flash_attn_minimal import _library, _options, _query
 
 
 def native(device, case):
@@ -87,8 +87,8 @@ def _call(kernel):
     """A filled struct with exactly as much workspace as the query asks for."""
     (q, k, v, _), *_ = expected(Case(65, 65, 40))
     out = np.full(q.shape, np.nan, np.float32)
-    args, views = _pack._prepare(q, k, v, None, kernel=kernel)
-    views.append(_pack._output(args, views, out, out.shape, False))
+    args, views = _options._prepare(q, k, v, None, _options.Options(kernel=kernel))
+    views.append(_options._output(args, views, out, out.shape, False))
     return args, views, out
 
 

@@ -1,6 +1,7 @@
-"""A repeated call takes a shortcut (_launch.py, `_repeat`). It may change nothing but the time: not an answer, not an
+"""A repeated call takes a shortcut (_repeat.py). It may change nothing but the time: not an answer, not an
 error, not a reference that is kept."""
 
+import ctypes as ct
 import gc
 import inspect
 import sys
@@ -12,7 +13,8 @@ import pytest
 from conftest import CUDA, NO_CUDA, cupy, torch
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _launch, _library
+from flash_attn_minimal import _library, _repeat, kvcache
+from flash_attn_minimal._forward import _repeats as repeats
 
 SHAPES = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
 
@@ -49,12 +51,12 @@ def arrays(kind, seed=0):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    _launch._repeats.clear()
+    repeats.known.clear()
 
 
 def long_way(*arguments, **options):
     """The call with nothing remembered."""
-    _launch._repeats.clear()
+    repeats.known.clear()
     return fa.flash_attn_func(*arguments, **options)
 
 
@@ -62,20 +64,25 @@ def warm(q, k, v, **options):
     """Makes sure that this call is one that is remembered."""
     for _ in range(3):  # the first call of a type finds its door, the first and second of a signature are remembered
         fa.flash_attn_func(q, k, v, **options)
-    assert any(_launch._repeats.values())
+    assert any(repeats.known.values())
 
 
 @pytest.fixture
 def shortcuts(monkeypatch):
     """Counts the calls that were answered by the shortcut."""
-    taken = []
-    pack = _launch._pack_args  # nobody else packs
+    taken, make = [], _repeat.Repeats._repeat
 
-    def counted(*arguments):
-        taken.append(True)
-        return pack(*arguments)
+    def counting(*about):
+        repeat = make(*about)
 
-    monkeypatch.setattr(_launch, "_pack_args", counted)
+        def counted(*arguments):
+            results = repeat(*arguments)
+            taken.extend([True] * (results is not None))
+            return results
+
+        return counted
+
+    monkeypatch.setattr(_repeat.Repeats, "_repeat", counting)
     return taken
 
 
@@ -95,11 +102,11 @@ def test_same_bits(kind, shortcuts):
     for options in COMMON:
         warm(*arrays(kind), **options)
     shortcuts.clear()
-    kept = dict(_launch._repeats)
+    kept = dict(repeats.known)
     for seed, options in enumerate(COMMON, 1):
-        _launch._repeats.clear()
+        repeats.known.clear()
         expected = host(fa.flash_attn_func(*arrays(kind, seed), **options))
-        _launch._repeats.update(kept)
+        repeats.known.update(kept)
         results = fa.flash_attn_func(*arrays(kind, seed), **options)
         np.testing.assert_equal(host(results), expected)
     assert shortcuts == [True] * len(COMMON)
@@ -159,7 +166,7 @@ def test_no_option_is_ignored(kind, name):
     usual = {} if name == "causal" else {"causal": True}  # which top_left needs to make a difference
     unusual = {**usual, name: other_values(kind)[name]}  # a new option needs a value there
     expected = outcome(long_way, q, k, v, **unusual)
-    _launch._repeats.clear()
+    repeats.known.clear()
     warm(q, k, v, **usual)
     np.testing.assert_equal(outcome(fa.flash_attn_func, q, k, v, **unusual), expected)
 
@@ -219,7 +226,7 @@ def test_other_arrays(kind):
         (q, k, [1.0]),  # refused
     ):
         expected = outcome(long_way, *case)
-        _launch._repeats.clear()
+        repeats.known.clear()
         warm(q, k, v)
         for _ in range(3):
             np.testing.assert_equal(outcome(fa.flash_attn_func, *case), expected)
@@ -279,12 +286,12 @@ def test_nothing_is_kept(kind):
 
 
 def test_the_table_is_bounded(monkeypatch):
-    monkeypatch.setattr(_launch, "_MOST_REPEATS", 4)
+    monkeypatch.setattr(_repeat, "_MOST_REPEATS", 4)
     for seqlen in range(1, 20):
         q = np.ones((1, seqlen, 1, 4), np.float32)
         for _ in range(3):
             np.testing.assert_array_equal(fa.flash_attn_func(q, q, q), q)
-        assert any(_launch._repeats.values()) and len(_launch._repeats) <= 4
+        assert any(repeats.known.values()) and len(repeats.known) <= 4
 
 
 def test_forced_by_the_environment(monkeypatch):
@@ -313,12 +320,22 @@ def test_a_thread_that_has_no_scratch_yet():
     np.testing.assert_array_equal(results, [expected, expected])
 
 
-def test_fields_between_the_addresses():
-    """The packed struct is the struct, whatever fields it has."""
-    args = _library.AttentionArgs()
-    raw = np.random.default_rng(0).integers(0, 256, len(bytes(args)), np.uint8).tobytes()
-    args = _library.AttentionArgs.from_buffer_copy(raw)
-    values = [getattr(args, name) for name in _launch._VARYING]
-    parts = [raw[gap] for gap in _launch._GAPS]
+@pytest.mark.parametrize("table", [repeats, kvcache._repeats], ids=["forward", "kvcache"])
+def test_fields_between_the_addresses(table):
+    """The packed structs are the structs, whatever fields they have, in whatever order the values come."""
+    raw = np.random.default_rng(0).integers(0, 256, table.size, np.uint8).tobytes()
+    offsets = list(table.offsets.values())
+    layout, gaps, order = _repeat._packing(offsets, table.size)
+    values = order([int.from_bytes(raw[offset : offset + 8], "little") for offset in offsets])
+    parts = [raw[gap] for gap in gaps]
     woven = [x for pair in zip(parts, values, strict=False) for x in pair] + parts[len(values) :]
-    assert _launch._pack_args(*woven) == raw
+    assert layout.pack(*woven) == raw
+
+
+def test_every_address_is_filled_in():
+    """The fields that hold addresses vary, but for those of calls that take the long way and the kernel's name."""
+    kind, long_way = _library.AttentionArgs, ("cu_seqlens", "alibi", "bias", "mask", "sinks", "kernel")
+    addresses = [name for name, field in kind._fields_ if field in (ct.c_void_p, ct.c_char_p)]
+    varying = [name for name in addresses if not name.startswith(long_way) and "descale" not in name]
+    offsets = [getattr(kind, name).offset for name in (*varying, "workspace_bytes")]
+    assert offsets == sorted(repeats.offsets.values())

@@ -203,7 +203,7 @@ def test_a_long_reason_is_cut():
 # ---- threads ----
 
 SHARED = """
-import os, resource, sys, threading
+import os, resource, sys, threading, time
 import numpy as np
 sys.path[:0] = {folders!r}
 from test_calls import LINEAR, linear_args, run_calls
@@ -230,6 +230,9 @@ before = len(os.listdir("/proc/self/task"))
 many()
 [thread.join() for thread in callers]
 assert len(found) == 15 * {callers} and set(found) == {{alone}}, "the result depends on the threads"
+ends = time.monotonic() + 10  # a thread of Python's is joined a moment before the system has forgotten it
+while len(os.listdir("/proc/self/task")) > before and time.monotonic() < ends:
+    time.sleep(0.01)
 assert len(os.listdir("/proc/self/task")) == before, "a thread is left"
 """
 

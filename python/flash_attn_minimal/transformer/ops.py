@@ -22,20 +22,11 @@ import numpy as np
 
 from .. import _arrays, _record
 from .._arrays import View
+from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _name, _number, _quoted
 from .._launch import _with_workspace
-from .._library import DTYPES, BadArgument, Unsupported
-from .._pack import (
-    _check_last_axis,
-    _check_same_place,
-    _flag,
-    _integer,
-    _is_contiguous,
-    _kernel,
-    _name,
-    _number,
-    _put_tensor,
-    _quoted,
-)
+from .._library import DTYPES, BadArgument, Unsupported, new
+from .._options import _put_kernel
+from .._pack import _put_tensor
 from .._query import Plan, plan_from
 from ._library import (
     W4_FORMATS,
@@ -315,8 +306,9 @@ def _chain_args(products, kernel) -> tuple[W4LinearChainArgs, list[View], list]:
         results.append(given["out"] if given["out"] is not None else ov.door.result(ov))
     if not structs:
         raise BadArgument("products is empty")
-    args = W4LinearChainArgs(ct.sizeof(W4LinearChainArgs), (W4LinearArgs * len(structs))(*structs), len(structs))
-    _kernel(args, kernel)
+    args = new(W4LinearChainArgs)
+    args.products, args.count = (W4LinearArgs * len(structs))(*structs), len(structs)
+    _put_kernel(args, kernel)
     return args, views, results
 
 
@@ -373,7 +365,7 @@ def _linear_args(
     else:
         wv = _input("weight", weight, xv)
         shape = tuple(wv.shape)
-    _kernel(args, kernel)
+    _put_kernel(args, kernel)
     if len(shape) != 2 or shape[1] != args.in_features:
         raise BadArgument(f"weight has shape {shape}: expected (out_features, {args.in_features})")
     args.out_features = shape[0]
@@ -477,8 +469,7 @@ def sample(
 
 
 def _args(kind: type, first: View, programmatic, num_threads) -> Any:
-    args = kind()
-    args.struct_size = ct.sizeof(kind)
+    args = new(kind)
     args.device, args.dtype = first.device, DTYPES[first.dtype]
     args.programmatic = _flag("programmatic", programmatic)
     args.num_threads = _integer("num_threads", num_threads, 0, 4096)

@@ -38,9 +38,9 @@ import numpy as np
 
 from .. import _arrays
 from .._arrays import View
+from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _name
 from .._files import Fields, parse_json, quoted
-from .._library import CPU, DTYPES, BadArgument
-from .._pack import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _name
+from .._library import CPU, DTYPES, BadArgument, new
 from .._query import kernel_table
 from ._library import KERNEL_TABLES, W4_FORMATS, W4DequantizeArgs, W4PackArgs, W4QuantizeArgs, load
 from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_safetensors
@@ -103,8 +103,8 @@ class W4Weight:
             )
         _check_last_axis("w", view)
         rows, columns = view.shape
-        args = W4QuantizeArgs()
-        args.struct_size, args.device, args.dtype = ct.sizeof(args), view.device, DTYPES[view.dtype]
+        args = new(W4QuantizeArgs)
+        args.device, args.dtype = view.device, DTYPES[view.dtype]
         args.search, args.num_threads = _flag("search", search), _integer("num_threads", num_threads, 0, 4096)
         args.w_data, args.w_row_stride = view.pointer, view.strides[0]
         made = [
@@ -121,8 +121,8 @@ class W4Weight:
         dtype = _name("dtype", dtype, _FLOATS)
         views = self._views()
         out = views[0].door.empty(views[2], self.shape, dtype)
-        args = W4DequantizeArgs()
-        args.struct_size, args.device, args.out_dtype = ct.sizeof(args), views[0].device, DTYPES[dtype]
+        args = new(W4DequantizeArgs)
+        args.device, args.out_dtype = views[0].device, DTYPES[dtype]
         args.num_threads = _integer("num_threads", num_threads, 0, 4096)
         _put_weight(args, "weight", self.format, *self.shape, views)
         args.out_data, args.out_row_stride = out.pointer, self.in_features
@@ -137,8 +137,8 @@ class W4Weight:
         names, expected = ("float16", "bfloat16"), "neither 'float16' nor 'bfloat16', which products are made in"
         dtype = _name("dtype", dtype, names, expected)
         views = self._views()
-        args = W4PackArgs()
-        args.struct_size, args.device, args.dtype = ct.sizeof(args), views[0].device, DTYPES[dtype]
+        args = new(W4PackArgs)
+        args.device, args.dtype = views[0].device, DTYPES[dtype]
         args.pair, args.num_threads = _flag("pair", pair), _integer("num_threads", num_threads, 0, 4096)
         _put_weight(args, "weight", self.format, *self.shape, views)
         size = ct.c_int64()

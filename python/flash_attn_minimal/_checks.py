@@ -1,0 +1,108 @@
+"""What Python checks of single values, with the text of each refusal: numbers, flags, names, and views of arrays."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from ._door import View
+from ._library import DTYPES, BadArgument
+
+_OPEN = (-1, -1)  # window_size where there is none
+
+
+def _check_same_place(name: str, view: View, first_name: str, first: View) -> None:
+    if view.door is not first.door:
+        raise BadArgument(
+            f"{name} is a {view.door.name} array, but {first_name} is a {first.door.name} array: "
+            "use one of them for all"
+        )
+    if view.device != first.device or view.index != first.index:
+        raise BadArgument(f"{name} is on {view.place}, but {first_name} is on {first.place}")
+
+
+def _check_dtype(name: str, view: View) -> None:
+    if view.dtype not in DTYPES:
+        raise BadArgument(f"{name} is {view.dtype}: expected float32, float16 or bfloat16 (or float8_e4m3fn)")
+
+
+def _check_last_axis(name: str, view: View) -> None:
+    if view.shape[-1] > 1 and view.strides[-1] != 1 and 0 not in view.shape:
+        raise BadArgument(f"{name} has stride {view.strides[-1]} along its last axis: it must be contiguous (stride 1)")
+
+
+def _is_contiguous(view: View) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        if size > 1 and stride != expected:
+            return 0 in view.shape
+        expected *= size
+    return True
+
+
+def _quoted(value: Any) -> str:
+    """A value for a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of 5000 digits has no repr
+        text = f"<a {type(value).__name__} that cannot be printed>"
+    return text if len(text) <= 500 else f"{text[:500]}..."
+
+
+def _flag(name: str, value: Any) -> int:
+    if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
+        return int(value)
+    raise BadArgument(f"{name}={_quoted(value)} is neither True nor False")
+
+
+_LEAST_FLOAT, _MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+def _number(name: str, value: Any) -> float:
+    """A number that a C float holds; NaN and infinities are the library's to refuse."""
+    kind = value.dtype.kind if isinstance(value, (np.ndarray, np.generic)) else ""
+    if kind in tuple("bSUO") or isinstance(value, (bool, str, bytes, bytearray)):
+        raise BadArgument(f"{name}={_quoted(value)} is not a number")
+    try:
+        number = float(value)
+        beyond = _MOST_FLOAT < abs(number) < math.inf
+    except OverflowError:
+        beyond = True
+    except (TypeError, ValueError, RuntimeError):
+        raise BadArgument(f"{name}={_quoted(value)} is not a number") from None
+    if beyond:
+        raise BadArgument(f"{name}={_quoted(value)} is beyond the numbers of a float32")
+    return number
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadArgument(f"{name}={_quoted(value)} is not an integer") from None
+    if not low <= number <= high:
+        raise BadArgument(f"{name}={_quoted(number)} is outside {low} .. {high}")
+    return number
+
+
+def _name(what: str, value: Any, names: Collection[str], expected: str = "") -> str:
+    """One of the names; a NumPy dtype goes by its own."""
+    name = value.name if isinstance(value, np.dtype) else value
+    if not isinstance(name, str) or name not in names:
+        raise BadArgument(f"{what}={_quoted(value)} is {expected or 'none of ' + ', '.join(map(repr, names))}")
+    return name
+
+
+def _window(window_size: Any) -> tuple[int, int]:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise BadArgument(f"window_size={_quoted(window_size)} is not a pair (left, right)") from None
+    low, high = -(2**63), 2**63 - 1
+    return _integer("window_size[0]", left, low, high), _integer("window_size[1]", right, low, high)

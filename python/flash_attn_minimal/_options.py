@@ -1,0 +1,230 @@
+"""The options of attention, one object from the argument list to the C struct, and the struct of a call with them.
+
+flash_attn_func, flash_attn_varlen_func, backward, their queries and the operators of autograd.py and jax.py all carry
+an Options; flash_attn_with_kvcache makes one of the options that it shares with them. What an option means is said in
+flash_attn_func.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+from . import _arrays
+from ._arrays import View
+from ._checks import (
+    _LEAST_FLOAT,
+    _OPEN,
+    _check_dtype,
+    _check_last_axis,
+    _check_same_place,
+    _flag,
+    _integer,
+    _name,
+    _number,
+    _quoted,
+    _window,
+)
+from ._library import DTYPES, AttentionArgs, BadArgument, new
+from ._pack import _broadcast, _destination, _option, _put_strides, _put_tensor
+
+_NAMES = {number: name for name, number in DTYPES.items()}
+
+
+class Options(NamedTuple):
+    """With flash_attn_func's defaults. A new option is a field here, its lines in `put`, a field of
+    AttentionArgs in _library.py, and a line in the signature of each public function that takes it."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = _OPEN
+    softcap: float = 0.0
+    num_threads: int = 0
+    # Options from here on are those of which a repeated call (_forward.py) has the defaults.
+    alibi_slopes: Any = None
+    deterministic: bool = False
+    bias: Any = None
+    mask: Any = None
+    sinks: Any = None
+    top_left: bool = False
+    dropout_seed: int | None = None
+    dropout_offset: int = 0
+    kernel: str | None = None
+    allow_tf32: bool = False
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    out_dtype: str | None = None
+    fast_accum: bool = False
+
+    def varied(self) -> tuple | None:
+        """The options that a repeated call may have, or None where it has another one, too. By identity, for equal
+        values need not be equally legal."""
+        usual = all(map(operator.is_, self[_VARIED:], _DEFAULTS))
+        return self[:_VARIED] if usual else None
+
+    def put(self, args: AttentionArgs, views: list[View]) -> None:
+        """Checks the options and writes them into a struct that has its sizes and dtype; arrays join the views."""
+        batch, nheads, nheads_k, dtype = args.batch, args.nheads, args.nheads_k, views[0].dtype
+        self._put_scores(args, views, (batch, nheads, args.seqlen_q, args.seqlen_k), dtype)
+        if chance := _number("dropout_p", self.dropout_p):
+            args.dropout_p = chance
+            if self.dropout_seed is None:
+                raise BadArgument(
+                    f"dropout_p={chance} without dropout_seed: "
+                    "name the seed, so that the same call drops the same elements"
+                )
+        if self.dropout_seed is not None:
+            args.dropout_seed = _integer("dropout_seed", self.dropout_seed, 0, 2**64 - 1)
+        args.dropout_offset = _integer("dropout_offset", self.dropout_offset, 0, 2**64 - 1)
+        if self.deterministic is not False:
+            args.deterministic = _flag("deterministic", self.deterministic)
+        if self.allow_tf32 is not False:
+            args.allow_tf32 = _flag("allow_tf32", self.allow_tf32)
+        args.num_threads = _integer("num_threads", self.num_threads, -(2**31), 2**31 - 1)
+        for name, heads in (("q_descale", nheads), ("k_descale", nheads_k), ("v_descale", nheads_k)):
+            if (factors := getattr(self, name)) is not None:
+                view = _option(views, name, factors, ("float32",))
+                strides = _broadcast(name, view, (batch, heads), "batch, heads", least=0)
+                _put_strides(args, name, view.pointer, strides, ("batch", "head"))
+        if self.out_dtype is not None:
+            args.out_dtype = DTYPES[_name("out_dtype", self.out_dtype, DTYPES)]
+        if self.fast_accum is not False:
+            args.fast_accum = _flag("fast_accum", self.fast_accum)
+        _put_kernel(args, self.kernel)
+
+    def _put_scores(self, args: AttentionArgs, views: list[View], scores: tuple[int, ...], dtype: str) -> None:
+        """What decides about scores of this shape, (batch, nheads, seqlen_q, seqlen_k)."""
+        batch, nheads, *_ = scores
+        if self.causal is not False:
+            args.causal = _flag("causal", self.causal)
+        if self.softmax_scale is not None:
+            args.softmax_scale, args.has_softmax_scale = _number("softmax_scale", self.softmax_scale), 1
+        args.softcap = cap = _number("softcap", self.softcap)
+        if 0 < abs(cap) < _LEAST_FLOAT:
+            raise BadArgument(f"softcap={_quoted(self.softcap)} is below the normal numbers of a float32")
+        if self.window_size is not _OPEN:
+            args.window_left, args.window_right = _window(self.window_size)
+            args.has_window = 1
+        if self.alibi_slopes is not None:
+            view = _option(views, "alibi_slopes", self.alibi_slopes, ("float32",))
+            if tuple(view.shape) not in ((nheads,), (batch, nheads)):
+                raise BadArgument(
+                    f"alibi_slopes has shape {tuple(view.shape)}: expected ({nheads},) or ({batch}, {nheads})"
+                )
+            _check_last_axis("alibi_slopes", view)
+            args.alibi_slopes = view.pointer
+            args.alibi_batch_stride = view.strides[0] if len(view.shape) == 2 else 0
+        if self.sinks is not None:
+            view = _option(views, "sinks", self.sinks, ("float32",))
+            if tuple(view.shape) != (nheads,):
+                raise BadArgument(f"sinks has shape {tuple(view.shape)}: expected ({nheads},)")
+            _check_last_axis("sinks", view)
+            args.sinks = view.pointer
+        if self.top_left is not False:
+            args.top_left = _flag("top_left", self.top_left)
+        for name, dtypes in (("bias", (dtype, "float32")), ("mask", ("bool", "uint8"))):
+            if (array := getattr(self, name)) is None:
+                continue
+            view = _option(views, name, array, dtypes)
+            strides = _broadcast(name, view, scores, "batch, nheads, seqlen_q, seqlen_k")
+            if view.shape[-1] != scores[-1]:
+                raise BadArgument(
+                    f"{name} has shape {tuple(view.shape)}: its last axis must have all seqlen_k={scores[-1]} columns"
+                )
+            _check_last_axis(name, view)
+            _put_strides(args, name, view.pointer, strides, ("batch", "head", "row"))
+            if name == "bias":
+                args.bias_dtype = DTYPES[view.dtype]
+
+
+_VARIED = Options._fields.index("alibi_slopes")
+_DEFAULTS = Options()[_VARIED:]
+
+
+def _put_kernel(args: Any, kernel: Any) -> None:
+    if kernel is not None:
+        if not isinstance(kernel, str) or not kernel.isascii() or "\0" in kernel:
+            raise BadArgument(f"kernel={_quoted(kernel)} is not the name of a kernel")
+        args.kernel = kernel.encode()
+
+
+def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> tuple[AttentionArgs, list[View]]:
+    """Everything but the outputs and the workspace. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k). The views (q, k, v, then the optional ones) keep the memory alive."""
+    qv, kv, vv = _arrays.view(q, "q"), _arrays.view(k, "k"), _arrays.view(v, "v")
+    views = [qv, kv, vv]
+    rank = 4 if varlen is None else 3
+    for name, view in (("q", qv), ("k", kv), ("v", vv)):
+        if len(view.shape) != rank:
+            expected = "(batch, seqlen, nheads, headdim)" if rank == 4 else "(total, nheads, headdim)"
+            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {expected}")
+        if view.strides[-1] != 1 and view.shape[-1] > 1:
+            _check_last_axis(name, view)
+    _check_same_place("k", kv, "q", qv)
+    _check_same_place("v", vv, "q", qv)
+    if kv.dtype != qv.dtype or vv.dtype != qv.dtype:
+        raise BadArgument(f"q is {qv.dtype}, k is {kv.dtype}, v is {vv.dtype}: they must be the same")
+    _check_dtype("q", qv)
+
+    *batch, seqlen_q, nheads, headdim = qv.shape
+    *batch_k, seqlen_k, nheads_k, headdim_k = kv.shape
+    if batch_k != batch or headdim_k != headdim:
+        must = "headdim" if varlen else "batch and headdim"
+        raise BadArgument(f"k has shape {tuple(kv.shape)}, but q has {tuple(qv.shape)}: {must} must agree")
+    if vv.shape[:-1] != kv.shape[:-1]:
+        raise BadArgument(f"v has shape {tuple(vv.shape)}, but k has {tuple(kv.shape)}: all but headdim must agree")
+    args = new(AttentionArgs)
+    args.device, args.dtype = qv.device, DTYPES[qv.dtype]
+    for name, view in (("q", qv), ("k", kv), ("v", vv)):
+        _put_tensor(args, name, view)
+    if varlen is not None:
+        args.total_q, args.total_k = seqlen_q, seqlen_k
+        batch[:], seqlen_q, seqlen_k = _sequences(args, views, *varlen)
+    if vv.shape[-1] < 1:  # 0 would mean "the same as headdim" to the library
+        raise BadArgument(f"v has shape {tuple(vv.shape)}: headdim_v=0 is outside 1 .. 512")
+    args.batch, args.seqlen_q, args.seqlen_k = batch[0], seqlen_q, seqlen_k
+    args.nheads, args.nheads_k, args.headdim, args.headdim_v = nheads, nheads_k, headdim, vv.shape[-1]
+    options.put(args, views)
+    return args, views
+
+
+def _lengths(what: str, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple | None:
+    """The arguments that make a call or query a varlen one: all of them, or None where there are none."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    missing = [name for name, x in zip(names, lengths, strict=True) if x is None]
+    if 0 < len(missing) < 4:
+        raise BadArgument(f"{missing[0]} is None: a varlen {what} needs {', '.join(names[:3])} and {names[3]}")
+    return None if missing else lengths
+
+
+def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k) -> tuple[list[int], int, int]:
+    """Reads the arguments that only varlen calls have; returns [batch], seqlen_q, seqlen_k."""
+    cu_q = _option(views, "cu_seqlens_q", cu_q, ("int32",))
+    cu_k = _option(views, "cu_seqlens_k", cu_k, ("int32",))
+    for name, view in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if len(view.shape) != 1 or view.shape[0] < 1:
+            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected (batch + 1,)")
+        _check_last_axis(name, view)
+    if cu_k.shape[0] != cu_q.shape[0]:
+        raise BadArgument(
+            f"cu_seqlens_k has {cu_k.shape[0]} entries, but cu_seqlens_q has {cu_q.shape[0]}: both have batch + 1"
+        )
+    args.cu_seqlens_q, args.cu_seqlens_k = cu_q.pointer, cu_k.pointer
+    seqlen_q = _integer("max_seqlen_q", max_q, 0, 2**63 - 1)
+    seqlen_k = _integer("max_seqlen_k", max_k, 0, 2**63 - 1)
+    return [cu_q.shape[0] - 1], seqlen_q, seqlen_k
+
+
+def _output(args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, ...], zeroed: bool) -> View:
+    """The given or a new output, put into args."""
+    qv = views[0]
+    dtype = _NAMES.get(args.out_dtype) or ("bfloat16" if qv.dtype == "float8_e4m3fn" else qv.dtype)
+    if out is None:
+        view = qv.door.full(qv, shape, dtype, 0) if zeroed else qv.door.empty(qv, shape, dtype)
+    else:
+        view = _destination("out", out, dict(zip("qkv", views, strict=False)), shape, dtype)
+    _put_tensor(args, "out", view)
+    return view
