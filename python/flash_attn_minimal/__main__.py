@@ -1,8 +1,14 @@
-"""`python -m flash_attn_minimal COMMAND`: see cli.py."""
+"""`python -m flash_attn_minimal COMMAND`, installed as `flash-attn-minimal COMMAND`: see cli.py."""
 
 import sys
 
 from .cli import main
 
+
+def run() -> int:
+    """The command that the arguments of this process name."""
+    return main(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run())

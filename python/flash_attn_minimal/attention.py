@@ -11,6 +11,7 @@ calls (see _repeat.py) whose entries never change.
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _arrays, _modes
 from ._checks import _OPEN, _check_dtype, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous
@@ -18,10 +19,14 @@ from ._forward import attend, attend_varlen, repeated
 from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArgs, Unsupported, load, new
 from ._options import Options, _lengths, _output, _prepare
 from ._pack import _put_dense, _put_tensor
-from ._query import kernel_table, plan_of
+from ._query import Plan, kernel_table, plan_of
+from ._typing import Array, AttentionOptions, KeywordOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-def _is_pytorch_s(*arrays) -> bool:
+def _is_pytorch_s(*arrays: Any) -> bool:
     """Whether PyTorch must see the call: a mode watches it, or a tensor wants a gradient or is no plain one."""
     if _modes.active():
         return any(isinstance(x, _modes.Tensor) for x in arrays)
@@ -32,41 +37,64 @@ def _is_pytorch_s(*arrays) -> bool:
     return any(graded and x.requires_grad or not _modes.is_plain(x) for x in tensors)
 
 
-def _is_traced(*arguments) -> bool:
+def _is_traced(*arguments: Any) -> bool:
     """Whether one of them belongs to a JAX program in the making."""
     jax = sys.modules.get("jax")
     return jax is not None and any(isinstance(x, jax.core.Tracer) for x in arguments)
 
 
+@overload
 def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=_OPEN,
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_lse=False,
+    q: Array,
+    k: Array,
+    v: Array,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Any = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[KeywordOptions],
+) -> Array: ...
+@overload
+def flash_attn_func(
+    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attn_func(
+    q: Array, k: Array, v: Array, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> Array | tuple[Array, Array]: ...
+def flash_attn_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _OPEN,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
     *,
-    bias=None,
-    mask=None,
-    sinks=None,
-    top_left=False,
-    dropout_seed=None,
-    dropout_offset=0,
-    out=None,
-    kernel=None,
-    allow_tf32=False,
-    num_threads=0,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    out_dtype=None,
-    fast_accum=False,
-):
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    top_left: bool = False,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    out: Any = None,
+    kernel: str | None = None,
+    allow_tf32: bool = False,
+    num_threads: int = 0,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    out_dtype: str | None = None,
+    fast_accum: bool = False,
+) -> Any:
     """out = softmax(softmax_scale * q k^T + ...) v, without the (seqlen_q, seqlen_k) matrix in memory.
 
     Arrays come from NumPy, PyTorch, CuPy, JAX, Numba, or anything with DLPack or __cuda_array_interface__, all from
@@ -165,39 +193,84 @@ def flash_attn_func(
     return attend(q, k, v, out, return_lse, options, sign)
 
 
+@overload
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=_OPEN,
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_lse=False,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Any = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[KeywordOptions],
+) -> Array: ...
+@overload
+def flash_attn_varlen_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     *,
-    bias=None,
-    mask=None,
-    sinks=None,
-    top_left=False,
-    dropout_seed=None,
-    dropout_offset=0,
-    out=None,
-    kernel=None,
-    allow_tf32=False,
-    num_threads=0,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    out_dtype=None,
-    fast_accum=False,
-):
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attn_varlen_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> Array | tuple[Array, Array]: ...
+def flash_attn_varlen_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _OPEN,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    top_left: bool = False,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    out: Any = None,
+    kernel: str | None = None,
+    allow_tf32: bool = False,
+    num_threads: int = 0,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    out_dtype: str | None = None,
+    fast_accum: bool = False,
+) -> Any:
     """flash_attn_func for sequences of different lengths, packed one after the other.
 
     Arguments, where they differ:
@@ -240,7 +313,7 @@ def flash_attn_varlen_func(
     return attend_varlen(q, k, v, varlen, out, return_lse, options)
 
 
-def merge(out_a, lse_a, out_b, lse_b):
+def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Merges attention over two disjoint sets of keys into attention over their union.
 
         lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
@@ -300,7 +373,7 @@ def merge(out_a, lse_a, out_b, lse_b):
     return out.door.result(out), lse.door.result(lse)
 
 
-def quantize_fp8(x, hadamard=False, seed=0):
+def quantize_fp8(x: Array, hadamard: bool = False, seed: int = 0) -> tuple[Array, Array]:
     """x in float8_e4m3fn with one factor for every head of every batch entry: x is about x8 * descale.
 
     With hadamard=True every row is first multiplied by random signs and by an orthonormal Hadamard matrix, which
@@ -349,18 +422,18 @@ def quantize_fp8(x, hadamard=False, seed=0):
 
 
 def query(
-    q,
-    k,
-    v,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
-    return_lse=False,
-    out=None,
-    **options,
-):
+    return_lse: bool = False,
+    out: Any = None,
+    **options: Any,
+) -> Plan:
     """What flash_attn_func (or, with cu_seqlens, flash_attn_varlen_func) would do with the same arguments, without
     doing it.
 

@@ -7,6 +7,7 @@ memory is O(seqlen). autograd.py builds PyTorch's backward pass from this, jax.p
 from __future__ import annotations
 
 import ctypes as ct
+from typing import Any
 
 from . import _arrays
 from ._arrays import View
@@ -16,43 +17,44 @@ from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadAr
 from ._options import Options, _lengths, _prepare
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._query import Plan, kernel_table, plan_from
+from ._typing import Array
 
 
 def backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Any,
+    lse: Array,
     *,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=_OPEN,
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    bias=None,
-    mask=None,
-    sinks=None,
-    top_left=False,
-    dropout_seed=None,
-    dropout_offset=0,
-    return_dbias=False,
-    return_dsinks=False,
-    dq=None,
-    dk=None,
-    dv=None,
-    accumulate=False,
-    kernel=None,
-    allow_tf32=False,
-    num_threads=0,
-):
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _OPEN,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    top_left: bool = False,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    accumulate: bool = False,
+    kernel: str | None = None,
+    allow_tf32: bool = False,
+    num_threads: int = 0,
+) -> tuple[Array, ...]:
     """dq, dk, dv of sum(out * dout), where out and lse are what flash_attn_func(q, k, v, ..., return_lse=True)
     returned, or with cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k what flash_attn_varlen_func did.
 
@@ -163,14 +165,14 @@ def _launch_backward(call: AttentionBackwardArgs, args: AttentionArgs, views: li
 
 
 def backward_query(
-    q,
-    k,
-    v,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    **options,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    **options: Any,
 ) -> Plan:
     """What `backward` would do for these inputs and options, without doing it: see query.
 

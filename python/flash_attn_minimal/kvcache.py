@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes as ct
 import inspect
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -21,38 +21,73 @@ from ._options import Options
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._query import Plan, plan_from
 from ._repeat import Repeats, signature
+from ._typing import Array, CacheKeywordOptions, CacheOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+@overload
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=_OPEN,
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    return_softmax_lse=False,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k: Any = ...,
+    v: Any = ...,
+    rotary_cos: Any = ...,
+    rotary_sin: Any = ...,
+    cache_seqlens: Any = ...,
+    cache_batch_idx: Any = ...,
+    cache_leftpad: Any = ...,
+    block_table: Any = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    alibi_slopes: Any = ...,
+    num_splits: int = ...,
+    return_softmax_lse: Literal[False] = ...,
+    **options: Unpack[CacheKeywordOptions],
+) -> Array: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Array, k_cache: Array, v_cache: Array, *, return_softmax_lse: Literal[True], **options: Unpack[CacheOptions]
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Array, k_cache: Array, v_cache: Array, *, return_softmax_lse: bool, **options: Unpack[CacheOptions]
+) -> Array | tuple[Array, Array]: ...
+def flash_attn_with_kvcache(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    block_table: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _OPEN,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Any = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
     *,
-    sinks=None,
-    k_scale=None,
-    v_scale=None,
-    batch_invariant=False,
-    programmatic=False,
-    kernel=None,
-    out=None,
-    num_threads=0,
-):
+    sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    batch_invariant: bool = False,
+    programmatic: bool = False,
+    kernel: str | None = None,
+    out: Any = None,
+    num_threads: int = 0,
+) -> Any:
     """Appends k and v to the cache in place, rotates q and k, and returns attention of q over the cache.
 
     Arguments:
@@ -154,7 +189,7 @@ def flash_attn_with_kvcache(
     return result if lse_view is None else (result, lse_view.door.result(lse_view))
 
 
-def kvcache_query(*arrays, **options) -> Plan:
+def kvcache_query(*arrays: Any, **options: Any) -> Plan:
     """What flash_attn_with_kvcache would do with the same arguments, without doing it: see query.
 
     >>> import numpy as np

@@ -22,14 +22,22 @@ from ._library import (
     new,
 )
 from ._pack import _option, _put_strides, _put_tensor
+from ._typing import Array
 
 _FACTORS = ("token", "entry", "head")
 _E4M3_MAX, _INT8_MAX = 448.0, 127.0
 
 
 def quantize_kvcache(
-    k_cache, v_cache, dtype="float8_e4m3fn", factors="token", *, k_scale=None, v_scale=None, num_threads=0
-):
+    k_cache: Array,
+    v_cache: Array,
+    dtype: str = "float8_e4m3fn",
+    factors: str = "token",
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    num_threads: int = 0,
+) -> tuple[Array, Array, Array, Array]:
     """A cache of 16 or 32 bits as the 8-bit one that flash_attn_with_kvcache takes: values are about value8 * scale.
 
     Arguments:

@@ -28,6 +28,7 @@ from .._library import DTYPES, BadArgument, Unsupported, new
 from .._options import _put_kernel
 from .._pack import _put_tensor
 from .._query import Plan, plan_from
+from .._typing import Array
 from ._library import (
     W4_FORMATS,
     LinearArgs,
@@ -44,7 +45,17 @@ from .quantized import PackedW4
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
-def rms_norm(x, weight, eps=1e-5, residual=None, *, out=None, out_dtype=None, programmatic=False, num_threads=0):
+def rms_norm(
+    x: Array,
+    weight: Any,
+    eps: float = 1e-5,
+    residual: Any = None,
+    *,
+    out: Any = None,
+    out_dtype: str | None = None,
+    programmatic: bool = False,
+    num_threads: int = 0,
+) -> Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis.
 
     Arguments:
@@ -78,18 +89,18 @@ def rms_norm(x, weight, eps=1e-5, residual=None, *, out=None, out_dtype=None, pr
 
 
 def rope(
-    x,
-    cos,
-    sin,
-    positions=None,
-    interleaved=False,
-    rotary_dim=None,
-    inverse=False,
+    x: Array,
+    cos: Array,
+    sin: Array,
+    positions: Any = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    inverse: bool = False,
     *,
-    out=None,
-    programmatic=False,
-    num_threads=0,
-):
+    out: Any = None,
+    programmatic: bool = False,
+    num_threads: int = 0,
+) -> Array:
     """Rotary position embedding: pairs (a, b) of every head become (a cos - b sin, a sin + b cos).
 
     Arguments:
@@ -144,7 +155,9 @@ def rope(
     return _run("rope", args, views, out, ov)
 
 
-def swiglu(gate_up, *, out=None, out_dtype=None, programmatic=False, num_threads=0):
+def swiglu(
+    gate_up: Array, *, out: Any = None, out_dtype: str | None = None, programmatic: bool = False, num_threads: int = 0
+) -> Array:
     """silu(gate) * up, silu(x) = x / (1 + exp(-x)): gate is the first half of the last axis, up the second.
 
     Arguments:
@@ -164,21 +177,21 @@ def swiglu(gate_up, *, out=None, out_dtype=None, programmatic=False, num_threads
 
 
 def linear(
-    x,
-    weight,
-    bias=None,
-    norm_weight=None,
-    eps=1e-5,
-    residual=None,
-    swiglu=False,
+    x: Array,
+    weight: Any,
+    bias: Any = None,
+    norm_weight: Any = None,
+    eps: float = 1e-5,
+    residual: Any = None,
+    swiglu: bool = False,
     *,
-    out=None,
-    out_dtype=None,
-    programmatic=False,
-    num_threads=0,
-    kernel=None,
-    workspace=None,
-):
+    out: Any = None,
+    out_dtype: str | None = None,
+    programmatic: bool = False,
+    num_threads: int = 0,
+    kernel: str | None = None,
+    workspace: Any = None,
+) -> Array:
     """residual + act(norm(x) weight^T + bias): the products of a decoder, as fast as the weights come from memory.
 
     With a 16 or 32-bit weight it is for a row of x or a few: on a GPU and with large weights (4096 x 4096) your
@@ -236,7 +249,13 @@ def linear_query(
     return plan_from(lambda plan: query(args, plan))
 
 
-def linear_chain(products: Sequence[Mapping[str, Any]], ahead=(), *, kernel=None, workspace=None) -> list:
+def linear_chain(
+    products: Sequence[Mapping[str, Any]],
+    ahead: Sequence[PackedW4] = (),
+    *,
+    kernel: str | None = None,
+    workspace: Any = None,
+) -> list[Any]:
     """Products with 4-bit weights one behind the other: the results of linear(**product) for each, in a list.
 
     On Hopper a chain of a few rows is one launch, whose weights come from memory without a pause between the products;
@@ -397,19 +416,19 @@ def _linear_args(
 
 
 def sample(
-    logits,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    seed=0,
-    offset=0,
-    step=None,
-    seeds=None,
+    logits: Array,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: Any = 0,
+    offset: Any = 0,
+    step: Any = None,
+    seeds: Any = None,
     *,
-    out=None,
-    programmatic=False,
-    num_threads=0,
-):
+    out: Any = None,
+    programmatic: bool = False,
+    num_threads: int = 0,
+) -> Array:
     """Draws a token of every row from softmax(logits / temperature): int32 ids on the device of the logits.
 
     top_k keeps the k likeliest tokens (0: all), top_p then the fewest likeliest that hold this share of what is left.

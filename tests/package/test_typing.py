@@ -1,0 +1,44 @@
+"""What type checkers are told: tests/typing/public.py passes mypy, and _typing.py has the functions' arguments."""
+
+import importlib.util
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flash_attn_minimal as fa
+from flash_attn_minimal import _typing
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
+def test_mypy_sees_what_the_functions_return(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", tmp_path, "tests/typing/public.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("function,keyword_only,every,apart", [
+    (fa.flash_attn_func, _typing.KeywordOptions, _typing.AttentionOptions, {"q", "k", "v", "return_lse"}),
+    (
+        fa.flash_attn_varlen_func, _typing.KeywordOptions, _typing.AttentionOptions,
+        {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "return_lse"},
+    ),
+    (
+        fa.flash_attn_with_kvcache, _typing.CacheKeywordOptions, _typing.CacheOptions,
+        {"q", "k_cache", "v_cache", "return_softmax_lse"},
+    ),
+])  # fmt: skip
+def test_the_declared_options_are_the_functions(function, keyword_only, every, apart):
+    parameters = inspect.signature(function).parameters.values()
+    keywords = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+    options = {p.name: p.annotation for p in parameters if p.name not in apart}
+    for names, declared in ((keywords, keyword_only), (options, every)):
+        assert {name: hint.__forward_arg__ for name, hint in declared.__annotations__.items()} == names
