@@ -7,11 +7,10 @@ import shutil
 import subprocess
 import sys
 import threading
-import timeit
 
 import numpy as np
 import pytest
-from conftest import ROOT, torch
+from conftest import ROOT
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import _library
@@ -118,7 +117,7 @@ def test_every_exported_function_is_declared():
     if not HEADERS[0].is_file():
         pytest.skip("the headers are not beside the tests")
     exported = re.findall(r"FA_API [\w *]*?(fa_\w+)\(", "".join(header.read_text() for header in HEADERS))
-    lib = _library.load()
+    lib = transformer.load()
     assert exported
     for name in exported:
         assert getattr(lib, name).argtypes is not None, name
@@ -169,17 +168,15 @@ def test_foreign_library():
     )
 
 
-def test_import_is_quick():
-    """Below 150 ms beyond what NumPy itself takes; the best of three, since other work shares the machine."""
-    code = "import numpy, time; t = time.perf_counter(); import flash_attn_minimal; print(time.perf_counter() - t)"
-    assert min(float(python(code).stdout) for _ in range(3)) < 0.150
-
-
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_overhead_of_a_small_call(framework):
-    """Below 30 us through Python; a bound three times as wide here, since other work shares the machine."""
-    if framework == "torch" and torch is None:
-        pytest.skip("PyTorch is not installed")
-    q = np.zeros((1, 1, 1, 4), np.float32) if framework == "numpy" else torch.zeros(1, 1, 1, 4)
-    call = timeit.Timer(lambda: fa.flash_attn_func(q, q, q, num_threads=1))
-    assert min(call.repeat(5, 1000)) / 1000 < 90e-6
+def test_import_brings_numpy_alone():
+    """What makes an import slow is what it imports: nothing installed but NumPy, no suite or engine of ours, and no
+    library before the first call. (The overhead suite of the bench times calls.)"""
+    code = (
+        "import sys, numpy; before = set(sys.modules); import flash_attn_minimal as fa\n"
+        "print(*sorted(set(sys.modules) - before), fa._library.load.cache_info().currsize)"
+    )
+    *modules, loaded = python(code, PYTHONPATH=str(ROOT / "python")).stdout.split()
+    ours = [name for name in modules if name.startswith("flash_attn_minimal")]
+    heavy = {"bench", "fuzz", "llama", "cli", "verify", "autograd", "jax"}
+    assert not heavy & {name.split(".")[1] for name in ours if "." in name} and loaded == "0"
+    assert {name.split(".")[0] for name in modules} - {"flash_attn_minimal"} <= sys.stdlib_module_names
