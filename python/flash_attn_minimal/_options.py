@@ -8,7 +8,7 @@ flash_attn_func.
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from . import _arrays
 from ._arrays import View
@@ -30,10 +30,12 @@ from ._pack import _broadcast, _destination, _option, _put_strides, _put_tensor
 
 _NAMES = {number: name for name, number in DTYPES.items()}
 
+Array = TypeVar("Array")  # of one call's framework: numpy.ndarray, torch.Tensor, cupy.ndarray, jax.Array, ...
+
 
 class Options(NamedTuple):
-    """With flash_attn_func's defaults. A new option is a field here, its lines in `put`, a field of
-    AttentionArgs in _library.py, and a line in the signature of each public function that takes it."""
+    """With flash_attn_func's defaults. A new option is a field here and in the types below, its lines in `put`, a field
+    of AttentionArgs in _library.py, and an argument of flash_attn_func and flash_attn_varlen_func."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -141,6 +143,44 @@ class Options(NamedTuple):
 
 _VARIED = Options._fields.index("alibi_slopes")
 _DEFAULTS = Options()[_VARIED:]
+
+
+class KeywordOptions(TypedDict, total=False):
+    """For type checkers: flash_attn_func's keyword-only arguments but for `out`."""
+
+    bias: Any
+    mask: Any
+    sinks: Any
+    top_left: bool
+    dropout_seed: int | None
+    dropout_offset: int
+    kernel: str | None
+    allow_tf32: bool
+    num_threads: int
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
+    out_dtype: str | None
+    fast_accum: bool
+
+
+class AttentionOptions(KeywordOptions, total=False):
+    """These, and those that may be positional there."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Any
+    deterministic: bool
+
+
+def _options_of(function: str, given: dict[str, Any]) -> Options:
+    """Options from keyword arguments of a function."""
+    if unknown := [name for name in given if name not in Options._fields]:
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
+    return Options(**given)
 
 
 def _put_kernel(args: Any, kernel: Any) -> None:

@@ -17,10 +17,9 @@ from . import _arrays, _modes
 from ._checks import _OPEN, _check_dtype, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous
 from ._forward import attend, attend_varlen, repeated
 from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArgs, Unsupported, load, new
-from ._options import Options, _lengths, _output, _prepare
+from ._options import Array, AttentionOptions, KeywordOptions, Options, _lengths, _options_of, _output, _prepare
 from ._pack import _put_dense, _put_tensor
 from ._query import Plan, kernel_table, plan_of
-from ._typing import Array, AttentionOptions, KeywordOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,15 +55,17 @@ def flash_attn_func(
     alibi_slopes: Any = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
+    *,
+    out: Any = ...,
     **options: Unpack[KeywordOptions],
 ) -> Array: ...
 @overload
 def flash_attn_func(
-    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+    q: Array, k: Array, v: Array, *, return_lse: Literal[True], out: Any = ..., **options: Unpack[AttentionOptions]
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_func(
-    q: Array, k: Array, v: Array, *, return_lse: bool, **options: Unpack[AttentionOptions]
+    q: Array, k: Array, v: Array, *, return_lse: bool, out: Any = ..., **options: Unpack[AttentionOptions]
 ) -> Array | tuple[Array, Array]: ...
 def flash_attn_func(
     q: Array,
@@ -210,6 +211,8 @@ def flash_attn_varlen_func(
     alibi_slopes: Any = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
+    *,
+    out: Any = ...,
     **options: Unpack[KeywordOptions],
 ) -> Array: ...
 @overload
@@ -223,6 +226,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
+    out: Any = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]: ...
 @overload
@@ -236,6 +240,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_lse: bool,
+    out: Any = ...,
     **options: Unpack[AttentionOptions],
 ) -> Array | tuple[Array, Array]: ...
 def flash_attn_varlen_func(
@@ -449,7 +454,7 @@ def query(
     'nheads=6 is not a multiple of nheads_k=4'
     """
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    args, views = _prepare(q, k, v, lengths, Options(**options))
+    args, views = _prepare(q, k, v, lengths, _options_of("query", options))
     _flag("return_lse", return_lse)
     shape = (*views[0].shape[:-1], args.headdim_v)
     if out is not None:

@@ -96,26 +96,38 @@ def _signed(name: str, value: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def _packed(options: Options) -> tuple:
-    """The options that are no arrays as the operators take them, in the order of _INPUTS."""
-    seed, scale = options.dropout_seed, options.softmax_scale
-    return (
-        _number("dropout_p", options.dropout_p), None if scale is None else _number("softmax_scale", scale),
-        bool(_flag("causal", options.causal)), *_window(options.window_size), _number("softcap", options.softcap),
-        bool(_flag("deterministic", options.deterministic)), bool(_flag("top_left", options.top_left)),
-        None if seed is None else _signed("dropout_seed", seed), _signed("dropout_offset", options.dropout_offset),
-        options.kernel, bool(_flag("allow_tf32", options.allow_tf32)), options.num_threads,
-    )  # fmt: skip
+_OPTION_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
+_SIGNED = ("dropout_seed", "dropout_offset")
+# The options that the operators take as numbers, in order, each with its type in PyTorch's schema language. A window is
+# two numbers: vmap would map over a pair.
+_NUMBERS: dict[str, str] = {}
+for _name, _hint in Options.__annotations__.items():
+    if _name == "window_size":
+        _NUMBERS |= {"window_left": "int", "window_right": "int"}
+    elif _name not in (*_OPTION_ARRAYS, *_FLOAT8):
+        _NUMBERS[_name] = _hint.__forward_arg__.replace(" | None", "?")
 
 
-def _unpacked(bias, mask, alibi_slopes, sinks, values: tuple) -> Options:
+def _packed(options: Options) -> list:
+    """The numbers among the options as the operators take them, in the order of _NUMBERS."""
+    given = options._asdict()
+    given["window_left"], given["window_right"] = _window(options.window_size)
+    for name, kind in _NUMBERS.items():
+        if name in _SIGNED and given[name] is not None:
+            given[name] = _signed(name, given[name])
+        elif kind.startswith("float") and given[name] is not None:
+            given[name] = _number(name, given[name])
+        elif kind == "bool":
+            given[name] = bool(_flag(name, given[name]))
+    return [given[name] for name in _NUMBERS]
+
+
+def _unpacked(arrays: tuple, numbers: tuple) -> Options:
     """The options of an operator's arguments."""
-    dropout_p, scale, causal, left, right, softcap, deterministic, top_left, seed, offset, *rest = values
-    kernel, allow_tf32, num_threads = rest
-    return Options(
-        dropout_p, scale, causal, (left, right), softcap, num_threads, alibi_slopes, deterministic, bias, mask, sinks,
-        top_left, None if seed is None else seed % 2**64, offset % 2**64, kernel, allow_tf32,
-    )  # fmt: skip
+    given = dict(zip(_NUMBERS, numbers, strict=True))
+    given |= {name: given[name] % 2**64 for name in _SIGNED if given[name] is not None}
+    given["window_size"] = given.pop("window_left"), given.pop("window_right")
+    return Options(**given, **dict(zip(_OPTION_ARRAYS, arrays, strict=True)))
 
 
 def _attend(q, k, v, varlen, out, return_lse, options: Options):
@@ -128,7 +140,7 @@ def _attend(q, k, v, varlen, out, return_lse, options: Options):
 
 
 def _forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k, *values):
-    options = _unpacked(bias, mask, alibi_slopes, sinks, values)
+    options = _unpacked((bias, mask, alibi_slopes, sinks), values)
     varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
     with torch.no_grad(), _modes.unwatched():
         return _attend(q, k, v, varlen, None, True, options)
@@ -137,7 +149,7 @@ def _forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k,
 def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
     """dq, dk, dv, dbias, dsinks; the last two in the dtype of their inputs, empty where not wanted."""
     (q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k), (max_q, max_k) = arguments[:9], arguments[9:11]
-    options = _unpacked(bias, mask, alibi_slopes, sinks, arguments[11:])
+    options = _unpacked((bias, mask, alibi_slopes, sinks), arguments[11:])
     varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
     options = options._replace(kernel=None)  # the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces this one
     with torch.no_grad(), _modes.unwatched():
@@ -222,10 +234,8 @@ class _Attention(torch.autograd.Function):
 _T, _O = "Tensor", "Tensor?"
 _INPUTS = (
     f"{_T} q, {_T} k, {_T} v, {_O} bias, {_O} mask, {_O} alibi_slopes, {_O} sinks, {_O} cu_seqlens_q, "
-    f"{_O} cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float? softmax_scale, bool causal, "
-    "int window_left, int window_right, float softcap, bool deterministic, bool top_left, int? dropout_seed, "
-    "int dropout_offset, str? kernel, bool allow_tf32, int num_threads"
-)
+    f"{_O} cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+) + ", ".join(f"{kind} {name}" for name, kind in _NUMBERS.items())
 _NAME, _BACKWARD_NAME = "flash_attn_minimal::attention", "flash_attn_minimal::attention_backward"
 torch.library.define(_NAME, f"({_INPUTS}) -> ({_T}, {_T})")
 torch.library.define(

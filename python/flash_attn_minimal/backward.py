@@ -7,17 +7,19 @@ memory is O(seqlen). autograd.py builds PyTorch's backward pass from this, jax.p
 from __future__ import annotations
 
 import ctypes as ct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _arrays
 from ._arrays import View
-from ._checks import _OPEN, _check_last_axis, _flag, _is_contiguous
+from ._checks import _check_last_axis, _flag, _is_contiguous
 from ._launch import _with_workspace
 from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, load, new
-from ._options import Options, _lengths, _prepare
+from ._options import Array, AttentionOptions, Options, _lengths, _options_of, _prepare
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._query import Plan, kernel_table, plan_from
-from ._typing import Array
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def backward(
@@ -25,35 +27,20 @@ def backward(
     q: Array,
     k: Array,
     v: Array,
-    out: Any,
+    out: Array,
     lse: Array,
     *,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = _OPEN,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: bool = False,
-    bias: Any = None,
-    mask: Any = None,
-    sinks: Any = None,
-    top_left: bool = False,
-    dropout_seed: int | None = None,
-    dropout_offset: int = 0,
     return_dbias: bool = False,
     return_dsinks: bool = False,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
     accumulate: bool = False,
-    kernel: str | None = None,
-    allow_tf32: bool = False,
-    num_threads: int = 0,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]:
     """dq, dk, dv of sum(out * dout), where out and lse are what flash_attn_func(q, k, v, ..., return_lse=True)
     returned, or with cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k what flash_attn_varlen_func did.
@@ -73,7 +60,7 @@ def backward(
         dq, dk, dv: where to put the results, shaped as q, k, v, of their dtype; returned again.
         accumulate: add to what the given dq, dk and dv hold, rounding once.
         kernel: force a kernel by name (see backward_kernels()); None means $FLASH_ATTN_BACKWARD_KERNEL, else the best.
-        allow_tf32, num_threads: as in flash_attn_func.
+        options: the other options of flash_attn_func, but for those of float8, which has no backward pass.
 
     Rows that see nothing (lse = -inf) have zero gradients, keys that nobody sees too, whatever they hold.
 
@@ -95,12 +82,10 @@ def backward(
     True
     """
     lengths = _lengths("call", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, num_threads, alibi_slopes, deterministic,
-        bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
-    )  # fmt: skip
     wanted = _flag("return_dbias", return_dbias), _flag("return_dsinks", return_dsinks)
-    return _differentiate(dout, q, k, v, out, lse, lengths, options, *wanted, (dq, dk, dv), accumulate)
+    return _differentiate(
+        dout, q, k, v, out, lse, lengths, _options_of("backward", options), *wanted, (dq, dk, dv), accumulate
+    )
 
 
 def _differentiate(
@@ -183,7 +168,7 @@ def backward_query(
     'FA_OK'
     """
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    args, views = _prepare(q, k, v, lengths, Options(**options))
+    args, views = _prepare(q, k, v, lengths, _options_of("backward_query", options))
     call = new(AttentionBackwardArgs)
     call.forward = ct.pointer(args)
     q_shape, k_shape, v_shape = (view.shape for view in views[:3])

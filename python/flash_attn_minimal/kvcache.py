@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes as ct
 import inspect
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import numpy as np
 
@@ -17,14 +17,46 @@ from ._arrays import View
 from ._checks import _OPEN, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous
 from ._launch import _with_workspace
 from ._library import CACHE_DTYPES, DTYPES, AttentionArgs, BadArgument, KVCacheArgs, Unsupported, load, new
-from ._options import Options
+from ._options import Array, Options
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._query import Plan, plan_from
 from ._repeat import Repeats, signature
-from ._typing import Array, CacheKeywordOptions, CacheOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class CacheKeywordOptions(TypedDict, total=False):
+    """For type checkers: flash_attn_with_kvcache's keyword-only arguments."""
+
+    sinks: Any
+    k_scale: Any
+    v_scale: Any
+    batch_invariant: bool
+    programmatic: bool
+    kernel: str | None
+    out: Any
+    num_threads: int
+
+
+class CacheOptions(CacheKeywordOptions, total=False):
+    """These, and those that may be positional there."""
+
+    k: Any
+    v: Any
+    rotary_cos: Any
+    rotary_sin: Any
+    cache_seqlens: Any
+    cache_batch_idx: Any
+    cache_leftpad: Any
+    block_table: Any
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    rotary_interleaved: bool
+    alibi_slopes: Any
+    num_splits: int
 
 
 @overload

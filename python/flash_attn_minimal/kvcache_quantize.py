@@ -21,8 +21,8 @@ from ._library import (
     load,
     new,
 )
+from ._options import Array
 from ._pack import _option, _put_strides, _put_tensor
-from ._typing import Array
 
 _FACTORS = ("token", "entry", "head")
 _E4M3_MAX, _INT8_MAX = 448.0, 127.0

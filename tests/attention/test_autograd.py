@@ -9,7 +9,8 @@ from conftest import CUDA_DEVICES
 torch = pytest.importorskip("torch")
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import autograd  # noqa: E402, F401  (before the first compiled call: see its text)
+from flash_attn_minimal import autograd  # noqa: E402  (before the first compiled call: see its text)
+from flash_attn_minimal._options import Options  # noqa: E402
 
 DEVICES = [
     "cpu",
@@ -134,7 +135,7 @@ def test_compiled(device):
 
 def test_operators_are_well_formed():
     inputs = _inputs("cpu")
-    rest = (None,) * 6 + (0, 0, 0.1, None, True, -1, -1, 0.0, False, False, 7, 0, None, False, 0)
+    rest = (None,) * 6 + (0, 0, *autograd._packed(Options(dropout_p=0.1, causal=True, dropout_seed=7)))
     torch.library.opcheck(torch.ops.flash_attn_minimal.attention.default, (*inputs, *rest))
 
 

@@ -288,7 +288,7 @@ def test_gpu_refusals_name_the_reason(torch):
     x8, descale = fa.quantize_fp8(torch.randn(1, 64, 2, 64, device="cuda"))
     good = {"q_descale": descale, "k_descale": descale, "v_descale": descale}
     for option, text in (
-        ({"window_size": (3, 0)}, "window_left=3"),
+        ({"window_size": (3, 0)}, "takes no window_left"),
         ({"softcap": 2.0}, "takes no softcap"),
         ({"softmax_scale": -1.0}, "softmax_scale=-1"),
     ):

@@ -31,7 +31,8 @@ from torch_cases import (  # noqa: E402
 )
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import autograd  # noqa: E402, F401  (before the first compiled call: see its text)
+from flash_attn_minimal import autograd  # noqa: E402
+from flash_attn_minimal._options import Options  # noqa: E402
 from flash_attn_minimal.transformer import ops, quantized  # noqa: E402
 
 pytestmark = QUIET
@@ -285,13 +286,13 @@ def test_opcheck(device, name):
     options = options_of(device)[name]
     inputs = [x.requires_grad_() for x in qkv(device)]
     tensors = [options.get(key) for key in ("bias", "mask", "alibi_slopes", "sinks")]
-    rest = (None, None, 0, 0, 0.0, None, options.get("causal", False), -1, -1, 0.0, False, False, None, 0, None, False)
-    torch.library.opcheck(torch.ops.flash_attn_minimal.attention.default, (*inputs, *tensors, *rest, 0))
+    rest = (None, None, 0, 0, *autograd._packed(Options(causal=options.get("causal", False))))
+    torch.library.opcheck(torch.ops.flash_attn_minimal.attention.default, (*inputs, *tensors, *rest))
     q, k, v = (x.detach() for x in inputs)
-    out, lse = torch.ops.flash_attn_minimal.attention(q, k, v, *tensors, *rest, 0)
+    out, lse = torch.ops.flash_attn_minimal.attention(q, k, v, *tensors, *rest)
     wanted = tensors[0] is not None, tensors[3] is not None
     for dlse in (None, lse.sin()):
         torch.library.opcheck(
             torch.ops.flash_attn_minimal.attention_backward.default,
-            (out.cos(), dlse, out, lse, *wanted, q, k, v, *tensors, *rest, 0),
+            (out.cos(), dlse, out, lse, *wanted, q, k, v, *tensors, *rest),
         )

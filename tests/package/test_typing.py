@@ -1,4 +1,4 @@
-"""What type checkers are told: tests/typing/public.py passes mypy, and _typing.py has the functions' arguments."""
+"""What type checkers are told: tests/typing/public.py passes mypy, and the declared options are the functions'."""
 
 import importlib.util
 import inspect
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _typing
+from flash_attn_minimal import _options, kvcache
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,19 +26,19 @@ def test_mypy_sees_what_the_functions_return(tmp_path):
 
 
 @pytest.mark.parametrize("function,keyword_only,every,apart", [
-    (fa.flash_attn_func, _typing.KeywordOptions, _typing.AttentionOptions, {"q", "k", "v", "return_lse"}),
+    (fa.flash_attn_func, _options.KeywordOptions, _options.AttentionOptions, {"q", "k", "v", "return_lse", "out"}),
     (
-        fa.flash_attn_varlen_func, _typing.KeywordOptions, _typing.AttentionOptions,
-        {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "return_lse"},
+        fa.flash_attn_varlen_func, _options.KeywordOptions, _options.AttentionOptions,
+        {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "return_lse", "out"},
     ),
     (
-        fa.flash_attn_with_kvcache, _typing.CacheKeywordOptions, _typing.CacheOptions,
+        fa.flash_attn_with_kvcache, kvcache.CacheKeywordOptions, kvcache.CacheOptions,
         {"q", "k_cache", "v_cache", "return_softmax_lse"},
     ),
 ])  # fmt: skip
 def test_the_declared_options_are_the_functions(function, keyword_only, every, apart):
     parameters = inspect.signature(function).parameters.values()
-    keywords = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+    keywords = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in apart}
     options = {p.name: p.annotation for p in parameters if p.name not in apart}
     for names, declared in ((keywords, keyword_only), (options, every)):
         assert {name: hint.__forward_arg__ for name, hint in declared.__annotations__.items()} == names

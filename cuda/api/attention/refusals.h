@@ -30,11 +30,27 @@ inline const char* takes_head_dims(const AttentionParams& p, int step, int most,
     if (step == 1) return say(text, size, "headdim=%d, headdim_v=%d: at most %d", p.headdim, p.headdim_v, most);
     return say(text, size, "headdim=%d, headdim_v=%d: multiples of %d up to %d", p.headdim, p.headdim_v, step, most);
 }
-// No option of the scores but a mask, and no sinks; a scale that keeps the order of the scores.
-inline const char* takes_plain_scores(const AttentionParams& p, char* text, size_t size) {
-    if (p.general_scores() || p.sinks) return "takes no softcap, ALiBi, bias, mask, sinks or dropout";
-    if (p.scale > 0) return nullptr;
-    return say(text, size, "softmax_scale=%g: it takes positive ones", double(p.scale));
+
+// The options of the scores, as sets. A kernel names those that it knows and refuses a call that uses another one, so a new option is
+// refused until the kernel learns it. Kernels that ask mask.h about every pair (naive, minimal, mma_sm80, simple, the CPU's) know all.
+enum ScoreOption : uint32_t { kLeftEdge = 1, kSoftcap = 2, kAlibi = 4, kBias = 8, kMask = 16, kSinks = 32, kDropout = 64 };
+constexpr uint32_t kOptionsOfTiles = kLeftEdge | kSoftcap | kAlibi | kBias | kMask | kSinks | kDropout;  // wgmma, and the backward pass
+constexpr uint32_t kOptionsOfDecode = kLeftEdge | kSoftcap | kAlibi | kSinks;
+inline const char* takes_options(const AttentionParams& p, uint32_t known, char* text, size_t size) {
+    const struct {
+        uint32_t option;
+        bool used;
+        const char* name;
+    } options[] = {{kLeftEdge, p.window_left >= 0, "window_left"}, {kSoftcap, p.softcap != 0, "softcap"},
+                   {kAlibi, p.alibi_slopes != nullptr, "ALiBi"},   {kBias, p.bias.data != nullptr, "bias"},
+                   {kMask, p.mask.data != nullptr, "mask"},        {kSinks, p.sinks != nullptr, "sinks"},
+                   {kDropout, p.dropout_threshold != 0, "dropout"}};
+    for (const auto& o : options)
+        if (o.used && !(known & o.option)) return say(text, size, "takes no %s", o.name);
+    return nullptr;
+}
+inline const char* takes_positive_scale(const AttentionParams& p, char* text, size_t size) {
+    return p.scale > 0 ? nullptr : say(text, size, "softmax_scale=%g: it takes positive ones", double(p.scale));
 }
 
 inline const char* too_many_blocks(const AttentionParams& p, int64_t blocks, char* text, size_t size) {

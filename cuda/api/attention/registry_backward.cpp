@@ -76,6 +76,7 @@ const char* wgmma_sm90_refuses(const BackwardParams& b, const DeviceInfo& device
     const char* reason = needs_hopper(device, text, size);
     if (!reason) reason = takes_16_bits(p);
     if (!reason) reason = takes_head_dims(p, 8, kBackwardWgmmaMaxHeadDim, text, size);
+    if (!reason) reason = takes_options(p, kOptionsOfTiles, text, size);
     if (reason) return reason;
     const BackwardPlan plan = backward_plan(backward_choose(p));
     if (plan.blocks() != blocks)
@@ -135,6 +136,7 @@ const char* mma_sm80_refuses(const BackwardParams& b, const DeviceInfo& device, 
     const char* reason = needs_sm80(device, text, size);
     if (!reason) reason = takes_16_bits(p);
     if (!reason) reason = takes_head_dims(p, 1, 256, text, size);
+    if (!reason) reason = takes_options(p, kOptionsOfTiles, text, size);
     if (reason) return reason;
     const int64_t tiles = ceil_div(p.seqlen_q > p.seqlen_k ? p.seqlen_q : p.seqlen_k, 32);  // the smallest tile
     if (tiles * p.nheads * p.batch <= kMaxGrid) return nullptr;

@@ -126,6 +126,7 @@ const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& devic
     if (!reason) reason = takes_16_bits(p);
     if (!reason && p.cache.entries && p.cache.dtype != p.dtype) reason = kNo8BitCache;
     if (!reason) reason = takes_head_dims(p, 8, kWgmmaMaxHeadDim, text, size);
+    if (!reason) reason = takes_options(p, kOptionsOfTiles, text, size);
     if (!reason && (p.seqlen_k == 0 || (p.cu_seqlens_q && p.total_k == 0))) reason = "there are no keys to load";
     if (!reason) reason = hopper_memory_refuses(p, 2, text, size);
     return reason;
@@ -154,7 +155,8 @@ const char* mla_sm90_refuses(const AttentionParams& p, const DeviceInfo& device,
     if (!reason && p.cache.dtype != p.dtype) reason = kNo8BitCache;
     if (!reason && p.cache.block_table && p.cache.page_size % 8)
         reason = say(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
-    if (!reason) reason = takes_plain_scores(p, text, size);
+    if (!reason) reason = takes_options(p, kLeftEdge, text, size);
+    if (!reason) reason = takes_positive_scale(p, text, size);
     if (!reason && p.seqlen_k == 0) reason = "there are no keys to load";
     if (!reason) {
         const int64_t rows = int64_t(p.seqlen_q) * p.group * p.batch * p.nheads_k,
@@ -176,8 +178,8 @@ const char* fp8_sm90_refuses(const AttentionParams& p, const DeviceInfo& device,
     if (!is_float8(p)) return "takes float8_e4m3 only";
     const char* reason = needs_hopper(device, text, size);
     if (!reason) reason = takes_head_dims(p, 16, kFp8MaxHeadDim, text, size);
-    if (!reason) reason = takes_plain_scores(p, text, size);
-    if (!reason && p.window_left >= 0) reason = say(text, size, "window_left=%d: windows have no left edge here", p.window_left);
+    if (!reason) reason = takes_options(p, 0, text, size);
+    if (!reason) reason = takes_positive_scale(p, text, size);
     if (!reason) reason = hopper_memory_refuses(p, 1, text, size);
     return reason;
 }

@@ -25,10 +25,9 @@ from .._arrays import View
 from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _name, _number, _quoted
 from .._launch import _with_workspace
 from .._library import DTYPES, BadArgument, Unsupported, new
-from .._options import _put_kernel
+from .._options import Array, _put_kernel
 from .._pack import _put_tensor
 from .._query import Plan, plan_from
-from .._typing import Array
 from ._library import (
     W4_FORMATS,
     LinearArgs,
