@@ -87,8 +87,9 @@ class Kernel:
 
     @property
     def general(self) -> bool:
-        """Serves every call, so that a refusal is a failure and not a skip."""
-        return self.name.startswith("cpu_") or self.name in ("minimal", "naive")
+        """Serves every call, so that a refusal is a failure and not a skip. Only kernels named after a GPU's
+        architecture may refuse."""
+        return "_sm" not in self.name
 
     def __call__(self, q, k, v, dtype="float32", cu_seqlens=None, **options):
         """Attention over NumPy arrays; out, pre-filled with NaN, and lse as NumPy."""
@@ -135,10 +136,6 @@ class Kernel:
 
 class BackwardKernel(Kernel):
     """One kernel of the backward pass on one device."""
-
-    @property
-    def general(self) -> bool:
-        return self.name.startswith("cpu_") or self.name == "simple"
 
     def __call__(self, dout, q, k, v, out, lse, dtype="float32", cu_seqlens=None, before=None, **options):
         """Gradients over NumPy arrays; dq, dk and dv start as NaN, or accumulate onto `before`."""
