@@ -124,7 +124,7 @@ class Kernel:
         return arrays, options
 
     def check(self, case: accuracy.Case) -> tuple[np.ndarray, np.ndarray]:
-        """Runs a case and compares it with float64; returns what the kernel said."""
+        """Runs a case, compares it with float64, and returns the kernel's out and lse."""
         (q, k, v, options), exact, plain = accuracy.expected(case)
         cu = (case.cu_seqlens_q, case.cu_seqlens_k, case.seqlen_q, case.seqlen_k) if case.varlen else None
         out, lse = self(q, k, v, case.dtype, cu, **options)
@@ -156,7 +156,7 @@ class BackwardKernel(Kernel):
         return [self.device.numpy(x) for x in results]
 
     def check(self, case: accuracy.Case, **call) -> list[np.ndarray]:
-        """Runs a case and compares it with float64; returns what the kernel said."""
+        """Runs a case, compares it with float64, and returns the kernel's gradients."""
         (dout, q, k, v, out, lse, options), exact, plain = accuracy.expected_backward(case)
         cu = (case.cu_seqlens_q, case.cu_seqlens_k, case.seqlen_q, case.seqlen_k) if case.varlen else None
         wanted = {"return_dbias": exact.dbias is not None, "return_dsinks": exact.dsinks is not None}
@@ -204,7 +204,8 @@ else:
 
 
 def jax_platforms() -> list:
-    """Parameters of the tests of JAX, which is there: on a machine where it and the library have a GPU, that too."""
+    """Parameters for tests that need JAX: "cpu", and "gpu", which is skipped unless JAX and the library both have
+    one."""
     try:
         gpus = jax.devices("gpu") if CUDA_DEVICES else []
     except RuntimeError:
