@@ -1,5 +1,5 @@
-"""Calls with all their inputs, the float64 answer, and the error a plain implementation of the same precision makes;
-what may be off by how much is in flash_attn_minimal/fuzz/judge.py."""
+"""Calls with all their inputs, the float64 answer, and the error that a plain implementation of the same precision
+makes. How much a result may be off is in flash_attn_minimal/fuzz/judge.py."""
 
 from __future__ import annotations
 

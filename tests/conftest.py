@@ -87,8 +87,9 @@ class Kernel:
 
     @property
     def general(self) -> bool:
-        """Serves every call, so that a refusal is a failure and not a skip."""
-        return self.name.startswith("cpu_") or self.name in ("minimal", "naive")
+        """Serves every call, so that a refusal is a failure and not a skip. Only kernels named after a GPU's
+        architecture may refuse."""
+        return "_sm" not in self.name
 
     def __call__(self, q, k, v, dtype="float32", cu_seqlens=None, **options):
         """Attention over NumPy arrays; out, pre-filled with NaN, and lse as NumPy."""
@@ -123,7 +124,7 @@ class Kernel:
         return arrays, options
 
     def check(self, case: accuracy.Case) -> tuple[np.ndarray, np.ndarray]:
-        """Runs a case and compares it with float64; returns what the kernel said."""
+        """Runs a case, compares it with float64, and returns the kernel's out and lse."""
         (q, k, v, options), exact, plain = accuracy.expected(case)
         cu = (case.cu_seqlens_q, case.cu_seqlens_k, case.seqlen_q, case.seqlen_k) if case.varlen else None
         out, lse = self(q, k, v, case.dtype, cu, **options)
@@ -135,10 +136,6 @@ class Kernel:
 
 class BackwardKernel(Kernel):
     """One kernel of the backward pass on one device."""
-
-    @property
-    def general(self) -> bool:
-        return self.name.startswith("cpu_") or self.name == "simple"
 
     def __call__(self, dout, q, k, v, out, lse, dtype="float32", cu_seqlens=None, before=None, **options):
         """Gradients over NumPy arrays; dq, dk and dv start as NaN, or accumulate onto `before`."""
@@ -159,7 +156,7 @@ class BackwardKernel(Kernel):
         return [self.device.numpy(x) for x in results]
 
     def check(self, case: accuracy.Case, **call) -> list[np.ndarray]:
-        """Runs a case and compares it with float64; returns what the kernel said."""
+        """Runs a case, compares it with float64, and returns the kernel's gradients."""
         (dout, q, k, v, out, lse, options), exact, plain = accuracy.expected_backward(case)
         cu = (case.cu_seqlens_q, case.cu_seqlens_k, case.seqlen_q, case.seqlen_k) if case.varlen else None
         wanted = {"return_dbias": exact.dbias is not None, "return_dsinks": exact.dsinks is not None}
@@ -207,7 +204,8 @@ else:
 
 
 def jax_platforms() -> list:
-    """Parameters of the tests of JAX, which is there: on a machine where it and the library have a GPU, that too."""
+    """Parameters for tests that need JAX: "cpu", and "gpu", which is skipped unless JAX and the library both have
+    one."""
     try:
         gpus = jax.devices("gpu") if CUDA_DEVICES else []
     except RuntimeError:

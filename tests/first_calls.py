@@ -3,10 +3,10 @@ thread, on a second stream, and captured in a graph.
 
     python tests/first_calls.py [--device cuda|cpu] [--scenario NAME] [--name NAME] [--jobs N] [--json FILE]
 
-A process of its own runs each call, forked before anything has touched the GPU, and is killed after a time limit: a
-call that hangs or takes the process down is a finding like a wrong result. --repeat N instead makes every call N times
-in one process, and compares their bits where the contract promises the same. --in-process makes the calls here, one
-behind the other: what a memory checker wants to see."""
+Each call has a process of its own, forked before anything has touched the GPU and killed after a time limit. A call
+that hangs or ends the process is a finding, as a wrong result is. --repeat N instead makes every call N times in one
+process, and compares the bits where the contract promises the same ones. --in-process makes all calls in this process,
+one after the other, for a memory checker."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def run(sample: sample_calls.Sample, scenario: str, side) -> None:
 
 
 def refused(error: Exception) -> bool:
-    """Another GPU than the samples are for."""
+    """Whether this GPU lacks what the sample's kernel needs."""
     return type(error).__name__ == "Unsupported" and "needs sm_" in str(error)
 
 

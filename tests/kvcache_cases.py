@@ -60,7 +60,7 @@ class Case:
 
 @dataclass
 class Call:
-    """NumPy arrays of a case; what nobody may read is NaN, or for integers nonsense."""
+    """NumPy arrays of a case; what must not be read is NaN, integers are nonsense there."""
 
     q: np.ndarray
     cache: dict[str, np.ndarray]  # k_cache, v_cache: float32 values, or int8 and float8 ones
@@ -183,7 +183,7 @@ def on_device(kernel: Kernel, case: Case, call: Call) -> dict[str, Any]:
 
 
 def bytes_on_device(kernel: Kernel, x: np.ndarray):
-    """An 8-bit cache: frameworks that cannot convert to it take its bytes."""
+    """An 8-bit cache on the device. Frameworks that cannot convert to its dtype take it as bytes."""
     if kernel.device.framework == "numpy":
         return x.copy()
     if kernel.device.framework == "torch":
@@ -303,7 +303,7 @@ def check_cache(case: Case, call: Call, after: dict[str, np.ndarray]) -> None:
                         np.testing.assert_allclose(factor[at], np.where(amax == 0, 1, amax / most), rtol=1e-5)
                     factor = np.broadcast_to(factor, old.shape[:3])[at][:, None]
                     row = row * factor
-                    # half a step of int8; of e4m3 a sixteenth of the value, or half its smallest step
+                    # half a step: of int8 half a factor, of e4m3 1/16 of the value or half its smallest step
                     step = 0.501 * factor if case.cache_dtype == "int8" else np.abs(want[t]) / 15.9 + 2**-10 * factor
                     want_row = np.clip(want[t], -factor * 448, factor * 448)
                     if case.cache_dtype == "int8":

@@ -26,7 +26,7 @@ def report(name: str) -> dict:
 
 
 def outcomes() -> dict[tuple[str, str], Counter]:
-    """Cases on the GPU of each kernel, or of each operation that has one, by outcome."""
+    """(table, kernel or operation) -> how many of its cases on the GPU had which outcome."""
     found: dict[tuple[str, str], Counter] = {}
     for campaign in (report("fuzz_cuda"), *report("fuzz_cuda_changed_kernels")["campaigns"]):
         for row in campaign["counts"]:

@@ -1,6 +1,7 @@
-"""One small call for every kernel that can be forced and every operation, with its exact result: what has to be right
-wherever it is called from, first or a thousandth time, and under a memory checker. Each gives the blocks of an H200 two
-tiles, segments or items of work where its kernel takes several, so that what is kept from one to the next is used.
+"""Small calls of every kernel that can be forced and of every operation, with their exact results. They have to be
+right in any thread, the first and the thousandth time, and under a memory checker. Where a block of the kernel works on
+several tiles, segments or items one after the other, the call has two for each block of an H200: state that is kept
+from one to the next is used.
 
 Imports nothing that touches a GPU: a process may fork after it has made the samples."""
 
@@ -18,7 +19,7 @@ from flash_attn_minimal import reference
 from flash_attn_minimal.transformer import ops, reference_ops
 from flash_attn_minimal.transformer.quantized import W4Weight
 
-TOLERANCE = {"float32": 2e-6, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.5e-2, "float8": 8e-2}  # of the norm
+TOLERANCE = {"float32": 2e-6, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.5e-2, "float8": 8e-2}  # relative to the norm
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def _small_operations() -> list[Sample]:
 LONG = tuple(40 + 13 * i % 351 for i in range(34))  # 136 key heads: more than an H200 has multiprocessors
 
 
-Makers = list[Callable[..., Sample]]  # partial(function, name, ...): the exact results of others need not be computed
+Makers = list[Callable[..., Sample]]  # partial(function, name, ...): only the wanted exact results are computed
 
 
 def _made(makers: Makers, names: list[str] | None) -> list[Sample]:
@@ -230,7 +231,7 @@ def cpu_samples(names: list[str] | None = None) -> list[Sample]:
 
 
 def cuda_samples(names: list[str] | None = None) -> list[Sample]:
-    """Of a Hopper GPU; on another the kernels that refuse are to be left out."""
+    """For a Hopper GPU. On another GPU some of the kernels refuse."""
     return _made(_cuda_makers(), names)
 
 
@@ -280,8 +281,8 @@ def _cuda_makers() -> Makers:
         partial(_linear, "linear_mma_sm80", 4, 512, 512, half),
         partial(_linear, "linear_gemv_sm80", 3, 3000, 1000, half),
         partial(_w4, "small_w4", 1, 512, 512),
-        partial(_w4, "few_w4_sm90", 9, 5120, 1024),  # blocks of half an SM
-        partial(_w4, "few_w4_sm90", 9, 5120, 1024, programmatic=True),  # of a whole one
+        partial(_w4, "few_w4_sm90", 9, 5120, 1024),  # blocks of half a multiprocessor
+        partial(_w4, "few_w4_sm90", 9, 5120, 1024, programmatic=True),  # blocks of a whole one
         partial(_w4, "wgmma_w4_few_sm90", 50, 5120, 1024),
         partial(_w4, "wgmma_w4_sm90", 300, 5120, 1024),
         *(partial(_w4, "mma_w4", rows, 5120, 1024) for rows in (2, 9, 40)),  # its three shapes

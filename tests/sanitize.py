@@ -2,11 +2,13 @@
 
     python tests/sanitize.py [--tool memcheck ...] [--race-library FILE] [--json FILE]
 
-memcheck: accesses outside of what was allocated, and failed calls; initcheck: reads of what nobody wrote; synccheck:
-barriers that not all reach; racecheck: shared memory written and read with nothing between. racecheck does not see that
-one lane's arrival at a barrier speaks for its warp: its library is one built with -DFLASH_ATTN_RACECHECK=ON, in which
-every lane arrives. initcheck does not see what the copy engine writes: the kernels that read the sums of dq it has made
-are left out, and first_calls.py has every workspace begin as NaN instead. Every tensor has an allocation of its own."""
+memcheck finds accesses outside of allocations and failed calls, initcheck reads of memory that was never written,
+synccheck barriers that some threads do not reach, racecheck accesses to shared memory that no barrier separates.
+
+racecheck does not know that one lane's arrival at a barrier counts for its whole warp. Build its library with
+-DFLASH_ATTN_RACECHECK=ON, where every lane arrives. initcheck does not see what the copy engine writes. The kernels
+that read sums of dq, which it adds up, are left out; first_calls.py starts every workspace as NaN instead. Every tensor
+has an allocation of its own."""
 
 from __future__ import annotations
 

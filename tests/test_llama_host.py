@@ -43,7 +43,7 @@ class NotRecorded(Host):
 @pytest.mark.parametrize("page_size", [None, 7])
 @pytest.mark.parametrize("narrow_rows", [16, 0])
 def test_a_replayed_step_is_the_step(monkeypatch, attention, dtypes, page_size, narrow_rows):
-    """Bit for bit: sequences of several rules join and leave, with the library's products and with BLAS's."""
+    """Bit for bit, while sequences with different rules join and leave, with the library's products and with BLAS's."""
     monkeypatch.setattr(host_module, "NARROW_ROWS", narrow_rows)
     recorded, plain = (model(kind(attention, *dtypes)) for kind in (Host, NotRecorded))
     engines = [Engine(each, 3, page_size=page_size) for each in (recorded, plain)]
@@ -64,7 +64,7 @@ def test_a_step_of_a_kind_is_made_by_python_twice(monkeypatch):
 
 @pytest.mark.parametrize("variable, value", [("FLASH_ATTN_NUM_THREADS", "16"), ("FLASH_ATTN_KERNEL", "cpu_portable")])
 def test_the_environment_may_change_behind_a_recording(monkeypatch, variable, value):
-    """More threads, or another kernel, may want more workspace than the recording has."""
+    """More threads, or another kernel, may need more workspace than the recording has."""
     monkeypatch.setenv("FLASH_ATTN_NUM_THREADS", "1")
     llama = model(Host())
     [whole] = texts(Engine(llama, 1), [([3, 4], 50)])

@@ -1,5 +1,5 @@
-"""What the readers of files share. Whatever a file holds, a reader gives a value or raises BadArgument, which names the
-file and the field, or an OSError."""
+"""Shared by all readers of files. Whatever a file contains, a reader returns a value, raises BadArgument that names the
+file and the field, or raises an OSError."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from ._library import BadArgument
 
-MAX_TEXT_BYTES = 1 << 28  # of a tokenizer or a JSON file, which are read as a whole: theirs are some MB
-SMALLEST, LARGEST = 1e-30, 1e30  # of a constant: float32 holds it, and what is computed from it stays finite in float64
+MAX_TEXT_BYTES = 1 << 28  # limit of a tokenizer or JSON file, which is read whole: real ones have a few MB
+SMALLEST, LARGEST = 1e-30, 1e30  # bounds of a constant: float32 holds it, float64 results of it are finite
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 200
@@ -33,7 +33,7 @@ def read_file_size(what: str, path: str | os.PathLike[str]) -> int:
         size = path.stat().st_size
     except OSError as error:
         raise BadArgument(f"{what} {str(path)!r}: {error.strerror}") from None
-    except ValueError as error:  # a NUL, or a character that is none
+    except ValueError as error:  # a NUL, or a lone surrogate
         raise BadArgument(f"{what} {str(path)!r}: no file can have this name: {error}") from None
     if not path.is_file():
         raise BadArgument(f"{what} {str(path)!r} is not a file")
@@ -52,20 +52,21 @@ def read_bytes(what: str, path: str | os.PathLike[str]) -> bytes:
 
 
 def is_inside(folder: Path, name: str) -> bool:
-    """Whether a name that a file gives leads to a place inside the folder. A bare name may be a link to elsewhere, as
-    the caches of models have it; a path may not, by none of its parts."""
+    """Whether a name that was read from a file refers to a place inside the folder. A bare name may be a symbolic link
+    to anywhere, as in the download caches of models. A path of several parts has to stay inside, with its links
+    resolved."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
         return False
     try:
         return len(parts) == 1 or (folder / name).resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError, ValueError):  # links in a circle, a character that is none
+    except (OSError, RuntimeError, ValueError):  # links in a circle, a lone surrogate
         return False
 
 
 def parse_json(text: bytes | str) -> Any:
-    """What the text says, or ValueError: for a name that stands twice in an object and for what is nested too deeply,
-    too."""
+    """The parsed text. ValueError for invalid JSON, for a name that occurs twice in one object, and for nesting that is
+    too deep."""
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     try:
@@ -88,12 +89,12 @@ def is_int(value: Any, low: int, high: int) -> bool:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether it is a positive number of a sensible size; a NaN is not."""
+    """Whether it is a number from SMALLEST to LARGEST; a NaN is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST
 
 
 class Fields:
-    """An object's fields, each read with its type; an error says `where`, and quotes the field and its value."""
+    """The fields of an object, each read with its type. Errors begin with `where` and quote the field and its value."""
 
     def __init__(self, where: str, fields: Any, prefix: str = ""):
         if not isinstance(fields, Mapping):

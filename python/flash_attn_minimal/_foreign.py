@@ -1,4 +1,5 @@
-"""The doors of arrays with __cuda_array_interface__ or DLPack whose framework has no door of its own; Numba's too."""
+"""The doors (see _door.py) of arrays with __cuda_array_interface__ or DLPack whose framework has no door of its own,
+and of Numba's arrays."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = ct.c_void_p, [ct.py_object
 
 
 class DLPackDoor(ForeignDoor):
-    """The capsule is borrowed: it stays unconsumed inside the view, and frees itself with it."""
+    """The view keeps the DLPack capsule without consuming it: when the view goes, the capsule frees what it holds."""
 
     _devices = {1: CPU, 3: CPU, 2: CUDA, 13: CUDA}  # host, pinned host, CUDA, CUDA managed
     _dtypes = {

@@ -1,8 +1,9 @@
-"""What PyTorch may be doing around a call besides running it: tracing, transforming, recording, faking.
+"""Whether PyTorch does more with a call than run it: traces, transforms, records or fakes it.
 
-The library works on memory behind PyTorch's back. While PyTorch only runs what comes, nothing is lost; while it watches
-(a trace, a mode, a transform, a tensor without memory), the call has to be an operator of PyTorch's own, or be refused.
-PyTorch's answers cost 50 to 100 ns each; of those that are private, an absent one counts as "no".
+The library reads and writes memory without PyTorch's knowledge. That is right as long as PyTorch only executes calls.
+Under a trace, a mode or a transform, and with tensors that have no memory, the call has to be an operator registered
+with PyTorch, or is refused. Each function of PyTorch that is asked here takes 50 to 100 ns. The private ones may be
+missing from a release; a missing one counts as "no".
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-Tensor: Any = ()  # torch.Tensor once PyTorch is there; isinstance() takes both
+Tensor: Any = ()  # torch.Tensor once PyTorch is imported; isinstance(x, ()) is False
 
 
 class _Operator(threading.local):
-    runs = False  # whether this thread is inside one of our operators, which nobody watches
+    runs = False  # whether this thread is inside one of our operators, where no mode watches
 
 
 _operator = _Operator()
@@ -25,7 +26,7 @@ _operator = _Operator()
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """For the inside of an operator: what it does is no business of the modes around it."""
+    """Around the body of an operator: PyTorch's modes have seen the operator, and do not see what its body does."""
     before, _operator.runs = _operator.runs, True
     try:
         yield
@@ -37,8 +38,8 @@ def _no() -> bool:
     return False
 
 
-# PyTorch's own functions, once it is there.
-compiling: Callable[[], bool] = _no  # inside what torch.compile reads; False when it runs
+# PyTorch's own functions, once PyTorch is imported.
+compiling: Callable[[], bool] = _no  # while torch.compile traces a function, not while compiled code runs
 tracing: Callable[[], bool] = _no  # torch.jit.trace
 dispatch_modes: Callable[[], int] = _no
 function_mode: Callable[[], bool] = _no
@@ -57,7 +58,7 @@ def active() -> bool:
 
 
 def _connect() -> bool:
-    """Looks for PyTorch; False while nobody has imported it (to the end)."""
+    """Fetches PyTorch's functions. False while PyTorch is not imported, or its import has not finished."""
     global Tensor, compiling, tracing, dispatch_modes, function_mode, transforms, forward_ad
     torch = sys.modules.get("torch")
     if not hasattr(torch, "export"):
@@ -82,19 +83,20 @@ def overridden() -> bool:
 
 
 def is_plain(array: Any) -> bool:
-    """Whether a tensor is one of PyTorch's own classes and has memory, as all have inside an operator."""
+    """Whether a tensor is of one of PyTorch's own classes and has memory, which every tensor inside an operator is
+    taken to be."""
     torch = sys.modules["torch"]
     return _operator.runs or (type(array) in (torch.Tensor, torch.nn.Parameter) and not array.is_meta)
 
 
 def unreadable(kind: type) -> bool:
-    """Whether tensors of this subclass answer operators themselves, as FakeTensor does."""
+    """Whether this subclass has its own __torch_dispatch__, as FakeTensor does, and so answers operators itself."""
     return getattr(kind, "__torch_dispatch__", None) is not getattr(Tensor, "__torch_dispatch__", None)
 
 
 def watcher() -> str | None:
-    """The name of what a call must not be run behind, None when there is nothing. Modes that only look on are no
-    reason: without an operator they miss a call, but its numbers are right."""
+    """The name of the mode or transform under which a call that is no operator would be wrong, or None. Modes that only
+    observe do not count: they miss the call, but its results are right."""
     torch = sys.modules["torch"]
     bits = torch._C
     if torch.compiler.is_compiling():
@@ -124,4 +126,4 @@ def caller() -> str:
     return "this function"
 
 
-active()  # now, if PyTorch is there: torch.compile could not trace the looking
+active()  # fetches PyTorch's functions now if it is imported: torch.compile could not trace _connect()

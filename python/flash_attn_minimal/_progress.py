@@ -17,10 +17,10 @@ class Silent:
         pass
 
     def say(self, line: str) -> None:
-        """A line of its own."""
+        """Prints a line of its own."""
 
     def step(self, line: str) -> None:
-        """One of the steps is done; `line` is about it."""
+        """Counts one finished step; `line` describes it."""
 
 
 class Progress(Silent):

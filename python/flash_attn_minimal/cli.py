@@ -37,6 +37,6 @@ def main(argv: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output, `head` say, has left
+    except BrokenPipeError:  # whoever reads our output has closed it, such as `head`
         sys.stderr.close()
         return 1

@@ -17,7 +17,6 @@ from ._query import plan_of
 from ._report import cpu_model
 from ._tables import kernel_tables
 
-# What people call: (description, dtype, batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options)
 _TABLES = {
     "forward": "kernels",
     "backward": "backward",
@@ -25,6 +24,7 @@ _TABLES = {
     "w4_linear": "products with 4-bit weights",
     "w4_linear_chain": "chains of them",
 }
+# Typical calls: (description, dtype, batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, options)
 _CALLS = [
     ("prefill", "bfloat16", 4, 4096, 4096, 32, 8, 128, 128, {"causal": 1}),
     ("prefill", "float16", 4, 4096, 4096, 16, 16, 64, 64, {}),

@@ -1,13 +1,12 @@
-"""JAX: what flash_attn_func and flash_attn_varlen_func do with traced arrays, so that they work under jit and grad, on
-CPU and GPU.
+"""flash_attn_func and flash_attn_varlen_func on JAX's traced arrays: they work under jit and grad, on CPU and GPU.
 
-XLA calls the library itself, through its foreign function interface (cuda/api/attention/xla_ffi.cpp): no Python runs
-in a step.
-A call is described while it is traced, by the structs of flash_attn.h in which a placeholder stands for each buffer's
-address; what no device of this machine serves is refused at once. On a GPU the stream is XLA's, and the workspace is
-one more result of the custom call, which nobody sees.
+XLA calls the library through its foreign function interface (cuda/api/attention/xla_ffi.cpp): no Python runs in a step.
+Tracing a call fills the structs of flash_attn.h, with a placeholder for the address of each buffer. A call that no
+device of this machine serves is refused while it is traced. On a GPU the stream is XLA's, and the workspace is one more
+result of the custom call, which the caller never sees.
 
-Gradients: q, k, v, bias and sinks; lse has none, nor do gradients. vmap maps one call after the other.
+q, k, v, bias and sinks have gradients. lse has none, and there are no second derivatives. vmap runs one call after the
+other.
 
 >>> import jax
 >>> from flash_attn_minimal import flash_attn_func
@@ -58,7 +57,7 @@ _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 def _traced(q, k, v, varlen, out, return_lse, options: Options):
     """A call as part of a JAX program. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), the
-    last two Python integers; the options are Python values but for the arrays."""
+    last two Python integers. Options that are not arrays are Python values."""
     given = {"q": q, "k": k, "v": v, **{name: getattr(options, name) for name in _ARRAYS}}
     options = options._replace(**dict.fromkeys(_ARRAYS))
     longest = ()
@@ -102,14 +101,15 @@ def _traced(q, k, v, varlen, out, return_lse, options: Options):
 
     gradients_of.defvjp(lambda *inputs: (call.backward(*inputs), None), _no_second_derivative)
     out, lse = attend(*arrays)
-    if varlen:  # XLA's results start as anything, and rows behind the last sequence stay it
+    if varlen:  # XLA does not initialise results, and nothing writes the rows behind the last sequence
         covered = jnp.arange(out.shape[0]) < arrays[names.index("cu_seqlens_q")][-1]
         out, lse = jnp.where(covered[:, None, None], out, 0), jnp.where(covered, lse, -jnp.inf)
     return (out, jax.lax.stop_gradient(lse)) if _flag("return_lse", return_lse) else out
 
 
 def _check_served(out, return_lse, options: Options, longest) -> None:
-    """Refuses the options that no traced call has, and values that XLA would know too late."""
+    """Refuses options that no traced call has, and traced values of options that have to be known when the call is
+    traced."""
     if out is not None:
         raise Unsupported("out is given, but a traced call has no memory to write to: pass out=None")
     plain = options._asdict()
@@ -129,7 +129,7 @@ def _is_tracer(value) -> bool:
 
 
 def _array(name: str, array):
-    """An array of JAX's or NumPy's. Its own dtype is what is checked: JAX may make float32 of a float64."""
+    """An array of JAX or NumPy, not converted: its own dtype is checked, and JAX may turn float64 into float32."""
     if isinstance(array, jax.Array):
         return array
     door = _arrays.view(array, name).door
@@ -139,8 +139,8 @@ def _array(name: str, array):
 
 
 def _vary(arrays, others) -> list:
-    """The arrays, as ones that differ over every mesh axis that one of the others differs over: in jax.shard_map a
-    custom call's arrays, results and gradients are all of one kind."""
+    """The arrays, marked as varying over every mesh axis that one of `others` varies over. In jax.shard_map the
+    arguments, results and gradients of a custom call have to vary over the same axes."""
     axes = frozenset().union(*map(_varying_axes, others))
     missing = [tuple(sorted(axes - _varying_axes(array))) for array in arrays]
     return [_cast(array, more) if more else array for array, more in zip(arrays, missing, strict=True)]
@@ -179,11 +179,11 @@ class _PlaceDoor(Door):
 
 _PLACES = _PlaceDoor()
 _arrays._doors[View] = _PLACES  # a view is taken as it is
-_ADDRESS_UNIT = 1 << 48  # kAddressUnit
+_ADDRESS_UNIT = 1 << 48  # kAddressUnit of xla_ffi.cpp
 
 
 def _place(index: int, shape, dtype: str) -> View:
-    """Buffer `index` of a custom call, arguments before results: dense, and its number for an address."""
+    """Buffer `index` of a custom call (arguments first, then results): a dense view whose address encodes the index."""
     strides = tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
     return View(None, _PLACES, _ADDRESS_UNIT * (1 + index), tuple(shape), strides, dtype, CPU, 0, True)
 
@@ -207,13 +207,13 @@ class _Call:
 
     @functools.cached_property
     def backward(self) -> Callable:
-        """A function of the arrays, out, lse and dout, which gives those of `wanted`; bias's is float32."""
+        """The function (*arrays, out, lse, dout) -> the gradients of `wanted`; that of bias is float32."""
         types = dict(zip(self.names, self.types, strict=True))
         inputs = [*self.types, *self.results, self.results[0]]
         out, lse, dout = (_place(len(self.names) + i, *about) for i, about in enumerate(inputs[-3:]))
         results = [(types[name][0], "float32" if name == "bias" else types[name][1]) for name in self.wanted]
         places = {name: _place(len(inputs) + i, *results[i]) for i, name in enumerate(self.wanted)}
-        args, *_ = self._prepare(self.options._replace(kernel=None))  # the forward pass's
+        args, *_ = self._prepare(self.options._replace(kernel=None))  # `kernel` names one of the forward pass
         _put_tensor(args, "out", out)
         args.lse = lse.pointer
         call = new(AttentionBackwardArgs)
@@ -241,9 +241,10 @@ class _Call:
 
 
 def _workspace(args: AttentionArgs, query: Callable[[AttentionPlan], int]) -> int:
-    """Bytes of workspace on a GPU; on the CPU the handler finds its own. Raises where no device here serves it."""
+    """Bytes of workspace on a GPU; on the CPU the handler allocates its own. Raises if no device of this machine serves
+    the call."""
     lib, plan, size, served = load(), new(AttentionPlan), 0, False
-    q, args.q_data = args.q_data, None  # a GPU is asked whose address it is; NULL means the current one
+    q, args.q_data = args.q_data, None  # the query asks the driver which GPU q is on; NULL means the current one
     for device in (CPU, CUDA) if lib.fa_cuda_device_count() else (CPU,):
         args.device = device
         status = query(plan)
@@ -257,7 +258,7 @@ def _workspace(args: AttentionArgs, query: Callable[[AttentionPlan], int]) -> in
 
 
 def _custom_call(target: str, args: AttentionArgs, workspace: int, arguments: int, results, **more: ct.Structure):
-    """The function of `arguments` arrays that XLA makes of filled structs."""
+    """The custom call that filled structs describe, as a function of `arguments` arrays."""
     _register()
     args.workspace, args.workspace_bytes = _ADDRESS_UNIT * (1 + arguments + len(results)), workspace
     kernel, args.kernel = (args.kernel or b"").decode(), None
@@ -266,7 +267,7 @@ def _custom_call(target: str, args: AttentionArgs, workspace: int, arguments: in
     words = {name: np.frombuffer(bytes(struct), np.int64) for name, struct in {"attention": args, **more}.items()}
     shapes = [jax.ShapeDtypeStruct(*about) for about in (*results, ((workspace,), "uint8"))]
 
-    @jax.custom_batching.sequential_vmap  # of ffi_call's own way vmap would stack the workspaces
+    @jax.custom_batching.sequential_vmap  # ffi_call's own rule for vmap would stack the workspaces
     def run(*inputs):
         results = ffi.ffi_call(f"flash_attn_minimal_{target}", shapes)(*inputs, kernel=kernel, **words)
         return tuple(_vary(results[:-1], inputs))

@@ -60,7 +60,7 @@ class Head:
     def scores(self, rows: slice, columns: slice) -> np.ndarray:
         """The tile of S: scale, softcap, ALiBi, bias, then -inf where the row may not look."""
         i, j = self._indices(rows, columns)
-        with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf in the inputs go where they go
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf in the inputs propagate
             s = self.softmax_scale * (self.q[rows] @ self.k[columns].T)
             if self.softcap:
                 s = self.softcap * np.tanh(s / self.softcap)
@@ -96,7 +96,7 @@ def _or_zero(row_max: np.ndarray) -> np.ndarray:
 
 
 def _times_values(p: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """p @ v, in which p = 0 (masked) silences its value even if that is NaN or Inf: 0 * NaN would be NaN."""
+    """p @ v, where a row of v with p = 0 (masked) adds nothing even if it holds NaN or Inf: 0 * NaN would be NaN."""
     out = p @ np.where(np.isfinite(v), v, 0)
     for j in np.flatnonzero(~np.isfinite(v).all(axis=1)):
         seen = p[:, j] != 0
@@ -187,7 +187,7 @@ def _standard_backward(head: Head, dout: np.ndarray) -> tuple[np.ndarray, np.nda
         p = np.where(seen, np.exp(s - _or_zero(lse)[:, None]), 0.0)
         kept = head.kept(everything, everything)
         dp = (dout @ head.v.T) * kept
-        delta = (dout * out).sum(axis=1)  # sum over keys of P dP, without either
+        delta = (dout * out).sum(axis=1)  # equals the sum over keys of P dP
         ds = np.where(seen, p * (dp - delta[:, None]), 0.0)
         sink = -np.sum(np.exp(head.sink - lse, where=~np.isneginf(lse), out=np.zeros_like(lse)) * delta)
         slope = head.softmax_scale  # d score / d (q . k)
@@ -392,7 +392,7 @@ def merge(out_a, lse_a, out_b, lse_b):
         weight = np.exp(part_lse - _or_zero(lse)).swapaxes(-1, -2)[..., None]
         out += np.where(
             weight == 0, 0, weight * np.where(weight == 0, 0, part)
-        )  # weight 0: the identity, whatever its out holds
+        )  # a part of weight 0 adds nothing, whatever it holds
     return out, lse
 
 
@@ -420,7 +420,7 @@ def rotary(x, cos, sin, positions, interleaved=True):
 
 def cached_rows(cache, length, sequence, *, batch_idx=None, block_table=None, scale=None):
     """The first `length` rows of a sequence in a cache (entries, rows, nheads_k, dim), or in its pages, times their
-    factors: (length, nheads_k, dim) float64."""
+    scale factors: (length, nheads_k, dim) float64."""
     if block_table is None:
         entry, row = np.full(length, sequence if batch_idx is None else batch_idx[sequence]), np.arange(length)
     else:
@@ -453,8 +453,8 @@ def kvcache_attention(
     attention=standard_attention,
     **options,
 ):
-    """flash_attn_with_kvcache without its rounding: the new keys and values stand, rotated, behind those of the cache,
-    which is left as it is. Returns out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q), float64.
+    """flash_attn_with_kvcache without its rounding. The new keys (rotated) and values follow those of the cache, which
+    is not modified. Returns out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q), float64.
 
     >>> rng = np.random.default_rng(0)
     >>> q, k, v = rng.standard_normal((3, 1, 5, 2, 4))

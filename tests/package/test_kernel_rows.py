@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePosixPath
 
 import pytest
+import sample_calls
 from conftest import ROOT
 
 import flash_attn_minimal as fa
 
-# Which rows of which table launch the __global__ functions of a file; the files of an operation that has one kernel on
-# a GPU name its C function. A kernel that no call can be made to take has no place here, as no test could aim at it.
+# The kernel of a file with __global__ functions is the one that the file is named after, in the table of its folder.
+# Folder -> (table, what the kernel's name has before the file's).
+TABLES = {
+    "attention/forward": ("forward", ""),
+    "attention/decode": ("forward", "decode_"),
+    "attention/backward": ("backward", ""),
+    "transformer/linear": ("linear", ""),
+    "transformer/w4": ("w4_linear", ""),
+}
+# The other files: the rows that launch them, or the C functions of an operation that has one kernel on a GPU, or whose
+# every kernel launches the file. A kernel that no call can be made to take has no place here: no test could aim at it.
 ROWS = {
     "flash_attn_minimal.cu": {"forward": ["minimal"]},
-    "attention/forward/naive.cu": {"forward": ["naive"]},
     "attention/forward/mma_sm80.cuh": {"forward": ["mma_sm80", "mma_tf32_sm80"]},
-    "attention/forward/wgmma_sm90.cuh": {"forward": ["wgmma_sm90"]},
     "attention/forward/fp8_sm90.cuh": {"forward": ["fp8_sm90", "fp8_fast_sm90"]},
-    "attention/decode/split_sm80.cuh": {"forward": ["decode_split_sm80"]},
-    "attention/decode/ring_sm90.cuh": {"forward": ["decode_ring_sm90"]},
-    "attention/decode/cluster_sm90.cuh": {"forward": ["decode_cluster_sm90"]},
     "attention/decode/lanes.cuh": {"forward": ["decode_lanes_sm80", "decode_lanes_cluster_sm90"]},
     "attention/decode/combine.cu": {"forward": ["decode_split_sm80", "decode_ring_sm90", "decode_lanes_sm80"]},
     "attention/decode/mla_sm90.cu": {"forward": ["mla_sm90"]},
-    "attention/backward/simple.cu": {"backward": ["simple"]},
-    "attention/backward/mma_sm80.cuh": {"backward": ["mma_sm80"]},
     "attention/backward/mma_sm80_side.cuh": {"backward": ["mma_sm80"]},
-    "attention/backward/wgmma_sm90.cuh": {"backward": ["wgmma_sm90"]},
-    "attention/backward/wgmma_pair_sm90.cuh": {"backward": ["wgmma_pair_sm90"]},
     "attention/backward/wgmma_sm90_rows.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
     "attention/backward/delta.cu": {"backward": ["simple"]},
-    "attention/backward/scores.cu": {"backward": ["simple", "mma_sm80", "wgmma_sm90", "wgmma_pair_sm90"]},
+    "attention/backward/scores.cu": "fa_attention_backward",
     "attention/decode/append.cu": "fa_kvcache_attention",
     "attention/forward/merge.cu": "fa_attention_merge",
     "attention/forward/quantize_fp8.cu": "fa_quantize_fp8",
@@ -38,38 +40,62 @@ ROWS = {
     "transformer/ops/rope.cu": "fa_rope",
     "transformer/ops/swiglu.cu": "fa_swiglu",
     "transformer/ops/sampling.cu": "fa_sample",
-    "transformer/linear/linear_small_sm80.cu": {"linear": ["linear_small_sm80"]},
-    "transformer/linear/linear_mma_sm80.cu": {"linear": ["linear_mma_sm80"]},
-    "transformer/linear/linear_gemv_sm80.cu": {"linear": ["linear_gemv_sm80"]},
     "transformer/w4/quantize_w4.cu": ["fa_w4_quantize", "fa_w4_dequantize", "fa_w4_pack"],
-    "transformer/w4/small_w4.cu": {"w4_linear": ["small_w4"]},
-    "transformer/w4/few_w4_sm90.cuh": {"w4_linear": ["few_w4_sm90"]},
-    "transformer/w4/mma_w4.cuh": {"w4_linear": ["mma_w4"]},
-    "transformer/w4/wgmma_w4_sm90.cuh": {"w4_linear": ["wgmma_w4_sm90"]},
-    "transformer/w4/wgmma_w4_few_sm90.cuh": {"w4_linear": ["wgmma_w4_few_sm90"]},
     "transformer/w4/round_x.cu": {"w4_linear": ["wgmma_w4_sm90", "wgmma_w4_few_sm90", "few_w4_sm90", "mma_w4"]},
     "transformer/w4/chain_w4_sm90.cu": {"w4_linear_chain": ["chain_w4_sm90"]},
 }
 HOST = {"w4_linear_chain": {"one_by_one"}}  # launches the kernels of another table
 
 
+FILES = {
+    str(file.relative_to(ROOT / "cuda"))
+    for file in (ROOT / "cuda").rglob("*.cu*")
+    if re.search(r"^\s*(?:template.*\n)?__global__", file.read_text(), re.MULTILINE)
+}
+
+
+def rows_of(table: str) -> set[str]:
+    """The kernels of one table that have a file with __global__ functions."""
+    found = {name for place in ROWS.values() if isinstance(place, dict) for name in place.get(table, ())}
+    for file in map(PurePosixPath, FILES - set(ROWS)):
+        its_table, prefix = TABLES.get(str(file.parent), ("", ""))
+        if its_table == table:
+            found.add(prefix + file.stem)
+    return found
+
+
+def gpu_kernels(table: str) -> set[str]:
+    return {kernel["name"] for kernel in fa.kernel_tables()[table] if kernel["device"] == "cuda"}
+
+
 def test_every_global_function_belongs_to_a_row():
-    files = {
-        str(file.relative_to(ROOT / "cuda"))
-        for file in (ROOT / "cuda").rglob("*.cu*")
-        if re.search(r"^\s*(?:template.*\n)?__global__", file.read_text(), re.MULTILINE)
-    }
-    assert files == set(ROWS)
+    assert set(ROWS) <= FILES
+    assert all(str(PurePosixPath(file).parent) in TABLES for file in FILES - set(ROWS))
+    registries = "".join(file.read_text() for file in (ROOT / "cuda/api").rglob("*.cpp"))
+    strangers = {name for table in fa.kernel_tables() for name in rows_of(table) if f'"{name}"' not in registries}
+    assert not strangers, "these files are not named after a kernel: add them to ROWS"
 
 
 @pytest.mark.parametrize("table", fa.kernel_tables())
 def test_every_row_has_a_global_function(table):
     """And every row that is named here exists, in a build that has the GPU kernels."""
-    rows = {kernel["name"] for kernel in fa.kernel_tables()[table] if kernel["device"] == "cuda"}
-    named = {name for place in ROWS.values() if isinstance(place, dict) for name in place.get(table, ())}
+    rows, named = gpu_kernels(table), rows_of(table)
     assert rows <= named | HOST.get(table, set())
     if {"wgmma_sm90", "mma_sm80"} <= {kernel["name"] for kernel in fa.kernels()}:
         assert named <= rows
+
+
+@pytest.mark.parametrize("table", fa.kernel_tables())
+def test_every_row_has_a_sample_call(table):
+    """The sanitizers and the first calls run what tests/sample_calls.py has, and nothing else."""
+    assert gpu_kernels(table) <= set(sample_calls.names("cuda"))
+
+
+@pytest.mark.parametrize("table", fa.kernel_tables())
+def test_every_row_has_a_line_in_the_documents(table):
+    pages = (ROOT / "ARCHITECTURE.md").read_text() + (ROOT / "cuda/transformer/README.md").read_text()
+    lines = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]*)\|", pages, re.MULTILINE))))
+    assert gpu_kernels(table) - HOST.get(table, set()) <= lines
 
 
 def test_names_are_not_shared():

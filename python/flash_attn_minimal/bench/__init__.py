@@ -123,7 +123,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(options, parser, argv) -> int:
-    load()  # a missing library is said before anything else
+    load()  # a missing library is reported before anything else
     if options.suite is None:
         options.suite = "cpu" if options.device == "cpu" or not library_has_cuda() else "forward"
         if options.suite == "cpu":
@@ -146,7 +146,7 @@ def _run(options, parser, argv) -> int:
     if isinstance(found, int):  # nothing to write
         return found
     machine, outcome = found
-    # The folder is nobody's business but the caller's: the recorded command reproduces the numbers without it.
+    # The recorded command leaves out where the results go: it reproduces the numbers anywhere.
     command = shlex.join(["python", "-m", "flash_attn_minimal", "bench", *_without_output(argv)])
     data = report.result(options.suite, command, machine, outcome)
     folder = options.output or report.default_folder(device_slug(machine))

@@ -26,7 +26,7 @@ FORWARD_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 SHORT_SEQLENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MIXES = {"prompts": (256, 1.0, 4096), "documents": (2048, 0.8, 16384)}  # median, sigma of the logarithm, longest
 
-# A peer may round more than ours: standard attention in PyTorch keeps S in 16 bits. Beyond this it is something else.
+# A peer may round more than ours: standard attention in PyTorch keeps S in 16 bits. Beyond this factor it is wrong.
 PEER_FACTOR = 5
 
 
@@ -58,8 +58,8 @@ def cpu_shapes(options, machine) -> list[Shape]:
 
 
 def forward_shapes(options, machine, grouped: bool = False) -> list[Shape]:
-    """grouped: then also eight query heads to each key head, of headdim 128. A CPU gets an eighth of the tokens and a
-    quarter of its heads, which take it minutes and not hours."""
+    """grouped: adds shapes of headdim 128 with eight query heads to each key head. A CPU gets an eighth of the tokens
+    and a quarter of the heads, so that a run takes minutes and not hours."""
     gpu = machine.device == "cuda"
     tokens = options.tokens or (16384 if gpu else 2048)
     if not gpu and not options.tokens:
@@ -119,7 +119,7 @@ def varlen_shapes(options, machine) -> list[Shape]:
 
 
 def one_shape(options, machine) -> list[Shape]:
-    """Of `ladder` and `profile`."""
+    """The only shape of `ladder` and `profile`."""
     gpu = machine.device == "cuda"
     for name in ("headdim", "seqlen", "mask"):
         if len(getattr(options, name) or ()) > 1:
@@ -139,9 +139,9 @@ class AttentionSuite(Suite):
     """A suite of shapes."""
 
     shapes: Callable[[Any, Any], list[Shape]]
-    device: str | None = None  # the only one
-    kernels: tuple[str, ...] = ("best",)  # unless --kernel names some; none means all of the device
-    peers: str | None = None  # unless --peers names some; None means the usual ones of the device
+    device: str | None = None  # the only device that it runs on
+    kernels: tuple[str, ...] = ("best",)  # unless --kernel is given; () means all of the device
+    peers: str | None = None  # unless --peers is given; None means the usual ones of the device
     mode: str | None = None  # one of MODES
     backward: bool = False
     allow_tf32: bool = False
@@ -165,7 +165,8 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 
 def opened(options) -> Any:
-    """The machine; what was left open in the options is decided, and kernels that it does not have are refused."""
+    """Opens the machine, fills in the options that were left open, and refuses kernels that the machine does not
+    have."""
     suite = _suite(options)
     machine = open_machine(suite.device or options.device, options.framework)
     options.dtype = options.dtype or suite.dtype or ("bfloat16" if machine.device == "cuda" else "float32")
@@ -213,7 +214,7 @@ def timed_on(machine, options, protocol: Protocol) -> Outcome:
 
 
 def prepared(machine, shape: Shape, seed: int) -> tuple[Inputs, Inputs, Exact, Exact]:
-    """What ours and what the peers get, and what their answers should be. The two differ for fp8 only."""
+    """(our inputs, the peers' inputs, the exact answer to ours, that to theirs). The two differ for fp8 only."""
     given = Inputs(machine, shape.given, seed)
     q, k, v, _ = given[0]
     exact = Exact(machine, shape.given, q, k, v, given.gradients[0][0] if shape.backward else None)
@@ -227,7 +228,7 @@ def _one(shape, named, peers, options, machine, protocol, meter, threads, outcom
     """Checks and times all systems on one shape; returns the line about it."""
     mine, given, our_exact, peer_exact = prepared(machine, shape, options.seed or 0)
     of = {name: (shape, mine) if name == "fa3" else (shape.given, given) for name in peers}
-    makers = []  # what it is called, whether it was asked for by that name, more about its row, how to make it
+    makers = []  # (name, whether --kernel gave it, more fields of its row, how to make it)
     for name in named:
         kernel = None if name == "best" else name
         for row in [{}, {mode: True}] if (mode := _suite(options).mode) else [{}]:

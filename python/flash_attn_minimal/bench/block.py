@@ -1,8 +1,9 @@
 """The suite `block`: one Transformer block of a 7B shape and decode steps of whole models, with 16-bit weights and with
 4-bit ones, attention over a cache and everything else included.
 
-A launch runs LAYERS blocks one behind the other as the engine does, each with its own weights, so that they come from
-memory; a time is that of one. Every result is compared first with that of the same numbers in 16-bit matrices.
+A launch runs LAYERS blocks one behind the other as the engine does. Each has its own weights, so that they come from
+memory and not from a cache; times are those of one block. Before it is timed, every result is compared with that of the
+same weights in 16-bit matrices.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from .machine import Meter, library_has_cuda, load_average, open_machine
 from .suite import Outcome, Suite, register, rounded
 from .timing import Protocol
 
-LAYERS, CHECKED = 6, 2  # blocks of a launch; whose result is compared
+LAYERS, CHECKED = 6, 2  # blocks of a launch; the first of them, whose result is compared
 POSITION = 1000
 PLANS = {  # the block's shape and batches; steps: model, 16-bit type, batches
     "cuda": ("7b", (1, 2, 4, 8, 16, 32, 64), (("stories110M", "float16", (1, 8)), ("7b", "bfloat16", (1, 8)))),
     "cpu": ("stories15M", (1,), ()),
 }
 QUICK = {"cuda": ("7b", (1,), ()), "cpu": PLANS["cpu"]}
-BLOCK_ERROR = 2e-2  # of what the blocks add: rounding of x, q, k, v and of the 16-bit matrices it is compared with
+BLOCK_ERROR = 2e-2  # relative to what the blocks add: x, q, k, v and the 16-bit matrices are rounded
 
 
 def _device(kind: str, dtype: str) -> Any:
-    """16-bit matrices, on the host too."""
+    """A device with 16-bit matrices, the host, too."""
     if kind == "cpu":
         return Host("flash", "float32", dtype)
     from ..llama.cuda import Cuda
@@ -57,7 +58,7 @@ def _random(name: str, config, device, seed: int) -> Checkpoint:
 
 
 def _narrow(checkpoint: Checkpoint, weights: str, device) -> Checkpoint:
-    """The model in 4 bits, everything made once."""
+    """The model in 4 bits, with every tensor made once and kept."""
     layers = range(checkpoint.config.n_layers)
     found = quantize(checkpoint, weights, device=device)
     tensors = {name: found.tensors[name] for name in found.tensors if name not in STACKED}
@@ -67,7 +68,7 @@ def _narrow(checkpoint: Checkpoint, weights: str, device) -> Checkpoint:
 
 
 def _widened(four: Checkpoint, device, layers: int) -> Checkpoint:
-    """The same numbers in 16-bit matrices, of the first layers."""
+    """A model of the first layers with the same weights in 16-bit matrices."""
     wide = {name: [w.dequantize(device.matrix_dtype.name) for w in four.tensors[name][:layers]] for name in STACKED}
     return replace(four, tensors=four.tensors | wide)
 
@@ -182,9 +183,9 @@ def _steps(machine, name: str, dtype: str, batches, seed: int, protocol: Protoco
             row = {"suite": "block", "system": "ours", "pass": "model", "model": name, "dtype": weights, "batch": batch}
             rows[weights] = row | {"position": position, "bytes": model.step_bytes}
             rows[weights]["bytes"] += batch * (position + 1) * engine.cache.position_bytes
-            if weights == "nvfp4":  # the 16-bit model has its numbers
+            if weights == "nvfp4":  # the 16-bit model was made of its weights
                 with device.scope():
-                    for which in (weights, dtype):  # a step draws its next tokens, which rounding may turn into others
+                    for which in (weights, dtype):  # the same tokens for both: rounding may change those of a step
                         device.upload(engines[which].tokens, np.ones((batch, 1), np.int32))
                     got, exact = (machine.host(launches[which]()).astype(np.float64) for which in (weights, dtype))
                 error = {"max_err": logit_error(got, exact), "err_budget": TOLERANCE[dtype]}

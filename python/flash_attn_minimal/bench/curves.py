@@ -21,7 +21,7 @@ PEAKS = {
 
 
 def group(row: dict, by_time: bool = False) -> tuple:
-    """Rows of one panel: (headdim, nheads, nheads_k, batch) with what does not tell panels apart left at 0."""
+    """The panel of a row: (grouped heads or not, headdim, nheads, nheads_k, batch), 0 where panels do not differ."""
     grouped = (row["nheads"], row["nheads_k"]) if row["nheads"] != row["nheads_k"] else (0, 0)
     return (grouped[0] > 0, row["headdim"], *grouped, row["batch"] if by_time else 0)
 
@@ -47,7 +47,7 @@ def table(data: dict, rows: list[dict], axis: str = "seqlen_q", by_time: bool = 
     if any(row["system"] == "fa3" for row in rows):
         against["FlashAttention-3"] = lambda row: row["system"] == "fa3"
 
-    # Ours by mode; a deterministic pass beside the plain one is there for its price.
+    # Ours by mode. A deterministic pass is shown for what it costs, and takes no part in the ratios.
     plain = [row for row in rows if row["system"] == "ours" and not any(mode in row for mode in MODES)]
     fast = [row for row in rows if "fast_accum" in row]
     ours = {"": plain, ", fast_accum": fast} if fast else {"": plain}

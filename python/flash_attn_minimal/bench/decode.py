@@ -1,7 +1,7 @@
 """The suite `decode`: one query token of every sequence against its cache, at the speed of the memory.
 
-Caches rotate, so that the level-2 cache carries nothing from one call to the next, and calls are in CUDA graphs. Beside
-ours stand PyTorch's backends on the same contiguous cache and a kernel that only reads it.
+Each call gets another of several KV caches, so that the level-2 cache holds nothing of it. Calls are in CUDA graphs.
+Peers are PyTorch's backends on the same contiguous cache, and a kernel that only reads it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(512) read(const uint4* x, long long
 
 
 class Caches:
-    """Sets of q, K and V of a point, and what else calls over them want."""
+    """Sets of q, K and V of one point, and the other arguments of calls over them."""
 
     def __init__(self, machine, point: Point, dtype: str, seed: int):
         torch = self.torch = machine.torch
@@ -186,7 +186,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 
 def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: Outcome) -> str:
-    """Checks and times everything at one point; the line that says so."""
+    """Checks and times everything at one point; returns the line to print."""
     seed = options.seed or 0
     caches = Caches(machine, point, dtype, seed)
     base = {"suite": "decode", "pass": "decode", "dtype": dtype, "headdim": point.headdim, "headdim_v": point.headdim}

@@ -28,7 +28,7 @@ def available() -> bool:
 
 
 def figure_of(rows, columns, width, height, sharey=False):
-    """A figure that no window system knows of."""
+    """A figure of its own, without pyplot or a window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -34,7 +34,7 @@ def ends(count: int) -> np.ndarray:
 
 
 class Weights:
-    """A matrix in every format and in 16 bits, each in as many copies as the level-2 cache does not hold."""
+    """A matrix in every format and in 16 bits, each in so many copies that the level-2 cache does not hold all."""
 
     def __init__(self, machine, n: int, k: int, dtype: str, peer_dtype: str):
         w = machine.random((n, k), "float32", 0) * k**-0.5
@@ -108,7 +108,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 
 def _one(machine, weights: Weights, shape, dtype: str, options, protocol, meter, outcome: Outcome) -> str:
-    """Checks and times everything at one point; the line that says so."""
+    """Checks and times everything at one point; returns the line to print."""
     (m, n, k), gpu = shape, machine.device == "cuda"
     x = machine.cast(machine.random((m, k), "float32", 1000 + m), dtype if gpu else "float32")
     base = {"suite": "linear", "pass": PASS, "dtype": dtype, "m": m, "n": n, "k": k}

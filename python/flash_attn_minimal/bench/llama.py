@@ -31,7 +31,7 @@ from .suite import Outcome, Suite, register, rounded
 from .timing import Protocol, Timing
 
 POSITIONS = (1, 100, 500, 1000)
-PLANS = {  # model -> dtypes (of the matrices, or of matrices and cache; 4-bit ones are made of the cache's), ...
+PLANS = {  # model -> (dtypes of the matrices, or of matrices/cache; batches; positions)
     "cpu": {"stories15M": (("float32",), (1, 8), (1, 100, 200))},
     "cuda": {
         "stories110M": (
@@ -44,12 +44,12 @@ PLANS = {  # model -> dtypes (of the matrices, or of matrices and cache; 4-bit o
 }
 COPY_BYTES = 1 << 30  # read and written
 QUICK = {"cpu": (1, 200), "cuda": (1, 1000)}
-# Of logit_error: attention of the same numbers in another order, rounded to the cache's dtype in every layer.
+# Of logit_error: the attentions sum in different orders, and round to the cache's dtype in every layer.
 TOLERANCE = {"float32": 1e-4, "float16": 8e-3, "bfloat16": 6e-2}
 
 
 class DeviceTensors(RandomTensors):
-    """Made on a GPU: 7 billion weights in a second."""
+    """RandomTensors made on a GPU: 7 billion weights in a second."""
 
     def __init__(self, device, config, seed):
         super().__init__(config, tied=False, seed=seed)
@@ -155,7 +155,7 @@ def _device(kind: str, dtype: str) -> Any:
 
 
 def _one(model, name, dtype, batch, positions, bandwidth, seed, protocol, outcome) -> list[str]:
-    """All positions of one batch size; the lines that say so."""
+    """Times all positions of one batch size; returns the lines to print."""
     engine = Engine(model, batch, context=min(model.config.seq_len, max(positions) + 8))
     fill(engine, seed)
     lines = []
@@ -207,7 +207,7 @@ def _step(engine: Engine, batch: int, position: int, attention: str) -> Callable
 
 
 def times(device, steps: dict[str, Callable], protocol: Protocol, seed: int) -> dict[str, Timing]:
-    """Bursts in shuffled turns."""
+    """Times the steps in bursts, in a new shuffled order every round."""
 
     def burst(step, count) -> float:
         device.synchronize()

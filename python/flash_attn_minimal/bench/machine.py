@@ -35,7 +35,7 @@ class BenchError(FlashAttnError):
 
 class CpuClock:
     device = "cpu"
-    l2_bytes = 0  # inputs are not rotated: a caller on the CPU has them in cache as often as not
+    l2_bytes = 0  # inputs do not rotate: on a CPU they are often in the cache of a real caller, too
     gpu_id = None
 
     def burst(self, launch, count, us):
@@ -46,7 +46,7 @@ class CpuClock:
         return run
 
     def seconds(self, burst, repeat=1, warm=True):
-        time.sleep(0.005)  # threads of the system before stop spinning
+        time.sleep(0.005)  # lets the threads of the previous system stop spinning
         if warm:
             burst()
         start = time.perf_counter()
@@ -214,7 +214,7 @@ class Cupy:
         digits = bytes(raw).hex() if raw else ""
         groups = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
         self.gpu_id = f"GPU-{'-'.join(groups)}" if len(digits) == 32 else None
-        # Captures need a stream of their own, and launches go to the current one: everything happens on this one.
+        # A capture needs a stream other than the default one, and launches go to the current stream: this is both.
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._stream.use()
         self._start, self._end = cupy.cuda.Event(), cupy.cuda.Event()
@@ -300,8 +300,8 @@ FRAMEWORKS = {"numpy": [Numpy], "torch": [TorchCuda, TorchCpu], "cupy": [Cupy]}
 
 
 def open_machine(device: str | None, framework: str | None):
-    """A machine on `device` (None: a GPU if there is one) with arrays of `framework` (None: PyTorch, whose peers can
-    be timed beside, else CuPy on the GPU, NumPy on the CPU)."""
+    """A machine on `device` (None: a GPU if there is one) with arrays of `framework` (None: PyTorch, which has peers to
+    time, else CuPy on the GPU, NumPy on the CPU)."""
     reasons = []
     for kind in (TorchCuda, Cupy, TorchCpu, Numpy):
         if device not in (None, kind.device) or framework not in (None, kind.framework):
@@ -324,7 +324,7 @@ def library_has_cuda() -> bool:
     return load().fa_cuda_device_count() > 0
 
 
-# ---- what the hardware is and how it feels ----
+# ---- what the hardware is, and its clock, power and load ----
 
 
 def cores() -> int:

@@ -17,7 +17,7 @@ from .rows import number, unit
 from .suite import Outcome, Suite, register, rounded, speed_text
 from .timing import Protocol, interleave
 
-ROWS = 16  # of a head that are checked
+ROWS = 16  # rows of a head that are checked
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _one(machine, chunk: Chunk, dtype: str, seed: int, protocol: Protocol, meter
 
 
 def _paged(machine, x, page: int, order: np.ndarray):
-    """The rows of x in pages of a pool: page i of all sequences' pages, in a row, lies at order[i]."""
+    """The rows of x as pages of a pool. Page i, counted through all sequences, is in place order[i]."""
     pages = x.reshape(-1, page, *x.shape[2:])
     return pages[machine.int32(np.argsort(order))]
 
@@ -158,7 +158,7 @@ def _judge(machine, chunk: Chunk, dtype: str, q, k, v, out) -> tuple[float, floa
 
 
 def table(data: dict, rows: list[dict]) -> list[str]:
-    """One line for each shape, one column for each place of the keys."""
+    """One line for each shape, one column for each layout of the keys."""
     name, scale = unit(data)
     keys = ("headdim", "batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k")
     lines: list[str] = []

@@ -115,7 +115,7 @@ def _profiled(options, machine, shape: Shape) -> tuple[System, Exact]:
 
 
 def _no_table(data: dict, rows: list[dict]) -> list[str]:
-    """Nothing is written."""
+    """Nothing: this suite writes no result."""
     return []
 
 

@@ -19,7 +19,7 @@ from .machine import BenchError, Meter, cores
 from .rows import ROOFS, device_name, dtypes, label, number, series, timed, unit
 from .suite import SUITES
 
-BUSY = 0.5  # other processes running for each core, before ours start, from which on CPU numbers are suspect
+BUSY = 0.5  # load per core before the run, above which CPU times are marked as disturbed
 
 
 def result(suite: str, command: str, machine, outcome) -> dict:
@@ -64,7 +64,7 @@ class NotAResult(BenchError, BadArgument):
 
 @contextlib.contextmanager
 def _result(file: Path) -> Iterator[None]:
-    """What the tables and pictures stumble over is the file's fault: they are made of fields that it should have."""
+    """Turns what goes wrong in the tables and pictures into NotAResult: they read fields that a result has."""
     try:
         yield
     except OSError as error:

@@ -30,11 +30,11 @@ class Suite:
     run: Callable[[Any, Any], Any]  # options, protocol -> (machine, Outcome); an exit status where nothing is written
     table: Callable[[dict, list[dict]], list[str]]
     pictures: Mapping[str, Callable[[dict, list[dict]], Any]] = field(default_factory=dict)  # by the file's suffix
-    dtype: str | None = None  # of ours, where the suite has but one
-    titled: bool = True  # the dtypes of the rows stand in the title
+    dtype: str | None = None  # of our kernels, where the suite has only one
+    titled: bool = True  # whether the title names the dtypes of the rows
     how: str = "median of the bursts, systems in shuffled turns"
-    device_time: bool = True  # on a GPU; else the host's
-    checked: str | None = None  # how answers are checked, where that is not float64 and a budget
+    device_time: bool = True  # whether times on a GPU are the device's; else they are the host's
+    checked: str | None = None  # how answers are checked, if not against float64 with a budget
 
 
 SUITES: dict[str, Suite] = {}
@@ -46,7 +46,7 @@ def register(suite: Suite) -> Suite:
 
 
 def rounded(row: dict[str, Any]) -> dict[str, Any]:
-    """Five digits are more than any of these numbers has."""
+    """The row with floats cut to five digits: none of the numbers is more exact."""
     return {k: float(f"{v:.5g}") if isinstance(v, float) and math.isfinite(v) else v for k, v in row.items()}
 
 

@@ -1,5 +1,5 @@
-"""What is timed: our kernels by name, and the peers that PyTorch brings. Each is a launch(i) on input set i that
-returns its output in our layout; who refuses a shape is left out with the reason."""
+"""What is timed: our kernels by name, and the peers that come with PyTorch. Each is a launch(i) on input set i that
+returns its output in our layout. One that refuses a shape is left out, with the reason."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ class Shape:
     causal: bool
     dtype: str
     lengths: tuple[int, ...] = ()
-    mix: str = ""  # where the lengths are from
+    mix: str = ""  # the name of the distribution of the lengths
     backward: bool = False
     allow_tf32: bool = False
 
     @property
     def given(self) -> Shape:
-        """What ours quantises to fp8 is given, and peers get, in bfloat16."""
+        """The shape of the inputs as they are made: bfloat16 for fp8. Ours quantises them, the peers take them as they
+        are."""
         return replace(self, dtype="bfloat16") if self.dtype == "float8_e4m3fn" else self
 
     @property
@@ -101,9 +102,9 @@ class Shape:
 
 
 class Inputs:
-    """Enough sets of q, k, v, out that the level-2 cache does not carry from one launch to the next; at most
-    MAX_SETS, so that inputs of a few kilobytes, which a real caller has just written, are found there. For a backward
-    shape out is the answer, and gradients[i] are dout, lse and the places of dq, dk, dv."""
+    """So many sets of q, k, v, out that a launch finds nothing of its set in the level-2 cache. There are at most
+    MAX_SETS: inputs of a few kilobytes stay in it, as they do for a caller that has just written them. For a backward
+    shape out is the answer, and gradients[i] are dout, lse and the arrays for dq, dk, dv."""
 
     MAX_SETS, L2_FACTOR = 64, 3
 
@@ -139,11 +140,12 @@ class Inputs:
 
     @property
     def results(self) -> tuple:
-        """Where ours writes the answer of set 0."""
+        """The arrays into which ours writes the answer of set 0."""
         return self.gradients[0][2:] if self.gradients else self.sets[0][3:]
 
     def quantised(self, machine, shape: Shape) -> tuple[Inputs, list]:
-        """The same in float8_e4m3fn with descale factors; and q, k, v of set 0 as these stand for them, in float32."""
+        """The same in float8_e4m3fn with descale factors; and q, k, v of set 0 as float32, with these factors
+        applied."""
         mine, stand_for = copy.copy(self), []
         mine.sets, mine.options = [], []
         for *given, out in self.sets:
@@ -157,7 +159,7 @@ class Inputs:
         return mine, stand_for
 
 
-MODES = ("deterministic", "fast_accum")  # options that ours is timed with as well, in a row of its own
+MODES = ("deterministic", "fast_accum")  # a suite may time ours with one of these options as well, in another row
 
 
 @dataclass
@@ -246,7 +248,7 @@ def backward_of(torch, outs, leaves, douts):
 
 
 def torch_varlen(name: str, torch, shape: Shape, inputs: Inputs) -> System:
-    """FlashAttention-2 on packed sequences, as PyTorch carries it. Its way to say causal has changed between
+    """FlashAttention-2 on packed sequences, as it comes with PyTorch. The argument for causal differs between
     releases."""
     if not shape.lengths:
         return sdpa(name, torch, shape, inputs)
@@ -317,7 +319,7 @@ def standard(name: str, torch, shape: Shape, inputs: Inputs) -> System:
     if tf32 and not shape.allow_tf32:
         raise Refused("only with --dtype fp32 --allow-tf32")
     scores = shape.batch * shape.nheads * shape.seqlen**2
-    needed = scores * (2 * DTYPES[shape.dtype] + 8)  # S and P, and both in float32 on the way
+    needed = scores * (2 * DTYPES[shape.dtype] + 8)  # S and P, each of them in float32 for a while
     q = inputs[0][0]
     room = torch.cuda.mem_get_info()[0] if q.is_cuda else 8 << 30
     if needed > 0.7 * room:

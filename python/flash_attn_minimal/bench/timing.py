@@ -14,7 +14,7 @@ from statistics import median, quantiles
 class Protocol:
     rounds: int = 9
     burst_s: float = 0.01  # of launches between two readings of the clock
-    sustained: bool = False  # also a third of a second each, where power and not the clock's boost decides
+    sustained: bool = False  # also a third of a second each, long enough for the power limit to set the clock
     max_launches: int = 512  # in one burst
 
 

@@ -1,7 +1,7 @@
 """`python -m flash_attn_minimal fuzz`: random calls of every function, right ones and wrong ones, against float64.
 
-    function.py   what a case is about, and what may come out of one
-    attention.py, backward.py, cache.py, small.py, weights.py    what each function's calls are, and what is right
+    function.py   what is known of a public function, and the outcomes of a case
+    attention.py, backward.py, cache.py, small.py, weights.py    how each function's calls are drawn, made and judged
     case.py       a spec (a dict of plain values) drawn from a seed and a number, run, judged
     invalid.py    calls that must be refused
     arrays.py     the arrays of a call among guards of NaN, on the CPU or the GPU
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def reproduce(spec: dict[str, Any], device: str = "cpu", framework: str | None = None):
-    """Runs one case in this process; returns what came out (a function.Outcome)."""
+    """Runs one case in this process; returns its outcome (a function.Outcome)."""
     from .arrays import backend_for
     from .case import run
 

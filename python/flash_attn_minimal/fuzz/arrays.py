@@ -1,10 +1,10 @@
-"""Arrays of a case on their device: all of them in one arena, whose every other byte must stay as it was.
+"""The arrays of a case on their device, all in one arena. A call may change its outputs and no other byte of it.
 
     | guard | q, rows apart | guard | k_cache | guard | out | guard | ...
 
-The arena is filled with NaNs first, each with a random sign, that every float type reads as NaN: so the gaps between
-strided rows, outputs before the call and everything that nobody may read are NaN, and integers there are nonsense. It
-is uploaded once and compared once: bytes that changed outside the outputs are a finding.
+At first the arena holds a pattern that every float type reads as NaN, with random signs. So the gaps between strided
+rows, outputs before the call and everything that a call must not read are NaN, and integers there are nonsense. The
+arena is uploaded once and compared once: bytes that changed outside the outputs are a finding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def itemsize(dtype: str) -> int:
 
 
 def encode(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Numbers that `dtype` has (for float8: any) as the arena stores them."""
+    """Numbers that `dtype` can hold (for float8: any numbers) as the arena stores them."""
     if dtype == "bfloat16":
         return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     if dtype == "float8_e4m3fn":
@@ -62,11 +62,11 @@ def decode(stored: np.ndarray, dtype: str) -> np.ndarray:
     return stored.astype(np.float32) if dtype == "float16" else stored
 
 
-_POOL = 65521  # a prime: rows of a large array differ all the same
+_POOL = 65521  # a prime, so that the rows of a large array, which repeats these numbers, differ
 
 
 def normal(rng: np.random.Generator, shape, dtype: str = "float32", spread: float = 1.0) -> np.ndarray:
-    """Normal numbers that `dtype` has, as float32. Of a large array they come again and again."""
+    """Normally distributed numbers that `dtype` can hold, as float32. A large array repeats _POOL of them."""
     size = int(np.prod(shape, dtype=np.int64))
     pool = np.float32(spread) * rng.standard_normal(min(size, _POOL), dtype=np.float32)
     pool = as_dtype(pool, dtype) if dtype == "float8_e4m3fn" else round_to(pool, dtype)
@@ -74,7 +74,7 @@ def normal(rng: np.random.Generator, shape, dtype: str = "float32", spread: floa
 
 
 def as_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Rounded to what `dtype` has."""
+    """Rounded to what `dtype` can hold."""
     return decode(encode(values, dtype), dtype)
 
 
@@ -84,7 +84,7 @@ class Array:
 
     order: the axes from the outermost in memory to the innermost; the last axis stays the innermost
     step: the distance of neighbours along the last axis
-    pad: elements more than the axis has, before the next one begins
+    pad: unused elements behind an axis, for the last axes
     flip: axes with a negative stride
     repeat: axes with stride 0
     offset: elements behind a multiple of 256 bytes
@@ -131,7 +131,7 @@ class _Place:
 
 
 class Arena:
-    """The arrays of one case, where a backend has them: `views` by name."""
+    """The arrays of one case in the memory of a backend; `views` has them by name."""
 
     def __init__(self, backend, arrays: Mapping[str, Array], values: Mapping[str, np.ndarray] | None, seed: int = 0):
         """Without values: for queries, which look at no element."""
@@ -226,7 +226,7 @@ class Numpy:
     """Arrays on the CPU."""
 
     device, framework, negative_strides, graphs = "cpu", "numpy", True, False
-    multiprocessors = 132  # what sizes are biased to
+    multiprocessors = 132  # sizes are often drawn near this number of blocks
 
     def __init__(self):
         self.ml_dtypes = _optional("ml_dtypes")
@@ -262,7 +262,7 @@ class Numpy:
         return type(array) is np.ndarray
 
     def foreign(self, array):
-        """Something that is no array of this backend's."""
+        """The numbers of an array as something that is no array of this backend."""
         return array.tolist()
 
     def synchronize(self) -> None:
@@ -322,8 +322,8 @@ class Torch:
         return results, graph
 
     def alive(self) -> bool:
-        """Whether the device still takes work: an error that stays makes every later call fail."""
-        for _ in range(2):  # an error that does not stay is told once
+        """Whether the device still takes work: a sticky error makes every later call fail."""
+        for _ in range(2):  # an error that is not sticky is reported once
             try:
                 self.torch.ones(2, device=self.device).sum().item()
                 return True

@@ -1,4 +1,4 @@
-"""What calls of flash_attn_func and flash_attn_varlen_func are, and what is right."""
+"""How calls of flash_attn_func and flash_attn_varlen_func are drawn, made and judged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCORE_OPTIONS = {
 
 
 def repeated(x: np.ndarray, layout) -> np.ndarray:
-    """Equal along the axes that the layout repeats."""
+    """x with equal elements along the axes to which the layout gives stride 0."""
     for axis in (layout or {}).get("repeat", ()):
         x = np.repeat(x.take([0], axis), x.shape[axis], axis) if x.shape[axis] else x
     return x
@@ -49,7 +49,8 @@ def plain_tf32_head(head: reference.Head):
 
 
 def plain_e4m3_head(head: reference.Head):
-    """P rounded to three bits of fraction before it is normalised, its largest being 1."""
+    """Attention whose P is rounded to e4m3 (three bits of fraction) before it is normalised; the largest P of a row is
+    1."""
     everything = slice(None)
     out, lse = reference._standard(head)
     s = head.scores(everything, everything)
@@ -71,7 +72,8 @@ def results_of(got, with_lse: bool, views) -> dict[str, Any]:
 
 
 def score_floor(q, k, softmax_scale) -> float:
-    """As judge.rounding_floor, for one of very many cases: a sum of headdim float32 terms strays with its root."""
+    """As judge.rounding_floor, but wide enough for very many cases: the error of a float32 sum of headdim terms grows
+    with the root of headdim."""
     floor = judge.rounding_floor(q, k, softmax_scale)
     return 1e-5 + (floor - 1e-5) * (1 + q.shape[-1] ** 0.5 / 8)
 
@@ -86,7 +88,7 @@ def runnable(table: str, device: str) -> list[str]:
 
 
 def clean(x: np.ndarray) -> np.ndarray:
-    """Without the NaNs that nobody sees."""
+    """x with 0 for NaN: a case has NaN only where no row may look."""
     return np.nan_to_num(x, nan=0.0)
 
 
@@ -160,9 +162,9 @@ class Forward(Function):
         headdim_v = draw.headdim(self.max_headdim) if draw.option(0.25) else None
         if draw.chance(0.04):
             headdim, headdim_v = 192, 128
-        (work, elements), wide = draw.budget(), headdim + (headdim_v or headdim) + 32  # a score costs, too
+        (work, elements), wide = draw.budget(), headdim + (headdim_v or headdim) + 32  # the 32: a score costs, too
         spec = {"dtype": dtype, "headdim": headdim, "headdim_v": headdim_v}
-        if draw.chance(0.12):  # pieces of work beside the number of multiprocessors
+        if draw.chance(0.12):  # a number of pieces of work near that of the multiprocessors
             pieces = draw.near_multiprocessors(backend.multiprocessors, int(min(300, elements / wide / 8)))
             spec["batch"] = draw.log_uniform(1, pieces)
             heads = max(pieces // spec["batch"], 1)
@@ -188,7 +190,7 @@ class Forward(Function):
 
     @staticmethod
     def _lengths(draw: Draw, work, elements, wide, heads, group) -> tuple[int, int]:
-        """Of q and k: within the work and the elements for so many heads."""
+        """seqlen_q and seqlen_k within the budgets of work and of elements, for so many heads."""
         area, most_q = int(work / wide / heads), int(elements / wide / heads)
         most_k = most_q * group
         if draw.chance(0.3):
@@ -396,7 +398,7 @@ class Forward(Function):
     # ---- the answer ----
 
     def attend(self, spec, values, one_head):
-        """(out, lse) by a function of heads, with q, k and v as they count."""
+        """(out, lse) from a function of one head, with q, k and v times their descale factors."""
         q, k, v = self._inputs(spec, values)
         scores = self._scores(spec, values)
 
@@ -448,7 +450,7 @@ class Forward(Function):
         plain = functools.cache(lambda: self.attend(spec, values, one_head))
         if "lse" in results:
             judge.check("lse", results["lse"], exact_lse, lambda: plain()[1], "float32", floor=floor)
-        room = floor * max(1.0, float(np.abs(exact).max(initial=0)))  # dropout makes outputs of many times v
+        room = floor * max(1.0, float(np.abs(exact).max(initial=0)))  # dropout scales P up: outputs can be many times v
         judge.check("out", out, exact, lambda: plain()[0][:covered], epsilon, floor=room)
 
     def _judge_e4m3(self, spec, values, out, exact, results, exact_lse, v):

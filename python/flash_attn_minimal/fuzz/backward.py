@@ -1,4 +1,4 @@
-"""What calls of backward are, and what is right."""
+"""How calls of backward are drawn, made and judged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Backward(Forward):
     BAD_OPTIONS = {
         k: v for k, v in Forward.BAD_OPTIONS.items() if k not in ("return_lse", "out_dtype", "fast_accum")
     } | {"accumulate": (2, "x"), "return_dbias": (2,), "return_dsinks": ("x",)}
-    queried = False  # it is not told of all arrays
+    queried = False  # backward_query does not get all arrays
     ALIASES = (("dq", "q"), ("dk", "k"), ("dv", "v"), ("dk", "dv"))
 
     def kernels(self, backend):
@@ -58,7 +58,7 @@ class Backward(Forward):
 
     @staticmethod
     def _lighten(spec) -> None:
-        """A gradient costs four times what the forward pass does."""
+        """Fewer keys: the gradients cost four times what the forward pass does."""
         if spec.get("lens") is not None:
             spec["lens"] = [[q, -(-k // 2)] for q, k in spec["lens"]]
         elif spec["seqlen_k"] > 600:
@@ -145,13 +145,13 @@ class Backward(Forward):
         return reference.varlen_backward(one, *arrays, *self._cu(spec), **scores)
 
     def _noise(self, spec, values) -> dict[str, float]:
-        """What a gradient may be off by where it is 0: dP - delta is the difference of two float32 sums of headdim_v
-        terms, and a gradient sums it over rows or columns."""
+        """The error that a gradient may have where it is 0. dP - delta is the difference of two float32 sums of
+        headdim_v terms, and a gradient sums it over rows or columns."""
         q, k, v, dout = (clean(values[name]) for name in ("q", "k", "v", "dout"))
         scale = q.shape[-1] ** -0.5 if self.get(spec, "softmax_scale") is None else abs(self.get(spec, "softmax_scale"))
         longest = [float(np.linalg.norm(x, axis=-1).max(initial=0)) for x in (dout, v)]
         one = 2.0**-23 * (1 + v.shape[-1] ** 0.5 / 8) * longest[0] * longest[1]
-        # delta is of an out that was rounded; the plain implementation's share may be small by luck
+        # delta comes from a rounded out; the plain implementation's error of it may be small by luck
         one += EPSILON[self.get(spec, "dtype")] / 8 * longest[0] * longest[1] / max(v.shape[-1], 1) ** 0.5
         rows = (q.size / max(q.shape[-1], 1)) ** 0.5
         largest = {name: float(np.abs(x).max(initial=0)) for name, x in (("dq", k), ("dk", q))}

@@ -172,8 +172,8 @@ class Cached(Function):
         return min(self.get(spec, "seqlen_new"), self.capacity(spec))
 
     def before(self, spec) -> list[int]:
-        """Keys of each sequence before the call, as many as there is room for (a spec made smaller may ask for
-        more)."""
+        """Keys of each sequence before the call, no more than there is room for: shrinking a spec may leave too
+        many."""
         lengths, most = self.get(spec, "lengths"), self.capacity(spec) - self.new(spec)
         if lengths is None:
             lengths = most
@@ -185,7 +185,7 @@ class Cached(Function):
         return self.batch(spec) * max(self.get(spec, "pages"), 1) + self.get(spec, "spare")
 
     def scales(self, spec) -> str:
-        """What shares a factor; where a page is one row, its factors are a token's."""
+        """What shares a factor. With pages of one row, "entries" is the same as "tokens"."""
         kind = self.get(spec, "scales")
         return "tokens" if kind == "entries" and self.get(spec, "rows") == 1 else kind
 
@@ -408,7 +408,7 @@ class Cached(Function):
         scale = wide = get("headdim") ** -0.5 if get("softmax_scale") is None else abs(get("softmax_scale"))
         floor = 2e-5 + 2.0**-23 * scale * most_q * largest["k"] * get("headdim") ** 0.5
         turned = 0.0
-        if "rotary_cos" in values and dtype != "float32":  # an element of q half way between two numbers goes to either
+        if "rotary_cos" in values and dtype != "float32":  # half way between two, q is rounded to either
             turned = wide * judge.EPSILON[dtype] * float(np.abs(q).max(initial=0)) * largest["k"]
         out = results["out"] if "out" in results else after["out"]
         if "lse" in results:
@@ -430,8 +430,8 @@ class Cached(Function):
         return float(np.max(cache, initial=0, where=np.isfinite(cache)))
 
     def _judge_appended(self, spec, values, after) -> None:
-        """Appended rows hold the rotated keys and the values, to a rounding. (That all others are as they were is known
-        already.)"""
+        """Appended rows hold the rotated keys and the values, up to rounding. That no other row has changed was checked
+        before."""
         new, eight = self.new(spec), self.get(spec, "cache_dtype")
         if not new:
             return
@@ -454,7 +454,7 @@ class Cached(Function):
                         some = largest > 0
                         judge.within(f"{name}_scale", factor[some], largest[some] / most, 1e-5 * largest[some] / most)
                     got, want = got * factor, np.clip(want, -most * factor, most * factor)
-                    # half a step of int8; of e4m3 a sixteenth of the value, or half its smallest step
+                    # half a step: of int8 half a factor, of e4m3 1/16 of the value or half its smallest step
                     step = 0.501 * factor if eight == "int8" else np.abs(want) / 15.9 + 2**-10 * factor
                     allowed = np.broadcast_to(step + 1e-6, want.shape)
                 judge.within(f"{name}_cache rows of sequence {b}", got, want, allowed)
@@ -524,7 +524,7 @@ class Quantize(Function):
         return False
 
     def exact_query(self, spec):
-        return False  # factors="head" takes rows at one stride
+        return False  # factors="head" refuses rows that are not at one stride
 
     def call(self, spec, views, options):
         got = kvcache_quantize.quantize_kvcache(**views, **options)

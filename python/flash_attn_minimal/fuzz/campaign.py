@@ -1,7 +1,7 @@
 """The campaign: worker processes, one case each at a time, under a watchdog.
 
-A worker that takes too long for a case is killed; one that dies, by a signal or a CUDA error that stays, is replaced.
-Either is charged to the case it was at, and the campaign goes on.
+A worker that takes too long for a case is killed. One that dies, by a signal or a sticky CUDA error, is replaced. Both
+are findings about the case that it ran, and the campaign goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIRST_SECONDS = 120  # a worker's start: imports, a CUDA context, the first laun
 
 
 class Worker:
-    """One process; `order` gives it a case, `poll` tells what came of it."""
+    """One process. `order` gives it a case, `poll` returns the outcome once there is one."""
 
     def __init__(self, about: dict[str, Any], seconds: float):
         self.about, self.seconds = about, seconds
@@ -63,7 +63,7 @@ class Worker:
             pass  # poll finds it dead
 
     def poll(self) -> dict[str, Any] | None:
-        """What came of the case, where something has."""
+        """The outcome of the case, or None while it runs."""
         ended = False
         try:
             while True:
@@ -126,7 +126,7 @@ class Worker:
             try:
                 self.process.wait(timeout=10)
             except subprocess.TimeoutExpired:
-                pass  # the driver still waits for its kernel: nothing that this process could do
+                pass  # the driver still waits for a kernel of its: this process can do nothing about it
 
     def close(self) -> None:
         self.kill()
@@ -164,7 +164,7 @@ def outcomes(about: dict[str, Any], numbers, workers: int, seconds: float, until
                 message = worker.poll()
                 if message is None:
                     continue
-                if not worker.ready and message.get("lost"):  # it never came to its case
+                if not worker.ready and message.get("lost"):  # it died before its first case
                     broken_starts += 1
                     if broken_starts > 2 + workers:
                         raise Unsupported(f"workers do not start: {message['message']}")

@@ -1,7 +1,7 @@
 """One case: a spec, which is a dict of plain values, run on a backend and judged.
 
 A spec names a function and what the call has that is not the function's default; the numbers in its arrays follow from
-its seed. run(spec, backend) is all that a worker does; it never raises, but for what ends the process.
+its seed. run(spec, backend) is all that a worker does. It raises nothing but what is to end the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def functions() -> dict[str, Function]:
 
 
 def generate(seed: int, number: int, world: World) -> dict[str, Any]:
-    """The case of this number: it depends on these arguments, the device and the kernels of the build alone."""
+    """Draws the case of this number. It depends on these arguments, the device and the kernels of the build alone."""
     rng = np.random.default_rng([seed, number])
     known = functions()
     names = [world.function] if world.function else list(known)
@@ -59,7 +59,8 @@ def generate(seed: int, number: int, world: World) -> dict[str, Any]:
 
 
 def _served(function: Function, kernel: str | None, draw: Draw, backend, tries: int = 40) -> dict[str, Any]:
-    """A call, forced to this kernel and drawn again until its query says that it serves; the last one otherwise."""
+    """Draws a call. Forced to a kernel, it is drawn again until the query says that this kernel serves it; after so
+    many tries the last one is taken."""
     for attempt in range(tries if kernel else 1):
         draw.plain = min(attempt / 12, 0.9) if kernel else float(draw.rng.uniform(0, 0.8))
         spec = {"function": function.name, **function.trimmed(function.draw(draw, backend)), "seed": draw.seed()}
@@ -68,7 +69,7 @@ def _served(function: Function, kernel: str | None, draw: Draw, backend, tries: 
         if kernel is None:
             break
         spec["kernel"] = kernel
-        if draw.chance(0.03):  # as it comes, so that refusals are seen too
+        if draw.chance(0.03):  # whether served or not, so that refusals are tested, too
             break
         try:
             arena = Arena(backend, function.arrays(spec), None)
@@ -99,7 +100,7 @@ def run(spec: dict[str, Any], backend) -> Outcome:
         values = function.values(spec)
         arena = Arena(backend, function.arrays(spec), values, spec.get("seed", 0))
         options = _options(function, spec)
-    except FlashAttnError as error:  # of what prepares a call, such as packing a weight
+    except FlashAttnError as error:  # raised by what prepares a call, such as packing a weight
         return Outcome(EXCEPTION, spec.get("kernel") or "", f"{type(error).__name__}: {error}")
     if "mutation" in spec:
         return invalid.run(function, spec, arena, values, options)
@@ -163,7 +164,7 @@ def _launch(function, spec, arena, values, options, plan, kernel) -> tuple[str, 
 
 
 def _same(what: str, arena: Arena, memory, results, returned) -> None:
-    """What the call did again, bit for bit."""
+    """Raises Wrong unless a repetition of the call has written and returned the same bits."""
     if not np.array_equal(arena.download(), memory):
         raise Wrong(f"{what} wrote something else")
     for name, array in results.items():

@@ -1,4 +1,4 @@
-"""Random sizes, layouts and options, with a liking for edges: of tiles, of pieces, and of the number of
+"""Random sizes, layouts and options, often at edges: of tiles, of pieces of work, and of the number of
 multiprocessors."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ ELEMENTS = 1e6  # of q, or of k and v
 
 
 class Draw:
-    """A random generator with this file's habits. `plain` from 0 to 1: how seldom anything but the usual comes, so
-    that a kernel which takes little is found something to take."""
+    """A random generator that prefers edges. `plain`, from 0 to 1, makes unusual options rarer, so that calls are found
+    for a kernel that serves few."""
 
     def __init__(self, rng: np.random.Generator, plain: float = 0.0):
         self.rng, self.plain = rng, plain
@@ -42,7 +42,7 @@ class Draw:
         return min(high, int(np.exp(self.rng.uniform(np.log(low), np.log(max(high, low) + 1)))))
 
     def size(self, high: int, low: int = 0) -> int:
-        """A length: small, log-uniform, or beside a multiple of a tile."""
+        """A length: small, log-uniform, or next to a multiple of a tile."""
         high = max(high, low)
         kind = self.rng.random()
         if kind < 0.08:

@@ -55,7 +55,7 @@ def edit_int(rng: Random, data: bytes, at: int) -> bytes:
 
 
 class Text(str):
-    """Goes into a file as it is."""
+    """JSON text that goes into a file as it is."""
 
 
 class Pairs(list):
@@ -96,7 +96,8 @@ def dump(node: Any) -> str:
 
 
 def edit_tree(rng: Random, tree: Any) -> Any:
-    """One edit somewhere below, by a walk from the root: what stands in a short object comes as often as a long one."""
+    """One edit at a random place. A walk from the root finds it, so that members of short and of long objects are
+    edited equally often."""
     root: list = [tree]
     holder, at = root, 0
     while isinstance(holder[at], list) and holder[at] and rng.random() < 0.8:
@@ -145,7 +146,7 @@ def edit_json(rng: Random, data: bytes) -> bytes:
         return edit_bytes(rng, data)
 
 
-PARTS = {  # of a tokenizer.json: what the package can do beside what is in the valid one
+PARTS = {  # parts of a tokenizer.json that the valid file does not have
     "truncation": [
         {"direction": "Right", "max_length": n, "strategy": "LongestFirst", "stride": s}
         for n in (0, 1, 9)
@@ -224,7 +225,7 @@ PARTS = {  # of a tokenizer.json: what the package can do beside what is in the 
 
 
 def edit_tokenizer_json(rng: Random, data: bytes) -> bytes:
-    """As edit_json, often behind another part in place of one of the file's."""
+    """As edit_json. Often one of PARTS takes the place of the file's own part first, or instead."""
     if rng.random() < 0.6:
         with contextlib.suppress(ValueError, RecursionError, TypeError):
             name = rng.choice(list(PARTS))

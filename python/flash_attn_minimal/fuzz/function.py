@@ -1,4 +1,4 @@
-"""What a case is about: a public function, how its calls are drawn, made and judged; and what may come out of one."""
+"""What a case is about: a public function, how its calls are drawn, made and judged; and the outcomes of a case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .arrays import Arena, Array
 from .draw import Draw
 from .judge import Wrong
 
-# What may come out of a case. Those of the second line are findings, and so are HANG, CRASH and STICKY.
+# The outcomes of a case. All but those of the first line (FINE) are findings.
 PASSED, REFUSED, REJECTED, SKIPPED = "passed", "refused", "rejected", "skipped"
 WRONG, UNTOUCHED, EXCEPTION, ACCEPTED, QUERY, BROKEN = (
     "wrong answer", "canary", "wrong exception", "not refused", "query disagrees", "campaign broken",
@@ -56,7 +56,7 @@ class Function:
     FREE: dict[str, tuple[int, ...]] = {}  # axes that may have another size
     LOOSE: dict[str, tuple[int, ...]] = {}  # likewise axes that may have another size when there is no `out`
     BAD_OPTIONS: dict[str, tuple] = {}  # values that must be refused
-    any_rank = False  # whether an array with an axis less may be right too
+    any_rank = False  # whether an array with one axis less may be valid, too
     queried = False  # whether the query refuses what the call refuses
     ALIASES: tuple[tuple[str, str], ...] = ()  # (output, input) that may not be the same array
 
@@ -81,11 +81,11 @@ class Function:
         return None
 
     def exact_query(self, spec) -> bool:
-        """Whether the query is told everything that decides: it is not about arrays that it does not take."""
+        """Whether the query gets everything that the call's kernel depends on. It may lack some of the arrays."""
         return True
 
     def call(self, spec, views, options) -> dict[str, Any]:
-        """The results that are no arrays of the arena, by name."""
+        """Makes the call; returns by name the results that are not arrays of the arena."""
         raise NotImplementedError
 
     def written(self, spec, values) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Function:
         return self.BAD_OPTIONS
 
     def bad_contents(self, spec, values, draw: Draw) -> tuple[str, int, int] | None:
-        """An integer array, an index and what it may not hold there."""
+        """(name of an integer array, flat index, a number that must not stand there), or None."""
         return None
 
     def simpler(self, spec) -> Iterator[dict[str, Any]]:
@@ -116,12 +116,12 @@ class Function:
         return spec.get(key, self.DEFAULTS[key])
 
     def trimmed(self, spec) -> dict[str, Any]:
-        """Without what is a default anyhow."""
+        """The spec without entries that have their default."""
         return {k: v for k, v in spec.items() if k not in self.DEFAULTS or v != self.DEFAULTS[k]}
 
 
 def untouched_by(arena: Arena, written, memory=None) -> str:
-    """What was written though nobody may write it, "" where nothing was."""
+    """A text about the bytes that changed outside of `written`; "" if there are none."""
     try:
         arena.check_untouched(arena.download() if memory is None else memory, written)
         return ""

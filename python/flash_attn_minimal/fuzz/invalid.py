@@ -8,10 +8,10 @@
     ["alias", output, input]        the same array for both
     ["option", name, value]         a value that is out of range or of another type
     ["keyword", name]               an argument that does not exist: TypeError
-    ["contents", array, index, value]      an integer on the device that means no place; on a GPU nobody can look before
-                                    the launch, and the call must leave everything but its outputs as it is
+    ["contents", array, index, value]      an integer in the device's memory that refers to no place. On a GPU nothing
+                                    can look at it before the launch: the call may then change its outputs alone
 
-The error must be a FlashAttnError, and every byte of every array as before.
+The error must be a FlashAttnError, and every byte of every array must be as before.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
     if kind == "shape":
         loose = function.FREE.get(name, ()) + (() if "out" in arrays else function.LOOSE.get(name, ()))
         if name == "q" and "cache_seqlens" not in arrays and "k_cache" in arrays:
-            loose += (0,)  # a cache may have entries to spare, and one length is that of all
+            loose += (0,)  # a cache may have spare entries, and a single length counts for any batch
         axes = [axis for axis, size in enumerate(shape) if size > 1 and axis not in loose]
         return [kind, name, draw.pick(axes)] if axes else None
     fewer = ("bias", "mask", "alibi_slopes", "positions", "k_scale", "v_scale", "q_descale", "k_descale", "v_descale")
     if kind == "rank" and (function.any_rank or len(shape) < 2 or name in fewer):
         return None  # one axis less may mean the same
     if kind == "foreign" and len(arrays) < 2:
-        return None  # a lone array decides where the call runs: on another device it is no wrong one
-    if kind == "last" and (not shape or shape[-1] < 2 or 0 in shape or "scale" in name):  # factors may be apart
+        return None  # a lone array decides where the call runs: on another device it is valid
+    if kind == "last" and (not shape or shape[-1] < 2 or 0 in shape or "scale" in name):  # factors may have gaps
         return None
     return [kind, name]
 
@@ -112,7 +112,7 @@ def _apply(spec, arena: Arena, views, options) -> None:
 
 
 def _wrong_array(kind: str, arena: Arena, name: str, more):
-    """In memory of its own: nobody may look at its elements."""
+    """The array with its fault, in memory of its own: no call may look at its elements."""
     array = arena.arrays[name]
     dtype, shape, step = array.dtype, list(array.shape), 1
     if kind == "dtype":

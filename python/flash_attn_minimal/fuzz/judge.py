@@ -111,7 +111,7 @@ def plain_attention(q, k, v, dtype: str, **options):
 
 def rounding_floor(q: np.ndarray, k: np.ndarray, softmax_scale: float | None = None) -> float:
     """1e-5, and more where the terms of q . k are large: half a unit in the last place of the longest q times the
-    longest k, which a plain implementation can miss by luck when there are few scores."""
+    longest k, an error that a plain implementation may not have by luck when there are few scores."""
     if not q.size or not k.size:
         return 1e-5
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else abs(softmax_scale)

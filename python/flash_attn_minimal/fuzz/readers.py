@@ -72,7 +72,7 @@ TOKENS = 360  # enough for the bytes and the printable characters
 
 @dataclass(frozen=True)
 class Reader:
-    """`read` gets the file in which the input lies; `where` stands in every BadArgument."""
+    """`read` gets the file that holds the input; every BadArgument has to contain `where`."""
 
     name: str
     file: Path
@@ -88,7 +88,7 @@ class Reader:
         return data
 
     def outcome(self, data: bytes) -> tuple[str, str]:
-        """(one of EXPECTED or what went wrong, the error)"""
+        """(one of EXPECTED or the kind of failure, the error's text)"""
         self.file.write_bytes(data)
         try:
             with np.errstate(all="ignore"):
@@ -100,13 +100,14 @@ class Reader:
             return "OSError", str(error)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of Rust's is no Exception
+        except BaseException as error:  # a panic of Rust is a BaseException
             return type(error).__name__, "".join(traceback.format_exception(error)[-3:])
         return "read", ""
 
 
 def use(checkpoint: Checkpoint) -> None:
-    """Takes of every tensor what a model would; what was accepted has the shape that the config says."""
+    """Takes from every tensor what a model would. A checkpoint that was accepted has the shapes that its config
+    says."""
     config = checkpoint.config
     for name, tensor in checkpoint.tensors.items():
         last = tensor[-1] if len(tensor) == config.n_layers and not isinstance(tensor, np.ndarray) else tensor
@@ -141,7 +142,7 @@ def read_json_tokenizer(file: Path) -> None:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Rust says on standard error that it panics, before Python hears of it."""
+    """Hides standard error, where Rust reports a panic before Python gets it as an exception."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
@@ -154,7 +155,7 @@ def _silent() -> Iterator[None]:
 
 def read_held_out(file: Path) -> None:
     checkpoint = Checkpoint("a model", "none", True, Config(*SMALL.shape), "float32", {})
-    with contextlib.suppress(BadArgument):  # a text that is too short says so, and has no file
+    with contextlib.suppress(BadArgument):  # the error about a text that is too short names no file
         if not find_text(checkpoint, load_tokenizer(file.with_name("tok.bin")), 64, path=str(file))[0].size:
             raise AssertionError("no windows")
 
@@ -384,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{args.cases} cases in {result['seconds']} s")
     if args.out:
         words = sys.argv[1:] if argv is None else argv
-        if "--out" in words:  # the same numbers, wherever they go
+        if "--out" in words:  # the numbers do not depend on where they go
             at = words.index("--out")
             words = [*words[:at], *words[at + 2 :]]
         about = {

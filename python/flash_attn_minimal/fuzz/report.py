@@ -1,4 +1,4 @@
-"""What came of a campaign: counts and findings."""
+"""The results of a campaign: counts and findings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Report:
         self.seconds = 0.0
 
     def add(self, number: int, spec: dict[str, Any] | None, message: dict[str, Any]) -> dict[str, Any] | None:
-        """One case; the finding where it is one."""
+        """Counts one case; returns the finding if it is one."""
         self.cases += 1
         self.counts[message["function"], message["kernel"], message["dtype"], message["kind"]] += 1
         if message["kind"] in FINE:
@@ -39,7 +39,7 @@ class Report:
         return finding
 
     def add_readers(self, found: dict[str, Any]) -> None:
-        """What came of readers.run: a section of its own, and its failures among the findings."""
+        """Adds the result of readers.run as a section of its own, and its failures to the findings."""
         self.more["readers"] = found
         for failure in found["failures"]:
             spec = {"function": f"reader {failure['reader']}", "number": failure["case"], "input": failure["input"]}

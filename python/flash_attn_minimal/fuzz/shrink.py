@@ -12,7 +12,7 @@ LISTS = ("lens", "lengths", "links", "given", "lead", "bias", "mask")  # of any 
 
 
 def candidates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The boldest first. Each is a spec of its own; a size keeps to what its function allows."""
+    """Smaller specs, the largest steps first. Each is a copy, and sizes stay within what the function allows."""
     function = functions()[spec["function"]]
     kept = ("function", "seed", "mutation", "kernel")
     for key in sorted(spec):  # one option less
@@ -64,7 +64,7 @@ def _smaller(value: Any, least: int, shorter: bool = False) -> Iterator[Any]:
 
 
 def shrink(spec: dict[str, Any], fails: Callable[[dict[str, Any]], bool], tries: int = 40) -> dict[str, Any]:
-    """Greedily: the first candidate that fails is where it goes on."""
+    """Makes a spec smaller greedily: goes on from the first candidate that still fails."""
     function = functions()[spec["function"]]
     seen = set()
     while True:

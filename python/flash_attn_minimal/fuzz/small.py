@@ -24,7 +24,7 @@ def floats(backend) -> list[str]:
 
 
 def rows_layout(draw: Draw, backend, rank: int = 2) -> dict[str, Any]:
-    """Of an array seen as rows at equal distances: only the innermost two axes may be apart."""
+    """A layout for functions that take rows at equal distances: gaps between the rows, no others."""
     if rank < 2 or not draw.option(0.4):
         return {}
     layout: dict[str, Any] = {"pad": [0] * (rank - 1) + [draw.pick((1, 2, 8, 8, 16, 100))]}
@@ -34,7 +34,7 @@ def rows_layout(draw: Draw, backend, rank: int = 2) -> dict[str, Any]:
 
 
 def rounded(name, got, exact, dtype, terms=1.0):
-    """Half a unit in the last place of dtype, and what float32 sums of so large terms may lose."""
+    """Allows half a unit in the last place of dtype, and the error of float32 sums of terms of this size."""
     exact = np.asarray(exact, np.float64)
     allowed = 1.01 * EPSILON[dtype] / 2 * np.abs(exact) + 4e-6 * terms + 6e-8 * (dtype == "float16")
     judge.within(name, got, exact, allowed)
@@ -103,7 +103,7 @@ class Merge(Small):
             lse = self.get(spec, "apart") * rng.standard_normal(arrays[f"lse_{side}"].shape)
             lse[rng.random(lse.shape) < self.get(spec, "empty")] = -np.inf
             values[f"lse_{side}"] = lse.astype(np.float32)
-            if "repeat" not in arrays[f"out_{side}"].layout:  # whatever its out holds
+            if "repeat" not in arrays[f"out_{side}"].layout:  # its weight is 0, whatever its out holds
                 values[f"out_{side}"].swapaxes(-2, -3)[np.isneginf(lse)] = np.nan
         return values
 
@@ -167,7 +167,7 @@ class QuantizeFp8(Small):
             raise Wrong(f"descale has shape {descale.shape} for x of shape {x.shape}")
         if not (np.isfinite(descale).all() and (descale > 0).all()):
             raise Wrong("descale is not positive and finite")
-        if self.get(spec, "hadamard"):  # the signs are the library's own: lengths and products stay
+        if self.get(spec, "hadamard"):  # the library draws the signs; lengths of rows do not depend on them
             norms = np.linalg.norm(x.astype(np.float64), axis=-1)
             wide = np.linalg.norm(x8.astype(np.float64) * descale[:, None, :, None], axis=-1)
             allowed = norms / 15.9 + 2**-9 * descale[:, None] * x.shape[-1] ** 0.5
@@ -309,7 +309,7 @@ class Rope(Small):
             if self.get(spec, name):
                 options[name] = True
         if self.get(spec, "rotary_dim"):
-            even = max(2, spec["rotary_dim"] // 2 * 2)  # a smaller case may have any
+            even = max(2, spec["rotary_dim"] // 2 * 2)  # shrinking may leave any number
             options["rotary_dim"] = min(even, 2 * self.arrays(spec)["cos"].shape[1])
         return options
 
@@ -499,7 +499,7 @@ class Linear(Small):
 
 
 class Sample(Small):
-    """ops.sample: greedy draws are known; others must be among the tokens kept, and are the same on the CPU."""
+    """ops.sample: greedy draws are known, others must be among the tokens that top_k and top_p keep."""
 
     name = "sample"
     DEFAULTS = Small.DEFAULTS | {
@@ -588,7 +588,7 @@ class Sample(Small):
                 if not np.isposinf(row[got[i]]):
                     raise Wrong(f"out[{i}] = {got[i]}, whose logit is {row[got[i]]}, and there is an infinite one")
                 continue
-            # The last token of a nucleus is where sums in float64 and in integers may differ.
+            # Sums in float64 and in integers may differ about the last token that top_p keeps.
             near = reference_ops.kept(row, temperature, **{**cut, "top_p": min(1.0, cut["top_p"] + 1e-6)})
             if not near[got[i]] > 0:
                 raise Wrong(f"out[{i}] = {got[i]}, which top_k and top_p leave out")

@@ -30,7 +30,8 @@ def weight_arrays(name: str, format: str, n: int, k: int) -> dict[str, Array]:
 
 
 def random_weight(rng, name: str, format: str, n: int, k: int) -> dict[str, np.ndarray]:
-    """Any codes under scales that make numbers of about k ** -0.5 / 2: a chain of products does not grow."""
+    """Random codes under scales that make weights of about k ** -0.5 / 2: results do not grow along a chain of
+    products."""
     codes = rng.integers(0, 256, (n, -(-k // 2))).astype(np.uint8)
     if k % 2:
         codes[:, -1] &= 15
@@ -56,8 +57,8 @@ def wide(values, name: str, format: str, k: int) -> np.ndarray:
 
 
 def product(x, w, format, dtype, out_dtype, bias=None, norm_weight=None, eps=1e-5, residual=None, swiglu=False):
-    """(answer, what it may be off by) of a product with a 4-bit weight, both float64: x is rounded to the 16 bits the
-    products are made in, int4's may round the weight too; sums are float32."""
+    """(exact result, allowed error) of a product with a 4-bit weight, both float64. x is rounded to the 16 bits that
+    the products are made in; with int4 the weight may be rounded, too; sums are float32."""
     epsilon = EPSILON[dtype] / 2 * 1.01
     if norm_weight is None:
         x, rounding = round_to(x, dtype).astype(np.float64), 0.0
@@ -87,7 +88,7 @@ def product(x, w, format, dtype, out_dtype, bias=None, norm_weight=None, eps=1e-
 
 
 class Quantize(Function):
-    """W4Weight.quantize and dequantize: the bytes of NumPy."""
+    """W4Weight.quantize and dequantize, which have to give the bytes that NumPy gives."""
 
     name = "W4Weight.quantize"
     weight = 0.7
@@ -191,7 +192,7 @@ class Product(Linear):
         return values | random_weight(rng, "weight", self.get(spec, "format"), n, k)
 
     def weight_of(self, spec, views) -> dict[str, Any]:
-        """The views without the plain weight's, but with the packed one."""
+        """The views with the packed weight in place of its three parts."""
         parts = [views[f"weight.{part}"] for part in ("codes", "scales", "tensor_scale")]
         plain = W4Weight(self.get(spec, "format"), *parts, self.get(spec, "k"))
         packed = plain.pack(self.get(spec, "compute"), pair=self.get(spec, "swiglu"))
@@ -267,7 +268,7 @@ class Chain(Function):
         return spec
 
     def links(self, spec) -> list[dict[str, Any]]:
-        """With what a smaller spec has lost: a source that is no longer there is an array."""
+        """The links, with defaults filled in. Where shrinking has removed a source, an array takes its place."""
         usual = {"n": 8, "k": 8, "swiglu": False, "x": None, "residual": None, "bias": None, "norm": None}
         usual |= {"x_dtype": "float32", "out_dtype": "float32"}
         links: list[dict[str, Any]] = []
@@ -353,7 +354,7 @@ class Chain(Function):
             more = {k: v.astype(np.float64) for k, v in more.items() if v is not None}
             w = wide(values, f"{i}.weight", format, link["k"])
             if not np.isfinite(x).all():
-                return  # a product before this one was too large for its dtype, where all may differ
+                return  # an earlier result has overflowed its dtype: what follows is not comparable
             exact, error = product(x, w, format, compute, link["out_dtype"], eps=1e-3, swiglu=link["swiglu"], **more)
             largest = float(np.finfo(np.float16 if link["out_dtype"] == "float16" else np.float32).max)
             exact = np.where(np.abs(exact) > largest, np.copysign(np.inf, exact), exact)

@@ -3,7 +3,7 @@
     in   {"number": 17} or {"spec": {...}}
     out  {"ready": ...} once, then for each case {"spec": {...}} before it runs and {"kind": ..., ...} behind it
 
-A CUDA error that stays ends the process, once it is reported.
+A sticky CUDA error ends the process, once it is reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import traceback
 def main() -> int:
     about = json.loads(sys.argv[1])
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever prints, prints beside the protocol
+    os.dup2(2, 1)  # whatever else prints goes to standard error, not into the protocol
     faulthandler.enable()
 
     from .arrays import backend_for
@@ -51,7 +51,7 @@ def main() -> int:
             function=(spec or {}).get("function", ""), seconds=round(time.perf_counter() - started, 4),
         )  # fmt: skip
         if outcome.kind == STICKY:
-            os._exit(0)  # nothing that was allocated can be given back
+            os._exit(0)  # memory of a lost context cannot be freed
     return 0
 
 

@@ -20,5 +20,5 @@
     generate.py     the command line: python -m flash_attn_minimal generate CHECKPOINT
     synthetic.py    random models of any shape in the real file formats
 
-Only `bench` and `fuzz` import it, and the command line where it runs it.
+Only `bench`, `fuzz` and the command line import this package.
 """

@@ -1,5 +1,6 @@
-"""Attention over the cache: flash, one call of this library; and standard, with the whole score matrix in memory: a
-kernel of the library for the host's decode step, and array operations, which run without the library."""
+"""Attention over the cache. Flash attention is one call of this library. Standard attention keeps the whole score
+matrix in memory: in the host's decode step it is a kernel of the library, elsewhere array operations, which work
+without the library."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def flash_attention(q: Array, k: Array, v: Array, cache_k: Array, cache_v: Array
 def cached_attention(
     q: Array, k: Array, v: Array, cache_k: Array, cache_v: Array, rows, rope, config: Config, kernel: str | None = None
 ) -> Array:
-    """flash_attention by any kernel of the library; one of them is standard attention."""
+    """As flash_attention, with a kernel of the library by its name; cpu_naive is standard attention."""
     from .. import flash_attn_with_kvcache
 
     if rows.table is None:
@@ -48,7 +49,7 @@ def cached_attention(
         window_size=(config.window - 1, -1),
         rotary_interleaved=config.rope_interleaved,
         kernel=kernel,
-        programmatic=True,  # the cache and its lengths were written before the step's first kernel, a plain launch
+        programmatic=True,  # safe: cache and lengths were written before the step's first kernel, a plain launch
     )
 
 
@@ -64,14 +65,14 @@ def rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
 
 
 def standard_attention(xp, q: Array, k: Array, v: Array, window: int = 0) -> Array:
-    """Causal attention, hung from the bottom-right corner, of one sequence's rows over all its keys.
+    """Causal attention of the last rows of each sequence over all its keys: the last row sees the last key.
 
     q (batch, seqlen_q, nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim) -> the shape of q. 16-bit inputs
     are widened to float32 first. A row sees the last `window` keys up to its own, 0 = all of them.
     """
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_k = k.shape[1:3]
-    group = nheads // nheads_k  # the query heads of one key head stand side by side, so they become rows of one product
+    group = nheads // nheads_k  # query heads of one key head are neighbours: their rows go into one product
     rows = (
         q.reshape(batch, seqlen_q, nheads_k, group, headdim)
         .transpose(0, 2, 3, 1, 4)

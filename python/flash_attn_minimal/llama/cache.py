@@ -1,8 +1,8 @@
 """The KV cache: keys (already rotated) and values of every layer, in one allocation made at the start.
 
-Paged: k[layer], v[layer] are (num_pages + 1, page_size, nheads_k, headdim). A sequence owns any pages, in the order of
-its row in the block table; the last page is nobody's: slots without a sequence write there.
-Contiguous: (slots, context, nheads_k, headdim), sequence and slot the same number, no table.
+Paged: k[layer], v[layer] are (num_pages + 1, page_size, nheads_k, headdim). A sequence's row of the block table lists
+the pages that it owns, in order. The last page belongs to no sequence: idle slots write there.
+Contiguous: (slots, context, nheads_k, headdim). Sequence i is in slot i, and there is no table.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class PagePool:
 
 
 class KVCache:
-    """page_size None = contiguous, `slots` sequences of `context` positions each. `rope` are the cosines and sines of
-    these positions."""
+    """page_size None means contiguous: `slots` sequences of `context` positions each. `rope` has the cosines and sines
+    of all positions."""
 
     def __init__(
         self, device: Any, config: Config, slots: int, context: int, page_size: int | None = None, num_pages: int = 0

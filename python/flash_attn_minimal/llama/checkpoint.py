@@ -14,7 +14,7 @@ from typing import Any
 
 from .config import Config
 
-STACKED = {"wqkv": ("wq", "wk", "wv"), "wo": ("wo",), "w13": ("w1", "w3"), "w2": ("w2",)}  # what one product gives
+STACKED = {"wqkv": ("wq", "wk", "wv"), "wo": ("wo",), "w13": ("w1", "w3"), "w2": ("w2",)}  # one product each
 LAYERED = ("rms_att", "rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3")
 
 
@@ -36,7 +36,8 @@ class Checkpoint:
         return name in self.tensors
 
     def parts(self, name: str, layer: int) -> list[Any]:
-        """What stands one above the other in a matrix of STACKED, as stored: several arrays, or the whole of it."""
+        """The arrays that make up a matrix of STACKED, from top to bottom, as stored: several, or one that is the
+        whole."""
         if name in self.tensors:
             return [self.tensors[name][layer]]
         return [self.tensors[part][layer] for part in STACKED[name]]

@@ -1,4 +1,5 @@
-"""Flash and standard attention on the same text, in turns: so that what else the machine does disturbs both alike."""
+"""Times flash and standard attention on the same text, in turns, so that other load on the machine disturbs both
+alike."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from typing import Any
 from .._library import BadArgument, FlashAttnError
 from .engine import Engine, Request
 
-PIECE = 16  # decode steps of one engine, before it is the other's turn
-LEAST_ROUNDS = 3  # times the text is written; before them once to warm up
+PIECE = 16  # decode steps of one engine in its turn
+LEAST_ROUNDS = 3  # least number of times that the text is written, after once to warm up
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Comparison:
 def in_turns(engines: Mapping[str, Engine], jobs: Sequence[tuple[Any, ...]], seconds: float = 3.0) -> Comparison:
     """Two engines write the texts of `jobs` (arguments of Engine.add) again and again, for so many seconds.
 
-    The first and the last piece of a text do not count: a GPU has steps under way behind the one and none behind the
-    other. Texts that differ raise a FlashAttnError.
+    The first and the last piece of a text do not count: on a GPU, which runs some steps ahead, the first piece takes
+    more steps than it counts and the last one fewer. Texts that differ raise a FlashAttnError.
     """
     rates: dict[str, list[float]] = {name: [] for name in engines}
     started = 0.0
@@ -36,7 +37,7 @@ def in_turns(engines: Mapping[str, Engine], jobs: Sequence[tuple[Any, ...]], sec
         requests = {name: [engine.add(*job) for job in jobs] for name, engine in engines.items()}
         turns = []
         while any(engine.busy for engine in engines.values()):
-            names = list(engines)[:: -1 if len(turns) % 2 else 1]  # who went last goes first
+            names = list(engines)[:: -1 if len(turns) % 2 else 1]  # the engine that went last goes first
             turns.append({name: _piece(engines[name]) for name in names})
         _check_same(requests)
         if number == 0:

@@ -1,4 +1,4 @@
-"""What a Llama model is: its shape and the constants of its formulas, from whatever file they come."""
+"""What a Llama model is: its shape and the constants of its formulas, whatever the file format."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import numpy as np
 
 from .._files import LARGEST, SMALLEST, is_constant, is_int, quoted
 
-MAX_DIMENSION = 1 << 24  # no dimension of a Llama model comes near; text or another format read as int32 goes beyond
+MAX_DIMENSION = 1 << 24  # far above any Llama model's; text or another format, read as int32, is above it
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How a context longer than the one trained first is reached: all frequencies divided by `factor` ("linear"), or
-    the slow ones only, with a ramp between low_freq_factor and high_freq_factor turns per original context ("llama3").
+    """How RoPE is stretched to a context longer than that of the first training. "linear" divides all frequencies by
+    `factor`. "llama3" divides the slow ones alone, with a ramp between low_freq_factor and high_freq_factor turns in
+    the original context.
     """
 
     kind: str

@@ -23,7 +23,7 @@ from .config import Config
 from .host import in_order
 from .sampling import Rule
 
-# Up to so many rows ops.linear, beyond cuBLAS between rms_norm and swiglu; with larger matrices ops.linear for one row.
+# ops.linear serves up to FUSED_ROWS rows, of a matrix above FUSED_BYTES one row. Beyond that: rms_norm, cuBLAS, swiglu.
 FUSED_ROWS, FUSED_BYTES = 8, 16 << 20
 WORKSPACE_BYTES = 32 << 20  # what cuBLAS's documentation recommends for Hopper
 
@@ -106,7 +106,7 @@ class Cuda:
 
         self.xp, self.attention = cupy, attention
         self.matrix_dtype, self.dtype = numpy_dtype(dtype), numpy_dtype(cache_dtype)
-        self.between = self.matrix_dtype  # what a product that feeds another writes
+        self.between = self.matrix_dtype  # of a result that only feeds the next product
         for native in (self.matrix_dtype, self.dtype):
             try:
                 cupy.empty(1, native)
@@ -130,7 +130,7 @@ class Cuda:
 
     def stack(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         cupy = self.xp
-        bits = np.dtype(np.uint16) if dtype.itemsize == 2 else dtype  # CuPy moves bfloat16, it does not calculate
+        bits = np.dtype(np.uint16) if dtype.itemsize == 2 else dtype  # CuPy moves bfloat16, but cannot compute with it
         on_device = [
             self.cast(part, dtype)
             if isinstance(part, cupy.ndarray)
@@ -170,7 +170,7 @@ class Cuda:
         if norm is not None:
             x = ops.rms_norm(x, norm, eps=eps, out_dtype=self.matrix_dtype.name, programmatic=True)
         y = residual
-        if y is None:  # cuBLAS writes float32, or what the matrices are
+        if y is None:  # cuBLAS writes float32 or the matrices' dtype
             direct = not swiglu and out_dtype == self.matrix_dtype
             y = self.xp.empty((len(x), len(weight)), out_dtype if direct else np.float32)
             if bias is not None:
@@ -181,7 +181,8 @@ class Cuda:
         return ops.swiglu(y, out_dtype=out_dtype.name, programmatic=True) if swiglu else self.cast(y, out_dtype)
 
     def linears(self, products: Sequence[Mapping[str, Any]], ahead: Sequence[Any] = ()) -> list[Any]:
-        """As host.Host.linears. With 4-bit weights alone it is a chain, of a few rows a single launch."""
+        """As host.Host.linears. Where all weights have 4 bits it is one ops.linear_chain: for a few rows a single
+        launch."""
         from ..transformer import ops
 
         if not all(isinstance(product["weight"], PackedW4) for product in products):
@@ -196,7 +197,8 @@ class Cuda:
         return self._standard_attention(q, k, v, cache_k, cache_v, rows, rope, config)
 
     def _standard_attention(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> Any:
-        """In array operations, over the first rows.longest keys of every sequence, those beyond its own masked."""
+        """Standard attention in array operations, over the first rows.longest keys of every sequence; those beyond its
+        own keys are masked."""
         from ..transformer import ops
 
         xp, (batch, seqlen, nheads, headdim), nheads_k = self.xp, q.shape, k.shape[2]
@@ -208,7 +210,7 @@ class Cuda:
         visible = column <= own[..., None]
         if config.window:
             visible &= column > own[..., None] - config.window
-        if rows.table is not None:  # pages hold anything behind a sequence's keys, and 0 * NaN is NaN
+        if rows.table is not None:  # behind a sequence's keys pages may hold NaN, and 0 * NaN is NaN
             values = xp.where((column <= own[:, -1:])[..., None, None], _bits(values), 0).view(values.dtype)
 
         group = nheads // nheads_k
@@ -229,7 +231,8 @@ class Cuda:
         return xp.ascontiguousarray(out).view(self.dtype).reshape(batch, seqlen, nheads, headdim)
 
     def _append_and_gather(self, k, v, cache_k, cache_v, rows, own) -> tuple[Any, Any]:
-        """The new keys and values go to the cache. Those of all sequences, (batch, n, nheads_k, headdim)."""
+        """Writes the new keys and values to the cache; returns those of all sequences, (batch, n, nheads_k,
+        headdim)."""
         xp, batch, page_size = self.xp, len(own), cache_k.shape[1]
         which = xp.arange(batch)[:, None]
         if rows.table is None:
@@ -245,8 +248,8 @@ class Cuda:
         return tuple(_bits(c)[pages].reshape(shape).view(c.dtype) for c in (cache_k, cache_v))
 
     def _by_head(self, x: Any) -> Any:
-        """(batch, n, nheads_k, headdim) -> (batch * nheads_k, n, headdim); of one sequence a view, else a copy, for
-        cuBLAS takes one stride between matrices."""
+        """(batch, n, nheads_k, headdim) -> (batch * nheads_k, n, headdim). A view for one sequence, else a copy: cuBLAS
+        takes a single stride between matrices."""
         batch, n, nheads_k, headdim = x.shape
         if batch == 1:
             return x[0].transpose(1, 0, 2)
@@ -287,8 +290,8 @@ class Cuda:
         self._kernels.advance(tokens, active, ring, count, lengths)
 
     def longest_bucket(self, longest: int, context: int) -> int:
-        """Standard attention reads keys up to a power of two, the same for all steps until it is reached; flash
-        attention reads the lengths on the device."""
+        """Standard attention reads keys up to the next power of two, so that steps share a graph until the keys reach
+        it. Flash attention reads the lengths on the device."""
         return 0 if self.attention == "flash" else min(context, max(64, 1 << (longest - 1).bit_length()))
 
     def once(self, body: Callable[[], None]) -> Callable[[], None]:
@@ -334,7 +337,7 @@ class Cuda:
 
 
 def _bits(x: Any) -> Any:
-    """16-bit arrays as integers, which CuPy moves whatever they stand for."""
+    """16-bit arrays as integers, which CuPy can move whatever their dtype."""
     return x.view(np.uint16) if x.dtype.itemsize == 2 else x
 
 
@@ -372,7 +375,7 @@ class _Kernels:
         self._kernel = functools.partial(functools.cache(cupy.ElementwiseKernel))
 
     def embed(self, embedding: Any, tokens: Any, x: Any) -> Any:
-        """x (rows, dim) float32 = embedding[tokens]; of a token that is none, of -1, the first."""
+        """x (rows, dim) float32 = embedding[tokens]; the token -1, which is none, gets row 0."""
         stored, value = _bits(embedding), "(float)stored"
         if embedding.dtype.name == "bfloat16":
             value = "__uint_as_float((unsigned int)stored << 16)"

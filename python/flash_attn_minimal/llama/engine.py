@@ -3,11 +3,11 @@ contiguous cache.
 
 A slot is one row of the batch. The state of all slots (next token, filled positions, pages, sampling) lies on the
 device and is advanced there, so a decode step is one function without arguments: on a GPU one CUDA graph for each size
-of the batch, replayed. The host queues up to `ahead` steps before it looks at the tokens of the first; it knows every
-length without asking, and learns late of a token that ends a text: what was drawn behind it is thrown away.
+of the batch, replayed. The host queues up to `ahead` steps before it reads the tokens of the first. It knows all
+lengths without reading them. It learns late that a token has ended a text: tokens drawn after that are thrown away.
 
-A sequence joins when a slot is free and the pages for its prompt and all its new tokens are: it can never be stopped by
-a full cache.
+A sequence joins when a slot is free, and with it the pages for its prompt and all its new tokens: a full cache never
+stops a sequence.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ class Request:
 
     @property
     def positions(self) -> int:
-        """Of the cache, at its end: the last new token is not run."""
+        """Positions of the cache that are filled at its end: the last new token does not go through the model."""
         return max(len(self.prompt) + self.max_new - 1, len(self.prompt))
 
 
 @dataclass
 class _InFlight:
-    """Tokens on their way: those of one decode step, or the first one of a sequence."""
+    """Tokens that the host has not read yet: those of one decode step, or the first one of a sequence."""
 
     wait: Callable[[], None]
     row: int  # of the ring
-    lanes: list[tuple[int, Request]]  # (slot, whose token it holds)
+    lanes: list[tuple[int, Request]]  # (slot, the request that gets its token)
     is_decode: bool
     started: float
 
 
 @dataclass
 class Timing:
-    """What was collected. Work overlaps: a step counts from when it was queued, or the one before it arrived if that
-    was later."""
+    """Sums over the steps that were collected. Steps overlap: the time of a step begins when it was queued, or when the
+    step before it arrived if that was later."""
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -113,7 +113,7 @@ class Engine:
         self.cache = KVCache(device, self.model.config, max_batch, self.context, page_size, num_pages)
 
         self._slots: list[Request | None] = [None] * max_batch
-        # The host's copies of what the device advances by itself: right behind everything queued so far.
+        # The host's copies of state that the device advances by itself, as it will be after all work queued so far.
         self._lengths = np.full(max_batch, -1, np.int32)  # -1: an idle slot
         self._active = np.zeros(max_batch, np.int32)
         self._table = np.full((max_batch, max_pages), self.cache.scratch_page, np.int32)
@@ -170,8 +170,8 @@ class Engine:
         return bool(self._waiting or self._flight or any(self._slots))
 
     def step(self) -> list[tuple[Request, int]]:
-        """Lets sequences join, queues work, and returns the tokens of the oldest step under way: (sequence, token) for
-        those that got one. There may be none; there is more to come as long as the engine is `busy`."""
+        """Lets sequences join, queues work, and returns the tokens of the oldest step that was queued: (sequence,
+        token) for those that got one. There may be none; there is more to come as long as the engine is `busy`."""
         with self.device.scope():
             self._admit()
             while any(self._slots) and len(self._flight) <= self.ahead:
@@ -222,7 +222,7 @@ class Engine:
             if self.cache.page_size is not None:
                 wanted = pages_of(request.positions, self.cache.page_size)
                 if wanted > len(self.cache.pool):
-                    return  # first come, first served: a small one behind it waits as well
+                    return  # first come, first served: a smaller request behind it waits, too
                 request.pages = self.cache.pool.take(wanted)
                 self._table[slot, :wanted] = request.pages
             self._waiting.popleft()
@@ -232,7 +232,8 @@ class Engine:
             self._prefill(request, slot)
 
     def _leave(self, request: Request) -> None:
-        """Frees the slot. Steps under way may still write to its pages: whoever gets them is queued behind."""
+        """Frees the slot. Queued steps may still write to its pages; the work of the pages' next owner is queued behind
+        them."""
         slot = request.slot
         if slot is None:
             return
@@ -278,7 +279,7 @@ class Engine:
         longest = int(self._lengths.max()) + 1
         key = (batch, self.device.longest_bucket(longest, self.context), self._rules)
         body = self._steps.get(key)
-        if body is None:  # the first step of a kind runs as it is: what is compiled late is compiled then
+        if body is None:  # a step of a new kind runs once uncaptured: this compiles what is compiled on first use
             body = lambda: self._body(*key)  # noqa: E731
             body()
             self._steps[key] = self.device.once(body)

@@ -51,10 +51,11 @@ def open_device(
     cache_dtype: str = "auto",
     weights: str = "auto",
 ) -> Any:
-    """The engine's device. "auto" is a GPU where CuPy and the library find one; dtype "auto" is float32 on the host and
-    on a GPU what the checkpoint stores; cache_dtype "auto" is dtype. With `weights`, bf16 or 4 bits, the matrices that
-    are not in 4 bits, and the products of those that are, have the 16-bit type of dtype or, where that is none,
-    bfloat16."""
+    """The engine's device. The name "auto" is a GPU where CuPy and the library find one. dtype "auto" is float32 on the
+    host, on a GPU what the checkpoint stores. cache_dtype "auto" is dtype.
+
+    With `weights` "bf16" or a 4-bit format, matrices that are not in 4 bits have a 16-bit type, and products with 4-bit
+    ones are computed in it. It is bfloat16, with a 4-bit format float16 where dtype or `stored` says so."""
     if name not in DEVICES:
         raise BadArgument(f"device={name!r} is none of {', '.join(DEVICES)}")
     narrow = "float16" if weights not in ("auto", "bf16") and "float16" in (dtype, stored) else "bfloat16"
@@ -74,7 +75,8 @@ def open_device(
 
 
 def with_weights(checkpoint: Checkpoint, weights: str, mixed: bool, device: Any) -> Checkpoint:
-    """The checkpoint as `--weights` and `--mixed` want it: quantised now, or refused if it is so in another way."""
+    """The checkpoint as `--weights` and `--mixed` want it: quantised now, or refused if it is quantised in another
+    way."""
     if isinstance(checkpoint, W4Checkpoint):
         if weights not in ("auto", checkpoint.weights):
             raise BadArgument(f"weights={weights!r}, but checkpoint {checkpoint.path!r} holds {checkpoint.weights}")
@@ -215,7 +217,7 @@ def report(
     seed: int,
     comparison: Comparison | None = None,
 ) -> str:
-    """The lines behind the text."""
+    """The lines that are printed after the text."""
     model, device, cache, t = engine.model, engine.device, engine.cache, engine.timing
     steps_per_second = t.decode_steps / t.decode_seconds if t.decode_seconds else 0.0
     sampling = "greedy"
@@ -249,7 +251,7 @@ def report(
     lines.append(f"memory   {size}")
     if t.decode_steps and not comparison:
         read = model.step_bytes + t.positions_read * cache.position_bytes / t.decode_steps
-        # The steps are a read themselves: where they beat the pass over as many bytes, theirs is the fastest seen.
+        # A step is a read, too: where it is faster than the measured pass over as many bytes, its rate is the limit.
         bandwidth = max(device.read_bandwidth(round(read)), steps_per_second * read)
         lines.append(
             f"limit    {_size(read)} read per step at {bandwidth / 1e9:.1f} GB/s (the fastest read of as much here) "

@@ -23,11 +23,11 @@ from .attend import cached_attention, check_names, flash_attention, rotate, stan
 from .config import Config
 from .sampling import GREEDY, Rule
 
-NARROW_ROWS = 16  # up to here the library's product, beyond BLAS
+NARROW_ROWS = 16  # products of up to so many rows are the library's, larger ones BLAS's
 
 
 def in_order(linear: Callable[..., Any], products: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """A device's linears in terms of its linear."""
+    """A device's `linears`, made of its `linear`."""
     results = []
     for product in products:
         earlier = {name: results[at] for name in ("x", "residual") if isinstance(at := product.get(name), int)}
@@ -36,12 +36,12 @@ def in_order(linear: Callable[..., Any], products: Sequence[Mapping[str, Any]]) 
 
 
 class Host:
-    """dtype is that of q, k, v and the cache. matrix_dtype is that of the matrices: float32 or 16 bits, which products
-    of a few rows read as they are and BLAS reads widened. Sums are float32. Without the library there is standard
-    attention with float32 or 16-bit matrices, in array operations alone."""
+    """dtype is that of q, k, v and the cache. matrix_dtype is that of the matrices: float32 or 16 bits. The library
+    reads 16-bit matrices as they are, BLAS gets a float32 copy. Sums are float32. Without the library there is only
+    standard attention, in array operations."""
 
     name, xp = "cpu", np
-    between = np.dtype(np.float32)  # two products: nothing is gained by rounding there
+    between = np.dtype(np.float32)  # of a result that only feeds the next product: rounding it would gain nothing
 
     def __init__(self, attention: str = "flash", dtype: str = "float32", matrix_dtype: str = "float32"):
         check_names(attention, dtype)
@@ -52,7 +52,8 @@ class Host:
     # ---- weights ----
 
     def matrix(self, *parts: Any, pair: bool = False) -> Any:
-        """The parts one above the other. Of 4-bit weights there is one part; `pair`: gate above up, of a SwiGLU."""
+        """The parts stacked into one matrix. 4-bit weights come as one part; `pair` says that it is gate above up, of a
+        SwiGLU."""
         if isinstance(parts[0], W4Weight):
             return parts[0].pack(self.matrix_dtype.name, pair=pair)
         return self.stack(parts, self.matrix_dtype)
@@ -67,13 +68,13 @@ class Host:
     # ---- the operations of a forward pass ----
 
     def array(self, compute: Callable[[], np.ndarray]) -> np.ndarray:
-        """compute(), which is not the library's work. A replay computes it again into the same array."""
+        """The result of compute(), which does not call the library. A replay computes it again into the same array."""
         result = compute()
         self.do(lambda: np.copyto(result, compute()), now=False)
         return result
 
     def do(self, function: Callable[[], Any], now: bool = True) -> None:
-        """Calls the function, in every replay too."""
+        """Calls the function, now and in every replay."""
         if now:
             function()
         if recording := _record.current():
@@ -108,8 +109,8 @@ class Host:
         return y if residual is None else residual + y
 
     def linears(self, products: Sequence[Mapping[str, Any]], ahead: Sequence[Any] = ()) -> list[np.ndarray]:
-        """linear(**product) of each. Where x or residual is a number, it is the result of that product. `ahead`: the
-        matrices of the products behind the next attention."""
+        """The results of linear(**product) for each. An integer as x or residual stands for the result of that product.
+        `ahead` names the matrices of the products after the next attention, which a device may fetch early."""
         return in_order(self.linear, products)
 
     def attend(self, q, k, v, cache_k, cache_v, rows, rope, config: Config) -> np.ndarray:
@@ -138,7 +139,8 @@ class Host:
         return out
 
     def _append(self, k, v, cache_k, cache_v, rows, b, start, end):
-        """Keys and values of sequence b with the new ones behind them; of a contiguous cache a view."""
+        """Writes the new keys and values of sequence b to the cache; returns all of the sequence, of a contiguous cache
+        as views."""
         if rows.table is None:
             at = rows.first + b
             cache_k[at, start:end], cache_v[at, start:end] = k, v
@@ -185,7 +187,7 @@ class Host:
         if rule == GREEDY and not self.has_library:
             best = logits.argmax(-1)
             largest = logits[np.arange(len(logits)), best]
-            tokens[:, 0] = np.where(largest > -np.inf, best, -1)  # a NaN wins every argmax and no comparison
+            tokens[:, 0] = np.where(largest > -np.inf, best, -1)  # argmax finds a NaN first, and NaN > -inf is false
             return
         ops.sample(logits, *rule, seeds=seeds, step=steps, out=tokens[:, 0])
 
@@ -194,7 +196,8 @@ class Host:
         self.do(lambda: np.copyto(tokens, drawn, where=where()))
 
     def longest_bucket(self, longest: int, context: int) -> int:
-        """What a step needs to know of the longest sequence: a step is made once for each answer."""
+        """What a step depends on of the longest sequence's length: one step is made for each value. Here it is
+        nothing."""
         return 0
 
     def once(self, body: Callable[[], None]) -> Callable[[], None]:
@@ -231,9 +234,9 @@ class Host:
 
 
 class _Replay:
-    """Recorded at the first call, replayed from then on. Where a replay finds its workspace too small, because the
-    environment asks for more threads or another kernel, the step is made and recorded anew: a step writes the same
-    numbers to the same places until its last part, which cannot fail."""
+    """Records the step at its first call and replays it from then on. A replay refuses when its workspace is too small,
+    because environment variables now ask for more threads or another kernel. Then the step is run and recorded anew.
+    That is safe: up to its last part, which cannot fail, a step writes the same numbers to the same places."""
 
     def __init__(self, body: Callable[[], None]):
         self._body, self._recording = body, None

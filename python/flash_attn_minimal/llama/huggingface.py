@@ -44,7 +44,7 @@ NAMES = {  # ours -> Hugging Face's; {} is the layer
     "rms_final": "model.norm.weight",
     "wcls": "lm_head.weight",
 }
-UNREAD = (".rotary_emb.inv_freq",)  # tensors that older files carry and that config.json says better
+UNREAD = (".rotary_emb.inv_freq",)  # tensors of older files that follow from config.json
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def load_folder(path: str | os.PathLike[str]) -> Checkpoint:
         raise BadArgument(f"checkpoint {str(path)!r} is a folder without config.json: not a Hugging Face model")
     config, architecture, tied, biases = _read_config(folder / "config.json")
     found = _read_tensors(folder)
-    if config.n_layers > len(found):  # before a name is made for each
+    if config.n_layers > len(found):  # checked before a name is made for each layer's tensors
         raise BadArgument(
             f"checkpoint {str(path)!r}: num_hidden_layers={config.n_layers}, but its files hold {len(found)} tensors"
         )
@@ -295,9 +295,9 @@ def save_folder(
 
 
 def _check_tables(path: str | os.PathLike[str], data: bytes) -> None:
-    """A precompiled_charsmap says in its first four bytes how many of them are a table. The package believes it, and a
-    process that cannot have that much memory ends there and then."""
-    if not re.search(rb"precompiled_charsmap|\\u00[4-7]", data):  # letters may be written as \u0063
+    """A precompiled_charsmap begins with four bytes that give the size of a table in it. The package trusts them, and
+    aborts the process where it cannot allocate that much."""
+    if not re.search(rb"precompiled_charsmap|\\u00[4-7]", data):  # its letters may be written as \u0063
         return
     try:
         todo = [parse_json(data)]
@@ -366,7 +366,8 @@ class JsonTokenizer:
 
     def stream(self, tokens: Iterable[int]) -> Iterator[str]:
         """The text of the tokens as they come, one string for each and one more at the end. A token's text can depend
-        on the one before it, so each is what a longer text has beyond a shorter one; an unfinished character waits."""
+        on the tokens before it, so each string is what decoding one token more has added. An unfinished character
+        waits."""
         kept: list[int] = []
         shown, text = 0, ""
         for token in tokens:
@@ -377,7 +378,7 @@ class JsonTokenizer:
                 continue
             yield text[shown:]
             shown = len(text)
-            if text.endswith("\n") and len(kept) > 1:  # what follows depends on the last token alone: a bounded window
+            if text.endswith("\n") and len(kept) > 1:  # later text depends on this token alone: drop those before it
                 kept = kept[-1:]
                 text = self.decode(kept)
                 shown = len(text)

@@ -7,9 +7,9 @@
         x += w2 (silu(w1 rms(x)) * w3 rms(x))
     logits = wcls rms(x)
 
-The device has a `linear` that takes the norm before a product and the sum or the gate behind it along, and `linears`
-for several of them, one behind the other: what lies between two attentions. So a decode step on a GPU is five kernels a
-layer, four products and the attention, and with 4-bit weights on Hopper two.
+A device's `linear` is a product together with the norm before it and the sum or the gate after it. `linears` is the
+sequence of such products between two attentions. A decode step on a GPU therefore takes five kernels a layer, four
+products and the attention; with 4-bit weights on Hopper it takes two.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Llama:
 
     @property
     def weight_bytes(self) -> int:
-        """What the model's arrays hold, mapped or not."""
+        """Bytes of the model's arrays, those in a mapped file included."""
         return self.step_bytes + (0 if self.wcls is self.embedding else self.embedding.nbytes)
 
     @property
@@ -102,13 +102,14 @@ class Llama:
 
     @property
     def step_bytes(self) -> int:
-        """What a decode step reads of them: everything but an embedding that is not the classifier too."""
+        """Bytes of them that a decode step reads: all but an embedding that is not the classifier, too."""
         arrays = [a for layer in self.layers for a in vars(layer).values() if a is not None]
         arrays += [self.rms_final, self.wcls]
         return sum(array.bytes if isinstance(array, PackedW4) else array.nbytes for array in arrays)
 
     def forward(self, rows: Rows, cache: KVCache) -> Array:
-        """Appends the tokens' keys and values to the cache; logits (batch, vocab), float32, behind the last of them."""
+        """Appends the tokens' keys and values to the cache; returns the logits after the last token, (batch, vocab)
+        float32."""
         x = self.device.embed(self.embedding, rows.tokens)
         x = blocks(self.device, self.config, self.layers, x, rows, cache)
         last = x.reshape(*rows.tokens.shape, self.config.dim)[:, -1]
@@ -116,8 +117,8 @@ class Llama:
 
 
 def blocks(device, config: Config, layers: Sequence[Layer], x: Array, rows: Rows, cache: KVCache) -> Array:
-    """Transformer blocks, layer i with entry i of the cache: x (batch * seqlen, dim) float32, which may be overwritten,
-    to the same."""
+    """Runs Transformer blocks, layer i with entry i of the cache. x and the result are (batch * seqlen, dim) float32; x
+    may be overwritten."""
     batch, seqlen = rows.tokens.shape
     nheads, nheads_k, headdim = config.n_heads, config.n_kv_heads, config.head_dim
     [qkv] = device.linears([_project(device, config, layers[0], x)], (layers[0].wo, layers[0].w13))

@@ -1,7 +1,7 @@
 """What 4-bit weights cost a model: errors of its matrices and blocks, perplexity; and which matrices are to stay wider.
 
-Everything is compared with the same model with 16-bit matrices, on the host, in float32 products with the weights as
-the kernels decode them: what is measured is the weights alone. One layer is in memory at a time, for all the text.
+Everything is compared with the same model in 16-bit matrices. Products are float32 ones on the host, with the weights
+as the kernels decode them, so that only the weights differ. One layer is in memory at a time, for all the text.
 
     error        of a matrix: |q - w| / |w|, Frobenius norms
     block error  |y' - y| / |y - x|: x goes into a block, y comes out, y' with 4-bit weights; relative to what it adds
@@ -32,11 +32,11 @@ from .w4 import Place
 from .weights import find_tokenizer
 
 CHUNK = 1 << 26  # float32 numbers in the largest array
-WINDOW = 512  # most tokens in a row
+WINDOW = 512  # most tokens of one window
 WRITERS = 16  # sequences at once, of the model that writes its own text
 BUDGET = 1.0  # percent that the perplexity may rise
 HELD_OUT = "held_out.txt"  # beside a checkpoint: text that it was not trained on
-CURVE = 6  # steps from all in 4 bits to none, whose loss is measured before the choice is made
+CURVE = 6  # points between all matrices in 4 bits and none, measured before the search
 
 
 # ---- text ----
@@ -59,8 +59,8 @@ def read_windows(text: str, tokenizer: Any, context: int, tokens: int) -> np.nda
 
 
 def write_windows(checkpoint: Checkpoint, tokenizer: Any, tokens: int, seed: int) -> np.ndarray:
-    """As read_windows, each row a text that the model writes at temperature 1: of such text, the rise of the loss is an
-    estimate of the divergence."""
+    """As read_windows, but each row is a text that the model writes at temperature 1. On such text the rise of the loss
+    estimates the divergence."""
     start = tokenizer.encode("")
     if not start:
         raise BadArgument("this model's tokenizer puts no token in front of a text to begin one with; give a text")
@@ -134,7 +134,7 @@ class Text:
         return self.rounded(x) if round_to_16 else x
 
     def block(self, layer: Layer, x: np.ndarray) -> np.ndarray:
-        """(n * seqlen, dim), all windows, to the same."""
+        """Runs one block on all windows: x and the result are (n * seqlen, dim)."""
         config, cache, parts = self.checkpoint.config, self.cache, []
         seqlen = self.windows.shape[1] - 1
         for start in range(0, len(self.windows), self.batch):
@@ -145,7 +145,8 @@ class Text:
         return np.concatenate(parts)
 
     def losses(self, sixteen: np.ndarray, variants: dict[str, np.ndarray], wide: str = "") -> dict[str, Loss]:
-        """From what comes out of the last block; "" is 16 bit. The variant `wide` has the classifier as stored."""
+        """The losses of the variants, from their outputs of the last block; "" is 16 bit. The variant `wide` has the
+        classifier as stored."""
         c, host = self.checkpoint, self.host
         norm, eps = host.vector(c["rms_final"]), c.config.rms_eps
         stored = host.matrix(c["wcls"])
@@ -236,7 +237,7 @@ class Errors:
 
 
 def measure(text: Text, weights: str) -> Errors:
-    """Of every matrix and block; the blocks get what a 16-bit model's would."""
+    """The errors of every matrix and block. Each block gets the input that it has in the 16-bit model."""
     errors = Errors([], [], {})
     x = text.embed()
     for i in range(text.checkpoint.config.n_layers):
@@ -258,12 +259,12 @@ def measure(text: Text, weights: str) -> Errors:
 
 
 def _share(error: float, whole: float) -> float:
-    """error / whole; of a matrix of zeros, which a file may hold, 0 where nothing is wrong."""
+    """error / whole. Where `whole` is 0, as for a matrix of zeros in a file: 0 without an error, else infinity."""
     return error / whole if whole else math.inf if error else 0.0
 
 
 def _grow(exp: Callable[[float], float], x: float) -> float:
-    """Infinity where it overflows: a damaged model's loss has no bound."""
+    """exp(x), infinity where it overflows: a damaged model's loss has no bound."""
     try:
         return exp(x)
     except OverflowError:
@@ -284,8 +285,8 @@ class Choice:
 
 
 def choose(text: Text, errors: Errors, budget: float, curve: bool = False) -> Choice:
-    """Which matrices stay 16 bits wide: those that harm most, as few of them as keep the rise of the perplexity within
-    `budget` percent. The rise is taken to fall with their number, which is found by halving."""
+    """Which matrices stay 16 bits wide: the most harmful ones, as few as keep the rise of the perplexity within
+    `budget` percent. The rise is assumed to fall with their number, so a binary search finds it."""
     order = sorted(errors.matrices, key=lambda m: (-m.harm, m.place))
     total = sum(m.weights for m in order)
     found: dict[int, Loss] = {}

@@ -42,8 +42,8 @@ class Sampling:
 
 
 class Sampler:
-    """The sampling of every slot. What differs by number (seeds) lies on the device; what differs in kind (rules) is
-    part of a step: as many draws as there are rules, each slot keeping that of its own."""
+    """The sampling of every slot. The seeds lie on the device. The rules are part of a step: it draws once by each rule
+    in use, and each slot keeps the draw by its own."""
 
     def __init__(self, device: Any, slots: int):
         self.device = device
@@ -55,7 +55,7 @@ class Sampler:
         self._rules[slot], self._seeds[slot] = sampling.rule, sampling.seed
 
     def synchronise(self, used: list[int]) -> tuple[Rule, ...]:
-        """Brings the device's copies up to date; the rules of the slots in use."""
+        """Brings the device's copies up to date; returns the rules of the slots in use."""
         rules = sorted({self._rules[slot] for slot in used})
         index = [rules.index(rule) if rule in rules else 0 for rule in self._rules]
         self.device.upload(self.seeds, self._seeds)
@@ -63,8 +63,8 @@ class Sampler:
         return tuple(rules)
 
     def draw(self, logits: Any, tokens: Any, steps: Any, rules: tuple[Rule, ...], first: int = 0) -> None:
-        """The next tokens, (batch, 1) int32, of slots first ..., from logits (batch, vocab); -1 where they are not
-        finite. steps (batch,): one number for each draw of a sequence."""
+        """The next tokens, (batch, 1) int32, of the slots from `first` on, from logits (batch, vocab); -1 where a row
+        holds a NaN or nothing above -inf. steps (batch,): a number that differs between the draws of a sequence."""
         device, here = self.device, slice(first, first + len(logits))
         seeds = self.seeds[here]
         if len(rules) == 1:

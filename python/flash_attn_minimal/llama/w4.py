@@ -1,8 +1,8 @@
-"""Models with 4-bit weights: made of any checkpoint, as it is loaded; and their file.
+"""Models with 4-bit weights, made of any checkpoint as it is loaded, and the file that holds one.
 
-The four matrices of a layer that a decode step reads (checkpoint.STACKED) become W4Weight; one of them that is `kept`
-stays 16 bits wide, and so do the embedding and the classifier: an embedding is looked up, not multiplied, and where it
-is the classifier too, every token's logit hangs on it.
+The four matrices of a layer (checkpoint.STACKED) become W4Weight. Those that are `kept` stay 16 bits wide, and so do
+the embedding and the classifier: an embedding is looked up, not multiplied, and every token's logit depends on the
+classifier, which may be the embedding.
 
 The file is a safetensors file with our names: layers.3.wqkv.codes, .scales and .tensor_scale, or layers.3.wqkv if kept;
 layers.3.rms_att, layers.3.bq, ...; token_embedding, rms_final, wcls. Its metadata say what the model is, where its
@@ -146,7 +146,7 @@ def contents_of(c: W4Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def tensor_shapes(c: W4Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The same as safetensors has it: a W4Weight is three tensors."""
+    """The same in safetensors' terms: a W4Weight is three tensors."""
     codes = {native: code for code, native in FLOATS.items()}
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, (dtype, shape) in contents_of(c).items():
@@ -161,7 +161,7 @@ def tensor_shapes(c: W4Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _arrays(c: W4Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors in this order, each matrix taken once."""
+    """The tensors in the order of tensor_shapes. Each matrix is taken once, because that quantises it."""
     for name, (dtype, _) in contents_of(c).items():
         _, layer, matrix = name.split(".") if "." in name else ("", "", name)
         whole = c[matrix][int(layer)] if layer else c[name]
@@ -211,7 +211,8 @@ def save(
 
 
 def _place_of(tokenizer: str | os.PathLike[str], path: Path) -> str:
-    """Relative to the checkpoint's folder: model.tokenizer.bin, of one that has to be copied."""
+    """The tokenizer's path relative to the checkpoint's folder, or model.tokenizer.bin for one that has to be copied
+    there."""
     place = Path(os.path.relpath(tokenizer, path.parent)).as_posix()
     return place if is_inside(path.parent, place) else f"{path.stem}.{Path(tokenizer).name}"
 
@@ -240,7 +241,7 @@ def load(path: str | os.PathLike[str]) -> W4Checkpoint:
         config = Config(**shape)
     except BadArgument:
         raise
-    except (ValueError, TypeError) as error:  # of the classes' own: a field that they lack, or none
+    except (ValueError, TypeError) as error:  # raised by the two classes: an unknown field, or a missing one
         raise bad(f"its metadata are damaged: config: {error}") from None
     version, weights, dtype = fields.get("version", int), fields.get("weights", str), fields.get("dtype", str)
     tied, biases, source = fields.get("tied", bool), fields.get("biases", bool), fields.get("source", str)
@@ -254,7 +255,7 @@ def load(path: str | os.PathLike[str]) -> W4Checkpoint:
         raise bad(f"version={version!r} is not {VERSION}, which is read")
     if weights not in FORMATS or dtype not in ("float16", "bfloat16"):
         raise bad(f"weights={quoted(weights)} in dtype={quoted(dtype)} are not understood")
-    if not problem and config.n_layers > len(found):  # before a name is made for each
+    if not problem and config.n_layers > len(found):  # checked before a name is made for each layer's tensors
         problem = f"n_layers={config.n_layers}, but it holds {len(found)} tensors"
     if problem:
         raise bad(problem)
@@ -269,7 +270,7 @@ def load(path: str | os.PathLike[str]) -> W4Checkpoint:
         got = array.format if isinstance(array, W4Weight) else array.dtype.name, array.shape
         if got != wanted:
             raise bad(f"tensor {name!r} is {got[0]} {got[1]}: expected {wanted[0]} {wanted[1]}")
-        if "." in name:  # the layers come in turn
+        if "." in name:  # the layers come in order
             tensors.setdefault(name.split(".")[2], []).append(array)
         else:
             tensors[name] = array
