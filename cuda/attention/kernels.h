@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "attention/common/params.h"
+#include "device/device_info.h"
 
 namespace fa {
 
@@ -39,14 +40,10 @@ size_t forward_fp8_sm90_workspace(const AttentionParams& params, int multiproces
 // newer. With cache.added > 0 it follows kvcache_append and starts while that runs, or, with `append`, kLanesCluster does what that would
 // have done.
 enum class DecodeKernel : int32_t { kLanesCluster, kCluster, kRing, kSplit, kLanes };
-struct DecodeDevice {
-    int compute, multiprocessors;
-    size_t shared_memory;
-};
-cudaError_t decode(DecodeKernel kernel, const AttentionParams& params, const AppendParams* append, const DecodeDevice& device,
+cudaError_t decode(DecodeKernel kernel, const AttentionParams& params, const AppendParams* append, const DeviceInfo& device,
                    cudaStream_t stream);
-size_t decode_workspace(DecodeKernel kernel, const AttentionParams& params, const DecodeDevice& device);  // bytes: partial results
-bool decode_fits(DecodeKernel kernel, const AttentionParams& params, const DecodeDevice& device);         // its 32-bit places and rows
+size_t decode_workspace(DecodeKernel kernel, const AttentionParams& params, const DeviceInfo& device);  // bytes: partial results
+bool decode_fits(DecodeKernel kernel, const AttentionParams& params, const DeviceInfo& device);         // its 32-bit places and rows
 
 // rowsum(dout * out) in float32, laid out like lse; the count of both is that of all rows.
 cudaError_t backward_delta(const BackwardParams& params, float* delta, cudaStream_t stream);
@@ -59,7 +56,7 @@ size_t backward_simple_workspace(const BackwardParams& params);  // bytes: delta
 int64_t backward_simple_blocks(const BackwardParams& params);
 
 // dq, dk and dv in fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; q, k, v, dout as tensor maps can describe them.
-cudaError_t backward_wgmma_sm90(const BackwardParams& params, int device, int multiprocessors, cudaStream_t stream);
+cudaError_t backward_wgmma_sm90(const BackwardParams& params, int multiprocessors, cudaStream_t stream);
 size_t backward_wgmma_sm90_workspace(const BackwardParams& params);  // bytes: float dq, delta and lse, padded to whole tiles
 
 // dbias and dsinks, where wanted, beside any kernel that gives dq, dk and dv; deterministic. `workspace` is its own.

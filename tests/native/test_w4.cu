@@ -69,9 +69,9 @@ void test_widening() {}
 
 // Every plan of mma_w4 fits the GPU, and blocks that share K make one pass.
 void test_plans() {
-    const GpuSize gpus[] = {{132, 232448}, {114, 232448}, {108, 166912}, {84, 101376}};
+    const DeviceInfo gpus[] = {{0, 90, 132, 232448}, {0, 90, 114, 232448}, {0, 80, 108, 166912}, {0, 86, 84, 101376}};
     const MmaShape shapes[] = {mma_shape(1), mma_shape(16), mma_shape(17)};
-    for (const GpuSize& gpu : gpus)
+    for (const DeviceInfo& gpu : gpus)
         for (const MmaShape& shape : shapes)
             for (const int n : {1, 7, 16, 65, 768, 2304, 4096, 8192, 14336, 128256})
                 for (const int k : {16, 172, 288, 768, 1000, 4096, 8192, 14336})
@@ -96,7 +96,7 @@ void test_plans() {
 
 // A plan of few_w4_sm90 fits the GPU, or half of a multiprocessor, its warps have all tiles, and no ring is longer than its barriers.
 void test_few_plans() {
-    for (const GpuSize& gpu : {GpuSize{132, 232448}, GpuSize{114, 232448}})
+    for (const DeviceInfo& gpu : {DeviceInfo{0, 90, 132, 232448}, DeviceInfo{0, 90, 114, 232448}})
         for (const bool programmatic : {false, true})
             for (const int n : {1, 65, 768, 4096, 14336, 128256})
                 for (const int k : {16, 64, 172, 1000, 4096, 8192, 14336, 28672, 65536})

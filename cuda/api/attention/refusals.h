@@ -13,15 +13,6 @@ constexpr const char* kNo8BitCache = "cache_dtype: it takes no 8-bit cache";
 inline bool is_float8(const AttentionParams& p) { return p.dtype == DType::kFloat8E4M3; }
 
 #if FA_WITH_CUDA
-inline const char* needs_hopper(const DeviceInfo& device, char* text, size_t size) {
-    if (device.compute == 90) return nullptr;
-    return say(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
-}
-inline const char* needs_sm80(const DeviceInfo& device, char* text, size_t size) {
-    if (device.compute >= 80) return nullptr;
-    return say(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
-}
-
 inline const char* takes_16_bits(const AttentionParams& p) {
     return p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16 ? nullptr : "takes float16 and bfloat16 only";
 }

@@ -100,7 +100,7 @@ size_t wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo&) { return
 template <int blocks>
 fa_status wgmma_sm90_launch(const BackwardParams& b, const DeviceInfo& device, void* stream) {
     return launched(blocks > 1 ? "wgmma_pair_sm90" : "wgmma_sm90",
-                    backward_wgmma_sm90(b, device.index, device.multiprocessors, static_cast<cudaStream_t>(stream)));
+                    backward_wgmma_sm90(b, device.multiprocessors, static_cast<cudaStream_t>(stream)));
 }
 constexpr BackwardKernel kWgmmaSm90 = {"wgmma_sm90",
                                        "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 128, every option",

@@ -14,8 +14,6 @@ namespace fa {
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
 namespace {
 
-DecodeDevice decode_device(const DeviceInfo& device) { return {device.compute, device.multiprocessors, device.shared_memory}; }
-
 // Whether rows begin at multiples of 16 bytes and are as long: the kernels copy and store 16 bytes at a time. If not, `text` says so.
 bool has_wide_rows(const char* name, const TensorView& t, int columns, int element_bytes, char* text, size_t size) {
     const int step = 16 / element_bytes;  // a power of two: a mask instead of divisions, which every call would pay for
@@ -50,9 +48,9 @@ const char* takes_rows(const AttentionParams& p, int most, char* text, size_t si
     return say(text, size, "seqlen_q=%d x %d heads of a key head: it takes %d rows", p.seqlen_q, p.group, most);
 }
 const char* takes_pieces(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
-    if (decode_cluster_blocks(p, decode_device(device)) > 0) return nullptr;
+    if (decode_cluster_blocks(p, device) > 0) return nullptr;
     return say(text, size, "num_splits=%d: it takes powers of two from 2 to %d, the blocks of a cluster", p.cache.num_splits,
-               decode_most_cluster_blocks(decode_device(device)));
+               decode_most_cluster_blocks(device));
 }
 #if FA_WITH_WGMMA_SM90
 const char* takes_tensor_cores(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
@@ -125,26 +123,23 @@ struct Row {
     static const char* refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
         if (const char* reason = any_refuses(p, device, text, size)) return reason;
         if (const char* reason = own_refuses<kernel>(p, device, text, size)) return reason;
-        return overflows(p, !decode_fits(kernel, p, decode_device(device)), text, size);
+        return overflows(p, !decode_fits(kernel, p, device), text, size);
     }
     static const char* yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
         if (const char* reason = any_yields(p, device, text, size)) return reason;
-        if (kernel == DecodeKernel::kLanesCluster && !decode_lanes_cluster_wins(p, decode_device(device)))
+        if (kernel == DecodeKernel::kLanesCluster && !decode_lanes_cluster_wins(p, device))
             return "a launch with the keys in pieces, or tensor cores, are faster for so many keys or rows";
-        if (kernel == DecodeKernel::kCluster && !decode_cluster_wins(p, decode_device(device)))
+        if (kernel == DecodeKernel::kCluster && !decode_cluster_wins(p, device))
             return "a launch with the keys in pieces is faster for so many keys or sequences, or one row";
         return nullptr;
     }
-    static size_t workspace(const AttentionParams& p, const DeviceInfo& device) {
-        return decode_workspace(kernel, p, decode_device(device));
-    }
+    static size_t workspace(const AttentionParams& p, const DeviceInfo& device) { return decode_workspace(kernel, p, device); }
     static fa_status launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
-        return launched(name_of(kernel), decode(kernel, p, nullptr, decode_device(device), static_cast<cudaStream_t>(stream)));
+        return launched(name_of(kernel), decode(kernel, p, nullptr, device, static_cast<cudaStream_t>(stream)));
     }
     static bool appends(const AppendParams& append, const DeviceInfo&) { return append.seqlen_new == 1; }
     static fa_status launch_whole(const AppendParams& append, const DeviceInfo& device, void* stream) {
-        return launched(name_of(kernel),
-                        decode(kernel, append.attention, &append, decode_device(device), static_cast<cudaStream_t>(stream)));
+        return launched(name_of(kernel), decode(kernel, append.attention, &append, device, static_cast<cudaStream_t>(stream)));
     }
 };
 

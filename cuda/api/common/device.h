@@ -1,18 +1,10 @@
-// device.h: the device that runs a call, and its facts.
+// device.h: the device that runs a call.
 #pragma once
 
-#include <cstddef>
-
+#include "device/device_info.h"
 #include "flash_attn.h"
 
 namespace fa {
-
-struct DeviceInfo {
-    int index;    // CUDA device, -1 for the CPU
-    int compute;  // 90 for sm_90
-    int multiprocessors;
-    size_t shared_memory;  // bytes one block can opt in to
-};
 
 // The device that runs the call. For CUDA it is the device that owns `data`, the data of the argument called `name`; when data is null, it
 // is the current device.

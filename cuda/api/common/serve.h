@@ -8,6 +8,7 @@
 
 #include "api/common/status.h"
 #include "common/types.h"
+#include "device/device_info.h"
 #include "flash_attn.h"
 
 #if FA_WITH_CUDA
@@ -56,6 +57,15 @@ fa_status start(const char* name, int64_t blocks, const Launch& launch) {
     std::vsnprintf(text, size, format, values);
     va_end(values);
     return text;
+}
+
+inline const char* needs_hopper(const DeviceInfo& device, char* text, size_t size) {
+    if (device.compute == 90) return nullptr;
+    return say(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
+}
+inline const char* needs_sm80(const DeviceInfo& device, char* text, size_t size) {
+    if (device.compute >= 80) return nullptr;
+    return say(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
 }
 
 // nullptr when the copy engine (TMA) can read the tensor: 16-byte aligned, with strides that are positive multiples of 16 bytes below 2^40.

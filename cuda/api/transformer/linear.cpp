@@ -22,47 +22,36 @@ fa_status cpu_launch(const LinearParams& p, const DeviceInfo&, void*) {
 }
 
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
-GpuSize size_of(const DeviceInfo& device) { return {device.multiprocessors, device.shared_memory}; }
-
-const char* needs_sm80(const DeviceInfo& device, char* text, size_t size) {
-    if (device.compute >= 80) return nullptr;
-    std::snprintf(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
-    return text;
-}
 const char* small_refuses(const LinearParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = needs_sm80(device, text, size)) return reason;
-    if (linear_small_serves(p, size_of(device))) return nullptr;
-    std::snprintf(text, size, "rows=%lld of %d x %d: it takes one row, rows of whole 16 bytes, and a matrix that the GPU's registers hold",
-                  static_cast<long long>(p.rows), p.out_features, p.in_features);
-    return text;
+    if (linear_small_serves(p, device)) return nullptr;
+    return say(text, size, "rows=%lld of %d x %d: it takes one row, rows of whole 16 bytes, and a matrix that the GPU's registers hold",
+               static_cast<long long>(p.rows), p.out_features, p.in_features);
 }
 const char* mma_refuses(const LinearParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = needs_sm80(device, text, size)) return reason;
-    if (linear_mma_serves(p, size_of(device))) return nullptr;
-    std::snprintf(text, size,
-                  "rows=%lld of %d x %d: it takes two to eight rows of whole 16 bytes, a weight of 16 bits, and a matrix that the GPU's "
-                  "registers hold",
-                  static_cast<long long>(p.rows), p.out_features, p.in_features);
-    return text;
+    if (linear_mma_serves(p, device)) return nullptr;
+    return say(text, size,
+               "rows=%lld of %d x %d: it takes two to eight rows of whole 16 bytes, a weight of 16 bits, and a matrix that the GPU's "
+               "registers hold",
+               static_cast<long long>(p.rows), p.out_features, p.in_features);
 }
 const char* gemv_refuses(const LinearParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = needs_sm80(device, text, size)) return reason;
-    if (linear_gemv_fits(p, size_of(device))) return nullptr;
-    std::snprintf(text, size, "in_features=%d: a row of x does not fit into the %zu bytes of shared memory", p.in_features,
-                  device.shared_memory);
-    return text;
+    if (linear_gemv_fits(p, device)) return nullptr;
+    return say(text, size, "in_features=%d: a row of x does not fit into the %zu bytes of shared memory", p.in_features,
+               device.shared_memory);
 }
 fa_status small_launch(const LinearParams& p, const DeviceInfo& device, void* stream) {
-    const GpuSize gpu = size_of(device);
-    return start("linear_small_sm80", linear_small_blocks(p, gpu), [&] { return linear_small(p, gpu, static_cast<cudaStream_t>(stream)); });
+    return start("linear_small_sm80", linear_small_blocks(p, device),
+                 [&] { return linear_small(p, device, static_cast<cudaStream_t>(stream)); });
 }
 fa_status mma_launch(const LinearParams& p, const DeviceInfo& device, void* stream) {
-    const GpuSize gpu = size_of(device);
-    return start("linear_mma_sm80", linear_mma_blocks(p, gpu), [&] { return linear_mma(p, gpu, static_cast<cudaStream_t>(stream)); });
+    return start("linear_mma_sm80", linear_mma_blocks(p, device), [&] { return linear_mma(p, device, static_cast<cudaStream_t>(stream)); });
 }
 fa_status gemv_launch(const LinearParams& p, const DeviceInfo& device, void* stream) {
-    const GpuSize gpu = size_of(device);
-    return start("linear_gemv_sm80", linear_gemv_blocks(p, gpu), [&] { return linear_gemv(p, gpu, static_cast<cudaStream_t>(stream)); });
+    return start("linear_gemv_sm80", linear_gemv_blocks(p, device),
+                 [&] { return linear_gemv(p, device, static_cast<cudaStream_t>(stream)); });
 }
 #endif
 

@@ -24,8 +24,7 @@ fa_status on_gpu(const SwigluParams& p, const DeviceInfo&, cudaStream_t stream) 
     return start("swiglu", swiglu_blocks(p), [&] { return swiglu(p, stream); });
 }
 fa_status on_gpu(const SampleParams& p, const DeviceInfo& device, cudaStream_t stream) {
-    const GpuSize gpu{device.multiprocessors, device.shared_memory, device.compute >= 90};
-    return start("sample", sample_blocks(p, gpu), [&] { return sample(p, gpu, stream); });
+    return start("sample", sample_blocks(p, device), [&] { return sample(p, device, stream); });
 }
 #endif
 

@@ -42,22 +42,15 @@ fa_status cpu_launch(const Params& p, const DeviceInfo&, void*) {
 }
 
 #if FA_WITH_CUDA && (FA_WITH_MMA_SM80 || FA_WITH_WGMMA_SM90)
-// A reason with the values that it depends on.
-template <typename... Values>
-const char* because(char* text, size_t size, const char* format, Values... values) {
-    std::snprintf(text, size, format, values...);
-    return text;
-}
 long long rows_of(const Params& p) { return static_cast<long long>(p.rows); }
 
-GpuSize size_of(const DeviceInfo& device) { return {device.multiprocessors, device.shared_memory}; }
-template <int64_t bytes(const Params&, const GpuSize&)>
+template <int64_t bytes(const Params&, const DeviceInfo&)>
 size_t workspace_of(const Params& p, const DeviceInfo& device) {
-    return size_t(bytes(p, size_of(device)));
+    return size_t(bytes(p, device));
 }
-template <const char* name, cudaError_t launch(const Params&, const GpuSize&, cudaStream_t)>
+template <const char* name, cudaError_t launch(const Params&, const DeviceInfo&, cudaStream_t)>
 fa_status run(const Params& p, const DeviceInfo& device, void* stream) {
-    return launched(name, launch(p, size_of(device), static_cast<cudaStream_t>(stream)));
+    return launched(name, launch(p, device, static_cast<cudaStream_t>(stream)));
 }
 #endif
 
@@ -66,19 +59,16 @@ fa_status run(const Params& p, const DeviceInfo& device, void* stream) {
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
 constexpr char kSmall[] = "small_w4", kMma[] = "mma_w4";
 
-const char* needs_sm80(const Params&, const DeviceInfo& device, char* text, size_t size) {
-    if (device.compute >= 80) return nullptr;
-    return because(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
-}
+const char* mma_refuses(const Params&, const DeviceInfo& device, char* text, size_t size) { return needs_sm80(device, text, size); }
 
 const char* small_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
-    if (const char* reason = needs_sm80(p, device, text, size)) return reason;
+    if (const char* reason = needs_sm80(device, text, size)) return reason;
     return small_w4_refuses(p);
 }
 const char* small_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
     constexpr int kMostBlocks = 8;  // for each multiprocessor
-    if (small_w4_blocks(p, size_of(device)) <= kMostBlocks * device.multiprocessors) return nullptr;
-    return because(text, size, "%d x %d: mma_w4 is faster for so many features", p.out_features, p.in_features);
+    if (small_w4_blocks(p, device) <= kMostBlocks * device.multiprocessors) return nullptr;
+    return say(text, size, "%d x %d: mma_w4 is faster for so many features", p.out_features, p.in_features);
 }
 #endif
 
@@ -87,27 +77,24 @@ const char* small_yields(const Params& p, const DeviceInfo& device, char* text, 
 #if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
 constexpr char kFew[] = "few_w4_sm90", kWgmmaFew[] = "wgmma_w4_few_sm90", kWgmma[] = "wgmma_w4_sm90";
 
-const char* needs_sm90(const Params&, const DeviceInfo& device, char* text, size_t size) {
-    if (device.compute == 90) return nullptr;
-    return because(text, size, "needs sm_90 (Hopper), this device is sm_%d", device.compute);
-}
+const char* wgmma_refuses(const Params&, const DeviceInfo& device, char* text, size_t size) { return needs_hopper(device, text, size); }
 
 const char* few_refuses(const Params& p, const DeviceInfo& device, char* text, size_t size) {
-    if (const char* reason = needs_sm90(p, device, text, size)) return reason;
-    if (few_w4_sm90_fits(p, size_of(device))) return nullptr;
-    return because(text, size, "rows=%lld: above 32, or too many for shared memory", rows_of(p));
+    if (const char* reason = needs_hopper(device, text, size)) return reason;
+    if (few_w4_sm90_fits(p, device)) return nullptr;
+    return say(text, size, "rows=%lld: above 32, or too many for shared memory", rows_of(p));
 }
 // x needs a norm or rounding, which few_w4_sm90 leaves to a launch before its own.
-bool rounds_first(const Params& p, const DeviceInfo& device) { return few_w4_sm90_workspace(p, size_of(device)) > 0; }
+bool rounds_first(const Params& p, const DeviceInfo& device) { return few_w4_sm90_workspace(p, device) > 0; }
 // mma_w4 does so in its own blocks.
-bool mma_rounds_itself(const Params& p, const DeviceInfo& device) { return mma_w4_workspace(p, size_of(device)) == 0; }
+bool mma_rounds_itself(const Params& p, const DeviceInfo& device) { return mma_w4_workspace(p, device) == 0; }
 
 const char* few_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
     const bool rounds = rounds_first(p, device);
     if (p.rows == 1 && p.programmatic) return "one row, programmatic: mma_w4 is faster between the kernels of a model";
     if (p.rows == 1 && rounds) return "one row that needs a norm or rounding: mma_w4 is faster";
     if (p.rows <= 8 && rounds && mma_rounds_itself(p, device)) {
-        if (few_w4_sm90_blocks_per_sm(p, size_of(device)) == 2) return nullptr;  // W is tall
+        if (few_w4_sm90_blocks_per_sm(p, device) == 2) return nullptr;  // W is tall
         if (!p.programmatic && p.in_features <= 1024) return nullptr;
         return "x needs a norm or rounding, which mma_w4 does in its blocks";
     }
@@ -115,17 +102,17 @@ const char* few_yields(const Params& p, const DeviceInfo& device, char* text, si
     constexpr int64_t kMillion = 1000000;
     const int64_t weights = int64_t(p.out_features) * p.in_features;
     if (p.rows > 24 ? weights <= 20 * kMillion : p.programmatic ? p.out_features <= 6144 : weights <= 60 * kMillion) return nullptr;
-    return because(text, size, "rows=%lld of a %d x %d weight: wgmma_w4_few_sm90 is faster", rows_of(p), p.out_features, p.in_features);
+    return say(text, size, "rows=%lld of a %d x %d weight: wgmma_w4_few_sm90 is faster", rows_of(p), p.out_features, p.in_features);
 }
 
 const char* wgmma_yields(const Params& p, const DeviceInfo&, char* text, size_t size) {
     if (p.rows > 16) return nullptr;
-    return because(text, size, "rows=%lld: mma_w4 is faster up to 16 rows", rows_of(p));
+    return say(text, size, "rows=%lld: mma_w4 is faster up to 16 rows", rows_of(p));
 }
 const char* wgmma_few_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = wgmma_yields(p, device, text, size)) return reason;
-    if (wgmma_w4_few_sm90_wins(p, size_of(device))) return nullptr;
-    return because(text, size, "rows=%lld: wgmma_w4_sm90 is faster", rows_of(p));
+    if (wgmma_w4_few_sm90_wins(p, device)) return nullptr;
+    return say(text, size, "rows=%lld: wgmma_w4_sm90 is faster", rows_of(p));
 }
 #endif
 
@@ -137,13 +124,13 @@ constexpr LinearKernel kKernels[] = {
 #if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
     {kFew, "mma.sync, up to 32 rows of x; a ring of weights for each warp, one of x for the block", FA_CUDA, few_refuses,
      workspace_of<few_w4_sm90_workspace>, run<kFew, few_w4_sm90>, few_yields},
-    {kWgmmaFew, "wgmma, tiles of up to 64 rows of x, which spare warps bring into the weight's order", FA_CUDA, needs_sm90,
+    {kWgmmaFew, "wgmma, tiles of up to 64 rows of x, which spare warps bring into the weight's order", FA_CUDA, wgmma_refuses,
      workspace_of<wgmma_w4_sm90_workspace>, run<kWgmmaFew, wgmma_w4_few_sm90>, wgmma_few_yields},
-    {kWgmma, "wgmma, tiles of 128 and 256 rows of x; weights widened into registers", FA_CUDA, needs_sm90,
+    {kWgmma, "wgmma, tiles of 128 and 256 rows of x; weights widened into registers", FA_CUDA, wgmma_refuses,
      workspace_of<wgmma_w4_sm90_workspace>, run<kWgmma, wgmma_w4_sm90>, wgmma_yields},
 #endif
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
-    {kMma, "mma.sync, any number of rows of x, 8, 16 or 32 to a block", FA_CUDA, needs_sm80, workspace_of<mma_w4_workspace>,
+    {kMma, "mma.sync, any number of rows of x, 8, 16 or 32 to a block", FA_CUDA, mma_refuses, workspace_of<mma_w4_workspace>,
      run<kMma, mma_w4>},
 #endif
     {"cpu", "threads and vectors, any number of rows", FA_CPU, serves_all, cpu_workspace, cpu_launch},
@@ -155,8 +142,8 @@ constexpr LinearKernel kKernels[] = {
 constexpr char kChain[] = "chain_w4_sm90";
 
 const char* chain_refuses(const W4ChainParams& p, const DeviceInfo& device, char* text, size_t size) {
-    if (const char* reason = needs_sm90(p.products[0], device, text, size)) return reason;
-    return chain_w4_sm90_refuses(p, size_of(device), text, size);
+    if (const char* reason = needs_hopper(device, text, size)) return reason;
+    return chain_w4_sm90_refuses(p, device, text, size);
 }
 const char* chain_yields(const W4ChainParams& p, const DeviceInfo&, char* text, size_t size) {
     if (const char* const forced = std::getenv(kLinearVariable); forced && *forced)
@@ -164,11 +151,11 @@ const char* chain_yields(const W4ChainParams& p, const DeviceInfo&, char* text, 
     if (p.count == 1) return "one product: its own kernel waits for nobody";
     if (p.products[0].rows > 1 || (p.count > 2 && p.bytes() >= W4ChainParams::kLarge)) return nullptr;
     constexpr int kMegabyte = 1 << 20;
-    return because(text, size, "rows=1, %d products of %lld MB: launches of their own are as fast below 3 and %lld MB", p.count,
-                   static_cast<long long>(p.bytes() / kMegabyte), static_cast<long long>(W4ChainParams::kLarge / kMegabyte));
+    return say(text, size, "rows=1, %d products of %lld MB: launches of their own are as fast below 3 and %lld MB", p.count,
+               static_cast<long long>(p.bytes() / kMegabyte), static_cast<long long>(W4ChainParams::kLarge / kMegabyte));
 }
 fa_status chain_launch(const W4ChainParams& p, const DeviceInfo& device, void* stream) {
-    return launched(kChain, chain_w4_sm90(p, size_of(device), static_cast<cudaStream_t>(stream)));
+    return launched(kChain, chain_w4_sm90(p, device, static_cast<cudaStream_t>(stream)));
 }
 #endif
 

@@ -6,12 +6,12 @@
 namespace fa {
 
 template <BackwardPlanId kId>
-cudaError_t launch_backward_wgmma(const BackwardParams& b, int device, int multiprocessors, cudaStream_t stream);
+cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream);
 
-cudaError_t backward_wgmma_sm90(const BackwardParams& b, int device, int multiprocessors, cudaStream_t stream) {
+cudaError_t backward_wgmma_sm90(const BackwardParams& b, int multiprocessors, cudaStream_t stream) {
     switch (backward_choose(b.forward)) {
 #define FA_BACKWARD_CASE(id) \
-    case BackwardPlanId::id: return launch_backward_wgmma<BackwardPlanId::id>(b, device, multiprocessors, stream);
+    case BackwardPlanId::id: return launch_backward_wgmma<BackwardPlanId::id>(b, multiprocessors, stream);
         FA_BACKWARD_CASE(kD64)
         FA_BACKWARD_CASE(kD64General)
         FA_BACKWARD_CASE(kD128)

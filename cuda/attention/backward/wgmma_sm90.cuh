@@ -403,13 +403,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 }
 
 template <typename T, BackwardPlanId kId>
-cudaError_t launch_backward_wgmma(const BackwardParams& b, int device, int multiprocessors, cudaStream_t stream) {
-    return launch_backward_block<T, kId>(backward_wgmma_kernel<T, kId>, sizeof(BackwardSmem<T, kId>), b, device, multiprocessors, stream);
+cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream) {
+    return launch_backward_block<T, kId>(backward_wgmma_kernel<T, kId>, sizeof(BackwardSmem<T, kId>), b, multiprocessors, stream);
 }
 template <BackwardPlanId kId>
-cudaError_t launch_backward_wgmma(const BackwardParams& b, int device, int multiprocessors, cudaStream_t stream) {
-    return b.forward.dtype == DType::kFloat16 ? launch_backward_wgmma<__half, kId>(b, device, multiprocessors, stream)
-                                              : launch_backward_wgmma<__nv_bfloat16, kId>(b, device, multiprocessors, stream);
+cudaError_t launch_backward_wgmma(const BackwardParams& b, int multiprocessors, cudaStream_t stream) {
+    return b.forward.dtype == DType::kFloat16 ? launch_backward_wgmma<__half, kId>(b, multiprocessors, stream)
+                                              : launch_backward_wgmma<__nv_bfloat16, kId>(b, multiprocessors, stream);
 }
 
 }  // namespace fa

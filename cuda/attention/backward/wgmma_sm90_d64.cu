@@ -2,7 +2,7 @@
 
 namespace fa {
 
-template cudaError_t launch_backward_wgmma<BackwardPlanId::kD64>(const BackwardParams&, int, int, cudaStream_t);
-template cudaError_t launch_backward_wgmma<BackwardPlanId::kD64General>(const BackwardParams&, int, int, cudaStream_t);
+template cudaError_t launch_backward_wgmma<BackwardPlanId::kD64>(const BackwardParams&, int, cudaStream_t);
+template cudaError_t launch_backward_wgmma<BackwardPlanId::kD64General>(const BackwardParams&, int, cudaStream_t);
 
 }  // namespace fa

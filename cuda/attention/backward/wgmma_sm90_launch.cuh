@@ -1,11 +1,10 @@
 // wgmma_sm90_launch.cuh: the three launches of the Hopper backward, on the host: rows before, the main kernel of plan kId, rows after.
 #pragma once
 
-#include <atomic>
-
 #include "attention/backward/wgmma_sm90_rows.h"
 #include "attention/backward/wgmma_sm90_work.cuh"
 #include "attention/kernels.h"
+#include "device/launch.h"
 #include "device/tensor_map.h"
 
 namespace fa {
@@ -13,8 +12,8 @@ namespace fa {
 using BackwardKernelPointer = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, CUtensorMap, BackwardParams, BackwardSchedule);
 
 template <typename T, BackwardPlanId kId>
-cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_bytes, const BackwardParams& b, int device,
-                                  int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_bytes, const BackwardParams& b, int multiprocessors,
+                                  cudaStream_t stream) {
     constexpr BackwardPlan kPlan = backward_plan(kId);
     const AttentionParams& p = b.forward;
     const bool varlen = p.cu_seqlens_q;
@@ -47,19 +46,12 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
             encode("dout", b.dout, p.headdim_v, rows_q, p.nheads, kPlan.block_m, kPlan.columns_v(), &map_dout, &schedule.dout_loads))
         return error;
 
-    const void* kernel = reinterpret_cast<const void*>(function);
-    static std::atomic<uint64_t> opted_in{0};  // a bit for each device that has granted the shared memory; asking twice is harmless
-    if (!(opted_in.load(std::memory_order_relaxed) >> device & 1)) {
-        if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
-            return cudaGetLastError(), error;
-        opted_in.fetch_or(uint64_t(1) << device, std::memory_order_relaxed);
-    }
     int grid = schedule.blocks * kPlan.blocks();
     if (kPlan.blocks() == 1 && grid > multiprocessors) grid = multiprocessors;  // they take the remaining key blocks in turn
     if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
-    void* arguments[] = {&map_q, &map_k, &map_v, &map_dout, const_cast<BackwardParams*>(&b), &schedule};
-    if (cudaError_t error = cudaLaunchKernel(kernel, dim3(unsigned(grid)), dim3(kBackwardThreads), arguments, shared_bytes, stream))
-        return cudaGetLastError(), error;
+    if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,
+                                          map_k, map_v, map_dout, b, schedule))
+        return error;
     return backward_rows_after(b, schedule.tiles, stream);
 }
 

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 
 }  // namespace
 
-cudaError_t decode_combine(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream) {
+cudaError_t decode_combine(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream) {
     const AttentionParams& p = d.attention;
     const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.nheads;
     const int64_t most = 2 * device.multiprocessors;  // so many fit beside the decode kernel, and wait there

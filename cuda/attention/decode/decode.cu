@@ -3,12 +3,12 @@
 
 namespace fa {
 
-size_t decode_workspace(DecodeKernel kernel, const AttentionParams& p, const DecodeDevice& device) {
+size_t decode_workspace(DecodeKernel kernel, const AttentionParams& p, const DeviceInfo& device) {
     const DecodeShape s = decode_shape(kernel, p, device);
     return s.combines ? size_t(decode_slots(s, p)) * s.rows * (p.headdim_v + 1) * sizeof(float) + 128 : 0;
 }
 
-bool decode_fits(DecodeKernel kernel, const AttentionParams& p, const DecodeDevice& device) {
+bool decode_fits(DecodeKernel kernel, const AttentionParams& p, const DeviceInfo& device) {
     constexpr int64_t kMost = int64_t(1) << 30;
     const int64_t rows = rows_of_key_head(p);
     if (int64_t(p.seqlen_q) + p.seqlen_k >= kMost || rows >= kMost || rows * p.nheads_k >= kMost || rows * p.nheads_k * p.batch >= kMost)
@@ -18,7 +18,7 @@ bool decode_fits(DecodeKernel kernel, const AttentionParams& p, const DecodeDevi
     return units * decode_tiles(s, p) < kMost && units * (s.uniform ? s.pieces : 1) < kMost && units * s.cluster < kMost;
 }
 
-cudaError_t decode(DecodeKernel kernel, const AttentionParams& p, const AppendParams* append, const DecodeDevice& device,
+cudaError_t decode(DecodeKernel kernel, const AttentionParams& p, const AppendParams* append, const DeviceInfo& device,
                    cudaStream_t stream) {
     const DecodeShape shape = decode_shape(kernel, p, device);
     DecodeParams d = decode_params(shape, p);

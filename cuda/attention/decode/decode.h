@@ -24,11 +24,11 @@ inline int64_t rows_of_key_head(const AttentionParams& p) { return int64_t(p.seq
 constexpr int kLaneWarps = 8;  // of a block of lanes.cuh; a warp has 1 or 4 rows
 
 // Blocks of a cluster at most: more than 8 need a GPC of the full GPU.
-inline int decode_most_cluster_blocks(const DecodeDevice& device) { return device.multiprocessors >= 128 ? 16 : 8; }
+inline int decode_most_cluster_blocks(const DeviceInfo& device) { return device.multiprocessors >= 128 ? 16 : 8; }
 
 // Blocks of a cluster, each of which has one unit. At most two blocks are on a multiprocessor, because clusters cannot use all
 // multiprocessors evenly. 0: num_splits asks for a number of pieces that no cluster has blocks.
-inline int decode_cluster_blocks(const AttentionParams& p, const DecodeDevice& device) {
+inline int decode_cluster_blocks(const AttentionParams& p, const DeviceInfo& device) {
     const int most = decode_most_cluster_blocks(device);
     if (const int wanted = p.cache.num_splits) return wanted > 1 && wanted <= most && !(wanted & (wanted - 1)) ? wanted : 0;
     const int64_t units = int64_t(p.deciding_batch()) * p.nheads_k;
@@ -40,7 +40,7 @@ inline int decode_cluster_blocks(const AttentionParams& p, const DecodeDevice& d
 // decode_lanes_cluster_sm90 is faster than pieces of a unit, measured on an H200 by the bytes of K and V of a block: with one row up to
 // 128 KB. Up to four rows of 16 bits, which tensor cores multiply faster, up to 64 KB, and only where a key is appended, which saves a
 // launch.
-inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DecodeDevice& device) {
+inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     const bool tensor_cores = rows > 1 && p.dtype != DType::kFloat32;
     if (tensor_cores && p.cache.added != 1) return false;
@@ -54,7 +54,7 @@ inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DecodeDevi
 // decode_cluster_sm90 is faster than decode_ring_sm90 for short caches (H200), because it needs one launch. With more than 256 keys for
 // each block, the copy engine and work for the whole GPU gain more than that. Where there are more units than clusters of four fit, the
 // ring leaves most units whole and needs one launch, too. A batch_invariant call must choose the same for every batch, large ones included.
-inline bool decode_cluster_wins(const AttentionParams& p, const DecodeDevice& device) {
+inline bool decode_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     const int cluster = decode_cluster_blocks(p, device);
     if (rows == 1 && !has_8bit_cache(p)) return false;
@@ -74,12 +74,12 @@ inline int64_t decode_tiles(const DecodeShape& s, const AttentionParams& p) {
     return p.seqlen_k ? (int64_t(p.seqlen_k - 1) >> s.tile_shift) + 1 : 1;
 }
 // Blocks that the GPU holds at a time.
-inline int decode_resident(const DecodeShape& s, const AttentionParams& p, const DecodeDevice& device) {
+inline int decode_resident(const DecodeShape& s, const AttentionParams& p, const DeviceInfo& device) {
     const bool two = s.kernel != DecodeKernel::kRing && (s.row_warps || decode_bucket(p) <= 128);
     return (two ? 2 : 1) * device.multiprocessors;
 }
 // Blocks of the grid, where no cluster shares a unit.
-inline int64_t decode_blocks(const DecodeShape& s, const AttentionParams& p, const DecodeDevice& device) {
+inline int64_t decode_blocks(const DecodeShape& s, const AttentionParams& p, const DeviceInfo& device) {
     const int64_t work = s.uniform ? decode_units(s, p) * s.pieces : s.pieces, most = decode_resident(s, p, device);
     return work < most ? work : most;
 }
@@ -88,7 +88,7 @@ inline int64_t decode_slots(const DecodeShape& s, const AttentionParams& p) {
     return s.uniform ? decode_units(s, p) * s.pieces : 2 * int64_t(s.pieces);
 }
 
-inline DecodeShape decode_shape(DecodeKernel kernel, const AttentionParams& p, const DecodeDevice& device) {
+inline DecodeShape decode_shape(DecodeKernel kernel, const AttentionParams& p, const DeviceInfo& device) {
     constexpr int kInvariantPieces = 16, kInvariantTiles = 4;  // batch_invariant: pieces of a unit at most; tiles of a piece at least
     const int rows = p.seqlen_q * p.group, bucket = decode_bucket(p), splits = p.cache.num_splits;
     DecodeShape s{};
@@ -126,14 +126,14 @@ inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParam
     return d;
 }
 
-cudaError_t decode_split_sm80(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
-cudaError_t decode_split_8bit(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);  // the same of 8-bit caches
-cudaError_t decode_ring_sm90(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
+cudaError_t decode_split_sm80(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t decode_split_8bit(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);  // the same of 8-bit caches
+cudaError_t decode_ring_sm90(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t decode_cluster_sm90(const DecodeParams& d, cudaStream_t stream);
 // decode_lanes_sm80, or with a cluster decode_lanes_cluster_sm90; with `append` the latter also does the work of kvcache_append.
-cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream);
-cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream);
+cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
 // Merges the pieces that a kernel above has left.
-cudaError_t decode_combine(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream);
+cudaError_t decode_combine(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
 
 }  // namespace fa

@@ -3,7 +3,7 @@
 
 namespace fa {
 
-cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream) {
+cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream) {
     return d.attention.dtype == DType::kFloat32 ? launch_lanes_of<float>(d, append, device, stream)
                                                 : decode_lanes_16bit(d, append, device, stream);
 }

@@ -221,7 +221,7 @@ cudaError_t launch_lanes_cluster(const DecodeParams& d, const AppendParams* appe
 }
 
 template <typename Plan>
-cudaError_t launch_lanes(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream) {
+cudaError_t launch_lanes(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream) {
     if (d.shape.cluster) return launch_lanes_cluster<Plan>(d, append, stream);
     if constexpr (sizeof(typename Plan::T) == 4) {
         const unsigned blocks = unsigned(decode_blocks(d.shape, d.attention, device));
@@ -234,7 +234,7 @@ cudaError_t launch_lanes(const DecodeParams& d, const AppendParams* append, cons
 }
 
 template <typename T>
-cudaError_t launch_lanes_of(const DecodeParams& d, const AppendParams* append, const DecodeDevice& device, cudaStream_t stream) {
+cudaError_t launch_lanes_of(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream) {
     const auto with_columns = [&](auto columns) {
         constexpr int kD = decltype(columns)::value;
         return d.shape.rows == d.shape.row_warps ? launch_lanes<LanePlan<T, kD, 1>>(d, append, device, stream)

@@ -3,7 +3,7 @@
 
 namespace fa {
 
-cudaError_t decode_ring_sm90(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream) {
+cudaError_t decode_ring_sm90(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream) {
     const AttentionParams& p = d.attention;
     if (has_8bit_cache(p))
         return p.cache.dtype == DType::kInt8 ? launch_ring<Int8, 128>(d, device, stream) : launch_ring<Float8, 128>(d, device, stream);

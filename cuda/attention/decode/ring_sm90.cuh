@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_ring_kernel(const __grid_c
 }
 
 template <typename E, int kD>
-cudaError_t launch_ring(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream) {
+cudaError_t launch_ring(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream) {
     using Smem = RingSmem<E, kD>;
     static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
     constexpr int kSize = int(sizeof(E));

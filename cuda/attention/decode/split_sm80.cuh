@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kDecodeThreads, Plan::kBlocksPerSm) decode_spl
 }
 
 template <typename Plan>
-cudaError_t launch_split(DecodeParams d, const DecodeDevice& device, cudaStream_t stream) {
+cudaError_t launch_split(DecodeParams d, const DeviceInfo& device, cudaStream_t stream) {
     d.stages = Plan::stages(device.shared_memory);
     const size_t bytes = size_t(d.stages) * Plan::kStageBytes + Plan::kQueryBytes;
     const unsigned blocks = unsigned(decode_blocks(d.shape, d.attention, device));
@@ -97,14 +97,14 @@ cudaError_t launch_split(DecodeParams d, const DecodeDevice& device, cudaStream_
 }
 
 template <typename E, int kD>
-cudaError_t launch_split(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream) {
+cudaError_t launch_split(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream) {
     if constexpr (decode_has_wide(sizeof(E), kD))
         if (d.shape.rows == 64) return launch_split<SplitPlan<E, kD, 64>>(d, device, stream);
     return launch_split<SplitPlan<E, kD, 16>>(d, device, stream);
 }
 
 template <typename E>
-cudaError_t launch_split_of(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream) {
+cudaError_t launch_split_of(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream) {
     switch (decode_bucket(d.attention)) {
         case 64: return launch_split<E, 64>(d, device, stream);
         case 128: return launch_split<E, 128>(d, device, stream);

@@ -3,7 +3,7 @@
 
 namespace fa {
 
-cudaError_t decode_split_8bit(const DecodeParams& d, const DecodeDevice& device, cudaStream_t stream) {
+cudaError_t decode_split_8bit(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream) {
     if (d.attention.cache.dtype == DType::kInt8) return launch_split_of<Int8>(d, device, stream);
     return launch_split_of<Float8>(d, device, stream);
 }

@@ -240,7 +240,7 @@ int64_t walks_of(const LinearParams& p, const Plan& plan) {
 
 // How the work is divided. Rows of W that a warp reads together share each number of x, but a small matrix has to be spread over the GPU
 // first. All rows of x in a block have to fit into shared memory beside the ring. The limits were measured on an H200.
-Plan plan_of(const LinearParams& p, const GpuSize& gpu) {
+Plan plan_of(const LinearParams& p, const DeviceInfo& gpu) {
     const size_t room = gpu.shared_memory - kStaticShared;
     const int64_t steps = steps_of(p), sms = gpu.multiprocessors;
     Plan plan{};
@@ -268,13 +268,13 @@ Plan plan_of(const LinearParams& p, const GpuSize& gpu) {
 }
 
 // Blocks along the columns of out: as few as make the longest walk no longer. All walk equally far, or one step less.
-int64_t stride_of(const LinearParams& p, const Plan& plan, const GpuSize& gpu) {
+int64_t stride_of(const LinearParams& p, const Plan& plan, const DeviceInfo& gpu) {
     const int64_t walks = walks_of(p, plan), places = int64_t(gpu.multiprocessors) * plan.blocks_per_sm;
     return ceil_div(walks, ceil_div(walks, places));
 }
 
 template <typename W, int kM, int kR, int kCopy>
-cudaError_t launch_gemv(const LinearParams& p, const Plan& plan, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t launch_gemv(const LinearParams& p, const Plan& plan, const DeviceInfo& gpu, cudaStream_t stream) {
     Launch launch{};
     launch.p = p, launch.split = plan.split, launch.steps = int32_t(steps_of(p)), launch.walks = walks_of(p, plan);
     launch.per_feature = 1.0f / float(p.in_features), launch.row_blocks = int32_t(ceil_div(p.rows, kM));
@@ -283,7 +283,7 @@ cudaError_t launch_gemv(const LinearParams& p, const Plan& plan, const GpuSize& 
 }
 
 template <typename W, int kM>
-cudaError_t launch_rows(const LinearParams& p, const Plan& plan, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t launch_rows(const LinearParams& p, const Plan& plan, const DeviceInfo& gpu, cudaStream_t stream) {
     if (!plan.vectors) return launch_gemv<W, kM, 2, 1>(p, plan, gpu, stream);
     if (plan.r == 4) return launch_gemv<W, kM, 4, kVector<W>>(p, plan, gpu, stream);
     return launch_gemv<W, kM, 2, kVector<W>>(p, plan, gpu, stream);
@@ -291,14 +291,14 @@ cudaError_t launch_rows(const LinearParams& p, const Plan& plan, const GpuSize& 
 
 }  // namespace
 
-int64_t linear_gemv_blocks(const LinearParams& p, const GpuSize& gpu) {
+int64_t linear_gemv_blocks(const LinearParams& p, const DeviceInfo& gpu) {
     const Plan plan = plan_of(p, gpu);
     return stride_of(p, plan, gpu) * ceil_div(p.rows, plan.m);
 }
 
-bool linear_gemv_fits(const LinearParams& p, const GpuSize& gpu) { return shared_of(p, 1, 1) <= gpu.shared_memory - kStaticShared; }
+bool linear_gemv_fits(const LinearParams& p, const DeviceInfo& gpu) { return shared_of(p, 1, 1) <= gpu.shared_memory - kStaticShared; }
 
-cudaError_t linear_gemv(const LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t linear_gemv(const LinearParams& p, const DeviceInfo& gpu, cudaStream_t stream) {
     const Plan plan = plan_of(p, gpu);
     return with_dtype(p.weight_dtype, [&](auto zero) {
         using W = decltype(zero);

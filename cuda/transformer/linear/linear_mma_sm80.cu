@@ -208,7 +208,7 @@ struct Plan {
 };
 
 // A block has the fewest tiles that make at most 1.5 blocks for each SM; if none do, the most tiles, and at most two blocks for each SM.
-Plan plan_of(const LinearParams& p, const GpuSize& gpu) {
+Plan plan_of(const LinearParams& p, const DeviceInfo& gpu) {
     Plan plan{};
     plan.tiles = p.swiglu ? 2 : 1, plan.chunks = p.in_features <= 1024 ? 4 : 8;
     const int most = plan.chunks == 4 ? 4 : 2;
@@ -245,7 +245,7 @@ cudaError_t launch_type(const LinearParams& p, const Plan& plan, cudaStream_t st
 
 }  // namespace
 
-bool linear_mma_serves(const LinearParams& p, const GpuSize& gpu) {
+bool linear_mma_serves(const LinearParams& p, const DeviceInfo& gpu) {
     const auto aligned = [](const void* data, int64_t row, DType dtype) {
         return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row * element_bytes(dtype) % 16 == 0;
     };
@@ -255,9 +255,9 @@ bool linear_mma_serves(const LinearParams& p, const GpuSize& gpu) {
     return aligned(p.norm_weight, 0, p.norm_dtype) && plan_of(p, gpu).blocks > 0;
 }
 
-int64_t linear_mma_blocks(const LinearParams& p, const GpuSize& gpu) { return plan_of(p, gpu).blocks; }
+int64_t linear_mma_blocks(const LinearParams& p, const DeviceInfo& gpu) { return plan_of(p, gpu).blocks; }
 
-cudaError_t linear_mma(const LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t linear_mma(const LinearParams& p, const DeviceInfo& gpu, cudaStream_t stream) {
     const Plan plan = plan_of(p, gpu);
     return p.weight_dtype == DType::kFloat16 ? launch_type<__half>(p, plan, stream) : launch_type<__nv_bfloat16>(p, plan, stream);
 }

@@ -156,7 +156,7 @@ struct Plan {
 };
 
 // A row has as few warps as kMostTurns allows. A warp takes four rows instead of two where two would make more than 1.5 blocks for each SM.
-Plan plan_of(const LinearParams& p, const GpuSize& gpu) {
+Plan plan_of(const LinearParams& p, const DeviceInfo& gpu) {
     const int64_t steps = ceil_div(p.in_features, 32 * p.vector());
     Plan plan{2, 1, 0};
     while (plan.split * kMostTurns < steps) plan.split *= 2;
@@ -188,7 +188,7 @@ cudaError_t launch_type(const LinearParams& p, const Plan& plan, cudaStream_t st
 
 }  // namespace
 
-bool linear_small_serves(const LinearParams& p, const GpuSize& gpu) {
+bool linear_small_serves(const LinearParams& p, const DeviceInfo& gpu) {
     const int64_t x_bytes = int64_t(element_bytes(p.dtype)) * p.in_features;
     const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
     if (p.dtype != DType::kFloat32 && (p.dtype != p.weight_dtype || p.norm_weight)) return false;
@@ -201,9 +201,9 @@ bool linear_small_serves(const LinearParams& p, const GpuSize& gpu) {
     return plan.blocks > 0 && plan.blocks <= 2 * gpu.multiprocessors;
 }
 
-int64_t linear_small_blocks(const LinearParams& p, const GpuSize& gpu) { return plan_of(p, gpu).blocks; }
+int64_t linear_small_blocks(const LinearParams& p, const DeviceInfo& gpu) { return plan_of(p, gpu).blocks; }
 
-cudaError_t linear_small(const LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t linear_small(const LinearParams& p, const DeviceInfo& gpu, cudaStream_t stream) {
     const Plan plan = plan_of(p, gpu);
     return with_dtype(p.weight_dtype, [&](auto zero) { return launch_type<decltype(zero)>(p, plan, stream); });
 }

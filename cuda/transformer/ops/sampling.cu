@@ -318,18 +318,18 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
     if (writes) p.out[b] = int32_t(index_of(smem.found));
 }
 
-int blocks_of(const SampleParams& p, const GpuSize& gpu) {
+int blocks_of(const SampleParams& p, const DeviceInfo& gpu) {
     const auto pays = [&](int blocks) { return p.vocab / blocks >= 4000 && int64_t(blocks) * p.batch <= gpu.multiprocessors * 3 / 4; };
     int blocks = 1;
-    while (gpu.clusters && blocks < kMostBlocks && pays(2 * blocks)) blocks *= 2;
+    while (gpu.compute >= 90 && blocks < kMostBlocks && pays(2 * blocks)) blocks *= 2;
     return blocks;
 }
 
 }  // namespace
 
-int64_t sample_blocks(const SampleParams& p, const GpuSize& gpu) { return int64_t(p.batch) * blocks_of(p, gpu); }
+int64_t sample_blocks(const SampleParams& p, const DeviceInfo& gpu) { return int64_t(p.batch) * blocks_of(p, gpu); }
 
-cudaError_t sample(const SampleParams& p, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t sample(const SampleParams& p, const DeviceInfo& gpu, cudaStream_t stream) {
     SampleLaunch all{};
     all.p = p, all.blocks = blocks_of(p, gpu);
     all.slice = ((p.vocab + all.blocks - 1) / all.blocks + 3) / 4 * 4;

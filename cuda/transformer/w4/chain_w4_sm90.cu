@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(chain_bound(kFormat), 1) chain_w4_sm90_kernel(
 }
 
 // How a chain is divided. Its stages are 0 if shared memory has no room for it.
-ChainLaunch chain_plan(const W4ChainParams& params, const GpuSize& gpu) {
+ChainLaunch chain_plan(const W4ChainParams& params, const DeviceInfo& gpu) {
     ChainLaunch launch{};
     launch.count = params.count, launch.rows = int32_t(params.products[0].rows);
     while (2 << launch.pair_bits < launch.rows) ++launch.pair_bits;
@@ -390,7 +390,7 @@ ChainLaunch chain_plan(const W4ChainParams& params, const GpuSize& gpu) {
 }
 
 template <Format kFormat, typename T>
-cudaError_t launch_chain(const W4ChainParams& params, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t launch_chain(const W4ChainParams& params, const DeviceInfo& gpu, cudaStream_t stream) {
     const ChainLaunch launch = chain_plan(params, gpu);
     LaunchOptions options;
     options.programmatic = params.products[0].programmatic, options.cooperative = true;
@@ -402,7 +402,7 @@ cudaError_t launch_chain(const W4ChainParams& params, const GpuSize& gpu, cudaSt
 }  // namespace
 }  // namespace w4
 
-const char* chain_w4_sm90_refuses(const W4ChainParams& params, const GpuSize& gpu, char* text, size_t size) {
+const char* chain_w4_sm90_refuses(const W4ChainParams& params, const DeviceInfo& gpu, char* text, size_t size) {
     const W4LinearParams& first = params.products[0];
     for (int i = 0; i < params.count; ++i) {
         const W4LinearParams& p = params.products[i];
@@ -437,7 +437,7 @@ const char* chain_w4_sm90_refuses(const W4ChainParams& params, const GpuSize& gp
     return text;
 }
 
-cudaError_t chain_w4_sm90(const W4ChainParams& params, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t chain_w4_sm90(const W4ChainParams& params, const DeviceInfo& gpu, cudaStream_t stream) {
     return w4::with_format_and_type(
         params.products[0], [&](auto format, auto zero) { return w4::launch_chain<format.value, decltype(zero)>(params, gpu, stream); });
 }

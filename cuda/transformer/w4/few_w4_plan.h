@@ -61,7 +61,7 @@ inline bool few_reads_x(const W4LinearParams& p) { return fetches_x(p) && p.in_f
 // faster in plain launches, if x needs no launch of its own, and for a taller W, so that no second round is left half empty. Otherwise
 // blocks of a whole SM are faster: between the other kernels of a model, and behind round_x. They queue two copies of weights before they
 // ask for x, as each copy ahead of x delays it. All warps are used, as long as each has at least one whole copy of columns.
-inline FewPlan few_plan_of(const W4LinearParams& p, const GpuSize& gpu) {
+inline FewPlan few_plan_of(const W4LinearParams& p, const DeviceInfo& gpu) {
     constexpr int kSystem = 1024;  // bytes of shared memory that each block takes beside its own
     const int warps = few_warps(few_tokens(p)), columns = int(column_tiles(p.in_features)), cluster = columns >= 2 ? 2 : 1;
     const int clusters = std::max(1, gpu.multiprocessors / cluster), tiles = int(ceil_div(used_row_tiles(p), clusters));

@@ -15,28 +15,28 @@ cudaError_t w4_pack(const W4PackParams& params, cudaStream_t stream);
 // The products. Each declares what it can serve and the bytes of workspace it needs, if any: uninitialised, aligned to 128.
 
 // One row of x, at most 4096 columns, sm_80.
-cudaError_t small_w4(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);
+cudaError_t small_w4(const W4LinearParams& params, const DeviceInfo& gpu, cudaStream_t stream);
 const char* small_w4_refuses(const W4LinearParams& params);  // the reason; nullptr when it serves the call
-int64_t small_w4_blocks(const W4LinearParams& params, const GpuSize& gpu);
+int64_t small_w4_blocks(const W4LinearParams& params, const DeviceInfo& gpu);
 
 // Up to 32 rows of x, Hopper.
-cudaError_t few_w4_sm90(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);
-bool few_w4_sm90_fits(const W4LinearParams& params, const GpuSize& gpu);
-int few_w4_sm90_blocks_per_sm(const W4LinearParams& params, const GpuSize& gpu);
-int64_t few_w4_sm90_workspace(const W4LinearParams& params, const GpuSize& gpu);
+cudaError_t few_w4_sm90(const W4LinearParams& params, const DeviceInfo& gpu, cudaStream_t stream);
+bool few_w4_sm90_fits(const W4LinearParams& params, const DeviceInfo& gpu);
+int few_w4_sm90_blocks_per_sm(const W4LinearParams& params, const DeviceInfo& gpu);
+int64_t few_w4_sm90_workspace(const W4LinearParams& params, const DeviceInfo& gpu);
 
 // Any number of rows, sm_80.
-cudaError_t mma_w4(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);
-int64_t mma_w4_workspace(const W4LinearParams& params, const GpuSize& gpu);
+cudaError_t mma_w4(const W4LinearParams& params, const DeviceInfo& gpu, cudaStream_t stream);
+int64_t mma_w4_workspace(const W4LinearParams& params, const DeviceInfo& gpu);
 
 // Any number of rows, Hopper: in tiles of 32 and 64 rows of x (few), or of 128 and 256.
-cudaError_t wgmma_w4_few_sm90(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);
-cudaError_t wgmma_w4_sm90(const W4LinearParams& params, const GpuSize& gpu, cudaStream_t stream);
-bool wgmma_w4_few_sm90_wins(const W4LinearParams& params, const GpuSize& gpu);      // the small tiles are estimated to be faster
-int64_t wgmma_w4_sm90_workspace(const W4LinearParams& params, const GpuSize& gpu);  // of both
+cudaError_t wgmma_w4_few_sm90(const W4LinearParams& params, const DeviceInfo& gpu, cudaStream_t stream);
+cudaError_t wgmma_w4_sm90(const W4LinearParams& params, const DeviceInfo& gpu, cudaStream_t stream);
+bool wgmma_w4_few_sm90_wins(const W4LinearParams& params, const DeviceInfo& gpu);      // the small tiles are estimated to be faster
+int64_t wgmma_w4_sm90_workspace(const W4LinearParams& params, const DeviceInfo& gpu);  // of both
 
 // A chain of products in one launch, Hopper; needs no workspace.
-cudaError_t chain_w4_sm90(const W4ChainParams& params, const GpuSize& gpu, cudaStream_t stream);
-const char* chain_w4_sm90_refuses(const W4ChainParams& params, const GpuSize& gpu, char* text, size_t size);
+cudaError_t chain_w4_sm90(const W4ChainParams& params, const DeviceInfo& gpu, cudaStream_t stream);
+const char* chain_w4_sm90_refuses(const W4ChainParams& params, const DeviceInfo& gpu, char* text, size_t size);
 
 }  // namespace fa

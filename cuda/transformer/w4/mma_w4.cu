@@ -3,11 +3,11 @@
 
 namespace fa {
 
-int64_t mma_w4_workspace(const W4LinearParams& p, const GpuSize& gpu) {
+int64_t mma_w4_workspace(const W4LinearParams& p, const DeviceInfo& gpu) {
     return w4::mma_plan(p, w4::mma_shape(p.rows), gpu).resident || w4::copies_x(p) ? 0 : rounded_bytes(p);
 }
 
-cudaError_t mma_w4(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t mma_w4(const W4LinearParams& p, const DeviceInfo& gpu, cudaStream_t stream) {
     const w4::MmaShape shape = w4::mma_shape(p.rows);
     const w4::MmaPlan plan = w4::mma_plan(p, shape, gpu);
     return w4::with_format_and_type(p, [&](auto format, auto zero) {

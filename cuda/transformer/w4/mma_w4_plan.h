@@ -71,7 +71,7 @@ inline MmaSizes mma_sizes(const W4LinearParams& p, const MmaShape& shape, const 
 // Measured on an H200. A thread starts few copies in a given time, so warps share columns first, and rows only when a block has more tiles
 // than its warps hold. What a block reads of x grows with its columns, what it makes of x with its rows: two blocks that share K read half
 // as much each, and pay for it at the end. Clusters of four and eight were slower everywhere.
-inline MmaPlan mma_plan(const W4LinearParams& p, const MmaShape& shape, const GpuSize& gpu) {
+inline MmaPlan mma_plan(const W4LinearParams& p, const MmaShape& shape, const DeviceInfo& gpu) {
     const int places = int(std::max<int64_t>(1, gpu.multiprocessors / ceil_div(p.rows, 8 * shape.token_tiles)));
     const int row_tiles = used_row_tiles(p), columns = int(column_tiles(p.in_features));
     const auto tiles_of_block = [&](int cluster) { return int(ceil_div(row_tiles, std::max(1, places / cluster))); };

@@ -251,7 +251,7 @@ struct Plan {
 };
 
 // A warp has as few column tiles as the number of warps allows, and two row tiles where one would make more than 1.5 blocks for each SM.
-Plan plan_of(const W4LinearParams& p, const GpuSize& gpu) {
+Plan plan_of(const W4LinearParams& p, const DeviceInfo& gpu) {
     const int64_t rows = p.swiglu ? ceil_div(p.columns(), 8) : ceil_div(p.out_features, kTileRows),
                   columns = w4::column_tiles(p.in_features);
     Plan plan{1, 1, 0, 0};
@@ -294,9 +294,9 @@ const char* small_w4_refuses(const W4LinearParams& p) {
     return nullptr;
 }
 
-int64_t small_w4_blocks(const W4LinearParams& p, const GpuSize& gpu) { return plan_of(p, gpu).blocks; }
+int64_t small_w4_blocks(const W4LinearParams& p, const DeviceInfo& gpu) { return plan_of(p, gpu).blocks; }
 
-cudaError_t small_w4(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t small_w4(const W4LinearParams& p, const DeviceInfo& gpu, cudaStream_t stream) {
     const Plan plan = plan_of(p, gpu);
     return w4::with_format_and_type(p,
                                     [&](auto format, auto zero) { return launch_format<format.value, decltype(zero)>(p, plan, stream); });

@@ -30,7 +30,7 @@ int64_t clusters_of(int blocks, int resident, int64_t sms) {
 constexpr int kFewTokens = 64;  // of a tile of the kernel for few rows, at most
 
 // The plan of the least estimated time, with tiles of `least_tokens` to `most_tokens`.
-Plan plan_of(const W4LinearParams& p, const GpuSize& gpu, int least_tokens, int most_tokens) {
+Plan plan_of(const W4LinearParams& p, const DeviceInfo& gpu, int least_tokens, int most_tokens) {
     struct Cost {              // measured on an H200, in ns
         int tokens, resident;  // of a plan
         int step, tile, part;  // a step of 64 columns; the rest of a tile; each part of a split tile
@@ -133,14 +133,14 @@ cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t strea
 
 }  // namespace
 
-int64_t wgmma_w4_sm90_workspace(const W4LinearParams& p, const GpuSize&) { return w4::fetches_x(p) ? 0 : rounded_bytes(p); }
+int64_t wgmma_w4_sm90_workspace(const W4LinearParams& p, const DeviceInfo&) { return w4::fetches_x(p) ? 0 : rounded_bytes(p); }
 
-bool wgmma_w4_few_sm90_wins(const W4LinearParams& p, const GpuSize& gpu) { return plan_of(p, gpu, 1, 256).tokens <= kFewTokens; }
+bool wgmma_w4_few_sm90_wins(const W4LinearParams& p, const DeviceInfo& gpu) { return plan_of(p, gpu, 1, 256).tokens <= kFewTokens; }
 
-cudaError_t wgmma_w4_few_sm90(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t wgmma_w4_few_sm90(const W4LinearParams& p, const DeviceInfo& gpu, cudaStream_t stream) {
     return launch(p, plan_of(p, gpu, 1, kFewTokens), stream);
 }
-cudaError_t wgmma_w4_sm90(const W4LinearParams& p, const GpuSize& gpu, cudaStream_t stream) {
+cudaError_t wgmma_w4_sm90(const W4LinearParams& p, const DeviceInfo& gpu, cudaStream_t stream) {
     return launch(p, plan_of(p, gpu, kFewTokens + 1, 256), stream);
 }
 

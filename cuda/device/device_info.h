@@ -1,0 +1,15 @@
+// device_info.h: the facts of a device that kernels plan with.
+#pragma once
+
+#include <cstddef>
+
+namespace fa {
+
+struct DeviceInfo {
+    int index;    // CUDA device, -1 for the CPU
+    int compute;  // 90 for sm_90
+    int multiprocessors;
+    size_t shared_memory;  // bytes one block can opt in to
+};
+
+}  // namespace fa
