@@ -19,6 +19,7 @@ DOCUMENTS = (
     "docs/contract.md",
     "docs/generate.md",
     "docs/quantization.md",
+    "docs/reliability.md",
 )
 
 
