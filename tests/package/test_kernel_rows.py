@@ -26,6 +26,7 @@ ROWS = {
     "attention/backward/simple.cu": {"backward": ["simple"]},
     "attention/backward/mma_sm80.cuh": {"backward": ["mma_sm80"]},
     "attention/backward/mma_sm80_side.cuh": {"backward": ["mma_sm80"]},
+    "attention/backward/mma_sm80_dq.cu": {"backward": ["mma_sm80"]},
     "attention/backward/wgmma_sm90.cuh": {"backward": ["wgmma_sm90"]},
     "attention/backward/wgmma_pair_sm90.cuh": {"backward": ["wgmma_pair_sm90"]},
     "attention/backward/wgmma_sm90_rows.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
