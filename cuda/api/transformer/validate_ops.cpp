@@ -3,6 +3,7 @@
 
 #include "api/transformer/checks.h"
 #include "api/transformer/validate.h"
+#include "common/constants.h"
 
 namespace fa {
 fa_status validate(const fa_rms_norm_args* args, RmsNormParams* params) {
@@ -141,7 +142,7 @@ fa_status validate(const fa_sample_args* args, SampleParams* params) {
     p.logits = view(a.logits), p.out = a.out;
     p.seeds = a.seeds, p.step = a.step, p.step_stride = a.step_stride, p.seed = a.seed, p.offset = a.offset;
     p.batch = a.batch, p.vocab = a.vocab, p.top_k = a.top_k;
-    const double scale = 1.4426950408889634 / double(a.temperature);
+    const double scale = kLog2eDouble / double(a.temperature);
     p.greedy = !(scale <= 1e30);  // at so low a temperature only the largest logit has weight
     p.scale = p.greedy ? 0.0f : float(scale);
     p.top_p = a.top_p == 0 ? uint64_t(1) << 32 : uint64_t(std::ceil(double(a.top_p) * 4294967296.0));
