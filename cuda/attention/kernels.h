@@ -19,8 +19,6 @@ cudaError_t forward_minimal(const AttentionParams& params, cudaStream_t stream);
 cudaError_t forward_mma_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
 // Its part for the pages of a cache.
 cudaError_t forward_mma_sm80_paged(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
-// Its part, and that of the next, for SMs with more shared memory than sm_80 has: for head dims with a tile of their own there.
-cudaError_t forward_mma_sm80_k228(const AttentionParams& params, cudaStream_t stream);
 // fp32 whose products are rounded to tf32; the rest as above, but no pages.
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
 

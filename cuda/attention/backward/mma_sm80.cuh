@@ -8,8 +8,8 @@
 //     main     a block owns the keys of one tile and walks the queries of every head that reads them. dK and dV stay in registers. dQ is
 //              added to float32 sums in the workspace, a tile in fragment order, so that a warp adds to neighbouring addresses
 //     after    dQ = scale x the sums, rounded
-// With `deterministic` no sum depends on timing: main leaves dQ to a kernel of its own (mma_sm80_dq.cu), whose blocks own queries and walk
-// keys. That kernel computes S and dP a second time.
+// With `deterministic` no sum depends on timing: main leaves dQ to a kernel of its own, whose blocks own queries and walk keys. That kernel
+// computes S and dP a second time.
 //
 // One step of the main kernel, two stages (|: block barrier). Each product has its own division among the warps. P and dS pass through
 // shared memory, from warps that own rows of S to warps that own rows of dK and dV. Between the barriers warps drift apart.
@@ -67,7 +67,12 @@ __device__ __forceinline__ BackwardWork work_of(const MmaBackwardParams& params,
 template <typename T, int kD, int kDv, MmaSm kSm, Scores kScores>
 __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBackwardTileOf<kD, kDv, kSm>.blocks_per_sm)
     gradient_kernel(const __grid_constant__ MmaBackwardParams params) {
-    if (never_launched_here<kD, kDv, kSm>()) return;
+#if defined(__CUDA_ARCH__)
+    if ((kSm == MmaSm::k228 || kSm == MmaSm::kShort) && __CUDA_ARCH__ < 900) return;  // never launched there: leaves the code out
+    if (kSm == MmaSm::k164 && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)) return;
+    constexpr bool kHasLarger = !(kBackwardTileOf<kD, kDv, MmaSm::k228> == kBackwardTileOf<kD, kDv, MmaSm::k164>);
+    if (kSm == MmaSm::k164 && kHasLarger && __CUDA_ARCH__ >= 900) return;  // they have 227 KB and take k228, or 99 KB and take kAny
+#endif
     constexpr BackwardTile kTile = kBackwardTileOf<kD, kDv, kSm>;
     constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32;
     constexpr int kStagesQ = kTile.stages_q, kStagesDout = kTile.stages_dout;
@@ -434,7 +439,9 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
         if (error != cudaSuccess || !blocks_q) return error;
         if (!backward.deterministic) return launch_kernel(after_kernel<T, kD, kDv, kSm>, blocks_q, kTile.warps * 32, 0, stream, params);
         params.block_m = kTile.block_m;
-        return backward_mma_sm80_dq(params, stream);
+        params.tiles_dq = (p.seqlen_q + kDqRows - 1) / kDqRows;
+        return launch_kernel(dq_kernel<T, kD, kDv, kScores>, unsigned(params.tiles_dq * p.nheads) * p.batch, kDqThreads,
+                             sizeof(DqSmem<T, kD, kDv>), stream, params);
     };
     const auto serves = [&](const BackwardTile& tile, size_t shared_bytes) {
         return !general && aligned && size_t(tile.blocks_per_sm) * (shared_bytes + 1024) <= shared_memory + 1024;
@@ -456,7 +463,9 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
         constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::k228>, kD, kDv>);
         if (shared_memory > kMostSharedSm80 && serves(k228, kBytes)) return run(K228{}, Plain{});
     }
-    static_assert(sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::kAny>, kD, kDv>) <= 99 * 1024, "a block of sm_86 and 89 has no more");
+    static_assert(
+        sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::kAny>, kD, kDv>) <= 99 * 1024 && sizeof(DqSmem<T, kD, kDv>) <= 99 * 1024,
+        "a block of sm_86 and 89 has no more");
     constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::k164>, kD, kDv>);
     if ((k228 == k164 || shared_memory <= kMostSharedSm80) && serves(k164, kBytes)) return run(K164{}, Plain{});
     return general ? run(Any{}, General{}) : run(Any{}, Plain{});

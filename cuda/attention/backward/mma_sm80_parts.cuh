@@ -1,5 +1,5 @@
-// mma_sm80_parts.cuh: what the kernels of mma_sm80.cuh, mma_sm80_side.cuh and mma_sm80_dq.cu share: the workspace, which pairs an edge
-// hides, the options of a score, the two kinds of product, and how rows are stored.
+// mma_sm80_parts.cuh: what the kernels of mma_sm80.cuh and mma_sm80_side.cuh share: the workspace, which pairs an edge hides, the options
+// of a score, the two kinds of product, and how rows are stored.
 #pragma once
 
 #include "attention/common/general_scores.cuh"
@@ -11,6 +11,12 @@
 #include "device/mma.cuh"
 
 namespace fa {
+namespace {
+
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+
+// kGeneral serves every option of a score, kPlain scale, causal and windows.
+enum class Scores { kPlain, kGeneral };
 
 // The workspace divides the rows of Q into tiles of block_m; each sequence begins a tile. For every head and tile it holds the float32 sums
 // of dQ (block_m x d), and block_m values of lse and of delta. lse is an exponent of 2, so that one multiply-add makes the exponent of P.
@@ -28,16 +34,6 @@ struct MmaBackwardParams {
     float scale_log2;       // scale * log2(e)
     bool aligned_q, aligned_k, aligned_v, aligned_out, aligned_dout, aligned_dq, aligned_dk, aligned_dv;
 };
-
-// The last kernel of a deterministic call, mma_sm80_dq.cu: dQ from lse and delta. Every field of params is set but tiles_dq.
-cudaError_t backward_mma_sm80_dq(MmaBackwardParams params, cudaStream_t stream);
-
-namespace {
-
-constexpr unsigned kFullWarp = 0xFFFFFFFFu;
-
-// kGeneral serves every option of a score, kPlain scale, causal and windows.
-enum class Scores { kPlain, kGeneral };
 
 // The number of a sequence's first tile among those of a head. floor(q0 / block_m) + b leaves enough whole tiles for every earlier
 // sequence.
@@ -235,19 +231,6 @@ __device__ __forceinline__ void store_rows(const float (&C)[kMmas][kTilesN][4], 
 
 template <int kD, int kDv, MmaSm kSm>
 inline constexpr BackwardTile kBackwardTileOf = backward_mma_tile(kD, kSm);
-
-// Whether no GPU of the target that is being compiled takes this tile. A kernel that then returns at once leaves its code out.
-template <int kD, int kDv, MmaSm kSm>
-constexpr __device__ bool never_launched_here() {
-#if defined(__CUDA_ARCH__)
-    if (kSm == MmaSm::k228 || kSm == MmaSm::kShort) return __CUDA_ARCH__ < 900;
-    constexpr bool kHasLarger = !(kBackwardTileOf<kD, kDv, MmaSm::k228> == kBackwardTileOf<kD, kDv, MmaSm::k164>);
-    if (kSm == MmaSm::k164 && kHasLarger && __CUDA_ARCH__ >= 900) return true;  // they have 227 KB and take k228, or 99 KB and take kAny
-    return kSm == MmaSm::k164 && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890);
-#else
-    return false;
-#endif
-}
 
 }  // namespace
 }  // namespace fa

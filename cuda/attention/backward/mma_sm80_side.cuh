@@ -1,5 +1,5 @@
 // mma_sm80_side.cuh: the kernels around the main kernel of mma_sm80.cuh. Before it: delta, lse, and zeros for the sums of dQ. After it: dQ
-// from these sums. Memory bounds both.
+// from these sums, or, deterministic, dQ from the beginning. Memory bounds the first two.
 #pragma once
 
 #include "attention/backward/mma_sm80_parts.cuh"
@@ -61,7 +61,6 @@ __global__ void __launch_bounds__(kSideThreads) before_kernel(const __grid_const
 
 template <typename T, int kD, int kDv, MmaSm kSm>
 __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32) after_kernel(const __grid_constant__ MmaBackwardParams params) {
-    if (never_launched_here<kD, kDv, kSm>()) return;
     constexpr BackwardTile kTile = kBackwardTileOf<kD, kDv, kSm>;
     constexpr int kBlockM = kTile.block_m, kRowsDq = kTile.warps_m_dq, kColumnsDq = kTile.warps / kRowsDq;
     constexpr int kMmasDq = kBlockM / kRowsDq / 16, kTilesDq = kD / kColumnsDq / 8;
@@ -81,6 +80,132 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32) afte
     T* dq = static_cast<T*>(backward.dq.data) + gradients_of(backward, b).dq + head * backward.dq.head;
     store_rows<T, kColumnsDq>(dQ, p.scale, dq, backward.dq.row, tile * kBlockM + warp / kColumnsDq * (16 * kMmasDq), s.seqlen_q,
                               warp % kColumnsDq, p.headdim, params.aligned_dq, backward.accumulate, lane);
+}
+
+// ---- deterministic: dQ alone. A block owns 64 queries, a warp 16 whole rows; dS stays in registers ----
+
+constexpr int kDqRows = 64, kDqThreads = 128;
+
+template <typename T, int kD, int kDv>
+struct DqSmem {
+    static constexpr int kKeys = kD <= 128 ? 64 : 32, kStages = kD <= 128 ? 2 : 1;
+    alignas(128) T q[kDqRows * kD];
+    alignas(128) T dout[kDqRows * kDv];
+    alignas(128) T k[kStages][kKeys * kD];
+    alignas(128) T v[kStages][kKeys * kDv];
+    int used[kKeys];  // with a mask or bias: some row of this block has a dS of this key
+};
+
+template <typename T, int kD, int kDv, Scores kScores>
+__global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const __grid_constant__ MmaBackwardParams params) {
+    using Shared = DqSmem<T, kD, kDv>;
+    constexpr bool kGeneral = kScores == Scores::kGeneral;
+    constexpr int kKeys = Shared::kKeys, kStages = Shared::kStages, kTilesN = kKeys / 8;
+    using TileQ = SharedTile<T, kD>;
+    using TileV = SharedTile<T, kDv>;
+    extern __shared__ __align__(128) unsigned char shared[];
+    auto& smem = *reinterpret_cast<Shared*>(shared);
+    const BackwardParams& backward = params.backward;
+    const AttentionParams& p = backward.forward;
+    const int tile =
+        params.tiles_dq - 1 - blockIdx.x % params.tiles_dq;  // under a causal mask the last rows see most keys: they start first
+    const int head = blockIdx.x / params.tiles_dq % p.nheads, b = blockIdx.x / params.tiles_dq / p.nheads, row0 = tile * kDqRows;
+    const Sequence s = sequence_of(p, b);
+    if (row0 >= s.seqlen_q) return;
+    const GradientSequence g = gradients_of(backward, b);
+    const int first_key = key_range(p, s, row0).begin, end_key = max(first_key, key_range(p, s, min(row0 + kDqRows, s.seqlen_q) - 1).end);
+    const int first_tile = first_key / kKeys, end_tile = (end_key + kKeys - 1) / kKeys;
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_row = row0 + 16 * warp;
+    const uint32_t q_a = shared_address(smem.q) + TileQ::offset(16 * warp + lane % 16, lane / 16);
+    const uint32_t dout_a = shared_address(smem.dout) + TileV::offset(16 * warp + lane % 16, lane / 16);
+    const uint32_t k_b = shared_address(smem.k) + TileQ::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const uint32_t v_b = shared_address(smem.v) + TileV::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const uint32_t k_columns = shared_address(smem.k) + TileQ::offset(lane % 16, lane / 16);
+
+    const T* k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head;
+    const T* v = static_cast<const T*>(p.v.data) + s.v + head / p.group * p.v.head;
+    const auto load = [&](int t, int stage) {
+        load_tile<kKeys, kD, kDqThreads, true>(smem.k[stage], k + t * kKeys * p.k.row, p.k.row, first_key - t * kKeys, end_key - t * kKeys,
+                                               p.headdim, params.aligned_k);
+        load_tile<kKeys, kDv, kDqThreads, true>(smem.v[stage], v + t * kKeys * p.v.row, p.v.row, first_key - t * kKeys, end_key - t * kKeys,
+                                                p.headdim_v, params.aligned_v);
+    };
+    float lse[1][2], delta[1][2];
+    if (first_tile < end_tile) {
+        const T* q = static_cast<const T*>(p.q.data) + s.q + head * p.q.head + row0 * p.q.row;
+        const T* dout = static_cast<const T*>(backward.dout.data) + g.dout + head * backward.dout.head + row0 * backward.dout.row;
+        load_tile<kDqRows, kD, kDqThreads, true>(smem.q, q, p.q.row, 0, s.seqlen_q - row0, p.headdim, params.aligned_q);
+        load_tile<kDqRows, kDv, kDqThreads, true>(smem.dout, dout, backward.dout.row, 0, s.seqlen_q - row0, p.headdim_v,
+                                                  params.aligned_dout);
+        load(first_tile, 0);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = min(warp_row + mma_row(lane, 2 * half), s.seqlen_q - 1);
+            const float* from =
+                params.workspace.rows + workspace_tile(params, params.block_m, b, head, row / params.block_m) * 2 * params.block_m;
+            lse[0][half] = from[row % params.block_m], delta[0][half] = from[params.block_m + row % params.block_m];
+        }
+    }
+    float dQ[1][kD / 8][4];
+    clear(dQ);
+#pragma unroll 1
+    for (int t = first_tile; t < end_tile; ++t) {
+        const int stage = kStages == 2 ? (t - first_tile) & 1 : 0, key0 = t * kKeys;
+        cp_async_wait_all();
+        __syncthreads();  // K and V of this tile are here; nobody reads the tile before it any more
+        if (kStages == 2 && t + 1 < end_tile) load(t + 1, stage ^ 1);
+        const uint32_t to_k = stage * uint32_t(sizeof smem.k[0]), to_v = stage * uint32_t(sizeof smem.v[0]);
+        float S[1][kTilesN][4], dP[1][kTilesN][4];
+        clear(S), clear(dP);
+        multiply_rows<T, TileQ, TileQ, kD / 16>(S, q_a, k_b + to_k, Nothing{});
+        multiply_rows<T, TileV, TileV, kDv / 16>(dP, dout_a, v_b + to_v, Nothing{});
+        const bool cut = warp_row + 16 > s.seqlen_q || key0 + kKeys > key_range(p, s, warp_row).end ||
+                         key0 < key_range(p, s, min(warp_row + 16, s.seqlen_q) - 1).begin;
+        if (kGeneral) {
+            const int here = opaque(lane);
+            const FragmentPlace at{b, head, warp_row + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};
+            general_gradients<T>(p, at, here % 4, lse[0], delta[0], flat(S[0]), flat(dP[0]));
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4 * kTilesN; ++i) {
+                const int half = i / 2 % 2;
+                const float P = exp2_approx(fmaf(flat(S[0])[i], params.scale_log2, -lse[0][half]));
+                flat(dP[0])[i] = P * (flat(dP[0])[i] - delta[0][half]);
+            }
+        }
+        if (cut) hide(dP, p, b, warp_row, key0, lane);
+        if (kGeneral && (p.mask.data || p.bias.data)) {
+            // A key without a dS in this block: its K may hold NaN, and 0 x NaN is NaN, so K must be zero.
+            if (threadIdx.x < kKeys) smem.used[threadIdx.x] = 0;
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < 4 * kTilesN; ++i)
+                if (flat(dP[0])[i] != 0) smem.used[8 * (i / 4) + mma_column(lane, i)] = 1;
+            __syncthreads();
+            for (int x = opaque(threadIdx.x); x < kKeys * TileQ::kPieces; x += kDqThreads)
+                if (!smem.used[x / TileQ::kPieces]) reinterpret_cast<uint4*>(smem.k[stage])[x] = make_uint4(0, 0, 0, 0);
+            __syncthreads();
+        }
+#pragma unroll
+        for (int step = 0; step < kKeys / 16; ++step) {
+            uint32_t A[4];
+            fragment_of<T>(A, &dP[0][2 * step]);
+#pragma unroll
+            for (int n = 0; n < kD / 8; n += 2) {
+                uint32_t B[2][2];
+                ldmatrix_x4_trans(B, TileQ::advance(k_columns + to_k, n / 2) + 16 * step * TileQ::kPitch);
+                mma<T>(dQ[0][n], A, B[0][0], B[0][1]);
+                mma<T>(dQ[0][n + 1], A, B[1][0], B[1][1]);
+            }
+        }
+        if (kStages == 1) {
+            __syncthreads();  // nobody reads K and V any more
+            if (t + 1 < end_tile) load(t + 1, 0);
+        }
+    }
+    T* dq = static_cast<T*>(backward.dq.data) + g.dq + head * backward.dq.head;
+    store_rows<T, 1>(dQ, p.scale, dq, backward.dq.row, warp_row, s.seqlen_q, 0, p.headdim, params.aligned_dq, backward.accumulate, lane);
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // mma_sm80.cuh: FlashAttention-2 on tensor cores, for every GPU from sm_80 on; head dims up to 256, every option. T is fp16 or bf16
-// (mma_sm80.cu) or float, whose products are tf32 (mma_tf32_sm80.cu). The tiles that no SM of sm_80 has room for are in mma_sm80_k228.cu:
-// without them every target is served by the same PTX, which saves a quarter of the compile time.
+// (mma_sm80.cu) or float, whose products are tf32 (mma_tf32_sm80.cu).
 //
 // One block of 2 to 8 warps computes 32 to 128 query rows of one head, as in flash_attn_minimal.cu. New against that rung:
 //   - mma.sync computes S = Q K^T and O += P V. A warp owns 16 or 32 whole rows, so a softmax needs no other warp: a row lies in the
@@ -30,7 +29,6 @@
 #include "attention/common/mask.h"
 #include "attention/common/shared_tile.cuh"
 #include "attention/common/tiles_mma_sm80.h"
-#include "attention/kernels.h"
 #include "common/constants.h"
 #include "device/launch.h"
 #include "device/mma.cuh"
@@ -136,7 +134,7 @@ template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKey
 __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T, kD, kDv, kSm>.blocks_per_sm)
     attention_kernel(const __grid_constant__ MmaParams params) {
 #if defined(__CUDA_ARCH__)
-    if (kSm == MmaSm::k228 && __CUDA_ARCH__ < 900) return;  // never launched there: leaves the code out of builds without sm_90
+    if (kSm == MmaSm::k228 && __CUDA_ARCH__ < 900) return;  // never launched there: leaves the code out
 #endif
     constexpr MmaTile kTile = kTileOf<T, kD, kDv, kSm>;
     constexpr bool kGeneral = kOptions == Options::kAll, kPaged = kKeyRows == KeyRows::kInPages;
@@ -478,7 +476,7 @@ cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t 
         constexpr const MmaTile &k228 = kTileOf<T, kD, kDv, MmaSm::k228>, &k164 = kTileOf<T, kD, kDv, MmaSm::k164>;
         if constexpr (!(k228 == k164)) {
             if (shared_memory > kMostSharedSm80 && serves(k228, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k228>, kD, kDv>)))
-                return forward_mma_sm80_k228(p, stream);
+                return launch_tile<T, kD, kDv, MmaSm::k228, Options::kNone, KeyRows::kStrided>(params, stream);
         }
         if (serves(k164, sizeof(Smem<T, kTileOf<T, kD, kDv, MmaSm::k164>, kD, kDv>)))
             return launch_tile<T, kD, kDv, MmaSm::k164, Options::kNone, KeyRows::kStrided>(params, stream);
@@ -490,24 +488,15 @@ cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t 
     return launch_tile<T, kD, kDv, MmaSm::kAny, Options::kNone, KeyRows::kStrided>(params, stream);
 }
 
-// Calls body with the bucket of the head dims.
-template <typename Body>
-cudaError_t with_bucket(const AttentionParams& p, const Body& body) {
-    using std::integral_constant;
-    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
-    if (d <= 64) return body(integral_constant<int, 64>{}, integral_constant<int, 64>{});
-    if (d <= 96) return body(integral_constant<int, 96>{}, integral_constant<int, 96>{});
-    if (d <= 128) return body(integral_constant<int, 128>{}, integral_constant<int, 128>{});
-    if (d <= 192 && p.headdim_v <= 128) return body(integral_constant<int, 192>{}, integral_constant<int, 128>{});
-    if (d <= 192) return body(integral_constant<int, 192>{}, integral_constant<int, 192>{});
-    return body(integral_constant<int, 256>{}, integral_constant<int, 256>{});
-}
-
 template <typename T>
 cudaError_t launch(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
-    return with_bucket(p, [&](auto d, auto dv) {
-        return launch_bucket<T, decltype(d)::value, decltype(dv)::value>(p, multiprocessors, shared_memory, stream);
-    });
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
+    if (d <= 64) return launch_bucket<T, 64, 64>(p, multiprocessors, shared_memory, stream);
+    if (d <= 96) return launch_bucket<T, 96, 96>(p, multiprocessors, shared_memory, stream);
+    if (d <= 128) return launch_bucket<T, 128, 128>(p, multiprocessors, shared_memory, stream);
+    if (d <= 192 && p.headdim_v <= 128) return launch_bucket<T, 192, 128>(p, multiprocessors, shared_memory, stream);
+    if (d <= 192) return launch_bucket<T, 192, 192>(p, multiprocessors, shared_memory, stream);
+    return launch_bucket<T, 256, 256>(p, multiprocessors, shared_memory, stream);
 }
 
 }  // namespace
