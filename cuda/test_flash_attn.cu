@@ -2,7 +2,7 @@
 //
 // Every case of tests/native/cases.h is computed in float64, then by each kernel of the device that serves it. The results of the forward
 // pass, and the gradients, are judged by what the precision allows. api_tests.h, backward_tests.h and kvcache_tests.h test the rest of the
-// contract. The file compiles as CUDA, and as C++17 where there is no nvcc.
+// contract. The file is C++17: the one kernel of the program is in tests/native/empty_launch.cu.
 #include <unistd.h>
 
 #include <cctype>
