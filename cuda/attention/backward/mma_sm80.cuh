@@ -67,7 +67,12 @@ __device__ __forceinline__ BackwardWork work_of(const MmaBackwardParams& params,
 template <typename T, int kD, int kDv, MmaSm kSm, Scores kScores>
 __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBackwardTileOf<kD, kDv, kSm>.blocks_per_sm)
     gradient_kernel(const __grid_constant__ MmaBackwardParams params) {
-    if (never_launched_here<kD, kDv, kSm>()) return;
+#if defined(__CUDA_ARCH__)
+    if ((kSm == MmaSm::k228 || kSm == MmaSm::kShort) && __CUDA_ARCH__ < 900) return;  // never launched there: leaves the code out
+    if (kSm == MmaSm::k164 && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)) return;
+    constexpr bool kHasLarger = !(kBackwardTileOf<kD, kDv, MmaSm::k228> == kBackwardTileOf<kD, kDv, MmaSm::k164>);
+    if (kSm == MmaSm::k164 && kHasLarger && __CUDA_ARCH__ >= 900) return;  // they have 227 KB and take k228, or 99 KB and take kAny
+#endif
     constexpr BackwardTile kTile = kBackwardTileOf<kD, kDv, kSm>;
     constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32;
     constexpr int kStagesQ = kTile.stages_q, kStagesDout = kTile.stages_dout;

@@ -18,19 +18,6 @@ constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 // kGeneral serves every option of a score, kPlain scale, causal and windows.
 enum class Scores { kPlain, kGeneral };
 
-// Whether no GPU of the target that is being compiled takes this tile. A kernel that then returns at once leaves its code out.
-template <int kD, int kDv, MmaSm kSm>
-constexpr __device__ bool never_launched_here() {
-#if defined(__CUDA_ARCH__)
-    if (kSm == MmaSm::k228 || kSm == MmaSm::kShort) return __CUDA_ARCH__ < 900;
-    constexpr bool kHasLarger = !(kBackwardTileOf<kD, kDv, MmaSm::k228> == kBackwardTileOf<kD, kDv, MmaSm::k164>);
-    if (kSm == MmaSm::k164 && kHasLarger && __CUDA_ARCH__ >= 900) return true;  // they have 227 KB and take k228, or 99 KB and take kAny
-    return kSm == MmaSm::k164 && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890);
-#else
-    return false;
-#endif
-}
-
 // The workspace divides the rows of Q into tiles of block_m; each sequence begins a tile. For every head and tile it holds the float32 sums
 // of dQ (block_m x d), and block_m values of lse and of delta. lse is an exponent of 2, so that one multiply-add makes the exponent of P.
 struct BackwardWorkspace {

@@ -61,7 +61,6 @@ __global__ void __launch_bounds__(kSideThreads) before_kernel(const __grid_const
 
 template <typename T, int kD, int kDv, MmaSm kSm>
 __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32) after_kernel(const __grid_constant__ MmaBackwardParams params) {
-    if (never_launched_here<kD, kDv, kSm>()) return;
     constexpr BackwardTile kTile = kBackwardTileOf<kD, kDv, kSm>;
     constexpr int kBlockM = kTile.block_m, kRowsDq = kTile.warps_m_dq, kColumnsDq = kTile.warps / kRowsDq;
     constexpr int kMmasDq = kBlockM / kRowsDq / 16, kTilesDq = kD / kColumnsDq / 8;
