@@ -25,7 +25,10 @@ FA_INLINE void dot(const char* weight, int64_t weight_bytes, const float* x, int
         for (int m = 0; m < kRows; ++m) row[m] = load_unaligned<Vec>(x + m * ld + d);
 #pragma GCC unroll 8
         for (int i = 0; i < kWeights; ++i) {
-            Vec w = load_weights(weight + i * weight_bytes + int64_t(d) * size);
+            const char* const from = weight + i * weight_bytes + int64_t(d) * size;
+            // One row of x is bound by memory: the same columns of the next weights are on their way meanwhile.
+            if (kRows == 1) __builtin_prefetch(from + kWeights * weight_bytes, 0, 2);
+            Vec w = load_weights(from);
             if (kRows > 1) keep_in_register(w);
 #pragma GCC unroll 4
             for (int m = 0; m < kRows; ++m) sum[m][i] += w * row[m];
