@@ -160,7 +160,7 @@ class TorchSubclassDoor(TorchDoor):
 class CupyDoor(Door):
     name = "CuPy"
     address = operator.attrgetter("data.ptr")
-    _facts = operator.attrgetter("dtype", "shape", "strides", "data.device_id")
+    facts = operator.attrgetter("dtype", "shape", "strides", "data.device_id")
 
     def __init__(self, cupy):
         self.cupy = cupy
@@ -174,12 +174,6 @@ class CupyDoor(Door):
         return View(
             array, self, memory.ptr, array.shape, strides, _numpy_dtype_name(dtype, name), CUDA, memory.device_id, True
         )
-
-    def describe(self, arrays):
-        if not all(x is None or type(x) is self.plain for x in arrays):
-            return None
-        facts = self._facts
-        return tuple([None if x is None else facts(x) for x in arrays])
 
     def maker(self, like, result):
         index, shape, dtype = result.index, result.shape, result.owner.dtype

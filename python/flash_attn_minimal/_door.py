@@ -70,12 +70,17 @@ class Door:
 
     plain: type | None = None  # the framework's array class itself; subclasses take the long way
     address: Callable[[Any], int]  # of the first element; a RuntimeError when there is none
+    facts: Callable[[Any], tuple]  # what `view` reads of one array but the address, for `describe`
 
     def describe(self, arrays: tuple) -> tuple | None:
         """Everything that `view` reads of these arrays (or None) but the address, hashable: arrays with equal
         descriptions pass, or fail, the same checks. None where one has no shortcut, or the framework watches this
         thread's calls. No reference to an array is kept in it."""
-        return None
+        kind = self.plain
+        if kind is None or not all(x is None or type(x) is kind for x in arrays):
+            return None
+        facts = self.facts
+        return tuple([None if x is None else facts(x) for x in arrays])
 
     def maker(self, like: View, result: View) -> Callable[[Any], Any]:
         """A function that makes one more array like `result`, uninitialised, from an array described like `like`."""
@@ -123,13 +128,10 @@ class NumpyDoor(Door):
     name = "NumPy"
     plain = np.ndarray
     address = staticmethod(_numpy_address())
-    _facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
+    facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
 
     def describe(self, arrays):
-        if _record.current() is not None or not all(x is None or type(x) is np.ndarray for x in arrays):
-            return None
-        facts = self._facts
-        return tuple([None if x is None else facts(x) for x in arrays])
+        return None if _record.current() is not None else super().describe(arrays)
 
     def maker(self, like, result):
         shape, dtype = result.shape, result.owner.dtype

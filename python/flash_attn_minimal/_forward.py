@@ -13,6 +13,7 @@ from ._checks import _flag
 from ._launch import _with_workspace
 from ._library import CPU, AttentionArgs, load
 from ._options import Options, _output, _prepare
+from ._pack import _results
 from ._repeat import Repeats, signature
 
 _repeats = Repeats(
@@ -48,8 +49,7 @@ def attend(q, k, v, out, return_lse, options: Options, sign: tuple | None = None
         args.lse = lse_view.pointer
     workspace = _launch(args, views, out_view, lse_view)
     _repeats.remember(sign, [args], (q, k, v, out), (qv, out_view, lse_view, workspace))
-    result = out if out is not None else out_view.door.result(out_view)
-    return result if lse_view is None else (result, lse_view.door.result(lse_view))
+    return _results(out, out_view, lse_view)
 
 
 def attend_varlen(q, k, v, varlen: tuple, out, return_lse, options: Options):
@@ -65,8 +65,7 @@ def attend_varlen(q, k, v, varlen: tuple, out, return_lse, options: Options):
         lse_view = qv.door.empty(qv, shape, "float32") if covered else qv.door.full(qv, shape, "float32", -np.inf)
         args.lse = lse_view.pointer
     _launch(args, views, out_view, lse_view)
-    result = out if out is not None else out_view.door.result(out_view)
-    return result if lse_view is None else (result, lse_view.door.result(lse_view))
+    return _results(out, out_view, lse_view)
 
 
 def _launch(args: AttentionArgs, views: list[View], *results: View | None) -> View | None:

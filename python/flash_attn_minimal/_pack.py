@@ -62,6 +62,12 @@ def _destination(name: str, array: Any, inputs: dict[str, View], shape: tuple[in
     return view
 
 
+def _results(out: Any, out_view: View, lse_view: View | None) -> Any:
+    """What a call returns: `out` itself where it was given, and lse where it was asked for."""
+    result = out if out is not None else out_view.door.result(out_view)
+    return result if lse_view is None else (result, lse_view.door.result(lse_view))
+
+
 def _broadcast(name: str, view: View, full: tuple[int, ...], axes: str, least: int = 1) -> list[int]:
     """The strides of an array that broadcasts to `full`, the shape of these axes, and has `least` axes of its own; 0
     repeats an axis."""

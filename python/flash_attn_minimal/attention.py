@@ -183,15 +183,7 @@ def flash_attn_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    if _is_pytorch_s(q, k, v, bias, mask, alibi_slopes, sinks):
-        from . import autograd
-
-        return autograd._differentiable(q, k, v, None, out, return_lse, options)
-    if _is_traced(q, k, v, *options):
-        from . import jax
-
-        return jax._traced(q, k, v, None, out, return_lse, options)
-    return attend(q, k, v, out, return_lse, options, sign)
+    return _route(q, k, v, None, out, return_lse, options, sign)
 
 
 @overload
@@ -307,14 +299,21 @@ def flash_attn_varlen_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    if _is_pytorch_s(q, k, v, bias, mask, alibi_slopes, sinks):
+    return _route(q, k, v, varlen, out, return_lse, options)
+
+
+def _route(q, k, v, varlen: tuple | None, out, return_lse, options: Options, sign: tuple | None = None):
+    """The call by the way that its framework needs: PyTorch's operators, a part of a JAX program, or at once."""
+    if _is_pytorch_s(q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks):
         from . import autograd
 
         return autograd._differentiable(q, k, v, varlen, out, return_lse, options)
-    if _is_traced(q, k, v, *varlen, *options):
+    if _is_traced(q, k, v, *(varlen or ()), *options):
         from . import jax
 
         return jax._traced(q, k, v, varlen, out, return_lse, options)
+    if varlen is None:
+        return attend(q, k, v, out, return_lse, options, sign)
     return attend_varlen(q, k, v, varlen, out, return_lse, options)
 
 

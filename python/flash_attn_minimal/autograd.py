@@ -133,10 +133,10 @@ def _unpacked(arrays: tuple, numbers: tuple) -> Options:
 def _attend(q, k, v, varlen, out, return_lse, options: Options):
     if varlen is not None:
         return attend_varlen(q, k, v, varlen, out, return_lse, options)
-    results, varied = (None, None), options.varied()
-    if varied is not None:
-        results = repeated(q, k, v, out, (return_lse, *varied))
-    return attend(q, k, v, out, return_lse, options, results[1]) if results[0] is None else results[0]
+    results = sign = None
+    if (varied := options.varied()) is not None:
+        results, sign = repeated(q, k, v, out, (return_lse, *varied))
+    return attend(q, k, v, out, return_lse, options, sign) if results is None else results
 
 
 def _forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k, *values):

@@ -18,7 +18,7 @@ from ._checks import _OPEN, _check_last_axis, _check_same_place, _flag, _integer
 from ._launch import _with_workspace
 from ._library import CACHE_DTYPES, DTYPES, AttentionArgs, BadArgument, KVCacheArgs, Unsupported, load, new
 from ._options import Array, Options
-from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
+from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
 from ._query import Plan, plan_from
 from ._repeat import Repeats, signature
 
@@ -217,8 +217,7 @@ def flash_attn_with_kvcache(
     if k is None or call.seqlen_new:
         keys = (args.seqlen_k, call.seqlen_new, room) if at_once else None
         _repeats.remember(sign, [args, call], arrays, (qv, out_view, lse_view, workspace), keys)
-    result = out if out is not None else out_view.door.result(out_view)
-    return result if lse_view is None else (result, lse_view.door.result(lse_view))
+    return _results(out, out_view, lse_view)
 
 
 def kvcache_query(*arrays: Any, **options: Any) -> Plan:
