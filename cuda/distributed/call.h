@@ -1,0 +1,191 @@
+// call.h: one call of one rank. A mode (gather.cpp, ulysses.cpp, ring.cpp) walks through its transfers and launches of attention; the Walk
+// either counts the memory that they take, or makes them. So a plan and a call cannot disagree.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "api/common/checks.h"
+#include "distributed/layout.h"
+#include "distributed/rows.h"
+#include "distributed/transport.h"
+#include "flash_attn_distributed.h"
+
+namespace fa::distributed {
+
+enum class Operation : int32_t { kForward = 1, kBackward, kDecode, kMerge };
+
+// A checked call. Byte strides are those of the rank's own arrays.
+struct Problem {
+    Operation operation;
+    fa_attention_args a;            // of the rank; total_q, total_k, and everything that describes sequences, are not used
+    fa_attention_backward_args g;   // the gradients of a backward call
+    fa_kvcache_args cache;          // of a decode call
+    std::vector<int32_t> cu_q, cu_k;
+    int32_t batch, rank, size, kind, mode, groups;
+    fa_layout layout;
+    int64_t element, headdim_v;
+    std::vector<std::vector<Segment>> q, k;  // of every rank
+    Window window;
+
+    bool backward() const { return operation == Operation::kBackward; }
+    // Bias, mask and the ALiBi slopes of a batch count from the start of each part of a launch: every part has a launch of its own then.
+    bool parts_stand_alone() const { return a.bias.data || a.mask.data || (a.alibi_slopes && a.alibi_batch_stride); }
+    int64_t total_q() const { return cu_q.back(); }
+    int64_t total_k() const { return cu_k.back(); }
+    int64_t seqlen_q(int32_t b) const { return int64_t(cu_q[size_t(b) + 1]) - cu_q[size_t(b)]; }
+    int64_t seqlen_k(int32_t b) const { return int64_t(cu_k[size_t(b) + 1]) - cu_k[size_t(b)]; }
+    int64_t rows_q() const { return rows_of(q[size_t(rank)]); }
+    int64_t rows_k() const { return rows_of(k[size_t(rank)]); }
+    int64_t longest_q() const { return longest(cu_q); }
+    int64_t longest_k() const { return longest(cu_k); }
+    fa_device device() const { return fa_device(a.device); }
+    // Keys that some queries see; from a multiple of 8 on, where dropout asks for it.
+    Interval keys_of(const Segment& s) const { return window.keys(s, seqlen_q(s.sequence), seqlen_k(s.sequence), a.dropout_p > 0 ? 8 : 1); }
+    RowsShape rows(int64_t count, int32_t heads, int64_t dim) const;
+
+    static int64_t rows_of(const std::vector<Segment>& segments) { return segments.empty() ? 0 : segments.back().row + segments.back().length(); }
+
+private:
+    static int64_t longest(const std::vector<int32_t>& cu);
+};
+
+// Numbers of published arrays.
+enum Array : int32_t { kQ, kK, kV, kDout, kLse, kDelta, kResult, kResultLse, kDk, kDv, kSinks };
+
+// What a walk takes.
+struct Needs {
+    size_t workspace = 0, shared = 0;
+    size_t nested = 0;    // of the workspace: of one launch of attention; there are two, one for each stream
+    size_t transfer = 0;  // shared memory behind `shared` that transfers pass through
+    int64_t received = 0;
+    int32_t calls = 0, groups = 1;
+};
+
+// The parts of one launch of attention: some segments of this rank, and the keys in a buffer that they see.
+struct Parts {
+    std::vector<fa_part> part;
+    std::vector<int32_t> row;           // first row of q of each part; ascending
+    std::vector<int64_t> row_in_sequence;  // how many rows of the sequence the rank has before it: the row of bias and mask
+    int64_t longest_q = 0, longest_k = 0;
+    bool empty = true;                  // no part has a key
+    // Queries of `segment` see keys `keys` of its sequence, the first of which is in row key_row of the buffer.
+    void add(const Problem& p, const Segment& segment, Interval keys, int64_t key_row);
+};
+
+// What the parts of a launch read and write: k and v in a buffer of total_k rows; the rest are arrays of all of the rank's rows.
+struct PartArrays {
+    fa_tensor q, k, v, out;
+    float* lse;
+    int64_t total_k;
+    fa_tensor dout, dq, dk, dv;  // of the backward pass
+    float* dsinks;
+};
+
+class Walk {
+public:
+    Walk(const Problem& problem, Needs* counted);                                                     // counts
+    Walk(const Problem& problem, const Needs& needs, Transport& transport, Meeting& meeting, void* stream);  // runs
+
+    bool runs() const { return transport_ != nullptr; }
+    void* stream(int64_t i = 0) const { return i % 2 && side_ ? side_ : stream_; }
+
+    // Memory until the end of the call: of the caller's workspace, and of the memory that other ranks can read.
+    char* scratch(int64_t bytes) { return take(scratch_, bytes); }
+    char* shared(int64_t bytes) { return take(shared_, bytes); }
+    // A table in the memory of the device.
+    template <typename T>
+    fa_status table(const std::vector<T>& values, const T** found) {
+        char* place = scratch(int64_t(values.size() * sizeof(T)));
+        *found = reinterpret_cast<const T*>(place);
+        if (!runs() || values.empty()) return FA_OK;
+        return launch_store(problem_.device(), place, values.data(), values.size() * sizeof(T), stream_);
+    }
+
+    // Arrays for the other ranks: all of them before `begin`, the collective start of the call.
+    fa_status publish(Array array, void* data, int64_t pitch, int64_t width, int64_t rows);
+    fa_status begin();
+    int64_t pitch(int rank, Array array) const { return runs() ? published_[size_t(rank) * kMostPublished + size_t(array)].pitch : 0; }
+
+    // Calls body(source, target) for every pair of ranks whose transfers this rank has to know of.
+    template <typename Body>
+    void each_pair(const Body& body) const {
+        for (int r = 0; r < problem_.size; ++r) body(r, problem_.rank);
+        for (int r = 0; pushes_ && r < problem_.size; ++r)
+            if (r != problem_.rank) body(problem_.rank, r);
+    }
+    // Puts a copy on a list: `rows` rows of `width` bytes, from row `row` and byte `column` of an array to `to` of the target, whose rows are
+    // to_pitch bytes apart. Copies that continue the last one join it.
+    void add(std::vector<Copy>& copies, int source, int target, Array array, int64_t row, int64_t column, char* to, int64_t to_pitch,
+             int64_t width, int64_t rows) const;
+    fa_status move(const std::vector<Copy>& copies, int32_t after);
+    fa_status arrive(int64_t i = 0) { return runs() ? transport_->arrive(stream(i)) : FA_OK; }
+    fa_status follow(int64_t i = 0) { return runs() ? transport_->follow(stream(i)) : FA_OK; }
+    fa_status signal(int32_t signal, int64_t i) { return runs() ? transport_->signal(signal, stream(i)) : FA_OK; }
+    fa_status fence() { return runs() ? transport_->fence() : FA_OK; }
+    // The side stream waits for the main one, or the other way round.
+    fa_status fork() { return runs() && side_ ? transport_->join(stream_, side_) : FA_OK; }
+    fa_status join() { return runs() && side_ ? transport_->join(side_, stream_) : FA_OK; }
+    fa_status finish() { return runs() ? transport_->finish(stream_) : FA_OK; }
+
+    // One launch of attention, of either pass; i chooses the stream. The struct needs no workspace.
+    fa_status attend(fa_attention_args args, int64_t i = 0);
+    fa_status differentiate(fa_attention_args args, fa_attention_backward_args gradients, int64_t i = 0);
+    fa_status decode(fa_attention_args args, fa_kvcache_args cache);
+
+private:
+    char* take(size_t& used, int64_t bytes);
+    template <typename Run, typename Query>
+    fa_status launch(fa_attention_args& args, int64_t i, const Run& run, const Query& query);
+
+    const Problem& problem_;
+    Needs* counted_ = nullptr;
+    Transport* transport_ = nullptr;
+    Meeting* meeting_ = nullptr;
+    void *stream_ = nullptr, *side_ = nullptr;
+    bool pushes_, stages_;
+    size_t scratch_ = 0, shared_ = 0;
+    char *scratch_base_, *shared_base_;
+    char* nested_[2] = {};
+    size_t nested_bytes_ = 0;
+    std::vector<Published> own_, published_;
+};
+
+// Launches attention for heads first .. first + count - 1 over parts.
+struct Heads {
+    int32_t first, count, count_k;
+};
+fa_status attend_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads, bool sinks, int64_t i);
+// The gradients. Key ranges of the parts are disjoint and ascend. dq, dk, dv and dsinks are zero before; rows outside the parts are not
+// touched. Where parts stand alone, dbias is added to.
+fa_status differentiate_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads);
+
+// A packed (rows, heads, dim) array.
+inline fa_tensor packed(char* data, int64_t heads, int64_t dim) { return {data, 0, heads * dim, dim}; }
+
+// dsinks of all ranks added up: every rank has published `count` sets of nheads floats as kSinks.
+fa_status sum_sinks(Walk& w, const Problem& p, int32_t count);
+
+// A launch of attention over packed rows of q, some of whose keys lie in a buffer: the struct with everything but arrays, sequences and heads.
+fa_attention_args bare_args(const Problem& p);
+// Makes a launch one of these heads: of ALiBi slopes, sinks, bias, mask, and dropout.
+void select_heads(fa_attention_args& args, const Problem& p, int32_t first, int32_t count, int32_t count_k);
+
+// The modes. `refusal` is a reason not to serve the call, or an empty string.
+struct Mode {
+    const char* name;
+    const char* (*refusal)(const Problem& p, char* text, size_t size);
+    fa_status (*forward)(Walk& w, const Problem& p);
+    fa_status (*backward)(Walk& w, const Problem& p);
+};
+extern const Mode kGather, kUlysses, kRing, kAlone;
+
+// decode.cpp. A decode call has its cache besides; both have the rows of q, (batch, seqlen_q), in p.a.
+fa_status decode(Walk& w, const Problem& p);
+fa_status merge(Walk& w, const Problem& p);
+const Mode& mode_at(int32_t mode);
+
+// The rank's rows of one segment as a fa_tensor's data.
+inline char* at_row(const fa_tensor& t, int64_t row, int64_t element) { return static_cast<char*>(t.data) + row * t.row_stride * element; }
+
+}  // namespace fa::distributed

@@ -1,0 +1,166 @@
+#include "distributed/group.h"
+
+#include <cinttypes>
+#include <cstring>
+
+#include "api/common/device.h"
+
+namespace fa::distributed {
+namespace {
+
+// What ranks tell each other at the start of a call. They all have to ask for the same.
+struct Announcement {
+    int32_t status, reserved;
+    char text[320];
+    enum Field {
+        kOperation, kMode, kLayout, kGroups, kBatch, kHeads, kHeadsK, kHeaddim, kHeaddimV, kDtype, kDevice, kTotalQ, kTotalK, kLengthsQ,
+        kLengthsK, kCausal, kTopLeft, kWindowLeft, kWindowRight, kScale, kSoftcap, kDropoutP, kDropoutSeed, kDropoutOffset, kWantsLse,
+        kHasBias, kHasMask, kHasAlibi, kHasSinks, kWantsDsinks, kFields
+    };
+    int64_t field[kFields];
+    Published published[kMostPublished];
+};
+static_assert(sizeof(Announcement) <= kMessageBytes, "an announcement is one message");
+
+constexpr struct {
+    const char* name;
+    bool real;  // the bits of a float
+} kFieldNames[Announcement::kFields] = {
+    {"the operation", false}, {"mode", false}, {"layout", false}, {"groups", false}, {"batch", false}, {"nheads", false},
+    {"nheads_k", false}, {"headdim", false}, {"headdim_v", false}, {"dtype", false}, {"device", false}, {"total_q", false},
+    {"total_k", false}, {"a checksum of cu_seqlens_q", false}, {"a checksum of cu_seqlens_k", false}, {"causal", false},
+    {"top_left", false}, {"window_left", false}, {"window_right", false}, {"softmax_scale", true}, {"softcap", true}, {"dropout_p", true},
+    {"dropout_seed", false}, {"dropout_offset", false}, {"lse wanted", false}, {"bias set", false}, {"mask set", false},
+    {"alibi_slopes set", false}, {"sinks set", false}, {"dsinks wanted", false}};
+
+int64_t bits(float x) {
+    uint32_t word;
+    std::memcpy(&word, &x, sizeof word);
+    return word;
+}
+int64_t checksum(const std::vector<int32_t>& values) {  // FNV-1a
+    uint64_t hash = 1469598103934665603u;
+    for (const int32_t x : values) hash = (hash ^ uint32_t(x)) * 1099511628211u;
+    return int64_t(hash >> 1);
+}
+
+void describe(const Problem& p, Announcement* said) {
+    using A = Announcement;
+    int64_t* f = said->field;
+    const fa_attention_args& a = p.a;
+    f[A::kOperation] = int64_t(p.operation), f[A::kMode] = p.mode, f[A::kLayout] = p.layout, f[A::kGroups] = p.groups;
+    f[A::kBatch] = p.batch, f[A::kHeads] = a.nheads, f[A::kHeadsK] = a.nheads_k, f[A::kHeaddim] = a.headdim, f[A::kHeaddimV] = p.headdim_v;
+    f[A::kDtype] = a.dtype, f[A::kDevice] = a.device;
+    f[A::kTotalQ] = p.cu_q.empty() ? a.batch * a.seqlen_q : p.total_q(), f[A::kTotalK] = p.cu_k.empty() ? 0 : p.total_k();
+    f[A::kLengthsQ] = checksum(p.cu_q), f[A::kLengthsK] = checksum(p.cu_k);
+    f[A::kTopLeft] = a.top_left, f[A::kWindowLeft] = p.window.left, f[A::kWindowRight] = p.window.right;
+    f[A::kCausal] = a.causal;
+    f[A::kScale] = a.has_softmax_scale ? bits(a.softmax_scale) : -1, f[A::kSoftcap] = bits(a.softcap), f[A::kDropoutP] = bits(a.dropout_p);
+    f[A::kDropoutSeed] = int64_t(a.dropout_seed), f[A::kDropoutOffset] = int64_t(a.dropout_offset);
+    f[A::kWantsLse] = p.operation == Operation::kForward && a.lse;
+    f[A::kHasBias] = a.bias.data != nullptr, f[A::kHasMask] = a.mask.data != nullptr, f[A::kHasAlibi] = a.alibi_slopes != nullptr;
+    f[A::kHasSinks] = a.sinks != nullptr, f[A::kWantsDsinks] = p.backward() && p.g.dsinks;
+}
+
+// Every rank compares all with rank 0, so all find the same.
+fa_status compare(const std::vector<Announcement>& all, int rank) {
+    for (size_t r = 0; r < all.size(); ++r)
+        if (all[r].status != FA_OK && int(r) != rank) return fail(fa_status(all[r].status), "rank %zu: %s", r, all[r].text);
+    for (size_t r = 1; r < all.size(); ++r)
+        for (int f = 0; f < Announcement::kFields; ++f) {
+            const int64_t x = all[r].field[f], first = all[0].field[f];
+            if (x == first) continue;
+            if (!kFieldNames[f].real)
+                return fail(FA_BAD_ARGUMENT, "%s=%" PRId64 " on rank %zu, but %" PRId64 " on rank 0: all ranks make the same call",
+                            kFieldNames[f].name, x, r, first);
+            const auto value = [](int64_t word) {
+                float real;
+                const auto low = uint32_t(word);
+                std::memcpy(&real, &low, sizeof real);
+                return double(real);
+            };
+            return fail(FA_BAD_ARGUMENT, "%s=%g on rank %zu, but %g on rank 0: all ranks make the same call", kFieldNames[f].name, value(x), r,
+                        value(first));
+        }
+    return FA_OK;
+}
+
+// The collective start of a call: FA_OK on all ranks or on none.
+fa_status agree(const Problem& p, fa_status status, const std::vector<Published>& own, Transport& transport, Meeting& meeting,
+                std::vector<Published>* published) {
+    Announcement mine{};
+    mine.status = status;
+    if (status != FA_OK) std::snprintf(mine.text, sizeof mine.text, "%s", fa_last_error());
+    else describe(p, &mine);
+    if (!own.empty()) std::memcpy(mine.published, own.data(), sizeof mine.published);
+    std::vector<Announcement> all(size_t(p.size));
+    const std::string text = status == FA_OK ? "" : fa_last_error();
+    FA_RETURN_IF_ERROR(meeting.meet(&mine, all.data(), sizeof mine));
+    if (status != FA_OK) return fail(status, "%s", text.c_str());
+    FA_RETURN_IF_ERROR(compare(all, p.rank));
+    published->resize(size_t(p.size) * kMostPublished);
+    for (int r = 0; r < p.size; ++r)
+        std::memcpy(published->data() + size_t(r) * kMostPublished, all[size_t(r)].published, sizeof mine.published);
+    transport.adopt(published->data());
+    return FA_OK;
+}
+
+}  // namespace
+
+fa_status Walk::begin() {
+    if (!runs()) return FA_OK;
+    fa_status status = transport_->signal(kReady, stream_);
+    status = agree(problem_, status, own_, *transport_, *meeting_, &published_);
+    agreed_ = status == FA_OK;
+    return status;
+}
+
+fa_status walk(Walk& w, const Problem& p) {
+    if (p.operation == Operation::kDecode) return decode(w, p);
+    if (p.operation == Operation::kMerge) return merge(w, p);
+    const Mode& mode = p.size == 1 && !p.g.dbias.data ? kAlone : mode_at(p.mode);
+    return p.backward() ? mode.backward(w, p) : mode.forward(w, p);
+}
+
+fa_status count(const Problem& p, Needs* needs) {
+    *needs = {};
+    Walk counting(p, needs);
+    return walk(counting, p);
+}
+
+fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream) {
+    bool idle = false;
+    if (!group->busy.compare_exchange_strong(idle, true))
+        return fail(FA_BAD_ARGUMENT, "group=%p is in another call of this rank: a rank makes one call at a time", static_cast<void*>(group));
+    struct Release {
+        std::atomic<bool>& busy;
+        ~Release() { busy = false; }
+    } release{group->busy};
+    FA_RETURN_IF_ERROR(group->meeting->check());
+    const CurrentDevice scope(group->args.device == FA_CUDA ? group->args.device_index : -1);
+    Needs needs;
+    if (status == FA_OK) status = group->args.device == FA_CUDA ? scope.status() : FA_OK;
+    if (status == FA_OK) status = count(p, &needs);
+    if (status == FA_OK && (p.a.workspace_bytes < needs.workspace || !p.a.workspace))
+        status = fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but the call needs %zu: ask its query", p.a.workspace_bytes,
+                      p.a.workspace, needs.workspace);
+    if (const size_t shared = needs.shared + needs.transfer; status == FA_OK && group->transport->shared_bytes() < shared)
+        status = fail(FA_WORKSPACE_TOO_SMALL, "the group shares %zu bytes of each rank, but the call needs %zu: call fa_group_reserve",
+                      group->transport->shared_bytes(), shared);
+    if (status != FA_OK) {
+        std::vector<Published> none;
+        return agree(p, status, {}, *group->transport, *group->meeting, &none);
+    }
+    Walk running(p, needs, *group->transport, *group->meeting, stream);
+    status = walk(running, p);
+    if (status == FA_OK || !running.agreed()) {
+        if (status != FA_OK && running.began_failing()) return status;
+        return status;
+    }
+    char reason[256];
+    std::snprintf(reason, sizeof reason, "rank %d: %.200s", p.rank, fa_last_error());
+    if (status != FA_RANK_LOST) group->meeting->abort(reason);
+    return fail(status, "%s", std::string(fa_last_error()).c_str());
+}
+
+}  // namespace fa::distributed

@@ -1,0 +1,30 @@
+// group.h: a rank's membership of a group, and the frame of a collective call: agree, run, or fail together.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "distributed/board.h"
+#include "distributed/call.h"
+#include "distributed/transport.h"
+
+struct fa_group {
+    fa_group_args args{};  // without the caller's struct_size and library path
+    std::unique_ptr<fa::distributed::Meeting> meeting;
+    std::unique_ptr<fa::distributed::Transport> transport;
+    std::atomic<bool> busy{false};
+    bool failed = false;  // a call broke off on this rank
+};
+
+namespace fa::distributed {
+
+// One walk of the operation, through p.mode.
+fa_status walk(Walk& w, const Problem& p);
+
+// What the call of a rank takes.
+fa_status count(const Problem& p, Needs* needs);
+
+// The call of this rank. `checked` is the outcome of its validation: a rank whose arguments are wrong has to tell the others.
+fa_status run(fa_group* group, const Problem& p, fa_status checked, void* stream);
+
+}  // namespace fa::distributed

@@ -1,0 +1,67 @@
+// rows.h: the arithmetic between ranks: small operations on (rows, heads, dim) arrays, in float32, in the order of the ranks. On a GPU one
+// warp a row of a head (rows.cu), on the CPU one task a range of rows (rows_cpu.cpp).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/types.h"
+#include "flash_attn.h"
+
+namespace fa::distributed {
+
+// Where a (rows, heads, dim) array lies: element (i, h, d) is data[i * row + h * head + d].
+struct HeadRows {
+    void* data;
+    int64_t row, head;
+};
+
+// The shape of an operation, and where it runs.
+struct RowsShape {
+    DType dtype;  // of all arrays that are not float32
+    int64_t rows;
+    int32_t heads, dim;
+    fa_device device;
+    int32_t threads;
+};
+
+// to[h * rows + i] = dlse[h * rows + i] - sum over d of dout[i, h, d] out[i, h, d]; dlse may be NULL. What the backward pass adds to dP.
+fa_status launch_negative_delta(const RowsShape& s, HeadRows out, HeadRows dout, const float* dlse, float* to, void* stream);
+
+// to[i, h, d] = the sum over n of parts[n * stride + (i * heads + h) * dim + d], rounded once.
+fa_status launch_sum(const RowsShape& s, HeadRows to, const void* parts, int64_t stride, int32_t count, void* stream);
+
+// Results over disjoint keys: part n has out at outs[n * out_stride + (i * heads + h) * dim + d] and lse at lses[n * lse_stride + h * rows
+// + i]. A part with lse = -inf changes nothing, whatever its out holds.
+fa_status launch_merge_parts(const RowsShape& s, HeadRows to, float* lse, const void* outs, int64_t out_stride, const float* lses,
+                             int64_t lse_stride, int32_t count, void* stream);
+
+// One more part of such a result: sum (rows, heads, dim) float32 contiguous, lse (heads, rows). `first` starts a new one.
+fa_status launch_add_part(const RowsShape& s, float* sum, float* lse, HeadRows part, const float* part_lse, bool first, void* stream);
+
+// sum (rows, heads, dim) float32 contiguous += part; `first` starts a new one.
+fa_status launch_add(const RowsShape& s, float* sum, HeadRows part, bool first, void* stream);
+
+// to = sum, rounded.
+fa_status launch_round(const RowsShape& s, HeadRows to, const float* sum, void* stream);
+
+// A copy of `bytes` (a multiple of 4) of host memory, which may change at once after the call; on a GPU the bytes travel as arguments of
+// kernels.
+fa_status launch_store(fa_device device, void* to, const void* from, size_t bytes, void* stream);
+fa_status launch_zero(fa_device device, void* to, size_t bytes, void* stream);
+
+#if FA_WITH_CUDA
+namespace cuda {
+fa_status negative_delta(const RowsShape& s, HeadRows out, HeadRows dout, const float* dlse, float* to, void* stream);
+fa_status sum(const RowsShape& s, HeadRows to, const void* parts, int64_t stride, int32_t count, void* stream);
+fa_status merge_parts(const RowsShape& s, const TensorView& to, float* lse, int64_t seqlen, const void* outs, int64_t out_stride,
+                      const float* lses, int64_t lse_stride, int32_t count, void* stream);
+fa_status add_part(const RowsShape& s, float* sum, float* lse, HeadRows part, const float* part_lse, bool first, void* stream);
+fa_status add(const RowsShape& s, float* sum, HeadRows part, bool first, void* stream);
+fa_status round(const RowsShape& s, HeadRows to, const float* sum, void* stream);
+fa_status store(void* to, const void* from, size_t bytes, void* stream);
+fa_status zero(void* to, size_t bytes, void* stream);
+}  // namespace cuda
+#endif
+
+}  // namespace fa::distributed

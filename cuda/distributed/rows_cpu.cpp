@@ -1,0 +1,131 @@
+// rows_cpu.cpp: the operations of rows.h on the CPU, and the choice of the device.
+#include "distributed/rows.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "common/half.h"
+#include "cpu/common/parallel.h"
+
+namespace fa::distributed {
+namespace {
+
+constexpr float kEmpty = -std::numeric_limits<float>::infinity();
+
+// body(i, h) for every row of every head.
+template <typename Body>
+fa_status each_row(const RowsShape& s, const Body& body) {
+    constexpr int64_t kRows = 64;
+    cpu::parallel_for(ceil_div(s.rows, kRows), s.threads, [&](int64_t task, int) {
+        for (int64_t i = task * kRows; i < std::min(s.rows, (task + 1) * kRows); ++i)
+            for (int32_t h = 0; h < s.heads; ++h) body(i, h);
+    });
+    return FA_OK;
+}
+
+int64_t packed(const RowsShape& s, int64_t i, int32_t h) { return (i * s.heads + h) * s.dim; }
+
+}  // namespace
+
+#if FA_WITH_CUDA
+#define FA_ON_GPU(call) \
+    if (s.device == FA_CUDA) return cuda::call
+#else
+#define FA_ON_GPU(call) static_cast<void>(stream)
+#endif
+
+fa_status launch_negative_delta(const RowsShape& s, HeadRows out, HeadRows dout, const float* dlse, float* to, void* stream) {
+    FA_ON_GPU(negative_delta(s, out, dout, dlse, to, stream));
+    return each_row(s, [&](int64_t i, int32_t h) {
+        const int64_t x = i * out.row + h * out.head, y = i * dout.row + h * dout.head, place = h * s.rows + i;
+        float sum = 0;
+        for (int32_t d = 0; d < s.dim; ++d) sum += cpu::load(out.data, x + d, s.dtype) * cpu::load(dout.data, y + d, s.dtype);
+        to[place] = (dlse ? dlse[place] : 0) - sum;
+    });
+}
+
+fa_status launch_sum(const RowsShape& s, HeadRows to, const void* parts, int64_t stride, int32_t count, void* stream) {
+    FA_ON_GPU(sum(s, to, parts, stride, count, stream));
+    return each_row(s, [&](int64_t i, int32_t h) {
+        for (int32_t d = 0; d < s.dim; ++d) {
+            float sum = 0;
+            for (int32_t n = 0; n < count; ++n) sum += cpu::load(parts, n * stride + packed(s, i, h) + d, s.dtype);
+            cpu::store(to.data, i * to.row + h * to.head + d, s.dtype, sum);
+        }
+    });
+}
+
+fa_status launch_merge_parts(const RowsShape& s, const TensorView& to, float* lse, int64_t seqlen, const void* outs, int64_t out_stride,
+                             const float* lses, int64_t lse_stride, int32_t count, void* stream) {
+    FA_ON_GPU(merge_parts(s, to, lse, seqlen, outs, out_stride, lses, lse_stride, count, stream));
+    return each_row(s, [&](int64_t i, int32_t h) {
+        const int64_t b = i / seqlen, row = i % seqlen, place = (b * s.heads + h) * seqlen + row;
+        float max = kEmpty, sum = 0;
+        for (int32_t n = 0; n < count; ++n) max = std::max(max, lses[n * lse_stride + place]);
+        for (int32_t n = 0; n < count && max != kEmpty; ++n) sum += std::exp(lses[n * lse_stride + place] - max);
+        for (int32_t d = 0; d < s.dim; ++d) {
+            float value = 0;
+            for (int32_t n = 0; n < count; ++n)
+                if (const float own = lses[n * lse_stride + place]; own != kEmpty)
+                    value += std::exp(own - max) / sum * cpu::load(outs, n * out_stride + packed(s, i, h) + d, s.dtype);
+            cpu::store(to.data, b * to.batch + row * to.row + h * to.head + d, s.dtype, value);
+        }
+        if (lse) lse[place] = max == kEmpty ? kEmpty : max + std::log(sum);
+    });
+}
+
+fa_status launch_add_part(const RowsShape& s, float* sum, float* lse, HeadRows part, const float* part_lse, bool first, void* stream) {
+    FA_ON_GPU(add_part(s, sum, lse, part, part_lse, first, stream));
+    return each_row(s, [&](int64_t i, int32_t h) {
+        const int64_t place = h * s.rows + i;
+        const float before = first ? kEmpty : lse[place], more = part_lse[place], max = std::max(before, more);
+        const float old = before == kEmpty ? 0 : std::exp(before - max), add = more == kEmpty ? 0 : std::exp(more - max);
+        const float total = old + add;
+        for (int32_t d = 0; d < s.dim; ++d) {
+            float& value = sum[packed(s, i, h) + d];
+            float now = before == kEmpty ? 0 : old / total * value;
+            if (more != kEmpty) now += add / total * cpu::load(part.data, i * part.row + h * part.head + d, s.dtype);
+            value = now;
+        }
+        lse[place] = max == kEmpty ? kEmpty : max + std::log(total);
+    });
+}
+
+fa_status launch_add(const RowsShape& s, float* sum, HeadRows part, bool first, void* stream) {
+    FA_ON_GPU(add(s, sum, part, first, stream));
+    return each_row(s, [&](int64_t i, int32_t h) {
+        for (int32_t d = 0; d < s.dim; ++d) {
+            float& value = sum[packed(s, i, h) + d];
+            value = (first ? 0 : value) + cpu::load(part.data, i * part.row + h * part.head + d, s.dtype);
+        }
+    });
+}
+
+fa_status launch_round(const RowsShape& s, HeadRows to, const float* sum, void* stream) {
+    FA_ON_GPU(round(s, to, sum, stream));
+    return each_row(s, [&](int64_t i, int32_t h) {
+        for (int32_t d = 0; d < s.dim; ++d) cpu::store(to.data, i * to.row + h * to.head + d, s.dtype, sum[packed(s, i, h) + d]);
+    });
+}
+
+fa_status launch_store(fa_device device, void* to, const void* from, size_t bytes, void* stream) {
+    const struct {
+        fa_device device;
+    } s{device};
+    FA_ON_GPU(store(to, from, bytes, stream));
+    std::memcpy(to, from, bytes);
+    return FA_OK;
+}
+
+fa_status launch_zero(fa_device device, void* to, size_t bytes, void* stream) {
+    const struct {
+        fa_device device;
+    } s{device};
+    FA_ON_GPU(zero(to, bytes, stream));
+    std::memset(to, 0, bytes);
+    return FA_OK;
+}
+
+}  // namespace fa::distributed

@@ -1,0 +1,283 @@
+// transport_cuda.cpp: GPUs of one host. Threads of a process read each other's memory directly; processes open it, and each other's events,
+// through CUDA IPC.
+#include "distributed/transport_cuda.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "api/common/checks.h"
+
+namespace fa::distributed {
+
+CudaTransport::CudaTransport(const fa_group_args& args, Meeting& meeting)
+    : meeting_(meeting),
+      rank_(args.rank),
+      size_(args.size),
+      device_(args.device_index),
+      processes_(args.kind == FA_GROUP_PROCESSES),
+      timeout_ms_(args.timeout_ms),
+      peers_(static_cast<size_t>(args.size)),
+      addresses_(size_t(args.size) * kMostPublished),
+      published_(size_t(args.size) * kMostPublished) {
+    stages_ = processes_;
+}
+
+CudaTransport::~CudaTransport() {
+    const CurrentDevice scope(device_);
+    if (scope.status() != FA_OK) return;
+    drain();
+    close_memory();
+    for (Peer& peer : peers_)
+        if (peer.opened)
+            for (cudaEvent_t event : peer.events)
+                if (event) cudaEventDestroy(event);
+    for (cudaEvent_t event : events_)
+        if (event) cudaEventDestroy(event);
+    for (cudaEvent_t event : arrived_)
+        if (event) cudaEventDestroy(event);
+    if (fork_) cudaEventDestroy(fork_);
+    for (cudaStream_t stream : copies_)
+        if (stream) cudaStreamDestroy(stream);
+    if (side_) cudaStreamDestroy(side_);
+    if (shared_) cudaFree(shared_);
+    cudaGetLastError();
+}
+
+// Closes what other ranks have shared.
+void CudaTransport::close_memory() {
+    for (Peer& peer : peers_) {
+        if (peer.opened && peer.base) cudaIpcCloseMemHandle(peer.base);
+        peer.base = nullptr;
+    }
+}
+
+fa_status CudaTransport::open() {
+    const auto make = [&]() -> fa_status {
+        const CurrentDevice scope(device_);
+        FA_RETURN_IF_ERROR(scope.status());
+        for (cudaStream_t& stream : copies_) FA_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        FA_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
+        for (cudaEvent_t& event : arrived_) FA_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+        FA_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming));
+        const unsigned flags = cudaEventDisableTiming | (processes_ ? cudaEventInterprocess : 0u);
+        for (cudaEvent_t& event : events_) FA_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event, flags));
+        return FA_OK;
+    };
+    struct Answer {
+        int32_t status, device;
+        char text[256];
+        cudaEvent_t events[kSignals];
+        cudaIpcEventHandle_t handles[kSignals];
+    };
+    static_assert(sizeof(Answer) <= kMessageBytes, "an answer is one message");
+    Answer mine{};
+    mine.status = make(), mine.device = device_;
+    if (mine.status == FA_OK && processes_) {
+        const CurrentDevice scope(device_);
+        for (int i = 0; i < kSignals && mine.status == FA_OK; ++i)
+            mine.status = cuda_status("cudaIpcGetEventHandle", cudaIpcGetEventHandle(&mine.handles[i], events_[i]));
+    }
+    if (mine.status != FA_OK) std::snprintf(mine.text, sizeof mine.text, "%s", fa_last_error());
+    std::memcpy(mine.events, events_, sizeof events_);
+    std::vector<Answer> all(static_cast<size_t>(size_));
+    FA_RETURN_IF_ERROR(meeting_.meet(&mine, all.data(), sizeof mine));
+    for (int r = 0; r < size_; ++r)
+        if (all[size_t(r)].status != FA_OK)
+            return fail(fa_status(all[size_t(r)].status), "rank %d, CUDA device %d: %s", r, all[size_t(r)].device, all[size_t(r)].text);
+
+    // The second half, whose outcome the ranks tell each other as well.
+    const auto reach = [&]() -> fa_status {
+        const CurrentDevice scope(device_);
+        FA_RETURN_IF_ERROR(scope.status());
+        for (int r = 0; r < size_; ++r) {
+            Peer& peer = peers_[size_t(r)];
+            const Answer& answer = all[size_t(r)];
+            std::memcpy(peer.events, answer.events, sizeof peer.events);
+            if (r == rank_ || alone_) continue;
+            if (processes_) {
+                peer.opened = true;
+                for (int i = 0; i < kSignals; ++i) {
+                    peer.events[i] = nullptr;
+                    FA_RETURN_IF_CUDA_ERROR(cudaIpcOpenEventHandle(&peer.events[i], answer.handles[i]));
+                }
+            } else if (answer.device != device_) {
+                int can = 0;
+                FA_RETURN_IF_CUDA_ERROR(cudaDeviceCanAccessPeer(&can, device_, answer.device));
+                if (!can)
+                    return fail(FA_UNSUPPORTED, "CUDA device %d cannot read the memory of CUDA device %d: use an NCCL group", device_,
+                                answer.device);
+                const cudaError_t error = cudaDeviceEnablePeerAccess(answer.device, 0);
+                if (error == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
+                else FA_RETURN_IF_CUDA_ERROR(error);
+            }
+        }
+        return FA_OK;
+    };
+    Answer second{};
+    second.status = reach(), second.device = device_;
+    if (second.status != FA_OK) std::snprintf(second.text, sizeof second.text, "%s", fa_last_error());
+    FA_RETURN_IF_ERROR(meeting_.meet(&second, all.data(), sizeof second));
+    for (int r = 0; r < size_; ++r)
+        if (all[size_t(r)].status != FA_OK) return fail(fa_status(all[size_t(r)].status), "rank %d: %s", r, all[size_t(r)].text);
+    return FA_OK;
+}
+
+fa_status CudaTransport::reserve(size_t bytes) {
+    struct Memory {
+        int32_t status, unused;
+        char* address;
+        cudaIpcMemHandle_t handle;
+    } mine{};
+    const CurrentDevice scope(device_);
+    drain();
+    std::vector<Memory> all(static_cast<size_t>(size_));
+    if (!alone_) {
+        FA_RETURN_IF_ERROR(fence());  // nobody copies from the old memory any more
+        close_memory();
+        FA_RETURN_IF_ERROR(fence());  // and nobody has it open
+    }
+    if (shared_) cudaFree(shared_);
+    shared_ = nullptr, shared_bytes_ = 0;
+    void* data = nullptr;
+    mine.status = scope.status();
+    if (mine.status == FA_OK && cudaMalloc(&data, bytes) != cudaSuccess) {
+        cudaGetLastError();
+        mine.status = FA_OUT_OF_MEMORY;
+    }
+    if (mine.status == FA_OK && processes_) mine.status = cuda_status("cudaIpcGetMemHandle", cudaIpcGetMemHandle(&mine.handle, data));
+    mine.address = static_cast<char*>(data);
+    if (alone_) {
+        if (mine.status == FA_OUT_OF_MEMORY) return fail(FA_OUT_OF_MEMORY, "rank %d: no GPU memory left for %zu bytes", rank_, bytes);
+        FA_RETURN_IF_ERROR(fa_status(mine.status));
+    } else {
+        FA_RETURN_IF_ERROR(meeting_.meet(&mine, all.data(), sizeof mine));
+        int32_t status = FA_OK;
+        for (int r = 0; r < size_ && status == FA_OK; ++r) {
+            status = all[size_t(r)].status;
+            Peer& peer = peers_[size_t(r)];
+            if (status == FA_OK && peer.opened) {
+                void* opened = nullptr;
+                status = cuda_status("cudaIpcOpenMemHandle",
+                                     cudaIpcOpenMemHandle(&opened, all[size_t(r)].handle, cudaIpcMemLazyEnablePeerAccess));
+                peer.base = static_cast<char*>(opened);
+            } else {
+                peer.base = all[size_t(r)].address;
+            }
+        }
+        std::vector<int32_t> statuses(static_cast<size_t>(size_));
+        FA_RETURN_IF_ERROR(meeting_.meet(&status, statuses.data(), sizeof status));
+        for (int r = 0; r < size_; ++r) {
+            if (statuses[size_t(r)] == FA_OK) continue;
+            if (data) cudaFree(data);
+            return fail(fa_status(statuses[size_t(r)]), "rank %d could not share %zu bytes of GPU memory", r, bytes);
+        }
+    }
+    shared_ = mine.address, shared_bytes_ = bytes;
+    return FA_OK;
+}
+
+fa_status CudaTransport::publish(const Rows& array, char* staging, void* stream, Published* published) {
+    *published = {uint64_t(reinterpret_cast<uintptr_t>(array.data)), array.pitch, 0, 1};
+    if (!stages_) return FA_OK;
+    char* data = static_cast<char*>(array.data);
+    if (data >= shared_ && data < shared_ + shared_bytes_) {
+        *published = {uint64_t(data - shared_), array.pitch, 1, 1};
+        return FA_OK;
+    }
+    *published = {uint64_t(staging - shared_), array.width, 1, 1};
+    if (array.rows == 0 || array.width == 0) return FA_OK;
+    return cuda_status("cudaMemcpy2DAsync",
+                       cudaMemcpy2DAsync(staging, size_t(array.width), array.data, size_t(array.pitch), size_t(array.width),
+                                         size_t(array.rows), cudaMemcpyDefault, cuda_stream(stream)));
+}
+
+void CudaTransport::adopt(const Published* published) {
+    for (int r = 0; r < size_; ++r)
+        for (int i = 0; i < kMostPublished; ++i) {
+            const size_t at = size_t(r) * kMostPublished + size_t(i);
+            published_[at] = published[at];
+            addresses_[at] = published[at].shared ? peers_[size_t(r)].base + published[at].address
+                                                  : reinterpret_cast<char*>(uintptr_t(published[at].address));
+        }
+}
+
+fa_status CudaTransport::signal(int32_t signal, void* stream) {
+    return cuda_status("cudaEventRecord", cudaEventRecord(events_[signal], cuda_stream(stream)));
+}
+
+fa_status CudaTransport::fence() {
+    const char mine = 0;
+    std::vector<char> all(static_cast<size_t>(size_));
+    return meeting_.meet(&mine, all.data(), 1);
+}
+
+fa_status CudaTransport::copy(const Copy& c, cudaStream_t stream) {
+    const size_t at = size_t(c.source) * kMostPublished + size_t(c.array);
+    const char* from = addresses_[at] + c.from;
+    const int64_t from_pitch = published_[at].pitch;
+    if (c.width == 0 || c.rows == 0) return FA_OK;
+    if (c.rows == 1 || (from_pitch == c.width && c.to_pitch == c.width))
+        return cuda_status("cudaMemcpyAsync", cudaMemcpyAsync(c.to, from, size_t(c.width * c.rows), cudaMemcpyDefault, stream));
+    return cuda_status("cudaMemcpy2DAsync", cudaMemcpy2DAsync(c.to, size_t(c.to_pitch), from, size_t(from_pitch), size_t(c.width),
+                                                              size_t(c.rows), cudaMemcpyDefault, stream));
+}
+
+fa_status CudaTransport::move(const std::vector<Copy>& copies, int32_t after) {
+    std::vector<const Copy*> own;
+    std::vector<char> waits(static_cast<size_t>(size_));
+    for (const Copy& c : copies)
+        if (c.target == rank_) own.push_back(&c), waits[size_t(c.source)] = 1;
+    // Starting with the next rank, so that no rank is read by all others at once.
+    const auto turn = [&](int source) { return (source - rank_ + size_) % size_; };
+    std::stable_sort(own.begin(), own.end(), [&](const Copy* a, const Copy* b) { return turn(a->source) < turn(b->source); });
+    for (int r = 0; r < size_; ++r)
+        if (waits[size_t(r)])
+            FA_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(copies_[r == rank_ ? kLocal : kRemote], peers_[size_t(r)].events[after], 0));
+    for (const Copy* c : own) FA_RETURN_IF_ERROR(copy(*c, copies_[c->source == rank_ ? kLocal : kRemote]));
+    return FA_OK;
+}
+
+fa_status CudaTransport::arrive(void* stream) {
+    for (int i = 0; i < kCopyStreams; ++i) {
+        FA_RETURN_IF_CUDA_ERROR(cudaEventRecord(arrived_[i], copies_[i]));
+        FA_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(cuda_stream(stream), arrived_[i], 0));
+    }
+    return FA_OK;
+}
+
+fa_status CudaTransport::follow(void* stream) {
+    FA_RETURN_IF_CUDA_ERROR(cudaEventRecord(fork_, cuda_stream(stream)));
+    for (cudaStream_t copies : copies_) FA_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(copies, fork_, 0));
+    return FA_OK;
+}
+
+fa_status CudaTransport::join(void* from, void* to) {
+    FA_RETURN_IF_CUDA_ERROR(cudaEventRecord(fork_, cuda_stream(from)));
+    return cuda_status("cudaStreamWaitEvent", cudaStreamWaitEvent(cuda_stream(to), fork_, 0));
+}
+
+fa_status CudaTransport::finish(void* stream) {
+    FA_RETURN_IF_ERROR(arrive(stream));
+    FA_RETURN_IF_ERROR(signal(kDone, stream));
+    FA_RETURN_IF_ERROR(fence());
+    for (int r = 0; r < size_; ++r)
+        if (r != rank_) FA_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(cuda_stream(stream), peers_[size_t(r)].events[kDone], 0));
+    return FA_OK;
+}
+
+void CudaTransport::drain() {
+    const CurrentDevice scope(device_);
+    for (cudaStream_t stream : copies_)
+        if (stream) cudaStreamSynchronize(stream);
+    if (side_) cudaStreamSynchronize(side_);
+    if (events_[kDone]) cudaEventSynchronize(events_[kDone]);
+}
+
+fa_status make_cuda_transport(const fa_group_args& args, Meeting& meeting, std::unique_ptr<Transport>* transport) {
+    std::unique_ptr<CudaTransport> made(new CudaTransport(args, meeting));
+    FA_RETURN_IF_ERROR(made->open());
+    *transport = std::move(made);
+    return FA_OK;
+}
+
+}  // namespace fa::distributed

@@ -1,0 +1,66 @@
+// transport_cuda.h: what GPUs of one host share, whether their ranks are threads or processes; NCCL builds on it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "api/common/device.h"
+#include "api/common/status.h"
+#include "distributed/transport.h"
+
+namespace fa::distributed {
+
+inline fa_status cuda_status(const char* what, cudaError_t error) {
+    if (error == cudaSuccess) return FA_OK;
+    cudaGetLastError();
+    return fail(FA_CUDA_ERROR, "%s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error));
+}
+#define FA_RETURN_IF_CUDA_ERROR(call) FA_RETURN_IF_ERROR(cuda_status(#call, call))
+
+inline cudaStream_t cuda_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+class CudaTransport : public Transport {
+public:
+    CudaTransport(const fa_group_args& args, Meeting& meeting);
+    ~CudaTransport() override;
+    fa_status open();  // collective: streams, events, access to the peers
+
+    fa_status reserve(size_t bytes) override;
+    fa_status publish(const Rows& array, char* staging, void* stream, Published* published) override;
+    void adopt(const Published* published) override;
+    fa_status signal(int32_t signal, void* stream) override;
+    fa_status fence() override;
+    fa_status move(const std::vector<Copy>& copies, int32_t after) override;
+    fa_status arrive(void* stream) override;
+    fa_status follow(void* stream) override;
+    void* side_stream() override { return side_; }
+    fa_status join(void* from, void* to) override;
+    fa_status finish(void* stream) override;
+    void drain() override;
+
+protected:
+    // Two of the group's streams: copies from other ranks, and copies within this rank's memory.
+    enum CopyStream { kRemote, kLocal, kCopyStreams };
+    struct Peer {
+        char* base = nullptr;  // its shared memory
+        bool opened = false;   // base and the events came through IPC, and are to be closed
+        cudaEvent_t events[kSignals] = {};
+    };
+    fa_status exchange_events();
+    fa_status share(size_t bytes);
+    void close_memory();
+    fa_status copy(const Copy& c, cudaStream_t stream);
+
+    Meeting& meeting_;
+    int rank_, size_, device_;
+    bool processes_, alone_ = false;  // alone: no peer's memory is read (NCCL)
+    int64_t timeout_ms_;
+    std::vector<Peer> peers_;
+    std::vector<char*> addresses_;
+    std::vector<Published> published_;
+    cudaStream_t copies_[kCopyStreams] = {};
+    cudaStream_t side_ = nullptr;
+    cudaEvent_t events_[kSignals] = {};  // this rank's marks
+    cudaEvent_t arrived_[kCopyStreams] = {}, fork_ = nullptr;
+};
+
+}  // namespace fa::distributed
