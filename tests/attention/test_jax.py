@@ -259,7 +259,8 @@ def test_one_program_called_again_and_again(place):
         _assert_close(program(q * (1 - i / 5)), want(q * (1 - i / 5)), 2e-4)
 
 
-def test_shard_map(place):
+@pytest.mark.parametrize("wanted", [slice(0, 1), slice(1, 2), slice(0, 2)], ids=["out", "lse", "both"])
+def test_shard_map(place, wanted):
     """Arrays that differ over the mesh beside ones that do not, whose gradients are summed over it."""
     shard_map = getattr(jax, "shard_map", None)
     if shard_map is None:
@@ -270,16 +271,15 @@ def test_shard_map(place):
     P = jax.sharding.PartitionSpec
 
     def attend(q, k, v):
-        return fa.flash_attn_func(q, k[None], v[None], alibi_slopes=slopes, mask=mask)
+        both = fa.flash_attn_func(q[None], k[None], v[None], alibi_slopes=slopes, mask=mask, return_lse=True)
+        return [x[0] for x in both][wanted]
 
     def sharded(q, k, v):
-        one_by_one = shard_map(
-            jax.vmap(lambda q: attend(q[None], k, v)[0]), mesh=mesh, in_specs=P("x"), out_specs=P("x")
-        )
+        one_by_one = shard_map(jax.vmap(lambda q: attend(q, k, v)), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
         return one_by_one(q)
 
     got = _gradients(sharded, [q, k[0], v[0]])
-    want = _gradients(lambda q, k, v: jnp.concatenate([attend(q[i : i + 1], k, v) for i in range(2)]), [q, k[0], v[0]])
+    want = _gradients(lambda q, k, v: [attend(x, k, v) for x in q], [q, k[0], v[0]])
     _assert_close(got, want, 2e-5)
 
 
