@@ -163,8 +163,9 @@ typedef struct fa_score_gradient {
     int64_t row_stride;
 } fa_score_gradient;
 
-/* The gradients of sum(out * dout), where out is what fa_attention_forward returns. S is computed again, tile by tile, and P from lse:
- *     P = exp(S - lse),  dP = dout v^T,  dS = P (dP - rowsum(dout * out)),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout */
+/* The gradients of sum(out * dout) + sum(lse * dlse), where out and lse are what fa_attention_forward returns. S is computed again, tile by
+ * tile, and P from lse:
+ *     P = exp(S - lse),  dP = dout v^T,  dS = P (dP - rowsum(dout * out) + dlse),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout */
 typedef struct fa_attention_backward_args {
     size_t struct_size;
     /* The arguments of the forward call, unchanged: its inputs, its out, its lse (required here) and every option. Five fields belong to
@@ -177,6 +178,7 @@ typedef struct fa_attention_backward_args {
     float* dsinks;           /* (nheads); NULL = not wanted; requires sinks */
     int32_t accumulate;      /* 1 = every gradient is added to what its destination holds, and the sum is rounded once */
     int32_t reserved;
+    const float* dlse; /* the gradient of lse, like lse; NULL = zero. Where lse is -inf, it does not matter */
 } fa_attention_backward_args;
 
 FA_API fa_status fa_attention_backward(const fa_attention_backward_args* args, void* stream);

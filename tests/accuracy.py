@@ -62,6 +62,7 @@ class Case:
     mask_rate: float = 0.7
     sinks: bool = False
     dropout_p: float = 0.0
+    dlse: bool = False  # the loss of the backward pass depends on lse, too
     spread: float = 1.0  # standard deviation of q
     cu_seqlens_q: tuple[int, ...] | None = None  # varlen: seqlen_q and seqlen_k are then the longest
     cu_seqlens_k: tuple[int, ...] | None = None
@@ -118,12 +119,16 @@ def gradient_floor(case: Case, exact: np.ndarray) -> float:
 
 @functools.lru_cache(maxsize=128)
 def expected_backward(case: Case):
-    """(inputs with dout, out and lse; float64 gradients; plain gradients) of a case."""
+    """(inputs with dout, out and lse; float64 gradients; plain gradients) of a case. With dlse, which is one of the
+    options, rows that see nothing have NaN there."""
     (q, k, v, options), (out, lse), _ = expected(case)
     rng = np.random.default_rng(case.seed + 1)
     dout = round_to(rng.standard_normal(out.shape, dtype=np.float32), case.dtype)
     plain = functools.partial(plain_backward, dtype=case.dtype)
     arrays = (dout, q, k, v)
+    if case.dlse:
+        dlse = rng.standard_normal(lse.shape, dtype=np.float32)
+        options = {**options, "dlse": np.where(np.isneginf(lse), np.float32(np.nan), dlse)}
     if case.varlen:
         cu = case.cu_seqlens_q, case.cu_seqlens_k
         exact = reference.varlen_backward(reference.standard_attention_backward, *arrays, *cu, **options)

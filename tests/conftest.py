@@ -140,6 +140,8 @@ class BackwardKernel(Kernel):
     def __call__(self, dout, q, k, v, out, lse, dtype="float32", cu_seqlens=None, before=None, **options):
         """Gradients over NumPy arrays; dq, dk and dv start as NaN, or accumulate onto `before`."""
         wanted = {name: options.pop(name, False) for name in ("return_dbias", "return_dsinks")}
+        if (dlse := options.pop("dlse", None)) is not None:
+            wanted["dlse"] = self.device.array(dlse)
         arrays, options = self.arguments(q, k, v, dtype, cu_seqlens, options)
         plan = fa.backward_query(*arrays, **options)
         if plan.status == "FA_UNSUPPORTED" and not self.general:

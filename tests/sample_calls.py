@@ -123,15 +123,16 @@ def _backward(name: str, dtype: str, shape: tuple, deterministic: bool) -> Sampl
     q, k, v = _qkv(*shape)
     dout = _rounded(_normal(5, *q.shape[:3], v.shape[3]))
     out, lse = reference.standard_attention(q, k, v, causal=True)
-    exact = reference.standard_attention_backward(dout, q, k, v, causal=True)
+    dlse = _normal(6, *lse.shape)
+    exact = reference.standard_attention_backward(dout, q, k, v, dlse=dlse, causal=True)
     arrays = {n: (x, dtype) for n, x in {"dout": dout, "q": q, "k": k, "v": v, "out": out.astype(np.float32)}.items()}
 
-    def call(dout, q, k, v, out, lse):
-        return list(fa.backward(dout, q, k, v, out, lse, causal=True, deterministic=deterministic, kernel=name))
+    def call(**on):
+        return list(fa.backward(**on, causal=True, deterministic=deterministic, kernel=name))
 
     return Sample(
         name,
-        arrays | {"lse": (lse.astype(np.float32), "float32")},
+        arrays | {"lse": (lse.astype(np.float32), "float32"), "dlse": (dlse, "float32")},
         call,
         [exact.dq, exact.dk, exact.dv],
         TOLERANCE[dtype],

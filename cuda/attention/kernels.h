@@ -45,7 +45,7 @@ cudaError_t decode(DecodeKernel kernel, const AttentionParams& params, const App
 size_t decode_workspace(DecodeKernel kernel, const AttentionParams& params, const DeviceInfo& device);  // bytes: partial results
 bool decode_fits(DecodeKernel kernel, const AttentionParams& params, const DeviceInfo& device);         // its 32-bit places and rows
 
-// rowsum(dout * out) in float32, laid out like lse; the count of both is that of all rows.
+// rowsum(dout * out) - dlse in float32, laid out like lse; the count of both is that of all rows.
 cudaError_t backward_delta(const BackwardParams& params, float* delta, cudaStream_t stream);
 int64_t backward_delta_count(const AttentionParams& params);
 int64_t backward_delta_blocks(const AttentionParams& params);  // of its grid, which has at most 2^31 - 1; the same below

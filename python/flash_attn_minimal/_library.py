@@ -174,6 +174,7 @@ class AttentionBackwardArgs(ct.Structure):
         ("dsinks", ct.c_void_p),
         ("accumulate", ct.c_int32),
         ("reserved", ct.c_int32),
+        ("dlse", ct.c_void_p),
     ]
 
 

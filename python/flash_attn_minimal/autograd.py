@@ -10,8 +10,7 @@ does more than run them, and their gradients.
 Importing this module is optional: the first call that needs it does. Import it before torch.compile meets the first
 call, and nothing breaks the graph.
 
-Gradients: q, k, v, bias, sinks, and through lse but for calls with dropout; reverse mode and first order
-alone.
+Gradients: of q, k, v, bias and sinks, through out and lse; reverse mode and first order alone.
 """
 
 from __future__ import annotations
@@ -153,42 +152,20 @@ def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
     varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
     options = options._replace(kernel=None)  # the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces this one
     with torch.no_grad(), _modes.unwatched():
-        if dlse is not None:
-            dout, v, out = _with_dlse(dout, dlse, v, out)
         if dout.stride(-1) != 1:  # out.sum() has a gradient of stride 0
             dout = dout.contiguous()
-        dq, dk, dv, *rest = _differentiate(dout, q, k, v, out, lse, varlen, options, want_dbias, want_dsinks)
         if dlse is not None:
-            dv = dv[..., :-_PADDING].contiguous()
+            dlse = dlse.contiguous()
+        dq, dk, dv, *rest = _differentiate(dout, q, k, v, out, lse, dlse, varlen, options, want_dbias, want_dsinks)
         dbias = rest.pop(0).to(bias.dtype) if want_dbias else dout.new_empty(0)
         dsinks = rest.pop(0) if want_dsinks else dout.new_empty(0)
-        if want_dsinks and dlse is not None:  # d lse / d sink is the sink's own probability
-            rows = (0, 2) if cu_q is None else 1
-            dsinks += ((sinks[:, None] - lse).exp() * dlse).masked_fill(lse == -torch.inf, 0).sum(rows)
     return dq, dk, dv, dbias, dsinks
-
-
-_PADDING = 8  # columns; the fast kernels want multiples of 8
-
-
-def _with_dlse(dout, dlse, v, out):
-    """dout, v and out of a call without lse that has the same gradients: dS = P (dout v^T - sum(dout out) + dlse), so
-    one more column, dlse in dout, 1 in v and 0 in out, adds dlse to the first term alone."""
-    if v.shape[-1] + _PADDING > 512:
-        raise Unsupported(f"the gradient of lse with headdim_v={v.shape[-1]} is not served: it takes {_PADDING} more")
-    pad = torch.nn.functional.pad
-    dout, v, out = (pad(x, (0, _PADDING)) for x in (dout, v, out))
-    dout[..., -_PADDING] = dlse.transpose(-1, -2)
-    v[..., -_PADDING] = 1
-    return dout, v, out
 
 
 def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:9], *output)
     ctx.rest = inputs[9:]
     ctx.set_materialize_grads(False)
-    if ctx.rest[2]:  # dropout_p: the column of _with_dlse would be dropped too
-        ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx, dout, dlse):
@@ -198,10 +175,11 @@ def _gradients(ctx, dout, dlse):
     if dout is None and dlse is None:
         return nothing
     dout = torch.zeros_like(out) if dout is None else dout
+    given = (dout, out) if dlse is None else (dout, dlse, out)
     want_dbias, want_dsinks = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
     if _modes.transforms():
         run = _TransformedBackward.apply
-    elif torch.is_grad_enabled() or _modes.active() or not all(map(_modes.is_plain, (dout, out))):
+    elif torch.is_grad_enabled() or _modes.active() or not all(map(_modes.is_plain, given)):
         run = _backward_op
     else:
         run = _backward

@@ -30,6 +30,7 @@ def backward(
     out: Array,
     lse: Array,
     *,
+    dlse: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
@@ -42,8 +43,9 @@ def backward(
     accumulate: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]:
-    """dq, dk, dv of sum(out * dout), where out and lse are what flash_attn_func(q, k, v, ..., return_lse=True)
-    returned, or with cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k what flash_attn_varlen_func did.
+    """dq, dk, dv of sum(out * dout) + sum(lse * dlse), where out and lse are what flash_attn_func(q, k, v, ...,
+    return_lse=True) returned, or with cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k what
+    flash_attn_varlen_func did.
 
     Every option that the forward call was given must be given again, unchanged: what they mean is in flash_attn_func.
     All arrays come from one framework and device; the results are of the caller's own type. float32, float16 and
@@ -53,6 +55,7 @@ def backward(
         dout: like out, (batch, seqlen_q, nheads, headdim_v), the gradient of the loss; its last axis contiguous.
         q, k, v, out: as in the forward call.
         lse: (batch, nheads, seqlen_q) float32, varlen (nheads, total_q), contiguous.
+        dlse: like lse, the gradient of the loss through lse; None is zero.
         deterministic: equal arguments give bitwise equal results. Without it the fast GPU kernels add to dq in
             whatever order their blocks finish. The CPU backend always is.
         return_dbias: also return the gradient of bias: float32, of bias's shape, summed over its broadcast axes.
@@ -62,7 +65,7 @@ def backward(
         kernel: force a kernel by name (see backward_kernels()); None means $FLASH_ATTN_BACKWARD_KERNEL, else the best.
         options: the other options of flash_attn_func, but for those of float8, which has no backward pass.
 
-    Rows that see nothing (lse = -inf) have zero gradients, keys that nobody sees too, whatever they hold.
+    Rows that see nothing (lse = -inf) have zero gradients, keys that nobody sees too, whatever they and dlse hold.
 
     Returns:
         (dq, dk, dv), then dbias and dsinks where asked for.
@@ -84,12 +87,24 @@ def backward(
     lengths = _lengths("call", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     wanted = _flag("return_dbias", return_dbias), _flag("return_dsinks", return_dsinks)
     return _differentiate(
-        dout, q, k, v, out, lse, lengths, _options_of("backward", options), *wanted, (dq, dk, dv), accumulate
+        dout, q, k, v, out, lse, dlse, lengths, _options_of("backward", options), *wanted, (dq, dk, dv), accumulate
     )
 
 
 def _differentiate(
-    dout, q, k, v, out, lse, lengths, options: Options, return_dbias, return_dsinks, given=(None,) * 3, accumulate=False
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dlse,
+    lengths,
+    options: Options,
+    return_dbias,
+    return_dsinks,
+    given=(None,) * 3,
+    accumulate=False,
 ) -> tuple:
     """`backward` with its options in one object; lengths: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     max_seqlen_k); given: dq, dk and dv where the results are to go."""
@@ -99,13 +114,12 @@ def _differentiate(
     rows = (args.batch, args.nheads, args.seqlen_q) if lengths is None else (args.nheads, qv.shape[0])
     out_view = _input(views, "out", out, out_shape, qv.dtype)
     dout_view = _input(views, "dout", dout, out_shape, qv.dtype)
-    lse_view = _input(views, "lse", lse, rows, "float32")
-    if not _is_contiguous(lse_view):
-        raise BadArgument(f"lse has strides {tuple(lse_view.strides)}: it must be contiguous")
     _put_tensor(args, "out", out_view)
-    args.lse = lse_view.pointer
+    args.lse = _contiguous_input(views, "lse", lse, rows)
 
     call = new(AttentionBackwardArgs)
+    if dlse is not None:
+        call.dlse = _contiguous_input(views, "dlse", dlse, rows)
     call.forward = ct.pointer(args)
     _put_tensor(call, "dout", dout_view)
     call.accumulate = _flag("accumulate", accumulate)
@@ -195,6 +209,14 @@ def _input(views: list[View], name: str, array, shape: tuple[int, ...], dtype: s
         raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {tuple(shape)}")
     _check_last_axis(name, view)
     return view
+
+
+def _contiguous_input(views: list[View], name: str, array, shape: tuple[int, ...]) -> int:
+    """The address of lse or of its gradient."""
+    view = _input(views, name, array, shape, "float32")
+    if not _is_contiguous(view):
+        raise BadArgument(f"{name} has strides {tuple(view.strides)}: it must be contiguous")
+    return view.pointer
 
 
 def _new_dbias(call: AttentionBackwardArgs, qv: View, bias) -> View:

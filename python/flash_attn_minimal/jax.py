@@ -5,8 +5,8 @@ Tracing a call fills the structs of flash_attn.h, with a placeholder for the add
 device of this machine serves is refused while it is traced. On a GPU the stream is XLA's, and the workspace is one more
 result of the custom call, which the caller never sees.
 
-q, k, v, bias and sinks have gradients. lse has none, and there are no second derivatives. vmap runs one call after the
-other.
+q, k, v, bias and sinks have gradients, through out and lse. There are no second derivatives. vmap runs one call after
+the other.
 
 >>> import jax
 >>> from flash_attn_minimal import flash_attn_func
@@ -25,6 +25,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from . import _arrays
 from ._arrays import Door, View
@@ -77,12 +78,17 @@ def _traced(q, k, v, varlen, out, return_lse, options: Options):
         return call.forward(*inputs)
 
     def forward(*inputs):
+        inputs = tuple(x.value for x in inputs)
         out, lse = attend(*inputs)
         return (out, lse), (inputs, out, lse)
 
     def backward(saved, cotangents):
         inputs, out, lse = saved
-        gradients = dict(zip(call.wanted, gradients_of(*inputs, out, lse, cotangents[0]), strict=True))
+        dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+        if dout is None:
+            (dout,) = _vary([jnp.zeros_like(out)], [out])
+        given = (dout,) if dlse is None else (dout, dlse)
+        gradients = dict(zip(call.wanted, gradients_of(*inputs, out, lse, *given), strict=True))
         by_name = dict(zip(names, inputs, strict=True))
         if "cu_seqlens_q" in by_name:
             for name in "qkv":
@@ -93,7 +99,7 @@ def _traced(q, k, v, varlen, out, return_lse, options: Options):
             gradients["bias"] = gradients["bias"].astype(by_name["bias"].dtype)
         return tuple(gradients.get(name, _no_gradient(by_name[name])) for name in names)
 
-    attend.defvjp(forward, backward)
+    attend.defvjp(forward, backward, symbolic_zeros=True)  # most losses do not depend on lse
 
     @jax.custom_vjp
     def gradients_of(*inputs):
@@ -104,7 +110,7 @@ def _traced(q, k, v, varlen, out, return_lse, options: Options):
     if varlen:  # XLA does not initialise results, and nothing writes the rows behind the last sequence
         covered = jnp.arange(out.shape[0]) < arrays[names.index("cu_seqlens_q")][-1]
         out, lse = jnp.where(covered[:, None, None], out, 0), jnp.where(covered, lse, -jnp.inf)
-    return (out, jax.lax.stop_gradient(lse)) if _flag("return_lse", return_lse) else out
+    return (out, lse) if _flag("return_lse", return_lse) else out
 
 
 def _check_served(out, return_lse, options: Options, longest) -> None:
@@ -204,13 +210,20 @@ class _Call:
         lib = load()
         size = _workspace(args, lambda plan: lib.fa_attention_query(args, plan))
         self.forward = _custom_call("forward", args, size, len(names), self.results)
+        self._backward: dict[bool, Callable] = {}
 
-    @functools.cached_property
-    def backward(self) -> Callable:
-        """The function (*arrays, out, lse, dout) -> the gradients of `wanted`; that of bias is float32."""
+    def backward(self, *arrays):
+        """The gradients of `wanted`, that of bias as float32, of (*arrays, out, lse, dout), and dlse where the loss
+        depends on lse."""
+        through_lse = len(arrays) > len(self.names) + 3
+        if through_lse not in self._backward:
+            self._backward[through_lse] = self._describe_backward(through_lse)
+        return self._backward[through_lse](*arrays)
+
+    def _describe_backward(self, through_lse: bool) -> Callable:
         types = dict(zip(self.names, self.types, strict=True))
-        inputs = [*self.types, *self.results, self.results[0]]
-        out, lse, dout = (_place(len(self.names) + i, *about) for i, about in enumerate(inputs[-3:]))
+        inputs = [*self.types, *self.results, *self.results[: 1 + through_lse]]
+        out, lse, dout, *dlse = (_place(i, *about) for i, about in enumerate(inputs) if i >= len(self.names))
         results = [(types[name][0], "float32" if name == "bias" else types[name][1]) for name in self.wanted]
         places = {name: _place(len(inputs) + i, *results[i]) for i, name in enumerate(self.wanted)}
         args, *_ = self._prepare(self.options._replace(kernel=None))  # `kernel` names one of the forward pass
@@ -219,6 +232,8 @@ class _Call:
         call = new(AttentionBackwardArgs)
         call.forward = ct.pointer(args)
         _put_tensor(call, "dout", dout)
+        if dlse:
+            call.dlse = dlse[0].pointer
         for name in "qkv":
             _put_tensor(call, f"d{name}", places[name])
         if "bias" in places:

@@ -176,9 +176,11 @@ def _flash_v2(head: Head, block_q: int, block_k: int) -> tuple[np.ndarray, np.nd
 # ---- gradients of one head ----
 
 
-def _standard_backward(head: Head, dout: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
-    """dq, dk, dv, dS (seqlen_q, seqlen_k; the gradient of the bias) and the sink's gradient of sum(out * dout), by the
-    chain rule through softmax (Dao et al. 2022, appendix B.2)."""
+def _standard_backward(
+    head: Head, dout: np.ndarray, dlse: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+    """dq, dk, dv, dS (seqlen_q, seqlen_k; the gradient of the bias) and the sink's gradient of sum(out * dout) +
+    sum(lse * dlse), by the chain rule through softmax (Dao et al. 2022, appendix B.2)."""
     everything = slice(None)
     out, lse = _standard(head)
     seen = head.visible(everything, everything)
@@ -188,6 +190,7 @@ def _standard_backward(head: Head, dout: np.ndarray) -> tuple[np.ndarray, np.nda
         kept = head.kept(everything, everything)
         dp = (dout @ head.v.T) * kept
         delta = (dout * out).sum(axis=1)  # equals the sum over keys of P dP
+        delta = np.where(np.isneginf(lse), 0, delta - dlse)  # d lse / d score is P
         ds = np.where(seen, p * (dp - delta[:, None]), 0.0)
         sink = -np.sum(np.exp(head.sink - lse, where=~np.isneginf(lse), out=np.zeros_like(lse)) * delta)
         slope = head.softmax_scale  # d score / d (q . k)
@@ -241,7 +244,8 @@ def flash_attention_v2(q, k, v, *, block_q=32, block_k=32, **options):
 
 
 class Gradients(NamedTuple):
-    """Of sum(out * dout), float64; dbias has the shape of bias, dsinks that of sinks, None without them."""
+    """Of sum(out * dout) + sum(lse * dlse), float64; dbias has the shape of bias, dsinks that of sinks, None without
+    them."""
 
     dq: np.ndarray
     dk: np.ndarray
@@ -250,8 +254,9 @@ class Gradients(NamedTuple):
     dsinks: np.ndarray | None
 
 
-def standard_attention_backward(dout, q, k, v, *, one_head=_standard_backward, **options) -> Gradients:
-    """The gradients of standard_attention with the same arguments. dout (batch, seqlen_q, nheads, headdim_v).
+def standard_attention_backward(dout, q, k, v, *, dlse=None, one_head=_standard_backward, **options) -> Gradients:
+    """The gradients of standard_attention with the same arguments. dout (batch, seqlen_q, nheads, headdim_v), dlse
+    (batch, nheads, seqlen_q).
 
     >>> import numpy as np
     >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 5, 2, 3))
@@ -267,8 +272,10 @@ def standard_attention_backward(dout, q, k, v, *, one_head=_standard_backward, *
     dbias = None if bias is None else np.zeros((1,) * (4 - np.ndim(bias)) + np.shape(bias))
     dsinks = None if options.get("sinks") is None else np.zeros(q.shape[2])
     index = options.get("sequence")
+    dlse = np.zeros((q.shape[0], q.shape[2], q.shape[1])) if dlse is None else dlse
     for b, h, head in heads(q, k, v, **options):
-        one_dq, one_dk, one_dv, ds, sink = one_head(head, np.asarray(dout[b, :, h], np.float64))
+        given = np.asarray(dout[b, :, h], np.float64), np.asarray(dlse[b, h], np.float64)
+        one_dq, one_dk, one_dv, ds, sink = one_head(head, *given)
         dq[b, :, h] = one_dq
         dk[b, :, h // group] += one_dk
         dv[b, :, h // group] += one_dv
@@ -283,13 +290,16 @@ def standard_attention_backward(dout, q, k, v, *, one_head=_standard_backward, *
     return Gradients(dq, dk, dv, None if bias is None else dbias.reshape(np.shape(bias)), dsinks)
 
 
-def varlen_backward(backward, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, **options) -> Gradients:
-    """standard_attention_backward over packed sequences; rows that belong to no sequence have zero gradients."""
+def varlen_backward(backward, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, dlse=None, **options) -> Gradients:
+    """standard_attention_backward over packed sequences, dlse (nheads, total_q); rows that belong to no sequence have
+    zero gradients."""
     total = None
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        one = backward(dout[None, rows], q[None, rows], k[None, columns], v[None, columns], sequence=b, **options)
+        arrays = dout[None, rows], q[None, rows], k[None, columns], v[None, columns]
+        own = None if dlse is None else dlse[None, :, rows]
+        one = backward(*arrays, dlse=own, sequence=b, **options)
         if total is None:
             total = Gradients(*(np.zeros(x.shape) for x in (q, k, v)), one.dbias, one.dsinks)
         else:

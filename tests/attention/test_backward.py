@@ -27,11 +27,12 @@ def test_reference_against_finite_differences(options):
         arrays["bias"] = rng.standard_normal((2, 1, 4))
     if options.pop("sinks", False):
         arrays["sinks"] = rng.standard_normal(2)
-    dout = rng.standard_normal((2, 4, 2, 2))
-    exact = reference.standard_attention_backward(dout, **arrays, **options)
+    dout, dlse = rng.standard_normal((2, 4, 2, 2)), rng.standard_normal((2, 2, 4))
+    exact = reference.standard_attention_backward(dout, **arrays, dlse=dlse, **options)
 
     def loss(**changed):
-        return (reference.standard_attention(**{**arrays, **changed}, **options)[0] * dout).sum()
+        out, lse = reference.standard_attention(**{**arrays, **changed}, **options)
+        return (out * dout).sum() + (lse * dlse).sum()
 
     for name, x in arrays.items():
         slopes = np.zeros_like(x)
@@ -107,6 +108,87 @@ def test_varlen(backward_kernel, options, dtype):
     cu_q, cu_k = (0, 5, 5, 134, 200), (0, 7, 20, 20, 219)
     shape = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "nheads": 4, "nheads_k": 2}
     backward_kernel.check(Case(130, 199, 64, dtype=dtype, **shape, **options))
+
+
+# ---- a loss of lse, too ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", ["plain", *OPTIONS])
+def test_dlse(backward_kernel, option, dtype):
+    """With every option. Causal, the first rows see nothing: dlse is NaN there."""
+    for seqlen_q, seqlen_k, causal in ((70, 133, False), (133, 70, True)):
+        shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "causal": causal}
+        case = Case(seqlen_q, seqlen_k, 48, dtype=dtype, dlse=True, **shape, **OPTIONS.get(option, {}))
+        backward_kernel.check(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window_size", WINDOWS)
+def test_dlse_windows(backward_kernel, window_size, dtype):
+    for seqlen_q, seqlen_k in ((113, 203), (203, 113)):
+        backward_kernel.check(Case(seqlen_q, seqlen_k, 64, window_size=window_size, dtype=dtype, dlse=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("headdim,headdim_v", [(64, 64), (128, 128), (40, 72), (192, 128), (256, 256), (33, 512)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dlse_headdims(backward_kernel, causal, headdim, headdim_v, dtype):
+    backward_kernel.check(Case(300, 331, headdim, headdim_v, dtype=dtype, causal=causal, dlse=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.2, "bias": (True, True), "sinks": True}])
+def test_dlse_varlen(backward_kernel, options, dtype):
+    cu_q, cu_k = (0, 5, 5, 134, 200), (0, 7, 20, 20, 219)
+    shape = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "nheads": 4, "nheads_k": 2}
+    backward_kernel.check(Case(130, 199, 64, dtype=dtype, dlse=True, **shape, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dlse_with_all_options(backward_kernel, dtype):
+    together = {name: value for option in _SOME for name, value in OPTIONS[option].items()}
+    shape = {"batch": 2, "nheads": 6, "nheads_k": 2}
+    case = Case(129, 203, 72, 40, dtype=dtype, causal=True, window_size=(90, 5), dlse=True, **shape, **together)
+    backward_kernel.check(case)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dlse_of_rows_that_see_nothing(backward_kernel, bad, dtype):
+    """Behind causal, a window, a mask and a bias. It changes no bit, for dlse is zero in the other rows."""
+    (dout, q, k, v, *_), *_ = accuracy.expected_backward(Case(150, 90, 64, dtype=dtype, nheads_k=2))
+    blind = np.r_[[False] * 20, [True] * 30, [False] * 100][:, None]
+    for options in (
+        {"causal": True},
+        {"window_size": (3, 0)},
+        {"mask": np.broadcast_to(~blind, (150, 90))},
+        {"bias": np.where(blind, np.float32(-np.inf), np.float32(0)) + np.zeros((1, 90), np.float32)},
+    ):
+        out, lse = reference.standard_attention(q, k, v, **options)
+        given = accuracy.round_to(out, dtype), lse.astype(np.float32)
+        dlse = np.where(np.isneginf(lse), np.float32(bad), np.float32(0))
+        assert not np.isfinite(dlse).all()
+        options |= {"deterministic": True, "return_dbias": "bias" in options}
+        want = backward_kernel(dout, q, k, v, *given, dtype, **options)
+        for x, y in zip(backward_kernel(dout, q, k, v, *given, dtype, dlse=dlse, **options), want, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_lse_alone(backward_kernel, dtype):
+    """With dout = 0 and dlse = 1: P k summed over keys, P q over queries, and nothing for v."""
+    (_, q, k, v, *_), *_ = accuracy.expected_backward(Case(65, 90, 64, dtype=dtype))
+    q, options = q / 8, {"causal": True, "softmax_scale": 1.0}
+    out, lse = reference.standard_attention(q, k, v, **options)
+    given = accuracy.round_to(out, dtype), lse.astype(np.float32)
+    dq, dk, dv = backward_kernel(0 * out, q, k, v, *given, dtype, dlse=np.ones_like(given[1]), **options)
+    p = np.exp(np.einsum("bihd,bjgd->bhij", q, k) - lse[..., None]) * np.tri(65, 90, 25)
+    for got, want in ((dq, np.einsum("bhij,bjgd->bihd", p, k)), (dk, np.einsum("bhij,bihd->bjd", p, q)[:, :, None])):
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol={"float32": 1e-5, "bfloat16": 1e-2}[dtype] * np.abs(want).max()
+        )
+    assert not dv.any()
 
 
 @pytest.mark.parametrize("seqlen_q,seqlen_k,batch", [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 5, 0)])
@@ -231,6 +313,8 @@ def test_strides(backward_kernel, dtype):
 def _call(device, **changed):
     (dout, q, k, v, out, lse, _), *_ = accuracy.expected_backward(Case(5, 7, 8))
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if "dlse" in changed:
+        arrays["dlse"] = changed["dlse"]
     options = {name: value for name, value in changed.items() if name not in arrays}
     arrays = {name: device.array(changed.get(name, x)) for name, x in arrays.items()}
     return fa.backward(**arrays, **options)
@@ -245,6 +329,8 @@ REFUSED = {
     "out shape": ({"out": np.zeros((1, 4, 2, 8), np.float32)}, r"out has shape \(1, 4, 2, 8\)"),
     "lse shape": ({"lse": np.zeros((1, 5, 2), np.float32)}, r"lse has shape \(1, 5, 2\): expected \(1, 2, 5\)"),
     "lse dtype": ({"lse": np.zeros((1, 2, 5), np.float16)}, "lse is float16: expected float32"),
+    "dlse shape": ({"dlse": np.zeros((1, 5, 2), np.float32)}, r"dlse has shape \(1, 5, 2\): expected \(1, 2, 5\)"),
+    "dlse dtype": ({"dlse": np.zeros((1, 2, 5), np.float16)}, "dlse is float16: expected float32"),
     "accumulate": ({"accumulate": True}, "accumulate=True, but dq is None"),
     "accumulate value": ({"accumulate": 2}, "accumulate=2 is neither True nor False"),
     "dbias": ({"return_dbias": True}, "return_dbias=True, but bias is None"),
@@ -259,6 +345,12 @@ def test_refused(device, why):
     changed, text = REFUSED[why]
     with pytest.raises(fa.BadArgument, match=text):
         _call(device, **changed)
+
+
+def test_a_dlse_with_gaps_is_refused():
+    (*arrays, _), *_ = accuracy.expected_backward(Case(5, 7, 8))
+    with pytest.raises(fa.BadArgument, match=r"dlse has strides \(12, 6, 1\): it must be contiguous"):
+        fa.backward(*arrays, dlse=np.zeros((1, 2, 6), np.float32)[..., :5])
 
 
 def test_results_of_the_wrong_kind_are_refused():

@@ -10,6 +10,7 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 import flash_attn_minimal as fa  # noqa: E402
+from flash_attn_minimal import jax as fa_jax  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def _inputs(place, dtype=jnp.float32, seqlen_q=37, seqlen_k=37):
     return [place(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
-def _standard(q, k, v, bias=None, causal=False, sinks=None):
+def _standard(q, k, v, bias=None, causal=False, sinks=None, return_lse=False):
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     s = jnp.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(q.shape[-1])
     if bias is not None:
@@ -39,12 +40,15 @@ def _standard(q, k, v, bias=None, causal=False, sinks=None):
         s = jnp.where(jnp.tril(jnp.ones(s.shape[2:], bool), s.shape[3] - s.shape[2]), s, -jnp.inf)
     if sinks is not None:
         s = jnp.concatenate([s, jnp.broadcast_to(sinks[None, :, None, None], (*s.shape[:3], 1))], -1)
-    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(s)[..., : k.shape[1]], v)
+    out = jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(s)[..., : k.shape[1]], v)
+    return (out, jax.nn.logsumexp(s, -1)) if return_lse else out
 
 
 def _gradients(function, inputs):
+    """Of a loss of out, or of out and lse."""
+
     def loss(*inputs):
-        return jnp.sin(function(*inputs).astype(jnp.float32)).sum()
+        return sum(jnp.sin(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(function(*inputs)))
 
     return jax.jit(jax.grad(loss, argnums=tuple(range(len(inputs)))))(*inputs)
 
@@ -85,6 +89,70 @@ def test_bias_and_sinks(place, shape):
     _assert_close(got, want, 5e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_lse(place, dtype, causal):
+    rng = np.random.default_rng(4)
+    inputs = [*_inputs(place, dtype), place(rng.standard_normal((1, 4, 1, 37)), dtype), place(rng.standard_normal(4))]
+
+    def both(attend):
+        return lambda q, k, v, bias, sinks: attend(q, k, v, bias=bias, sinks=sinks, causal=causal, return_lse=True)
+
+    exact = [x.astype(jnp.float32) for x in inputs]
+    tolerance = 5e-5 if dtype == jnp.float32 else 6e-2
+    for wanted in (slice(0, 2), slice(1, 2)):  # a loss of both, and of lse alone
+
+        def chosen(attend, wanted=wanted):
+            return lambda *inputs: both(attend)(*inputs)[wanted]
+
+        got = _gradients(chosen(fa.flash_attn_func), inputs)
+        _assert_close(got, _gradients(chosen(_standard), exact), tolerance)
+
+
+WRAPS = {"plain": lambda f: f, "jit": jax.jit, "checkpoint": jax.checkpoint, "vmap": jax.vmap}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_loss_of_out_alone_has_no_dlse(place, wrap, monkeypatch):
+    """The custom call of the gradient is given dlse where the loss depends on lse, and there alone."""
+    q, k, v = _inputs(place)
+    described, real = [], fa_jax._Call._describe_backward
+
+    def describe(self, through_lse):
+        described.append(through_lse)
+        return real(self, through_lse)
+
+    monkeypatch.setattr(fa_jax._Call, "_describe_backward", describe)
+
+    def gradient(loss):
+        attend = WRAPS[wrap](lambda q: fa.flash_attn_func(q[None], k[:1], v[:1], return_lse=True))
+        described.clear()
+        jax.grad(lambda q: loss(*attend(q)))(q if wrap == "vmap" else q[0])
+        return described
+
+    assert gradient(lambda out, lse: out.sum()) == [False]
+    assert gradient(lambda out, lse: lse.sum()) == [True]
+    assert gradient(lambda out, lse: out.sum() + lse.sum()) == [True]
+
+
+def test_merged_halves_of_the_keys_have_one_call_s_gradients(place):
+    """Causal: half of the rows see nothing of the second half."""
+    q, k, v = _inputs(place)
+    causal = place(np.tri(37), bool)
+
+    def merged(q, k, v):
+        parts = [
+            fa.flash_attn_func(q, k[:, keys], v[:, keys], mask=causal[:, keys], return_lse=True)
+            for keys in (slice(0, 18), slice(18, 37))
+        ]
+        lse = jnp.logaddexp(parts[0][1], parts[1][1])
+        return sum(jnp.exp(own - lse).swapaxes(1, 2)[..., None] * out for out, own in parts), lse
+
+    got = _gradients(merged, [q, k, v])
+    _assert_close(got, _gradients(lambda *a: fa.flash_attn_func(*a, causal=True, return_lse=True), [q, k, v]), 2e-5)
+    _assert_close(got, _gradients(lambda *a: _standard(*a, causal=True, return_lse=True), [q, k, v]), 5e-5)
+
+
 def test_mask_slopes_and_dropout(place):
     """Arrays without a gradient, and every kind of option, reach the library as in an eager call."""
     q, k, v = _inputs(place)
@@ -104,21 +172,36 @@ def test_mask_slopes_and_dropout(place):
     got = _gradients(lambda q, k, v: attend(q, k, v, **options), [q, k, v])
     _assert_close(got, want, 2e-5)
 
+    def both(q, k, v):
+        return fa.flash_attn_func(q, k, v, return_lse=True, **options, **static)
+
+    options = jax.tree.map(np.asarray, options)
+    given = map(np.asarray, (dout, q, k, v, eager, lse))
+    want = fa.backward(*given, dlse=np.cos(lse), **options, **static)
+    _assert_close(_gradients(both, [q, k, v]), want, 2e-5)
+
 
 def test_varlen(place):
     q, k, v = (x[0] for x in _inputs(place, seqlen_q=40, seqlen_k=50))
     cu_q, cu_k = place([0, 15, 36], jnp.int32), place([0, 20, 48], jnp.int32)  # the last rows belong to nobody
 
-    def attend(q, k, v):
-        return fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 25, 30, causal=True)
+    def attend(q, k, v, **more):
+        return fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 25, 30, causal=True, **more)
 
     def by_sequence(q, k, v):
         parts = [((0, 15), (0, 20)), ((15, 36), (20, 48))]
-        one = [_standard(q[None, a:b], k[None, c:d], v[None, c:d], causal=True)[0] for (a, b), (c, d) in parts]
-        return jnp.concatenate([*one, jnp.zeros((4, *one[0].shape[1:]))])
+        one = [_standard(q[None, a:b], k[None, c:d], v[None, c:d], None, True, None, True) for (a, b), (c, d) in parts]
+        out = jnp.concatenate([*(x[0][0] for x in one), jnp.zeros((4, *one[0][0].shape[2:]))])
+        return out, jnp.concatenate([x[1][0] for x in one], 1)
 
-    _assert_close([jax.jit(attend)(q, k, v)], [by_sequence(q, k, v)], 2e-5)
-    _assert_close(_gradients(attend, [q, k, v]), _gradients(by_sequence, [q, k, v]), 5e-5)
+    _assert_close([jax.jit(attend)(q, k, v)], [by_sequence(q, k, v)[0]], 2e-5)
+    _assert_close(_gradients(attend, [q, k, v]), _gradients(lambda *a: by_sequence(*a)[0], [q, k, v]), 5e-5)
+
+    def covered(q, k, v):
+        out, lse = attend(q, k, v, return_lse=True)
+        return out, jnp.where(jnp.isfinite(lse), lse, 0)
+
+    _assert_close(_gradients(covered, [q, k, v]), _gradients(by_sequence, [q, k, v]), 5e-5)
 
 
 def test_vmap(place):
@@ -132,12 +215,14 @@ def test_vmap(place):
     _assert_close([twice(many, vs)], [want], 1e-6)
 
 
-def test_vmap_and_gradients_in_either_order(place):
+@pytest.mark.parametrize("through_lse", [False, True])
+def test_vmap_and_gradients_in_either_order(place, through_lse):
     q, k, v = _inputs(place)
     many = jnp.stack([q, 2 * q, -q])
 
     def loss(q, k):
-        return jnp.sin(fa.flash_attn_func(q, k, v, causal=True)).sum()
+        out, lse = fa.flash_attn_func(q, k, v, causal=True, return_lse=True)
+        return jnp.sin(out).sum() + (jnp.sin(lse).sum() if through_lse else 0)
 
     gradient = jax.jit(jax.grad(loss, (0, 1)))
     want = [jnp.stack(x) for x in zip(*(gradient(q, k) for q in many), strict=True)]
@@ -174,7 +259,8 @@ def test_one_program_called_again_and_again(place):
         _assert_close(program(q * (1 - i / 5)), want(q * (1 - i / 5)), 2e-4)
 
 
-def test_shard_map(place):
+@pytest.mark.parametrize("wanted", [slice(0, 1), slice(1, 2), slice(0, 2)], ids=["out", "lse", "both"])
+def test_shard_map(place, wanted):
     """Arrays that differ over the mesh beside ones that do not, whose gradients are summed over it."""
     shard_map = getattr(jax, "shard_map", None)
     if shard_map is None:
@@ -185,16 +271,15 @@ def test_shard_map(place):
     P = jax.sharding.PartitionSpec
 
     def attend(q, k, v):
-        return fa.flash_attn_func(q, k[None], v[None], alibi_slopes=slopes, mask=mask)
+        both = fa.flash_attn_func(q[None], k[None], v[None], alibi_slopes=slopes, mask=mask, return_lse=True)
+        return [x[0] for x in both][wanted]
 
     def sharded(q, k, v):
-        one_by_one = shard_map(
-            jax.vmap(lambda q: attend(q[None], k, v)[0]), mesh=mesh, in_specs=P("x"), out_specs=P("x")
-        )
+        one_by_one = shard_map(jax.vmap(lambda q: attend(q, k, v)), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
         return one_by_one(q)
 
     got = _gradients(sharded, [q, k[0], v[0]])
-    want = _gradients(lambda q, k, v: jnp.concatenate([attend(q[i : i + 1], k, v) for i in range(2)]), [q, k[0], v[0]])
+    want = _gradients(lambda q, k, v: [attend(x, k, v) for x in q], [q, k[0], v[0]])
     _assert_close(got, want, 2e-5)
 
 

@@ -14,6 +14,7 @@ from torch_cases import (  # noqa: E402
     LENGTHS,
     OPTIONS,
     QUIET,
+    ROWS,
     close,
     compiled,
     normal,
@@ -25,7 +26,7 @@ from torch_cases import (  # noqa: E402
 )
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import autograd  # noqa: E402, F401  (before the first compiled call: see its text)
+from flash_attn_minimal import autograd, reference  # noqa: E402  (before the first compiled call: see autograd's text)
 
 pytestmark = QUIET
 
@@ -210,7 +211,132 @@ def test_gradient_of_lse_alone_and_varlen(device):
         close(x, y)
 
 
-def test_lse_has_no_gradient_with_dropout(device):
-    q, k, v = (x.requires_grad_() for x in qkv(device))
-    out, lse = fa.flash_attn_func(q, k, v, 0.5, dropout_seed=1, return_lse=True)
-    assert out.requires_grad and not lse.requires_grad
+@pytest.mark.parametrize("options", [{"dropout_p": 0.5, "dropout_seed": 1}, {"softcap": 2.0, "causal": True}])
+@pytest.mark.parametrize("headdim_v", [8, 512])
+def test_gradient_of_lse_against_the_reference(device, options, headdim_v):
+    """Dropout acts on out alone; and any headdim_v."""
+    q, k, _ = qkv(device)
+    v, sinks = normal(device, *k.shape[:-1], headdim_v), normal(device, HEADS)
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks)]
+    out, lse = fa.flash_attn_func(q, k, v, sinks=sinks, return_lse=True, **options)
+    dout, dlse = normal(device, *out.shape), normal(device, *lse.shape)
+    got = torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    arrays = [x.detach().cpu().numpy() for x in (dout, q, k, v, dlse, sinks)]
+    want = reference.standard_attention_backward(*arrays[:4], dlse=arrays[4], sinks=arrays[5], **options)
+    for x, y in zip(got, (want.dq, want.dk, want.dv, want.dsinks), strict=True):
+        close(x.cpu(), torch.from_numpy(y))
+
+
+@pytest.mark.parametrize("how", ["eager", "func", "compiled"])
+@pytest.mark.parametrize("name", ["plain", "causal", "all"])
+def test_merged_halves_of_the_keys_have_one_call_s_gradients(device, how, name):
+    """Attention over two parts of the keys, merged by lse. Causal: half of the rows see nothing of the second part,
+    whose lse is -inf there."""
+    options, half = options_of(device)[name], COLUMNS - 4
+    sinks = options.pop("sinks", None)  # in the denominator once
+
+    def part(keys, **more):
+        own = {n: x[..., keys] if n in ("bias", "mask") else x for n, x in options.items()} | more
+        if "alibi_slopes" in own:  # distances count from the corner
+            i, j = torch.arange(ROWS, device=device)[:, None], torch.arange(COLUMNS, device=device)
+            slopes = own.pop("alibi_slopes")[:, None, None]
+            own["bias"] = own["bias"] - (slopes * (i + COLUMNS - ROWS - j).abs())[..., keys]
+        if own.pop("causal", False):
+            own["mask"] = torch.ones(ROWS, COLUMNS, dtype=torch.bool, device=device).tril(COLUMNS - ROWS)[:, keys]
+        return lambda q, k, v: fa.flash_attn_func(q, k[:, keys], v[:, keys], return_lse=True, **own)
+
+    first, second = part(slice(0, half), sinks=sinks), part(slice(half, None))
+
+    def merged(q, k, v):
+        (out_a, lse_a), (out_b, lse_b) = first(q, k, v), second(q, k, v)
+        lse = torch.logaddexp(lse_a, lse_b)
+        weights = [(x - lse).exp().transpose(1, 2)[..., None] for x in (lse_a, lse_b)]
+        return weights[0] * out_a + weights[1] * out_b, lse
+
+    def loss(attend):
+        def total(*inputs):
+            out, lse = attend(*inputs)
+            return out.square().sum() + lse.sin().sum()
+
+        return total
+
+    inputs = qkv(device)
+    whole = loss(lambda *a: fa.flash_attn_func(*a, return_lse=True, sinks=sinks, **options))
+    exact = torch.func.grad(loss(lambda *a: standard(*a, sinks=sinks, **options)), (0, 1, 2))(*inputs)
+    if how == "func":
+        got, one = (torch.func.grad(f, (0, 1, 2))(*inputs) for f in (loss(merged), whole))
+    else:
+        inputs = [x.requires_grad_() for x in inputs]
+        run = (lambda f: f) if how == "eager" else (lambda f: compiled(f, inputs))
+        got, one = (torch.autograd.grad(run(f)(*inputs), inputs) for f in (loss(merged), whole))
+    for x, y, z in zip(got, one, exact, strict=True):
+        close(x, z)
+        close(y, z)
+
+
+def test_nan_for_the_gradient_of_an_lse_of_minus_infinity(device):
+    """As PyTorch gives it behind torch.where: the gradients are those of the other rows."""
+    k, q, v = qkv(device)
+    q = q.repeat_interleave(2, 2)  # 11 rows of 8 heads over 9 keys of 4: causal, the first two see nothing
+    v = v[:, :ROWS].repeat_interleave(2, 2)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = fa.flash_attn_func(*inputs, causal=True, return_lse=True)
+    assert lse[..., :2].isneginf().all() and lse[..., 2:].isfinite().all()
+    lse.register_hook(lambda dlse: seen.append(dlse.isnan().any().item()))
+    seen: list[bool] = []
+    got = torch.autograd.grad(torch.where(lse.isfinite(), lse.exp().log(), 0).sin().sum() + out.sum(), inputs)
+    assert seen == [True]
+    exact = standard(q[:, 2:], k, v, causal=True)
+    for x, y in zip(got, torch.autograd.grad(exact[1].sin().sum() + exact[0].sum(), inputs), strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("order", ["vmap_grad", "grad_vmap"])
+@pytest.mark.parametrize("argnums", [(0, 1, 2), (3,)])
+def test_vmap_and_gradient_of_lse(device, order, argnums):
+    inputs = (*qkv(device, 3), normal(device, 3, HEADS))
+
+    def loss(attend):
+        def entry(q, k, v, sinks):
+            out, lse = attend(q, k, v, sinks=sinks)
+            return out.square().sum() + lse.sin().sum()
+
+        if order == "vmap_grad":
+            return torch.vmap(torch.func.grad(entry, argnums))
+        return torch.func.grad(lambda *a: torch.vmap(entry)(*a).sum(), argnums)
+
+    got = loss(lambda *a, **o: fa.flash_attn_func(*a, return_lse=True, **o))(*inputs)
+    for x, y in zip(got, loss(standard)(*inputs), strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_loss_of_out_alone_has_no_dlse(device, how, monkeypatch):
+    given, real = [], autograd._differentiate
+
+    def watched(dout, q, k, v, out, lse, dlse, *rest):
+        given.append(dlse)
+        return real(dout, q, k, v, out, lse, dlse, *rest)
+
+    monkeypatch.setattr(autograd, "_differentiate", watched)
+    inputs = [x.requires_grad_() for x in qkv(device)]
+
+    def loss(q, k, v):
+        out, lse = fa.flash_attn_func(q, k, v, return_lse=True)
+        return out.square().sum() + lse.detach().sum()
+
+    torch.autograd.grad((loss if how == "eager" else compiled(loss, inputs))(*inputs), inputs)
+    assert given == [None]
+
+
+def test_expanded_gradient_of_lse(device):
+    """lse.sum() gives dlse of stride 0. lse is used twice, and the tape twice."""
+    inputs = [x.requires_grad_() for x in qkv(device)]
+    losses = []
+    for attend in (lambda *a: fa.flash_attn_func(*a, return_lse=True), standard):
+        out, lse = attend(*inputs)
+        losses.append(lse.sum() + (lse * lse).sum() + out.sum())
+    want = torch.autograd.grad(losses[1], inputs)
+    for _ in range(2):
+        for x, y in zip(torch.autograd.grad(losses[0], inputs, retain_graph=True), want, strict=True):
+            close(x, y)

@@ -101,6 +101,7 @@ inline const std::vector<Refusal>& refusals() {
         {"dv/misaligned", [](B& b, F&) { b.dv.data = moved(b.dv.data, 1); }, kBad, "dv.data="},
         {"dbias/misaligned", [](B& b, F&) { b.dbias.data = moved(b.dbias.data, 1); }, kBad, "dbias"},
         {"dsinks/misaligned", [](B& b, F&) { b.dsinks = moved(b.dsinks, 2); }, kBad, "dsinks"},
+        {"dlse/misaligned", [](B& b, F& f) { b.dlse = static_cast<const float*>(moved(f.lse, 2)); }, kBad, "dlse"},
         {"dq/row_stride", [](B& b, F&) { b.dq.row_stride = 0; }, kBad, "dq.row_stride=0"},
         {"dq/head_stride", [](B& b, F&) { b.dq.head_stride = 0; }, kBad, "dq.head_stride=0"},
         {"dk/batch_stride", [](B& b, F&) { b.dk.batch_stride = 0; }, kBad, "dk.batch_stride=0"},
@@ -210,6 +211,33 @@ inline void workspace_is_small(const Context& context) {
         const double inputs = 2.0 * c.batch * c.nheads * double(forward.seqlen_q) * 5 * c.headdim;
         EXPECT(double(plan.workspace_bytes) < 2 * inputs, "kernel %s wants %zu bytes, q, k, v, out and dout have %.0f", plan.kernel,
                plan.workspace_bytes, inputs);
+    }
+}
+
+// A struct of the size that it had before dlse came, with anything behind it: dlse is zero.
+inline void older_header(const Context& context) {
+    for (const std::string& kernel : context.backward_kernels) {
+        BackwardProblem b(small_case(), context.device, context.seed, context.num_threads);
+        fa_attention_args forward = b.forward_args();
+        forward.kernel = kernel.c_str(), forward.deterministic = 1;
+        fa_attention_backward_args args = b.args(&forward);
+        args.dlse = nullptr;
+        const fa_attention_plan plan = query(args);
+        if (plan.status == FA_UNSUPPORTED) continue;
+        const Workspace workspace(b.p.device, plan.workspace_bytes);
+        workspace.attach(&forward);
+        const auto run = [&] {
+            b.reset();
+            expect_ok(fa_attention_backward(&args, nullptr), "fa_attention_backward");
+            wait(b.p.device);
+            return b.outputs();
+        };
+        const std::vector<unsigned char> want = run();
+        args.struct_size = offsetof(fa_attention_backward_args, dlse), args.dlse = reinterpret_cast<const float*>(uintptr_t(1));
+        EXPECT(run() == want, "%s: what stands behind an older struct changed the gradients", kernel.c_str());
+        args.struct_size -= 1;
+        EXPECT(fa_attention_backward(&args, nullptr) == FA_BAD_ARGUMENT && std::strstr(fa_last_error(), "struct_size"), "%s",
+               fa_last_error());
     }
 }
 
@@ -431,6 +459,7 @@ inline std::vector<Test> backward_tests(uint64_t seed, bool quick) {
         {"backward/api/query/workspace_is_small", backward::workspace_is_small},
         {"backward/api/query/environment", backward::environment_forces},
         {"backward/api/empty_axes", backward::empty_axes},
+        {"backward/api/older_header", backward::older_header},
         {"backward/api/offsets_above_2^31", backward::far_apart},
         {"backward/refuses/null", backward::refuse_null},
     };

@@ -194,7 +194,7 @@ fa_status check_gradient_axis(const char* axis, int64_t extent, int64_t bias, in
 
 fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa_attention_args* forward, BackwardParams* params) {
     fa_attention_backward_args a;
-    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_backward_args", sizeof(fa_attention_backward_args), &a));
+    FA_RETURN_IF_ERROR(copy_args(args, "fa_attention_backward_args", offsetof(fa_attention_backward_args, dlse), &a));
     BackwardParams& p = *params;
     FA_RETURN_IF_ERROR(validate(a.forward, pointers, forward, &p.forward, nullptr, false));
     const fa_attention_args& f = *forward;
@@ -232,11 +232,12 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
     }
     FA_RETURN_IF_ERROR(check_pointer("dsinks", a.dsinks, 4, false));
     if (a.dsinks && !f.sinks) return fail(FA_BAD_ARGUMENT, "dsinks=%p is set, but sinks is NULL", static_cast<void*>(a.dsinks));
+    FA_RETURN_IF_ERROR(check_pointer("dlse", a.dlse, 4, false));
     FA_RETURN_IF_ERROR(check_bool("accumulate", a.accumulate));
     if (a.reserved) return fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", a.reserved);
     p.dout = view(a.dout), p.dq = view(a.dq), p.dk = view(a.dk), p.dv = view(a.dv);
     p.dbias = {a.dbias.data, a.dbias.batch_stride, a.dbias.head_stride, a.dbias.row_stride};
-    p.dsinks = a.dsinks;
+    p.dsinks = a.dsinks, p.dlse = a.dlse;
     p.accumulate = a.accumulate, p.deterministic = f.deterministic;
     return FA_OK;
 }

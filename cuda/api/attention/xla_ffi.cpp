@@ -99,7 +99,7 @@ struct BackwardCall : ForwardCall {
         if (const fa_status status = unpack(frame, "backward", &backward); status != FA_OK) return status;
         backward.forward = &attention;
         fa_attention_backward_args& b = backward;
-        return Places(frame).fill(b.dout.data, b.dq.data, b.dk.data, b.dv.data, b.dbias.data, b.dsinks);
+        return Places(frame).fill(b.dout.data, b.dq.data, b.dk.data, b.dv.data, b.dbias.data, b.dsinks, b.dlse);
     }
     fa_status launch(void* stream) const { return fa_attention_backward(&backward, stream); }
     fa_status query(fa_attention_plan* plan) const { return fa_attention_backward_query(&backward, plan); }

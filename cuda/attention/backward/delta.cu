@@ -1,5 +1,5 @@
-// delta.cu: delta_i = dout_i . out_i in float32, which the backward subtracts from dP. Laid out like lse. One warp a row; bound by one read
-// of out and dout.
+// delta.cu: delta_i = dout_i . out_i - dlse_i in float32, which the backward subtracts from dP. Laid out like lse. One warp a row; bound by
+// one read of out and dout.
 #include "attention/common/online_softmax.cuh"
 #include "attention/kernels.h"
 #include "common/element.cuh"
@@ -15,7 +15,7 @@ struct DeltaParams {
     float* delta;
 };
 
-// A varlen call is one batch entry of total_q rows. Rows that belong to no sequence get a delta that nobody reads.
+// A varlen call is one batch entry of total_q rows. Nobody reads the delta of a row that belongs to no sequence, or that has lse = -inf.
 int64_t rows_of(const AttentionParams& p) { return p.cu_seqlens_q ? p.total_q : int64_t(p.batch) * p.seqlen_q; }
 
 template <typename T>
@@ -32,7 +32,9 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
     float sum = 0;
     for (int d = lane; d < p.headdim_v; d += kWarp) sum = fmaf(to_float(dout[d]), to_float(out[d]), sum);
     sum = reduce_sum<kWarp>(sum);
-    if (lane == 0) params.delta[(batch * p.nheads + head) * rows + i] = sum;
+    if (lane > 0) return;
+    const int64_t place = (batch * p.nheads + head) * rows + i;
+    params.delta[place] = b.dlse ? sum - b.dlse[place] : sum;
 }
 
 }  // namespace

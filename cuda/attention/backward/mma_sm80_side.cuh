@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(kSideThreads) before_kernel(const __grid_const
     const T* dout =
         static_cast<const T*>(params.backward.dout.data) + gradients_of(params.backward, b).dout + head * params.backward.dout.head;
     const float* lse = p.lse + lse_offset(p, s, head);
+    const float* dlse = params.backward.dlse ? params.backward.dlse + lse_offset(p, s, head) : nullptr;
     float* rows = params.workspace.rows + place * 2 * kBlockM;
     const int column = threadIdx.x % kLanes * 8;
     const bool aligned = params.aligned_out && params.aligned_dout;
@@ -51,8 +52,10 @@ __global__ void __launch_bounds__(kSideThreads) before_kernel(const __grid_const
         for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(kFullWarp, sum, lane);
         if (r < kBlockM && column == 0) {
             const float own = i < s.seqlen_q ? lse[i] : -INFINITY;
-            rows[r] = own == -INFINITY ? INFINITY : own * kLog2e;
-            rows[kBlockM + r] = sum;
+            const bool empty = own == -INFINITY;  // P = 0, and so must P (dP - delta) be, whatever dlse holds
+            if (!empty && dlse) sum -= dlse[i];
+            rows[r] = empty ? INFINITY : own * kLog2e;
+            rows[kBlockM + r] = empty ? 0.0f : sum;
         }
     }
 }

@@ -1,6 +1,6 @@
 // simple.cu: the gradients of attention on one page. Any head dim, dtype, mask, option and stride: the path that always works.
 //
-//     P_ij = exp(S_ij - lse_i)     dP_ij = dout_i . v_j     dS_ij = P_ij (dP_ij - delta_i) slope_ij     delta_i = dout_i . out_i
+//     P_ij = exp(S_ij - lse_i)     dP_ij = dout_i . v_j     delta_i = dout_i . out_i - dlse_i     dS_ij = P_ij (dP_ij - delta_i) slope_ij
 //     dv_j = sum_i P_ij dout_i     dk_j = scale sum_i dS_ij q_i     dq_i = scale sum_j dS_ij k_j
 //
 // slope is 1 without softcap. S is computed again from q and k, so nothing of size seqlen_q x seqlen_k is ever stored. Two kernels are

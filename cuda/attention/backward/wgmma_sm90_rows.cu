@@ -1,6 +1,6 @@
 // wgmma_sm90_rows.cu: the row-by-row kernels before and after the main kernel of the Hopper backward.
-//     before   computes delta = rowsum(dout * out); converts lse to exponents of 2, with +inf past the end so that P = 0; writes zeros to
-//              the sums of dQ where blocks add whenever they come
+//     before   computes delta = rowsum(dout * out) - dlse; converts lse to exponents of 2, with +inf past the end so that P = 0; writes
+//              zeros to the sums of dQ where blocks add whenever they come
 //     after    brings dQ from accumulator order to rows and multiplies it by softmax_scale
 // Both are bound by memory: 16 bytes a lane, a block for every tile of queries.
 #include <cmath>
@@ -80,9 +80,12 @@ __global__ void __launch_bounds__(kThreads) before_kernel(const __grid_constant_
         for (int i = kLanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
         if (lane == 0) {
             const int64_t place = at.tile * kBlockM + quad_order(r);
-            const float lse = row < at.s.seqlen_q ? p.lse[lse_offset(p, at.s, at.head) + row] : -INFINITY;
-            params.tiles.lse[place] = lse == -INFINITY ? INFINITY : lse * kLog2e;
-            params.tiles.delta[place] = lse == -INFINITY ? 0.0f : sum;
+            const int64_t own = lse_offset(p, at.s, at.head) + row;
+            const float lse = row < at.s.seqlen_q ? p.lse[own] : -INFINITY;
+            const bool empty = lse == -INFINITY;  // P = 0, and so must P (dP - delta) be, whatever dlse holds
+            if (!empty && params.b.dlse) sum -= params.b.dlse[own];
+            params.tiles.lse[place] = empty ? INFINITY : lse * kLog2e;
+            params.tiles.delta[place] = empty ? 0.0f : sum;
         }
     }
     if (threadIdx.x == 0) params.tiles.turn[at.tile] = 0;

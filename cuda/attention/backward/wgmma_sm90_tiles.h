@@ -43,7 +43,7 @@ struct QueryTiles {
     float* dq;     // (heads, tiles, block_m * columns): sums of dS K, each tile in the order of the accumulators that hold it
     int* turn;     // (heads, tiles): the counter that says who may add to dq (wgmma_sm90_turns.cuh)
     float* lse;    // (heads, tiles, block_m), in quad_order: exponents of 2; +inf for rows that see no key and rows past the end
-    float* delta;  // (heads, tiles, block_m), in quad_order: rowsum(dout * out)
+    float* delta;  // (heads, tiles, block_m), in quad_order: rowsum(dout * out) - dlse
     int block_m, block_n, columns;
     int blocks;     // that share keys; each adds its own columns of dq
     bool zeroed;    // dq starts as zeros; else the first key block that reaches a tile writes it, and the others wait until it has

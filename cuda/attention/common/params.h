@@ -91,7 +91,8 @@ struct BackwardParams {
     AttentionParams forward;  // out and lse are inputs now; workspace and num_threads are the backward call's
     TensorView dout, dq, dk, dv;
     ScoreGradient dbias;
-    float* dsinks;  // (nheads)
+    float* dsinks;      // (nheads)
+    const float* dlse;  // laid out like lse; nullptr = zero
     bool accumulate, deterministic;
 };
 

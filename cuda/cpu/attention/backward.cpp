@@ -119,8 +119,9 @@ struct Backward {
         const int32_t first = block * kBlockRows, rows = std::min(kBlockRows, s.seqlen_q - first);
         if (rows <= 0) return;
         const GradientSequence g = gradients_of(b, batch);
-        kernel.delta(b, s.out + head * p.out.head + first * p.out.row, g.dout + head * b.dout.head + first * b.dout.row, rows,
-                     delta + lse_offset(p, s, head) + first);
+        const int64_t own = lse_offset(p, s, head) + first;
+        kernel.delta(b, s.out + head * p.out.head + first * p.out.row, g.dout + head * b.dout.head + first * b.dout.row, rows, delta + own);
+        for (int32_t i = 0; b.dlse && i < rows; ++i) delta[own + i] -= b.dlse[own + i];
         const KeyRange tiles = tiles_of(s, block);
         new (&turn(s, batch, head, block)) Turn(tiles.begin);
         if (tiles.begin < tiles.end) return;

@@ -1,7 +1,8 @@
 // backward_naive.cpp: the gradients of standard attention, one row of S at a time. These loops define the backward pass. They are slow, and
 // the results do not depend on the number of threads.
 //
-//     P_ij = exp(S_ij - lse_i)      dP_ij = dout_i . v_j      delta_i = dout_i . out_i      dS_ij = P_ij (dP_ij - delta_i)
+//     P_ij = exp(S_ij - lse_i)      dP_ij = dout_i . v_j
+//     delta_i = dout_i . out_i - dlse_i      dS_ij = P_ij (dP_ij - delta_i)
 //     dv_j = sum_i P_ij dout_i      dk_j = sum_i dS_ij slope_ij q_i      dq_i = sum_j dS_ij slope_ij k_j
 //     dbias_ij = dS_ij, summed over the broadcast axes of bias      dsink = -sum_i exp(sink - lse_i) delta_i
 // slope is d S_ij / d (q_i . k_j). Dropout multiplies dP, and the P of dv, by 0 or 1 / (1 - p).
@@ -55,7 +56,7 @@ float delta(const BackwardParams& b, const Head& h, int32_t i) {
     float sum = 0;
     for (int32_t d = 0; d < p.headdim_v; ++d)
         sum += load(b.dout.data, h.dout + i * b.dout.row + d, p.dtype) * load(p.out.data, h.out + i * p.out.row + d, p.dtype);
-    return sum;
+    return b.dlse ? sum - b.dlse[h.lse + i] : sum;
 }
 
 // Fills `row` for query i, and returns the number of keys that the query sees.

@@ -33,7 +33,7 @@ struct QueryBlock {
     int32_t head, first, rows;
     int32_t begin[kBlockRows], end[kBlockRows];  // the keys that causal and window leave to a row; none for an empty row
     const float* lse;                            // of the rows
-    const float* delta;                          // rowsum(dout * out)
+    const float* delta;                          // rowsum(dout * out) - dlse
     float *q, *dq;                               // (rows, ld_k); dq without softmax_scale
     float* dout;                                 // (rows, ld_v)
     float *p, *ds;                               // (rows, kPanelKeys)
@@ -44,7 +44,7 @@ struct QueryBlock {
 
 struct BackwardTileKernel {
     int lanes;
-    void (*delta)(const BackwardParams&, int64_t out, int64_t dout, int rows, float* delta);  // offsets of the first row
+    void (*delta)(const BackwardParams&, int64_t out, int64_t dout, int rows, float* delta);  // rowsum(dout * out); offsets of row 0
     void (*load_keys)(KeyTile&);                                                              // dK = dV = 0
     void (*add_block)(const KeyTile&, QueryBlock&);                                   // dK, dV += the block's part; dQ = the tile's part
     void (*add_bias)(const KeyTile&, QueryBlock&, float* dbias, int64_t row_stride);  // dbias[block, tile] += dS

@@ -18,7 +18,7 @@ class Backward(Forward):
     """backward, dense and varlen."""
 
     DEFAULTS = Forward.DEFAULTS | {
-        "out": True, "given": [], "accumulate": False, "return_dbias": False, "return_dsinks": False,
+        "out": True, "given": [], "accumulate": False, "return_dbias": False, "return_dsinks": False, "dlse": False,
     }  # fmt: skip
     REQUIRED = ("q", "k", "v", "dout", "out", "lse")
     LOOSE: dict[str, tuple[int, ...]] = {}
@@ -51,6 +51,7 @@ class Backward(Forward):
         rank = 4 if spec.get("lens") is None else 3
         ranks = dict.fromkeys(("q", "k", "v", "out", "dout", *spec["given"]), rank)
         spec["layouts"] = draw.layouts(ranks | self._option_ranks(spec), backend, outputs=(*names, "out"))
+        spec["dlse"] = draw.option(0.3)
         return spec
 
     def adds(self, spec) -> bool:
@@ -69,13 +70,15 @@ class Backward(Forward):
         shapes["dout"] = shapes["out"]
         heads, rows = shapes["q"][-2], shapes["q"][-3]
         shapes["lse"] = (heads, rows) if self.get(spec, "lens") is not None else (shapes["q"][0], heads, rows)
+        if self.get(spec, "dlse"):
+            shapes["dlse"] = shapes["lse"]
         return shapes | {f"d{name}": shapes[name] for name in "qkv" if f"d{name}" in self.get(spec, "given")}
 
     def arrays(self, spec):
         found = super().arrays({**spec, "out": True})
         for name in found:
             array = found[name]
-            dtype = "float32" if name == "lse" else array.dtype
+            dtype = "float32" if name in ("lse", "dlse") else array.dtype
             found[name] = dataclasses.replace(array, dtype=dtype, output=name in self.get(spec, "given"))
         return found
 
@@ -91,10 +94,14 @@ class Backward(Forward):
         out, lse = self.attend(spec, values, reference._standard)
         values["lse"] = lse.astype(np.float32)
         values["out"] = round_to(out, dtype)
+        if self.get(spec, "dlse"):
+            values["dlse"][np.isneginf(lse)] = np.nan
         if self.get(spec, "lens") is not None:
             covered = self._cu(spec)[0][-1]
             values["out"][covered:] = np.nan
             values["lse"][:, covered:] = np.nan
+            if self.get(spec, "dlse"):
+                values["dlse"][:, covered:] = np.nan
             if "repeat" not in layouts.get("dout", {}):
                 values["dout"][covered:] = np.nan
         return values
@@ -109,7 +116,7 @@ class Backward(Forward):
         return options
 
     def query(self, spec, views, options):
-        names = ("dout", "out", "lse", "dq", "dk", "dv")
+        names = ("dout", "dlse", "out", "lse", "dq", "dk", "dv")
         views = {k: v for k, v in views.items() if k not in names}
         options = {k: v for k, v in options.items() if k not in ("accumulate", "return_dbias", "return_dsinks")}
         return backward_query(**views, **options)
@@ -140,19 +147,23 @@ class Backward(Forward):
     def _gradients(self, spec, values, one) -> reference.Gradients:
         arrays = [clean(values[name]) for name in ("dout", "q", "k", "v")]
         scores = self._scores(spec, values)
+        if self.get(spec, "dlse"):
+            scores["dlse"] = clean(values["dlse"])
         if self.get(spec, "lens") is None:
             return one(*arrays, **scores)
         return reference.varlen_backward(one, *arrays, *self._cu(spec), **scores)
 
     def _noise(self, spec, values) -> dict[str, float]:
         """The error that a gradient may have where it is 0. dP - delta is the difference of two float32 sums of
-        headdim_v terms, and a gradient sums it over rows or columns."""
+        headdim_v terms, one of them less dlse, and a gradient sums it over rows or columns."""
         q, k, v, dout = (clean(values[name]) for name in ("q", "k", "v", "dout"))
         scale = q.shape[-1] ** -0.5 if self.get(spec, "softmax_scale") is None else abs(self.get(spec, "softmax_scale"))
         longest = [float(np.linalg.norm(x, axis=-1).max(initial=0)) for x in (dout, v)]
         one = 2.0**-23 * (1 + v.shape[-1] ** 0.5 / 8) * longest[0] * longest[1]
         # delta comes from a rounded out; the plain implementation's error of it may be small by luck
         one += EPSILON[self.get(spec, "dtype")] / 8 * longest[0] * longest[1] / max(v.shape[-1], 1) ** 0.5
+        if self.get(spec, "dlse"):
+            one += 2.0**-23 * float(np.abs(clean(values["dlse"])).max(initial=0))
         rows = (q.size / max(q.shape[-1], 1)) ** 0.5
         largest = {name: float(np.abs(x).max(initial=0)) for name, x in (("dq", k), ("dk", q))}
         return {

@@ -119,7 +119,7 @@ def rounding_floor(q: np.ndarray, k: np.ndarray, softmax_scale: float | None = N
     return 1e-5 + 2.0**-24 * scale * longest[0] * longest[1]
 
 
-def plain_backward_head(head: reference.Head, dout: np.ndarray, dtype: str):
+def plain_backward_head(head: reference.Head, dout: np.ndarray, dlse: np.ndarray, dtype: str):
     """The gradients as one writes them on a GPU: fp32 sums and softmax; P, dS and the results rounded to dtype. out and
     lse are those that the kernels are given."""
     f = np.float32
@@ -143,6 +143,7 @@ def plain_backward_head(head: reference.Head, dout: np.ndarray, dtype: str):
         p = np.where(seen, np.exp(s - np.where(np.isneginf(lse), f(0), lse)[:, None]), f(0))
         kept = np.asarray(head.kept(everything, everything), f)
         delta = (dout * out.astype(f)).sum(axis=1, dtype=f)
+        delta = np.where(np.isneginf(lse), f(0), delta - dlse.astype(f))
         ds = np.where(seen, p * ((dout @ v.T) * kept - delta[:, None]), f(0))
         sink = -np.sum(np.exp(f(head.sink) - lse, where=~np.isneginf(lse), out=np.zeros_like(lse)) * delta)
         raw = round_to(np.where(seen, ds * slope, f(0)), dtype).astype(np.float64)
