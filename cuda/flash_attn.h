@@ -43,7 +43,8 @@ typedef enum fa_status {
     FA_UNSUPPORTED = 2,         /* a legal call that no kernel of this build, or not the forced one, serves: the text says why */
     FA_WORKSPACE_TOO_SMALL = 3, /* the query of the function gives the size */
     FA_CUDA_ERROR = 4,          /* the CUDA runtime refused: no device, failed launch, an earlier asynchronous fault */
-    FA_OUT_OF_MEMORY = 5        /* the host has no memory left to start threads */
+    FA_OUT_OF_MEMORY = 5,       /* the host has no memory left to start threads */
+    FA_RANK_LOST = 6            /* flash_attn_distributed.h: another rank of the group is late, has ended, or broke off: the group is over */
 } fa_status;
 
 typedef enum fa_device { FA_CPU = 1, FA_CUDA = 2 } fa_device;

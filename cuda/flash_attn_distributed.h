@@ -17,8 +17,8 @@
  * Rules beyond those of flash_attn.h
  *   - A function whose text says "collective" is called by every rank of the group, each from a thread (or process) of its own. It waits
  *     on the host until all ranks have called, at most the group's timeout, and compares what they ask for. Its GPU work is asynchronous.
- *   - Where one rank cannot go on, all ranks return a status other than FA_OK, and fa_last_error() names the rank and the reason. Before any
- *     work was enqueued the group stays usable. After a timeout, a lost rank or a CUDA error it does not: every call returns the reason.
+ *   - Where one rank cannot go on, all ranks return a status other than FA_OK, and fa_last_error() names the rank and the reason. Before
+ * any work was enqueued the group stays usable. After a timeout, a lost rank or a CUDA error it does not: every call returns the reason.
  *   - The same arguments give the same bits on the same number of ranks. (dq of a GPU: with `deterministic`.)
  */
 #ifndef FLASH_ATTN_DISTRIBUTED_H
@@ -50,7 +50,7 @@ typedef struct fa_group_args {
     int32_t rank;
     int32_t size;         /* ranks: 1 .. 1024 */
     int32_t device;       /* fa_device */
-    int32_t device_index; /* CUDA: the ordinal of this rank's GPU. Two ranks may not share a GPU */
+    int32_t device_index; /* CUDA: the ordinal of this rank's GPU; ranks may share one */
     int32_t reserved;
     int64_t timeout_ms;       /* how long a collective waits for the other ranks; 0 = 30000 */
     fa_all_gather all_gather; /* called by fa_group_create, and for FA_GROUP_NCCL also by later collectives */
@@ -98,45 +98,45 @@ typedef enum fa_mode { FA_MODE_AUTO = 0, FA_MODE_GATHER = 1, FA_MODE_ULYSSES = 2
 
 typedef struct fa_distributed_args {
     size_t struct_size;
-    /* The rank's part of the call: device, dtype, heads and head dims, q, k, v, out, lse, the options, the workspace. total_q and total_k are
-     * rows_q and rows_k; batch, seqlen_q, seqlen_k, cu_seqlens and parts are not read: the fields below say them. Bias, mask: row i of
+    /* The rank's part of the call: device, dtype, heads and head dims, q, k, v, out, lse, the options, the workspace. total_q and total_k
+     * are rows_q and rows_k; batch, seqlen_q, seqlen_k, cu_seqlens and parts are not read: the fields below say them. Bias, mask: row i of
      * sequence b is the rank's i-th row of this sequence; columns count all keys of the sequence. */
     const fa_attention_args* attention;
     const int32_t* cu_seqlens_q; /* (batch + 1) in host memory: the whole sequences, the same on every rank */
     const int32_t* cu_seqlens_k; /* NULL = cu_seqlens_q */
     int32_t batch;
-    int32_t layout;  /* fa_layout */
-    int32_t mode;    /* fa_mode */
-    int32_t groups;  /* pieces of heads whose transfers run behind the work on other pieces; 0 = the library chooses */
+    int32_t layout; /* fa_layout */
+    int32_t mode;   /* fa_mode */
+    int32_t groups; /* pieces of heads whose transfers run behind the work on other pieces; 0 = the library chooses */
 } fa_distributed_args;
 
 /* What a call would do on one rank. */
 typedef struct fa_distributed_plan {
     size_t struct_size;
-    int32_t status;          /* that the call would return, but for the workspace */
-    int32_t mode;            /* that it would take */
+    int32_t status; /* that the call would return, but for the workspace */
+    int32_t mode;   /* that it would take */
     int32_t groups;
-    int32_t calls;           /* launches of attention */
-    int64_t rows_q, rows_k;  /* of the rank */
-    size_t workspace_bytes;  /* of attention->workspace */
-    size_t shared_bytes;     /* of fa_group_reserve: the most that any rank needs */
-    int64_t received_bytes;  /* by this rank */
-    char why_not[1472];      /* one line for each mode that does not serve the call, "mode: reason" */
+    int32_t calls;          /* launches of attention */
+    int64_t rows_q, rows_k; /* of the rank */
+    size_t workspace_bytes; /* of attention->workspace */
+    size_t shared_bytes;    /* of fa_group_reserve: the most that any rank needs */
+    int64_t received_bytes; /* by this rank */
+    char why_not[1472];     /* one line for each mode that does not serve the call, "mode: reason" */
 } fa_distributed_plan;
 
 /* Host only, and not collective: no group is needed. `kind` is the fa_group_kind. Data pointers may be NULL. */
-FA_API fa_status fa_distributed_query(const fa_distributed_args* args, int32_t kind, int32_t rank, int32_t size,
-                                      fa_distributed_plan* plan);
+FA_API fa_status fa_distributed_query(const fa_distributed_args* args, int32_t kind, int32_t rank, int32_t size, fa_distributed_plan* plan);
 
 /* Collective. Errors: every fa_status. */
 FA_API fa_status fa_distributed_forward(fa_group* group, const fa_distributed_args* args, void* stream);
 
-/* attention->out and attention->lse are inputs, as in fa_attention_backward. dbias holds the rank's own rows: an axis of stride 0 is summed
- * over the rows of this rank alone. dsinks is the sum over all ranks, the same bits on each. `forward` in the args below is not read. */
+/* attention->out and attention->lse are inputs, as in fa_attention_backward. The gradient of the rank's own rows of the bias is
+ * added to what dbias holds; an axis of stride 0 is summed over the rows of this rank alone. dsinks is the sum over all ranks, the same
+ * bits on each. gradients->forward is not read. */
 typedef struct fa_distributed_backward_args {
     size_t struct_size;
-    const fa_distributed_args* forward;           /* the arguments of the forward call */
-    const fa_attention_backward_args* gradients;  /* dout, dq, dk, dv, dbias, dsinks, dlse; accumulate must be 0 */
+    const fa_distributed_args* forward;          /* the arguments of the forward call */
+    const fa_attention_backward_args* gradients; /* dout, dq, dk, dv, dbias, dsinks, dlse; accumulate must be 0 */
 } fa_distributed_backward_args;
 
 FA_API fa_status fa_distributed_backward_query(const fa_distributed_backward_args* args, int32_t kind, int32_t rank, int32_t size,
@@ -168,11 +168,14 @@ typedef struct fa_distributed_merge_args {
     int32_t nheads;
     int32_t headdim_v;
     int64_t rows;
-    fa_tensor out;  /* (rows, nheads, headdim_v) */
-    float* lse;     /* (nheads, rows), contiguous */
+    fa_tensor out; /* (rows, nheads, headdim_v) */
+    float* lse;    /* (nheads, rows), contiguous */
+    void* workspace;
+    size_t workspace_bytes;
 } fa_distributed_merge_args;
 
-FA_API size_t fa_distributed_merge_shared_bytes(const fa_distributed_merge_args* args);
+FA_API fa_status fa_distributed_merge_query(const fa_distributed_merge_args* args, int32_t kind, int32_t rank, int32_t size,
+                                            fa_distributed_plan* plan);
 FA_API fa_status fa_distributed_merge(fa_group* group, const fa_distributed_merge_args* args, void* stream);
 
 #ifdef __cplusplus

@@ -44,14 +44,26 @@ void Parts::add(const Problem& p, const Segment& segment, Interval keys, int64_t
 }
 
 Walk::Walk(const Problem& problem, Needs* counted)
-    : problem_(problem), counted_(counted), pushes_(problem.kind == FA_GROUP_NCCL), stages_(problem.kind == FA_GROUP_PROCESSES),
-      scratch_base_(reinterpret_cast<char*>(kCountedScratch)), shared_base_(reinterpret_cast<char*>(kCountedShared)) {}
+    : problem_(problem),
+      counted_(counted),
+      pushes_(problem.kind == FA_GROUP_NCCL),
+      stages_(problem.kind == FA_GROUP_PROCESSES),
+      scratch_base_(reinterpret_cast<char*>(kCountedScratch)),
+      shared_base_(reinterpret_cast<char*>(kCountedShared)) {}
 
 Walk::Walk(const Problem& problem, const Needs& needs, Transport& transport, Meeting& meeting, void* stream)
-    : problem_(problem), transport_(&transport), meeting_(&meeting), stream_(stream), side_(transport.side_stream()),
-      pushes_(problem.kind == FA_GROUP_NCCL), stages_(transport.stages()),
-      scratch_base_(static_cast<char*>(align_up(problem.a.workspace, kAlign))), shared_base_(transport.shared()),
-      nested_bytes_(needs.nested), own_(kMostPublished), published_(size_t(problem.size) * kMostPublished) {
+    : problem_(problem),
+      transport_(&transport),
+      meeting_(&meeting),
+      stream_(stream),
+      side_(transport.side_stream()),
+      pushes_(problem.kind == FA_GROUP_NCCL),
+      stages_(transport.stages()),
+      scratch_base_(static_cast<char*>(align_up(problem.a.workspace, kAlign))),
+      shared_base_(transport.shared()),
+      nested_bytes_(needs.nested),
+      own_(kMostPublished),
+      published_(size_t(problem.size) * kMostPublished) {
     char* end = scratch_base_ + needs.workspace - kAlign;  // the launches' own workspaces lie at the end
     nested_[1] = end - needs.nested, nested_[0] = nested_[1] - needs.nested;
     if (pushes_) transport.stage_at(shared_base_ + needs.shared);
@@ -120,22 +132,26 @@ fa_status Walk::launch(fa_attention_args& args, int64_t i, const Run& run, const
 }
 
 fa_status Walk::attend(fa_attention_args args, int64_t i) {
-    return launch(args, i, [&](void* stream) { return fa_attention_forward(&args, stream); },
-                  [&](fa_attention_plan* plan) { return fa_attention_query(&args, plan); });
+    return launch(
+        args, i, [&](void* stream) { return fa_attention_forward(&args, stream); },
+        [&](fa_attention_plan* plan) { return fa_attention_query(&args, plan); });
 }
 
 fa_status Walk::differentiate(fa_attention_args args, fa_attention_backward_args gradients, int64_t i) {
     gradients.struct_size = sizeof gradients, gradients.forward = &args;
     if (!runs())
-        hide_counted(gradients.dout.data), hide_counted(gradients.dq.data), hide_counted(gradients.dk.data), hide_counted(gradients.dv.data);
-    return launch(args, i, [&](void* stream) { return fa_attention_backward(&gradients, stream); },
-                  [&](fa_attention_plan* plan) { return fa_attention_backward_query(&gradients, plan); });
+        hide_counted(gradients.dout.data), hide_counted(gradients.dq.data), hide_counted(gradients.dk.data),
+            hide_counted(gradients.dv.data);
+    return launch(
+        args, i, [&](void* stream) { return fa_attention_backward(&gradients, stream); },
+        [&](fa_attention_plan* plan) { return fa_attention_backward_query(&gradients, plan); });
 }
 
 fa_status Walk::decode(fa_attention_args args, fa_kvcache_args cache) {
     cache.attention = &args;
-    return launch(args, 0, [&](void* stream) { return fa_kvcache_attention(&cache, stream); },
-                  [&](fa_attention_plan* plan) { return fa_kvcache_query(&cache, plan); });
+    return launch(
+        args, 0, [&](void* stream) { return fa_kvcache_attention(&cache, stream); },
+        [&](fa_attention_plan* plan) { return fa_kvcache_query(&cache, plan); });
 }
 
 fa_attention_args bare_args(const Problem& p) {
@@ -226,9 +242,8 @@ fa_status sum_sinks(Walk& w, const Problem& p, int32_t count) {
     const int64_t width = int64_t(p.a.nheads) * 4;
     char* parts = w.scratch(width * count * p.size);
     std::vector<Copy> copies;
-    w.each_pair([&](int source, int target) {
-        w.add(copies, source, target, kSinks, 0, 0, parts + source * count * width, width, width, count);
-    });
+    w.each_pair(
+        [&](int source, int target) { w.add(copies, source, target, kSinks, 0, 0, parts + source * count * width, width, width, count); });
     FA_RETURN_IF_ERROR(w.move(copies, kTotals));
     FA_RETURN_IF_ERROR(w.arrive());
     if (!w.runs()) return FA_OK;

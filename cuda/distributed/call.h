@@ -18,9 +18,9 @@ enum class Operation : int32_t { kForward = 1, kBackward, kDecode, kMerge };
 // A checked call. Byte strides are those of the rank's own arrays.
 struct Problem {
     Operation operation;
-    fa_attention_args a;            // of the rank; total_q, total_k, and everything that describes sequences, are not used
-    fa_attention_backward_args g;   // the gradients of a backward call
-    fa_kvcache_args cache;          // of a decode call
+    fa_attention_args a;           // of the rank; total_q, total_k, and everything that describes sequences, are not used
+    fa_attention_backward_args g;  // the gradients of a backward call
+    fa_kvcache_args cache;         // of a decode call
     std::vector<int32_t> cu_q, cu_k;
     int32_t batch, rank, size, kind, mode, groups;
     fa_layout layout;
@@ -44,7 +44,9 @@ struct Problem {
     Interval keys_of(const Segment& s) const { return window.keys(s, seqlen_q(s.sequence), seqlen_k(s.sequence), a.dropout_p > 0 ? 8 : 1); }
     RowsShape rows(int64_t count, int32_t heads, int64_t dim) const;
 
-    static int64_t rows_of(const std::vector<Segment>& segments) { return segments.empty() ? 0 : segments.back().row + segments.back().length(); }
+    static int64_t rows_of(const std::vector<Segment>& segments) {
+        return segments.empty() ? 0 : segments.back().row + segments.back().length();
+    }
 
 private:
     static int64_t longest(const std::vector<int32_t>& cu);
@@ -65,10 +67,10 @@ struct Needs {
 // The parts of one launch of attention: some segments of this rank, and the keys in a buffer that they see.
 struct Parts {
     std::vector<fa_part> part;
-    std::vector<int32_t> row;           // first row of q of each part; ascending
+    std::vector<int32_t> row;              // first row of q of each part; ascending
     std::vector<int64_t> row_in_sequence;  // how many rows of the sequence the rank has before it: the row of bias and mask
     int64_t longest_q = 0, longest_k = 0;
-    bool empty = true;                  // no part has a key
+    bool empty = true;  // no part has a key
     // Queries of `segment` see keys `keys` of its sequence, the first of which is in row key_row of the buffer.
     void add(const Problem& p, const Segment& segment, Interval keys, int64_t key_row);
 };
@@ -84,10 +86,12 @@ struct PartArrays {
 
 class Walk {
 public:
-    Walk(const Problem& problem, Needs* counted);                                                     // counts
+    Walk(const Problem& problem, Needs* counted);                                                            // counts
     Walk(const Problem& problem, const Needs& needs, Transport& transport, Meeting& meeting, void* stream);  // runs
 
     bool runs() const { return transport_ != nullptr; }
+    enum class Stage { kBefore, kMet, kAgreed };  // of `begin`: the ranks have met, and all go on
+    Stage stage() const { return stage_; }
     void* stream(int64_t i = 0) const { return i % 2 && side_ ? side_ : stream_; }
 
     // Memory until the end of the call: of the caller's workspace, and of the memory that other ranks can read.
@@ -114,8 +118,8 @@ public:
         for (int r = 0; pushes_ && r < problem_.size; ++r)
             if (r != problem_.rank) body(problem_.rank, r);
     }
-    // Puts a copy on a list: `rows` rows of `width` bytes, from row `row` and byte `column` of an array to `to` of the target, whose rows are
-    // to_pitch bytes apart. Copies that continue the last one join it.
+    // Puts a copy on a list: `rows` rows of `width` bytes, from row `row` and byte `column` of an array to `to` of the target, whose rows
+    // are to_pitch bytes apart. Copies that continue the last one join it.
     void add(std::vector<Copy>& copies, int source, int target, Array array, int64_t row, int64_t column, char* to, int64_t to_pitch,
              int64_t width, int64_t rows) const;
     fa_status move(const std::vector<Copy>& copies, int32_t after);
@@ -143,6 +147,7 @@ private:
     Transport* transport_ = nullptr;
     Meeting* meeting_ = nullptr;
     void *stream_ = nullptr, *side_ = nullptr;
+    Stage stage_ = Stage::kBefore;
     bool pushes_, stages_;
     size_t scratch_ = 0, shared_ = 0;
     char *scratch_base_, *shared_base_;
@@ -166,7 +171,8 @@ inline fa_tensor packed(char* data, int64_t heads, int64_t dim) { return {data, 
 // dsinks of all ranks added up: every rank has published `count` sets of nheads floats as kSinks.
 fa_status sum_sinks(Walk& w, const Problem& p, int32_t count);
 
-// A launch of attention over packed rows of q, some of whose keys lie in a buffer: the struct with everything but arrays, sequences and heads.
+// A launch of attention over packed rows of q, some of whose keys lie in a buffer: the struct with everything but arrays, sequences and
+// heads.
 fa_attention_args bare_args(const Problem& p);
 // Makes a launch one of these heads: of ALiBi slopes, sinks, bias, mask, and dropout.
 void select_heads(fa_attention_args& args, const Problem& p, int32_t first, int32_t count, int32_t count_k);

@@ -1,5 +1,5 @@
-// decode.cpp: results over disjoint keys, one of each rank, become the result over all keys. Decode makes such a result from a rank's shard of
-// the cache; merge is given one.
+// decode.cpp: results over disjoint keys, one of each rank, become the result over all keys. Decode makes such a result from a rank's shard
+// of the cache; merge is given one.
 #include "distributed/call.h"
 
 namespace fa::distributed {
@@ -56,7 +56,8 @@ fa_status merge(Walk& w, const Problem& p) {
         RowsShape floats = p.rows(p.a.nheads, 1, part.rows);
         floats.dtype = DType::kFloat32;
         const int64_t row = p.a.nheads * p.headdim_v;
-        FA_RETURN_IF_ERROR(launch_sum(p.rows(part.rows, p.a.nheads, p.headdim_v), {part.out, row, p.headdim_v}, p.a.out.data, 0, 1, w.stream()));
+        FA_RETURN_IF_ERROR(
+            launch_sum(p.rows(part.rows, p.a.nheads, p.headdim_v), {part.out, row, p.headdim_v}, p.a.out.data, 0, 1, w.stream()));
         FA_RETURN_IF_ERROR(launch_sum(floats, {part.lse, part.rows, part.rows}, p.a.lse, 0, 1, w.stream()));
     }
     return merge_ranks(w, p, part);

@@ -2,8 +2,8 @@
 // parts of ordinary calls: no partial results, and any option of one device's call.
 //
 // Forward: key heads come in pieces, so that all but the first arrive while attention works on those before.
-// Backward: the gradients of keys are parts, one from each rank, or two where a rank has two segments of a sequence. Their owner adds them up
-// in float32, in the order of the ranks.
+// Backward: the gradients of keys are parts, one from each rank, or two where a rank has two segments of a sequence. Their owner adds them
+// up in float32, in the order of the ranks.
 #include <algorithm>
 
 #include "distributed/call.h"

@@ -13,9 +13,37 @@ struct Announcement {
     int32_t status, reserved;
     char text[320];
     enum Field {
-        kOperation, kMode, kLayout, kGroups, kBatch, kHeads, kHeadsK, kHeaddim, kHeaddimV, kDtype, kDevice, kTotalQ, kTotalK, kLengthsQ,
-        kLengthsK, kCausal, kTopLeft, kWindowLeft, kWindowRight, kScale, kSoftcap, kDropoutP, kDropoutSeed, kDropoutOffset, kWantsLse,
-        kHasBias, kHasMask, kHasAlibi, kHasSinks, kWantsDsinks, kFields
+        kOperation,
+        kMode,
+        kLayout,
+        kGroups,
+        kBatch,
+        kHeads,
+        kHeadsK,
+        kHeaddim,
+        kHeaddimV,
+        kDtype,
+        kDevice,
+        kTotalQ,
+        kTotalK,
+        kLengthsQ,
+        kLengthsK,
+        kCausal,
+        kTopLeft,
+        kWindowLeft,
+        kWindowRight,
+        kScale,
+        kSoftcap,
+        kDropoutP,
+        kDropoutSeed,
+        kDropoutOffset,
+        kWantsLse,
+        kHasBias,
+        kHasMask,
+        kHasAlibi,
+        kHasSinks,
+        kWantsDsinks,
+        kFields
     };
     int64_t field[kFields];
     Published published[kMostPublished];
@@ -25,13 +53,36 @@ static_assert(sizeof(Announcement) <= kMessageBytes, "an announcement is one mes
 constexpr struct {
     const char* name;
     bool real;  // the bits of a float
-} kFieldNames[Announcement::kFields] = {
-    {"the operation", false}, {"mode", false}, {"layout", false}, {"groups", false}, {"batch", false}, {"nheads", false},
-    {"nheads_k", false}, {"headdim", false}, {"headdim_v", false}, {"dtype", false}, {"device", false}, {"total_q", false},
-    {"total_k", false}, {"a checksum of cu_seqlens_q", false}, {"a checksum of cu_seqlens_k", false}, {"causal", false},
-    {"top_left", false}, {"window_left", false}, {"window_right", false}, {"softmax_scale", true}, {"softcap", true}, {"dropout_p", true},
-    {"dropout_seed", false}, {"dropout_offset", false}, {"lse wanted", false}, {"bias set", false}, {"mask set", false},
-    {"alibi_slopes set", false}, {"sinks set", false}, {"dsinks wanted", false}};
+} kFieldNames[Announcement::kFields] = {{"the operation", false},
+                                        {"mode", false},
+                                        {"layout", false},
+                                        {"groups", false},
+                                        {"batch", false},
+                                        {"nheads", false},
+                                        {"nheads_k", false},
+                                        {"headdim", false},
+                                        {"headdim_v", false},
+                                        {"dtype", false},
+                                        {"device", false},
+                                        {"total_q", false},
+                                        {"total_k", false},
+                                        {"a checksum of cu_seqlens_q", false},
+                                        {"a checksum of cu_seqlens_k", false},
+                                        {"causal", false},
+                                        {"top_left", false},
+                                        {"window_left", false},
+                                        {"window_right", false},
+                                        {"softmax_scale", true},
+                                        {"softcap", true},
+                                        {"dropout_p", true},
+                                        {"dropout_seed", false},
+                                        {"dropout_offset", false},
+                                        {"lse wanted", false},
+                                        {"bias set", false},
+                                        {"mask set", false},
+                                        {"alibi_slopes set", false},
+                                        {"sinks set", false},
+                                        {"dsinks wanted", false}};
 
 int64_t bits(float x) {
     uint32_t word;
@@ -79,8 +130,8 @@ fa_status compare(const std::vector<Announcement>& all, int rank) {
                 std::memcpy(&real, &low, sizeof real);
                 return double(real);
             };
-            return fail(FA_BAD_ARGUMENT, "%s=%g on rank %zu, but %g on rank 0: all ranks make the same call", kFieldNames[f].name, value(x), r,
-                        value(first));
+            return fail(FA_BAD_ARGUMENT, "%s=%g on rank %zu, but %g on rank 0: all ranks make the same call", kFieldNames[f].name, value(x),
+                        r, value(first));
         }
     return FA_OK;
 }
@@ -109,10 +160,11 @@ fa_status agree(const Problem& p, fa_status status, const std::vector<Published>
 
 fa_status Walk::begin() {
     if (!runs()) return FA_OK;
-    fa_status status = transport_->signal(kReady, stream_);
-    status = agree(problem_, status, own_, *transport_, *meeting_, &published_);
-    agreed_ = status == FA_OK;
-    return status;
+    const fa_status ready = transport_->signal(kReady, stream_);
+    stage_ = Stage::kMet;
+    FA_RETURN_IF_ERROR(agree(problem_, ready, own_, *transport_, *meeting_, &published_));
+    stage_ = Stage::kAgreed;
+    return FA_OK;
 }
 
 fa_status walk(Walk& w, const Problem& p) {
@@ -131,7 +183,8 @@ fa_status count(const Problem& p, Needs* needs) {
 fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream) {
     bool idle = false;
     if (!group->busy.compare_exchange_strong(idle, true))
-        return fail(FA_BAD_ARGUMENT, "group=%p is in another call of this rank: a rank makes one call at a time", static_cast<void*>(group));
+        return fail(FA_BAD_ARGUMENT, "group=%p is in another call of this rank: a rank makes one call at a time",
+                    static_cast<void*>(group));
     struct Release {
         std::atomic<bool>& busy;
         ~Release() { busy = false; }
@@ -142,8 +195,8 @@ fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream)
     if (status == FA_OK) status = group->args.device == FA_CUDA ? scope.status() : FA_OK;
     if (status == FA_OK) status = count(p, &needs);
     if (status == FA_OK && (p.a.workspace_bytes < needs.workspace || !p.a.workspace))
-        status = fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but the call needs %zu: ask its query", p.a.workspace_bytes,
-                      p.a.workspace, needs.workspace);
+        status = fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but the call needs %zu: ask its query",
+                      p.a.workspace_bytes, p.a.workspace, needs.workspace);
     if (const size_t shared = needs.shared + needs.transfer; status == FA_OK && group->transport->shared_bytes() < shared)
         status = fail(FA_WORKSPACE_TOO_SMALL, "the group shares %zu bytes of each rank, but the call needs %zu: call fa_group_reserve",
                       group->transport->shared_bytes(), shared);
@@ -153,14 +206,14 @@ fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream)
     }
     Walk running(p, needs, *group->transport, *group->meeting, stream);
     status = walk(running, p);
-    if (status == FA_OK || !running.agreed()) {
-        if (status != FA_OK && running.began_failing()) return status;
-        return status;
+    if (status == FA_OK || running.stage() == Walk::Stage::kMet) return status;
+    if (running.stage() == Walk::Stage::kBefore) {  // the others are still to be told
+        std::vector<Published> none;
+        return agree(p, status, {}, *group->transport, *group->meeting, &none);
     }
-    char reason[256];
-    std::snprintf(reason, sizeof reason, "rank %d: %.200s", p.rank, fa_last_error());
-    if (status != FA_RANK_LOST) group->meeting->abort(reason);
-    return fail(status, "%s", std::string(fa_last_error()).c_str());
+    const std::string text = fa_last_error();
+    if (status != FA_RANK_LOST) group->meeting->abort(("rank " + std::to_string(p.rank) + ": " + text).c_str());
+    return fail(status, "%s", text.c_str());
 }
 
 }  // namespace fa::distributed

@@ -1,5 +1,6 @@
-// ring.cpp: the keys of one rank after another; two sets of them are in memory at a time. Results over disjoint keys are added up in float32,
-// with the logarithms of their sums (Liu et al. 2023, Ring Attention). For sequences whose keys do not fit a rank as a whole, and to read.
+// ring.cpp: the keys of one rank after another; two sets of them are in memory at a time. Results over disjoint keys are added up in
+// float32, with the logarithms of their sums (Liu et al. 2023, Ring Attention). For sequences whose keys do not fit a rank as a whole, and
+// to read.
 //
 // Keys come straight from their owner, so that no rank waits for the one before it.
 #include <algorithm>
@@ -139,8 +140,7 @@ fa_status forward(Walk& w, const Problem& p) {
         return FA_OK;
     }));
     if (w.runs())
-        FA_RETURN_IF_ERROR(
-            launch_round(p.rows(rows, heads, dv), {p.a.out.data, p.a.out.row_stride, p.a.out.head_stride}, sum, w.stream()));
+        FA_RETURN_IF_ERROR(launch_round(p.rows(rows, heads, dv), {p.a.out.data, p.a.out.row_stride, p.a.out.head_stride}, sum, w.stream()));
     return w.finish();
 }
 

@@ -17,9 +17,9 @@
 
 namespace fa::distributed {
 
-// A mark on the stream of a rank: inputs may be read; the rank has read; its sums over all pieces are there; the result of piece i is there,
-// kPiece + i. A signal is given once in a call: a second one could come before another rank waits for the first, and then ranks might wait for
-// each other.
+// A mark on the stream of a rank: inputs may be read; the rank has read; its sums over all pieces are there; the result of piece i is
+// there, kPiece + i. A signal is given once in a call: a second one could come before another rank waits for the first, and then ranks
+// might wait for each other.
 enum Signal : int32_t { kReady, kDone, kTotals, kPiece };
 constexpr int kMostPieces = 16, kSignals = kPiece + kMostPieces;
 

@@ -1,5 +1,5 @@
-// ulysses.cpp: an all-to-all gives each rank all tokens of some heads, which is an ordinary call of fewer heads; another brings the rows of its
-// result back to those who hold the tokens. Jacobs et al. 2023, DeepSpeed Ulysses.
+// ulysses.cpp: an all-to-all gives each rank all tokens of some heads, which is an ordinary call of fewer heads; another brings the rows of
+// its result back to those who hold the tokens. Jacobs et al. 2023, DeepSpeed Ulysses.
 //
 // Heads come in pieces: while attention works on one, the next arrives, and the one before returns.
 // Backward: the sums of dout and out over a row are made where both are, and travel in place of out.
@@ -37,7 +37,9 @@ std::vector<Piece> pieces_of(const Problem& p, int rank) {
         for (int32_t i = 0, n = std::min({p.groups, units, kMostPieces}); i < n; ++i) bounds.push_back(int32_t(int64_t(i) * units / n));
     } else {
         const int32_t edge = std::max(1, units / 8);
-        bounds = units >= 3 ? std::vector<int32_t>{0, edge, units - edge} : units == 2 ? std::vector<int32_t>{0, 1} : std::vector<int32_t>{0};
+        bounds = units >= 3   ? std::vector<int32_t>{0, edge, units - edge}
+                 : units == 2 ? std::vector<int32_t>{0, 1}
+                              : std::vector<int32_t>{0};
     }
     bounds.push_back(units);
     std::vector<Piece> pieces;
@@ -87,9 +89,9 @@ std::vector<Share> shares_of(const Problem& p) {
 // An array of tokens on its way to those who have the heads.
 struct Arriving {
     Array array;
-    bool keys;    // of k's tokens and heads
+    bool keys;  // of k's tokens and heads
     int64_t dim;
-    char* to;     // (total, heads, dim) here
+    char* to;  // (total, heads, dim) here
 };
 // A float32 array (heads, rows) on the same way: lse, or the sums of the backward pass.
 struct ArrivingRows {
@@ -111,14 +113,15 @@ fa_status fetch(Walk& w, const Problem& p, const std::vector<Share>& shares, siz
             const int64_t width = x.dim * p.element, pitch = (x.keys ? share.heads_k : share.heads) * width;
             const auto& cu = x.keys ? p.cu_k : p.cu_q;
             for (const Segment& s : (x.keys ? p.k : p.q)[size_t(source)])
-                w.add(copies, source, target, x.array, s.row, first * width, x.to + (cu[size_t(s.sequence)] + s.begin) * pitch + (first - base) * width,
-                      pitch, (last - first) * width, s.length());
+                w.add(copies, source, target, x.array, s.row, first * width,
+                      x.to + (cu[size_t(s.sequence)] + s.begin) * pitch + (first - base) * width, pitch, (last - first) * width,
+                      s.length());
         }
         for (const ArrivingRows& x : rows)
             for (const Segment& s : p.q[size_t(source)])
                 w.add(copies, source, target, x.array, piece.q0, s.row * 4,
-                      x.to + ((piece.q0 - share.q0) * p.total_q() + p.cu_q[size_t(s.sequence)] + s.begin) * 4, p.total_q() * 4, s.length() * 4,
-                      piece.q1 - piece.q0);
+                      x.to + ((piece.q0 - share.q0) * p.total_q() + p.cu_q[size_t(s.sequence)] + s.begin) * 4, p.total_q() * 4,
+                      s.length() * 4, piece.q1 - piece.q0);
     });
     return w.move(copies, kReady);
 }
@@ -344,7 +347,8 @@ fa_status backward(Walk& w, const Problem& p) {
                     size_t part = 0;
                     while (who[size_t(h)][part].rank != source || who[size_t(h)][part].piece != i) ++part;
                     for (const Segment& s : p.k[size_t(target)])
-                        w.add(copies, source, target, x.array, p.cu_k[size_t(s.sequence)] + s.begin, (first_slot(share, i) + h - piece.k0) * width,
+                        w.add(copies, source, target, x.array, p.cu_k[size_t(s.sequence)] + s.begin,
+                              (first_slot(share, i) + h - piece.k0) * width,
                               staged + ((int64_t(part) * target_rows + s.row) * heads_k + h) * width, heads_k * width, width, s.length());
                 }
             });

@@ -31,6 +31,8 @@ BELOW = {
     "api/attention": ["api/common", "flash_attn.h", "attention", "cpu/attention", "cpu/common", "common"],
     "api/transformer": ["api/common", "flash_attn_transformer.h", "transformer", "cpu/transformer", "common"],
     "api/calls.cpp": ["api/common", "flash_attn_transformer.h", "cpu/common"],
+    "flash_attn_distributed.h": ["flash_attn.h"],
+    "distributed": ["api/common", "flash_attn_distributed.h", "flash_attn.h", "cpu/common", *KERNELS],
     "test_flash_attn.cu": ["flash_attn.h"],
 }
 FILES = sorted(str(file.relative_to(CUDA)) for file in CUDA.rglob("*") if file.suffix in (".h", ".cuh", ".cu", ".cpp"))

@@ -162,6 +162,7 @@ const char* fa_status_name(fa_status status) {
         case FA_WORKSPACE_TOO_SMALL: return "FA_WORKSPACE_TOO_SMALL";
         case FA_CUDA_ERROR: return "FA_CUDA_ERROR";
         case FA_OUT_OF_MEMORY: return "FA_OUT_OF_MEMORY";
+        case FA_RANK_LOST: return "FA_RANK_LOST";
     }
     return "unknown status";
 }
