@@ -77,6 +77,18 @@ typedef struct fa_descale {
     int64_t head_stride;
 } fa_descale;
 
+/* A sequence of a varlen call that is a part of a longer one: some of its rows and some of its keys. Causal, windows and the distances of
+ * ALiBi follow from `shift`, so rows and keys may come from anywhere in the whole sequence, and a part may have none of either. */
+typedef struct fa_part {
+    int32_t key_begin; /* the row of k and v that holds its first key; 0 <= key_begin <= total_k */
+    int32_t seqlen_k;  /* its keys are rows key_begin .. key_begin + seqlen_k - 1. In the forward pass parts may share keys */
+    int32_t shift;     /* i_aligned = i + shift, in place of the alignment at a corner; -2^30 .. 2^30 */
+    int32_t first_row; /* for dropout: row i of the part is row first_row + i of the whole sequence, */
+    int32_t first_key; /*   key j is its key first_key + j (first_key is a multiple of 8), */
+    int32_t sequence;  /*   and this is the number of the sequence in the whole batch */
+    int32_t reserved[2];
+} fa_part;
+
 typedef struct fa_attention_args {
     size_t struct_size;
     int32_t device;    /* fa_device: the memory that every pointer below points to */
@@ -94,7 +106,7 @@ typedef struct fa_attention_args {
     fa_tensor q, k, v, out;
     float* lse; /* log of the sum of the exponentials of each row, -inf for an empty row; NULL = not wanted */
 
-    const int32_t* cu_seqlens_q; /* both or neither; not decreasing, from 0 to at most total_q (total_k) */
+    const int32_t* cu_seqlens_q; /* both or neither (but see parts); not decreasing, from 0 to at most total_q (total_k) */
     const int32_t* cu_seqlens_k;
     int64_t total_q;
     int64_t total_k;
@@ -134,7 +146,12 @@ typedef struct fa_attention_args {
      * shrinks as keys are added. 0, the default: the sum of every 1024 keys is added up in float, so the mean does not shrink; this is
      * slower for more than 1024 keys. */
     int32_t fast_accum;
-    int32_t reserved2;
+    int32_t first_head; /* for dropout: head h of this call counts as head first_head + h */
+    /* (batch), in the memory of q: the sequences of this varlen call are parts of longer ones. cu_seqlens_q gives their rows as always;
+     * cu_seqlens_k is NULL and top_left 0. Bias, mask and everything that has an entry for each sequence go by the part: its rows, its keys
+     * and its number b. In the backward pass the keys of a part begin at or behind the last key of the part before it, and rows of dk and
+     * dv that belong to no part are not written. NULL = whole sequences. */
+    const fa_part* parts;
 } fa_attention_args;
 
 /* What a call with these arguments would do. */

@@ -101,6 +101,11 @@ def _descale(name: str) -> list[tuple[str, type]]:
     ]
 
 
+# fa_part: the sequences of a varlen call that are parts of longer ones are an array of these, as NumPy describes them.
+PART_FIELDS = ("key_begin", "seqlen_k", "shift", "first_row", "first_key", "sequence")
+PART_DTYPE = [*((name, "<i4") for name in PART_FIELDS), ("reserved", "<i4", (2,))]
+
+
 @_checked
 class AttentionArgs(ct.Structure):
     """fa_attention_args. A fresh one is all zero, and zero always means the default."""
@@ -155,7 +160,8 @@ class AttentionArgs(ct.Structure):
         *_descale("k_descale"),
         *_descale("v_descale"),
         ("fast_accum", ct.c_int32),
-        ("reserved2", ct.c_int32),
+        ("first_head", ct.c_int32),
+        ("parts", ct.c_void_p),
     ]
 
 

@@ -37,6 +37,42 @@ fa_status check_cu_seqlens(const char* name, const int32_t* cu, int32_t batch, i
     return FA_OK;
 }
 
+static_assert(sizeof(Part) == sizeof(fa_part) && offsetof(Part, key_begin) == offsetof(fa_part, key_begin) &&
+                  offsetof(Part, seqlen_k) == offsetof(fa_part, seqlen_k) && offsetof(Part, shift) == offsetof(fa_part, shift) &&
+                  offsetof(Part, first_row) == offsetof(fa_part, first_row) && offsetof(Part, first_key) == offsetof(fa_part, first_key) &&
+                  offsetof(Part, sequence) == offsetof(fa_part, sequence),
+              "the kernels read the caller's array");
+
+fa_status check_part(const fa_attention_args& a, int32_t b) {
+    const fa_part& part = a.parts[b];
+    const auto check = [b](const char* field, int64_t value, int64_t low, int64_t high) {
+        if (low <= value && value <= high) return FA_OK;
+        return fail(FA_BAD_ARGUMENT, "parts[%d].%s=%" PRId64 " is outside %" PRId64 " .. %" PRId64, b, field, value, low, high);
+    };
+    FA_RETURN_IF_ERROR(check("key_begin", part.key_begin, 0, a.total_k));
+    FA_RETURN_IF_ERROR(check("seqlen_k", part.seqlen_k, 0, std::min(a.seqlen_k, a.total_k - part.key_begin)));
+    FA_RETURN_IF_ERROR(check("shift", part.shift, -kMostShift, kMostShift));
+    FA_RETURN_IF_ERROR(check("reserved[0]", part.reserved[0], 0, 0));
+    FA_RETURN_IF_ERROR(check("reserved[1]", part.reserved[1], 0, 0));
+    if (!(a.dropout_p > 0)) return FA_OK;
+    FA_RETURN_IF_ERROR(check("first_row", part.first_row, 0, kMaxLength));
+    FA_RETURN_IF_ERROR(check("first_key", part.first_key, 0, kMaxLength));
+    FA_RETURN_IF_ERROR(check("sequence", part.sequence, 0, INT32_MAX));
+    if (part.first_key % 8)
+        return fail(FA_BAD_ARGUMENT, "parts[%d].first_key=%d is not a multiple of 8, which dropout needs", b, part.first_key);
+    return FA_OK;
+}
+
+// The backward pass writes the gradients of a key once.
+fa_status check_ascending(const fa_attention_args& a) {
+    for (int32_t b = 1; b < a.batch; ++b)
+        if (const int64_t end = int64_t(a.parts[b - 1].key_begin) + a.parts[b - 1].seqlen_k; a.parts[b].key_begin < end)
+            return fail(FA_BAD_ARGUMENT,
+                        "parts[%d].key_begin=%d is below %" PRId64 ", where the keys of parts[%d] end: gradients need keys in order", b,
+                        a.parts[b].key_begin, end, b - 1);
+    return FA_OK;
+}
+
 DescaleView view(const fa_descale& d) { return {d.data, d.batch_stride, d.head_stride}; }
 ScoreView view(const fa_score_tensor& t) { return {t.data, t.batch_stride, t.head_stride, t.row_stride}; }
 
@@ -75,9 +111,13 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     FA_RETURN_IF_ERROR(check_total(a.batch, "nheads", a.nheads, "seqlen_q", a.seqlen_q));
     FA_RETURN_IF_ERROR(check_total(a.batch, "nheads_k", a.nheads_k, "seqlen_k", a.seqlen_k));
 
+    const void* const parts = a.parts;
+    if (parts && !a.cu_seqlens_q) return fail(FA_BAD_ARGUMENT, "parts=%p, but cu_seqlens_q is NULL: only a varlen call has parts", parts);
+    if (parts && a.cu_seqlens_k) return fail(FA_BAD_ARGUMENT, "parts=%p and cu_seqlens_k are both set: parts name their keys", parts);
+    if (parts && a.top_left) return fail(FA_BAD_ARGUMENT, "top_left=%d with parts, which have a shift of their own", a.top_left);
     const bool varlen = a.cu_seqlens_q || a.cu_seqlens_k;
     if (varlen) {
-        if (!a.cu_seqlens_q || !a.cu_seqlens_k)
+        if (!a.cu_seqlens_q || (!a.cu_seqlens_k && !parts))
             return fail(FA_BAD_ARGUMENT, "%s is NULL and %s is not: a varlen call needs both",
                         a.cu_seqlens_q ? "cu_seqlens_k" : "cu_seqlens_q", a.cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k");
         FA_RETURN_IF_ERROR(check_length("total_q", a.total_q));
@@ -88,10 +128,12 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
         FA_RETURN_IF_ERROR(check_total(1, "nheads", a.nheads, "total_q", a.total_q));
         FA_RETURN_IF_ERROR(check_total(1, "nheads_k", a.nheads_k, "total_k", a.total_k));
         FA_RETURN_IF_ERROR(check_pointer("cu_seqlens_q", a.cu_seqlens_q, 4, need));
-        FA_RETURN_IF_ERROR(check_pointer("cu_seqlens_k", a.cu_seqlens_k, 4, need));
+        FA_RETURN_IF_ERROR(check_pointer("cu_seqlens_k", a.cu_seqlens_k, 4, need && !parts));
+        FA_RETURN_IF_ERROR(check_pointer("parts", parts, 4, false));
         if (a.device == FA_CPU && need) {
             FA_RETURN_IF_ERROR(check_cu_seqlens("cu_seqlens_q", a.cu_seqlens_q, a.batch, a.total_q, a.seqlen_q, "seqlen_q"));
-            FA_RETURN_IF_ERROR(check_cu_seqlens("cu_seqlens_k", a.cu_seqlens_k, a.batch, a.total_k, a.seqlen_k, "seqlen_k"));
+            if (!parts) FA_RETURN_IF_ERROR(check_cu_seqlens("cu_seqlens_k", a.cu_seqlens_k, a.batch, a.total_k, a.seqlen_k, "seqlen_k"));
+            for (int32_t b = 0; parts && b < a.batch; ++b) FA_RETURN_IF_ERROR(check_part(a, b));
         }
     } else if (a.total_q || a.total_k) {
         return fail(FA_BAD_ARGUMENT, "total_q=%" PRId64 ", total_k=%" PRId64 " without cu_seqlens_q and cu_seqlens_k", a.total_q,
@@ -148,8 +190,8 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     }
     if (!(a.dropout_p >= 0 && a.dropout_p < 1)) return fail(FA_BAD_ARGUMENT, "dropout_p=%g is outside 0 <= p < 1", a.dropout_p);
     if (a.num_threads < 0 || a.num_threads > 4096) return fail(FA_BAD_ARGUMENT, "num_threads=%d is outside 0 .. 4096", a.num_threads);
-    if (a.reserved0 || a.reserved1 || a.reserved2)
-        return fail(FA_BAD_ARGUMENT, "reserved0=%d, reserved1=%d, reserved2=%d must be 0", a.reserved0, a.reserved1, a.reserved2);
+    FA_RETURN_IF_ERROR(check_range("first_head", a.first_head, 0, INT32_MAX - a.nheads));
+    if (a.reserved0 || a.reserved1) return fail(FA_BAD_ARGUMENT, "reserved0=%d, reserved1=%d must be 0", a.reserved0, a.reserved1);
 
     AttentionParams& p = *params;
     p = {};
@@ -160,6 +202,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     p.headdim = a.headdim, p.headdim_v = headdim_v;
     p.seqlen_q = int32_t(a.seqlen_q), p.seqlen_k = int32_t(a.seqlen_k);
     p.cu_seqlens_q = a.cu_seqlens_q, p.cu_seqlens_k = a.cu_seqlens_k;
+    p.parts = reinterpret_cast<const Part*>(a.parts);
     p.total_q = int32_t(a.total_q), p.total_k = int32_t(a.total_k);
     p.scale = a.has_softmax_scale ? a.softmax_scale : float(1.0 / std::sqrt(double(a.headdim)));
     p.softcap = a.softcap;
@@ -176,6 +219,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
         p.dropout_scale = float(65536.0 / (65536.0 - p.dropout_threshold));
         dropout_key(a.dropout_seed, a.dropout_offset, p.dropout_key);
     }
+    p.first_head = a.first_head;
     p.allow_tf32 = a.allow_tf32;
     p.fast_accum = a.fast_accum;
     p.num_threads = a.num_threads ? a.num_threads : a.device == FA_CPU ? default_threads() : 1;
@@ -203,6 +247,7 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
     const int64_t rows_q = varlen ? f.total_q : f.seqlen_q, rows_k = varlen ? f.total_k : f.seqlen_k;
     const bool need = pointers == Pointers::kRequired && f.batch > 0;
     const bool has_q = need && rows_q > 0, has_k = need && rows_k > 0;
+    if (f.parts && need && f.device == FA_CPU) FA_RETURN_IF_ERROR(check_ascending(f));
     const size_t element = dtype_size(f.dtype);
     FA_RETURN_IF_ERROR(check_pointer("lse", f.lse, 4, has_q));
     FA_RETURN_IF_ERROR(check_pointer("dout", a.dout.data, element, has_q));

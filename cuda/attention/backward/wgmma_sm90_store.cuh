@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_gradient(const float (&d)[kCount], const T
 template <typename T, int kBlockN>
 __device__ __forceinline__ void store_zeros(const TensorView& view, int columns, const BackwardParams& b, const BackwardWork& w) {
     if (b.accumulate) return;
-    const int64_t batch = b.forward.cu_seqlens_k ? 0 : w.batch * view.batch;
+    const int64_t batch = b.forward.cu_seqlens_q ? 0 : w.batch * view.batch;
     T* rows = static_cast<T*>(view.data) + batch + int64_t(w.k_row + w.key0) * view.row + w.head_k * view.head;
     const int pieces = columns / 8, count = min(kBlockN, w.seqlen_k - w.key0) * pieces;
 #pragma unroll 1
@@ -54,12 +54,12 @@ __device__ __forceinline__ void store_zeros(const TensorView& view, int columns,
 }
 template <typename T, int kCount>
 __device__ __forceinline__ void store_dk(const float (&dk)[kCount], const BackwardParams& b, const BackwardWork& w, int key) {
-    const int64_t offset = (b.forward.cu_seqlens_k ? 0 : w.batch * b.dk.batch) + w.k_row * b.dk.row + w.head_k * b.dk.head;
+    const int64_t offset = (b.forward.cu_seqlens_q ? 0 : w.batch * b.dk.batch) + w.k_row * b.dk.row + w.head_k * b.dk.head;
     store_gradient<T>(dk, b.dk, offset, b.forward.headdim, b.forward.scale, b.accumulate, key, w.seqlen_k);
 }
 template <typename T, BackwardPlanId kId, int kCount>
 __device__ __forceinline__ void store_dv(const float (&dv)[kCount], const BackwardParams& b, const BackwardWork& w, int key) {
-    const int64_t offset = (b.forward.cu_seqlens_k ? 0 : w.batch * b.dv.batch) + w.k_row * b.dv.row + w.head_k * b.dv.head;
+    const int64_t offset = (b.forward.cu_seqlens_q ? 0 : w.batch * b.dv.batch) + w.k_row * b.dv.row + w.head_k * b.dv.head;
     const float factor = backward_plan(kId).general && b.forward.dropout_threshold ? b.forward.dropout_scale : 1.0f;
     store_gradient<T>(dv, b.dv, offset, b.forward.headdim_v, factor, b.accumulate, key, w.seqlen_k);
 }

@@ -87,7 +87,7 @@ constexpr int kDqPiece = 64 * 64;
 // Key blocks of the call. The host does not know the lengths of a varlen call's sequences, so a few of its blocks turn out empty.
 inline int64_t backward_blocks(const AttentionParams& p, const BackwardPlan& plan) {
     const int64_t blocks =
-        p.cu_seqlens_k ? int64_t(p.total_k) / plan.block_n + p.batch : (int64_t(p.seqlen_k) + plan.block_n - 1) / plan.block_n * p.batch;
+        p.cu_seqlens_q ? int64_t(p.total_k) / plan.block_n + p.batch : (int64_t(p.seqlen_k) + plan.block_n - 1) / plan.block_n * p.batch;
     return blocks * p.nheads_k;
 }
 

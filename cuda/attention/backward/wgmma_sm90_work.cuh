@@ -59,11 +59,12 @@ FA_HOST_DEVICE int tile_of_iteration(const BackwardWork& w, int it) {
 template <int kBlockM, int kBlockN>
 FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, BackwardWork& w) {
     if (schedule.in_order && p.window_right >= 0) index = schedule.blocks - 1 - index;
-    if (p.cu_seqlens_k) {
+    if (p.cu_seqlens_q) {
         const int slot = index / p.nheads_k;
         w.head_k = index - slot * p.nheads_k;
-        // Sequence b owns slots cu[b] / N + b .. cu[b + 1] / N + b. They are enough wherever it starts, and need no prefix sum.
-        const auto first_slot = [&](int b) { return clamp_to(p.cu_seqlens_k[b], 0, p.total_k) / kBlockN + b; };
+        // Sequence b owns the slots from (its first key) / N + b up to those of the next one. They are enough wherever it starts, and need
+        // no prefix sum. Before the first of several parts, and between them, slots may have no keys.
+        const auto first_slot = [&](int b) { return first_key_row(p, b) / kBlockN + b; };
         int low = 0, high = p.batch - 1;
         while (low < high) {
             const int middle = (low + high + 1) / 2;
@@ -72,7 +73,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         }
         w.batch = low;
         w.key0 = (slot - first_slot(low)) * kBlockN;
-        w.q_row = clamp_to(p.cu_seqlens_q[low], 0, p.total_q), w.k_row = clamp_to(p.cu_seqlens_k[low], 0, p.total_k);
+        w.q_row = clamp_to(p.cu_seqlens_q[low], 0, p.total_q), w.k_row = first_key_row(p, low);
         w.first_tile = w.q_row / kBlockM + low;
     } else {
         int sequence_head, n;
@@ -97,7 +98,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         w.start_m += int(int64_t(tiles.end - tiles.begin) * w.key0 / (w.seqlen_k > 0 ? w.seqlen_k : 1));
     const int hidden_rows = min(w.key0 + kBlockN, w.seqlen_k) - 1 - w.right;
     w.mask_end = w.key0 + kBlockN > w.seqlen_k ? w.end_m : hidden_rows > 0 ? (hidden_rows + kBlockM - 1) / kBlockM : 0;
-    return w.key0 < w.seqlen_k;
+    return w.key0 >= 0 && w.key0 < w.seqlen_k;
 }
 
 // Query tiles that the block walks for these keys, over all heads of the group.

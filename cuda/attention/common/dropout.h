@@ -2,11 +2,12 @@
 //
 // One call of Philox4x32-10 (common/philox.h) yields 128 bits for 8 neighbouring columns of one row, 16 bits each:
 //     key     = dropout_key(seed, offset)                              once per call, on the host
-//     block   = philox({column / 8, row, head, batch}, key)
+//     block   = philox({column / 8, row, head, sequence}, key)
 //     bits    = 16 bits of block[(column % 8) / 2], the low half for even columns
 //     dropped = bits < threshold,   threshold = round(65536 * p)
-// Rows and columns count from the start of their sequence. A tensor-core accumulator gives each thread of a quad two of the eight columns,
-// which is exactly one word: the four threads of a quad can share four calls over four column groups.
+// Rows, columns and heads count as in the whole batch: rows and columns from the start of their sequence. A call on parts says where they
+// are in it, and the first column of a part is a multiple of 8. A tensor-core accumulator gives each thread of a quad two of the eight
+// columns, which is exactly one word: the four threads of a quad can share four calls over four column groups.
 #pragma once
 
 #include "attention/common/params.h"
@@ -19,9 +20,22 @@ FA_HOST_DEVICE void dropout_key(uint64_t seed, uint64_t offset, uint32_t key[2])
     key[0] = r.word[0], key[1] = r.word[1];
 }
 
+// Where row 0, column 0 of sequence b and head 0 of the call are in the whole batch.
+struct DropoutOrigin {
+    uint32_t columns;  // eight at a time
+    uint32_t row, head, sequence;
+};
+FA_HOST_DEVICE DropoutOrigin dropout_origin(const AttentionParams& p, int32_t b) {
+    if (!p.parts) return {0, 0, uint32_t(p.first_head), uint32_t(b)};
+    const Part& part = p.parts[b];
+    return {uint32_t(part.first_key) / 8, uint32_t(part.first_row), uint32_t(p.first_head), uint32_t(part.sequence)};
+}
+
 // The random block that decides columns 8 * (column / 8) .. + 7.
 FA_HOST_DEVICE Philox4 dropout_block(const AttentionParams& p, int32_t b, int32_t head, int32_t row, int32_t column) {
-    return philox(uint32_t(column) / 8, uint32_t(row), uint32_t(head), uint32_t(b), p.dropout_key[0], p.dropout_key[1]);
+    const DropoutOrigin o = dropout_origin(p, b);
+    return philox(o.columns + uint32_t(column) / 8, o.row + uint32_t(row), o.head + uint32_t(head), o.sequence, p.dropout_key[0],
+                  p.dropout_key[1]);
 }
 
 FA_HOST_DEVICE bool dropped(const AttentionParams& p, const Philox4& block, int32_t column) {

@@ -37,6 +37,13 @@ struct CacheView {
     int32_t num_splits;  // 0 = the kernel's choice
 };
 
+// fa_part of flash_attn.h: what a varlen call has of a longer sequence.
+struct Part {
+    int32_t key_begin, seqlen_k, shift;
+    int32_t first_row, first_key, sequence;  // for dropout
+    int32_t reserved[2];
+};
+
 struct AttentionParams {
     TensorView q, k, v, out;
     float* lse;  // (batch, nheads, seqlen_q), varlen (nheads, total_q); nullptr = not wanted
@@ -48,7 +55,8 @@ struct AttentionParams {
     int32_t seqlen_q, seqlen_k;  // varlen: upper bounds over the batch
 
     const int32_t* cu_seqlens_q;  // nullptr = dense
-    const int32_t* cu_seqlens_k;
+    const int32_t* cu_seqlens_k;  // nullptr = dense, or parts
+    const Part* parts;            // (batch), varlen: in place of cu_seqlens_k; nullptr = whole sequences
     int32_t total_q, total_k;
 
     float scale;    // softmax_scale, always set
@@ -65,6 +73,7 @@ struct AttentionParams {
     uint32_t dropout_threshold;  // an element is dropped iff its 16 random bits are below this; 0 = no dropout
     float dropout_scale;         // 65536 / (65536 - threshold)
     uint32_t dropout_key[2];     // philox.h: dropout_key(seed, offset)
+    int32_t first_head;          // dropout counts head h as first_head + h
 
     bool allow_tf32;
     bool fast_accum;  // fp8 only
@@ -120,24 +129,53 @@ struct Sequence {
     int32_t shift;  // i_aligned = i + shift
 };
 
-// Device-side cu_seqlens cannot be checked before the launch, so out-of-range entries are clamped: wrong lengths, never a wild address.
+// Device-side cu_seqlens and parts cannot be checked before the launch, so out-of-range entries are clamped: wrong lengths, never a wild
+// address.
+
+// The row of k and v that holds the first key of sequence b of a varlen call.
+FA_HOST_DEVICE int32_t first_key_row(const AttentionParams& p, int32_t b) {
+    return clamp_to(p.parts ? p.parts[b].key_begin : p.cu_seqlens_k[b], 0, p.total_k);
+}
+
+constexpr int32_t kMostShift = 1 << 30;  // of a part, either way
+
+// The keys of sequence b of a varlen call, which has seqlen_q rows.
+struct SequenceKeys {
+    int32_t first_row, count;
+    int32_t shift;
+};
+FA_HOST_DEVICE SequenceKeys keys_of(const AttentionParams& p, int32_t b, int32_t seqlen_q) {
+    SequenceKeys keys;
+    if (p.parts) {
+        const Part& part = p.parts[b];
+        keys.first_row = clamp_to(part.key_begin, 0, p.total_k);
+        keys.count = clamp_to(clamp_to(part.seqlen_k, 0, p.seqlen_k), 0, p.total_k - keys.first_row);
+        keys.shift = clamp_to(part.shift, -kMostShift, kMostShift);
+    } else {
+        keys.first_row = clamp_to(p.cu_seqlens_k[b], 0, p.total_k);
+        keys.count = clamp_to(clamp_to(p.cu_seqlens_k[b + 1], keys.first_row, p.total_k) - keys.first_row, 0, p.seqlen_k);
+        keys.shift = p.top_left ? 0 : keys.count - seqlen_q;
+    }
+    return keys;
+}
+
 FA_HOST_DEVICE Sequence sequence_of(const AttentionParams& p, int32_t b) {
     Sequence s;
     if (p.cu_seqlens_q) {
         const int32_t q0 = clamp_to(p.cu_seqlens_q[b], 0, p.total_q), q1 = clamp_to(p.cu_seqlens_q[b + 1], q0, p.total_q);
-        const int32_t k0 = clamp_to(p.cu_seqlens_k[b], 0, p.total_k), k1 = clamp_to(p.cu_seqlens_k[b + 1], k0, p.total_k);
         s.seqlen_q = clamp_to(q1 - q0, 0, p.seqlen_q);
-        s.seqlen_k = clamp_to(k1 - k0, 0, p.seqlen_k);
+        const SequenceKeys keys = keys_of(p, b, s.seqlen_q);
+        s.seqlen_k = keys.count, s.shift = keys.shift;
         s.q = q0 * p.q.row, s.out = q0 * p.out.row, s.lse = q0;
-        s.k = k0 * p.k.row, s.v = k0 * p.v.row;
+        s.k = keys.first_row * p.k.row, s.v = keys.first_row * p.v.row;
     } else {
         s.seqlen_q = p.seqlen_q, s.seqlen_k = p.seqlen_k;
         s.q = b * p.q.batch, s.out = b * p.out.batch, s.lse = int64_t(b) * p.nheads * p.seqlen_q;
         int64_t entry = b;
         if (p.cache.entries) s.seqlen_k = cached_keys(p, b), entry = p.cache.block_table ? 0 : cache_entry(p.cache, b);
         s.k = entry * p.k.batch, s.v = entry * p.v.batch;
+        s.shift = p.top_left ? 0 : s.seqlen_k - s.seqlen_q;
     }
-    s.shift = p.top_left ? 0 : s.seqlen_k - s.seqlen_q;
     return s;
 }
 
@@ -148,8 +186,7 @@ struct GradientSequence {
 
 FA_HOST_DEVICE GradientSequence gradients_of(const BackwardParams& p, int32_t b) {
     if (!p.forward.cu_seqlens_q) return {b * p.dout.batch, b * p.dq.batch, b * p.dk.batch, b * p.dv.batch};
-    const int64_t q0 = clamp_to(p.forward.cu_seqlens_q[b], 0, p.forward.total_q);
-    const int64_t k0 = clamp_to(p.forward.cu_seqlens_k[b], 0, p.forward.total_k);
+    const int64_t q0 = clamp_to(p.forward.cu_seqlens_q[b], 0, p.forward.total_q), k0 = first_key_row(p.forward, b);
     return {q0 * p.dout.row, q0 * p.dq.row, k0 * p.dk.row, k0 * p.dv.row};
 }
 

@@ -97,14 +97,14 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
         // Options and masks of the scores of tile n.
         const auto prepare_scores = [&] {
             if constexpr (kGeneral)
-                if (wgmma_scores_are_natural(p)) transform_fragment<T>(p, place_of<kId>(p, w, n, me), S);
+                if (wgmma_scores_are_natural(p)) transform_fragment<T>(p, place_of<kId>(w, n, me), S);
             mask_scores<kId>(S, w, masked, n, me);
             if constexpr (kGeneral)
-                if (hides_keys) mark_seen(S, place_of<kId>(p, w, n, me), smem.seen[seen_slot], me);
+                if (hides_keys) mark_seen(S, place_of<kId>(w, n, me), smem.seen[seen_slot], me);
         };
         const auto drop = [&] {
             if constexpr (kGeneral)
-                if (p.dropout_threshold) drop_fragment(p, place_of<kId>(p, w, n, me), me.quad(), S);
+                if (p.dropout_threshold) drop_fragment(p, place_of<kId>(w, n, me), me.quad(), S);
         };
 
 #pragma unroll

@@ -110,15 +110,9 @@ __device__ __forceinline__ void mask_scores(float (&S)[kScores], const ForwardWo
 }
 
 template <WgmmaPlanId kId>
-__device__ __forceinline__ FragmentPlace place_of(const AttentionParams& p, const ForwardWork& w, int n, const Consumer& me) {
+__device__ __forceinline__ FragmentPlace place_of(const ForwardWork& w, int n, const Consumer& me) {
     const Consumer at = me.rare();
-    return {w.batch,
-            w.head,
-            w.row0 + at.row(),
-            n * wgmma_plan(kId).block_n + 2 * at.quad(),
-            w.seqlen_q,
-            w.seqlen_k,
-            p.top_left ? 0 : w.seqlen_k - w.seqlen_q};
+    return {w.batch, w.head, w.row0 + at.row(), n * wgmma_plan(kId).block_n + 2 * at.quad(), w.seqlen_q, w.seqlen_k, w.shift};
 }
 
 // ---- softmax; the arithmetic is in score_fragment.cuh ----

@@ -88,7 +88,7 @@ struct alignas(16) ForwardWork {
     WorkState state;
     int row0;  // first query row of the block
     int head, batch;
-    int seqlen_q, seqlen_k;
+    int seqlen_q, seqlen_k, shift;
     int q_row, k_row;  // varlen: the sequence's first row, else 0
     int left, right;   // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
     int first_tile, last_tile;
@@ -117,9 +117,9 @@ FA_HOST_DEVICE void find_work(const AttentionParams& p, const ForwardWorkList& l
         }
         w.batch = low;
         w.q_row = start(low);
-        w.k_row = clamp_to(p.cu_seqlens_k[low], 0, p.total_k);
         w.seqlen_q = clamp_to(clamp_to(p.cu_seqlens_q[low + 1], w.q_row, p.total_q) - w.q_row, 0, p.seqlen_q);
-        w.seqlen_k = clamp_to(clamp_to(p.cu_seqlens_k[low + 1], w.k_row, p.total_k) - w.k_row, 0, p.seqlen_k);
+        const SequenceKeys keys = keys_of(p, low, w.seqlen_q);
+        w.k_row = keys.first_row, w.seqlen_k = keys.count, w.shift = keys.shift;
         m = (w.seqlen_q + kBlockM - 1) / kBlockM - 1 - (slot - w.q_row / kBlockM - low);
     } else {
         int sequence_head;
@@ -140,13 +140,13 @@ FA_HOST_DEVICE void find_work(const AttentionParams& p, const ForwardWorkList& l
         w.head = sequence_head - w.batch * p.nheads;
         w.q_row = w.k_row = 0;
         w.seqlen_q = p.seqlen_q, w.seqlen_k = Tiles::kCaches && p.cache.entries ? cached_keys(p, w.batch) : p.seqlen_k;
+        w.shift = p.top_left ? 0 : w.seqlen_k - w.seqlen_q;
     }
     w.row0 = m * kBlockM;
     if (m < 0 || w.row0 >= w.seqlen_q) return;
     w.state = WorkState::kRows;
-    const int shift = p.top_left ? 0 : w.seqlen_k - w.seqlen_q;
-    w.right = p.window_right < 0 ? w.seqlen_k : clamp64(int64_t(shift) + p.window_right, -w.seqlen_q, w.seqlen_k);
-    w.left = p.window_left < 0 ? -w.seqlen_q : clamp64(int64_t(shift) - p.window_left, -w.seqlen_q, w.seqlen_k);
+    w.right = p.window_right < 0 ? w.seqlen_k : clamp64(int64_t(w.shift) + p.window_right, -w.seqlen_q, w.seqlen_k);
+    w.left = p.window_left < 0 ? -w.seqlen_q : clamp64(int64_t(w.shift) - p.window_left, -w.seqlen_q, w.seqlen_k);
     // At least one tile, so that rows without keys need no path of their own.
     const int end_row = w.row0 + kBlockM < w.seqlen_q ? w.row0 + kBlockM : w.seqlen_q, end = clamp_to(end_row + w.right, 0, w.seqlen_k);
     w.first_tile = clamp_to(w.row0 + w.left, 0, w.seqlen_k) / kBlockN;

@@ -140,7 +140,7 @@ struct Backward {
 
     KeyTile key_tile(const Sequence& s, int32_t batch, int32_t head_k, int32_t tile, float* at) const {
         KeyTile t;
-        t.params = &b, t.sequence = s, t.gradients = gradients_of(b, batch);
+        t.params = &b, t.sequence = s, t.origin = dropout_origin(p, batch), t.gradients = gradients_of(b, batch);
         t.batch = batch, t.head_k = head_k;
         t.first = tile * int32_t(layout.tile), t.keys = std::min(int32_t(layout.tile), s.seqlen_k - t.first);
         t.k = at, t.dk = t.k + layout.matrix_k, t.dv = t.dk + layout.matrix_k;

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "attention/common/params.h"
+#include "attention/common/dropout.h"
 
 namespace fa::cpu {
 
@@ -19,6 +19,7 @@ constexpr int kMaxTileKeys = 256;  // a whole number of panels
 struct KeyTile {
     const BackwardParams* params;
     Sequence sequence;
+    DropoutOrigin origin;
     GradientSequence gradients;
     int32_t batch, head_k;
     int32_t first, keys;  // keys first .. first + keys - 1 of the sequence; first is a multiple of kPanelKeys

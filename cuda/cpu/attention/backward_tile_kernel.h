@@ -165,13 +165,14 @@ struct Panel {
     }
 
     void dropout_bits() {
+        const DropoutOrigin& origin = t.origin;
         const IVec lane = lanes();
         for (int x = 0; x < rows() * (kPanelKeys / 8); x += L) {  // Philox decides eight columns of a row at a time
             const UVec block = (UVec)lane + uint32_t(x);
             UVec word[4];
-            philox((block & uint32_t(kPanelKeys / 8 - 1)) + uint32_t(t.first + key) / 8,
-                   block / uint32_t(kPanelKeys / 8) + uint32_t(q.first + row_begin), uint32_t(q.head) + UVec{}, uint32_t(t.batch) + UVec{},
-                   p.dropout_key, word);
+            philox((block & uint32_t(kPanelKeys / 8 - 1)) + (origin.columns + uint32_t(t.first + key) / 8),
+                   block / uint32_t(kPanelKeys / 8) + (origin.row + uint32_t(q.first + row_begin)), origin.head + uint32_t(q.head) + UVec{},
+                   origin.sequence + UVec{}, p.dropout_key, word);
             for (int l = 0; l < L; ++l)
                 for (int w = 0; w < 4; ++w)
                     bits[(x + l) * 8 + 2 * w] = uint16_t(word[w][l]), bits[(x + l) * 8 + 2 * w + 1] = uint16_t(word[w][l] >> 16);

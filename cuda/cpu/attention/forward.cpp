@@ -61,7 +61,7 @@ struct Layout {
 // batch ends before them.
 bool set_tile(const AttentionParams& p, int32_t b, int32_t head_k, int64_t first, int64_t rows, const Scratch& scratch, QueryTile& tile) {
     tile.params = &p;
-    tile.sequence = sequence_of(p, b);
+    tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b);
     const int64_t end = packed_rows(p, tile.sequence.seqlen_q);
     if (first >= end) return false;
     tile.batch = b, tile.head_k = head_k;

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "attention/common/params.h"
+#include "attention/common/dropout.h"
 
 namespace fa::cpu {
 
@@ -33,6 +33,7 @@ struct Scratch {
 struct QueryTile {
     const AttentionParams* params;
     Sequence sequence;
+    DropoutOrigin origin;
     int32_t batch, head_k;
     int32_t rows;                // 1 .. kMaxTileRows
     int32_t key_begin, key_end;  // keys that some row sees
