@@ -44,7 +44,7 @@ typedef enum fa_status {
     FA_WORKSPACE_TOO_SMALL = 3, /* the query of the function gives the size */
     FA_CUDA_ERROR = 4,          /* the CUDA runtime refused: no device, failed launch, an earlier asynchronous fault */
     FA_OUT_OF_MEMORY = 5,       /* the host has no memory left to start threads */
-    FA_RANK_LOST = 6            /* flash_attn_distributed.h: another rank of the group is late, has ended, or broke off: the group is over */
+    FA_RANK_LOST = 6 /* flash_attn_distributed.h: another rank of the group is late, has ended, or broke off: the group is over */
 } fa_status;
 
 typedef enum fa_device { FA_CPU = 1, FA_CUDA = 2 } fa_device;
@@ -86,7 +86,8 @@ typedef struct fa_part {
     int32_t first_row; /* for dropout: row i of the part is row first_row + i of the whole sequence, */
     int32_t first_key; /*   key j is its key first_key + j (first_key is a multiple of 8), */
     int32_t sequence;  /*   and this is the number of the sequence in the whole batch */
-    int32_t reserved[2];
+    int32_t seqlen_q;  /* its rows are cu_seqlens_q[b] .. + seqlen_q - 1, and those up to cu_seqlens_q[b + 1] belong to no part; 0 = all */
+    int32_t reserved;
 } fa_part;
 
 typedef struct fa_attention_args {
@@ -147,10 +148,10 @@ typedef struct fa_attention_args {
      * slower for more than 1024 keys. */
     int32_t fast_accum;
     int32_t first_head; /* for dropout: head h of this call counts as head first_head + h */
-    /* (batch), in the memory of q: the sequences of this varlen call are parts of longer ones. cu_seqlens_q gives their rows as always;
-     * cu_seqlens_k is NULL and top_left 0. Bias, mask and everything that has an entry for each sequence go by the part: its rows, its keys
-     * and its number b. In the backward pass the keys of a part begin at or behind the last key of the part before it, and rows of dk and
-     * dv that belong to no part are not written. NULL = whole sequences. */
+    /* (batch), in the memory of q: the sequences of this varlen call are parts of longer ones. cu_seqlens_q gives their rows as always,
+     * but may begin above 0; cu_seqlens_k is NULL and top_left 0. Bias, mask and everything that has an entry for each sequence go by the
+     * part: its rows, its keys and its number b. In the backward pass the keys of a part begin at or behind the last key of the part before
+     * it, and rows of dk and dv that belong to no part are not written. NULL = whole sequences. */
     const fa_part* parts;
 } fa_attention_args;
 

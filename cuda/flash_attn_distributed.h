@@ -76,9 +76,9 @@ FA_API void fa_group_abort(fa_group* group, const char* reason);
 /* ---- which rank holds what ---- */
 
 typedef enum fa_layout {
-    FA_LAYOUT_CONTIGUOUS = 1, /* rank r holds tokens r T / P .. (r + 1) T / P - 1 of the T tokens of all sequences together */
-    FA_LAYOUT_ZIGZAG = 2      /* every sequence is cut into 2 P chunks at i L / (2 P), and rank r holds chunks r and 2 P - 1 - r of each:
-                                 equal work under a causal mask */
+    FA_LAYOUT_CONTIGUOUS = 1, /* every sequence of L tokens is cut into P chunks at r L / P, and rank r holds chunk r of each */
+    FA_LAYOUT_ZIGZAG = 2,     /* into 2 P chunks at i L / (2 P), and rank r holds chunks r and 2 P - 1 - r: equal work under a causal mask */
+    FA_LAYOUT_FLAT = 3        /* the T tokens of all sequences together are cut at r T / P, across sequences: fewest, largest transfers */
 } fa_layout;                  /* divisions round down */
 
 /* Consecutive tokens of one sequence. The rows of a rank are those of its segments, one after another. */

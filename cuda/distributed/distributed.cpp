@@ -21,8 +21,8 @@ fa_status check_kind(int32_t kind) {
     return fail(FA_BAD_ARGUMENT, "kind=%d is not an fa_group_kind (1 .. 3)", kind);
 }
 fa_status check_layout(int32_t layout) {
-    if (layout == FA_LAYOUT_CONTIGUOUS || layout == FA_LAYOUT_ZIGZAG) return FA_OK;
-    return fail(FA_BAD_ARGUMENT, "layout=%d is neither FA_LAYOUT_CONTIGUOUS (1) nor FA_LAYOUT_ZIGZAG (2)", layout);
+    if (layout >= FA_LAYOUT_CONTIGUOUS && layout <= FA_LAYOUT_FLAT) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "layout=%d is not an fa_layout (1 .. 3)", layout);
 }
 fa_status read_lengths(const char* name, int32_t batch, const int32_t* cu, std::vector<int32_t>* lengths) {
     if (!cu) return fail(FA_BAD_ARGUMENT, "%s is NULL", name);
@@ -68,7 +68,7 @@ fa_status choose_mode(int32_t wanted, Problem* p, char* why_not, size_t size) {
     const int64_t group = p->a.nheads / p->a.nheads_k;
     const bool even = p->a.nheads % p->size == 0 && (p->a.nheads_k % p->size == 0 || p->size % p->a.nheads_k == 0);
     const bool windowed = p->window.left >= 0;
-    const bool all_to_all = even && !windowed && (p->backward() || group <= p->size - 1 || p->layout == FA_LAYOUT_CONTIGUOUS);
+    const bool all_to_all = even && !windowed && (p->backward() || group <= p->size - 1 || p->layout != FA_LAYOUT_ZIGZAG);
     const int32_t order[] = {all_to_all ? FA_MODE_ULYSSES : FA_MODE_GATHER, all_to_all ? FA_MODE_GATHER : FA_MODE_ULYSSES, FA_MODE_RING};
     for (const int32_t mode : order) {
         p->mode = mode;

@@ -15,7 +15,7 @@ std::vector<Segment> segments_of(fa_layout layout, int rank, int size, const std
         row += end - begin;
     };
     const auto sequences = int32_t(cu_seqlens.size()) - 1;
-    if (layout == FA_LAYOUT_CONTIGUOUS) {
+    if (layout == FA_LAYOUT_FLAT) {
         const int64_t total = cu_seqlens.back(), first = rank * total / size, last = (rank + 1) * total / size;
         for (int32_t b = 0; b < sequences; ++b) {
             const int64_t start = cu_seqlens[b], end = cu_seqlens[b + 1];
@@ -25,8 +25,10 @@ std::vector<Segment> segments_of(fa_layout layout, int rank, int size, const std
     }
     for (int32_t b = 0; b < sequences; ++b) {
         const int64_t length = int64_t(cu_seqlens[b + 1]) - cu_seqlens[b];
-        const auto bound = [&](int64_t chunk) { return chunk * length / (2 * int64_t(size)); };
-        for (const int64_t chunk : {int64_t(rank), 2 * int64_t(size) - 1 - rank}) add(b, bound(chunk), bound(chunk + 1));
+        const int64_t chunks = layout == FA_LAYOUT_ZIGZAG ? 2 * int64_t(size) : size;
+        const auto bound = [&](int64_t chunk) { return chunk * length / chunks; };
+        add(b, bound(rank), bound(rank + 1));
+        if (layout == FA_LAYOUT_ZIGZAG) add(b, bound(chunks - 1 - rank), bound(chunks - rank));
     }
     return found;
 }

@@ -31,10 +31,10 @@ fa_status launch_negative_delta(const RowsShape& s, HeadRows out, HeadRows dout,
 // to[i, h, d] = the sum over n of parts[n * stride + (i * heads + h) * dim + d], rounded once.
 fa_status launch_sum(const RowsShape& s, HeadRows to, const void* parts, int64_t stride, int32_t count, void* stream);
 
-// Results over disjoint keys: part n has out at outs[n * out_stride + (i * heads + h) * dim + d] and lse at lses[n * lse_stride + h * rows
-// + i]. A part with lse = -inf changes nothing, whatever its out holds.
-fa_status launch_merge_parts(const RowsShape& s, HeadRows to, float* lse, const void* outs, int64_t out_stride, const float* lses,
-                             int64_t lse_stride, int32_t count, void* stream);
+// Results over disjoint keys of (batch, seqlen) rows, rows = batch * seqlen: part n has out at outs[n * out_stride + (i * heads + h) * dim + d],
+// and lse (batch, heads, seqlen) at lses + n * lse_stride. A part with lse = -inf changes nothing, whatever its out holds. lse may be NULL.
+fa_status launch_merge_parts(const RowsShape& s, const TensorView& to, float* lse, int64_t seqlen, const void* outs, int64_t out_stride,
+                             const float* lses, int64_t lse_stride, int32_t count, void* stream);
 
 // One more part of such a result: sum (rows, heads, dim) float32 contiguous, lse (heads, rows). `first` starts a new one.
 fa_status launch_add_part(const RowsShape& s, float* sum, float* lse, HeadRows part, const float* part_lse, bool first, void* stream);

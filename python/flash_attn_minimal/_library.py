@@ -102,8 +102,8 @@ def _descale(name: str) -> list[tuple[str, type]]:
 
 
 # fa_part: the sequences of a varlen call that are parts of longer ones are an array of these, as NumPy describes them.
-PART_FIELDS = ("key_begin", "seqlen_k", "shift", "first_row", "first_key", "sequence")
-PART_DTYPE = [*((name, "<i4") for name in PART_FIELDS), ("reserved", "<i4", (2,))]
+PART_FIELDS = ("key_begin", "seqlen_k", "shift", "first_row", "first_key", "sequence", "seqlen_q", "reserved")
+PART_DTYPE = [(name, "<i4") for name in PART_FIELDS]
 
 
 @_checked

@@ -483,7 +483,7 @@ def test_refused_parts(field, value, text):
 
 
 def test_refused_calls():
-    refused(lambda args, parts: parts["reserved"].__setitem__((0, 1), 4), "parts[0].reserved[1]=4 is outside 0 .. 0")
+    refused(lambda args, parts: parts["reserved"].__setitem__(0, 4), "parts[0].reserved=4 is outside 0 .. 0")
     refused(lambda args, parts: setattr(args, "cu_seqlens_k", args.cu_seqlens_q), "cu_seqlens_k are both set")
     refused(
         lambda args, parts: setattr(args, "cu_seqlens_q", None), "cu_seqlens_q is NULL: only a varlen call has parts"

@@ -23,13 +23,15 @@ fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool ne
     return FA_OK;
 }
 
-fa_status check_cu_seqlens(const char* name, const int32_t* cu, int32_t batch, int64_t total, int64_t longest, const char* longest_name) {
-    if (cu[0] != 0) return fail(FA_BAD_ARGUMENT, "%s[0]=%d is not 0", name, cu[0]);
+// `parts`: the first may begin behind rows that belong to no part, and check_part says how long each is.
+fa_status check_cu_seqlens(const char* name, const int32_t* cu, int32_t batch, int64_t total, int64_t longest, const char* longest_name,
+                           bool parts = false) {
+    if (parts ? cu[0] < 0 : cu[0] != 0) return fail(FA_BAD_ARGUMENT, "%s[0]=%d is %s", name, cu[0], parts ? "negative" : "not 0");
     for (int32_t b = 0; b < batch; ++b) {
         const int64_t length = int64_t(cu[b + 1]) - cu[b];
         if (length < 0)
             return fail(FA_BAD_ARGUMENT, "%s[%d]=%d is below %s[%d]=%d: it must not decrease", name, b + 1, cu[b + 1], name, b, cu[b]);
-        if (length > longest)
+        if (length > longest && !parts)
             return fail(FA_BAD_ARGUMENT, "%s: sequence %d has %" PRId64 " rows, more than %s=%" PRId64, name, b, length, longest_name,
                         longest);
     }
@@ -40,7 +42,7 @@ fa_status check_cu_seqlens(const char* name, const int32_t* cu, int32_t batch, i
 static_assert(sizeof(Part) == sizeof(fa_part) && offsetof(Part, key_begin) == offsetof(fa_part, key_begin) &&
                   offsetof(Part, seqlen_k) == offsetof(fa_part, seqlen_k) && offsetof(Part, shift) == offsetof(fa_part, shift) &&
                   offsetof(Part, first_row) == offsetof(fa_part, first_row) && offsetof(Part, first_key) == offsetof(fa_part, first_key) &&
-                  offsetof(Part, sequence) == offsetof(fa_part, sequence),
+                  offsetof(Part, sequence) == offsetof(fa_part, sequence) && offsetof(Part, seqlen_q) == offsetof(fa_part, seqlen_q),
               "the kernels read the caller's array");
 
 fa_status check_part(const fa_attention_args& a, int32_t b) {
@@ -52,8 +54,11 @@ fa_status check_part(const fa_attention_args& a, int32_t b) {
     FA_RETURN_IF_ERROR(check("key_begin", part.key_begin, 0, a.total_k));
     FA_RETURN_IF_ERROR(check("seqlen_k", part.seqlen_k, 0, std::min(a.seqlen_k, a.total_k - part.key_begin)));
     FA_RETURN_IF_ERROR(check("shift", part.shift, -kMostShift, kMostShift));
-    FA_RETURN_IF_ERROR(check("reserved[0]", part.reserved[0], 0, 0));
-    FA_RETURN_IF_ERROR(check("reserved[1]", part.reserved[1], 0, 0));
+    const int64_t room = int64_t(a.cu_seqlens_q[b + 1]) - a.cu_seqlens_q[b], rows = part.seqlen_q ? part.seqlen_q : room;
+    FA_RETURN_IF_ERROR(check("seqlen_q", part.seqlen_q, 0, room));
+    if (rows > a.seqlen_q)
+        return fail(FA_BAD_ARGUMENT, "cu_seqlens_q: sequence %d has %" PRId64 " rows, more than seqlen_q=%" PRId64, b, rows, a.seqlen_q);
+    FA_RETURN_IF_ERROR(check("reserved", part.reserved, 0, 0));
     if (!(a.dropout_p > 0)) return FA_OK;
     FA_RETURN_IF_ERROR(check("first_row", part.first_row, 0, kMaxLength));
     FA_RETURN_IF_ERROR(check("first_key", part.first_key, 0, kMaxLength));
@@ -131,7 +136,8 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
         FA_RETURN_IF_ERROR(check_pointer("cu_seqlens_k", a.cu_seqlens_k, 4, need && !parts));
         FA_RETURN_IF_ERROR(check_pointer("parts", parts, 4, false));
         if (a.device == FA_CPU && need) {
-            FA_RETURN_IF_ERROR(check_cu_seqlens("cu_seqlens_q", a.cu_seqlens_q, a.batch, a.total_q, a.seqlen_q, "seqlen_q"));
+            FA_RETURN_IF_ERROR(
+                check_cu_seqlens("cu_seqlens_q", a.cu_seqlens_q, a.batch, a.total_q, a.seqlen_q, "seqlen_q", parts != nullptr));
             if (!parts) FA_RETURN_IF_ERROR(check_cu_seqlens("cu_seqlens_k", a.cu_seqlens_k, a.batch, a.total_k, a.seqlen_k, "seqlen_k"));
             for (int32_t b = 0; parts && b < a.batch; ++b) FA_RETURN_IF_ERROR(check_part(a, b));
         }

@@ -41,7 +41,8 @@ struct CacheView {
 struct Part {
     int32_t key_begin, seqlen_k, shift;
     int32_t first_row, first_key, sequence;  // for dropout
-    int32_t reserved[2];
+    int32_t seqlen_q;                        // 0 = every row up to the next part
+    int32_t reserved;
 };
 
 struct AttentionParams {
@@ -137,6 +138,12 @@ FA_HOST_DEVICE int32_t first_key_row(const AttentionParams& p, int32_t b) {
     return clamp_to(p.parts ? p.parts[b].key_begin : p.cu_seqlens_k[b], 0, p.total_k);
 }
 
+// How many rows sequence b of a varlen call has, from row q0 = cu_seqlens_q[b] on.
+FA_HOST_DEVICE int32_t count_rows(const AttentionParams& p, int32_t b, int32_t q0) {
+    const int32_t rows = clamp_to(clamp_to(p.cu_seqlens_q[b + 1], q0, p.total_q) - q0, 0, p.seqlen_q);
+    return p.parts && p.parts[b].seqlen_q > 0 ? clamp_to(p.parts[b].seqlen_q, 0, rows) : rows;
+}
+
 constexpr int32_t kMostShift = 1 << 30;  // of a part, either way
 
 // The keys of sequence b of a varlen call, which has seqlen_q rows.
@@ -162,8 +169,8 @@ FA_HOST_DEVICE SequenceKeys keys_of(const AttentionParams& p, int32_t b, int32_t
 FA_HOST_DEVICE Sequence sequence_of(const AttentionParams& p, int32_t b) {
     Sequence s;
     if (p.cu_seqlens_q) {
-        const int32_t q0 = clamp_to(p.cu_seqlens_q[b], 0, p.total_q), q1 = clamp_to(p.cu_seqlens_q[b + 1], q0, p.total_q);
-        s.seqlen_q = clamp_to(q1 - q0, 0, p.seqlen_q);
+        const int32_t q0 = clamp_to(p.cu_seqlens_q[b], 0, p.total_q);
+        s.seqlen_q = count_rows(p, b, q0);
         const SequenceKeys keys = keys_of(p, b, s.seqlen_q);
         s.seqlen_k = keys.count, s.shift = keys.shift;
         s.q = q0 * p.q.row, s.out = q0 * p.out.row, s.lse = q0;

@@ -117,7 +117,7 @@ FA_HOST_DEVICE void find_work(const AttentionParams& p, const ForwardWorkList& l
         }
         w.batch = low;
         w.q_row = start(low);
-        w.seqlen_q = clamp_to(clamp_to(p.cu_seqlens_q[low + 1], w.q_row, p.total_q) - w.q_row, 0, p.seqlen_q);
+        w.seqlen_q = count_rows(p, low, w.q_row);
         const SequenceKeys keys = keys_of(p, low, w.seqlen_q);
         w.k_row = keys.first_row, w.seqlen_k = keys.count, w.shift = keys.shift;
         m = (w.seqlen_q + kBlockM - 1) / kBlockM - 1 - (slot - w.q_row / kBlockM - low);
