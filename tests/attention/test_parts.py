@@ -101,7 +101,7 @@ class Cut:
         for b, (sequence, _, r0, _, _, first, last, begin) in enumerate(self.parts):
             rows, keys = (cu[sequence + 1] - cu[sequence] for cu in (self.case.cu_seqlens_q, self.case.cu_seqlens_k))
             shift = 0 if self.case.top_left else keys - rows
-            found[b] = (begin, last - first, r0 + shift - first, r0, first, sequence, (0, 0))
+            found[b] = (begin, last - first, r0 + shift - first, r0, first, sequence, 0, 0)
         return found
 
     def scores(self, x, fill):
