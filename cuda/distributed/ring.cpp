@@ -45,7 +45,9 @@ Parts parts_of(const Problem& p, int peer, int round_q, int round_k) {
             if (keys[i].round == round_k) found = &keys[i];
         Interval seen{0, 0};
         if (found) seen = common_keys(p, s, *found);
-        parts.add(p, s, seen, found ? found->row + seen.begin - found->begin : parts.part.empty() ? 0 : parts.part.back().key_begin);
+        // Key ranges ascend, also those without keys.
+        const int64_t behind = parts.part.empty() ? 0 : int64_t(parts.part.back().key_begin) + parts.part.back().seqlen_k;
+        parts.add(p, s, seen, seen.begin < seen.end ? found->row + seen.begin - found->begin : behind);
     }
     return parts;
 }
