@@ -146,13 +146,13 @@ FA_HOST_DEVICE int32_t count_rows(const AttentionParams& p, int32_t b, int32_t q
 
 constexpr int32_t kMostShift = 1 << 30;  // of a part, either way
 
-// The keys of sequence b of a varlen call, which has seqlen_q rows.
-struct SequenceKeys {
+// Where the keys of sequence b of a varlen call lie, which has seqlen_q rows.
+struct KeySpan {
     int32_t first_row, count;
     int32_t shift;
 };
-FA_HOST_DEVICE SequenceKeys keys_of(const AttentionParams& p, int32_t b, int32_t seqlen_q) {
-    SequenceKeys keys;
+FA_HOST_DEVICE KeySpan keys_of(const AttentionParams& p, int32_t b, int32_t seqlen_q) {
+    KeySpan keys;
     if (p.parts) {
         const Part& part = p.parts[b];
         keys.first_row = clamp_to(part.key_begin, 0, p.total_k);
@@ -171,7 +171,7 @@ FA_HOST_DEVICE Sequence sequence_of(const AttentionParams& p, int32_t b) {
     if (p.cu_seqlens_q) {
         const int32_t q0 = clamp_to(p.cu_seqlens_q[b], 0, p.total_q);
         s.seqlen_q = count_rows(p, b, q0);
-        const SequenceKeys keys = keys_of(p, b, s.seqlen_q);
+        const KeySpan keys = keys_of(p, b, s.seqlen_q);
         s.seqlen_k = keys.count, s.shift = keys.shift;
         s.q = q0 * p.q.row, s.out = q0 * p.out.row, s.lse = q0;
         s.k = keys.first_row * p.k.row, s.v = keys.first_row * p.v.row;

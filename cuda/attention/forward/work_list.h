@@ -118,7 +118,7 @@ FA_HOST_DEVICE void find_work(const AttentionParams& p, const ForwardWorkList& l
         w.batch = low;
         w.q_row = start(low);
         w.seqlen_q = count_rows(p, low, w.q_row);
-        const SequenceKeys keys = keys_of(p, low, w.seqlen_q);
+        const KeySpan keys = keys_of(p, low, w.seqlen_q);
         w.k_row = keys.first_row, w.seqlen_k = keys.count, w.shift = keys.shift;
         m = (w.seqlen_q + kBlockM - 1) / kBlockM - 1 - (slot - w.q_row / kBlockM - low);
     } else {
