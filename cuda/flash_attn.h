@@ -150,8 +150,8 @@ typedef struct fa_attention_args {
     int32_t first_head; /* for dropout: head h of this call counts as head first_head + h */
     /* (batch), in the memory of q: the sequences of this varlen call are parts of longer ones. cu_seqlens_q gives their rows as always,
      * but may begin above 0; cu_seqlens_k is NULL and top_left 0. Bias, mask and everything that has an entry for each sequence go by the
-     * part: its rows, its keys and its number b. In the backward pass the keys of a part begin at or behind the last key of the part before
-     * it, and rows of dk and dv that belong to no part are not written. NULL = whole sequences. */
+     * part: its rows, its keys and its number b. In the backward pass the keys of each part, also of one without keys, begin where those of
+     * the part before it end, or later; rows of dk and dv that belong to no part are not written. NULL = whole sequences. */
     const fa_part* parts;
 } fa_attention_args;
 

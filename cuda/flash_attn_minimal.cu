@@ -69,6 +69,11 @@ __device__ __noinline__ float general_score(const AttentionParams& p, const Sequ
     return transform_score(p, s, b, head, i, j, dot);
 }
 
+// Whether dropout drops the pair (i, j); out of line, too.
+__device__ __noinline__ bool drops(const AttentionParams& p, int b, int head, int i, int j) {
+    return dropped(p, dropout_block(p, b, head, i, j), j);
+}
+
 // kChunksV: head-dim chunks of V and of the output that the registers hold, 16 floats a thread each; those past headdim_v are skipped.
 // KeyRows: where K and V lie, key_rows.cuh.
 template <typename T, int kChunksV, typename KeyRows>
@@ -152,8 +157,7 @@ __global__ void __launch_bounds__(kThreads, kChunksV == kFewChunks ? 2 : 1) atte
 #pragma unroll 1
             for (int e = 0; e < 16; ++e) {  // of this thread's own places in P
                 const int r = 4 * ty + e / 4, c = tx + e % 4 * 16;
-                const bool drop = dropped(p, dropout_block(p, b, head, row0 + r, key0 + c), key0 + c);
-                smem.p[r][c] = drop ? 0.0f : smem.p[r][c] * p.dropout_scale;
+                smem.p[r][c] = drops(p, b, head, row0 + r, key0 + c) ? 0.0f : smem.p[r][c] * p.dropout_scale;
             }
         }
         __syncthreads();  // P is complete (its own warp would do) and so is visible[]
