@@ -18,7 +18,9 @@
  *   - A function whose text says "collective" is called by every rank of the group, each from a thread (or process) of its own. It waits
  *     on the host until all ranks have called, at most the group's timeout, and compares what they ask for. Its GPU work is asynchronous.
  *   - Where one rank cannot go on, all ranks return a status other than FA_OK, and fa_last_error() names the rank and the reason. Before
- * any work was enqueued the group stays usable. After a timeout, a lost rank or a CUDA error it does not: every call returns the reason.
+ *     any work was enqueued the group stays usable. After a timeout, a lost rank or a CUDA error it does not: every call returns the
+ * reason.
+ *   - FA_WORKSPACE_TOO_SMALL comes to all ranks or to none: they make more room, call fa_group_reserve, and call again.
  *   - The same arguments give the same bits on the same number of ranks. (dq of a GPU: with `deterministic`.)
  */
 #ifndef FLASH_ATTN_DISTRIBUTED_H
@@ -70,6 +72,11 @@ FA_API void fa_group_destroy(fa_group* group);
  * plans to come). It waits for the group's calls on the GPU when the memory has to grow. The one function that allocates device memory. */
 FA_API fa_status fa_group_reserve(fa_group* group, size_t shared_bytes);
 
+/* Collective, in the place of any other collective call: this rank cannot make the call that the others make, for instance because a
+ * caller of the library found an argument wrong. The others are told the reason, every rank returns FA_BAD_ARGUMENT, and the group stays
+ * usable. */
+FA_API fa_status fa_group_refuse(fa_group* group, const char* reason);
+
 /* Ends the group from any thread: ranks that wait in a collective return FA_RANK_LOST with this reason, later calls too. */
 FA_API void fa_group_abort(fa_group* group, const char* reason);
 
@@ -77,9 +84,9 @@ FA_API void fa_group_abort(fa_group* group, const char* reason);
 
 typedef enum fa_layout {
     FA_LAYOUT_CONTIGUOUS = 1, /* every sequence of L tokens is cut into P chunks at r L / P, and rank r holds chunk r of each */
-    FA_LAYOUT_ZIGZAG = 2,     /* into 2 P chunks at i L / (2 P), and rank r holds chunks r and 2 P - 1 - r: equal work under a causal mask */
-    FA_LAYOUT_FLAT = 3        /* the T tokens of all sequences together are cut at r T / P, across sequences: fewest, largest transfers */
-} fa_layout;                  /* divisions round down */
+    FA_LAYOUT_ZIGZAG = 2, /* into 2 P chunks at i L / (2 P), and rank r holds chunks r and 2 P - 1 - r: equal work under a causal mask */
+    FA_LAYOUT_FLAT = 3    /* the T tokens of all sequences together are cut at r T / P, across sequences: fewest, largest transfers */
+} fa_layout;              /* divisions round down */
 
 /* Consecutive tokens of one sequence. The rows of a rank are those of its segments, one after another. */
 typedef struct fa_segment {

@@ -7,6 +7,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -28,6 +29,7 @@ using Clock = std::chrono::steady_clock;
 struct Place {
     alignas(64) std::atomic<uint64_t> meetings;  // that the rank has come to
     int32_t pid;
+    uint32_t bytes[2];  // of the two messages: meetings of different kinds are of different sizes
     alignas(64) char message[2][kMessageBytes];
 };
 
@@ -72,6 +74,7 @@ public:
         const uint64_t meeting = ++meetings_;
         Place* places = board_->places();
         std::memcpy(places[rank_].message[meeting % 2], mine, bytes);
+        places[rank_].bytes[meeting % 2] = uint32_t(bytes);
         places[rank_].meetings.store(meeting, std::memory_order_release);
         const Clock::time_point begin = Clock::now();
         int64_t looks = 0;
@@ -97,6 +100,13 @@ public:
                                   static_cast<long long>(timeout_ms_), rank_);
                     abort(reason);
                 }
+            }
+            if (places[r].bytes[meeting % 2] != bytes) {
+                char reason[160];
+                std::snprintf(reason, sizeof reason, "ranks %d and %d called different functions: one reserves memory or leaves the group",
+                              std::min(r, rank_), std::max(r, rank_));
+                abort(reason);
+                return check();
             }
             std::memcpy(static_cast<char*>(all) + size_t(r) * bytes, places[r].message[meeting % 2], bytes);
         }

@@ -6,8 +6,8 @@
 namespace fa::distributed {
 namespace {
 
-// Where memory seems to lie while it is only counted: addresses that nothing else has, and that no launch is told.
-constexpr uintptr_t kCountedScratch = uintptr_t(1) << 46, kCountedShared = uintptr_t(3) << 45;
+// Where memory seems to lie while it is only counted: beyond the addresses of any process, and no launch is told of them.
+constexpr uintptr_t kCountedScratch = uintptr_t(1) << 61, kCountedShared = uintptr_t(1) << 62;
 constexpr int64_t kAlign = 256;
 
 template <typename T>

@@ -361,6 +361,12 @@ fa_status fa_group_reserve(fa_group* group, size_t bytes) {
     });
 }
 
+fa_status fa_group_refuse(fa_group* group, const char* reason) {
+    if (!group) return fail(FA_BAD_ARGUMENT, "group is NULL");
+    return fa::distributed::guarded(
+        [&] { return fa::distributed::refuse(group, reason && *reason ? reason : "fa_group_refuse was called"); });
+}
+
 void fa_group_abort(fa_group* group, const char* reason) {
     if (group) group->meeting->abort(reason && *reason ? reason : "fa_group_abort was called");
 }

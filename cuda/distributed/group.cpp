@@ -113,10 +113,18 @@ void describe(const Problem& p, Announcement* said) {
     f[A::kHasSinks] = a.sinks != nullptr, f[A::kWantsDsinks] = p.backward() && p.g.dsinks;
 }
 
+// What another rank failed with. FA_WORKSPACE_TOO_SMALL is for all ranks or none, because the caller gives more and calls again: any other
+// failure goes before it.
+fa_status failure_of_others(const std::vector<Announcement>& all, int rank) {
+    for (const bool small : {false, true})
+        for (size_t r = 0; r < all.size(); ++r)
+            if (int(r) != rank && all[r].status != FA_OK && (all[r].status == FA_WORKSPACE_TOO_SMALL) == small)
+                return fail(fa_status(all[r].status), "rank %zu: %s", r, all[r].text);
+    return FA_OK;
+}
+
 // Every rank compares all with rank 0, so all find the same.
-fa_status compare(const std::vector<Announcement>& all, int rank) {
-    for (size_t r = 0; r < all.size(); ++r)
-        if (all[r].status != FA_OK && int(r) != rank) return fail(fa_status(all[r].status), "rank %zu: %s", r, all[r].text);
+fa_status compare(const std::vector<Announcement>& all) {
     for (size_t r = 1; r < all.size(); ++r)
         for (int f = 0; f < Announcement::kFields; ++f) {
             const int64_t x = all[r].field[f], first = all[0].field[f];
@@ -147,8 +155,11 @@ fa_status agree(const Problem& p, fa_status status, const std::vector<Published>
     std::vector<Announcement> all(size_t(p.size));
     const std::string text = status == FA_OK ? "" : fa_last_error();
     FA_RETURN_IF_ERROR(meeting.meet(&mine, all.data(), sizeof mine));
-    if (status != FA_OK) return fail(status, "%s", text.c_str());
-    FA_RETURN_IF_ERROR(compare(all, p.rank));
+    const fa_status others = failure_of_others(all, p.rank);
+    const bool theirs = others != FA_OK && others != FA_WORKSPACE_TOO_SMALL;
+    if (status != FA_OK && !(status == FA_WORKSPACE_TOO_SMALL && theirs)) return fail(status, "%s", text.c_str());
+    FA_RETURN_IF_ERROR(others);
+    FA_RETURN_IF_ERROR(compare(all));
     published->resize(size_t(p.size) * kMostPublished);
     for (int r = 0; r < p.size; ++r)
         std::memcpy(published->data() + size_t(r) * kMostPublished, all[size_t(r)].published, sizeof mine.published);
@@ -214,6 +225,12 @@ fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream)
     const std::string text = fa_last_error();
     if (status != FA_RANK_LOST) group->meeting->abort(("rank " + std::to_string(p.rank) + ": " + text).c_str());
     return fail(status, "%s", text.c_str());
+}
+
+fa_status refuse(fa_group* group, const char* reason) {
+    Problem p{};
+    p.rank = group->args.rank, p.size = group->args.size;
+    return run(group, p, fail(FA_BAD_ARGUMENT, "%s", reason), nullptr);
 }
 
 }  // namespace fa::distributed
