@@ -43,6 +43,13 @@ void Parts::add(const Problem& p, const Segment& segment, Interval keys, int64_t
     empty = empty && count == 0;
 }
 
+fa_status Parts::put(Walk& w, const Problem& p) {
+    std::vector<int32_t> rows = row;
+    rows.push_back(int32_t(p.rows_q()));
+    FA_RETURN_IF_ERROR(w.table(rows, &rows_table));
+    return w.table(part, &part_table);
+}
+
 Walk::Walk(const Problem& problem, Needs* counted)
     : problem_(problem),
       counted_(counted),
@@ -120,6 +127,7 @@ fa_status Walk::launch(fa_attention_args& args, int64_t i, const Run& run, const
         args.workspace = nested_bytes_ ? nested_[i % 2] : nullptr, args.workspace_bytes = nested_bytes_;
         return run(stream(i));
     }
+    if (!counted_->own) return FA_OK;
     fa_attention_plan plan{};
     plan.struct_size = sizeof plan;
     hide_counted(args.q.data), hide_counted(args.k.data), hide_counted(args.v.data), hide_counted(args.out.data), hide_counted(args.lse);
@@ -179,7 +187,7 @@ namespace {
 
 // Calls launch(args, n): once for all parts, or for each part n.
 template <typename Launch>
-fa_status each_launch(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads, const Launch& launch) {
+fa_status each_launch(const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads, const Launch& launch) {
     if (parts.part.empty()) return FA_OK;
     fa_attention_args args = bare_args(p);
     select_heads(args, p, heads.first, heads.count, heads.count_k);
@@ -187,10 +195,7 @@ fa_status each_launch(Walk& w, const Problem& p, const Parts& parts, const PartA
     args.top_left = 0;  // each part has its shift
     args.total_q = p.rows_q(), args.total_k = arrays.total_k;
     args.seqlen_q = parts.longest_q, args.seqlen_k = parts.longest_k;
-    std::vector<int32_t> rows = parts.row;
-    rows.push_back(int32_t(p.rows_q()));
-    FA_RETURN_IF_ERROR(w.table(rows, &args.cu_seqlens_q));
-    FA_RETURN_IF_ERROR(w.table(parts.part, &args.parts));
+    args.cu_seqlens_q = parts.rows_table, args.parts = parts.part_table;
     const size_t count = parts.part.size();
     if (!p.parts_stand_alone()) {
         args.batch = int32_t(count);
@@ -217,14 +222,14 @@ fa_status each_launch(Walk& w, const Problem& p, const Parts& parts, const PartA
 }  // namespace
 
 fa_status attend_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads, bool sinks, int64_t i) {
-    return each_launch(w, p, parts, arrays, heads, [&](fa_attention_args args, size_t) {
+    return each_launch(p, parts, arrays, heads, [&](fa_attention_args args, size_t) {
         if (!sinks) args.sinks = nullptr;
         return w.attend(args, i);
     });
 }
 
 fa_status differentiate_parts(Walk& w, const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads) {
-    return each_launch(w, p, parts, arrays, heads, [&](fa_attention_args args, size_t n) {
+    return each_launch(p, parts, arrays, heads, [&](fa_attention_args args, size_t n) {
         fa_attention_backward_args g{};
         g.dout = arrays.dout, g.dq = arrays.dq, g.dk = arrays.dk, g.dv = arrays.dv;
         g.dsinks = arrays.dsinks, g.dlse = p.g.dlse;

@@ -57,12 +57,15 @@ enum Array : int32_t { kQ, kK, kV, kDout, kLse, kDelta, kResult, kResultLse, kDk
 
 // What a walk takes.
 struct Needs {
+    bool own = true;  // launches of attention are counted
     size_t workspace = 0, shared = 0;
     size_t nested = 0;    // of the workspace: of one launch of attention; there are two, one for each stream
     size_t transfer = 0;  // shared memory behind `shared` that transfers pass through
     int64_t received = 0;
     int32_t calls = 0, groups = 1;
 };
+
+class Walk;
 
 // The parts of one launch of attention: some segments of this rank, and the keys in a buffer that they see.
 struct Parts {
@@ -71,6 +74,10 @@ struct Parts {
     std::vector<int64_t> row_in_sequence;  // how many rows of the sequence the rank has before it: the row of bias and mask
     int64_t longest_q = 0, longest_k = 0;
     bool empty = true;  // no part has a key
+    // Their tables in the memory of the device. To be made on the main stream, before `fork`.
+    fa_status put(Walk& w, const Problem& p);
+    const int32_t* rows_table = nullptr;  // of `row`, and the end of the rank's rows
+    const fa_part* part_table = nullptr;
     // Queries of `segment` see keys `keys` of its sequence, the first of which is in row key_row of the buffer.
     void add(const Problem& p, const Segment& segment, Interval keys, int64_t key_row);
 };

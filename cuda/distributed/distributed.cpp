@@ -243,7 +243,7 @@ fa_status plan_of(Problem& p, fa_status status, fa_distributed_plan* plan) {
     for (p.rank = 0; p.rank < p.size && !p.cu_q.empty(); ++p.rank) {
         Needs needs;
         if (p.rank == rank) continue;
-        if (const fa_status counted = count(p, &needs); counted != FA_OK) return fa_status(plan->status = counted);
+        if (const fa_status counted = count(p, &needs, false); counted != FA_OK) return fa_status(plan->status = counted);
         plan->shared_bytes = std::max(plan->shared_bytes, needs.shared + needs.transfer);
     }
     p.rank = rank;

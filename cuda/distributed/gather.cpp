@@ -79,12 +79,13 @@ fa_status forward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(publish_keys(w, p));
     FA_RETURN_IF_ERROR(w.begin());
     FA_RETURN_IF_ERROR(w.follow());
-    FA_RETURN_IF_ERROR(w.fork());
     Parts parts;
     for (const Segment& s : p.q[size_t(p.rank)]) {
         const Interval keys = p.keys_of(s);
         parts.add(p, s, keys, p.cu_k[size_t(s.sequence)] + keys.begin);
     }
+    FA_RETURN_IF_ERROR(parts.put(w, p));
+    FA_RETURN_IF_ERROR(w.fork());
     const int32_t group = p.a.nheads / p.a.nheads_k;
     int32_t first = 0;
     int64_t i = 0;
@@ -135,6 +136,7 @@ fa_status backward(Walk& w, const Problem& p) {
                 const Interval keys = p.keys_of(s);
                 parts.add(p, s, keys, p.cu_k[size_t(s.sequence)] + keys.begin);
             }
+        FA_RETURN_IF_ERROR(parts.put(w, p));
         PartArrays arrays{};
         arrays.q = p.a.q, arrays.out = p.a.out, arrays.lse = p.a.lse, arrays.dout = p.g.dout;
         arrays.dq = dq;

@@ -185,8 +185,9 @@ fa_status walk(Walk& w, const Problem& p) {
     return p.backward() ? mode.backward(w, p) : mode.forward(w, p);
 }
 
-fa_status count(const Problem& p, Needs* needs) {
+fa_status count(const Problem& p, Needs* needs, bool own) {
     *needs = {};
+    needs->own = own;
     Walk counting(p, needs);
     return walk(counting, p);
 }

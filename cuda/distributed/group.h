@@ -21,8 +21,9 @@ namespace fa::distributed {
 // One walk of the operation, through p.mode.
 fa_status walk(Walk& w, const Problem& p);
 
-// What the call of a rank takes.
-fa_status count(const Problem& p, Needs* needs);
+// What the call of rank p.rank takes. `own`: the arrays of p are that rank's, so that launches of attention can be asked about; otherwise
+// only the shared memory is counted.
+fa_status count(const Problem& p, Needs* needs, bool own = true);
 
 // The call of this rank. `checked` is the outcome of its validation: a rank whose arguments are wrong has to tell the others.
 fa_status run(fa_group* group, const Problem& p, fa_status checked, void* stream);

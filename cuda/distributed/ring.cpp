@@ -127,8 +127,9 @@ fa_status forward(Walk& w, const Problem& p) {
     bool first = true;
     FA_RETURN_IF_ERROR(each_step(w, p, buffers, [&](int peer, int now) -> fa_status {
         for (int round = 0; round < rounds_of(p); ++round) {
-            const Parts parts = parts_of(p, peer, -1, round);
+            Parts parts = parts_of(p, peer, -1, round);
             if (parts.part.empty() || (parts.empty && !first)) continue;  // the first launch counts the sinks, also where it sees no key
+            FA_RETURN_IF_ERROR(parts.put(w, p));
             PartArrays arrays{};
             arrays.q = p.a.q, arrays.out = packed(part, heads, dv), arrays.lse = part_lse;
             arrays.k = packed(buffers.k[now], p.a.nheads_k, p.a.headdim), arrays.v = packed(buffers.v[now], p.a.nheads_k, dv);
@@ -174,9 +175,10 @@ fa_status backward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(each_step(w, p, buffers, [&](int peer, int now) -> fa_status {
         for (int round_q = 0; round_q < rounds; ++round_q)
             for (int round_k = 0; round_k < rounds; ++round_k) {
-                const Parts parts = parts_of(p, peer, round_q, round_k);
+                Parts parts = parts_of(p, peer, round_q, round_k);
                 const bool counts_sinks = dsinks && peer == p.rank && round_k == 0;  // once for each row
                 if (parts.part.empty() || (parts.empty && !counts_sinks)) continue;
+                FA_RETURN_IF_ERROR(parts.put(w, p));
                 PartArrays arrays{};
                 arrays.dsinks = counts_sinks ? reinterpret_cast<float*>(dsinks) + round_q * heads : nullptr;
                 arrays.q = p.a.q, arrays.out = p.a.out, arrays.lse = p.a.lse, arrays.dout = p.g.dout;

@@ -31,8 +31,9 @@ fa_status launch_negative_delta(const RowsShape& s, HeadRows out, HeadRows dout,
 // to[i, h, d] = the sum over n of parts[n * stride + (i * heads + h) * dim + d], rounded once.
 fa_status launch_sum(const RowsShape& s, HeadRows to, const void* parts, int64_t stride, int32_t count, void* stream);
 
-// Results over disjoint keys of (batch, seqlen) rows, rows = batch * seqlen: part n has out at outs[n * out_stride + (i * heads + h) * dim + d],
-// and lse (batch, heads, seqlen) at lses + n * lse_stride. A part with lse = -inf changes nothing, whatever its out holds. lse may be NULL.
+// Results over disjoint keys of (batch, seqlen) rows, rows = batch * seqlen: part n has out at outs[n * out_stride + (i * heads + h) * dim
+// + d], and lse (batch, heads, seqlen) at lses + n * lse_stride. A part with lse = -inf changes nothing, whatever its out holds. lse may be
+// NULL.
 fa_status launch_merge_parts(const RowsShape& s, const TensorView& to, float* lse, int64_t seqlen, const void* outs, int64_t out_stride,
                              const float* lses, int64_t lse_stride, int32_t count, void* stream);
 

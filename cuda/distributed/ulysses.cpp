@@ -153,8 +153,9 @@ struct WholeSequences {
     fa_attention_args args(const Problem& p, const Piece& piece) const {
         fa_attention_args args = bare_args(p);
         select_heads(args, p, piece.q0, piece.q1 - piece.q0, piece.k1 - piece.k0);
-        args.cu_seqlens_q = cu_q, args.cu_seqlens_k = cu_k;
-        args.total_q = p.total_q(), args.total_k = p.total_k(), args.seqlen_q = p.longest_q(), args.seqlen_k = p.longest_k();
+        args.seqlen_q = p.longest_q(), args.seqlen_k = p.longest_k();
+        if (p.batch == 1) return args;  // one sequence: a dense call, whose work the kernels know beforehand
+        args.cu_seqlens_q = cu_q, args.cu_seqlens_k = cu_k, args.total_q = p.total_q(), args.total_k = p.total_k();
         return args;
     }
 };
@@ -186,8 +187,10 @@ fa_status forward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(w.begin());
     FA_RETURN_IF_ERROR(w.follow());
     WholeSequences whole{nullptr, nullptr, own};
-    FA_RETURN_IF_ERROR(w.table(p.cu_q, &whole.cu_q));
-    FA_RETURN_IF_ERROR(w.table(p.cu_k, &whole.cu_k));
+    if (p.batch > 1) {
+        FA_RETURN_IF_ERROR(w.table(p.cu_q, &whole.cu_q));
+        FA_RETURN_IF_ERROR(w.table(p.cu_k, &whole.cu_k));
+    }
     FA_RETURN_IF_ERROR(w.fork());
     char* q = w.scratch(total_q * own.heads * d * p.element);
     char *k = w.scratch(total_k * own.heads_k * d * p.element), *v = w.scratch(total_k * own.heads_k * dv * p.element);
@@ -274,8 +277,10 @@ fa_status backward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(w.begin());
     FA_RETURN_IF_ERROR(w.follow());
     WholeSequences whole{nullptr, nullptr, own};
-    FA_RETURN_IF_ERROR(w.table(p.cu_q, &whole.cu_q));
-    FA_RETURN_IF_ERROR(w.table(p.cu_k, &whole.cu_k));
+    if (p.batch > 1) {
+        FA_RETURN_IF_ERROR(w.table(p.cu_q, &whole.cu_q));
+        FA_RETURN_IF_ERROR(w.table(p.cu_k, &whole.cu_k));
+    }
     char* zeros = w.scratch(dv * e);  // the one row of `out` that all rows of the launches have
     if (w.runs()) {
         FA_RETURN_IF_ERROR(launch_zero(p.device(), zeros, size_t(dv * e), w.stream()));

@@ -17,7 +17,8 @@ struct ForwardWorkList {
     int items, blocks;
     int m_blocks;        // dense: query blocks of a sequence
     bool longest_first;  // dense: items in order of their length, section by section
-    // The heads of a section share L2; the longest query blocks of all its heads come first. The first `leading` heads go in sections of
+    // The heads of a section share L2; the longest query blocks of all its heads come first, or in a varlen call those of a sequence. Dense
+    // calls: the first `leading` heads go in sections of
     // leading_section heads, the others in sections of section_heads.
     int leading, leading_section, section_heads;
     WorkOrder order;
@@ -42,7 +43,7 @@ inline WorkOrder work_order(const AttentionParams& p, int64_t items, int multipr
 
 // Heads whose K and V take 32 of the 50 MB of L2.
 inline int64_t heads_of_section(const AttentionParams& p) {
-    const int64_t bytes = 2 * int64_t(p.seqlen_k) * (p.headdim + p.headdim_v), all = int64_t(p.batch) * p.nheads;
+    const int64_t bytes = 2 * int64_t(p.seqlen_k) * (p.headdim + p.headdim_v), all = (p.cu_seqlens_q ? 1 : int64_t(p.batch)) * p.nheads;
     int64_t heads = 1;
     while (2 * heads * bytes <= (int64_t(32) << 20) && heads < all) heads *= 2;
     return heads * p.group < all ? heads * p.group : all;
@@ -105,8 +106,13 @@ FA_HOST_DEVICE void find_work(const AttentionParams& p, const ForwardWorkList& l
     w.state = WorkState::kEmpty;
     int m;
     if (p.cu_seqlens_q) {
-        const int slot = index / p.nheads;
-        w.head = index - slot * p.nheads;
+        // Heads of a section share L2, and take a slot one after the other.
+        const int slots = list.items / p.nheads, section = index / (list.section_heads * slots), first = section * list.section_heads;
+        const int i = index - first * slots, heads = list.section_heads < p.nheads - first ? list.section_heads : p.nheads - first;
+        int slot = i / heads;
+        w.head = first + i - slot * heads;
+        // Of two parts of a sequence the second sees more keys under a causal mask, so parts go from the last to the first.
+        if (p.parts) slot = slots - 1 - slot;
         // Sequence b owns slots cu[b] / M + b .. cu[b + 1] / M + b: enough wherever it starts, and no prefix sum is needed.
         const auto start = [&](int b) { return clamp_to(p.cu_seqlens_q[b], 0, p.total_q); };
         int low = 0, high = p.batch - 1;
@@ -120,7 +126,8 @@ FA_HOST_DEVICE void find_work(const AttentionParams& p, const ForwardWorkList& l
         w.seqlen_q = count_rows(p, low, w.q_row);
         const KeySpan keys = keys_of(p, low, w.seqlen_q);
         w.k_row = keys.first_row, w.seqlen_k = keys.count, w.shift = keys.shift;
-        m = (w.seqlen_q + kBlockM - 1) / kBlockM - 1 - (slot - w.q_row / kBlockM - low);
+        m = slot - w.q_row / kBlockM - low;
+        if (!p.parts) m = (w.seqlen_q + kBlockM - 1) / kBlockM - 1 - m;
     } else {
         int sequence_head;
         if (list.longest_first) {
