@@ -16,6 +16,7 @@ DOCUMENTS = (
     "README.md",
     "ARCHITECTURE.md",
     "QUICK_REFERENCE.md",
+    "docs/context_parallel.md",
     "docs/contract.md",
     "docs/generate.md",
     "docs/quantization.md",
