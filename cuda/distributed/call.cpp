@@ -72,7 +72,7 @@ Walk::Walk(const Problem& problem, const Needs& needs, Transport& transport, Mee
       own_(kMostPublished),
       published_(size_t(problem.size) * kMostPublished) {
     char* end = scratch_base_ + needs.workspace - kAlign;  // the launches' own workspaces lie at the end
-    nested_[1] = end - needs.nested, nested_[0] = nested_[1] - needs.nested;
+    nested_[0] = end - needs.nested, nested_[1] = nested_[0] - needs.nested;
     if (pushes_) transport.stage_at(shared_base_ + needs.shared);
 }
 
@@ -80,7 +80,7 @@ char* Walk::take(size_t& used, int64_t bytes) {
     char* at = (&used == &shared_ ? shared_base_ : scratch_base_) + used;
     used += size_t((bytes + kAlign - 1) / kAlign * kAlign);
     if (counted_) {
-        counted_->workspace = scratch_ + 2 * counted_->nested + kAlign;
+        counted_->workspace = scratch_ + size_t(counted_->streams) * counted_->nested + kAlign;
         counted_->shared = shared_;
     }
     return at;
@@ -133,8 +133,9 @@ fa_status Walk::launch(fa_attention_args& args, int64_t i, const Run& run, const
     hide_counted(args.q.data), hide_counted(args.k.data), hide_counted(args.v.data), hide_counted(args.out.data), hide_counted(args.lse);
     args.workspace = nullptr, args.workspace_bytes = 0;
     FA_RETURN_IF_ERROR(query(&plan));
+    counted_->streams = std::max<int64_t>(counted_->streams, i % 2 + 1);
     counted_->nested = std::max(counted_->nested, (plan.workspace_bytes + kAlign - 1) / kAlign * kAlign);
-    counted_->workspace = scratch_ + 2 * counted_->nested + kAlign;
+    counted_->workspace = scratch_ + size_t(counted_->streams) * counted_->nested + kAlign;
     ++counted_->calls;
     return FA_OK;
 }

@@ -24,6 +24,7 @@ struct Problem {
     std::vector<int32_t> cu_q, cu_k;
     int32_t batch, rank, size, kind, mode, groups;
     fa_layout layout;
+    bool wants_dbias;
     int64_t element, headdim_v;
     std::vector<std::vector<Segment>> q, k;  // of every rank
     Window window;
@@ -59,7 +60,8 @@ enum Array : int32_t { kQ, kK, kV, kDout, kLse, kDelta, kResult, kResultLse, kDk
 struct Needs {
     bool own = true;  // launches of attention are counted
     size_t workspace = 0, shared = 0;
-    size_t nested = 0;    // of the workspace: of one launch of attention; there are two, one for each stream
+    size_t nested = 0;    // of the workspace: of one launch of attention, for each stream
+    int64_t streams = 1;  // that launches of attention go to
     size_t transfer = 0;  // shared memory behind `shared` that transfers pass through
     int64_t received = 0;
     int32_t calls = 0, groups = 1;
@@ -198,7 +200,10 @@ fa_status decode(Walk& w, const Problem& p);
 fa_status merge(Walk& w, const Problem& p);
 const Mode& mode_at(int32_t mode);
 
-// The rank's rows of one segment as a fa_tensor's data.
-inline char* at_row(const fa_tensor& t, int64_t row, int64_t element) { return static_cast<char*>(t.data) + row * t.row_stride * element; }
+// A query may leave arrays NULL: they stay so.
+inline void* forward_by(void* data, int64_t bytes) { return data ? static_cast<char*>(data) + bytes : nullptr; }
+inline char* at_row(const fa_tensor& t, int64_t row, int64_t element) {
+    return static_cast<char*>(forward_by(t.data, row * t.row_stride * element));
+}
 
 }  // namespace fa::distributed

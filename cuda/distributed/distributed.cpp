@@ -150,14 +150,13 @@ fa_status validate(const fa_distributed_backward_args* args, int32_t kind, int32
                    char* why_not, size_t why_size) {
     fa_distributed_backward_args b;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_distributed_backward_args", sizeof(fa_distributed_backward_args), &b));
-    FA_RETURN_IF_ERROR(validate(b.forward, kind, rank, size, Operation::kBackward, pointers, p, why_not, why_size));
     FA_RETURN_IF_ERROR(copy_args(b.gradients, "fa_attention_backward_args", offsetof(fa_attention_backward_args, dlse), &p->g));
+    p->wants_dbias = p->g.dbias.data != nullptr;
+    FA_RETURN_IF_ERROR(validate(b.forward, kind, rank, size, Operation::kBackward, pointers, p, why_not, why_size));
     const fa_attention_backward_args& g = p->g;
     if (g.accumulate) return fail(FA_UNSUPPORTED, "accumulate=%d: a distributed call takes 0", g.accumulate);
     if (g.dbias.data && !p->a.bias.data)
         return fail(FA_BAD_ARGUMENT, "dbias.data=%p is set, but bias.data is NULL", static_cast<void*>(g.dbias.data));
-    if (g.dbias.data && p->mode != FA_MODE_GATHER)
-        return fail(FA_UNSUPPORTED, "mode=%s: dbias: a rank has only the rows of its own tokens", mode_at(p->mode).name);
     if (g.dsinks && !p->a.sinks) return fail(FA_BAD_ARGUMENT, "dsinks=%p is set, but sinks is NULL", static_cast<void*>(g.dsinks));
     const bool need = pointers == Pointers::kRequired;
     const auto element = size_t(p->element);

@@ -95,8 +95,8 @@ fa_status forward(Walk& w, const Problem& p) {
         FA_RETURN_IF_ERROR(w.arrive(i));
         PartArrays arrays{};
         arrays.q = p.a.q, arrays.out = p.a.out;
-        arrays.q.data = static_cast<char*>(p.a.q.data) + first * group * p.a.headdim * p.element;
-        arrays.out.data = static_cast<char*>(p.a.out.data) + first * group * p.headdim_v * p.element;
+        arrays.q.data = forward_by(p.a.q.data, first * group * p.a.headdim * p.element);
+        arrays.out.data = forward_by(p.a.out.data, first * group * p.headdim_v * p.element);
         arrays.k = packed(k, heads, p.a.headdim), arrays.v = packed(v, heads, p.headdim_v), arrays.total_k = p.total_k();
         arrays.lse = p.a.lse ? p.a.lse + first * group * p.rows_q() : nullptr;
         FA_RETURN_IF_ERROR(attend_parts(w, p, parts, arrays, {first * group, heads * group, heads}, true, i));

@@ -66,6 +66,7 @@ const char* refusal(const Problem& p, char* text, size_t size) {
     for (int r = 0; r < p.size; ++r)
         if (pieces_of(p, r).size() > kMostPieces) return "the heads of a rank make too many pieces";
     const bool rows = p.a.bias.data && p.a.bias.row_stride != 0, selected = p.a.mask.data && p.a.mask.row_stride != 0;
+    if (p.wants_dbias) return "dbias: a rank has only the rows of its own tokens";
     if (rows) return "bias has rows, and a rank has only those of its own tokens";
     if (selected) return "mask has rows, and a rank has only those of its own tokens";
     return "";
