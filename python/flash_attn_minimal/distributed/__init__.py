@@ -5,13 +5,14 @@ processes.
     out = forward(group, q, k, v, causal=True)          # on every rank, with its own tokens
 """
 
-from .calls import DistributedPlan, forward, plan
+from .calls import DistributedPlan, backward, forward, plan
 from .groups import Group, create_group, run, thread_groups
 from .layouts import indices, local_cu_seqlens, positions, segments, shard, unshard
 
 __all__ = [
     "DistributedPlan",
     "Group",
+    "backward",
     "create_group",
     "forward",
     "indices",

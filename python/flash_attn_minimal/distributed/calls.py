@@ -19,6 +19,7 @@ from .._library import DTYPES, AttentionArgs, AttentionBackwardArgs, BadArgument
 from .._options import Array, AttentionOptions, Options, _options_of
 from .._pack import _destination, _put_strides
 from .._repeat import signature
+from ..backward import _contiguous_input, _input, _new_dbias
 from ._prepared import Prepared, make_call
 from ._structs import KINDS, LAYOUTS, MODES, MOST_RANKS, DistributedArgs, DistributedBackwardArgs
 from .groups import Group
@@ -182,9 +183,8 @@ def _check_place(group: Group, view: View) -> None:
         raise BadArgument(f"q is on {view.place}, but the group's device of rank {group.rank} is {group.device}")
 
 
-def _sign(arrays: tuple, values: tuple, whole: _Whole | None, options: Options) -> tuple | None:
-    numbers = tuple([options[i] for i in _NUMBERS])
-    return signature(arrays, (*values, *(whole.values() if whole else ()), *numbers), options.window_size)
+def _sign(arrays: tuple, values: tuple, options: Options) -> tuple | None:
+    return signature(arrays, (*values, *[options[i] for i in _NUMBERS]), options.window_size)
 
 
 def _check_group(group: Any) -> None:
@@ -262,22 +262,119 @@ def forward(
         return prepared, views
 
     results = _make(
-        group, arrays, ("forward", return_lse), options, prepare,
+        "forward", group, arrays, ("forward", return_lse), options, prepare,
         (cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups),
     )  # fmt: skip
     return tuple(results) if len(results) > 1 else results[0]
+
+
+def backward(
+    group: Group,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    layout: str = "zigzag",
+    mode: str = "auto",
+    groups: int = 0,
+    dlse: Any = None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, ...]:
+    """This rank's rows of the gradients of sum(out * dout) + sum(lse * dlse) over the tokens of all ranks. Collective.
+
+    Arguments, beside those of the forward call, which are given again; `mode`, `groups`, `kernel`, `deterministic` and
+    `num_threads` may be others:
+        dout: like out, this rank's rows of the gradient of the loss.
+        out, lse: what `forward` returned.
+        dlse: like lse, the gradient of the loss through lse; None is zero.
+        return_dbias: also return the gradient of bias: float32, of bias's shape, from the rows of this rank. Where an
+            axis is broadcast, the sum over these rows alone.
+        return_dsinks: also return the gradient of sinks, (nheads,) float32: the sum over all ranks, on each.
+        dq, dk, dv: where to put the results, shaped as q, k, v, of their dtype; returned again.
+
+    Returns:
+        (dq, dk, dv), then dbias and dsinks where asked for.
+
+    Raises: as `forward`.
+    """
+    _check_group(group)
+    given = dq, dk, dv
+    arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out, lse, dout, dlse, *given
+
+    def prepare(whole: _Whole, chosen: Options) -> tuple[Prepared, list[View]]:
+        args, call, views, lengths = _prepare(q, k, v, whole, chosen, group.rank, group.size)
+        qv, kv, vv = views[:3]
+        _check_place(group, qv)
+        outer, gradients = new(DistributedBackwardArgs), new(AttentionBackwardArgs)
+        outer.forward, outer.gradients = ct.pointer(call), ct.pointer(gradients)
+        prepared = Prepared("backward", outer, args, qv, lengths)
+        forward_fields = ("q_data", "k_data", "v_data", *_PLACES.values(), "out_data", "lse")
+        prepared.places = [
+            *_places(args, arrays[: len(forward_fields)], forward_fields),
+            *_places(gradients, arrays[len(forward_fields) :], ("dout_data", "dlse", "dq_data", "dk_data", "dv_data")),
+        ]
+        inputs, rows = {"q": qv, "k": kv, "v": vv}, (args.nheads, args.total_q)
+        for name, array, struct in (("out", out, args), ("dout", dout, gradients)):
+            inputs[name] = _input(views, name, array, (*qv.shape[:-1], args.headdim_v), qv.dtype)
+            _put_rows(struct, name, inputs[name])
+        args.lse = _contiguous_input(views, "lse", lse, rows)
+        if dlse is not None:
+            gradients.dlse = _contiguous_input(views, "dlse", dlse, rows)
+        for i, (name, array, like) in enumerate(zip(("dq", "dk", "dv"), given, (qv, kv, vv), strict=True)):
+            shape = tuple(like.shape)
+            if array is None:
+                view = qv.door.empty(qv, shape, qv.dtype)
+            else:
+                view = _destination(name, array, inputs, shape, qv.dtype)
+            _put_rows(gradients, name, view)
+            inputs[name] = view
+            prepared.output(gradients, f"{name}_data", view, None if array is None else len(arrays) - 3 + i)
+        if _flag("return_dbias", return_dbias):
+            if chosen.bias is None:
+                raise BadArgument("return_dbias=True, but bias is None")
+            prepared.output(gradients, "dbias_data", _new_dbias(gradients, qv, chosen.bias))
+        if _flag("return_dsinks", return_dsinks):
+            if chosen.sinks is None:
+                raise BadArgument("return_dsinks=True, but sinks is None")
+            prepared.output(gradients, "dsinks", qv.door.full(qv, (args.nheads,), "float32", 0))
+        return prepared, views
+
+    # dbias is added to, so it begins with zeros: no call like one before.
+    repeats = None if return_dbias else ("backward", return_dsinks)
+    return tuple(
+        _make(
+            "backward", group, arrays, repeats, options, prepare,
+            (cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups),
+        )
+    )  # fmt: skip
 
 
 def _places(args: ct.Structure, arrays: tuple, fields: tuple[str, ...]) -> list[tuple[ct.Structure, str] | None]:
     return [None if array is None else (args, field) for array, field in zip(arrays, fields, strict=True)]
 
 
-def _make(group: Group, arrays: tuple, values: tuple, options: Any, prepare: Any, where: tuple) -> list[Any]:
-    """A call whose arguments but for the arrays are still to be checked, where the other ranks hear of it."""
+def _make(
+    name: str, group: Group, arrays: tuple, repeats: tuple | None, options: Any, prepare: Any, where: tuple
+) -> list[Any]:
+    """A call whose arguments are still to be checked, where the other ranks hear of it. repeats: what the signature of
+    calls like it begins with."""
 
     def start() -> tuple[tuple | None, Any]:
-        chosen, whole = _options_of(values[0], options), _Whole(*where)
-        return _sign(arrays, values, whole, chosen), lambda: prepare(whole, chosen)
+        chosen, whole = _options_of(name, options), _Whole(*where)
+        sign = repeats and _sign(arrays, (*repeats, *whole.values()), chosen)
+        return sign, lambda: prepare(whole, chosen)
 
     return make_call(group, arrays, start)
 

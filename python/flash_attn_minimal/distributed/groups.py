@@ -97,7 +97,7 @@ class Group:
                 load().fa_group_destroy(handle)
 
     def abort(self, reason: str) -> None:
-        """Ends the group, from any thread: calls that wait for this rank raise RankLost with the reason, later ones too."""
+        """Ends the group, from any thread: calls of all ranks raise RankLost with the reason, those that wait too."""
         with self._ending:
             if self._handle is not None and os.getpid() == self._process:
                 load().fa_group_abort(self._handle, str(reason).encode())
