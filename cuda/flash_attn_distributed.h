@@ -73,9 +73,9 @@ FA_API void fa_group_destroy(fa_group* group);
 FA_API fa_status fa_group_reserve(fa_group* group, size_t shared_bytes);
 
 /* Collective, in the place of any other collective call: this rank cannot make the call that the others make, for instance because a
- * caller of the library found an argument wrong. The others are told the reason, every rank returns FA_BAD_ARGUMENT, and the group stays
- * usable. */
-FA_API fa_status fa_group_refuse(fa_group* group, const char* reason);
+ * caller of the library found an argument wrong. All ranks return `status`, none of FA_OK and FA_WORKSPACE_TOO_SMALL, the others with the
+ * reason. The group stays usable. */
+FA_API fa_status fa_group_refuse(fa_group* group, fa_status status, const char* reason);
 
 /* Ends the group from any thread: ranks that wait in a collective return FA_RANK_LOST with this reason, later calls too. */
 FA_API void fa_group_abort(fa_group* group, const char* reason);

@@ -360,10 +360,15 @@ fa_status fa_group_reserve(fa_group* group, size_t bytes) {
     });
 }
 
-fa_status fa_group_refuse(fa_group* group, const char* reason) {
+fa_status fa_group_refuse(fa_group* group, fa_status status, const char* reason) {
     if (!group) return fail(FA_BAD_ARGUMENT, "group is NULL");
-    return fa::distributed::guarded(
-        [&] { return fa::distributed::refuse(group, reason && *reason ? reason : "fa_group_refuse was called"); });
+    if (status <= FA_OK || status > FA_RANK_LOST || status == FA_WORKSPACE_TOO_SMALL) status = FA_BAD_ARGUMENT;
+    if (!reason || !*reason) reason = "fa_group_refuse was called";
+    return fa::distributed::guarded([&] {
+        Problem p{};
+        p.rank = group->args.rank, p.size = group->args.size;
+        return fa::distributed::run(group, p, fail(status, "%s", reason), nullptr);
+    });
 }
 
 void fa_group_abort(fa_group* group, const char* reason) {

@@ -228,10 +228,4 @@ fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream)
     return fail(status, "%s", text.c_str());
 }
 
-fa_status refuse(fa_group* group, const char* reason) {
-    Problem p{};
-    p.rank = group->args.rank, p.size = group->args.size;
-    return run(group, p, fail(FA_BAD_ARGUMENT, "%s", reason), nullptr);
-}
-
 }  // namespace fa::distributed

@@ -28,7 +28,4 @@ fa_status count(const Problem& p, Needs* needs, bool own = true);
 // The call of this rank. `checked` is the outcome of its validation: a rank whose arguments are wrong has to tell the others.
 fa_status run(fa_group* group, const Problem& p, fa_status checked, void* stream);
 
-// Takes part in the next call of the others as a rank whose arguments are wrong.
-fa_status refuse(fa_group* group, const char* reason);
-
 }  // namespace fa::distributed

@@ -14,6 +14,7 @@ from ._library import (
     FlashAttnError,
     LibraryNotFound,
     OutOfMemory,
+    RankLost,
     Unsupported,
     WorkspaceTooSmall,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "LibraryNotFound",
     "OutOfMemory",
     "Plan",
+    "RankLost",
     "Unsupported",
     "WorkspaceTooSmall",
     "backward",

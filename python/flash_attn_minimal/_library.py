@@ -42,12 +42,16 @@ class OutOfMemory(FlashAttnError, MemoryError):
     """The host has no memory left for threads, workspace or a result."""
 
 
+class RankLost(FlashAttnError, RuntimeError):
+    """Another rank of the group is late, has ended, or broke off: the group is over (flash_attn_minimal.distributed)."""
+
+
 class LibraryNotFound(FlashAttnError, ImportError):
     """There is no shared library to load, or it does not load."""
 
 
 OK = 0
-_ERRORS = {1: BadArgument, 2: Unsupported, 3: WorkspaceTooSmall, 4: CudaError, 5: OutOfMemory}
+_ERRORS = {1: BadArgument, 2: Unsupported, 3: WorkspaceTooSmall, 4: CudaError, 5: OutOfMemory, 6: RankLost}
 WORKSPACE_TOO_SMALL = 3
 
 CPU, CUDA = 1, 2

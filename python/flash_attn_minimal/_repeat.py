@@ -25,7 +25,7 @@ from ._library import CPU, OK, WORKSPACE_TOO_SMALL, failure, load_packed
 
 _MOST_REPEATS = 1024  # signatures kept, some 2 KB each; then the table starts afresh
 _REPEATED_WORKSPACE = 4096  # bytes; a call that needs more on the GPU has work enough to hide the long way
-_PLAIN = frozenset({bool, int, float, str, tuple, type(None)})  # the one tuple is window_size
+_PLAIN = frozenset({bool, int, float, str, bytes, tuple, type(None)})  # the one tuple is window_size
 
 
 def signature(arrays: tuple, values: tuple, window_size: Any) -> tuple | None:

@@ -349,6 +349,7 @@ def test_every_exception_is_also_a_builtin_one():
         fa.WorkspaceTooSmall: ValueError,
         fa.CudaError: RuntimeError,
         fa.OutOfMemory: MemoryError,
+        fa.RankLost: RuntimeError,
         fa.LibraryNotFound: ImportError,
     }
     for error, builtin in tree.items():

@@ -60,7 +60,7 @@ inline void information(const Context&) {
     EXPECT(*fa_build_info(), "fa_build_info() is empty");
     EXPECT(fa_last_error() != nullptr, "fa_last_error() is NULL");
     EXPECT(fa_cuda_device_count() >= 0, "fa_cuda_device_count() is %d", fa_cuda_device_count());
-    for (int s = FA_OK; s <= FA_OUT_OF_MEMORY; ++s)
+    for (int s = FA_OK; s <= FA_RANK_LOST; ++s)
         EXPECT(std::string(fa_status_name(fa_status(s))).rfind("FA_", 0) == 0, "status %d has no name", s);
     EXPECT(fa_status_name(fa_status(99)) != nullptr, "an unknown status has no text");
     const int32_t count = fa_kernel_count();

@@ -60,6 +60,7 @@ def test_structs_match_the_header(tmp_path):
         "FA_WORKSPACE_TOO_SMALL": 3,
         "FA_CUDA_ERROR": 4,
         "FA_OUT_OF_MEMORY": 5,
+        "FA_RANK_LOST": 6,
     }
     lines += [f'printf("{name} %d\\n", (int){name});' for name in names]
     source = tmp_path / "layout.c"
@@ -96,6 +97,7 @@ def test_statuses():
         3: "FA_WORKSPACE_TOO_SMALL",
         4: "FA_CUDA_ERROR",
         5: "FA_OUT_OF_MEMORY",
+        6: "FA_RANK_LOST",
     }
     assert lib.fa_status_name(0) == b"FA_OK"
     for status, name in names.items():

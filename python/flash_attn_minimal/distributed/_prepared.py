@@ -1,0 +1,136 @@
+"""A call of a rank as the library takes it, made once and then again at other addresses.
+
+Most calls differ from an earlier one in nothing but addresses. All that the long way checks and derives follows from
+the call's signature (_repeat.py), so a group keeps the structs of its calls, and the next call of the same signature
+fills in addresses, allocates and launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as ct
+from collections.abc import Callable
+from typing import Any
+
+from .. import _record
+from .._arrays import View
+from .._library import CPU, Unsupported, WorkspaceTooSmall, new
+from ._structs import KINDS, DistributedPlan, load
+from .groups import Group
+
+_MOST_PREPARED = 256  # calls that a group keeps; then the table starts afresh
+
+
+class Prepared:
+    """The structs of a call, the fields of them that vary, and its plan."""
+
+    def __init__(self, name: str, outer: ct.Structure, inner: ct.Structure, like: View, kept: Any):
+        """fa_distributed_<name> takes `outer`; the workspace belongs into `inner`. `like` is q, and `kept` keeps what
+        the structs point to besides arrays."""
+        self.name, self.outer, self.inner, self.kept = name, outer, inner, kept
+        self.door, self.on_cpu, self.index = like.door, like.device == CPU, like.index
+        self.places: list[tuple[ct.Structure, str] | None] = []  # of the address of each array that the caller gives
+        self.outputs: list[tuple] = []  # (struct, field, its View; then what makes one) or (where it is among arrays,)
+        self.plan = new(DistributedPlan)
+        self._new_workspace: Callable | None = None
+
+    def output(self, struct: ct.Structure, field: str, view: View, given: int | None = None) -> None:
+        """One more result: new, or number `given` of the caller's arrays."""
+        setattr(struct, field, view.pointer)
+        self.outputs.append((struct, field, view) if given is None else (given,))
+
+    def ask(self, kind: str, rank: int, size: int) -> DistributedPlan:
+        """Fills the plan."""
+        query = "fa_distributed_query" if self.name == "forward" else f"fa_distributed_{self.name}_query"
+        getattr(load(), query)(self.outer, KINDS[kind], rank, size, self.plan)
+        return self.plan
+
+    def call(self, group: Group, arrays: tuple, views: list[View], sign: tuple | None) -> tuple:
+        """Makes this call on the group, and keeps it for the next one of this signature. For Group.collective: what
+        launches, and a function of the results."""
+        self.ask(group.kind, group.rank, group.size)
+        stream = None if self.on_cpu else self.door.stream(views)
+        workspace = self._put_workspace(group, lambda size: views[0].door.empty(views[0], (size,), "uint8"))
+
+        def finish() -> list[Any]:
+            results = [
+                arrays[output[0]] if len(output) == 1 else output[2].door.result(output[2]) for output in self.outputs
+            ]
+            if sign is not None:
+                self._keep(group, sign, views[0], workspace)
+            return results
+
+        return self._launcher(stream, (views, workspace, arrays)), finish
+
+    def again(self, group: Group, arrays: tuple) -> tuple | None:
+        """The same for arrays described like those of `call`; None where the long way has to look at them."""
+        address = self.door.address
+        try:
+            for place, array in zip(self.places, arrays, strict=True):
+                if place is not None:
+                    setattr(*place, address(array))
+            results = []
+            for output in self.outputs:
+                if len(output) == 1:
+                    results.append(arrays[output[0]])
+                    continue
+                struct, field, make = output
+                results.append(make(arrays[0]))
+                setattr(struct, field, address(results[-1]))
+            stream = None if self.on_cpu else self.door.current_stream(self.index)
+        except RuntimeError:
+            return None
+        make_workspace = self._new_workspace
+        workspace = self._put_workspace(group, lambda size: make_workspace and make_workspace(arrays[0]))
+        return self._launcher(stream, workspace), lambda: results
+
+    def _keep(self, group: Group, sign: tuple, like: View, workspace: Any) -> None:
+        maker = self.door.maker
+        self.outputs = [
+            output if len(output) == 1 else (*output[:2], maker(like, output[2])) for output in self.outputs
+        ]
+        if not self.on_cpu and workspace is not None:
+            self._new_workspace = maker(like, workspace)
+        if len(group.calls) >= _MOST_PREPARED:
+            group.calls.clear()
+        group.calls[sign] = self
+
+    def _put_workspace(self, group: Group, make: Callable[[int], Any]) -> Any:
+        size = self.plan.workspace_bytes
+        if self.on_cpu:
+            kept = group.scratch(size)
+            address = kept.ctypes.data
+        else:
+            kept = make(size) if size else None
+            address = kept.pointer if isinstance(kept, View) else kept and self.door.address(kept)
+        self.inner.workspace, self.inner.workspace_bytes = address, size
+        return kept
+
+    def _launcher(self, stream: int | None, kept: Any) -> Callable[[int], None]:
+        lib, outer, shared_bytes = load(), self.outer, self.plan.shared_bytes
+        function = getattr(lib, f"fa_distributed_{self.name}")
+
+        def launch(handle: int, kept: Any = kept) -> None:
+            with contextlib.suppress(WorkspaceTooSmall):  # on all ranks: one of them shares too little memory
+                return function(handle, outer, stream)
+            lib.fa_group_reserve(handle, shared_bytes)
+            function(handle, outer, stream)
+
+        return launch
+
+
+def make_call(group: Group, arrays: tuple, start: Callable[[], tuple[tuple | None, Callable]]) -> list[Any]:
+    """A collective call; returns its results. `start` returns the call's signature, and what prepares a call that is
+    not like one before: (Prepared, its views)."""
+
+    def ready() -> tuple:
+        if _record.current() is not None:
+            raise Unsupported("a collective call is not recorded: the other ranks would not make it again")
+        sign, prepare = start()
+        known = group.calls.get(sign)
+        if known is not None and (again := known.again(group, arrays)) is not None:
+            return again
+        prepared, views = prepare()
+        return prepared.call(group, arrays, views, sign)
+
+    return group.collective(ready)

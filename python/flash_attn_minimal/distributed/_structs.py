@@ -1,0 +1,145 @@
+"""Mirrors flash_attn_distributed.h, with nested fields written flat, as in the core's _library.py."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import functools
+
+from .. import _library
+from .._library import AttentionArgs, AttentionBackwardArgs, KVCacheArgs, _checked, _tensor, declare, raise_on_error
+
+KINDS = {"threads": 1, "processes": 2, "nccl": 3}
+LAYOUTS = {"contiguous": 1, "zigzag": 2, "flat": 3}
+MODES = {"auto": 0, "gather": 1, "ulysses": 2, "ring": 3}
+MOST_RANKS = 1024
+
+# int all_gather(void* context, const void* mine, void* all, size_t bytes)
+AllGather = ct.CFUNCTYPE(ct.c_int, ct.c_void_p, ct.c_void_p, ct.c_void_p, ct.c_size_t)
+
+
+@_checked
+class GroupArgs(ct.Structure):
+    """fa_group_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("kind", ct.c_int32),
+        ("rank", ct.c_int32),
+        ("size", ct.c_int32),
+        ("device", ct.c_int32),
+        ("device_index", ct.c_int32),
+        ("reserved", ct.c_int32),
+        ("timeout_ms", ct.c_int64),
+        ("all_gather", AllGather),
+        ("context", ct.c_void_p),
+        ("nccl_comm", ct.c_void_p),
+        ("nccl_library", ct.c_char_p),
+    ]
+
+
+class Segment(ct.Structure):
+    """fa_segment."""
+
+    _fields_ = [("sequence", ct.c_int32), ("begin", ct.c_int32), ("end", ct.c_int32)]
+
+
+@_checked
+class DistributedArgs(ct.Structure):
+    """fa_distributed_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("attention", ct.POINTER(AttentionArgs)),
+        ("cu_seqlens_q", ct.c_void_p),
+        ("cu_seqlens_k", ct.c_void_p),
+        ("batch", ct.c_int32),
+        ("layout", ct.c_int32),
+        ("mode", ct.c_int32),
+        ("groups", ct.c_int32),
+    ]
+
+
+class DistributedPlan(ct.Structure):
+    """fa_distributed_plan."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("status", ct.c_int32),
+        ("mode", ct.c_int32),
+        ("groups", ct.c_int32),
+        ("calls", ct.c_int32),
+        ("rows_q", ct.c_int64),
+        ("rows_k", ct.c_int64),
+        ("workspace_bytes", ct.c_size_t),
+        ("shared_bytes", ct.c_size_t),
+        ("received_bytes", ct.c_int64),
+        ("why_not", ct.c_char * 1472),
+    ]
+
+
+@_checked
+class DistributedBackwardArgs(ct.Structure):
+    """fa_distributed_backward_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("forward", ct.POINTER(DistributedArgs)),
+        ("gradients", ct.POINTER(AttentionBackwardArgs)),
+    ]
+
+
+@_checked
+class DistributedDecodeArgs(ct.Structure):
+    """fa_distributed_decode_args."""
+
+    _fields_ = [("struct_size", ct.c_size_t), ("cache", ct.POINTER(KVCacheArgs))]
+
+
+@_checked
+class DistributedMergeArgs(ct.Structure):
+    """fa_distributed_merge_args."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("device", ct.c_int32),
+        ("dtype", ct.c_int32),
+        ("nheads", ct.c_int32),
+        ("headdim_v", ct.c_int32),
+        ("rows", ct.c_int64),
+        *_tensor("out"),
+        ("lse", ct.c_void_p),
+        ("workspace", ct.c_void_p),
+        ("workspace_bytes", ct.c_size_t),
+    ]
+
+
+# The functions fa_distributed_<name> of a group, one struct and a stream.
+CALLS = {
+    "forward": DistributedArgs,
+    "backward": DistributedBackwardArgs,
+    "decode": DistributedDecodeArgs,
+    "merge": DistributedMergeArgs,
+}
+
+
+@functools.cache
+def load() -> ct.CDLL:
+    """The library, with every function of flash_attn_distributed.h typed; all but the queries raise on a bad status."""
+    lib = _library.load()
+    group, plan = ct.c_void_p, ct.POINTER(DistributedPlan)
+    cu_seqlens, segments = ct.POINTER(ct.c_int32), ct.POINTER(Segment)
+    collectives = {
+        "fa_group_create": (ct.POINTER(GroupArgs), ct.POINTER(group)),
+        "fa_group_reserve": (group, ct.c_size_t),
+        "fa_group_refuse": (group, ct.c_int, ct.c_char_p),
+        "fa_distributed_segments": (*[ct.c_int32] * 4, cu_seqlens, segments, ct.c_int64, ct.POINTER(ct.c_int64)),
+        **{f"fa_distributed_{name}": (group, ct.POINTER(struct), ct.c_void_p) for name, struct in CALLS.items()},
+    }
+    for name, arguments in collectives.items():
+        declare(lib, name, ct.c_int, *arguments).errcheck = raise_on_error
+    declare(lib, "fa_group_destroy", None, group)
+    declare(lib, "fa_group_abort", None, group, ct.c_char_p)
+    for name, struct in CALLS.items():
+        query = "fa_distributed_query" if name == "forward" else f"fa_distributed_{name}_query"
+        declare(lib, query, ct.c_int, ct.POINTER(struct), *[ct.c_int32] * 3, plan)
+    return lib

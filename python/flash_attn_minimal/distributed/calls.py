@@ -1,0 +1,446 @@
+"""Attention of sequences whose tokens lie on several ranks: plan, forward, backward.
+
+Every rank holds some tokens of each sequence (layouts.py) and makes the same call with its own q, k and v. Its result
+is its rows of what one device would compute from all tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _arrays
+from .._arrays import View
+from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
+from .._library import DTYPES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, load, new
+from .._options import Array, AttentionOptions, Options, _options_of
+from .._pack import _destination, _put_strides
+from .._repeat import signature
+from ..backward import _contiguous_input, _input, _new_dbias
+from ._prepared import Prepared, make_call
+from ._structs import KINDS, LAYOUTS, MODES, MOST_RANKS, DistributedArgs, DistributedBackwardArgs
+from .groups import Group
+from .layouts import _local, _segments, check_flat, equal_lengths, host_lengths
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
+_ARRAYS = ("alibi_slopes", "bias", "mask", "sinks")  # options that are arrays
+_PLACES = {"alibi_slopes": "alibi_slopes", "bias": "bias_data", "mask": "mask_data", "sinks": "sinks"}
+_NUMBERS = tuple(i for i, name in enumerate(Options._fields) if name not in _ARRAYS)
+_MODE_NAMES = {number: name for name, number in MODES.items()}
+
+
+@dataclass(frozen=True)
+class DistributedPlan:
+    """What a call would do on one rank."""
+
+    status: str  # "FA_OK", or the name of the status that the call would raise
+    error: str  # the text of that error, "" when there is none
+    mode: str  # "gather", "ulysses" or "ring"
+    rows: tuple[int, int]  # of q and of k on this rank
+    workspace_bytes: int  # scratch memory, allocated by the call itself
+    shared_bytes: int  # what the group takes of every rank: Group.reserve
+    received_bytes: int  # by this rank
+    calls: int  # launches of attention
+    why_not: dict[str, str]  # for each mode that does not serve the call, the reason
+
+
+class _Whole:
+    """The arguments that say where a rank's rows lie in the sequences."""
+
+    def __init__(self, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups):
+        self.cu_seqlens = [None if cu is None else host_lengths(f"cu_seqlens_{x}", cu) for x, cu in
+                           (("q", cu_seqlens_q), ("k", cu_seqlens_k))]  # fmt: skip
+        self.seqlens = seqlen_q, seqlen_k
+        self.layout, self.mode, self.groups = layout, mode, groups
+
+    def values(self) -> tuple:
+        """What a signature knows them by."""
+        cu = [None if cu is None else cu.tobytes() for cu in self.cu_seqlens]
+        return (*cu, *self.seqlens, self.layout, self.mode, self.groups)
+
+    def put(self, call: DistributedArgs, args: AttentionArgs, views: list[View], rank: int, size: int) -> list:
+        """Puts them into the structs, and checks q and k against them; returns what keeps the lengths alive."""
+        call.layout = LAYOUTS[_name("layout", self.layout, LAYOUTS)]
+        call.mode = MODES[_name("mode", self.mode, MODES)]
+        call.groups = _integer("groups", self.groups, -(2**31), 2**31 - 1)
+        qv, kv = views[:2]
+        if len(qv.shape) == 4:
+            check_flat(self.layout, qv.shape[0])
+            lengths = [self._dense(x, view, size) for x, view in (("q", qv), ("k", kv))]
+        else:
+            lengths = self._packed()
+        longest = []
+        for x, cu, view in zip("qk", lengths, (qv, kv), strict=True):
+            if cu.size < 2 or cu[0] or (np.diff(cu) < 0).any():
+                raise BadArgument(
+                    f"cu_seqlens_{x}={_quoted(cu.tolist())} does not go from 0 upwards: batch + 1 numbers"
+                )
+            local = np.diff(_local(_segments(call.layout, rank, size, cu), cu.size - 1))
+            rows, held = _rows_of(view), int(local.sum())
+            if rows != held:
+                raise BadArgument(
+                    f"{x} has shape {tuple(view.shape)}: rank {rank} of {size} holds {held} of the {cu[-1]} tokens "
+                    f"of {f'cu_seqlens_{x}' if len(qv.shape) == 3 else f'{cu.size - 1} sequences'} with "
+                    f"layout={self.layout!r}"
+                )
+            longest.append((int(local.max()), int(np.diff(cu).max())))
+        if lengths[1].size != lengths[0].size:
+            raise BadArgument(
+                f"cu_seqlens_k has {lengths[1].size} entries, cu_seqlens_q has {lengths[0].size}: both are batch + 1"
+            )
+        call.batch = args.batch = lengths[0].size - 1
+        call.cu_seqlens_q, call.cu_seqlens_k = lengths[0].ctypes.data, lengths[1].ctypes.data
+        args.total_q, args.total_k = _rows_of(qv), _rows_of(kv)
+        args.seqlen_q, args.seqlen_k = longest[0][0], longest[1][1]  # the rows and columns of bias and mask
+        return lengths
+
+    def _dense(self, x: str, view: View, size: int) -> np.ndarray:
+        given = self.cu_seqlens["qk".index(x)]
+        if given is not None:
+            raise BadArgument(
+                f"cu_seqlens_{x}={_quoted(given.tolist())} with {x} of shape {tuple(view.shape)}: a dense batch has "
+                f"seqlen_{x}, and packed arrays are (rows, heads, dim)"
+            )
+        length = self.seqlens["qk".index(x)]
+        length = view.shape[1] * size if length is None else _integer(f"seqlen_{x}", length, 0, 2**31 - 1)
+        return equal_lengths(view.shape[0], length)
+
+    def _packed(self) -> list[np.ndarray]:
+        cu_q, cu_k = self.cu_seqlens
+        for x, length in zip("qk", self.seqlens, strict=True):
+            if length is not None:
+                raise BadArgument(f"seqlen_{x}={_quoted(length)} with packed arrays: cu_seqlens_{x} has the lengths")
+        if cu_q is None:
+            raise BadArgument("cu_seqlens_q is None: packed arrays need the lengths of the whole sequences")
+        return [cu_q, cu_q if cu_k is None else cu_k]
+
+
+def _rows_of(view: View) -> int:
+    return int(np.prod(view.shape[:-2], dtype=np.int64))
+
+
+def _put_rows(struct: ct.Structure, name: str, view: View) -> None:
+    """The address and strides of packed rows (rows, heads, dim); a dense batch is such rows, too."""
+    *batch, rows, _, _ = view.shape
+    *outer, row, head, _ = view.strides
+    if batch and batch[0] > 1:
+        if rows == 1:
+            row = outer[0]
+        elif rows and outer[0] != rows * row:
+            raise BadArgument(
+                f"{name} has strides {tuple(view.strides)} for shape {tuple(view.shape)}: the rows of a sequence begin "
+                "where those of the sequence before end"
+            )
+    _put_strides(struct, name, view.pointer, (0, row, head), ("batch", "row", "head"))
+
+
+def _prepare(q: Any, k: Any, v: Any, whole: _Whole, options: Options, rank: int, size: int):
+    """The structs of a forward call but for its results and workspace: (args, call, views, lengths)."""
+    for name in _FLOAT8:
+        if getattr(options, name) is not Options._field_defaults[name]:
+            raise Unsupported(f"{name}={_quoted(getattr(options, name))}: float8 is not served across ranks")
+    views = [_arrays.view(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
+    qv, kv, vv = views
+    for name, view in zip("qkv", views, strict=True):
+        if len(view.shape) not in (3, 4) or len(view.shape) != len(qv.shape):
+            axes = (
+                "(rows, heads, dim), or (batch, rows, heads, dim)" if view is qv else f"{len(qv.shape)} axes as q has"
+            )
+            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {axes}")
+        _check_last_axis(name, view)
+        _check_same_place(name, view, "q", qv)
+        if view.dtype not in ("float32", "float16", "bfloat16"):
+            raise BadArgument(f"{name} is {view.dtype}: expected float32, float16 or bfloat16")
+        if view.dtype != qv.dtype:
+            raise BadArgument(f"{name} is {view.dtype}, but q is {qv.dtype}: they must be the same")
+    *batch, _, nheads, headdim = qv.shape
+    *batch_k, _, nheads_k, headdim_k = kv.shape
+    if batch_k != batch or headdim_k != headdim:
+        raise BadArgument(f"k has shape {tuple(kv.shape)}, but q has {tuple(qv.shape)}: batch and headdim must agree")
+    if vv.shape[:-1] != kv.shape[:-1]:
+        raise BadArgument(f"v has shape {tuple(vv.shape)}, but k has {tuple(kv.shape)}: all but headdim must agree")
+    if vv.shape[-1] < 1:  # 0 would mean "the same as headdim" to the library
+        raise BadArgument(f"v has shape {tuple(vv.shape)}: headdim_v=0 is outside 1 .. 512")
+    args, call = new(AttentionArgs), new(DistributedArgs)
+    call.attention = ct.pointer(args)
+    args.device, args.dtype = qv.device, DTYPES[qv.dtype]
+    args.nheads, args.nheads_k, args.headdim, args.headdim_v = nheads, nheads_k, headdim, vv.shape[-1]
+    for name, view in zip("qkv", views, strict=True):
+        _put_rows(args, name, view)
+    lengths = whole.put(call, args, views, rank, size)
+    options.put(args, views)
+    return args, call, views, lengths
+
+
+def _check_place(group: Group, view: View) -> None:
+    if view.place != group.device:
+        raise BadArgument(f"q is on {view.place}, but the group's device of rank {group.rank} is {group.device}")
+
+
+def _sign(arrays: tuple, values: tuple, options: Options) -> tuple | None:
+    return signature(arrays, (*values, *[options[i] for i in _NUMBERS]), options.window_size)
+
+
+def _check_group(group: Any) -> None:
+    if not isinstance(group, Group):
+        raise BadArgument(f"group={_quoted(group)} is a {type(group).__name__}: expected a Group of this rank")
+
+
+def forward(
+    group: Group,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    layout: str = "zigzag",
+    mode: str = "auto",
+    groups: int = 0,
+    return_lse: bool = False,
+    out: Any = None,
+    **options: Unpack[AttentionOptions],
+) -> Any:
+    """This rank's rows of flash_attn_varlen_func, or flash_attn_func, over the tokens of all ranks. Collective.
+
+    Arguments:
+        q, k, v: this rank's rows of each sequence, in the order of `segments`: packed (rows, heads, dim) with
+            cu_seqlens_q, or a dense batch of equal lengths (batch, rows, heads, dim). float32, float16 or bfloat16. The
+            heads of a row lie next to each other, and the rows of a sequence behind those of the one before.
+        cu_seqlens_q, cu_seqlens_k: where the whole sequences begin in a packed array of all tokens, (batch + 1,)
+            integers in host memory, the same on every rank. cu_seqlens_k=None is cu_seqlens_q.
+        seqlen_q, seqlen_k: of a dense batch, the whole length of its sequences; None means `size` times this rank's.
+        layout: which tokens a rank holds, see layouts.py. "flat" is for packed arrays, or a batch of one.
+        mode: how the ranks share the work.
+            "gather": a rank fetches the keys and values that its queries see. Any option.
+            "ulysses": a rank fetches all tokens of some heads, and sends the rows of out back: bitwise the result of
+                one device. At least as many heads as ranks.
+            "ring": a rank walks over the keys of one rank after another, and adds up results in float32: the least
+                memory.
+            "auto": what moves the fewest bytes.
+        groups: pieces of heads whose transfers run behind the work on other pieces; 0 lets the library choose.
+        return_lse: also return lse.
+        out: where to put the result, shaped as q but for headdim_v; returned again.
+        options: those of flash_attn_func, the same on every rank, but for float8. bias and mask broadcast to (batch,
+            nheads, rows, seqlen_k): row i of sequence b is this rank's i-th row of it, columns count all its keys.
+            num_threads is this rank's.
+
+    Returns:
+        out, in q's dtype; with return_lse the pair (out, lse). lse is (nheads, rows) float32 over all rows of this
+        rank, also for a dense batch: those of its sequences, one after another.
+
+    Raises:
+        BadArgument, Unsupported, OutOfMemory: on every rank, whichever rank has the reason; the group stays usable.
+        RankLost, CudaError: the group is over.
+    """
+    _check_group(group)
+    arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out
+
+    def prepare(whole: _Whole, chosen: Options) -> tuple[Prepared, list[View]]:
+        args, call, views, lengths = _prepare(q, k, v, whole, chosen, group.rank, group.size)
+        qv = views[0]
+        _check_place(group, qv)
+        prepared = Prepared("forward", call, args, qv, lengths)
+        prepared.places = _places(args, arrays, ("q_data", "k_data", "v_data", *_PLACES.values(), "out_data"))
+        shape = (*qv.shape[:-1], args.headdim_v)
+        if out is None:
+            view = qv.door.empty(qv, shape, qv.dtype)
+        else:
+            view = _destination("out", out, dict(zip("qkv", views, strict=False)), shape, qv.dtype)
+        _put_rows(args, "out", view)
+        prepared.output(args, "out_data", view, None if out is None else len(arrays) - 1)
+        if _flag("return_lse", return_lse):
+            prepared.output(args, "lse", qv.door.empty(qv, (args.nheads, args.total_q), "float32"))
+        return prepared, views
+
+    results = _make(
+        "forward", group, arrays, ("forward", return_lse), options, prepare,
+        (cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups),
+    )  # fmt: skip
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def backward(
+    group: Group,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    layout: str = "zigzag",
+    mode: str = "auto",
+    groups: int = 0,
+    dlse: Any = None,
+    return_dbias: bool = False,
+    return_dsinks: bool = False,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, ...]:
+    """This rank's rows of the gradients of sum(out * dout) + sum(lse * dlse) over the tokens of all ranks. Collective.
+
+    Arguments, beside those of the forward call, which are given again; `mode`, `groups`, `kernel`, `deterministic` and
+    `num_threads` may be others:
+        dout: like out, this rank's rows of the gradient of the loss.
+        out, lse: what `forward` returned.
+        dlse: like lse, the gradient of the loss through lse; None is zero.
+        return_dbias: also return the gradient of bias: float32, of bias's shape, from the rows of this rank. Where an
+            axis is broadcast, the sum over these rows alone.
+        return_dsinks: also return the gradient of sinks, (nheads,) float32: the sum over all ranks, on each.
+        dq, dk, dv: where to put the results, shaped as q, k, v, of their dtype; returned again.
+
+    Returns:
+        (dq, dk, dv), then dbias and dsinks where asked for.
+
+    Raises: as `forward`.
+    """
+    _check_group(group)
+    given = dq, dk, dv
+    arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out, lse, dout, dlse, *given
+
+    def prepare(whole: _Whole, chosen: Options) -> tuple[Prepared, list[View]]:
+        args, call, views, lengths = _prepare(q, k, v, whole, chosen, group.rank, group.size)
+        qv, kv, vv = views[:3]
+        _check_place(group, qv)
+        outer, gradients = new(DistributedBackwardArgs), new(AttentionBackwardArgs)
+        outer.forward, outer.gradients = ct.pointer(call), ct.pointer(gradients)
+        prepared = Prepared("backward", outer, args, qv, lengths)
+        forward_fields = ("q_data", "k_data", "v_data", *_PLACES.values(), "out_data", "lse")
+        prepared.places = [
+            *_places(args, arrays[: len(forward_fields)], forward_fields),
+            *_places(gradients, arrays[len(forward_fields) :], ("dout_data", "dlse", "dq_data", "dk_data", "dv_data")),
+        ]
+        inputs, rows = {"q": qv, "k": kv, "v": vv}, (args.nheads, args.total_q)
+        for name, array, struct in (("out", out, args), ("dout", dout, gradients)):
+            inputs[name] = _input(views, name, array, (*qv.shape[:-1], args.headdim_v), qv.dtype)
+            _put_rows(struct, name, inputs[name])
+        args.lse = _contiguous_input(views, "lse", lse, rows)
+        if dlse is not None:
+            gradients.dlse = _contiguous_input(views, "dlse", dlse, rows)
+        for i, (name, array, like) in enumerate(zip(("dq", "dk", "dv"), given, (qv, kv, vv), strict=True)):
+            shape = tuple(like.shape)
+            if array is None:
+                view = qv.door.empty(qv, shape, qv.dtype)
+            else:
+                view = _destination(name, array, inputs, shape, qv.dtype)
+            _put_rows(gradients, name, view)
+            inputs[name] = view
+            prepared.output(gradients, f"{name}_data", view, None if array is None else len(arrays) - 3 + i)
+        if _flag("return_dbias", return_dbias):
+            if chosen.bias is None:
+                raise BadArgument("return_dbias=True, but bias is None")
+            prepared.output(gradients, "dbias_data", _new_dbias(gradients, qv, chosen.bias))
+        if _flag("return_dsinks", return_dsinks):
+            if chosen.sinks is None:
+                raise BadArgument("return_dsinks=True, but sinks is None")
+            prepared.output(gradients, "dsinks", qv.door.full(qv, (args.nheads,), "float32", 0))
+        return prepared, views
+
+    # dbias is added to, so it begins with zeros: no call like one before.
+    repeats = None if return_dbias else ("backward", return_dsinks)
+    return tuple(
+        _make(
+            "backward", group, arrays, repeats, options, prepare,
+            (cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups),
+        )
+    )  # fmt: skip
+
+
+def _places(args: ct.Structure, arrays: tuple, fields: tuple[str, ...]) -> list[tuple[ct.Structure, str] | None]:
+    return [None if array is None else (args, field) for array, field in zip(arrays, fields, strict=True)]
+
+
+def _make(
+    name: str, group: Group, arrays: tuple, repeats: tuple | None, options: Any, prepare: Any, where: tuple
+) -> list[Any]:
+    """A call whose arguments are still to be checked, where the other ranks hear of it. repeats: what the signature of
+    calls like it begins with."""
+
+    def start() -> tuple[tuple | None, Any]:
+        chosen, whole = _options_of(name, options), _Whole(*where)
+        sign = repeats and _sign(arrays, (*repeats, *whole.values()), chosen)
+        return sign, lambda: prepare(whole, chosen)
+
+    return make_call(group, arrays, start)
+
+
+def plan(
+    group: Group | tuple[int, int],
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    layout: str = "zigzag",
+    mode: str = "auto",
+    groups: int = 0,
+    backward: bool = False,
+    kind: str = "threads",
+    **options: Any,
+) -> DistributedPlan:
+    """What `forward`, or with backward=True `backward`, would do with the same arguments on this rank, without doing
+    it. Not collective: in place of a group (rank, size) will do, then with the `kind` of the group to come.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal.distributed import plan
+    >>> q, k = np.zeros((1, 1024, 8, 64), np.float32), np.zeros((1, 1024, 2, 64), np.float32)
+    >>> plan((0, 4), q, k, k, causal=True).mode  # of 4096 tokens, 1024 of which are on each rank
+    'ulysses'
+    """
+    if isinstance(group, Group):
+        rank, size, kind = group.rank, group.size, group.kind
+    else:
+        try:
+            rank, size = group
+        except (TypeError, ValueError):
+            raise BadArgument(f"group={_quoted(group)} is neither a Group nor (rank, size)") from None
+        size = _integer("size", size, 1, MOST_RANKS)
+        rank = _integer("rank", rank, 0, size - 1)
+        _name("kind", kind, KINDS)
+    whole = _Whole(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups)
+    args, call, views, lengths = _prepare(q, k, v, whole, _options_of("plan", options), rank, size)
+    qv, kv, vv = views[:3]
+    heads, dim, dim_v = args.nheads, args.headdim, args.headdim_v
+    _put_strides(args, "out", None, (0, heads * dim_v, dim_v), ("batch", "row", "head"))
+    name, outer = "forward", call
+    if _flag("backward", backward):
+        gradients, name, outer = new(AttentionBackwardArgs), "backward", new(DistributedBackwardArgs)
+        outer.forward, outer.gradients = ct.pointer(call), ct.pointer(gradients)
+        for x, n, d in (
+            ("dout", heads, dim_v),
+            ("dq", heads, dim),
+            ("dk", args.nheads_k, dim),
+            ("dv", args.nheads_k, dim_v),
+        ):
+            _put_strides(gradients, x, None, (0, n * d, d), ("batch", "row", "head"))
+    lib = load()
+    found = Prepared(name, outer, args, qv, lengths).ask(kind, rank, size)
+    return DistributedPlan(
+        status=lib.fa_status_name(found.status).decode(),
+        error=lib.fa_last_error().decode(errors="replace") if found.status else "",
+        mode=_MODE_NAMES.get(found.mode, "") if found.mode else "",
+        rows=(found.rows_q, found.rows_k),
+        workspace_bytes=found.workspace_bytes,
+        shared_bytes=found.shared_bytes,
+        received_bytes=found.received_bytes,
+        calls=found.calls,
+        why_not=dict(line.split(": ", 1) for line in found.why_not.decode(errors="replace").splitlines()),
+    )

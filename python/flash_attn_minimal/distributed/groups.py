@@ -1,0 +1,371 @@
+"""Groups of ranks: threads of this process, or processes that find each other through an all-gather.
+
+A rank is a thread or a process with a device of its own, or with a share of one. Every rank has a Group and makes the
+same calls on it in the same order. A call waits until all ranks have made it, at most `timeout` seconds, so a rank that
+is missing is an error and not a hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as ct
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .._checks import _integer, _name, _number, _quoted
+from .._library import (
+    _ERRORS,
+    CPU,
+    CUDA,
+    BadArgument,
+    FlashAttnError,
+    OutOfMemory,
+    RankLost,
+    new,
+)
+from ._structs import KINDS, MOST_RANKS, AllGather, GroupArgs, load
+
+AllGatherFunction = Callable[[bytes], Sequence[bytes]]
+Result = TypeVar("Result")
+
+_KEPT_SCRATCH = 64 << 20  # bytes of CPU workspace that a group keeps for its next call
+
+
+class Group:
+    """One rank's membership of a group; thread_groups, create_group, from_torch and from_mpi make it.
+
+    A rank makes one call at a time. Where an argument is wrong on one rank, or the ranks disagree, all of them raise,
+    and the group stays usable. After RankLost or a CudaError it does not.
+
+    Attributes:
+        rank, size: this rank, 0 .. size - 1, and how many there are.
+        device: "cpu" or "cuda:0", where this rank's arrays lie.
+        kind: "threads", "processes" or "nccl".
+    """
+
+    def __init__(self, args: GroupArgs, all_gather: AllGatherFunction, kind: str, crew: _Crew | None = None):
+        self.rank, self.size, self.kind = args.rank, args.size, kind
+        self.device = "cpu" if args.device == CPU else f"cuda:{args.device_index}"
+        self._failures: list[BaseException] = []  # of all_gather, which C cannot pass on
+        self._callback = args.all_gather = _callback(all_gather, args.size, self._failures)
+        self._turn, self._ending = threading.Lock(), threading.Lock()
+        self._crew, self._process = crew, os.getpid()
+        self._scratch: np.ndarray | None = None
+        self.calls: dict[tuple, Any] = {}  # prepared calls by their signatures; see calls.py
+        self._handle: int | None = None
+        handle = ct.c_void_p()
+        try:
+            load().fa_group_create(args, ct.byref(handle))
+        except FlashAttnError as error:
+            raise error from (self._failures[0] if self._failures else None)
+        self._handle = handle.value
+        self._finalizer = weakref.finalize(self, _drop, handle.value, crew, self._process, self.rank)
+        self._finalizer.atexit = False  # the end of the process frees everything, and waits for nobody
+
+    def __repr__(self) -> str:
+        state = "" if self._handle else ", closed"
+        return f"<Group: rank {self.rank} of {self.size}, {self.kind}, {self.device}{state}>"
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not _is_everybodys(error):
+            self.abort(_reason(self.rank, error))
+        self.close()
+
+    def close(self) -> None:
+        """Frees what the group holds on this rank. Collective: it waits for the other ranks, at most the timeout,
+        unless the group is over. Groups of thread_groups do not wait: the last one to be closed frees all of them."""
+        if self._handle is None:
+            return
+        with self._turn:  # behind the call that another thread of this rank makes
+            with self._ending:
+                handle, self._handle = self._handle, None
+            if handle is None or not self._finalizer.detach() or os.getpid() != self._process:
+                return
+            self.calls.clear()
+            if self._crew:
+                self._crew.leave(handle)
+            else:
+                load().fa_group_destroy(handle)
+
+    def abort(self, reason: str) -> None:
+        """Ends the group, from any thread: calls of all ranks raise RankLost with the reason, those that wait too."""
+        with self._ending:
+            if self._handle is not None and os.getpid() == self._process:
+                load().fa_group_abort(self._handle, str(reason).encode())
+
+    def reserve(self, shared_bytes: int) -> None:
+        """Makes sure that every rank has so much memory that the others can read: the largest `shared_bytes` of the
+        plans to come. Collective. Calls do it by themselves, at the first one that needs more, and then wait for the
+        GPU; a program that captures CUDA graphs does it before."""
+        size = _integer("shared_bytes", shared_bytes, 0, 2**63 - 1)
+        self.collective(lambda: (lambda handle: load().fa_group_reserve(handle, size), lambda: None))
+
+    # ---- for calls.py ----
+
+    def collective(self, prepare: Callable[[], tuple[Callable[[int], None], Callable[[], Result]]]) -> Result:
+        """A call of this rank. `prepare` returns a function that makes it with the group's handle, and one of its
+        result. Where `prepare` fails, the other ranks, which wait for this one, are told so."""
+        if not self._turn.acquire(blocking=False):
+            raise BadArgument(f"group={self} is in another call of this rank: a rank makes one call at a time")
+        try:
+            if self._handle is None:
+                raise BadArgument(f"group={self} is closed")
+            if os.getpid() != self._process:
+                raise BadArgument(f"group={self} belongs to process {self._process}, and this is {os.getpid()}")
+            return self._start(prepare)()
+        finally:
+            self._turn.release()
+
+    def _start(self, prepare: Callable) -> Callable[[], Any]:
+        """Makes the call; its errors are those of all ranks."""
+        try:
+            try:
+                launch, result = prepare()
+            except Exception as error:
+                self._refuse(error)
+                raise
+            launch(self._handle)
+            return result
+        except Exception as error:
+            if isinstance(error, RankLost) and self._failures:
+                error.__cause__ = self._failures[0]
+            error._everybodys = True  # type: ignore[attr-defined]
+            raise
+
+    def _refuse(self, error: Exception) -> None:
+        status = next((number for number, kind in _ERRORS.items() if isinstance(error, kind)), 1)
+        text = str(error) if isinstance(error, FlashAttnError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(FlashAttnError):  # its own error is the one to raise
+            load().fa_group_refuse(self._handle, status, text.encode())
+
+    def scratch(self, size: int) -> np.ndarray:
+        """Workspace of a call on the CPU."""
+        kept = self._scratch
+        if kept is None or kept.size < size:
+            try:
+                kept = np.empty(size, np.uint8)
+            except (MemoryError, ValueError):
+                raise OutOfMemory(f"no memory for a workspace of {size} bytes") from None
+            self._scratch = kept if size <= _KEPT_SCRATCH else None
+        return kept
+
+
+class _Crew:
+    """The groups of thread_groups, which one thread may close one after another: nothing is freed before the last."""
+
+    def __init__(self, size: int):
+        self.size, self.handles, self.lock = size, [], threading.Lock()
+
+    def leave(self, handle: int) -> None:
+        with self.lock:
+            self.handles.append(handle)
+            if len(self.handles) < self.size:
+                return
+        lib = load()
+        for handle in self.handles:
+            lib.fa_group_abort(handle, b"every rank has closed its group")  # so that nobody waits for the others
+        for handle in self.handles:
+            lib.fa_group_destroy(handle)
+
+
+def _drop(handle: int, crew: _Crew | None, process: int, rank: int) -> None:
+    """A group that nobody refers to any more. A garbage collector cannot wait for other ranks."""
+    if os.getpid() != process:
+        return  # the copy of a fork
+    if crew:
+        crew.leave(handle)
+    else:
+        load().fa_group_abort(handle, f"rank {rank} dropped its group without closing it".encode())
+        load().fa_group_destroy(handle)
+
+
+def _callback(all_gather: AllGatherFunction, size: int, failures: list[BaseException]) -> Any:
+    """The C function that calls all_gather."""
+
+    def gather(context, mine, everything, count):
+        try:
+            parts = [bytes(part) for part in all_gather(ct.string_at(mine, count))]
+            if [len(part) for part in parts] != [count] * size:
+                lengths = [len(part) for part in parts]
+                raise BadArgument(f"all_gather returned parts of {lengths} bytes: expected {size} of {count} bytes")
+            ct.memmove(everything, b"".join(parts), count * size)
+            return 0
+        except BaseException as error:
+            failures.append(error)
+            return 1
+
+    return AllGather(gather)
+
+
+def _device(device: Any) -> tuple[int, int]:
+    if isinstance(device, (int, np.integer)) and not isinstance(device, bool):
+        return CUDA, _integer("device", device, 0, 2**31 - 1)
+    name = str(device)
+    if name == "cpu":
+        return CPU, 0
+    if found := re.fullmatch(r"cuda:(\d{1,6})", name):
+        return CUDA, int(found[1])
+    raise BadArgument(f"device={_quoted(device)} is neither 'cpu' nor the number of a CUDA device")
+
+
+def _args(kind: str, rank: Any, size: Any, device: Any, timeout: Any) -> GroupArgs:
+    args = new(GroupArgs)
+    args.kind = KINDS[_name("kind", kind, KINDS)]
+    args.size = _integer("size", size, 1, MOST_RANKS)
+    args.rank = _integer("rank", rank, 0, args.size - 1)
+    args.device, args.device_index = _device(device)
+    seconds = _number("timeout", timeout)
+    if not 0.001 <= seconds <= 1e9:
+        raise BadArgument(f"timeout={_quoted(timeout)} is outside 0.001 .. 1e9 seconds")
+    args.timeout_ms = round(1000 * seconds)
+    return args
+
+
+def create_group(
+    rank: int,
+    size: int,
+    all_gather: AllGatherFunction,
+    *,
+    kind: str = "processes",
+    device: Any = "cpu",
+    timeout: float = 30.0,
+    nccl_comm: int | None = None,
+    nccl_library: str | None = None,
+) -> Group:
+    """A rank's Group, by whatever the ranks already talk through. Collective.
+
+    Arguments:
+        rank, size: this rank, 0 .. size - 1, and how many there are.
+        all_gather: a function of a bytes object that returns those of all ranks, by rank. It is called a few times
+            while the group is made, and with kind="nccl" also by every later call.
+        kind: "processes" of one host, "threads" of one process, or "nccl": GPUs of any hosts.
+        device: "cpu", or the number of this rank's CUDA device; ranks may share one.
+        timeout: seconds that a call waits for the other ranks.
+        nccl_comm: with kind="nccl" the address of an ncclComm_t of the same ranks, which stays the caller's.
+        nccl_library: path of libnccl; None means the one in this process, else libnccl.so.2.
+    """
+    args = _args(kind, rank, size, device, timeout)
+    if nccl_comm is not None:
+        args.nccl_comm = _integer("nccl_comm", nccl_comm, 1, 2**64 - 1)
+    if nccl_library is not None:
+        args.nccl_library = os.fsencode(nccl_library)
+    return Group(args, all_gather, kind)
+
+
+def thread_groups(
+    size: int | None = None, device: Any = "cpu", timeout: float = 30.0, *, devices: Sequence[Any] | None = None
+) -> list[Group]:
+    """Groups for ranks that are threads of this process, one for each; `run` starts such threads.
+
+    Arguments:
+        size: how many ranks, all on `device`.
+        devices: in place of both, the device of each rank.
+
+    >>> import numpy as np
+    >>> from flash_attn_minimal import distributed, flash_attn_func
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 40, 2, 8), dtype=np.float32)
+    >>> groups = distributed.thread_groups(4)
+    >>> def rank(group):
+    ...     part = [distributed.shard(x, "zigzag", group.rank, group.size) for x in (q, k, v)]
+    ...     return distributed.forward(group, *part, causal=True)
+    >>> out = distributed.unshard(distributed.run(groups, rank), "zigzag")
+    >>> bool(np.allclose(out, flash_attn_func(q, k, v, causal=True), atol=1e-6))
+    True
+    """
+    if devices is None:
+        if size is None:
+            raise BadArgument("size=None without devices: how many ranks are there?")
+        devices = [device] * _integer("size", size, 1, MOST_RANKS)
+    elif size is not None and size != len(devices):
+        raise BadArgument(f"size={size}, but devices names {len(devices)}")
+    size = len(devices)
+    every = [_args("threads", rank, size, device, timeout) for rank, device in enumerate(devices)]
+    crew, barrier, slots = _Crew(size), threading.Barrier(size), [b""] * size
+
+    def make(rank: int) -> Group:
+        def all_gather(mine: bytes) -> list[bytes]:
+            slots[rank] = mine
+            barrier.wait(every[rank].timeout_ms / 1000)
+            everything = list(slots)
+            barrier.wait(every[rank].timeout_ms / 1000)  # nobody writes the next message before all have read this one
+            return everything
+
+        try:
+            return Group(every[rank], all_gather, "threads", crew)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    return _on_threads([lambda rank=rank: make(rank) for rank in range(size)])
+
+
+def run(groups: Sequence[Group], function: Callable[..., Result], *args: Any) -> list[Result]:
+    """function(group, *args) for the groups of thread_groups, each on a thread of its own; returns their results.
+
+    Where some raise, the first error of a rank that caused it is raised, after all have ended. An error that the other
+    ranks do not know of ends the group, so that they do not wait for this rank.
+    """
+
+    def call(group: Group) -> Result:
+        try:
+            return function(group, *args)
+        except BaseException as error:
+            if not _is_everybodys(error):
+                group.abort(_reason(group.rank, error))
+            raise
+
+    try:
+        return _on_threads([lambda group=group: call(group) for group in groups])
+    except KeyboardInterrupt as error:
+        for group in groups:
+            group.abort(_reason(group.rank, error))
+        raise
+
+
+def _on_threads(calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    results: list[Any] = [None] * len(calls)
+    errors: list[BaseException] = []
+
+    def call(i: int) -> None:
+        try:
+            results[i] = calls[i]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise min(errors, key=_distance)
+    return results
+
+
+def _distance(error: BaseException) -> int:
+    """How far an error is from its cause: that of the rank itself, of another rank, of a rank that waited for one."""
+    if isinstance(error, RankLost) or isinstance(error.__cause__, threading.BrokenBarrierError):
+        return 2
+    return int(isinstance(error, FlashAttnError) and re.match(r"rank \d+: ", str(error)) is not None)
+
+
+def _is_everybodys(error: BaseException | None) -> bool:
+    """Whether all ranks of the group raise because of this error, or of the one that it was raised from."""
+    while error is not None:
+        if getattr(error, "_everybodys", False):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _reason(rank: int, error: BaseException) -> str:
+    return f"rank {rank} raised {type(error).__name__}: {error}"
