@@ -157,7 +157,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     FA_RETURN_IF_ERROR(check_pointer("lse", a.lse, 4, false));
     const int64_t batch = varlen ? 1 : a.batch;
     const Region out = region("out", a.out, batch, rows_q, a.nheads, headdim_v, dtype_size(out_dtype));
-    FA_RETURN_IF_ERROR(check_output(out));
+    if (writes_out) FA_RETURN_IF_ERROR(check_output(out));  // an input of the backward pass may repeat rows
     if (writes_out) FA_RETURN_IF_ERROR(check_apart(out, region("q", a.q, batch, rows_q, a.nheads, a.headdim, element)));
     if (writes_out && !keys) {  // a cache has entries or pages instead: validate_kvcache.cpp checks it
         FA_RETURN_IF_ERROR(check_apart(out, region("k", a.k, batch, rows_k, a.nheads_k, a.headdim, element)));
