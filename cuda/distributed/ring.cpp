@@ -29,7 +29,8 @@ int rounds_of(const Problem& p) { return p.layout == FA_LAYOUT_ZIGZAG ? 2 : 1; }
 Interval common_keys(const Problem& p, const Segment& queries, const Segment& keys) {
     const Interval seen = p.keys_of(queries);
     const int64_t begin = std::max<int64_t>(seen.begin, keys.begin), end = std::min<int64_t>(seen.end, keys.end);
-    return {begin, std::max(begin, end)};
+    if (begin >= end) return {keys.begin, keys.begin};
+    return {begin, end};
 }
 
 // Queries of this rank (of one round, or of all: -1) and the keys of round `round_k` that `peer` has, in a buffer of the peer's rows.
@@ -43,9 +44,11 @@ Parts parts_of(const Problem& p, int peer, int round_q, int round_k) {
         const Segment* found = nullptr;
         for (size_t i = first; i < keys.size() && keys[i].sequence == s.sequence; ++i)
             if (keys[i].round == round_k) found = &keys[i];
-        Interval seen{0, 0};
-        if (found) seen = common_keys(p, s, *found);
-        parts.add(p, s, seen, found ? found->row + seen.begin - found->begin : parts.part.empty() ? 0 : parts.part.back().key_begin);
+        const Interval seen = found ? common_keys(p, s, *found) : Interval{0, 0};
+        int64_t row = 0;  // where no keys are, behind those of the part before
+        if (found) row = found->row + seen.begin - found->begin;
+        else if (!parts.part.empty()) row = parts.part.back().key_begin + parts.part.back().seqlen_k;
+        parts.add(p, s, seen, row);
     }
     return parts;
 }
