@@ -176,8 +176,13 @@ def compute(case: accuracy.Case, split: Split, device: Device = CPU, groups=None
         return {name: here.numpy(x) for name, x in found.items()}
 
     groups = groups or shared_groups(split.size, device)
-    with watchdog(60, groups):
-        return together(case, cut, fad.run(groups, rank), exact.dbias if backward else None)
+    try:
+        with watchdog(60, groups):
+            parts = fad.run(groups, rank)
+    except fa.RankLost:
+        shared_groups.cache_clear()
+        raise
+    return together(case, cut, parts, exact.dbias if backward else None)
 
 
 def together(case, cut: list[Shards], parts: list[dict], dbias) -> dict[str, np.ndarray]:
