@@ -1,4 +1,4 @@
-"""Calls of several ranks for the tests: a case of accuracy.py cut into the rows of each rank, and put together again."""
+"""Calls of several ranks for the tests: a case of accuracy.py cut into the rows of each rank, and joined again."""
 
 from __future__ import annotations
 

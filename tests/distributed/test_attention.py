@@ -5,8 +5,6 @@ import pytest
 from accuracy import Case
 from ranks import LAYOUTS, MODES, Split, check_case, compute, devices, one_call, small
 
-import flash_attn_minimal as fa
-
 LONGER_K = {"cu_seqlens_q": (0, 5, 21, 60), "cu_seqlens_k": (0, 41, 57, 130)}
 LONGER_Q = {"cu_seqlens_q": (0, 41, 57, 130), "cu_seqlens_k": (0, 5, 21, 60)}
 OPTIONS = {
