@@ -1,19 +1,12 @@
 """Ranks that are processes of one host."""
 
-import os
-import signal
-import time
-from pathlib import Path
-
 import numpy as np
 import processes
 import pytest
 import ranks
-from accuracy import Case
 from conftest import CPU, CUDA, CUDA_DEVICES, NO_CUDA, torch
 from ranks import MODES, Shards, Split, small
 
-import flash_attn_minimal as fa
 from flash_attn_minimal import distributed as fad
 
 CASES = [
