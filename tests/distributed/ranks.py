@@ -144,45 +144,51 @@ def local_options(shards: Shards, options: dict[str, Any], device: Device) -> di
     return found
 
 
+def rank_of(
+    group: fad.Group, case: accuracy.Case, split: Split, device: Device, backward: bool = True, **more: Any
+) -> dict[str, np.ndarray]:
+    """Both passes on one rank; its rows {"out", "lse", "dq", ...} as NumPy."""
+    (q, k, v, options), _, _ = accuracy.expected(case)
+    shards = Shards(case, split, group.rank)
+    mine = {**local_options(shards, options, device), **more, **shards.where()}
+    if device.name == "cpu":
+        mine["num_threads"] = 1
+    arrays = [device.array(shards.rows(x, keys), case.dtype) for x, keys in ((q, False), (k, True), (v, True))]
+    given = device.nans((*arrays[0].shape[:-1], v.shape[-1]), case.dtype)
+    out, lse = fad.forward(group, *arrays, return_lse=True, out=given, **mine)
+    assert out is given
+    found = {"out": out, "lse": lse}
+    if backward:
+        (dout, *_, all_options), exact, _ = accuracy.expected_backward(case)
+        if case.dlse:
+            mine["dlse"] = device.array(shards.lse(all_options["dlse"]))
+        wanted = {f"return_{name}": getattr(exact, name) is not None for name in ("dbias", "dsinks")}
+        results = [device.nans(x.shape, case.dtype) for x in arrays]
+        places = dict(zip(NAMES[:3], results, strict=True))
+        back = device.array(shards.rows(dout), case.dtype)
+        gradients = fad.backward(group, back, *arrays, out, lse, **places, **wanted, **mine)
+        assert all(x is y for x, y in zip(gradients, results, strict=False))
+        names = [name for name in NAMES if name not in ("dbias", "dsinks") or wanted[f"return_{name}"]]
+        found |= dict(zip(names, gradients, strict=True))
+    return {name: device.numpy(x) for name, x in found.items()}
+
+
 def compute(case: accuracy.Case, split: Split, device: Device = CPU, groups=None, backward: bool = True, **more: Any):
     """Both passes on all ranks, on threads. Returns whole packed arrays {"out", "lse", "dq", ...} as NumPy."""
-    (q, k, v, options), (exact_out, _), _ = accuracy.expected(case)
-    with_lse = {}
-    if backward:
-        (dout, *_, out_given, lse_given, all_options), exact, _ = accuracy.expected_backward(case)
-        with_lse = {"dlse": all_options["dlse"]} if case.dlse else {}
-    cut = [Shards(case, split, rank) for rank in range(split.size)]
+    accuracy.expected(case)  # kept for all ranks
+    dbias = accuracy.expected_backward(case)[1].dbias if backward else None
+    groups = groups or shared_groups(split.size, device)
 
     def rank(group: fad.Group) -> dict[str, np.ndarray]:
-        shards, here = cut[group.rank], on(device, group.rank)
-        mine = {**local_options(shards, options, here), **more, **shards.where()}
-        if here.name == "cpu":
-            mine["num_threads"] = 1
-        arrays = [here.array(shards.rows(x, keys), case.dtype) for x, keys in ((q, False), (k, True), (v, True))]
-        given = here.nans((*arrays[0].shape[:-1], v.shape[-1]), case.dtype)
-        out, lse = fad.forward(group, *arrays, return_lse=True, out=given, **mine)
-        assert out is given
-        found = {"out": out, "lse": lse}
-        if backward:
-            wanted = {f"return_{name}": getattr(exact, name) is not None for name in ("dbias", "dsinks")}
-            slopes = {name: here.array(shards.lse(x)) for name, x in with_lse.items()}
-            results = [here.nans(x.shape, case.dtype) for x in arrays]
-            places = dict(zip(NAMES[:3], results, strict=True))
-            back = here.array(shards.rows(dout), case.dtype)
-            gradients = fad.backward(group, back, *arrays, out, lse, **places, **slopes, **wanted, **mine)
-            assert all(x is y for x, y in zip(gradients, results, strict=False))
-            names = [name for name in NAMES if name not in ("dbias", "dsinks") or wanted[f"return_{name}"]]
-            found |= dict(zip(names, gradients, strict=True))
-        return {name: here.numpy(x) for name, x in found.items()}
+        return rank_of(group, case, split, on(device, group.rank), backward, **more)
 
-    groups = groups or shared_groups(split.size, device)
     try:
         with watchdog(60, groups):
             parts = fad.run(groups, rank)
     except fa.RankLost:
         shared_groups.cache_clear()
         raise
-    return together(case, cut, parts, exact.dbias if backward else None)
+    return together(case, [Shards(case, split, rank) for rank in range(split.size)], parts, dbias)
 
 
 def together(case, cut: list[Shards], parts: list[dict], dbias) -> dict[str, np.ndarray]:
@@ -218,12 +224,18 @@ def _dbias(cut: list[Shards], parts: list[np.ndarray], exact: np.ndarray) -> np.
 def check_case(case: accuracy.Case, split: Split, device: Device = CPU, backward: bool = True, **more: Any) -> dict:
     """Runs a case and compares it with float64."""
     got = compute(case, split, device, backward=backward, **more)
+    check_results(case, got, backward)
+    return got
+
+
+def check_results(case: accuracy.Case, got: dict[str, np.ndarray], backward: bool = True) -> None:
+    """Whole packed arrays against float64."""
     (q, k, *_), exact, plain = accuracy.expected(case)
     floor = accuracy.rounding_floor(q, k, case.softmax_scale)
     accuracy.check("lse", got["lse"], packed_lse(exact[1], case), packed_lse(plain[1], case), "float32", floor=floor)
     accuracy.check("out", got["out"], packed(exact[0], case), packed(plain[0], case), case.dtype, floor=floor)
     if not backward:
-        return got
+        return
     _, exact, plain = accuracy.expected_backward(case)
     for name in NAMES:
         if (right := getattr(exact, name)) is None:
@@ -237,7 +249,6 @@ def check_case(case: accuracy.Case, split: Split, device: Device = CPU, backward
         else:
             right, other = packed(right, case), packed(other, case)
         accuracy.check(name, got[name], right, other, dtype, floor=floor)
-    return got
 
 
 def _noise_of_dsinks(case: accuracy.Case) -> float:
