@@ -28,7 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._checks import _flag, _quoted, _window
 from .._library import BadArgument
 from .._options import Options
-from ..jax import _array, _Call, _check_served, _no_gradient, _traced, _vary
+from ..jax import _array, _Call, _check_served, _no_gradient, _no_second_derivative, _traced, _vary
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # chunks of a sequence that a device holds
 MODES = ("auto", "gather", "ulysses", "ring")
@@ -119,10 +119,14 @@ def context_parallel_attention(
     tokens = _tokens_of(given, axis_name, layout, options)
     given |= {name: _four_axes(name, given, tokens) for name in ("bias", "mask") if name in given}
     mode = _choose(mode, given, tokens, options)
-    if mode == "ulysses":
-        return _ulysses(given, tokens, options, return_lse)
-    out, lse = _with_gradients((_Gather if mode == "gather" else _Ring)(tokens, options, given), given)
-    return (out, lse) if return_lse else out
+
+    def serve(given):
+        if mode == "ulysses":
+            return _ulysses(given, tokens, options, return_lse)
+        out, lse = _with_gradients((_Gather if mode == "gather" else _Ring)(tokens, options, given), given)
+        return (out, lse) if return_lse else out
+
+    return jax.jit(serve, inline=True)(given)  # jax.shard_map outside jit knows no symbolic zeros
 
 
 def shard_tokens(x: Any, size: int, layout: str = "zigzag", axis: int = 1) -> Any:
@@ -325,13 +329,17 @@ def _with_gradients(mode: _Gather | _Ring, given: dict):
         dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
         if dout is None:
             (dout,) = _vary([jnp.zeros_like(out)], [out])
-        gradients = mode.backward(dict(zip(names, inputs, strict=True)), out, lse, dout, dlse)
-        return tuple(
-            gradients[name].astype(x.dtype) if name in gradients else _no_gradient(x)
-            for name, x in zip(names, inputs, strict=True)
-        )
+        gradients = gradients_of(inputs, out, lse, dout, dlse)
+        return tuple(gradients.get(name, _no_gradient(x)) for name, x in zip(names, inputs, strict=True))
 
     attend.defvjp(forward, backward, symbolic_zeros=True)  # most losses do not depend on lse
+
+    @jax.custom_vjp
+    def gradients_of(inputs, *more):
+        given = dict(zip(names, inputs, strict=True))
+        return {name: x.astype(given[name].dtype) for name, x in mode.backward(given, *more).items()}
+
+    gradients_of.defvjp(lambda *inputs: (gradients_of(*inputs), None), _no_second_derivative)
     return attend(*given.values())
 
 
@@ -527,7 +535,9 @@ class _Ring(_Mode):
         self.steps = []  # (step, [(slot of the queries, slot of the keys)])
         for step in range(t.size):
             ranks = [(rank, (rank - step) % t.size) for rank in range(t.size)]
-            pairs = [(a, b) for a in slots for b in slots if any(t.sees(t.chunk(r, a), t.chunk(s, b)) for r, s in ranks)]
+            pairs = [
+                (a, b) for a in slots for b in slots if any(t.sees(t.chunk(r, a), t.chunk(s, b)) for r, s in ranks)
+            ]
             if pairs:
                 self.steps.append((step, pairs))
 
