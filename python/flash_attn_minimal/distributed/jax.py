@@ -26,7 +26,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .._checks import _flag, _quoted, _window
-from .._library import BadArgument
+from .._library import BadArgument, Unsupported
 from .._options import Options
 from ..jax import _array, _Call, _check_served, _no_gradient, _no_second_derivative, _traced, _vary
 
@@ -211,14 +211,16 @@ class _Tokens(NamedTuple):
 
 def _tokens_of(given: dict, axis_name: Any, layout: str, options: Options) -> _Tokens:
     size, slots = lax.psum(1, axis_name), _slots(layout)
+    if str(given["q"].dtype) == "float8_e4m3fn":
+        raise Unsupported("q is float8_e4m3fn: float8 is not served in a traced call")
     for name in "qkv":
-        if (shape := given[name].shape)[1:2] and shape[1] % slots:
+        if len(shape := given[name].shape) != 4:
+            raise BadArgument(f"{name} has shape {shape}: expected (batch, seqlen / {size}, nheads, headdim)")
+        if shape[1] % slots:
             raise BadArgument(
                 f"{name} has shape {shape} on each of {size} devices, {size * shape[1]} tokens together: "
                 f"layout={layout!r} needs a number of tokens that 2 * {size} divides"
             )
-        if len(shape) != 4:
-            raise BadArgument(f"{name} has shape {shape}: expected (batch, seqlen / {size}, nheads, headdim)")
     q, k, v = (given[name].shape for name in "qkv")
     if k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
         raise BadArgument(f"q, k and v have shapes {q}, {k} and {v}: batch, seqlen_k, nheads_k and headdim must agree")
@@ -416,7 +418,7 @@ def _options_in(given: dict) -> dict:
 
 
 class _Gather(_Mode):
-    """One call for each chunk of queries. The gradients of one call's keys do not overlap, those of two do."""
+    """One call for each chunk of queries: chunks share keys, and a call writes the gradient of a key once."""
 
     def __init__(self, tokens: _Tokens, options: Options, given: dict):
         super().__init__(tokens, options)
@@ -507,7 +509,7 @@ class _Gather(_Mode):
                 for at, pairs in routes if distance else ():
                     own[at].append(lax.ppermute(chunk, t.axis_name, [(to, source) for source, to in pairs]))
         shape = gradients[0].shape
-        nothing = jnp.zeros((shape[0], t.keys, *shape[2:]), jnp.float32)
+        (nothing,) = _vary([jnp.zeros((shape[0], t.keys, *shape[2:]), jnp.float32)], gradients)
         return jnp.concatenate([_sum(x) if x else nothing for x in own], 1)
 
     def _routes(self, slot: int, low: int, high: int) -> list:
@@ -615,7 +617,7 @@ def _merge(out, lse, out_b, lse_b):
 
 
 def _sinks_gradient(sinks, out, lse, dout, dlse):
-    """A sink is a key with the value 0: dS = P (0 - rowsum(dout * out) + dlse)."""
+    """A sink is a key whose value is 0: dS = P (0 - rowsum(dout * out) + dlse)."""
     p = jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks[:, None] - lse))
     through = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     return (p * ((0 if dlse is None else dlse) - through)).sum((0, 2))
