@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +72,12 @@ def run(size: int, function: Callable, *args: Any) -> list[Any]:
     said = Ranks(size, function, *args).results()
     assert all(kind == "result" for kind, _ in said), said
     return [value for _, value in said]
+
+
+def later(seconds: float, function: Callable[[], Any]) -> threading.Timer:
+    timer = threading.Timer(seconds, function)
+    timer.start()
+    return timer
 
 
 if sys.platform != "linux":
