@@ -413,6 +413,32 @@ def test_refusals_of_backward(wrong, text):
     still_works(groups)
 
 
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+def test_results_that_overlap_inputs_are_refused_before_anything_is_written(mode):
+    """Other ranks may still read the inputs. A kernel would not see it: it works on copies."""
+    groups = shared_groups(2)
+    buffers = np.random.default_rng(0).standard_normal((2, 4, 1, 5, 2, 16), dtype=np.float32)
+    before = buffers.copy()
+
+    def forward(group):
+        q, k, v = buffers[group.rank, :3, :, :4]
+        out = buffers[group.rank, 2, :, 1:] if group.rank else np.empty_like(q)
+        fad.forward(group, q, k, v, out=out, mode=mode, **OPTIONS)
+
+    def backward(group):
+        q, k, v, dk = buffers[group.rank, :, :, :4]
+        dv = buffers[group.rank, 3, :, 1:] if group.rank else np.empty_like(q)
+        lse = np.zeros((2, 4), np.float32)
+        fad.backward(group, q, q, k, v, v, lse, dk=dk, dv=dv, mode=mode, **OPTIONS)
+
+    for function, text in ((forward, "out.data=.* overlaps v"), (backward, "dv.data=.* overlaps dk")):
+        for error in each(groups, function):
+            with pytest.raises(fa.BadArgument, match=text):
+                raise error
+    assert np.array_equal(buffers, before)
+    still_works(groups)
+
+
 @pytest.mark.parametrize("group", [None, 3, (0, 2)])
 def test_what_is_no_group(group):
     with pytest.raises(fa.BadArgument, match="expected a Group"):
