@@ -15,7 +15,6 @@ struct Nccl {
     using Comm = void*;
     int (*comm_count)(Comm, int*);
     int (*comm_user_rank)(Comm, int*);
-    int (*comm_get_async_error)(Comm, int*);
     int (*group_start)();
     int (*group_end)();
     int (*send)(const void*, size_t, int type, int peer, Comm, cudaStream_t);
@@ -31,9 +30,9 @@ struct Nccl {
             function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
             return function != nullptr;
         };
-        if (find(comm_count, "ncclCommCount") && find(comm_user_rank, "ncclCommUserRank") &&
-            find(comm_get_async_error, "ncclCommGetAsyncError") && find(group_start, "ncclGroupStart") && find(group_end, "ncclGroupEnd") &&
-            find(send, "ncclSend") && find(recv, "ncclRecv") && find(get_error_string, "ncclGetErrorString"))
+        if (find(comm_count, "ncclCommCount") && find(comm_user_rank, "ncclCommUserRank") && find(group_start, "ncclGroupStart") &&
+            find(group_end, "ncclGroupEnd") && find(send, "ncclSend") && find(recv, "ncclRecv") &&
+            find(get_error_string, "ncclGetErrorString"))
             return FA_OK;
         return fail(FA_UNSUPPORTED, "nccl_library=%s lacks a function of NCCL 2.7", path ? path : "NULL (libnccl.so.2)");
     }
@@ -63,7 +62,7 @@ public:
         return bytes;
     }
 
-    fa_status move(const std::vector<Copy>& copies, int32_t after) override {
+    fa_status move(const std::vector<Copy>& copies, int32_t after, Which which) override {
         char* place = staging_;
         const auto take = [&](int64_t bytes) {
             char* at = place;
@@ -79,7 +78,7 @@ public:
         };
         std::vector<Part> sends, receives;
         for (const Copy& c : copies) {
-            if (c.width == 0 || c.rows == 0) continue;
+            if (c.width == 0 || c.rows == 0 || !is_among(which, c)) continue;
             const size_t at = size_t(rank_) * kMostPublished + size_t(c.array);
             if (c.source == rank_ && c.target == rank_) {
                 FA_RETURN_IF_ERROR(copy(c, copies_[kLocal]));

@@ -6,7 +6,8 @@ processes.
 """
 
 from .calls import DistributedPlan, backward, forward, plan
-from .groups import Group, create_group, run, thread_groups
+from .decoding import decode, merge
+from .groups import Group, create_group, from_mpi, from_torch, run, thread_groups
 from .layouts import indices, local_cu_seqlens, positions, segments, shard, unshard
 
 __all__ = [
@@ -14,9 +15,13 @@ __all__ = [
     "Group",
     "backward",
     "create_group",
+    "decode",
     "forward",
+    "from_mpi",
+    "from_torch",
     "indices",
     "local_cu_seqlens",
+    "merge",
     "plan",
     "positions",
     "run",
