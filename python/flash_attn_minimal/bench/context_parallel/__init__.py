@@ -91,13 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one, else cpu")
     add("--threads", type=positive, metavar="N", help="of a rank on the CPU; default: its share of the cores")
     add("--cases", metavar="NAME,...", help="default: the usual ones")
-    add(
-        "--modes", type=words(MODES), default=["auto"], metavar="NAME,...", help=f"of {', '.join(MODES)}; default: auto"
-    )
+    add("--modes", type=words(MODES), default=["auto"], metavar="NAME,...", help=f"{', '.join(MODES)}; default: auto")
     add("--kinds", type=words(("processes", "threads")), default=["processes", "threads"], metavar="NAME,...",
-        help="how ranks of ours are made: processes, threads; default: both, threads for some cases")  # fmt: skip
+        help="how ranks of ours are made: processes, threads; default: both, threads in some cases")  # fmt: skip
     add(
-        "--peers", metavar="NAME,...", help=f"{', '.join(peers.PEERS)}; all; none; default: all on GPUs, for some cases"
+        "--peers", metavar="NAME,...", help=f"{', '.join(peers.PEERS)}; all; none; default: all, on GPUs, in some cases"
     )
     add("--quick", action="store_true", help="fewer cases, by processes alone, no peers")
     add("--long", action="store_true", help="also a million tokens")
@@ -163,10 +161,11 @@ def tasks_of(options, devices: tuple[int | str, ...]) -> list[Task]:
             continue
         mine = [case for case in found if kind == "processes" or case.widely or len(options.kinds) == 1]
         tasks += [Task(Spec(kind, devices, threads), replace(order, case=case)) for case in mine]
+    of_peers = replace(order, modes=(), protocol=replace(order.protocol, rounds_alone=1))
     for name in _peers(options, device):
         asked = options.peers is not None and names is not None
         tasks += [
-            Task(Spec(name, devices, threads, peer=True), replace(order, case=case, modes=()))
+            Task(Spec(name, devices, threads, peer=True), replace(of_peers, case=case))
             for case in found if case.widely or asked
         ]  # fmt: skip
     return tasks
@@ -304,9 +303,6 @@ def _finish(options, data: dict[str, Any]) -> int:
             print(f"wrote {file}")
     if data.get("interrupted"):
         return 130
-    bad = [
-        row
-        for row in rows
-        if row["system"] == "ours" and (row.get("wrong") or ("error" in row and not row.get("refused")))
-    ]
-    return 1 if bad or not any("ms" in row for row in rows) else 0
+    mine = [row for row in rows if row["system"] == "ours"]
+    failed = any("error" in row and not row.get("refused") for row in mine)
+    return int(failed or any(row.get("wrong") for row in mine) or not any("ms" in row for row in rows))

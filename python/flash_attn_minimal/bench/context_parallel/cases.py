@@ -63,8 +63,8 @@ class Case:
         """A guess of how long the case takes."""
         once = self.flops / _RATE[device][self.of == "backward"]
         alone, together = (n * t for n, t in ((protocol.count(t), t) for t in (once, once / ranks)))
-        rounds = min(protocol.rounds, protocol.rounds_alone)
-        return 1.0 + 4 * once + rounds * ranks * alone + protocol.rounds * modes * together
+        rounds = protocol.turns(once)
+        return 1.0 + 4 * once + min(rounds, protocol.rounds_alone) * ranks * alone + rounds * modes * together
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,17 @@ class Protocol:
     burst_s: float = 0.06
     least: int = 3  # calls in a burst
     most_s: float = 1.0  # beyond it a burst has fewer calls than that
+    whole_s: float = 20.0  # beyond it there are fewer rounds than that
     rounds_alone: int = 1000  # rounds in which one device alone has its turns, too
 
     def count(self, once: float) -> int:
         """Calls in a burst, for one of so many seconds."""
         once = max(once, 1e-6)
         return max(math.ceil(self.burst_s / once), min(self.least, math.ceil(self.most_s / once)))
+
+    def turns(self, once: float) -> int:
+        """Rounds, where the longest call takes so many seconds."""
+        return max(1, min(self.rounds, math.ceil(self.whole_s / max(once * self.count(once), 1e-6))))
 
 
 QUICK_ROUNDS = 3

@@ -2,7 +2,7 @@
 
     torch_allgather, torch_alltoall   torch.distributed.tensor.experimental.context_parallel around
                                       scaled_dot_product_attention, keys moved by one all-gather or from rank to rank
-    ring                              our flash_attn_func on each rank, keys sent from rank to rank by torch.distributed,
+    ring                              our flash_attn_func on each rank, keys sent from rank to rank by isend and irecv,
                                       results merged in float32 by merge; forward alone
 
 A process group of torch.distributed moves the keys: NCCL between GPUs, gloo on the CPU.

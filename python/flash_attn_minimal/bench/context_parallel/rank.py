@@ -29,6 +29,7 @@ from .crew import Meeting, Spec
 
 HEAD_START = 0.002  # seconds in which every rank learns when all start
 BLOCK = 4096  # rows compared at once
+WARM_S = 0.1  # a call that takes longer needs no warm-up
 
 # How far a rank's rows may be from those of one device: all together, and the worst row, relative to their norms. A
 # row counts at least as the usual one: some are 0 but for rounding.
@@ -303,32 +304,33 @@ def race(here: Here, protocol: Protocol, alone: Callable | None, systems: list[t
     rows. A system has launch, poison and check_again."""
     if not systems:
         return
-    machine = here.machine
-    count_alone = protocol.count(max(here.gather(_once(machine, alone)))) if alone else 0
+    once_alone = max(here.gather(_once(here.machine, alone))) if alone else 0.0
+    count_alone = protocol.count(once_alone)
+    each: list[list[float]] = [[] for _ in range(here.size)]
     runs = []
     for row, system in systems:
-        single = [_all_together(here, system.launch, 1) for _ in range(5)]
-        once = median(single[1:])
-        row["single_ms"] = 1e3 * once
-        runs.append((row, system, protocol.count(once), []))
-    each: list[list[float]] = [[] for _ in range(here.size)]
-    for number in range(protocol.rounds):
+        _all_together(here, system.launch, 1)
+        single = [_all_together(here, system.launch, 1)]
+        single += [_all_together(here, system.launch, 1) for _ in range(3 if single[0] < 1 else 0)]
+        row["single_ms"] = 1e3 * median(single)
+        runs.append((row, system, protocol.count(median(single)), []))
+    rounds = protocol.turns(max(once_alone, *(row["single_ms"] * 1e-3 for row, *_ in runs)))
+    for number in range(rounds):
         for rank, found in enumerate(each if alone and number < protocol.rounds_alone else ()):
             here.gather(None)
-            mine = _alone(machine, alone, count_alone) if rank == here.rank else None
+            mine = _alone(here.machine, alone, count_alone, once_alone < WARM_S) if rank == here.rank else None
             found.append(here.gather(mine)[rank])
         for row, system, count, found in runs:
-            last = number + 1 == protocol.rounds
+            last = number + 1 == rounds
             if last:
                 system.poison()
             found.append(_all_together(here, system.launch, count))
             if last:  # what bursts leave is right, too
                 again = system.check_again()
-                if again.get("wrong"):
-                    row |= again
+                row |= again if again.get("wrong") else {}
     for row, _, count, found in runs:
         row |= {"ms": 1e3 * median(found), "ms_min": 1e3 * min(found), "ms_max": 1e3 * max(found), "calls": count}
-        row |= {"rounds": protocol.rounds}
+        row |= {"rounds": rounds}
         if alone:
             one = [1e3 * median(times) for times in each]
             row |= {"one_each_ms": [float(f"{ms:.5g}") for ms in one], "one_calls": count_alone}
@@ -337,19 +339,22 @@ def race(here: Here, protocol: Protocol, alone: Callable | None, systems: list[t
 
 
 def _once(machine, launch: Callable) -> float:
-    """Seconds of a call that is not the first."""
-    launch()
-    machine.synchronize()
-    start = time.perf_counter()
-    launch()
-    machine.synchronize()
-    return time.perf_counter() - start
+    """Seconds of a call; if it is a short one, not of the first."""
+    for _ in range(2):
+        start = time.perf_counter()
+        launch()
+        machine.synchronize()
+        seconds = time.perf_counter() - start
+        if seconds > 1:
+            break
+    return seconds
 
 
-def _alone(machine, launch: Callable, count: int) -> float:
-    """Seconds of a call, of `count` without a pause."""
-    launch()  # a device that waited for the others wakes up
-    machine.synchronize()
+def _alone(machine, launch: Callable, count: int, warm: bool) -> float:
+    """Seconds of a call, of `count` without a pause. warm: wakes the device up, which has waited for the others."""
+    if warm:
+        launch()
+        machine.synchronize()
     start = time.perf_counter()
     for _ in range(count):
         launch()

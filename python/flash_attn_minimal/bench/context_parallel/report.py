@@ -97,13 +97,8 @@ def columns(data: dict, wide: bool) -> tuple[list[str], list[list[str]]]:
         ]  # fmt: skip
         last = row["case"]
         if wide:
-            cells += [
-                number(row["single_ms"]),
-                number(row["ms_min"]),
-                number(row["ms_max"]),
-                size_text(row, "received_bytes"),
-            ]
-            cells += [cell(row, "own_one_ms")]
+            cells += [number(row[key]) for key in ("single_ms", "ms_min", "ms_max")]
+            cells += [size_text(row, "received_bytes"), cell(row, "own_one_ms")]
         lines.append(cells)
     return [*head, *more], lines
 
