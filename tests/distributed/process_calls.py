@@ -61,22 +61,24 @@ def dies(rank: int, size: int, all_gather, how: str) -> tuple[str, float]:
     return text, time.monotonic() - begin
 
 
-def comes_late(rank: int, size: int, all_gather, pause: float) -> str:
-    with fad.create_group(rank, size, all_gather, timeout=1.0) as group:
-        attend(group)
-        if rank == 1:
-            time.sleep(pause)
-        try:
-            return str(attend(group).shape)
-        except fa.RankLost as error:
-            return str(error)
+def comes_late(rank: int, size: int, all_gather, pause: float, timeout: float) -> str:
+    """Rank 1 comes after a pause, or, without one, when rank 0 has given up."""
+    group = fad.create_group(rank, size, all_gather, timeout=timeout)
+    if rank == 1:
+        time.sleep(pause) if pause else all_gather(b"")
+    try:
+        said = str(attend(group).shape)
+    except fa.RankLost as error:
+        said = str(error)
+    if rank == 0 and not pause:
+        all_gather(b"")
+    group.close()
+    return said
 
 
 def stopped(rank: int, size: int, all_gather) -> str:
-    """Rank 1 is stopped in the middle of its calls, and goes on after the others have given up."""
+    """Rank 1 is stopped between calls, and goes on after rank 0 has given up."""
     group = fad.create_group(rank, size, all_gather, timeout=1.0)
-    attend(group)
-    all_gather(b"ready")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -45,8 +44,8 @@ class Ranks:
         except EOFError:
             return "ended", None
 
-    def results(self) -> list[tuple[str, Any]]:
-        """What each rank said last: ("result", x), ("error", text) or ("ended", None)."""
+    def results(self, ended: Callable[[int], None] = lambda rank: None) -> list[tuple[str, Any]]:
+        """What each rank said last: ("result", x), ("error", text) or ("ended", None); then ended(rank) is called."""
         try:
             said: list[Any] = [None] * len(self.pipes)
             while not all(said):
@@ -58,6 +57,7 @@ class Ranks:
                             gathered[rank] = value
                         else:
                             said[rank] = kind, value
+                            ended(rank)
                 for rank in gathered:
                     self.pipes[rank].send([gathered.get(r, b"") for r in range(len(said))])
             return said
@@ -72,12 +72,6 @@ def run(size: int, function: Callable, *args: Any) -> list[Any]:
     said = Ranks(size, function, *args).results()
     assert all(kind == "result" for kind, _ in said), said
     return [value for _, value in said]
-
-
-def later(seconds: float, function: Callable[[], Any]) -> threading.Timer:
-    timer = threading.Timer(seconds, function)
-    timer.start()
-    return timer
 
 
 if sys.platform != "linux":

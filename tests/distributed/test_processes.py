@@ -67,22 +67,22 @@ def test_a_process_that_ends(size, how, text):
     assert not left_behind(pids)
 
 
+LATE = "the group has ended: rank 1 did not come within timeout_ms=1000, and rank 0 stopped waiting"
+
+
 def test_late_processes():
-    assert processes.run(2, comes_late, 0.3) == ["(1, 6, 2, 16)"] * 2
-    assert (
-        processes.run(2, comes_late, 2.0)
-        == ["the group has ended: rank 1 did not come within timeout_ms=1000, and rank 0 stopped waiting"] * 2
-    )
+    assert processes.run(2, comes_late, 0.5, 20.0) == ["(1, 6, 2, 16)"] * 2
+    assert processes.run(2, comes_late, 0.0, 1.0) == [LATE] * 2
 
 
 def test_a_process_that_is_stopped():
     ranks_of = processes.Ranks(2, stopped)
-    pid = ranks_of.processes[1].pid
-    timer = processes.later(3.0, lambda: os.kill(pid, signal.SIGCONT))
-    said = ranks_of.results()
-    timer.cancel()
-    for kind, text in said:
-        assert kind == "result" and "rank 1 did not come within timeout_ms=1000" in text
+
+    def go_on(rank: int) -> None:
+        if rank == 0:
+            os.kill(ranks_of.processes[1].pid, signal.SIGCONT)
+
+    assert ranks_of.results(go_on) == [("result", LATE)] * 2
 
 
 def test_processes_that_disagree():
