@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from ..machine import DTYPES
+
 K = 1024
 DOCUMENTS = (3000, 17000, 1017, 18983, 15555, 9981)  # 64k tokens
 _RATE = {"cuda": (6e14, 4.5e14), "cpu": (2e10, 1.5e10)}  # forward, backward FLOP/s: guesses, for the time left alone
+_BYTES = {"cuda": 3e12, "cpu": 5e9}  # a second, of a cache
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,11 @@ class Case:
         """Those of the attention call."""
         return {"causal": self.causal} | ({"window_size": self.window} if self.window else {})
 
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values, in a decode case."""
+        return 2 * self.tokens * self.nheads_k * self.headdim * DTYPES[self.dtype] * (self.of == "decode")
+
     def row(self) -> dict:
         """The case's part of a row."""
         row = {
@@ -57,11 +65,15 @@ class Case:
             "nheads": self.nheads, "nheads_k": self.nheads_k, "headdim": self.headdim, "causal": self.causal,
             "dtype": self.dtype, "layout": self.layout,
         }  # fmt: skip
-        return row | ({"window": list(self.window)} if self.window else {}) | ({"line": True} if self.line else {})
+        if self.window:
+            row["window"] = list(self.window)
+        if self.of == "decode":
+            row["cache_bytes"] = self.cache_bytes
+        return row | ({"line": True} if self.line else {})
 
     def seconds(self, device: str, ranks: int, protocol: Protocol, modes: int) -> float:
         """A guess of how long the case takes."""
-        once = self.flops / _RATE[device][self.of == "backward"]
+        once = self.flops / _RATE[device][self.of == "backward"] + self.cache_bytes / _BYTES[device]
         alone, together = (n * t for n, t in ((protocol.count(t), t) for t in (once, once / ranks)))
         rounds = protocol.turns(once)
         return 1.0 + 4 * once + min(rounds, protocol.rounds_alone) * ranks * alone + rounds * modes * together
@@ -116,7 +128,8 @@ def _gpu() -> list[Case]:
 
 def _gpu_long() -> list[Case]:
     return [
-        Case("forward-1m", (K**2,), line=True),
+        *_line("forward", (K**2,), ()),
+        *(Case(f"decode-1m-x{batch}", (K**2,) * batch, "decode", causal=False) for batch in (1, 16)),
     ]
 
 
@@ -136,7 +149,11 @@ def _cpu() -> list[Case]:
 
 
 def _cpu_long() -> list[Case]:
-    return _line("forward", (8 * K,), (), nheads=4, nheads_k=2, headdim=64, dtype="float32")
+    shape = {"nheads": 4, "nheads_k": 2, "headdim": 64, "dtype": "float32"}
+    return [
+        *_line("forward", (8 * K,), (), **shape),
+        *(Case(f"decode-16k-x{batch}", (16 * K,) * batch, "decode", causal=False, **shape) for batch in (1, 4)),
+    ]
 
 
 USUAL = {"cuda": _gpu, "cpu": _cpu}

@@ -126,8 +126,8 @@ class TorchContextParallel(Peer):
 
     def __init__(self, here: Here, order: Order, rotate: str):
         case = order.case
-        if len(case.lengths) > 1 or case.window:
-            raise Refused("scaled_dot_product_attention has no packed sequences and no window")
+        if case.of == "decode" or len(case.lengths) > 1 or case.window:
+            raise Refused("context_parallel has no packed sequences, no window and no cache")
         super().__init__(here, order)
         try:
             from torch.distributed.device_mesh import init_device_mesh

@@ -13,14 +13,14 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from ... import distributed, flash_attn_func, flash_attn_varlen_func
+from ... import distributed, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from ...backward import backward
 from ..machine import BenchError, Meter, Numpy, TorchCuda
 from ..suite import rounded
@@ -194,6 +194,54 @@ class Work:
         return verdict([error for errors in self.here.gather(found) for error in errors], self.case.dtype, room)
 
 
+class DecodeWork:
+    """Queries, one of each sequence, over a cache: the shard of this rank, and all of it where one device holds it."""
+
+    def __init__(self, here: Here, case: Case):
+        self.here, self.case, self.machine = here, case, here.machine
+        batch, length, options = len(case.lengths), case.lengths[0], {"num_threads": here.threads}
+        cuts = [length * r // here.size for r in range(here.size + 1)]
+        self.q = here.machine.random((batch, 1, case.nheads, case.headdim), case.dtype, 17)
+        self.options, self.rows = options, np.arange(batch)
+        self.k, self.v = (self._cache(which, cuts, [here.rank]) for which in (0, 1))
+        try:
+            whole = [self._cache(which, cuts, range(here.size)) for which in (0, 1)]
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "out of memory" not in str(error):
+                raise
+            whole = []
+        self.answer: tuple = ()
+        self.alone: Callable | None = None
+        if all(here.gather(len(whole))):
+            out = here.machine.nans(self.q.shape, case.dtype)
+            self.alone = functools.partial(flash_attn_with_kvcache, self.q, *whole, out=out, **options)
+            self.alone()
+            self.answer = (out,)
+        here.machine.synchronize()
+
+    def _cache(self, which: int, cuts: list[int], ranks: Iterable[int]):
+        """Keys (0) or values (1) of these ranks, neighbours; a rank's are the same wherever they are drawn."""
+        case, first, ranks = self.case, cuts[min(ranks)], list(ranks)
+        shape = len(case.lengths), cuts[ranks[-1] + 1] - first, case.nheads_k, case.headdim
+        cache = self.machine.nans(shape, case.dtype)
+        for rank in ranks:
+            start, end = cuts[rank], cuts[rank + 1]
+            for i in range(len(case.lengths)):
+                seed = 1000 + 2 * (rank * len(case.lengths) + i) + which
+                rows = self.machine.random((end - start, *shape[2:]), case.dtype, seed)
+                cache[i, start - first : end - first] = rows
+        return cache
+
+    def judge(self, results: tuple, room: float = 1.0) -> dict[str, Any]:
+        """As Work.judge. Where no device holds the cache, only that no NaN is left."""
+        if self.answer:
+            found = [difference(self.machine, results[0], self.answer[0], self.rows)]
+            return verdict([error for errors in self.here.gather(found) for error in errors], self.case.dtype, room)
+        if not all(self.here.gather(self.machine.finite(results[0]))):
+            return {"wrong": True, "why": "NaN or Inf in the answer"}
+        return {"unchecked": True}
+
+
 def verdict(errors: list[tuple[float, float]], dtype: str, room: float = 1.0) -> dict[str, Any]:
     """The part of a row that says whether the answer is right, from (norm error, worst row) of each rank and array.
     room: times the usual tolerance."""
@@ -241,7 +289,9 @@ class Ours:
             shapes = [self.inputs[0].shape]
         self.results = tuple(machine.nans(shape, case.dtype) for shape in shapes)
         q, k, v = self.inputs[1:4] if self.backward else self.inputs
-        self.plan = distributed.plan(group, q, k, v, backward=self.backward, **self.options)
+        plan = distributed.plan(group, q, k, v, backward=self.backward, **self.options)
+        self.refusal, self.mode = plan.error, plan.mode
+        self.memory = {name: getattr(plan, name) for name in ("workspace_bytes", "shared_bytes", "received_bytes")}
 
     def launch(self) -> Any:
         if self.backward:
@@ -256,41 +306,52 @@ class Ours:
 
     def check(self) -> dict[str, Any]:
         """One call, judged; and the memory that it takes."""
-        work, machine, plan = self.work, self.work.machine, self.plan
         self.poison()
-        with machine.peak() as peak:
+        with self.work.machine.peak() as peak:
             self.launch()
-        found = work.judge(self.results)
+        found = self.work.judge(self.results)
         held = sum(x.nbytes for x in (*self.inputs, *self.results))
-        mine = held + (peak[0] if peak else plan.workspace_bytes) + plan.shared_bytes, plan.received_bytes
-        sizes = work.here.gather(mine)
-        return found | {
-            "rank_bytes": max(size[0] for size in sizes), "received_bytes": max(size[1] for size in sizes),
-            "shared_bytes": plan.shared_bytes, "workspace_bytes": plan.workspace_bytes,
-        }  # fmt: skip
+        memory = {"rank_bytes": held + self.memory.get("shared_bytes", 0), **self.memory}
+        memory["rank_bytes"] += peak[0] if peak else self.memory.get("workspace_bytes", 0)
+        sizes = self.work.here.gather(memory)
+        return found | {name: max(size[name] for size in sizes) for name in memory}
 
     def check_again(self) -> dict[str, Any]:
         """Judges what the last burst left."""
         return self.work.judge(self.results)
 
 
+class Decode(Ours):
+    """A step of inference over the shards."""
+
+    def __init__(self, work: DecodeWork, group: distributed.Group):
+        self.work, self.group = work, group
+        self.inputs = [work.q, work.k, work.v]
+        self.results = (work.machine.nans(work.q.shape, work.case.dtype),)
+        self.refusal, self.mode, self.memory = "", "decode", {}
+
+    def launch(self) -> Any:
+        return distributed.decode(self.group, *self.inputs, out=self.results[0], **self.work.options)
+
+
 def measure(here: Here, group: distributed.Group, order: Order) -> list[dict[str, Any]]:
     """A row for each mode. Collective."""
     here.machine.enter()
-    work = Work(here, order.case)
-    rows, systems = [], []
-    for mode in order.modes:
-        ours = Ours(work, group, mode)
+    case, rows, systems = order.case, [], []
+    decode = case.of == "decode"
+    work = DecodeWork(here, case) if decode else Work(here, case)
+    for mode in ("decode",) if decode else order.modes:
+        ours = Decode(work, group) if decode else Ours(work, group, mode)
         row = {"asked": mode}
         rows.append(row)
-        if ours.plan.status != "FA_OK":
-            row |= {"error": ours.plan.error, "refused": True}
+        if ours.refusal:
+            row |= {"error": ours.refusal, "refused": True}
             continue
-        row |= {"mode": ours.plan.mode} | ours.check()
+        row |= {"mode": ours.mode} | ours.check()
         if not row.get("wrong"):
             systems.append((row, ours))
     race(here, order.protocol, work.alone, systems)
-    found = [rounded(order.case.row() | row) for row in rows]
+    found = [rounded(case.row() | row) for row in rows]
     del work, systems, ours
     here.machine.release()
     return found

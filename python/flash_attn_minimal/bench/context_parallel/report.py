@@ -38,6 +38,8 @@ def completed(rows: list[dict], devices: int) -> list[dict]:
         if "ms" in row:
             one = row if "one_ms" in row else ours.get(row["case"])
             row["tflops"] = row["flops"] / row["ms"] * 1e-9
+            if "cache_bytes" in row:
+                row["tbps"] = row["cache_bytes"] / row["ms"] * 1e-9
             if one:
                 row["efficiency"] = efficiency(one["one_ms"], row["ms"], devices)
                 row["efficiency_slowest"] = efficiency(one["one_slowest_ms"], row["ms"], devices)
@@ -62,6 +64,11 @@ def series(row: dict) -> str:
 
 def shape(row: dict) -> str:
     heads = f"{row['nheads']}/{row['nheads_k']}" if row["nheads"] != row["nheads_k"] else f"{row['nheads']}"
+    if row["pass"] == "decode":
+        each = row["tokens"] // row["sequences"]
+        return (
+            f"decode of {row['sequences']} sequences, a cache of {each} tokens each, {heads} heads of {row['headdim']}"
+        )
     mask = "causal" if row["causal"] else "full"
     window = f", window {row['window'][0]}" if "window" in row else ""
     many = f", {row['sequences']} sequences" if row["sequences"] > 1 else ""
@@ -92,7 +99,7 @@ def columns(data: dict, wide: bool) -> tuple[list[str], list[list[str]]]:
         cells = [
             row["case"] if row["case"] != last else "", label(row) + " WRONG" * row.get("wrong", False),
             cell(row, "one_ms"), number(row["ms"]), percent(row, "efficiency"), percent(row, "efficiency_slowest"),
-            number(row["tflops"] * scale), f"{row['err']:.1e}" if row.get("err") else "0",
+            number(row["tflops"] * scale), error_text(row),
             size_text(row, "rank_bytes"),
         ]  # fmt: skip
         last = row["case"]
@@ -101,6 +108,10 @@ def columns(data: dict, wide: bool) -> tuple[list[str], list[list[str]]]:
             cells += [size_text(row, "received_bytes"), cell(row, "own_one_ms")]
         lines.append(cells)
     return [*head, *more], lines
+
+
+def error_text(row: dict) -> str:
+    return "unknown" if "unchecked" in row else f"{row['err']:.1e}" if row.get("err") else "0"
 
 
 def cell(row: dict, key: str) -> str:
@@ -139,7 +150,7 @@ EXPLAINED = """\
 * all: from the start to the end of the last rank, a call of a burst without a pause; the median of the bursts.
 * efficiency: one / (devices x all), with this library's one in every row; to slowest: with the slowest device's one.
 * call: a single call from start to end.
-* error: the norm of the difference from one device over the norm.
+* error: the norm of the difference from one device over the norm; unknown where one device cannot hold the case.
 * memory: what a rank holds in the call: its rows of all arrays, workspace, and what other ranks read.
 * received: bytes that the rank that gets the most gets from others.
 """
