@@ -1,4 +1,4 @@
-"""Processes that stay and run functions together, as ranks of torch.distributed over gloo: starting one takes seconds."""
+"""Processes that stay and run functions together, as ranks of PyTorch over gloo: to start one takes seconds."""
 
 import queue
 import traceback
@@ -21,7 +21,7 @@ class Crew:
         self.spawned = mp.spawn(_work, (size, str(folder / "store"), self.tasks, self.results), size, join=False)
 
     def __call__(self, function, *args) -> list:
-        """function(*args) on every rank; returns the results by rank. The first error of a rank is an AssertionError."""
+        """function(*args) on every rank; returns the results by rank. Errors of ranks are an AssertionError."""
         for tasks in self.tasks:
             tasks.put((function, args))
         results, errors = [None] * self.size, []
