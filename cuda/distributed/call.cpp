@@ -110,10 +110,11 @@ void Walk::add(std::vector<Copy>& copies, int source, int target, Array array, i
     copies.push_back({source, target, array, from, to, to_pitch, width, rows});
 }
 
-fa_status Walk::move(const std::vector<Copy>& copies, int32_t after) {
-    if (runs()) return transport_->move(copies, after);
+fa_status Walk::move(const std::vector<Copy>& copies, int32_t after, Which which) {
+    if (runs()) return transport_->move(copies, after, which);
     size_t staging = 0;
     for (const Copy& c : copies) {
+        if (!is_among(which, c)) continue;
         if (c.target == problem_.rank && c.source != problem_.rank) counted_->received += c.width * c.rows;
         if (pushes_ && c.source != c.target) staging += size_t(c.width * c.rows + kAlign);
     }

@@ -131,7 +131,7 @@ public:
     // are to_pitch bytes apart. Copies that continue the last one join it.
     void add(std::vector<Copy>& copies, int source, int target, Array array, int64_t row, int64_t column, char* to, int64_t to_pitch,
              int64_t width, int64_t rows) const;
-    fa_status move(const std::vector<Copy>& copies, int32_t after);
+    fa_status move(const std::vector<Copy>& copies, int32_t after, Which which = Which::kAll);
     fa_status arrive(int64_t i = 0) { return runs() ? transport_->arrive(stream(i)) : FA_OK; }
     fa_status follow(int64_t i = 0) { return runs() ? transport_->follow(stream(i)) : FA_OK; }
     fa_status signal(int32_t signal, int64_t i) { return runs() ? transport_->signal(signal, stream(i)) : FA_OK; }

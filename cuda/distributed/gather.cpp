@@ -31,7 +31,7 @@ std::vector<std::vector<Interval>> visible_keys(const Problem& p, int rank) {
 }
 
 // The sequences' visible keys, for heads first .. first + heads - 1, to (total_k, heads, dim) at k and v.
-fa_status fetch(Walk& w, const Problem& p, int32_t first, int32_t heads, char* k, char* v) {
+fa_status fetch(Walk& w, const Problem& p, int32_t first, int32_t heads, char* k, char* v, Which which) {
     std::vector<Copy> copies;
     const int64_t width_k = heads * p.a.headdim * p.element, width_v = heads * p.headdim_v * p.element;
     const struct {
@@ -52,7 +52,7 @@ fa_status fetch(Walk& w, const Problem& p, int32_t first, int32_t heads, char* k
                     w.add(copies, source, target, x.array, s.row + begin - s.begin, x.column, to, x.width, x.width, end - begin);
                 }
     });
-    return w.move(copies, kReady);
+    return w.move(copies, kReady, which);
 }
 
 fa_status publish_keys(Walk& w, const Problem& p) {
@@ -87,20 +87,29 @@ fa_status forward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(parts.put(w, p));
     FA_RETURN_IF_ERROR(w.fork());
     const int32_t group = p.a.nheads / p.a.nheads_k;
-    int32_t first = 0;
-    int64_t i = 0;
+    struct Piece {
+        int32_t first, heads;
+        char *k, *v;
+    };
+    std::vector<Piece> pieces;
     for (const int32_t heads : pieces_of(p)) {
-        char *k = w.scratch(p.total_k() * heads * p.a.headdim * p.element), *v = w.scratch(p.total_k() * heads * p.headdim_v * p.element);
-        FA_RETURN_IF_ERROR(fetch(w, p, first, heads, k, v));
-        FA_RETURN_IF_ERROR(w.arrive(i));
+        const int32_t first = pieces.empty() ? 0 : pieces.back().first + pieces.back().heads;
+        pieces.push_back({first, heads, w.scratch(p.total_k() * heads * p.a.headdim * p.element),
+                          w.scratch(p.total_k() * heads * p.headdim_v * p.element)});
+    }
+    FA_RETURN_IF_ERROR(fetch(w, p, 0, pieces[0].heads, pieces[0].k, pieces[0].v, Which::kRemote));
+    for (const Piece& x : pieces) FA_RETURN_IF_ERROR(fetch(w, p, x.first, x.heads, x.k, x.v, Which::kLocal));
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        const auto [first, heads, k, v] = pieces[i];
+        if (i > 0) FA_RETURN_IF_ERROR(fetch(w, p, first, heads, k, v, Which::kRemote));
+        FA_RETURN_IF_ERROR(w.arrive(int64_t(i)));
         PartArrays arrays{};
         arrays.q = p.a.q, arrays.out = p.a.out;
         arrays.q.data = forward_by(p.a.q.data, first * group * p.a.headdim * p.element);
         arrays.out.data = forward_by(p.a.out.data, first * group * p.headdim_v * p.element);
         arrays.k = packed(k, heads, p.a.headdim), arrays.v = packed(v, heads, p.headdim_v), arrays.total_k = p.total_k();
         arrays.lse = p.a.lse ? p.a.lse + first * group * p.rows_q() : nullptr;
-        FA_RETURN_IF_ERROR(attend_parts(w, p, parts, arrays, {first * group, heads * group, heads}, true, i));
-        first += heads, ++i;
+        FA_RETURN_IF_ERROR(attend_parts(w, p, parts, arrays, {first * group, heads * group, heads}, true, int64_t(i)));
     }
     FA_RETURN_IF_ERROR(w.join());
     return w.finish();
@@ -118,7 +127,7 @@ fa_status backward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(w.begin());
     FA_RETURN_IF_ERROR(w.follow());
     char *k = w.scratch(total * width_k), *v = w.scratch(total * width_v);
-    FA_RETURN_IF_ERROR(fetch(w, p, 0, heads_k, k, v));
+    FA_RETURN_IF_ERROR(fetch(w, p, 0, heads_k, k, v, Which::kAll));
     // A launch for each part adds to dq, so dq begins with zeros; else every row is written once.
     const int64_t dq_bytes = p.parts_stand_alone() ? p.rows_q() * p.a.nheads * p.a.headdim * p.element : 0;
     const fa_tensor dq = p.parts_stand_alone() ? packed(w.scratch(dq_bytes), p.a.nheads, p.a.headdim) : p.g.dq;

@@ -29,7 +29,8 @@ int rounds_of(const Problem& p) { return p.layout == FA_LAYOUT_ZIGZAG ? 2 : 1; }
 Interval common_keys(const Problem& p, const Segment& queries, const Segment& keys) {
     const Interval seen = p.keys_of(queries);
     const int64_t begin = std::max<int64_t>(seen.begin, keys.begin), end = std::min<int64_t>(seen.end, keys.end);
-    return {begin, std::max(begin, end)};
+    if (begin >= end) return {keys.begin, keys.begin};
+    return {begin, end};
 }
 
 // Queries of this rank (of one round, or of all: -1) and the keys of round `round_k` that `peer` has, in a buffer of the peer's rows.

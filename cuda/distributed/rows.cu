@@ -132,7 +132,54 @@ __global__ void __launch_bounds__(kThreads) store_kernel(const __grid_constant__
     for (int i = threadIdx.x; i < count; i += kThreads) to[i] = words.word[i];
 }
 
+// Index: counts the words of all rows.
+template <typename Word, typename Index>
+__global__ void __launch_bounds__(kThreads)
+    copy_kernel(char* to, int64_t to_pitch, const char* from, int64_t from_pitch, Index words, Index all) {
+    const Index step = Index(gridDim.x) * kThreads;
+    constexpr int kAtOnce = 4;  // loads in flight
+    const auto at = [&](Index x, int64_t pitch) { return int64_t(x / words) * pitch + int64_t(x % words) * int64_t(sizeof(Word)); };
+    for (Index i = Index(blockIdx.x) * kThreads + threadIdx.x; i < all; i += kAtOnce * step) {
+        Word word[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j)
+            if (i + j * step < all) word[j] = *reinterpret_cast<const Word*>(from + at(i + j * step, from_pitch));
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j)
+            if (i + j * step < all) *reinterpret_cast<Word*>(to + at(i + j * step, to_pitch)) = word[j];
+    }
+}
+
+template <typename Word>
+cudaError_t copy_words(const Rows& to, const void* from, int64_t from_pitch, void* stream) {
+    const int64_t words = to.width / int64_t(sizeof(Word)), all = words * to.rows, blocks = (all + 4 * kThreads - 1) / (4 * kThreads);
+    constexpr int64_t kMostBlocks = 132 * 8;
+    const auto launch_with = [&](auto kernel, auto zero) {
+        using Index = decltype(zero);
+        return launch_kernel(kernel, unsigned(std::min(blocks, kMostBlocks)), kThreads, 0, static_cast<cudaStream_t>(stream),
+                             LaunchOptions{}, static_cast<char*>(to.data), to.pitch, static_cast<const char*>(from), from_pitch,
+                             Index(words), Index(all));
+    };
+    // Room for the steps of one pass beyond the end.
+    return all < (int64_t(1) << 31) ? launch_with(copy_kernel<Word, uint32_t>, uint32_t{})
+                                    : launch_with(copy_kernel<Word, uint64_t>, uint64_t{});
+}
+
 }  // namespace
+
+fa_status launch_copy(const Rows& to, const void* from, int64_t from_pitch, void* stream) {
+    if (to.width == 0 || to.rows == 0) return FA_OK;
+    // Rows without gaps are one, cut so that its words can be counted in 32 bits.
+    Rows rows = to;
+    if (to.pitch == to.width && from_pitch == to.width && to.width * to.rows % 4096 == 0)
+        rows = {to.data, 4096, 4096, to.width * to.rows / 4096}, from_pitch = 4096;
+    const auto all = reinterpret_cast<uintptr_t>(to.data) | reinterpret_cast<uintptr_t>(from) | uintptr_t(rows.pitch) |
+                     uintptr_t(from_pitch) | uintptr_t(rows.width);
+    return launched("copy", all % 16 == 0  ? copy_words<uint4>(rows, from, from_pitch, stream)
+                            : all % 4 == 0 ? copy_words<uint32_t>(rows, from, from_pitch, stream)
+                            : all % 2 == 0 ? copy_words<uint16_t>(rows, from, from_pitch, stream)
+                                           : copy_words<uint8_t>(rows, from, from_pitch, stream));
+}
 
 namespace cuda {
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "distributed/transport.h"
 #include "flash_attn.h"
 
 namespace fa::distributed {
@@ -52,6 +53,9 @@ fa_status launch_store(fa_device device, void* to, const void* from, size_t byte
 fa_status launch_zero(fa_device device, void* to, size_t bytes, void* stream);
 
 #if FA_WITH_CUDA
+// A copy of rows within a GPU's memory, as a kernel of all SMs.
+fa_status launch_copy(const Rows& to, const void* from, int64_t from_pitch, void* stream);
+
 namespace cuda {
 fa_status negative_delta(const RowsShape& s, HeadRows out, HeadRows dout, const float* dlse, float* to, void* stream);
 fa_status sum(const RowsShape& s, HeadRows to, const void* parts, int64_t stride, int32_t count, void* stream);

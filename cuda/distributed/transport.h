@@ -2,9 +2,10 @@
 // NCCL, and the CPU.
 //
 // The reader copies. A rank publishes arrays before the first meeting of a call; all ranks then know where they lie. Work on a stream and
-// copies are ordered by signals: a rank marks a point of its stream, and copies from that rank wait for the mark. On GPUs copies are made
-// by copy engines on streams of the group, because a copy that is a kernel would wait behind an attention kernel that holds every SM. On
-// the CPU everything is done when a function returns, and a meeting is all the order there is.
+// copies are ordered by signals: a rank marks a point of its stream, and copies from that rank wait for the mark. On GPUs copies from other
+// ranks are made by copy engines on streams of the group, because a copy that is a kernel would wait behind an attention kernel that holds
+// every SM. Copies within a rank's memory are kernels, so a mode makes those of all its pieces first, while it waits for the first piece
+// from other ranks. On the CPU everything is done when a function returns, and a meeting is all the order there is.
 #pragma once
 
 #include <cstddef>
@@ -47,6 +48,10 @@ struct Copy {
     int64_t width, rows;
 };
 
+// Which copies of a list: those from other ranks, and those within this rank's memory.
+enum class Which { kAll, kRemote, kLocal };
+inline bool is_among(Which which, const Copy& c) { return which == Which::kAll || (which == Which::kLocal) == (c.source == c.target); }
+
 class Transport {
 public:
     virtual ~Transport() = default;
@@ -68,7 +73,7 @@ public:
     virtual fa_status fence() = 0;
     // Copies of this list of which this rank is the source or the target; each waits for `after` of its source. Every rank gives a list
     // that holds at least its own ones, in the same order.
-    virtual fa_status move(const std::vector<Copy>& copies, int32_t after) = 0;
+    virtual fa_status move(const std::vector<Copy>& copies, int32_t after, Which which) = 0;
     virtual size_t staging_of(const std::vector<Copy>&) const { return 0; }  // bytes of shared memory that move needs besides
     void stage_at(char* place) { staging_ = place; }
     // The stream waits for all copies so far; copies from here on wait for the stream.

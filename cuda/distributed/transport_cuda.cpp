@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "api/common/checks.h"
+#include "distributed/rows.h"
 
 namespace fa::distributed {
 
@@ -216,17 +217,18 @@ fa_status CudaTransport::copy(const Copy& c, cudaStream_t stream) {
     const char* from = addresses_[at] + c.from;
     const int64_t from_pitch = published_[at].pitch;
     if (c.width == 0 || c.rows == 0) return FA_OK;
+    if (c.source == rank_) return launch_copy({c.to, c.to_pitch, c.width, c.rows}, from, from_pitch, stream);
     if (c.rows == 1 || (from_pitch == c.width && c.to_pitch == c.width))
         return cuda_status("cudaMemcpyAsync", cudaMemcpyAsync(c.to, from, size_t(c.width * c.rows), cudaMemcpyDefault, stream));
     return cuda_status("cudaMemcpy2DAsync", cudaMemcpy2DAsync(c.to, size_t(c.to_pitch), from, size_t(from_pitch), size_t(c.width),
                                                               size_t(c.rows), cudaMemcpyDefault, stream));
 }
 
-fa_status CudaTransport::move(const std::vector<Copy>& copies, int32_t after) {
+fa_status CudaTransport::move(const std::vector<Copy>& copies, int32_t after, Which which) {
     std::vector<const Copy*> own;
     std::vector<char> waits(static_cast<size_t>(size_));
     for (const Copy& c : copies)
-        if (c.target == rank_) own.push_back(&c), waits[size_t(c.source)] = 1;
+        if (c.target == rank_ && is_among(which, c)) own.push_back(&c), waits[size_t(c.source)] = 1;
     // Starting with the next rank, so that no rank is read by all others at once.
     const auto turn = [&](int source) { return (source - rank_ + size_) % size_; };
     std::stable_sort(own.begin(), own.end(), [&](const Copy* a, const Copy* b) { return turn(a->source) < turn(b->source); });

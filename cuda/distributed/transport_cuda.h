@@ -29,7 +29,7 @@ public:
     void adopt(const Published* published) override;
     fa_status signal(int32_t signal, void* stream) override;
     fa_status fence() override;
-    fa_status move(const std::vector<Copy>& copies, int32_t after) override;
+    fa_status move(const std::vector<Copy>& copies, int32_t after, Which which) override;
     fa_status arrive(void* stream) override;
     fa_status follow(void* stream) override;
     void* side_stream() override { return side_; }

@@ -63,7 +63,7 @@ public:
         return bytes;
     }
 
-    fa_status move(const std::vector<Copy>& copies, int32_t after) override {
+    fa_status move(const std::vector<Copy>& copies, int32_t after, Which which) override {
         char* place = staging_;
         const auto take = [&](int64_t bytes) {
             char* at = place;
@@ -79,7 +79,7 @@ public:
         };
         std::vector<Part> sends, receives;
         for (const Copy& c : copies) {
-            if (c.width == 0 || c.rows == 0) continue;
+            if (c.width == 0 || c.rows == 0 || !is_among(which, c)) continue;
             const size_t at = size_t(rank_) * kMostPublished + size_t(c.array);
             if (c.source == rank_ && c.target == rank_) {
                 FA_RETURN_IF_ERROR(copy(c, copies_[kLocal]));

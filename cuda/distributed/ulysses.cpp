@@ -102,7 +102,7 @@ struct ArrivingRows {
 
 // Fetches what piece i of this rank needs: its query heads, and those of its key heads that no piece before it has fetched.
 fa_status fetch(Walk& w, const Problem& p, const std::vector<Share>& shares, size_t i, const std::vector<Arriving>& arrays,
-                const std::vector<ArrivingRows>& rows) {
+                const std::vector<ArrivingRows>& rows, Which which) {
     std::vector<Copy> copies;
     w.each_pair([&](int source, int target) {
         const Share& share = shares[size_t(target)];
@@ -124,7 +124,7 @@ fa_status fetch(Walk& w, const Problem& p, const std::vector<Share>& shares, siz
                       x.to + ((piece.q0 - share.q0) * p.total_q() + p.cu_q[size_t(s.sequence)] + s.begin) * 4, p.total_q() * 4,
                       s.length() * 4, piece.q1 - piece.q0);
     });
-    return w.move(copies, kReady);
+    return w.move(copies, kReady, which);
 }
 
 // The other way: rows of (total, heads, dim) arrays of those who had the heads, to the rows of this rank at `to`.
@@ -197,8 +197,10 @@ fa_status forward(Walk& w, const Problem& p) {
     char *k = w.scratch(total_k * own.heads_k * d * p.element), *v = w.scratch(total_k * own.heads_k * dv * p.element);
     const std::vector<Arriving> arrays = {{kQ, false, d, q}, {kK, true, d, k}, {kV, true, dv, v}};
     const size_t most = most_pieces(shares);
+    FA_RETURN_IF_ERROR(fetch(w, p, shares, 0, arrays, {}, Which::kRemote));
+    for (size_t i = 0; i < most; ++i) FA_RETURN_IF_ERROR(fetch(w, p, shares, i, arrays, {}, Which::kLocal));
     for (size_t i = 0; i < most; ++i) {
-        FA_RETURN_IF_ERROR(fetch(w, p, shares, i, arrays, {}));
+        if (i > 0) FA_RETURN_IF_ERROR(fetch(w, p, shares, i, arrays, {}, Which::kRemote));
         if (i >= own.pieces.size()) continue;
         const Piece& piece = own.pieces[i];
         FA_RETURN_IF_ERROR(w.arrive(int64_t(i)));
@@ -294,8 +296,10 @@ fa_status backward(Walk& w, const Problem& p) {
     const std::vector<Arriving> arrays = {{kQ, false, d, q}, {kK, true, d, k}, {kV, true, dv, v}, {kDout, false, dv, dout}};
     const std::vector<ArrivingRows> rows = {{kLse, lse}, {kDelta, sums}};
     const size_t most = most_pieces(shares);
+    FA_RETURN_IF_ERROR(fetch(w, p, shares, 0, arrays, rows, Which::kRemote));
+    for (size_t i = 0; i < most; ++i) FA_RETURN_IF_ERROR(fetch(w, p, shares, i, arrays, rows, Which::kLocal));
     for (size_t i = 0; i < most; ++i) {
-        FA_RETURN_IF_ERROR(fetch(w, p, shares, i, arrays, rows));
+        if (i > 0) FA_RETURN_IF_ERROR(fetch(w, p, shares, i, arrays, rows, Which::kRemote));
         if (i >= own.pieces.size()) continue;
         const Piece& piece = own.pieces[i];
         FA_RETURN_IF_ERROR(w.arrive(int64_t(i)));

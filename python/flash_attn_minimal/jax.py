@@ -198,7 +198,8 @@ class _Call:
     """Both passes of a call with these arguments: functions of its arrays, in the order of `names`."""
 
     def __init__(self, names, types, longest, options):
-        """types: (shape, dtype) of each array."""
+        """types: (shape, dtype) of each array. longest: () or, in a varlen call, (max_seqlen_q, max_seqlen_k). Instead
+        of cu_seqlens_k it may have `parts`, (batch, 8) int32: the fields of an fa_part (flash_attn.h) each."""
         self.names, self.types, self.longest, self.options = names, types, longest, options
         self.wanted = [name for name in _DIFFERENTIABLE if name in names]
         args, q, v = self._prepare(options)
@@ -247,11 +248,14 @@ class _Call:
     def _prepare(self, options: Options):
         """AttentionArgs without outputs, and the places of q and v."""
         places = {name: _place(i, *about) for i, (name, about) in enumerate(zip(self.names, self.types, strict=True))}
-        lengths = None
+        lengths, parts = None, places.pop("parts", None)
         if self.longest:
-            lengths = places.pop("cu_seqlens_q"), places.pop("cu_seqlens_k"), *self.longest
+            rows = places.pop("cu_seqlens_q")
+            lengths = rows, places.pop("cu_seqlens_k", rows), *self.longest
         q, k, v = (places.pop(name) for name in "qkv")
         args, _ = _prepare(q, k, v, lengths, options._replace(**places))
+        if parts:
+            args.parts, args.cu_seqlens_k = parts.pointer, None  # parts name their keys
         return args, q, v
 
 

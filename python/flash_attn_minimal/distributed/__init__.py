@@ -6,6 +6,7 @@ processes.
 """
 
 from .calls import DistributedPlan, backward, forward, plan
+from .decoding import decode, merge
 from .groups import Group, create_group, run, thread_groups
 from .layouts import indices, local_cu_seqlens, positions, segments, shard, unshard
 
@@ -14,9 +15,11 @@ __all__ = [
     "Group",
     "backward",
     "create_group",
+    "decode",
     "forward",
     "indices",
     "local_cu_seqlens",
+    "merge",
     "plan",
     "positions",
     "run",

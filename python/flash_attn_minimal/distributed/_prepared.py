@@ -119,17 +119,24 @@ class Prepared:
         return launch
 
 
-def make_call(group: Group, arrays: tuple, start: Callable[[], tuple[tuple | None, Callable]]) -> list[Any]:
+def make_call(
+    group: Group,
+    arrays: tuple,
+    start: Callable[[], tuple[tuple | None, Callable]],
+    adjust: Callable[[Prepared], None] | None = None,
+) -> list[Any]:
     """A collective call; returns its results. `start` returns the call's signature, and what prepares a call that is
-    not like one before: (Prepared, its views)."""
+    not like one before: (Prepared, its views). `adjust` puts what the signature leaves out into such a call."""
 
     def ready() -> tuple:
         if _record.current() is not None:
             raise Unsupported("a collective call is not recorded: the other ranks would not make it again")
         sign, prepare = start()
-        known = group.calls.get(sign)
-        if known is not None and (again := known.again(group, arrays)) is not None:
-            return again
+        if (known := group.calls.get(sign)) is not None:
+            if adjust:
+                adjust(known)
+            if (again := known.again(group, arrays)) is not None:
+                return again
         prepared, views = prepare()
         return prepared.call(group, arrays, views, sign)
 

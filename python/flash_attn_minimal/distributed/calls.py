@@ -82,7 +82,7 @@ class _Whole:
                     f"cu_seqlens_{x}={_quoted(cu.tolist())} does not go from 0 upwards: batch + 1 numbers"
                 )
             local = np.diff(_local(_segments(call.layout, rank, size, cu), cu.size - 1))
-            rows, held = _rows_of(view), int(local.sum())
+            rows, held = rows_of(view), int(local.sum())
             if rows != held:
                 raise BadArgument(
                     f"{x} has shape {tuple(view.shape)}: rank {rank} of {size} holds {held} of the {cu[-1]} tokens "
@@ -96,7 +96,7 @@ class _Whole:
             )
         call.batch = args.batch = lengths[0].size - 1
         call.cu_seqlens_q, call.cu_seqlens_k = lengths[0].ctypes.data, lengths[1].ctypes.data
-        args.total_q, args.total_k = _rows_of(qv), _rows_of(kv)
+        args.total_q, args.total_k = rows_of(qv), rows_of(kv)
         args.seqlen_q, args.seqlen_k = longest[0][0], longest[1][1]  # the rows and columns of bias and mask
         return lengths
 
@@ -121,11 +121,11 @@ class _Whole:
         return [cu_q, cu_q if cu_k is None else cu_k]
 
 
-def _rows_of(view: View) -> int:
+def rows_of(view: View) -> int:
     return int(np.prod(view.shape[:-2], dtype=np.int64))
 
 
-def _put_rows(struct: ct.Structure, name: str, view: View) -> None:
+def put_rows(struct: ct.Structure, name: str, view: View) -> None:
     """The address and strides of packed rows (rows, heads, dim); a dense batch is such rows, too."""
     *batch, rows, _, _ = view.shape
     *outer, row, head, _ = view.strides
@@ -172,22 +172,22 @@ def _prepare(q: Any, k: Any, v: Any, whole: _Whole, options: Options, rank: int,
     args.device, args.dtype = qv.device, DTYPES[qv.dtype]
     args.nheads, args.nheads_k, args.headdim, args.headdim_v = nheads, nheads_k, headdim, vv.shape[-1]
     for name, view in zip("qkv", views, strict=True):
-        _put_rows(args, name, view)
+        put_rows(args, name, view)
     lengths = whole.put(call, args, views, rank, size)
     options.put(args, views)
     return args, call, views, lengths
 
 
-def _check_place(group: Group, view: View) -> None:
+def check_place(group: Group, view: View, name: str = "q") -> None:
     if view.place != group.device:
-        raise BadArgument(f"q is on {view.place}, but the group's device of rank {group.rank} is {group.device}")
+        raise BadArgument(f"{name} is on {view.place}, but the group's device of rank {group.rank} is {group.device}")
 
 
 def _sign(arrays: tuple, values: tuple, options: Options) -> tuple | None:
     return signature(arrays, (*values, *[options[i] for i in _NUMBERS]), options.window_size)
 
 
-def _check_group(group: Any) -> None:
+def check_group(group: Any) -> None:
     if not isinstance(group, Group):
         raise BadArgument(f"group={_quoted(group)} is a {type(group).__name__}: expected a Group of this rank")
 
@@ -241,13 +241,13 @@ def forward(
         BadArgument, Unsupported, OutOfMemory: on every rank, whichever rank has the reason; the group stays usable.
         RankLost, CudaError: the group is over.
     """
-    _check_group(group)
+    check_group(group)
     arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out
 
     def prepare(whole: _Whole, chosen: Options) -> tuple[Prepared, list[View]]:
         args, call, views, lengths = _prepare(q, k, v, whole, chosen, group.rank, group.size)
         qv = views[0]
-        _check_place(group, qv)
+        check_place(group, qv)
         prepared = Prepared("forward", call, args, qv, lengths)
         prepared.places = _places(args, arrays, ("q_data", "k_data", "v_data", *_PLACES.values(), "out_data"))
         shape = (*qv.shape[:-1], args.headdim_v)
@@ -255,7 +255,7 @@ def forward(
             view = qv.door.empty(qv, shape, qv.dtype)
         else:
             view = _destination("out", out, dict(zip("qkv", views, strict=False)), shape, qv.dtype)
-        _put_rows(args, "out", view)
+        put_rows(args, "out", view)
         prepared.output(args, "out_data", view, None if out is None else len(arrays) - 1)
         if _flag("return_lse", return_lse):
             prepared.output(args, "lse", qv.door.empty(qv, (args.nheads, args.total_q), "float32"))
@@ -309,14 +309,14 @@ def backward(
 
     Raises: as `forward`.
     """
-    _check_group(group)
+    check_group(group)
     given = dq, dk, dv
     arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out, lse, dout, dlse, *given
 
     def prepare(whole: _Whole, chosen: Options) -> tuple[Prepared, list[View]]:
         args, call, views, lengths = _prepare(q, k, v, whole, chosen, group.rank, group.size)
         qv, kv, vv = views[:3]
-        _check_place(group, qv)
+        check_place(group, qv)
         outer, gradients = new(DistributedBackwardArgs), new(AttentionBackwardArgs)
         outer.forward, outer.gradients = ct.pointer(call), ct.pointer(gradients)
         prepared = Prepared("backward", outer, args, qv, lengths)
@@ -328,7 +328,7 @@ def backward(
         inputs, rows = {"q": qv, "k": kv, "v": vv}, (args.nheads, args.total_q)
         for name, array, struct in (("out", out, args), ("dout", dout, gradients)):
             inputs[name] = _input(views, name, array, (*qv.shape[:-1], args.headdim_v), qv.dtype)
-            _put_rows(struct, name, inputs[name])
+            put_rows(struct, name, inputs[name])
         args.lse = _contiguous_input(views, "lse", lse, rows)
         if dlse is not None:
             gradients.dlse = _contiguous_input(views, "dlse", dlse, rows)
@@ -338,7 +338,7 @@ def backward(
                 view = qv.door.empty(qv, shape, qv.dtype)
             else:
                 view = _destination(name, array, inputs, shape, qv.dtype)
-            _put_rows(gradients, name, view)
+            put_rows(gradients, name, view)
             inputs[name] = view
             prepared.output(gradients, f"{name}_data", view, None if array is None else len(arrays) - 3 + i)
         if _flag("return_dbias", return_dbias):

@@ -1,0 +1,178 @@
+"""Results over keys that are spread over the ranks: decode, one step of inference over a cache in shards, and merge."""
+
+from __future__ import annotations
+
+import ctypes as ct
+from typing import Any
+
+import numpy as np
+
+from .. import _arrays
+from .._arrays import View
+from .._checks import _OPEN, _check_last_axis, _check_same_place, _flag, _is_contiguous
+from .._library import DTYPES, BadArgument, new
+from .._options import Array
+from .._pack import _put_tensor
+from .._repeat import signature
+from ..kvcache import _LENGTHS, _given_out, _prepare_step, _shorten, _Step
+from ._prepared import Prepared, make_call
+from ._structs import DistributedDecodeArgs, DistributedMergeArgs
+from .calls import check_group, check_place, put_rows, rows_of
+from .groups import Group
+
+# Where the address of each array of a step goes: into fa_attention_args, or fa_kvcache_args.
+_ATTENTION = {"q": "q_data", "k_cache": "k_data", "v_cache": "v_data", "alibi_slopes": "alibi_slopes", "sinks": "sinks"}
+_CACHE = {"k": "k_new_data", "v": "v_new_data", "k_scale": "k_scale_data", "v_scale": "v_scale_data"} | {
+    name: name for name in ("rotary_cos", "rotary_sin", "cache_batch_idx", "block_table", "cache_seqlens")
+}
+
+
+def decode(
+    group: Group,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    block_table: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _OPEN,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Any = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    batch_invariant: bool = False,
+    programmatic: bool = False,
+    kernel: str | None = None,
+    out: Any = None,
+    num_threads: int = 0,
+) -> Any:
+    """flash_attn_with_kvcache over a cache whose keys are spread over the ranks in any way. Collective.
+
+    Arguments, which are those of flash_attn_with_kvcache, of this rank's shard of the cache:
+        q: the same on every rank.
+        k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, k_scale, v_scale: this rank's shard. Page
+            sizes, lengths and tables are its own; cache_seqlens counts its own keys, and may be 0.
+        k, v: the keys and values to append, on the rank that is to hold them; None on the others. (Different ranks
+            may take those of different calls.)
+        causal: the rank that appends hides later new tokens from earlier rows of q. Keys in the caches are seen by
+            all rows.
+        sinks: the same on every rank; they count once.
+        window_size, alibi_slopes, rotary_cos, rotary_sin: refused. They need positions in the whole sequence, which a
+            shard does not have: rotate q and k before.
+
+    Returns:
+        the whole result, on every rank: out, with return_softmax_lse the pair (out, lse).
+
+    Raises: as `forward`.
+    """
+    check_group(group)
+    step = _Step(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, block_table, alibi_slopes, sinks, k_scale,
+        v_scale, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, softcap, rotary_interleaved,
+        num_splits, batch_invariant, programmatic, kernel, num_threads,
+    )  # fmt: skip
+    at_once = type(cache_seqlens) is int  # one length, which is no array
+    arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
+
+    def prepare() -> tuple[Prepared, list[View]]:
+        call, args, views, room = _prepare_step(step)
+        qv = views[0]
+        check_place(group, qv)
+        outer = new(DistributedDecodeArgs)
+        outer.cache = ct.pointer(call)
+        prepared = Prepared("decode", outer, args, qv, call)
+        prepared.kept = call, room
+        for name, array in zip((*_Step._fields[: _LENGTHS + 1], "out"), arrays, strict=True):
+            struct, field = (args, _ATTENTION[name]) if name in _ATTENTION else (call, _CACHE.get(name, ""))
+            if name == "out":
+                struct, field = args, "out_data"
+            elif name in ("k", "v") and not call.seqlen_new:
+                array = None  # no token: its address is not wanted
+            is_array = array is not None and not isinstance(array, (int, np.integer))
+            prepared.places.append((struct, field) if is_array else None)
+        shape = (*qv.shape[:3], args.headdim_v)
+        view = qv.door.empty(qv, shape, qv.dtype) if out is None else _given_out(out, views, shape)
+        _put_tensor(args, "out", view)
+        prepared.output(args, "out_data", view, None if out is None else len(arrays) - 1)
+        if _flag("return_softmax_lse", return_softmax_lse):
+            prepared.output(args, "lse", qv.door.empty(qv, (args.batch, args.nheads, args.seqlen_q), "float32"))
+        return prepared, views
+
+    def start() -> tuple[tuple | None, Any]:
+        values = "decode", at_once, return_softmax_lse, *step[_LENGTHS + 1 :]
+        return signature(arrays, values, window_size), prepare
+
+    def adjust(known: Prepared) -> None:
+        if at_once:
+            call, room = known.kept
+            known.inner.seqlen_k = room
+            _shorten(known.inner, cache_seqlens, call.seqlen_new)
+            known.ask(group.kind, group.rank, group.size)  # a longer cache may take more workspace
+
+    results = make_call(group, arrays, start, adjust)
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
+    """Merges attention over disjoint keys, one result of each rank, into attention over all of them, in place on every
+    rank. Collective.
+
+        lse = log(sum of exp(lse_r)),   out = sum of exp(lse_r - lse) out_r
+
+    The sums are made in float32, in the order of the ranks, so that all ranks get the same bits. A side with lse = -inf
+    changes nothing, whatever its out holds. With sinks, give them to one rank only.
+
+    Arguments:
+        out: (rows, nheads, headdim_v) or (batch, rows, nheads, headdim_v), contiguous.
+        lse: (nheads, all rows) float32, contiguous, as `forward` returns it.
+
+    Returns (out, lse), the same arrays.
+    """
+    check_group(group)
+    arrays = out, lse
+
+    def prepare() -> tuple[Prepared, list[View]]:
+        views = [_arrays.view(out, "out"), _arrays.view(lse, "lse")]
+        ov, lv = views
+        if len(ov.shape) not in (3, 4):
+            raise BadArgument(f"out has shape {tuple(ov.shape)}: expected (rows, nheads, headdim_v)")
+        if ov.dtype not in ("float32", "float16", "bfloat16"):
+            raise BadArgument(f"out is {ov.dtype}: expected float32, float16 or bfloat16")
+        _check_last_axis("out", ov)
+        _check_same_place("lse", lv, "out", ov)
+        check_place(group, ov, "out")
+        rows, (nheads, headdim_v) = rows_of(ov), ov.shape[-2:]
+        if tuple(lv.shape) != (nheads, rows) or lv.dtype != "float32":
+            raise BadArgument(f"lse is {lv.dtype} {tuple(lv.shape)}: expected float32 {(nheads, rows)}")
+        for name, view in (("out", ov), ("lse", lv)):
+            view.door.check_seen()
+            if not _is_contiguous(view):
+                raise BadArgument(f"{name} has strides {tuple(view.strides)}: it must be contiguous")
+            if not view.writable:
+                raise BadArgument(f"{name} is a read-only {view.door.name} array: the results go there")
+        args = new(DistributedMergeArgs)
+        args.device, args.dtype = ov.device, DTYPES[ov.dtype]
+        args.nheads, args.headdim_v, args.rows = nheads, headdim_v, rows
+        put_rows(args, "out", ov)
+        prepared = Prepared("merge", args, args, ov, None)
+        prepared.places = [(args, "out_data"), (args, "lse")]
+        prepared.output(args, "out_data", ov, 0)
+        prepared.output(args, "lse", lv, 1)
+        return prepared, views
+
+    def start() -> tuple[tuple | None, Any]:
+        return signature(arrays, ("merge",), _OPEN), prepare
+
+    return tuple(make_call(group, arrays, start))  # type: ignore[return-value]
