@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -55,14 +56,35 @@ struct Heap {
     }
 };
 
+// Whether there is no such process, or nothing of it but its entry in the table until its parent asks for it.
+bool has_ended(int32_t pid) {
+    if (kill(pid, 0) != 0) return errno == ESRCH;
+    char name[64], line[256] = "";
+    std::snprintf(name, sizeof name, "/proc/%d/stat", int(pid));
+    if (FILE* file = std::fopen(name, "re")) {
+        if (!std::fgets(line, sizeof line, file)) *line = 0;
+        std::fclose(file);
+    }
+    const char* state = std::strrchr(line, ')');  // "pid (command) state ..."
+    return state && state[1] == ' ' && (state[2] == 'Z' || state[2] == 'X');
+}
+
+// Processes of two containers may have the same number.
+uint64_t space_of_pids() {
+    struct stat space;
+    return stat("/proc/self/ns/pid", &space) == 0 ? uint64_t(space.st_ino) : 0;
+}
+
 class BoardMeeting final : public Meeting {
 public:
-    BoardMeeting(Board* board, SharedMemory memory, const fa_group_args& args)
+    // watches: the ranks know each other's processes.
+    BoardMeeting(Board* board, SharedMemory memory, const fa_group_args& args, bool watches)
         : board_(board),
           memory_(std::move(memory)),
           rank_(args.rank),
           size_(args.size),
           processes_(args.kind == FA_GROUP_PROCESSES),
+          watches_(watches),
           timeout_ms_(args.timeout_ms) {}
     ~BoardMeeting() override {
         if (processes_) return;  // the mapping goes with memory_
@@ -89,7 +111,7 @@ public:
                 const timespec nap = {0, 50000};
                 nanosleep(&nap, nullptr);
                 const int64_t waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
-                if (processes_ && looks % 64 == 0 && kill(places[r].pid, 0) != 0 && errno == ESRCH &&
+                if (watches_ && looks % 64 == 0 && has_ended(places[r].pid) &&
                     places[r].meetings.load(std::memory_order_acquire) < meeting) {
                     char reason[128];
                     std::snprintf(reason, sizeof reason, "rank %d (process %d) has ended", r, int(places[r].pid));
@@ -131,7 +153,7 @@ private:
     Board* board_;
     SharedMemory memory_;
     int rank_, size_;
-    bool processes_;
+    bool processes_, watches_;
     int64_t timeout_ms_;
     uint64_t meetings_ = 0;
 };
@@ -171,13 +193,14 @@ fa_status meet_on_board(const fa_group_args& args, std::unique_ptr<Meeting>* mee
         Board* board;                // threads
         char name[kSharedNameSize];  // processes
         int32_t status, pid, rank, size;
+        uint64_t pids;  // where pid counts
     } mine{}, *all = nullptr;
     std::vector<Invitation> invitations(static_cast<size_t>(args.size));
     all = invitations.data();
     const bool threads = args.kind == FA_GROUP_THREADS;
     SharedMemory memory;
     Board* board = nullptr;
-    mine.pid = int32_t(getpid()), mine.rank = args.rank, mine.size = args.size;
+    mine.pid = int32_t(getpid()), mine.pids = space_of_pids(), mine.rank = args.rank, mine.size = args.size;
     if (args.rank == 0) {
         if (threads) {
             board = Heap::make(args.size);
@@ -225,7 +248,9 @@ fa_status meet_on_board(const fa_group_args& args, std::unique_ptr<Meeting>* mee
         if (threads && board && board->joined.fetch_sub(1) == 1) free(board);
         return status;
     }
-    meeting->reset(new BoardMeeting(board, std::move(memory), args));
+    bool watches = !threads && mine.pids != 0;
+    for (int r = 0; r < args.size; ++r) watches = watches && all[r].pids == mine.pids;
+    meeting->reset(new BoardMeeting(board, std::move(memory), args, watches));
     return FA_OK;
 }
 

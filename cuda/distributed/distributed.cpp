@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 
+#include "api/common/regions.h"
 #include "distributed/group.h"
 
 namespace fa::distributed {
@@ -44,6 +45,15 @@ fa_status check_rows(const char* name, const fa_tensor& t, int64_t heads, int64_
         return fail(FA_UNSUPPORTED, "%s.row_stride=%" PRId64 " is below the %" PRId64 " elements of a row", name, t.row_stride,
                     heads * dim);
     return FA_OK;
+}
+
+// Where arrays lie: other ranks read the inputs while results are written.
+Region region_of(const Problem& p, const char* name, const fa_tensor& t, int64_t rows, bool queries, bool values) {
+    return region(name, t, 1, rows, queries ? p.a.nheads : p.a.nheads_k, values ? p.headdim_v : int64_t(p.a.headdim), size_t(p.element));
+}
+std::vector<Region> inputs_of(const Problem& p) {
+    return {region_of(p, "q", p.a.q, p.rows_q(), true, false), region_of(p, "k", p.a.k, p.rows_k(), false, false),
+            region_of(p, "v", p.a.v, p.rows_k(), false, true)};
 }
 
 // The first mode in the order of preference that serves the call. Transfers are what differs: gather moves keys and values, ulysses q, out
@@ -145,6 +155,8 @@ fa_status validate(const fa_distributed_args* args, int32_t kind, int32_t rank, 
     FA_RETURN_IF_ERROR(check_rows("k", a.k, a.nheads_k, a.headdim, rows_k));
     FA_RETURN_IF_ERROR(check_rows("v", a.v, a.nheads_k, p->headdim_v, rows_k));
     FA_RETURN_IF_ERROR(check_rows("out", a.out, a.nheads, p->headdim_v, rows_q));
+    if (operation == Operation::kForward)
+        for (const Region& input : inputs_of(*p)) FA_RETURN_IF_ERROR(check_apart(region_of(*p, "out", a.out, rows_q, true, true), input));
     return choose_mode(d.mode, p, why_not, why_size);
 }
 
@@ -172,7 +184,16 @@ fa_status validate(const fa_distributed_backward_args* args, int32_t kind, int32
     FA_RETURN_IF_ERROR(check_rows("dout", g.dout, p->a.nheads, p->headdim_v, rows_q));
     FA_RETURN_IF_ERROR(check_rows("dq", g.dq, p->a.nheads, p->a.headdim, rows_q));
     FA_RETURN_IF_ERROR(check_rows("dk", g.dk, p->a.nheads_k, p->a.headdim, rows_k));
-    return check_rows("dv", g.dv, p->a.nheads_k, p->headdim_v, rows_k);
+    FA_RETURN_IF_ERROR(check_rows("dv", g.dv, p->a.nheads_k, p->headdim_v, rows_k));
+    std::vector<Region> others = inputs_of(*p);
+    others.push_back(region_of(*p, "out", p->a.out, rows_q, true, true));
+    others.push_back(region_of(*p, "dout", g.dout, rows_q, true, true));
+    for (const Region& gradient : {region_of(*p, "dq", g.dq, rows_q, true, false), region_of(*p, "dk", g.dk, rows_k, false, false),
+                                   region_of(*p, "dv", g.dv, rows_k, false, true)}) {
+        for (const Region& other : others) FA_RETURN_IF_ERROR(check_apart(gradient, other));
+        others.push_back(gradient);
+    }
+    return FA_OK;
 }
 
 fa_status validate(const fa_distributed_decode_args* args, int32_t kind, int32_t rank, int32_t size, Problem* p) {
@@ -207,7 +228,7 @@ fa_status validate(const fa_distributed_decode_args* args, int32_t kind, int32_t
     return FA_OK;
 }
 
-fa_status validate(const fa_distributed_merge_args* args, int32_t kind, int32_t rank, int32_t size, Problem* p) {
+fa_status validate(const fa_distributed_merge_args* args, int32_t kind, int32_t rank, int32_t size, Pointers pointers, Problem* p) {
     fa_distributed_merge_args m;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_distributed_merge_args", sizeof(fa_distributed_merge_args), &m));
     FA_RETURN_IF_ERROR(check_kind(kind));
@@ -226,6 +247,11 @@ fa_status validate(const fa_distributed_merge_args* args, int32_t kind, int32_t 
     p->operation = Operation::kMerge, p->kind = kind, p->rank = rank, p->size = size, p->batch = 1;
     p->headdim_v = m.headdim_v, p->element = int64_t(dtype_size(m.dtype));
     FA_RETURN_IF_ERROR(check_rows("out", m.out, m.nheads, m.headdim_v, m.rows));
+    if (const int64_t row = int64_t(m.nheads) * m.headdim_v; m.rows > 1 && m.out.row_stride != row)
+        return fail(FA_UNSUPPORTED, "out.row_stride=%" PRId64 ": rows lie next to each other, %" PRId64 " elements apart", m.out.row_stride,
+                    row);
+    FA_RETURN_IF_ERROR(check_pointer("out", m.out.data, size_t(p->element), pointers == Pointers::kRequired));
+    FA_RETURN_IF_ERROR(check_pointer("lse", m.lse, 4, pointers == Pointers::kRequired));
     return FA_OK;
 }
 
@@ -430,7 +456,7 @@ fa_status fa_distributed_merge_query(const fa_distributed_merge_args* args, int3
     FA_RETURN_IF_ERROR(fa::distributed::check_plan(plan));
     return fa::distributed::guarded([&] {
         Problem p{};
-        return fa::distributed::plan_of(p, fa::distributed::validate(args, kind, rank, size, &p), plan);
+        return fa::distributed::plan_of(p, fa::distributed::validate(args, kind, rank, size, Pointers::kOptional, &p), plan);
     });
 }
 
@@ -454,8 +480,8 @@ fa_status fa_distributed_decode(fa_group* group, const fa_distributed_decode_arg
 }
 
 fa_status fa_distributed_merge(fa_group* group, const fa_distributed_merge_args* args, void* stream) {
-    return fa::distributed::collective(group, stream,
-                                       [&](Problem* p) { return fa::distributed::validate(args, p->kind, p->rank, p->size, p); });
+    return fa::distributed::collective(
+        group, stream, [&](Problem* p) { return fa::distributed::validate(args, p->kind, p->rank, p->size, Pointers::kRequired, p); });
 }
 
 }  // extern "C"

@@ -44,8 +44,8 @@ class Ranks:
         except EOFError:
             return "ended", None
 
-    def results(self) -> list[tuple[str, Any]]:
-        """What each rank said last: ("result", x), ("error", text) or ("ended", None)."""
+    def results(self, ended: Callable[[int], None] = lambda rank: None) -> list[tuple[str, Any]]:
+        """What each rank said last: ("result", x), ("error", text) or ("ended", None); then ended(rank) is called."""
         try:
             said: list[Any] = [None] * len(self.pipes)
             while not all(said):
@@ -57,6 +57,7 @@ class Ranks:
                             gathered[rank] = value
                         else:
                             said[rank] = kind, value
+                            ended(rank)
                 for rank in gathered:
                     self.pipes[rank].send([gathered.get(r, b"") for r in range(len(said))])
             return said

@@ -300,7 +300,7 @@ def test_ranks_that_decode_different_things():
     "out, lse, text",
     [
         (np.zeros((4, 2, 8)), np.zeros((2, 4), np.float32), "out is float64: expected float32"),
-        (np.zeros((4, 2, 8), np.float32), np.zeros((4, 2), np.float32), r"lse is float32 \(4, 2\): expected .* \(2, 4\)"),
+        (np.zeros((4, 2, 8), np.float32), np.zeros((4, 2), np.float32), r"lse is float32 \(4, 2\): .* \(2, 4\)"),
         (np.zeros((8, 2, 8), np.float32)[::2], np.zeros((2, 4), np.float32), "out has strides .* must be contiguous"),
         (np.zeros((0, 2, 8), np.float32), np.zeros((2, 0), np.float32), "rows=0"),
     ],

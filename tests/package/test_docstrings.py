@@ -11,6 +11,9 @@ import pytest
     [
         "flash_attn_minimal",
         "flash_attn_minimal.attention",
+        "flash_attn_minimal.distributed.calls",
+        "flash_attn_minimal.distributed.groups",
+        "flash_attn_minimal.distributed.layouts",
         "flash_attn_minimal.transformer.ops",
         "flash_attn_minimal.reference",
     ],

@@ -1,4 +1,4 @@
-"""The Python mirror of the two C headers: offsets, constants, versions; loading and its errors; what a call costs."""
+"""The Python mirror of the three C headers: offsets, constants, versions; loading and its errors; what a call costs."""
 
 import ctypes as ct
 import os
@@ -14,9 +14,10 @@ from conftest import ROOT
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import _library
+from flash_attn_minimal.distributed import _structs as distributed
 from flash_attn_minimal.transformer import _library as transformer
 
-HEADERS = [ROOT / "cuda" / name for name in ("flash_attn.h", "flash_attn_transformer.h")]
+HEADERS = [ROOT / "cuda" / name for name in ("flash_attn.h", "flash_attn_transformer.h", "flash_attn_distributed.h")]
 OPERATIONS = transformer.SMALL_OPERATIONS | transformer.W4_OPERATIONS
 STRUCTS = {
     "fa_attention_args": _library.AttentionArgs,
@@ -25,6 +26,11 @@ STRUCTS = {
     "fa_merge_args": _library.MergeArgs,
     "fa_quantize_args": _library.QuantizeArgs,
     "fa_call": _library.Call,
+    "fa_group_args": distributed.GroupArgs,
+    "fa_segment": distributed.Segment,
+    "fa_distributed_args": distributed.DistributedArgs,
+    "fa_distributed_plan": distributed.DistributedPlan,
+    **{f"fa_distributed_{name}_args": struct for name, struct in distributed.CALLS.items() if name != "forward"},
     **{f"fa_{name}_args": struct for name, struct in OPERATIONS.items()},
 }
 NESTED = re.compile(
@@ -53,6 +59,8 @@ def test_structs_match_the_header(tmp_path):
             lines.append(f'printf("{c_name}.{field} %zu %zu\\n", {value});')
     names = {"FA_CPU": _library.CPU, "FA_CUDA": _library.CUDA, "FA_OK": _library.OK}
     names |= {"FA_FLOAT32": 1, "FA_FLOAT16": 2, "FA_BFLOAT16": 3, "FA_FLOAT8_E4M3": 4, "FA_INT8": 5}
+    for prefix, numbers in (("GROUP", distributed.KINDS), ("LAYOUT", distributed.LAYOUTS), ("MODE", distributed.MODES)):
+        names |= {f"FA_{prefix}_{name.upper()}": number for name, number in numbers.items()}
     names |= {"FA_NVFP4": 1, "FA_MXFP4": 2, "FA_INT4": 3}
     names |= {
         "FA_BAD_ARGUMENT": 1,
@@ -65,7 +73,9 @@ def test_structs_match_the_header(tmp_path):
     lines += [f'printf("{name} %d\\n", (int){name});' for name in names]
     source = tmp_path / "layout.c"
     source.write_text(
-        "#include <stdio.h>\n#include <stddef.h>\n#include <flash_attn_transformer.h>\nint main(void) {\n"
+        "#include <stdio.h>\n#include <stddef.h>\n"
+        + "".join(f"#include <{header.name}>\n" for header in HEADERS)
+        + "int main(void) {\n"
         + "\n".join(lines)
         + "\nreturn 0; }\n"
     )
@@ -120,6 +130,7 @@ def test_every_exported_function_is_declared():
         pytest.skip("the headers are not beside the tests")
     exported = re.findall(r"FA_API [\w *]*?(fa_\w+)\(", "".join(header.read_text() for header in HEADERS))
     lib = transformer.load()
+    assert distributed.load() is lib
     assert exported
     for name in exported:
         assert getattr(lib, name).argtypes is not None, name

@@ -7,7 +7,7 @@ processes.
 
 from .calls import DistributedPlan, backward, forward, plan
 from .decoding import decode, merge
-from .groups import Group, create_group, run, thread_groups
+from .groups import Group, create_group, from_mpi, from_torch, run, thread_groups
 from .layouts import indices, local_cu_seqlens, positions, segments, shard, unshard
 
 __all__ = [
@@ -17,6 +17,8 @@ __all__ = [
     "create_group",
     "decode",
     "forward",
+    "from_mpi",
+    "from_torch",
     "indices",
     "local_cu_seqlens",
     "merge",

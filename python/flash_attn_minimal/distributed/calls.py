@@ -107,7 +107,8 @@ class _Whole:
                 f"cu_seqlens_{x}={_quoted(given.tolist())} with {x} of shape {tuple(view.shape)}: a dense batch has "
                 f"seqlen_{x}, and packed arrays are (rows, heads, dim)"
             )
-        length = self.seqlens["qk".index(x)]
+        length_q, length = self.seqlens[0], self.seqlens["qk".index(x)]
+        length = length_q if length is None else length
         length = view.shape[1] * size if length is None else _integer(f"seqlen_{x}", length, 0, 2**31 - 1)
         return equal_lengths(view.shape[0], length)
 
@@ -217,7 +218,8 @@ def forward(
             heads of a row lie next to each other, and the rows of a sequence behind those of the one before.
         cu_seqlens_q, cu_seqlens_k: where the whole sequences begin in a packed array of all tokens, (batch + 1,)
             integers in host memory, the same on every rank. cu_seqlens_k=None is cu_seqlens_q.
-        seqlen_q, seqlen_k: of a dense batch, the whole length of its sequences; None means `size` times this rank's.
+        seqlen_q, seqlen_k: of a dense batch, the whole length of its sequences. seqlen_q=None is `size` times this
+            rank's; seqlen_k=None is seqlen_q where that is given, else `size` times this rank's.
         layout: which tokens a rank holds, see layouts.py. "flat" is for packed arrays, or a batch of one.
         mode: how the ranks share the work.
             "gather": a rank fetches the keys and values that its queries see. Any option.
@@ -401,7 +403,7 @@ def plan(
 
     >>> import numpy as np
     >>> from flash_attn_minimal.distributed import plan
-    >>> q, k = np.zeros((1, 1024, 8, 64), np.float32), np.zeros((1, 1024, 2, 64), np.float32)
+    >>> q, k = np.zeros((1, 1024, 8, 64), np.float32), np.zeros((1, 1024, 4, 64), np.float32)
     >>> plan((0, 4), q, k, k, causal=True).mode  # of 4096 tokens, 1024 of which are on each rank
     'ulysses'
     """

@@ -28,6 +28,7 @@ from .._library import (
     FlashAttnError,
     OutOfMemory,
     RankLost,
+    Unsupported,
     new,
 )
 from ._structs import KINDS, MOST_RANKS, AllGather, GroupArgs, load
@@ -265,6 +266,58 @@ def create_group(
     if nccl_library is not None:
         args.nccl_library = os.fsencode(nccl_library)
     return Group(args, all_gather, kind)
+
+
+def from_torch(
+    process_group: Any = None, device: Any = None, timeout: float = 30.0, *, kind: str = "processes"
+) -> Group:
+    """The Group of a PyTorch process group (None: all processes). Collective among its ranks.
+
+    Arguments:
+        device: "cpu" or the number of this rank's CUDA device; None is the current CUDA device, "cpu" without one.
+        kind: "processes", of one host; or "nccl", of any hosts, through the process group's NCCL communicator.
+    """
+    import torch
+
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        raise BadArgument("torch.distributed has no process group: call init_process_group before")
+    if device is None:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    elif isinstance(device, (str, torch.device)) and (named := torch.device(device)).type == "cuda":
+        device = torch.cuda.current_device() if named.index is None else named.index
+    size = dist.get_world_size(process_group)
+
+    def all_gather(mine: bytes) -> list[bytes]:
+        everything: list[Any] = [None] * size
+        dist.all_gather_object(everything, mine, process_group)
+        return everything
+
+    rank = dist.get_rank(process_group)
+    if _name("kind", kind, KINDS) != "nccl":
+        return create_group(rank, size, all_gather, kind=kind, device=device, timeout=timeout)
+    comm = _nccl_comm(process_group or dist.group.WORLD, torch.device("cuda", device), all_gather)
+    return create_group(rank, size, all_gather, kind=kind, device=device, timeout=timeout, nccl_comm=comm)
+
+
+def _nccl_comm(process_group: Any, device: Any, all_gather: AllGatherFunction) -> int:
+    """The address of PyTorch's ncclComm_t, which it makes at the first collective call on the device."""
+    backend = process_group._get_backend(device)
+    pointer = getattr(backend, "_comm_ptr", None)
+    if pointer is None:
+        raise Unsupported(
+            f"kind='nccl': the backend {type(backend).__name__} of this PyTorch does not show its ncclComm_t"
+        )
+    all_gather(b"")
+    comm = pointer()
+    if not comm:
+        raise Unsupported("kind='nccl': PyTorch has not made its ncclComm_t yet")
+    return comm
+
+
+def from_mpi(comm: Any, device: Any = "cpu", timeout: float = 30.0) -> Group:
+    """The Group of an mpi4py communicator, whose processes are on one host. Collective among its ranks."""
+    return create_group(comm.Get_rank(), comm.Get_size(), comm.allgather, device=device, timeout=timeout)
 
 
 def thread_groups(
