@@ -1,6 +1,7 @@
 """PyTorch over context parallelism: processes on gloo against one call of attention over all tokens."""
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -422,3 +423,21 @@ def test_a_rank_that_raises_tells_the_others(tmp_path):
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert all(rank.returncode == 1 for rank in ranks)
     assert "RankLost" in said[0] and "rank 1 ended with ValueError: no more coffee" in said[0], said[0]
+
+
+def test_training_over_ranks_has_the_losses_of_one(tmp_path):
+    """The example compares them; 25 tokens on two ranks are rows of unequal number."""
+    for module in ("rich", "matplotlib"):
+        pytest.importorskip(module)
+    example = ROOT / "examples/context_parallel/train.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", example, "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--steps", "4", "--seq-len", "25", "--out", tmp_path], text=True, capture_output=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "losses.json").read_text())
+    losses, of_one = report["losses"], report["losses_of_one"]
+    assert len(losses) == 4 and 5 < losses[3] < losses[0] < 7
+    assert losses == pytest.approx(of_one, abs=1e-4)
+    assert (tmp_path / "losses.png").stat().st_size > 1000
