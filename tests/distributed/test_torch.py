@@ -1,6 +1,7 @@
 """PyTorch over context parallelism: processes on gloo against one call of attention over all tokens."""
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import threading
 
 import pytest
-from conftest import ROOT
+from conftest import CUDA_DEVICES, ROOT
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -46,15 +47,15 @@ def normal(*shape, seed=0):
     return torch.randn(shape, generator=generator)
 
 
-def inputs(varlen, heads_k=HEADS_K):
+def inputs(varlen):
     lead = (LENGTHS[-1],) if varlen else (2, 30)
-    return [normal(*lead, heads, DIM, seed=i) for i, heads in enumerate((HEADS, heads_k, heads_k))]
+    return [normal(*lead, heads, DIM, seed=i) for i, heads in enumerate((HEADS, HEADS_K, HEADS_K))]
 
 
 def whole(q, k, v, varlen, **options):
     """(out, lse) of one device; lse (nheads, rows) as on the ranks."""
     if varlen:
-        cu = torch.tensor(LENGTHS, dtype=torch.int32)
+        cu = torch.tensor(LENGTHS, dtype=torch.int32, device=q.device)
         return fa.flash_attn_varlen_func(q, k, v, cu, cu, 28, 28, return_lse=True, **options)
     out, lse = fa.flash_attn_func(q, k, v, return_lse=True, **options)
     return out, lse
@@ -75,14 +76,17 @@ def part_of(group, layout, varlen):
     return lambda x, axis=None: distributed.shard(x, layout, rank, size, LENGTHS if varlen else None, axis)
 
 
-def agrees(group, call=across.context_parallel_attention, *, layout="zigzag", mode="auto", varlen=False, **options):
+def agrees(group, call=across.context_parallel_attention, *, layout="zigzag", mode="auto", varlen=False,
+           device="cpu", **options):  # fmt: skip
     """Compares out, lse and all gradients of a group's ranks with those of one device. call may be compiled."""
     if dist.get_rank(group) < 0:
         return
     part = part_of(group, layout, varlen)
     arrays = dict(zip("qkv", inputs(varlen), strict=True))
     arrays |= {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
-    full = {name: x.clone().requires_grad_(name not in ("mask", "alibi_slopes")) for name, x in arrays.items()}
+    full = {
+        name: x.to(device, copy=True).requires_grad_(name not in ("mask", "alibi_slopes")) for name, x in arrays.items()
+    }
     with_rows = {name for name in ("bias", "mask") if name in full and full[name].shape[-2] > 1}
     mine = {}
     for name, x in full.items():
@@ -93,9 +97,8 @@ def agrees(group, call=across.context_parallel_attention, *, layout="zigzag", mo
             x = distributed.shard(x, layout, dist.get_rank(group), dist.get_world_size(group), axis=x.dim() - 2)
         mine[name] = x.clone().requires_grad_(full[name].requires_grad)
     options = {name: x for name, x in options.items() if name not in full}
-    weight = normal(*full["q"].shape, seed=7)
-    tokens = weight.shape[0] if varlen else weight.shape[:2]
-    weight_lse = normal(HEADS, tokens, seed=8) if varlen else normal(HEADS, *tokens, seed=8)
+    weight = normal(*full["q"].shape, seed=7).to(device)
+    weight_lse = normal(HEADS, *weight.shape[:-2], seed=8).to(device)
 
     out, lse = whole(varlen=varlen, **full, **options)
     loss_of(out, lse, weight, weight_lse if varlen else weight_lse.flatten(1)).backward()
@@ -138,6 +141,19 @@ def options():
     agrees(group, bias=normal(1, HEADS, 30, 30))  # rows of its own on each rank
     agrees(group, bias=normal(2, 1, 1, 30))  # shared by the ranks
     agrees(group, mask=normal(2, 1, 30, 30) > -0.5)
+
+
+def on_gpus(ranks):
+    """Ranks share GPUs where there are fewer."""
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    device, group = f"cuda:{torch.cuda.current_device()}", subgroup(*ranks)
+    sinks, compiled = normal(HEADS), torch.compile(across.context_parallel_attention, fullgraph=True)
+    for mode in MODES:
+        agrees(group, mode=mode, device=device, causal=True, sinks=sinks)
+        agrees(group, mode=mode, device=device, varlen=True)
+    agrees(group, device=device, bias=normal(1, HEADS, 30, 30))
+    agrees(group, compiled, device=device, varlen=True, causal=True)
+    agrees(group, compiled, device=device, dropout_p=0.2, dropout_seed=9)
 
 
 def dropout():
@@ -246,25 +262,24 @@ def autocast():
 
 
 def backward_on_another_thread():
+    """Autograd does so for GPUs."""
     group = subgroup(0, 1)
-    errors = []
-
-    def run():
-        def call(q, k, v, **options):
-            results = across.context_parallel_attention(q, k, v, **options)
-            thread = threading.Thread(target=lambda: errors.append(_backward_of(results)))
+    if dist.get_rank(group) < 0:
+        return
+    part = part_of(group, "zigzag", False)
+    grads = []
+    for on_thread in (False, True):
+        mine = [part(x).requires_grad_() for x in inputs(False)]
+        out = across.context_parallel_attention(*mine, group=group)
+        if on_thread:
+            thread = threading.Thread(target=out.sum().backward)
             thread.start()
             thread.join()
-            return results
-
-        agrees(group, call, causal=True)
-
-    def _backward_of(results):
-        torch.autograd.backward(results, [torch.zeros_like(x) for x in results], retain_graph=True)
-        return None
-
-    run()
-    assert not any(errors)
+        else:
+            out.sum().backward()
+        grads.append([x.grad for x in mine])
+    for got, want in zip(*grads, strict=True):
+        close(got, want, 0)
 
 
 def torch_s_own_sharding():
@@ -323,15 +338,11 @@ def errors():
     for text, (options, kind) in wrong.items():
         with pytest.raises(kind, match=re.escape(text)):
             call(q, k, v, **(options if rank == 1 else {}))
-    out = call(q.clone().requires_grad_(), k, v)
-    with pytest.raises(fa.BadArgument, match=r"rank 1|lse|dout"):
-        node = out.grad_fn
-        del node
-        dout = torch.ones_like(out)
+    out, lse = call(q, k, v, return_lse=True)
+    with pytest.raises(fa.BadArgument, match="dout has shape"):
         torch.ops.flash_attn_minimal.context_parallel_backward(
-            dout if rank == 0 else dout[:, :1], None, out.detach(), torch.zeros(HEADS, q.shape[0] * q.shape[1]), False,
-            False, *_operator_arguments(q, k, v, group),
-        )  # fmt: skip
+            out if rank == 0 else out[:, :1], None, out, lse, False, False, *_operator_arguments(q, k, v, group)
+        )
     agrees(group, causal=True)
     with pytest.raises(fa.Unsupported, match="double backward"):
         q.requires_grad_()
@@ -397,6 +408,34 @@ def test_compiled(crew, backend):
     crew(compiled, backend)
 
 
+@pytest.mark.skipif(
+    not (CUDA_DEVICES and torch.cuda.is_available()), reason="no CUDA device for the library and PyTorch"
+)
+@pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2)], ids=len)
+def test_on_gpus(crew, ranks):
+    crew(on_gpus, ranks)
+
+
+@pytest.mark.skipif(
+    not (CUDA_DEVICES and torch.cuda.is_available()), reason="no CUDA device for the library and PyTorch"
+)
+def test_ranks_that_are_threads_of_one_gpu():
+    """Autograd has one thread for each GPU, in which the ranks would wait for each other."""
+    q, k, v = (x.cuda() for x in inputs(False))
+
+    def rank(group):
+        mine = [distributed.shard(x, "contiguous", group.rank, group.size).requires_grad_() for x in (q, k, v)]
+        with torch.autograd.set_multithreading_enabled(False):
+            across.context_parallel_attention(*mine, group=group, layout="contiguous").square().sum().backward()
+        return mine[0].grad
+
+    got = distributed.unshard(distributed.run(distributed.thread_groups(devices=[0, 0]), rank), "contiguous")
+    torch.cuda.synchronize()
+    q.requires_grad_()
+    fa.flash_attn_func(q, k, v).square().sum().backward()
+    close(got, q.grad, 1e-4)
+
+
 ENDS = """
 import sys, torch, torch.distributed as dist
 from flash_attn_minimal.distributed.torch import context_parallel_attention
@@ -422,3 +461,21 @@ def test_a_rank_that_raises_tells_the_others(tmp_path):
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert all(rank.returncode == 1 for rank in ranks)
     assert "RankLost" in said[0] and "rank 1 ended with ValueError: no more coffee" in said[0], said[0]
+
+
+def test_training_over_ranks_has_the_losses_of_one(tmp_path):
+    """The example compares them; 25 tokens on two ranks are rows of unequal number."""
+    for module in ("rich", "matplotlib"):
+        pytest.importorskip(module)
+    example = ROOT / "examples/context_parallel/train.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", example, "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--steps", "4", "--seq-len", "25", "--out", tmp_path], text=True, capture_output=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "losses.json").read_text())
+    losses, of_one = report["losses"], report["losses_of_one"]
+    assert len(losses) == 4 and 5 < losses[3] < losses[0] < 7
+    assert losses == pytest.approx(of_one, abs=1e-4)
+    assert (tmp_path / "losses.png").stat().st_size > 1000

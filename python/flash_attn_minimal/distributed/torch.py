@@ -36,7 +36,7 @@ from .._options import AttentionOptions, Options, _options_of
 from . import groups as _groups
 from ._structs import LAYOUTS, MODES
 from .calls import backward, forward
-from .groups import Group, create_group
+from .groups import Group, from_torch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -46,9 +46,8 @@ _TIMEOUT = 600.0  # seconds: ranks save checkpoints and compile at different tim
 
 # ---- groups ----
 
-_made: dict[
-    tuple[str, str], tuple[Any, Group]
-] = {}  # by name and device: (a reference to the process group, its Group)
+# By the process group's name and the device: a reference to the process group, and its Group.
+_made: dict[tuple[str, str], tuple[Any, Group]] = {}
 _making = threading.Lock()
 
 
@@ -62,8 +61,7 @@ def group_of(process_group: Any = None, device: Any = "cpu") -> Group:
 
 
 def close_groups() -> None:
-    """Closes the groups that were made for process groups. Collective. The end of the process does it too; where
-    attention has run over NCCL, call it before torch.distributed.destroy_process_group."""
+    """Closes the groups that were made for process groups. Collective. The end of the process does it, too."""
     with _making:
         closing = [group for _, group in _made.values()]
         _made.clear()
@@ -113,20 +111,8 @@ def _group(name: str, device: torch.device) -> Group:
                 atexit.register(_at_exit)  # after torch's, so it runs before them
             if found is not None:  # that process group was destroyed, on all ranks
                 found[1].close()
-            found = _made[key] = weakref.ref(process_group), _make(process_group, device)
+            found = _made[key] = weakref.ref(process_group), from_torch(process_group, device, _TIMEOUT)
     return found[1]
-
-
-def _make(process_group: Any, device: torch.device) -> Group:
-    size = dist.get_world_size(process_group)
-
-    def all_gather(mine: bytes) -> list[bytes]:
-        everything: list[Any] = [None] * size
-        dist.all_gather_object(everything, mine, group=process_group)
-        return everything
-
-    where = "cpu" if device.type == "cpu" else device.index
-    return create_group(dist.get_rank(process_group), size, all_gather, device=where, timeout=_TIMEOUT)
 
 
 # ---- attention ----
@@ -156,8 +142,9 @@ def context_parallel_attention(
 
     Arguments:
         q, k, v: this rank's rows, (batch, rows, heads, dim), or (rows, heads, dim) with cu_seqlens_q: see `forward`.
-        group: a Group, a process group or a one-dimensional DeviceMesh of torch.distributed; None is the default
-            process group. The Group of a process group is made at the first call (group_of).
+        group: a Group, or a process group or one-dimensional DeviceMesh of torch.distributed, None for the default one.
+            The Group of processes of one host is made at the first call (group_of); those of several hosts need
+            from_torch(kind="nccl").
         cu_seqlens_q, cu_seqlens_k: of the whole sequences, in host memory. A CPU tensor of int32 lets compiled code
             take new lengths without being compiled again.
         layout, mode, groups, seqlen_q, seqlen_k, return_lse: as in `forward`. lse is (nheads, rows).
