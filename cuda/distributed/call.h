@@ -118,6 +118,7 @@ public:
     // Arrays for the other ranks: all of them before `begin`, the collective start of the call.
     fa_status publish(Array array, void* data, int64_t pitch, int64_t width, int64_t rows);
     fa_status begin();
+    bool has(int rank, Array array) const { return !runs() || published_[size_t(rank) * kMostPublished + size_t(array)].used; }
     int64_t pitch(int rank, Array array) const { return runs() ? published_[size_t(rank) * kMostPublished + size_t(array)].pitch : 0; }
 
     // Calls body(source, target) for every pair of ranks whose transfers this rank has to know of.

@@ -10,7 +10,8 @@ namespace {
 
 // What ranks tell each other at the start of a call. They all have to ask for the same.
 struct Announcement {
-    int32_t status, reserved;
+    int32_t status;
+    int32_t appends;  // decode: new tokens of this rank
     char text[320];
     enum Field {
         kOperation,
@@ -95,6 +96,8 @@ int64_t checksum(const std::vector<int32_t>& values) {  // FNV-1a
     return int64_t(hash >> 1);
 }
 
+constexpr int64_t kAnyValue = INT64_MIN;  // of a field that the rank does not decide
+
 void describe(const Problem& p, Announcement* said) {
     using A = Announcement;
     int64_t* f = said->field;
@@ -111,6 +114,10 @@ void describe(const Problem& p, Announcement* said) {
     f[A::kWantsLse] = p.operation == Operation::kForward && a.lse;
     f[A::kHasBias] = a.bias.data != nullptr, f[A::kHasMask] = a.mask.data != nullptr, f[A::kHasAlibi] = a.alibi_slopes != nullptr;
     f[A::kHasSinks] = a.sinks != nullptr, f[A::kWantsDsinks] = p.backward() && p.g.dsinks;
+    if (p.operation == Operation::kDecode) said->appends = p.cache.seqlen_new;
+    // The address of an array without rows may be NULL or not.
+    if (!p.cu_q.empty() && p.rows_q() == 0)
+        for (const A::Field field : {A::kWantsLse, A::kHasBias, A::kHasMask}) f[field] = kAnyValue;
 }
 
 // What another rank failed with. FA_WORKSPACE_TOO_SMALL is for all ranks or none, because the caller gives more and calls again: any other
@@ -123,25 +130,38 @@ fa_status failure_of_others(const std::vector<Announcement>& all, int rank) {
     return FA_OK;
 }
 
-// Every rank compares all with rank 0, so all find the same.
+// Every rank compares all with the first that decides the field, so all find the same.
 fa_status compare(const std::vector<Announcement>& all) {
-    for (size_t r = 1; r < all.size(); ++r)
-        for (int f = 0; f < Announcement::kFields; ++f) {
-            const int64_t x = all[r].field[f], first = all[0].field[f];
-            if (x == first) continue;
-            if (!kFieldNames[f].real)
-                return fail(FA_BAD_ARGUMENT, "%s=%" PRId64 " on rank %zu, but %" PRId64 " on rank 0: all ranks make the same call",
-                            kFieldNames[f].name, x, r, first);
-            const auto value = [](int64_t word) {
-                float real;
-                const auto low = uint32_t(word);
-                std::memcpy(&real, &low, sizeof real);
-                return double(real);
-            };
-            return fail(FA_BAD_ARGUMENT, "%s=%g on rank %zu, but %g on rank 0: all ranks make the same call", kFieldNames[f].name, value(x),
-                        r, value(first));
+    const auto value = [](int64_t word) {
+        float real;
+        const auto low = uint32_t(word);
+        std::memcpy(&real, &low, sizeof real);
+        return double(real);
+    };
+    for (int f = 0; f < Announcement::kFields; ++f) {
+        size_t first = 0;
+        while (first + 1 < all.size() && all[first].field[f] == kAnyValue) ++first;
+        for (size_t r = first + 1; r < all.size(); ++r) {
+            const int64_t x = all[r].field[f], expected = all[first].field[f];
+            if (x == expected || x == kAnyValue) continue;
+            if (kFieldNames[f].real)
+                return fail(FA_BAD_ARGUMENT, "%s=%g on rank %zu, but %g on rank %zu: all ranks make the same call", kFieldNames[f].name,
+                            value(x), r, value(expected), first);
+            return fail(FA_BAD_ARGUMENT, "%s=%" PRId64 " on rank %zu, but %" PRId64 " on rank %zu: all ranks make the same call",
+                        kFieldNames[f].name, x, r, expected, first);
         }
+    }
     return FA_OK;
+}
+
+// Queries of a causal step are the last tokens, so the rank that holds these has to know which they are: it appends them in this call.
+fa_status check_causal_step(const Problem& p, const std::vector<Announcement>& all) {
+    if (p.operation != Operation::kDecode || !p.a.causal || p.a.seqlen_q == 1) return FA_OK;
+    int appending = 0;
+    for (const Announcement& each : all) appending += each.appends >= p.a.seqlen_q ? 1 : each.appends > 0 ? 2 : 0;
+    if (appending == 1) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "causal=1 with seqlen_q=%" PRId64 ": one rank appends at least so many tokens, and the others none",
+                p.a.seqlen_q);
 }
 
 // The collective start of a call: FA_OK on all ranks or on none.
@@ -160,6 +180,7 @@ fa_status agree(const Problem& p, fa_status status, const std::vector<Published>
     if (status != FA_OK && !(status == FA_WORKSPACE_TOO_SMALL && theirs)) return fail(status, "%s", text.c_str());
     FA_RETURN_IF_ERROR(others);
     FA_RETURN_IF_ERROR(compare(all));
+    FA_RETURN_IF_ERROR(check_causal_step(p, all));
     published->resize(size_t(p.size) * kMostPublished);
     for (int r = 0; r < p.size; ++r)
         std::memcpy(published->data() + size_t(r) * kMostPublished, all[size_t(r)].published, sizeof mine.published);

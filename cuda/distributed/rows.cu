@@ -38,13 +38,28 @@ cudaError_t launch(const RowsShape& s, void* stream, void (*kernel)(Params...), 
     return launch_kernel(kernel, unsigned(blocks), kThreads, 0, static_cast<cudaStream_t>(stream), LaunchOptions{}, params...);
 }
 
+// Four elements, read at once.
 template <typename T>
+struct alignas(4 * sizeof(T)) Quad {
+    T x[4];
+};
+
+// kWide: rows may be read in quads.
+template <typename T, bool kWide>
 __global__ void __launch_bounds__(kThreads) negative_delta_kernel(RowsShape s, HeadRows out, HeadRows dout, const float* dlse, float* to) {
     const Place at = place_of(s);
     if (!at.valid) return;
     const T *x = row_of<const T>(out, at), *y = row_of<const T>(dout, at);
     float sum = 0;
-    for (int d = at.lane; d < s.dim; d += kWarp) sum = fmaf(to_float(x[d]), to_float(y[d]), sum);
+    if constexpr (kWide) {
+        for (int d = 4 * at.lane; d < s.dim; d += 4 * kWarp) {
+            const auto a = *reinterpret_cast<const Quad<T>*>(x + d), b = *reinterpret_cast<const Quad<T>*>(y + d);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum = fmaf(to_float(a.x[i]), to_float(b.x[i]), sum);
+        }
+    } else {
+        for (int d = at.lane; d < s.dim; d += kWarp) sum = fmaf(to_float(x[d]), to_float(y[d]), sum);
+    }
     for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     const int64_t place = at.h * s.rows + at.i;
     if (at.lane == 0) to[place] = (dlse ? dlse[place] : 0.0f) - sum;
@@ -185,7 +200,13 @@ namespace cuda {
 
 fa_status negative_delta(const RowsShape& s, HeadRows out, HeadRows dout, const float* dlse, float* to, void* stream) {
     return launched("negative_delta", with_dtype(s.dtype, [&](auto zero) {
-                        return launch(s, stream, negative_delta_kernel<decltype(zero)>, s, out, dout, dlse, to);
+                        using T = decltype(zero);
+                        const auto in_quads = [&](const HeadRows& t) {
+                            return reinterpret_cast<uintptr_t>(t.data) % sizeof(Quad<T>) == 0 && t.row % 4 == 0 && t.head % 4 == 0;
+                        };
+                        const bool wide = s.dim % 4 == 0 && in_quads(out) && in_quads(dout);
+                        return launch(s, stream, wide ? negative_delta_kernel<T, true> : negative_delta_kernel<T, false>, s, out, dout,
+                                      dlse, to);
                     }));
 }
 fa_status sum(const RowsShape& s, HeadRows to, const void* parts, int64_t stride, int32_t count, void* stream) {

@@ -15,7 +15,6 @@ struct Nccl {
     using Comm = void*;
     int (*comm_count)(Comm, int*);
     int (*comm_user_rank)(Comm, int*);
-    int (*comm_get_async_error)(Comm, int*);
     int (*group_start)();
     int (*group_end)();
     int (*send)(const void*, size_t, int type, int peer, Comm, cudaStream_t);
@@ -31,9 +30,9 @@ struct Nccl {
             function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
             return function != nullptr;
         };
-        if (find(comm_count, "ncclCommCount") && find(comm_user_rank, "ncclCommUserRank") &&
-            find(comm_get_async_error, "ncclCommGetAsyncError") && find(group_start, "ncclGroupStart") && find(group_end, "ncclGroupEnd") &&
-            find(send, "ncclSend") && find(recv, "ncclRecv") && find(get_error_string, "ncclGetErrorString"))
+        if (find(comm_count, "ncclCommCount") && find(comm_user_rank, "ncclCommUserRank") && find(group_start, "ncclGroupStart") &&
+            find(group_end, "ncclGroupEnd") && find(send, "ncclSend") && find(recv, "ncclRecv") &&
+            find(get_error_string, "ncclGetErrorString"))
             return FA_OK;
         return fail(FA_UNSUPPORTED, "nccl_library=%s lacks a function of NCCL 2.7", path ? path : "NULL (libnccl.so.2)");
     }

@@ -182,7 +182,9 @@ fa_status forward(Walk& w, const Problem& p) {
     const int64_t d = p.a.headdim, dv = p.headdim_v, total_q = p.total_q(), total_k = p.total_k();
     FA_RETURN_IF_ERROR(publish_inputs(w, p));
     char* out = w.shared(total_q * own.heads * dv * p.element);
-    char* lse = p.a.lse ? w.shared(total_q * own.heads * 4) : nullptr;
+    // A rank without rows cannot say whether lse is wanted: the address of an array without elements may be NULL.
+    const bool makes_lse = p.a.lse || p.rows_q() == 0;
+    char* lse = makes_lse ? w.shared(total_q * own.heads * 4) : nullptr;
     FA_RETURN_IF_ERROR(w.publish(kResult, out, own.heads * dv * p.element, own.heads * dv * p.element, total_q));
     if (lse) FA_RETURN_IF_ERROR(w.publish(kResultLse, lse, total_q * 4, total_q * 4, own.heads));
     FA_RETURN_IF_ERROR(w.begin());
@@ -215,10 +217,10 @@ fa_status forward(Walk& w, const Problem& p) {
     for (size_t i = 0; i < most; ++i) {
         std::vector<Copy> copies;
         bring_back(w, p, shares, copies, i, kResult, false, dv, p.a.out);
-        if (p.a.lse)
+        if (makes_lse)
             w.each_pair([&](int source, int target) {
                 const Share& share = shares[size_t(source)];
-                if (i >= share.pieces.size()) return;
+                if (i >= share.pieces.size() || !w.has(target, kResultLse)) return;
                 const Piece& piece = share.pieces[i];
                 const int64_t rows = Problem::rows_of(p.q[size_t(target)]);
                 for (const Segment& s : p.q[size_t(target)])

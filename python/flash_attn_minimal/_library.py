@@ -43,7 +43,7 @@ class OutOfMemory(FlashAttnError, MemoryError):
 
 
 class RankLost(FlashAttnError, RuntimeError):
-    """Another rank of the group is late, has ended, or broke off: the group is over (flash_attn_minimal.distributed)."""
+    """Another rank of the group is late, has ended, or broke off: the group is over. See distributed."""
 
 
 class LibraryNotFound(FlashAttnError, ImportError):

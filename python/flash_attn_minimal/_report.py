@@ -1,10 +1,13 @@
-"""What the reports of `bench`, `fuzz` and `quantize` share: the commit, the processor, Markdown tables, a style."""
+"""What the reports of `bench`, `context-parallel`, `fuzz` and `quantize` share: the commit, the processor, tables, a
+style."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 STYLE = {  # matplotlib's
@@ -29,6 +32,24 @@ def table(head: list[str], body: list[list[str]]) -> list[str]:
         "|" + "|".join(" --- " for _ in head) + "|",
         *("| " + " | ".join(line) + " |" for line in body),
     ]
+
+
+def show_table(title: str, head: list[str], body: list[list[str]], left: int = 1) -> None:
+    """A table on the terminal, with rich where it is installed. The first `left` columns are words."""
+    if importlib.util.find_spec("rich") is None:
+        print("", title, "", *table(head, body), sep="\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(f"\n{title}", highlight=False)
+    grid = Table()
+    for number, name in enumerate(head):
+        grid.add_column(name, justify="left" if number < left else "right", no_wrap=number < left)
+    for cells in body:
+        grid.add_row(*cells)
+    console.print(grid)
 
 
 def commit() -> str | None:

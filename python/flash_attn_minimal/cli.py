@@ -12,6 +12,7 @@ _COMMANDS = {
     "verify": ("flash_attn_minimal.verify", "check large shapes against NumPy float64"),
     "fuzz": ("flash_attn_minimal.fuzz", "random calls of every function, right and wrong ones, against float64"),
     "bench": ("flash_attn_minimal.bench", "time the kernels, write JSON, tables and pictures"),
+    "context-parallel": ("flash_attn_minimal.bench.context_parallel", "check and time attention across ranks"),
     "generate": ("flash_attn_minimal.llama.generate", "text from a Llama model, with this attention"),
     "quantize": ("flash_attn_minimal.llama.quantize", "what 4-bit weights cost a model, and the model with them"),
     "synthetic": ("flash_attn_minimal.llama.synthetic", "write a random model of a known shape"),
@@ -21,7 +22,7 @@ _COMMANDS = {
 def main(argv: list[str]) -> int:
     """Runs one command; returns the exit status of the process: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     usage = "usage: python -m flash_attn_minimal COMMAND [--help] ...\n\ncommands:\n" + "".join(
-        f"  {name:<10} {summary}\n" for name, (_, summary) in _COMMANDS.items()
+        f"  {name:<16} {summary}\n" for name, (_, summary) in _COMMANDS.items()
     )
     if argv and argv[0] in ("-h", "--help"):
         print(usage, end="")

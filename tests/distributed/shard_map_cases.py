@@ -104,9 +104,9 @@ def check(size, layout, mode, arrays=None, exact=False, wrap=(), **options):
     assert got.keys() == want.keys()
     for name in want:
         assert got[name].shape == want[name].shape and got[name].dtype == want[name].dtype, name
-        if exact and name in ("out", "lse"):
-            np.testing.assert_array_equal(got[name], want[name], err_msg=name)
-        np.testing.assert_allclose(got[name], want[name], atol=2e-5, rtol=2e-5, err_msg=name)
+        # Fewer heads, or parts in place of a sequence, may change the order of a sum, but nothing else.
+        close = 2e-6 if exact and name in ("out", "lse") else 2e-5
+        np.testing.assert_allclose(got[name], want[name], atol=close, rtol=close, err_msg=name)
 
 
 CASES = {

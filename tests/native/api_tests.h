@@ -1,11 +1,12 @@
 // api_tests.h: what the C ABI promises besides right numbers: the query, workspaces, the same bits each time, 64-bit offsets, streams and
-// graphs. api_tests() lists these tests and those of refusal_tests.h and merge_tests.h.
+// graphs. api_tests() lists these tests and those of refusal_tests.h, merge_tests.h and distributed_tests.h.
 #pragma once
 
 #include <functional>
 #include <memory>
 #include <thread>
 
+#include "distributed_tests.h"
 #include "header_is_c.h"
 #include "launch.h"
 #include "merge_tests.h"
@@ -411,6 +412,7 @@ inline std::vector<Test> api_tests() {
         {"api/query/environment", api::environment_forces},
         {"api/reproducible", api::reproducible},
         {"api/two_threads", api::two_threads},
+        {"api/distributed/ranks", api::distributed_ranks},
         {"api/merge/formula", api::merge_formula},
         {"api/merge/pieces", api::merge_pieces},
         {"api/merge/refuses", api::merge_refuses},

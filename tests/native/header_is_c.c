@@ -1,4 +1,5 @@
-/* header_is_c.c: both headers are plain C, and a C compiler gives their structs the same layout as a C++ compiler. */
+/* header_is_c.c: the headers are plain C, and a C compiler gives their structs the same layout as a C++ compiler. */
+#include "flash_attn_distributed.h"
 #include "flash_attn_transformer.h"
 
 #include "header_is_c.h"

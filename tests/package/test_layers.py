@@ -33,7 +33,7 @@ BELOW = {
     "api/calls.cpp": ["api/common", "flash_attn_transformer.h", "cpu/common"],
     "flash_attn_distributed.h": ["flash_attn.h"],
     "distributed": ["api/common", "flash_attn_distributed.h", "flash_attn.h", "cpu/common", *KERNELS],
-    "test_flash_attn.cu": ["flash_attn.h"],
+    "test_flash_attn.cu": ["flash_attn.h", "flash_attn_distributed.h"],
 }
 FILES = sorted(str(file.relative_to(CUDA)) for file in CUDA.rglob("*") if file.suffix in (".h", ".cuh", ".cu", ".cpp"))
 

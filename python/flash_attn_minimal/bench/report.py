@@ -45,14 +45,19 @@ def result(suite: str, command: str, machine, outcome) -> dict:
     return {key: value for key, value in whole.items() if value is not None}
 
 
+def encoded(data: dict) -> str:
+    """The JSON text of a result, a row a line."""
+    lines = ",\n".join(json.dumps(row) for row in data["rows"])
+    head = json.dumps({**data, "rows": None}, indent=1)
+    return head.replace('"rows": null', f'"rows": [\n{lines}\n]' if lines else '"rows": []') + "\n"
+
+
 def write(data: dict, folder: Path) -> list[Path]:
     """<suite>.json, then the table and the pictures beside it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{data['suite']}.json"
-        lines = ",\n".join(json.dumps(row) for row in data["rows"])
-        head = json.dumps({**data, "rows": None}, indent=1)
-        file.write_text(head.replace('"rows": null', f'"rows": [\n{lines}\n]' if lines else '"rows": []') + "\n")
+        file.write_text(encoded(data))
     except OSError as error:
         raise BenchError(f"cannot write to {folder}: {error.strerror}") from None
     return [file, *draw(data, file)]

@@ -102,7 +102,7 @@ class Prepared:
             address = kept.ctypes.data
         else:
             kept = make(size) if size else None
-            address = kept.pointer if isinstance(kept, View) else kept and self.door.address(kept)
+            address = None if kept is None else kept.pointer if isinstance(kept, View) else self.door.address(kept)
         self.inner.workspace, self.inner.workspace_bytes = address, size
         return kept
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from .._library import BadArgument
-from .._report import STYLE, commit, table
+from .._report import STYLE, commit, show_table, table
 from .checkpoint import STACKED
 
 COLOURS = {"nvfp4": "#D55E00", "mxfp4": "#0072B2", "int4": "#009E73"}  # Okabe and Ito's
@@ -66,22 +64,8 @@ def tables(data: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]
 
 def show(data: dict[str, Any]) -> None:
     print(data["model"])
-    if importlib.util.find_spec("rich") is None:
-        for title, head, body in tables(data):
-            print("", title, "", *table(head, body), sep="\n")
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 120)
     for title, head, body in tables(data):
-        console.print(f"\n{title}", highlight=False)
-        grid = Table()
-        for number, name in enumerate(head):
-            grid.add_column(name, justify="left" if number == 0 else "right")
-        for cells in body:
-            grid.add_row(*cells)
-        console.print(grid)
+        show_table(title, head, body)
 
 
 def write(data: dict[str, Any], file: Path) -> list[Path]:

@@ -1,0 +1,308 @@
+"""`python -m flash_attn_minimal context-parallel`: check and time attention across ranks.
+
+cases.py    what is timed, how often
+crew.py     processes for the ranks, which may hang or crash
+rank.py     what a rank does: arrays, the answer of one device, bursts in turns
+peers.py    PyTorch's context_parallel, a ring over NCCL
+report.py   efficiency, tables, the picture
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ..._library import load
+from ..._progress import Progress
+from ..._report import commit, cpu_model, show_table
+from ...distributed._structs import MODES
+from .. import figure
+from ..machine import BenchError, cores
+from ..report import encoded
+from . import cases, peers, rank, report
+from .crew import Crew, Lost, Spec
+
+MOST_LOST = 2  # crews of a kind; then its other cases are left out
+
+
+@dataclass(frozen=True)
+class Task:
+    """One case on one crew."""
+
+    spec: Spec
+    order: rank.Order
+
+    @property
+    def seconds(self) -> float:
+        """A guess."""
+        order, device = self.order, "cpu" if self.spec.devices[0] == "cpu" else "cuda"
+        return order.case.seconds(device, self.spec.size, order.protocol, max(1, len(order.modes)))
+
+    def labelled(self, rows: list[dict]) -> list[dict]:
+        """The rows of the ranks with what they do not know."""
+        who = {"system": self.spec.kind} if self.spec.peer else {"system": "ours", "kind": self.spec.kind}
+        return [row | who | {"ranks": self.spec.size, "flops": self.order.case.flops} for row in rows]
+
+    def failed(self, reason: str) -> list[dict]:
+        return self.labelled(
+            [self.order.case.row() | {"asked": mode, "error": reason} for mode in self.order.modes or ("",)]
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    def positive(text: str) -> int:
+        number = int(text)
+        if number < 1:
+            raise argparse.ArgumentTypeError(f"{text} is not positive")
+        return number
+
+    def words(known) -> Any:
+        def parsed(text: str) -> list[str]:
+            for word in text.split(","):
+                if word not in known:
+                    raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(known)}")
+            return list(dict.fromkeys(text.split(",")))
+
+        return parsed
+
+    names = {device: list(cases.known(device)) for device in cases.USUAL}
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_attn_minimal context-parallel",
+        description="Check attention across GPUs, or ranks of the CPU, against one of them; then time both in turns.",
+        epilog="\n".join(
+            f"cases on {'GPUs' if device == 'cuda' else 'the CPU'}: {', '.join(found)}"
+            for device, found in names.items()
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--gpus", type=positive, metavar="N", help="default: all")
+    add("--ranks", type=positive, metavar="N", help="default: one for each GPU, 2 on the CPU; ranks may share a GPU")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one, else cpu")
+    add("--threads", type=positive, metavar="N", help="of a rank on the CPU; default: its share of the cores")
+    add("--cases", metavar="NAME,...", help="default: the usual ones")
+    add("--modes", type=words(MODES), default=["auto"], metavar="NAME,...", help=f"{', '.join(MODES)}; default: auto")
+    add("--kinds", type=words(("processes", "threads")), default=["processes", "threads"], metavar="NAME,...",
+        help="how ranks of ours are made: processes, threads; default: both, threads in some cases")  # fmt: skip
+    add(
+        "--peers", metavar="NAME,...", help=f"{', '.join(peers.PEERS)}; all; none; default: all, on GPUs, in some cases"
+    )
+    add("--quick", action="store_true", help="fewer cases, by processes alone, no peers")
+    add("--long", action="store_true", help="also a million tokens")
+    add("--rounds", type=positive, metavar="N", help="bursts of each system")
+    add("--json", type=Path, metavar="FILE")
+    add("--md", type=Path, metavar="FILE")
+    add("--png", type=Path, metavar="FILE", help="a picture; needs matplotlib")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """0 done, 1 a wrong answer or a failure on the way, 2 wrong usage, 130 interrupted."""
+    try:
+        options = _parser().parse_args(argv)
+        return _run(options, argv)
+    except SystemExit as stop:  # argparse has said why
+        return stop.code if isinstance(stop.code, int) else 2
+    except BenchError as error:
+        print(f"context-parallel: {error}", file=sys.stderr)
+        return 2
+
+
+def devices_of(options, gpus: int, built: str) -> tuple[int | str, ...]:
+    """The device of each rank, of so many GPUs that the library sees."""
+    on_gpus = options.device == "cuda" or (options.device is None and (options.gpus is not None or gpus > 0))
+    if options.device == "cpu" and options.gpus is not None:
+        raise BenchError(f"--gpus {options.gpus} with --device cpu: give --ranks {options.gpus}")
+    if not on_gpus:
+        size = options.ranks or 2
+        devices: tuple[int | str, ...] = ("cpu",) * size
+    else:
+        asked = f"--gpus {options.gpus}" if options.gpus else "--device cuda"
+        if not gpus:
+            ranks = options.ranks or options.gpus or 2
+            raise BenchError(f"{asked}: the library sees no GPU ({built}): give --ranks {ranks} --device cpu")
+        if options.gpus and options.gpus > gpus:
+            raise BenchError(f"--gpus {options.gpus}: this machine has {gpus} GPU{'s' * (gpus > 1)}")
+        used = options.gpus or gpus
+        size = options.ranks or used
+        devices = tuple(r % used for r in range(size))
+        if importlib.util.find_spec("torch") is None:
+            raise BenchError(f"{asked}: PyTorch holds the arrays on GPUs, and it is not installed")
+    if size < 2:
+        raise BenchError(f"{size} rank: context parallelism is for 2 or more; --ranks 2 may share a device")
+    return devices
+
+
+def tasks_of(options, devices: tuple[int | str, ...]) -> list[Task]:
+    """What runs: ours by processes, ours by threads, then each peer."""
+    device = "cpu" if devices[0] == "cpu" else "cuda"
+    names = options.cases.split(",") if options.cases else None
+    for name in names or ():
+        if name not in cases.known(device):
+            raise BenchError(f"--cases {options.cases}: {name!r} is none of {', '.join(cases.known(device))}")
+    found = cases.chosen(device, names, options.quick, options.long)
+    protocol = cases.CPU if device == "cpu" else cases.Protocol()
+    rounds = options.rounds or (cases.QUICK_ROUNDS if options.quick else protocol.rounds)
+    order = rank.Order(found[0], tuple(options.modes), replace(protocol, rounds=rounds))
+    threads = options.threads or max(1, cores() // len(devices))
+    tasks = []
+    for kind in options.kinds:
+        if kind == "threads" and options.quick and len(options.kinds) > 1:
+            continue
+        mine = [case for case in found if kind == "processes" or case.widely or len(options.kinds) == 1]
+        tasks += [Task(Spec(kind, devices, threads), replace(order, case=case)) for case in mine]
+    of_peers = replace(order, modes=(), protocol=replace(order.protocol, rounds_alone=1))
+    for name in _peers(options, device):
+        asked = options.peers is not None and names is not None
+        tasks += [
+            Task(Spec(name, devices, threads, peer=True), replace(of_peers, case=case))
+            for case in found if case.widely or asked
+        ]  # fmt: skip
+    return tasks
+
+
+def _peers(options, device: str) -> tuple[str, ...]:
+    if options.peers == "none" or (options.peers is None and (options.quick or device == "cpu")):
+        return ()
+    if options.peers in (None, "all"):
+        return peers.PEERS
+    names = tuple(dict.fromkeys(options.peers.split(",")))
+    for name in names:
+        if name not in peers.PEERS:
+            raise BenchError(f"--peers {options.peers}: {name!r} is none of {', '.join(peers.PEERS)}")
+    return names
+
+
+def _run(options, argv: list[str]) -> int:
+    lib = load()
+    devices = devices_of(options, lib.fa_cuda_device_count(), lib.fa_build_info().decode())
+    tasks = tasks_of(options, devices)
+    if options.png and not figure.available():
+        raise BenchError(f"--png {options.png} needs matplotlib (pip install matplotlib)")
+    for file in filter(None, (options.json, options.md, options.png)):
+        if not file.parent.is_dir():
+            raise BenchError(f"cannot write {file}: {file.parent} is no folder")
+    data, measured = _document(options, devices, argv), []
+    unit = f"{len(devices)} {'ranks' if devices[0] == 'cpu' else 'GPUs'}"
+    with Progress(len(tasks), "context-parallel") as progress:
+        try:
+            for rows, left in _measure(tasks, data["machine"]):
+                measured += rows
+                data["rows"] = report.completed(measured, data["devices"])
+                said = report.sentence(data["rows"][-len(rows) :], unit)
+                progress.step(said + (f" (about {_clock(left)} left)" if left >= 1 else ""))
+                _write(options, data)
+        except KeyboardInterrupt:
+            data["interrupted"] = True
+            progress.say("interrupted: the rows measured so far are kept")
+    return _finish(options, data)
+
+
+def _measure(tasks: list[Task], machine: dict[str, Any]) -> Iterator[tuple[list[dict], float]]:
+    """Runs the tasks; yields the rows of each, and a guess of the seconds left. `machine` gets what the crews know."""
+    crew, spec, failures = None, None, []
+    started, done = time.monotonic(), 0.0
+    try:
+        for i, task in enumerate(tasks):
+            if task.spec != spec:
+                if crew:
+                    crew.close()
+                crew, spec, failures = None, task.spec, []
+            if len(failures) >= MOST_LOST:
+                rows = task.failed(f"left out, after: {failures[0]}")
+            else:
+                try:
+                    if crew is None:
+                        crew = Crew(spec, peers.open_peers if spec.peer else rank.open_ranks)
+                        machine |= {key: value for key, value in crew.about.items() if key not in machine}
+                    rows = task.labelled(crew.ask(task.order, 60 + 10 * task.seconds))
+                except Lost as error:
+                    crew = None
+                    failures += [str(error)] * (MOST_LOST if error.final else 1)
+                    rows = task.failed(str(error))
+            done += task.seconds
+            yield rows, (time.monotonic() - started) * sum(t.seconds for t in tasks[i + 1 :]) / done
+        if crew:
+            crew.close()
+            crew = None
+    finally:
+        if crew:
+            crew.kill()
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _document(options, devices, argv: list[str]) -> dict[str, Any]:
+    """The object that goes into the file, without rows."""
+    about = {"host": f"{cpu_model()}, {cores()} cores", "library": f"{__version__}, {load().fa_build_info().decode()}"}
+    outputs = ("--json", "--md", "--png")  # where results go does not change them
+    kept, skip = [], False
+    for word in argv:
+        if not skip and not word.startswith(tuple(f"{name}=" for name in outputs)) and word not in outputs:
+            kept.append(word)
+        skip = word in outputs
+    return {
+        "machine": about,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "command": shlex.join(["python", "-m", "flash_attn_minimal", "context-parallel", *kept]),
+        "ranks": len(devices),
+        "devices": len(devices) if devices[0] == "cpu" else len(set(devices)),
+        "rows": [],
+    }
+
+
+def _write(options, data: dict[str, Any]) -> None:
+    if options.json:
+        with _writing(options.json):
+            options.json.write_text(encoded(data))
+
+
+@contextlib.contextmanager
+def _writing(file: Path):
+    try:
+        yield
+    except OSError as error:
+        raise BenchError(f"cannot write {file}: {error.strerror}") from None
+
+
+def _finish(options, data: dict[str, Any]) -> int:
+    """Table, files, exit status."""
+    rows = data["rows"]
+    show_table(report.title(data), *report.columns(data, wide=False), left=2)
+    for line in report.untimed(data):
+        print(line)
+    print(report.summary(data))
+    _write(options, data)
+    drawn = False
+    if options.png:
+        with _writing(options.png):
+            drawn = report.picture(data, options.png)
+        if not drawn:
+            print(f"{options.png} is not written: no case of the picture was timed", file=sys.stderr)
+    if options.md:
+        link = None
+        if drawn:
+            link = options.png.name if options.png.parent == options.md.parent else str(options.png)
+        with _writing(options.md):
+            options.md.write_text(report.markdown(data, link))
+    for file in (options.json, options.md, options.png if drawn else None):
+        if file:
+            print(f"wrote {file}")
+    if data.get("interrupted"):
+        return 130
+    mine = [row for row in rows if row["system"] == "ours"]
+    failed = any("error" in row and not row.get("refused") for row in mine)
+    return int(failed or any(row.get("wrong") for row in mine) or not any("ms" in row for row in rows))
