@@ -84,9 +84,9 @@ def _name_of(group: Any) -> str:
         return ""
     if isinstance(group, Group):
         return group.name
-    if isinstance(group, dist.ProcessGroup):
+    if dist.is_available() and isinstance(group, dist.ProcessGroup):
         return group.group_name
-    if isinstance(group, dist.DeviceMesh):
+    if dist.is_available() and isinstance(group, dist.DeviceMesh):
         if group.ndim != 1:
             raise BadArgument(f"group={group} has {group.ndim} dimensions: choose one, mesh['name']")
         return group.get_group().group_name
@@ -97,7 +97,7 @@ def _group(name: str, device: torch.device) -> Group:
     """The group of this name; for a process group it is made at the first call."""
     if (group := _groups.named.get(name)) is not None:
         return group
-    if not dist.is_initialized():
+    if not (dist.is_available() and dist.is_initialized()):
         raise BadArgument("group=None, but torch.distributed has no default process group: init_process_group makes it")
     process_group = dist.distributed_c10d._resolve_process_group(name) if name else dist.group.WORLD
     if device.type == "cuda" and device.index is None:
