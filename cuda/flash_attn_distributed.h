@@ -155,7 +155,8 @@ FA_API fa_status fa_distributed_backward(fa_group* group, const fa_distributed_b
 /* One step of inference over a cache whose tokens are spread over the ranks in any way, for instance token t on rank t / page % size.
  * Every rank gives the same q and its own shard of the cache (contiguous, paged, 8-bit); the rank that is to hold the new tokens gives
  * them, the others seqlen_new = 0. Every rank gets the whole result. cache_seqlens counts the rank's own keys. The queries see every key
- * of every rank; with causal, the rank with seqlen_new > 0 hides later new tokens from earlier queries. Windows, ALiBi and the rotary
+ * of every rank; with causal, the rank with seqlen_new > 0 hides later new tokens from earlier queries: with several queries one rank
+ * appends at least as many tokens. Windows, ALiBi and the rotary
  * embedding need positions in the whole sequence: they are refused. Sinks count once. */
 typedef struct fa_distributed_decode_args {
     size_t struct_size;

@@ -180,10 +180,12 @@ class Llama(nn.Module):
                 deep = name.endswith(("wo.weight", "w2.weight"))
                 nn.init.normal_(p, std=0.02 / (2 * config.n_layers) ** 0.5 if deep else 0.02)
 
-    def forward(self, tokens, attention, dtype):
+    def forward(self, tokens, attention, dtype, positions=None):
+        """positions: of the tokens in their sequences, where they are not 0, 1, 2, ..."""
         x = self.embedding(tokens)
+        rope = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
         for block in self.blocks:
-            x = block(x, self.rope[: tokens.shape[1]], attention, dtype)
+            x = block(x, rope, attention, dtype)
         return F.linear(self.rms_final(x), self.embedding.weight)  # the classifier is the embedding
 
     def tensors(self) -> dict[str, np.ndarray]:
@@ -217,16 +219,22 @@ def held_out_loss(model, tokens, preset, attention, dtype, device) -> float:
     return sum(loss_of(model, window.to(device), attention, dtype).item() for window in windows) / 4
 
 
+def optimizer_of(model, steps: int):
+    """AdamW, and its learning rate: a short rise, then a cosine."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.05)
+    warm = max(1, steps // 30)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warm, 0.02 + 0.49 * (1 + np.cos(np.pi * min(1.0, step / steps)))),
+    )
+    return optimizer, schedule
+
+
 def train(name, preset, tokens, held_out, dtype, device, seed, progress) -> tuple[Llama, dict]:
     attention = {"flash": flash, "pytorch": pytorch}[name]
     torch.manual_seed(seed)
     model = Llama(preset.config).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.05)
-    warm = max(1, preset.steps // 30)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warm, 0.02 + 0.49 * (1 + np.cos(np.pi * min(1.0, step / preset.steps)))),
-    )
+    optimizer, schedule = optimizer_of(model, preset.steps)
     task = progress.add_task(name, total=preset.steps, loss="")
     losses, checks, started = [], [], time.perf_counter()
     for step, window in enumerate(batches(tokens, preset.config.seq_len, preset.batch, preset.steps, seed)):

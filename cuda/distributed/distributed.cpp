@@ -305,13 +305,16 @@ fa_status guarded(const Body& body) {
 template <typename Validate>
 fa_status collective(fa_group* group, void* stream, const Validate& validate) {
     if (!group) return fail(FA_BAD_ARGUMENT, "group is NULL");
-    return guarded([&] {
+    try {
         Problem p{};
         p.rank = group->args.rank, p.size = group->args.size, p.kind = group->args.kind;
         fa_status status = validate(&p);
         if (status == FA_OK) status = check_group(group, p.a.device);
         return run(group, p, status, stream);
-    });
+    } catch (const std::bad_alloc&) {  // anywhere in the call: the others may wait already
+        group->meeting->abort("a rank has no host memory left");
+        return fail(FA_OUT_OF_MEMORY, "no host memory left");
+    }
 }
 
 }  // namespace

@@ -10,7 +10,8 @@ namespace {
 
 // What ranks tell each other at the start of a call. They all have to ask for the same.
 struct Announcement {
-    int32_t status, reserved;
+    int32_t status;
+    int32_t appends;  // decode: new tokens of this rank
     char text[320];
     enum Field {
         kOperation,
@@ -113,6 +114,7 @@ void describe(const Problem& p, Announcement* said) {
     f[A::kWantsLse] = p.operation == Operation::kForward && a.lse;
     f[A::kHasBias] = a.bias.data != nullptr, f[A::kHasMask] = a.mask.data != nullptr, f[A::kHasAlibi] = a.alibi_slopes != nullptr;
     f[A::kHasSinks] = a.sinks != nullptr, f[A::kWantsDsinks] = p.backward() && p.g.dsinks;
+    if (p.operation == Operation::kDecode) said->appends = p.cache.seqlen_new;
     // The address of an array without rows may be NULL or not.
     if (!p.cu_q.empty() && p.rows_q() == 0)
         for (const A::Field field : {A::kWantsLse, A::kHasBias, A::kHasMask}) f[field] = kAnyValue;
@@ -152,6 +154,16 @@ fa_status compare(const std::vector<Announcement>& all) {
     return FA_OK;
 }
 
+// Queries of a causal step are the last tokens, so the rank that holds these has to know which they are: it appends them in this call.
+fa_status check_causal_step(const Problem& p, const std::vector<Announcement>& all) {
+    if (p.operation != Operation::kDecode || !p.a.causal || p.a.seqlen_q == 1) return FA_OK;
+    int appending = 0;
+    for (const Announcement& each : all) appending += each.appends >= p.a.seqlen_q ? 1 : each.appends > 0 ? 2 : 0;
+    if (appending == 1) return FA_OK;
+    return fail(FA_BAD_ARGUMENT, "causal=1 with seqlen_q=%" PRId64 ": one rank appends at least so many tokens, and the others none",
+                p.a.seqlen_q);
+}
+
 // The collective start of a call: FA_OK on all ranks or on none.
 fa_status agree(const Problem& p, fa_status status, const std::vector<Published>& own, Transport& transport, Meeting& meeting,
                 std::vector<Published>* published) {
@@ -168,6 +180,7 @@ fa_status agree(const Problem& p, fa_status status, const std::vector<Published>
     if (status != FA_OK && !(status == FA_WORKSPACE_TOO_SMALL && theirs)) return fail(status, "%s", text.c_str());
     FA_RETURN_IF_ERROR(others);
     FA_RETURN_IF_ERROR(compare(all));
+    FA_RETURN_IF_ERROR(check_causal_step(p, all));
     published->resize(size_t(p.size) * kMostPublished);
     for (int r = 0; r < p.size; ++r)
         std::memcpy(published->data() + size_t(r) * kMostPublished, all[size_t(r)].published, sizeof mine.published);

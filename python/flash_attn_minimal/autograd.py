@@ -38,12 +38,7 @@ def _differentiable(q, k, v, varlen, out, return_lse, options: Options):
         _refuse(unserved[0], tensors)
         with _modes.unwatched():
             return _attend(q, k, v, varlen, out, return_lse, options)
-    for name in ("alibi_slopes", "mask"):
-        if name in tensors and tensors[name].requires_grad:
-            raise Unsupported(f"{name} requires a gradient, which attention does not have: pass {name}.detach()")
-    for name, array in given.items():
-        if name in _ARRAYS and array is not None and not isinstance(array, torch.Tensor):
-            raise BadArgument(f"{name} is a {type(array).__name__}: where q is a tensor, it must be one too")
+    _check_arrays(given)
     arguments = (
         q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks, cu_q, cu_k,
         _integer("max_seqlen_q", max_q, 0, 2**63 - 1), _integer("max_seqlen_k", max_k, 0, 2**63 - 1),
@@ -62,6 +57,16 @@ def _differentiable(q, k, v, varlen, out, return_lse, options: Options):
     else:
         results = _Attention.apply(*arguments)
     return tuple(results) if return_lse else results[0]
+
+
+def _check_arrays(given: dict) -> None:
+    """Raises unless the arrays of a call are tensors, and those that have no gradient ask for none."""
+    for name in ("alibi_slopes", "mask"):
+        if isinstance(given[name], torch.Tensor) and given[name].requires_grad:
+            raise Unsupported(f"{name} requires a gradient, which attention does not have: pass {name}.detach()")
+    for name, array in given.items():
+        if name in _ARRAYS and array is not None and not isinstance(array, torch.Tensor):
+            raise BadArgument(f"{name} is a {type(array).__name__}: where q is a tensor, it must be one too")
 
 
 def _refuse(name: str, tensors: dict[str, torch.Tensor]) -> None:

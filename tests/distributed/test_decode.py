@@ -296,6 +296,19 @@ def test_ranks_that_decode_different_things():
     )
 
 
+def test_several_causal_queries_need_one_rank_that_appends_them():
+    q, text = np.repeat(Q, 2, axis=1), "causal=1 with seqlen_q=2: one rank appends at least so many tokens"
+    room = CACHE[:, :-1]
+
+    def step(group, new):
+        given = {"k": CACHE[:, :new].copy(), "v": CACHE[:, :new].copy()} if new else {}
+        return fad.decode(group, q, room.copy(), room.copy(), cache_seqlens=1, causal=True, **given)
+
+    refused(fa.BadArgument, text, lambda group: step(group, 0))
+    refused(fa.BadArgument, text, lambda group: step(group, 1 if group.rank == 1 else 0))
+    refused(fa.BadArgument, text, lambda group: step(group, 2))
+
+
 @pytest.mark.parametrize(
     "out, lse, text",
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes as ct
+import itertools
 import os
 import re
 import threading
@@ -35,6 +36,8 @@ from ._structs import KINDS, MOST_RANKS, AllGather, GroupArgs, load
 AllGatherFunction = Callable[[bytes], Sequence[bytes]]
 Result = TypeVar("Result")
 
+_numbers = itertools.count()
+named: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()  # what a graph of operators can hold
 _KEPT_SCRATCH = 64 << 20  # bytes of CPU workspace that a group keeps for its next call
 
 
@@ -48,6 +51,7 @@ class Group:
         rank, size: this rank, 0 .. size - 1, and how many there are.
         device: "cpu" or "cuda:0", where this rank's arrays lie.
         kind: "threads", "processes" or "nccl".
+        name: another one for every group of this process; `named` finds the group by it.
     """
 
     def __init__(self, args: GroupArgs, all_gather: AllGatherFunction, kind: str, crew: _Crew | None = None):
@@ -66,6 +70,8 @@ class Group:
         except FlashAttnError as error:
             raise error from (self._failures[0] if self._failures else None)
         self._handle = handle.value
+        self.name = f"group {next(_numbers)}"
+        named[self.name] = self
         self._finalizer = weakref.finalize(self, _drop, handle.value, crew, self._process, self.rank)
         self._finalizer.atexit = False  # the end of the process frees everything, and waits for nobody
 

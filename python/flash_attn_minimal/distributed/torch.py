@@ -1,0 +1,418 @@
+"""PyTorch over context parallelism: attention of a rank's rows as an operator with gradients.
+
+    out = context_parallel_attention(q, k, v, causal=True)        # the ranks are those of torch.distributed
+
+The operators flash_attn_minimal::context_parallel and ::context_parallel_backward stand for the calls `forward` and
+`backward`. They know a group by its name, so that traces and graphs can hold them.
+
+The order of calls: every rank makes the same calls in the same order, forward and backward. Autograd goes through equal
+graphs in equal order, and activation checkpointing repeats calls in equal order, so a program that is the same on
+every rank keeps this rule. A rank whose loss depends on none of its rows makes no backward call, and the others wait
+for it in vain; let it add 0 * out.sum(). Autograd runs the calls of a GPU on a thread of its own, one thread for each
+GPU: ranks that are threads and share a GPU need torch.autograd.set_multithreading_enabled(False).
+
+Gradients of what all ranks have alike (sinks, an axis over which a bias is broadcast) are this rank's share, as those
+of every other weight are: the sum over the ranks is the gradient.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from .. import _modes, autograd
+from .._checks import _flag, _integer, _name, _quoted
+from .._library import BadArgument, Unsupported
+from .._options import AttentionOptions, Options, _options_of
+from . import groups as _groups
+from ._structs import LAYOUTS, MODES
+from .calls import backward, forward
+from .groups import Group, from_torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_TIMEOUT = 600.0  # seconds: ranks save checkpoints and compile at different times. A dead process is noticed at once
+
+
+# ---- groups ----
+
+# By the process group's name and the device: a reference to the process group, and its Group.
+_made: dict[tuple[str, str], tuple[Any, Group]] = {}
+_making = threading.Lock()
+
+
+def group_of(process_group: Any = None, device: Any = "cpu") -> Group:
+    """The Group of a torch.distributed process group (None: the default one) for tensors on `device`. Collective when
+    it is asked for the first time; then it is kept until close_groups, or the end of the process."""
+    name = _name_of(process_group)
+    if name in _groups.named:
+        raise BadArgument(f"process_group={process_group} is a Group already")
+    return _group(name, torch.device(device))
+
+
+def close_groups() -> None:
+    """Closes the groups that were made for process groups. Collective. The end of the process does it, too."""
+    with _making:
+        closing = [group for _, group in _made.values()]
+        _made.clear()
+    for group in closing:
+        group.close()
+
+
+def _at_exit() -> None:
+    """A rank that ends with an exception does not wait for the others, and lets them know."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is not None:
+        for _, group in list(_made.values()):
+            group.abort(f"rank {group.rank} ended with {type(error).__name__}: {error}")
+    close_groups()
+
+
+def _name_of(group: Any) -> str:
+    """What the operators know a group by: "" is the default process group."""
+    if group is None:
+        return ""
+    if isinstance(group, Group):
+        return group.name
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            raise BadArgument(f"group={group} has {group.ndim} dimensions: choose one, mesh['name']")
+        return group.get_group().group_name
+    raise BadArgument(f"group={_quoted(group)} is neither a Group nor a process group of torch.distributed")
+
+
+def _group(name: str, device: torch.device) -> Group:
+    """The group of this name; for a process group it is made at the first call."""
+    if (group := _groups.named.get(name)) is not None:
+        return group
+    if not dist.is_initialized():
+        raise BadArgument("group=None, but torch.distributed has no default process group: init_process_group makes it")
+    process_group = dist.distributed_c10d._resolve_process_group(name) if name else dist.group.WORLD
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = process_group.group_name, str(device)
+    with _making:
+        found = _made.get(key)
+        if found is None or found[0]() is not process_group:
+            if not _made:
+                atexit.unregister(_at_exit)
+                atexit.register(_at_exit)  # after torch's, so it runs before them
+            if found is not None:  # that process group was destroyed, on all ranks
+                found[1].close()
+            found = _made[key] = weakref.ref(process_group), from_torch(process_group, device, _TIMEOUT)
+    return found[1]
+
+
+# ---- attention ----
+
+
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    layout: str = "zigzag",
+    mode: str = "auto",
+    groups: int = 0,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Any:
+    """This rank's rows of attention over the tokens of all ranks: `forward` with gradients of q, k, v, bias and sinks,
+    through out and lse. Collective, and so is its backward pass: see the top of this module.
+
+    It runs under torch.compile (fullgraph; the graph holds one operator), activation checkpointing and autocast, but
+    in no CUDA graph. Of torch.compile an error in an argument reaches the other ranks after the timeout alone.
+
+    Arguments:
+        q, k, v: this rank's rows, (batch, rows, heads, dim), or (rows, heads, dim) with cu_seqlens_q: see `forward`.
+        group: a Group, or a process group or one-dimensional DeviceMesh of torch.distributed, None for the default one.
+            The Group of processes of one host is made at the first call (group_of); those of several hosts need
+            from_torch(kind="nccl").
+        cu_seqlens_q, cu_seqlens_k: of the whole sequences, in host memory. A CPU tensor of int32 lets compiled code
+            take new lengths without being compiled again.
+        layout, mode, groups, seqlen_q, seqlen_k, return_lse: as in `forward`. lse is (nheads, rows).
+        options: those of flash_attn_func but for float8, the same on every rank. dropout_p needs dropout_seed, the same
+            on every rank: dropped are the elements that one device would drop.
+
+    Raises: as `forward`. Transforms of torch.func, forward mode and double backward are Unsupported.
+    """
+    name = _name_of(group)
+    try:
+        arguments = _arguments(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, layout, mode, groups,
+            _options_of("context_parallel_attention", options), name,
+        )  # fmt: skip
+        return_lse = _flag("return_lse", return_lse)
+    except Exception as error:
+        if not torch.compiler.is_compiling():
+            _tell(name, q, error)
+        raise
+    out, lse = _forward_op(*arguments)
+    return (out, lse) if return_lse else out
+
+
+def _tell(name: str, like: Any, error: Exception) -> None:
+    """Lets the other ranks, which are about to wait for this one, know of an error."""
+
+    def fail() -> Any:
+        raise error
+
+    if isinstance(like, torch.Tensor):
+        with suppress(Exception):  # the error itself is the one to raise
+            _group(name, like.device).collective(fail)
+
+
+def _arguments(q, k, v, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, options: Options, name: str) -> list:
+    """The arguments of the operator."""
+    for float8 in autograd._FLOAT8:
+        if getattr(options, float8) is not Options._field_defaults[float8]:
+            raise Unsupported(f"{float8}={_quoted(getattr(options, float8))}: float8 is not served across ranks")
+    given = {"q": q, "k": k, "v": v, **{array: getattr(options, array) for array in autograd._OPTION_ARRAYS}}
+    for array in "qkv":
+        if not isinstance(given[array], torch.Tensor):
+            raise BadArgument(f"{array} is a {type(given[array]).__name__}: expected a torch.Tensor")
+    autograd._check_arrays(given)
+    if _modes.transforms():
+        raise Unsupported("attention across ranks is not served under a transform of torch.func")
+    if not torch.compiler.is_compiling():
+        autograd._refuse_tangents({array: x for array, x in given.items() if x is not None})
+    _name("layout", layout, LAYOUTS)
+    _name("mode", mode, MODES)
+    lengths = [
+        None if length is None else _integer(what, length, 0, 2**31 - 1)
+        for what, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k))
+    ]
+    return [
+        *given.values(), _host("cu_seqlens_q", cu_q), _host("cu_seqlens_k", cu_k), *lengths, layout, mode,
+        _integer("groups", groups, -(2**31), 2**31 - 1), name, *autograd._packed(options),
+    ]  # fmt: skip
+
+
+def _host(name: str, cu_seqlens: Any) -> torch.Tensor | None:
+    """Lengths as a tensor in host memory."""
+    if cu_seqlens is None:
+        return None
+    if not isinstance(cu_seqlens, torch.Tensor):
+        try:
+            cu_seqlens = torch.tensor(cu_seqlens, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise BadArgument(f"{name}={_quoted(cu_seqlens)} is no sequence of integers in host memory") from None
+    if cu_seqlens.device.type != "cpu":
+        raise BadArgument(f"{name} is on {cu_seqlens.device}: the hosts read it, so it has to be in host memory")
+    return cu_seqlens
+
+
+_ARRAYS = 9  # arguments of the operator that are tensors
+
+
+def _call(arguments: tuple) -> tuple[Group, tuple, dict[str, Any]]:
+    """What `forward` and `backward` take, from the operator's arguments: the group, (q, k, v), the rest."""
+    q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, name = arguments[
+        :15
+    ]
+    options = autograd._unpacked((bias, mask, alibi_slopes, sinks), arguments[15:])._asdict()
+    where = {
+        "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "layout": layout,
+        "mode": mode, "groups": groups,
+    }  # fmt: skip
+    return _group(name, q.device), (q, k, v), where | options
+
+
+def _forward(*arguments):
+    group, qkv, rest = _call(arguments)
+    with torch.no_grad(), _modes.unwatched():
+        return forward(group, *qkv, return_lse=True, **rest)
+
+
+def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
+    """dq, dk, dv, dbias, dsinks; the last two in the dtype of their inputs, empty where not wanted."""
+    group, qkv, rest = _call(arguments)
+    rest["kernel"] = None  # the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces this one
+    with torch.no_grad(), _modes.unwatched():
+        dq, dk, dv, *more = backward(
+            group, dout.contiguous(), *qkv, out, lse, dlse=None if dlse is None else dlse.contiguous(),
+            return_dbias=want_dbias, return_dsinks=want_dsinks, **rest,
+        )  # fmt: skip
+        dbias = more.pop(0).to(rest["bias"].dtype) if want_dbias else dout.new_empty(0)
+        dsinks = more.pop(0) / group.size if want_dsinks else dout.new_empty(0)  # a share: all ranks have the sum
+    return dq, dk, dv, dbias, dsinks
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:_ARRAYS], *output)
+    ctx.rest = inputs[_ARRAYS:]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse):
+    *arrays, out, lse = ctx.saved_tensors
+    nothing = (None,) * (len(arrays) + len(ctx.rest))
+    if dout is None and dlse is None:
+        return nothing
+    dout = torch.zeros_like(out) if dout is None else dout
+    want_dbias, want_dsinks = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
+    dq, dk, dv, dbias, dsinks = _backward_op(dout, dlse, out, lse, want_dbias, want_dsinks, *arrays, *ctx.rest)
+    return dq, dk, dv, dbias if want_dbias else None, None, None, dsinks if want_dsinks else None, *nothing[7:]
+
+
+# ---- the operators ----
+
+_T, _O = "Tensor", "Tensor?"
+_INPUTS = (
+    f"{_T} q, {_T} k, {_T} v, {_O} bias, {_O} mask, {_O} alibi_slopes, {_O} sinks, {_O} cu_seqlens_q, "
+    f"{_O} cu_seqlens_k, SymInt? seqlen_q, SymInt? seqlen_k, str layout, str mode, int groups, str group, "
+) + ", ".join(f"{kind} {name}" for name, kind in autograd._NUMBERS.items())
+_NAME, _BACKWARD_NAME = "flash_attn_minimal::context_parallel", "flash_attn_minimal::context_parallel_backward"
+# Hosts meet in a call, so a CUDA graph cannot hold it.
+_TAGS = tuple(getattr(torch.Tag, tag) for tag in ("cudagraph_unsafe",) if hasattr(torch.Tag, tag))
+torch.library.define(_NAME, f"({_INPUTS}) -> ({_T}, {_T})", tags=_TAGS)
+torch.library.define(
+    _BACKWARD_NAME,
+    f"({_T} dout, {_O} dlse, {_T} out, {_T} lse, bool want_dbias, bool want_dsinks, {_INPUTS}) -> "
+    f"({_T}, {_T}, {_T}, {_T}, {_T})",
+    tags=_TAGS,
+)
+_forward_op = torch.ops.flash_attn_minimal.context_parallel.default
+_backward_op = torch.ops.flash_attn_minimal.context_parallel_backward.default
+torch.library.impl(_NAME, ("cpu", "cuda"), _forward)
+torch.library.impl(_BACKWARD_NAME, ("cpu", "cuda"), _backward)
+torch.library.register_autograd(_NAME, _gradients, setup_context=_setup_context)
+torch.library.register_autograd(_BACKWARD_NAME, autograd._refuse_double)
+
+
+@torch.library.register_fake(_NAME)
+def _(q, k, v, *rest):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() not in (3, 4) or x.dim() != q.dim():
+            axes = "(rows, heads, dim), or (batch, rows, heads, dim)" if x is q else f"{q.dim()} axes as q has"
+            raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected {axes}")
+        if x.dtype != q.dtype:
+            raise BadArgument(f"q is {q.dtype}, but {name} is {x.dtype}: they must be the same")
+    for name, x in zip(("k", "v", *autograd._OPTION_ARRAYS), (k, v, *rest), strict=False):
+        if x is not None and x.device != q.device:
+            raise BadArgument(f"{name} is on {x.device}, but q is on {q.device}")
+    rows = q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((q.shape[-2], rows), dtype=torch.float32)
+
+
+@torch.library.register_fake(_BACKWARD_NAME)
+def _(dout, dlse, out, lse, want_dbias, want_dsinks, q, k, v, bias, mask, alibi_slopes, sinks, *rest):
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if want_dbias else dout.new_empty(0)
+    dsinks = sinks.new_empty(sinks.shape) if want_dsinks else dout.new_empty(0)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dbias, dsinks
+
+
+# ---- PyTorch's own context parallelism ----
+
+
+def context_parallel_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    group: Any = None,
+    layout: str | None = None,
+    mode: str = "auto",
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+) -> torch.Tensor:
+    """torch.nn.functional.scaled_dot_product_attention of a rank's rows, which torch.distributed.tensor.experimental.
+    context_parallel has cut: query, key and value are (batch, heads, rows, dim). Collective.
+
+    Arguments:
+        query ... enable_gqa: as there. A causal mask hangs from the top left corner. attn_mask, which PyTorch's own
+            context parallelism does not take, has this rank's rows and all columns, in the order of the sequence: cut
+            it as a buffer along its rows alone.
+        group: as in context_parallel_attention, for instance the mesh given to PyTorch's context manager.
+        layout: None is what PyTorch does: head and tail chunks ("zigzag") where the length is a multiple of twice the
+            ranks and its load balance is on, else "contiguous".
+        dropout_seed, dropout_offset: with dropout_p; PyTorch's random state is not used.
+
+    What does not fit:
+        - Lengths that the ranks do not divide. PyTorch gives the last ranks fewer rows, and cannot attend to them
+          either: context_parallel_attention with `shard` can.
+        - Its other load balancers, made for flex_attention. Documents with head and tail chunks each are packed
+          sequences here, context_parallel_attention with cu_seqlens_q; cuts in the order of work have no layout.
+        - DTensors: pass the local tensors.
+    """
+    name = _name_of(group)
+    try:
+        for array, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 4:
+                got = f"has shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
+                raise BadArgument(f"{array} {got}: expected a tensor (batch, heads, rows, dim)")
+        if attn_mask is not None and is_causal:
+            raise BadArgument("is_causal=True with attn_mask: PyTorch takes one of them")
+        if not enable_gqa and query.shape[1] != key.shape[1]:
+            raise BadArgument(f"query has {query.shape[1]} heads, key {key.shape[1]}: that needs enable_gqa=True")
+        layout = _torch_layout(query.shape[2], key.shape[2]) if layout is None else layout
+    except Exception as error:
+        if not torch.compiler.is_compiling():
+            _tell(name, query, error)
+        raise
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    out = context_parallel_attention(
+        *(x.transpose(1, 2).contiguous() for x in (query, key, value)),  # models have views of such memory
+        group=group, layout=layout, mode=mode, causal=is_causal, top_left=True, softmax_scale=scale,
+        mask=attn_mask if boolean else None, bias=None if boolean else attn_mask, dropout_p=dropout_p,
+        dropout_seed=dropout_seed, dropout_offset=dropout_offset,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _torch_layout(rows_q: int, rows_k: int) -> str:
+    """How PyTorch's context_parallel cuts a sequence of which each rank has this many rows."""
+    if rows_q % 2 != rows_k % 2:
+        raise BadArgument(f"query has {rows_q} rows, key {rows_k}: PyTorch cuts them differently; choose a layout")
+    return "zigzag" if rows_k % 2 == 0 and getattr(_torch_options(), "enable_load_balance", True) else "contiguous"
+
+
+def _torch_options() -> Any:
+    """PyTorch's own switches, where the release has them; its context manager turns load balance off for odd rows."""
+    experimental = sys.modules.get("torch.distributed.tensor.experimental._attention")
+    return getattr(experimental, "_cp_options", None)
+
+
+@contextmanager
+def sdpa_across_ranks(group: Any = None, **options: Any) -> Iterator[None]:
+    """Inside, torch.nn.functional.scaled_dot_product_attention is context_parallel_sdpa, with these options besides its
+    own. For code written for PyTorch's context parallelism:
+
+        with context_parallel(mesh, buffers=[x, labels], buffer_seq_dims=[1, 1]), sdpa_across_ranks(mesh):
+            loss = model(x, labels)
+
+    As PyTorch's own it replaces the function in its module, for every thread. Code that has imported it by name keeps
+    the original.
+    """
+    before = F.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return context_parallel_sdpa(*args, **kwargs, **({"group": group} | options))
+
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
