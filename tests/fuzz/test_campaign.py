@@ -12,7 +12,7 @@ import pytest
 from conftest import CUDA, NO_CUDA, SEED, ml_dtypes, torch
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import attention
+from flash_attn_minimal import attention, distributed
 from flash_attn_minimal.fuzz import arrays, campaign, function, report, reproduce, shrink
 from flash_attn_minimal.fuzz.arrays import Arena, Array, backend_for
 from flash_attn_minimal.fuzz.case import Draw, World, functions, generate, run
@@ -74,6 +74,60 @@ def sabotage(monkeypatch, change, name="flash_attn_func"):
 def beyond(array, elements):
     """The memory so many elements behind the end of a contiguous array."""
     return np.lib.stride_tricks.as_strided(array.reshape(-1)[-1:], (elements + 1,))[elements:]
+
+
+ACROSS = {
+    "lens": [[9, 9], [0, 4], [30, 31]],
+    "nheads_k": 3,
+    "group": 2,
+    "ranks": 3,
+    "causal": True,
+    "out": True,
+    "seed": 4,
+}
+
+
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+def test_a_wrong_row_of_one_rank_is_noticed(monkeypatch, mode):
+    """A number in it, and bytes behind its array."""
+    spec = ACROSS | {"function": "distributed_forward", "kernel": mode}
+    assert run(spec, arrays.Numpy()) == function.Outcome(function.PASSED, mode)
+    true = distributed.forward
+
+    def sabotaged(change):
+        def forward(group, q, k, v, **options):
+            found = true(group, q, k, v, **options)
+            if group.rank == 1:
+                change(options["out"])
+            return found
+
+        monkeypatch.setattr(distributed, "forward", forward)
+        return run(spec, arrays.Numpy()).kind
+
+    assert sabotaged(lambda out: out.__setitem__((-1, 0, 0), 7.0)) == function.WRONG
+    assert sabotaged(lambda out: beyond(out, 3).__setitem__(-1, 1.0)) == function.UNTOUCHED
+
+
+def test_a_rank_that_raises_alone_is_noticed(monkeypatch):
+    true = distributed.backward
+
+    def backward(group, *given, **options):
+        if group.rank == 2:
+            raise fa.BadArgument("I alone")
+        return true(group, *given, **options)
+
+    spec = ACROSS | {"function": "distributed_backward", "given": ["dq", "dk", "dv"]}
+    assert run(spec, arrays.Numpy()).kind == function.PASSED
+    monkeypatch.setattr(distributed, "backward", backward)
+    assert not run(spec, arrays.Numpy()).fine
+    monkeypatch.undo()
+    assert run(spec, arrays.Numpy()).kind == function.PASSED, "new groups after those that have ended"
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all():
+    for mutation in (["dtype", "k1"], ["shape", "v2", 1], ["none", "q0"], ["alias", "out1", "q1"]):
+        spec = ACROSS | {"function": "distributed_forward", "mutation": mutation}
+        assert run(spec, arrays.Numpy()).kind == function.REJECTED, mutation
 
 
 def test_a_right_call_passes():

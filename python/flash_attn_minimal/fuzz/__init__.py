@@ -1,7 +1,8 @@
 """`python -m flash_attn_minimal fuzz`: random calls of every function, right ones and wrong ones, against float64.
 
     function.py   what is known of a public function, and the outcomes of a case
-    attention.py, backward.py, cache.py, small.py, weights.py    how each function's calls are drawn, made and judged
+    attention.py, backward.py, cache.py, distributed.py, small.py, weights.py
+                  how each function's calls are drawn, made and judged
     case.py       a spec (a dict of plain values) drawn from a seed and a number, run, judged
     invalid.py    calls that must be refused
     arrays.py     the arrays of a call among guards of NaN, on the CPU or the GPU

@@ -451,7 +451,12 @@ class Forward(Function):
         if "lse" in results:
             judge.check("lse", results["lse"], exact_lse, lambda: plain()[1], "float32", floor=floor)
         room = floor * max(1.0, float(np.abs(exact).max(initial=0)))  # dropout scales P up: outputs can be many times v
+        room += self.noise(spec, v)
         judge.check("out", out, exact, lambda: plain()[0][:covered], epsilon, floor=room)
+
+    def noise(self, spec, v) -> float:
+        """What the way to share the work adds to the error of out."""
+        return 0.0
 
     def _judge_e4m3(self, spec, values, out, exact, results, exact_lse, v):
         rounded = self.attend(spec, values, plain_e4m3_head)[0][: len(exact)]

@@ -32,10 +32,7 @@ class Backward(Forward):
         return runnable("backward", backend.device)
 
     def draw(self, draw, backend):
-        if draw.chance(0.35):
-            spec = VARLEN.draw_shape(draw, backend)
-        else:
-            spec = DENSE.draw_shape(draw, backend)
+        spec = self.draw_shape(draw, backend)
         if spec["dtype"] == E4M3:
             spec["dtype"] = "float16"
         self._lighten(spec)
@@ -53,6 +50,9 @@ class Backward(Forward):
         spec["layouts"] = draw.layouts(ranks | self._option_ranks(spec), backend, outputs=(*names, "out"))
         spec["dlse"] = draw.option(0.3)
         return spec
+
+    def draw_shape(self, draw, backend):
+        return (VARLEN if draw.chance(0.35) else DENSE).draw_shape(draw, backend)
 
     def adds(self, spec) -> bool:
         return self.get(spec, "accumulate") and len(self.get(spec, "given")) == 3

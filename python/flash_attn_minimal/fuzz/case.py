@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .._library import FlashAttnError, OutOfMemory, Unsupported
-from . import attention, backward, cache, invalid, small, weights
+from . import attention, backward, cache, distributed, invalid, small, weights
 from .arrays import Arena, size_of
 from .draw import Draw
 from .function import (
@@ -35,7 +35,7 @@ from .judge import Wrong
 
 
 def functions() -> dict[str, Function]:
-    modules = attention, backward, cache, small, weights
+    modules = attention, backward, cache, distributed, small, weights
     found = [function for module in modules for function in module.FUNCTIONS]
     return {function.name: function for function in found}
 
@@ -78,7 +78,7 @@ def _served(function: Function, kernel: str | None, draw: Draw, backend, tries: 
         except FlashAttnError:
             pass
     draw.plain = 0.0
-    if backend.graphs and spec.get("repeats") and draw.chance(0.3):
+    if backend.graphs and function.capturable and spec.get("repeats") and draw.chance(0.3):
         spec["graph"] = True
     if draw.chance(0.1):
         spec["numpy_scalars"] = True

@@ -57,6 +57,7 @@ class Function:
     LOOSE: dict[str, tuple[int, ...]] = {}  # likewise axes that may have another size when there is no `out`
     BAD_OPTIONS: dict[str, tuple] = {}  # values that must be refused
     any_rank = False  # whether an array with one axis less may be valid, too
+    capturable = True  # whether a CUDA graph can hold the call
     queried = False  # whether the query refuses what the call refuses
     ALIASES: tuple[tuple[str, str], ...] = ()  # (output, input) that may not be the same array
 
