@@ -192,13 +192,14 @@ def _run(options, argv: list[str]) -> int:
     for file in filter(None, (options.json, options.md, options.png)):
         if not file.parent.is_dir():
             raise BenchError(f"cannot write {file}: {file.parent} is no folder")
-    data, measured = _document(options, devices, argv), []
+    data, measured, started = _document(options, devices, argv), [], time.monotonic()
     unit = f"{len(devices)} {'ranks' if devices[0] == 'cpu' else 'GPUs'}"
     with Progress(len(tasks), "context-parallel") as progress:
         try:
             for rows, left in _measure(tasks, data["machine"]):
                 measured += rows
                 data["rows"] = report.completed(measured, data["devices"])
+                data["seconds"] = round(time.monotonic() - started)
                 said = report.sentence(data["rows"][-len(rows) :], unit)
                 progress.step(said + (f" (about {_clock(left)} left)" if left >= 1 else ""))
                 _write(options, data)
@@ -284,7 +285,7 @@ def _finish(options, data: dict[str, Any]) -> int:
     show_table(report.title(data), *report.columns(data, wide=False), left=2)
     for line in report.untimed(data):
         print(line)
-    print(report.summary(data))
+    print(f"{report.summary(data)}, {_clock(data.get('seconds', 0))} minutes")
     _write(options, data)
     drawn = False
     if options.png:

@@ -132,13 +132,14 @@ class TorchContextParallel(Peer):
         try:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.tensor import experimental
-            from torch.distributed.tensor.experimental._attention import set_rotate_method
+            from torch.distributed.tensor.experimental._attention import _cp_options, set_rotate_method
         except ImportError as error:
             raise Refused(f"this PyTorch has no context_parallel: {first_line(error)}") from None
         self.torch = here.machine.torch
         self._stack = contextlib.ExitStack()
         self._plain = self.torch.nn.functional.scaled_dot_product_attention
         set_rotate_method(rotate)
+        _cp_options.enable_load_balance = case.causal  # it refuses to balance a full mask
         mesh = init_device_mesh(here.machine.device, (here.size,))
         grouped = case.nheads != case.nheads_k
         tried: dict[str, list[str]] = {}  # reasons, and what failed for each

@@ -172,8 +172,11 @@ def markdown(data: dict, picture: str | None) -> str:
     lines += table(*columns(data, wide=True))
     shapes = {row["case"]: shape(row) for row in rows}
     lines += ["", *(f"* `{case}`: {row}" for case, row in shapes.items())]
-    notes = {LABELS[row["system"]]: row["note"] for row in rows if "note" in row}
-    lines += ["", *(f"* {name}: {note}" for name, note in notes.items())] if notes else []
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        if "note" in row:
+            notes.setdefault(f"{label(row)}: {row['note']}", []).append(row["case"])
+    lines += ["", *(f"* {note} ({', '.join(where)})" for note, where in notes.items())] if notes else []
     if reasons := untimed(data):
         lines += ["", "## Left out", "", *(f"* {reason}" for reason in reasons)]
     return "\n".join(lines) + "\n"
