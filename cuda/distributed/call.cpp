@@ -44,7 +44,8 @@ void Parts::add(const Problem& p, const Segment& segment, Interval keys, int64_t
 }
 
 fa_status Parts::put(Walk& w, const Problem& p) {
-    std::vector<int32_t> rows = row;
+    std::vector<int32_t> rows;
+    rows.insert(rows.end(), row.begin(), row.end());
     rows.push_back(int32_t(p.rows_q()));
     FA_RETURN_IF_ERROR(w.table(rows, &rows_table));
     return w.table(part, &part_table);

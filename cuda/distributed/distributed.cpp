@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 
+#include "api/attention/validate.h"
 #include "api/common/regions.h"
 #include "distributed/group.h"
 
@@ -120,15 +121,10 @@ fa_status validate(const fa_distributed_args* args, int32_t kind, int32_t rank, 
     if (a.parts) return fail(FA_BAD_ARGUMENT, "parts is set: the ranks' parts follow from layout");
     FA_RETURN_IF_ERROR(read_lengths("cu_seqlens_q", d.batch, d.cu_seqlens_q, &p->cu_q));
     if (d.cu_seqlens_k) FA_RETURN_IF_ERROR(read_lengths("cu_seqlens_k", d.batch, d.cu_seqlens_k, &p->cu_k));
-    else p->cu_k = p->cu_q;
+    else p->cu_k.insert(p->cu_k.end(), p->cu_q.begin(), p->cu_q.end());
     FA_RETURN_IF_ERROR(check_length("the tokens of cu_seqlens_q", p->total_q()));
     FA_RETURN_IF_ERROR(check_length("the tokens of cu_seqlens_k", p->total_k()));
-    FA_RETURN_IF_ERROR(check_bool("causal", a.causal));
-    FA_RETURN_IF_ERROR(check_bool("has_window", a.has_window));
-    FA_RETURN_IF_ERROR(check_bool("top_left", a.top_left));
-    if (a.has_window && (a.window_left < -1 || a.window_right < -1))
-        return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 ", window_right=%" PRId64 ": below -1 (open)", a.window_left, a.window_right);
-    if (!(a.dropout_p >= 0 && a.dropout_p < 1)) return fail(FA_BAD_ARGUMENT, "dropout_p=%g is outside 0 <= p < 1", double(a.dropout_p));
+    FA_RETURN_IF_ERROR(check_options(a));  // a rank without queries launches nothing that would
     const auto edge = [](int64_t window) { return std::min<int64_t>(window, INT32_MAX); };
     p->window = {a.top_left != 0, a.has_window ? edge(a.window_left) : -1, a.causal ? 0 : a.has_window ? edge(a.window_right) : -1};
     for (int r = 0; r < size; ++r) {

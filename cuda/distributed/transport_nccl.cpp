@@ -7,6 +7,13 @@
 #include "api/common/checks.h"
 #include "distributed/transport_cuda.h"
 
+// glibc 2.34 gave these functions new versions, which a linker prefers; a wheel has to load with older releases, which have the first ones.
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver dlopen, dlopen@GLIBC_2.2.5\n.symver dlsym, dlsym@GLIBC_2.2.5\n.symver dlerror, dlerror@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver dlopen, dlopen@GLIBC_2.17\n.symver dlsym, dlsym@GLIBC_2.17\n.symver dlerror, dlerror@GLIBC_2.17");
+#endif
+
 namespace fa::distributed {
 namespace {
 

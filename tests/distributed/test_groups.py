@@ -19,10 +19,10 @@ Q = np.random.default_rng(0).standard_normal((1, 8, 2, 16), dtype=np.float32)
 OPTIONS = {"num_threads": 1}
 
 
-def attend(group: fad.Group, **options) -> np.ndarray:
+def attend(group: fad.Group, tokens: int = 8, **options) -> np.ndarray:
     """The same rows on every rank, of keys that do not matter: attention over the mean of equal keys."""
-    part = fad.shard(Q, "zigzag", group.rank, group.size)
-    return fad.forward(group, part, part, part, seqlen_q=8, **OPTIONS, **options)
+    part = fad.shard(Q[:, :tokens], "zigzag", group.rank, group.size)
+    return fad.forward(group, part, part, part, seqlen_q=tokens, **(OPTIONS | options))
 
 
 def still_works(groups) -> None:
@@ -374,6 +374,37 @@ def test_modes_that_do_not_serve_a_call(mistake):
     for error in each(groups, lambda group: attend(group, **options)):
         with pytest.raises(fa.Unsupported, match=text):
             raise error
+    still_works(groups)
+
+
+def test_ulysses_refuses_a_bias_of_which_no_rank_can_say_whether_it_has_rows():
+    """Two tokens on two ranks: a bias with one row may be the rank's own, or one that all share."""
+    groups = shared_groups(2)
+    bias = np.array([[0.0, 1.0]], np.float32)
+    right = fa.flash_attn_func(*[Q[:, :2]] * 3, bias=bias)
+    for shared, mode in ((bias, "gather"), (bias[0], "ulysses")):
+        parts = fad.run(groups, lambda group, x=shared, m=mode: attend(group, 2, bias=x, mode=m))
+        np.testing.assert_allclose(fad.unshard(parts, "zigzag"), right, atol=1e-6)
+    for error in each(groups, lambda group: attend(group, 2, bias=bias, mode="ulysses")):
+        with pytest.raises(fa.Unsupported, match="mode=ulysses: bias has rows"):
+            raise error
+    still_works(groups)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"num_threads": 4097}, "num_threads=4097 is outside"),
+        ({"softcap": -1.0}, "softcap=-1 is not a finite"),
+        ({"softmax_scale": float("inf")}, "softmax_scale=inf is not finite"),
+    ],
+)
+def test_a_rank_without_queries_checks_the_options(options, text):
+    groups = shared_groups(2)
+    for tokens in (1, 0):
+        for error in each(groups, lambda group, n=tokens: attend(group, n, **options)):
+            with pytest.raises(fa.BadArgument, match=text):
+                raise error
     still_works(groups)
 
 

@@ -176,7 +176,19 @@ def _prepare(q: Any, k: Any, v: Any, whole: _Whole, options: Options, rank: int,
         put_rows(args, name, view)
     lengths = whole.put(call, args, views, rank, size)
     options.put(args, views)
+    if whole.mode == "ulysses" and not _shows_rows(call, lengths[0], size):
+        for name in ("bias", "mask"):
+            array = getattr(options, name)
+            if array is not None and len(shape := _arrays.view(array, name).shape) > 1:
+                setattr(args, f"{name}_row_stride", shape[-1])  # refused
     return args, call, views, lengths
+
+
+def _shows_rows(call: DistributedArgs, cu_q: np.ndarray, size: int) -> bool:
+    """Whether a rank has two rows of a sequence. Elsewhere an axis of one row may be the ranks' own rows, or one that
+    they share; where a rank has two, that rank sees which."""
+    batch = cu_q.size - 1
+    return any(np.diff(_local(_segments(call.layout, r, size, cu_q), batch)).max(initial=0) > 1 for r in range(size))
 
 
 def check_place(group: Group, view: View, name: str = "q") -> None:
@@ -224,7 +236,8 @@ def forward(
         mode: how the ranks share the work.
             "gather": a rank fetches the keys and values that its queries see. Any option.
             "ulysses": a rank fetches all tokens of some heads, and sends the rows of out back: bitwise the result of
-                one device. At least as many heads as ranks.
+                one device. At least as many heads as ranks; no bias or mask with rows, or of which no rank can say
+                whether it has: give it without that axis.
             "ring": a rank walks over the keys of one rank after another, and adds up results in float32: the least
                 memory.
             "auto": what moves the fewest bytes.

@@ -35,7 +35,6 @@ CUT = {
     "dv": 0,
 }  # by the axis of rows
 KEYS = ("k", "v", "dk", "dv")
-LAUNCHED = ("softmax_scale", "softcap", "num_threads")  # options that a launch of attention looks at
 TIMEOUT = 20.0  # below the campaign's, which ends the process
 
 
@@ -106,12 +105,6 @@ class AcrossRanks:
         """Whether a bias or mask has an axis of rows."""
         return bool(self.get(spec, name)) and bool(self.get(spec, name)[-1])
 
-    def looks_broadcast(self, spec) -> bool:
-        """Whether every rank has at most one row of each sequence, so that a bias or mask with an axis of rows cannot
-        be told from one without."""
-        most = max(int(np.diff(starts).max(initial=0)) for starts, _ in self._score_places(spec))
-        return most <= 1 and any(self._has_rows(spec, name) for name in ("bias", "mask"))
-
     def arrays(self, spec):
         layouts, found = self.get(spec, "layouts"), {}
         for name, array in super().arrays(spec).items():
@@ -157,12 +150,6 @@ class AcrossRanks:
 
     def written(self, spec, values):
         return {name: ... for name, array in self.arrays(spec).items() if array.output}
-
-    def bad_options(self, spec):
-        bad = super().bad_options(spec)
-        if all(map(len, self.places(spec, False))):
-            return bad
-        return {k: v for k, v in bad.items() if k not in LAUNCHED}  # a rank without queries launches nothing
 
     def bad_contents(self, spec, values, draw):
         return None  # lengths are in host memory: options
@@ -308,8 +295,6 @@ class DistributedForward(AcrossRanks, Forward):
         return ({} if "out" in arrays else {"out": out}) | ({} if lse is None else {"lse": lse})
 
     def judge(self, spec, values, after, results):
-        if self.looks_broadcast(spec) and spec.get("kernel") == "ulysses":
-            return  # taken for one that all ranks share
         super().judge(spec, values, {}, self.together(spec, {**after, **results}, ("out", "lse")))
 
     def noise(self, spec, v) -> float:
@@ -351,8 +336,6 @@ class DistributedBackward(AcrossRanks, Backward):
         return results | {n: got.pop(0) for n in ("dbias", "dsinks") if options.get(f"return_{n}")}
 
     def judge(self, spec, values, after, results):
-        if self.looks_broadcast(spec) and spec.get("kernel") == "ulysses":
-            return  # taken for one that all ranks share
         found = {**after, **results}
         whole = self.together(spec, found, ("dq", "dk", "dv"))
         size = self.get(spec, "ranks")

@@ -84,7 +84,7 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
         axes = [axis for axis, size in enumerate(shape) if size > 1 and axis not in loose]
         return [kind, name, draw.pick(axes)] if axes else None
     fewer = ("bias", "mask", "alibi_slopes", "positions", "k_scale", "v_scale", "q_descale", "k_descale", "v_descale")
-    if kind == "rank" and (function.any_rank or len(shape) < 2 or name in fewer):
+    if kind == "rank" and (function.any_rank or len(shape) < 2 or name.rstrip("0123456789") in fewer):
         return None  # one axis less may mean the same
     if kind == "foreign" and len(arrays) < 2:
         return None  # a lone array decides where the call runs: on another device it is valid
