@@ -4,7 +4,7 @@
 #include <cstring>
 #include <new>
 
-#include "api/attention/validate.h"
+#include "api/common/options.h"
 #include "api/common/regions.h"
 #include "distributed/group.h"
 

@@ -1,12 +1,12 @@
 #include "api/attention/validate.h"
 
 #include <algorithm>
-#include <cfloat>
 #include <cinttypes>
 #include <cmath>
 #include <cstddef>
 
 #include "api/common/checks.h"
+#include "api/common/options.h"
 #include "api/common/status.h"
 #include "attention/common/dropout.h"
 
@@ -82,44 +82,6 @@ DescaleView view(const fa_descale& d) { return {d.data, d.batch_stride, d.head_s
 ScoreView view(const fa_score_tensor& t) { return {t.data, t.batch_stride, t.head_stride, t.row_stride}; }
 
 }  // namespace
-
-fa_status check_options(const fa_attention_args& a) {
-    if (a.has_softmax_scale != 0) {
-        FA_RETURN_IF_ERROR(check_bool("has_softmax_scale", a.has_softmax_scale));
-        if (!std::isfinite(a.softmax_scale)) return fail(FA_BAD_ARGUMENT, "softmax_scale=%g is not finite", a.softmax_scale);
-    } else if (a.softmax_scale != 0) {
-        return fail(FA_BAD_ARGUMENT, "softmax_scale=%g is set but has_softmax_scale is 0", a.softmax_scale);
-    }
-    if (!std::isfinite(a.softcap) || a.softcap < 0) return fail(FA_BAD_ARGUMENT, "softcap=%g is not a finite number >= 0", a.softcap);
-    if (a.softcap > 0 && a.softcap < FLT_MIN)  // its reciprocal is infinite
-        return fail(FA_BAD_ARGUMENT, "softcap=%g is below %g, the smallest normal float", a.softcap, FLT_MIN);
-    FA_RETURN_IF_ERROR(check_pointer("alibi_slopes", a.alibi_slopes, 4, false));
-    if (a.bias_dtype && a.bias_dtype != FA_FLOAT32 && a.bias_dtype != a.dtype)
-        return fail(FA_BAD_ARGUMENT, "bias_dtype=%s (%d) is neither float32 nor dtype=%s", dtype_name(a.bias_dtype), a.bias_dtype,
-                    dtype_name(a.dtype));
-    FA_RETURN_IF_ERROR(check_pointer("bias", a.bias.data, dtype_size(a.bias_dtype ? a.bias_dtype : a.dtype), false));
-    FA_RETURN_IF_ERROR(check_pointer("sinks", a.sinks, 4, false));
-    FA_RETURN_IF_ERROR(check_bool("causal", a.causal));
-    FA_RETURN_IF_ERROR(check_bool("top_left", a.top_left));
-    FA_RETURN_IF_ERROR(check_bool("has_window", a.has_window));
-    FA_RETURN_IF_ERROR(check_bool("deterministic", a.deterministic));
-    FA_RETURN_IF_ERROR(check_bool("allow_tf32", a.allow_tf32));
-    FA_RETURN_IF_ERROR(check_bool("fast_accum", a.fast_accum));
-    if (a.fast_accum && a.dtype != FA_FLOAT8_E4M3)
-        return fail(FA_BAD_ARGUMENT, "fast_accum=1, but only dtype=float8_e4m3 has sums of 8-bit products");
-    if (a.has_window) {
-        if (a.window_left < -1) return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 " is below -1 (open)", a.window_left);
-        if (a.window_right < -1) return fail(FA_BAD_ARGUMENT, "window_right=%" PRId64 " is below -1 (open)", a.window_right);
-    } else if (a.window_left || a.window_right) {
-        return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 ", window_right=%" PRId64 " are set but has_window is 0", a.window_left,
-                    a.window_right);
-    }
-    if (!(a.dropout_p >= 0 && a.dropout_p < 1)) return fail(FA_BAD_ARGUMENT, "dropout_p=%g is outside 0 <= p < 1", a.dropout_p);
-    if (a.num_threads < 0 || a.num_threads > 4096) return fail(FA_BAD_ARGUMENT, "num_threads=%d is outside 0 .. 4096", a.num_threads);
-    FA_RETURN_IF_ERROR(check_range("first_head", a.first_head, 0, INT32_MAX - a.nheads));
-    if (a.reserved0 || a.reserved1) return fail(FA_BAD_ARGUMENT, "reserved0=%d, reserved1=%d must be 0", a.reserved0, a.reserved1);
-    return FA_OK;
-}
 
 fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params, const Keys* keys,
                    bool writes_out) {

@@ -15,9 +15,6 @@ struct Keys {
     size_t element;  // bytes of an element of k and v
 };
 
-// The fields that say what is computed, and how, rather than where the arrays are and how long.
-fa_status check_options(const fa_attention_args& args);
-
 fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params,
                    const Keys* keys = nullptr, bool writes_out = true);  // the backward pass reads out and does not write it
 fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa_attention_args* forward, BackwardParams* params);
