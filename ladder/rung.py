@@ -1,0 +1,66 @@
+"""What a rung is: one implementation of attention that can be run, tested, timed and read."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+C_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+class Unavailable(Exception):
+    """The rung cannot run here: a compiler, a package or a GPU is missing. The text says which."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A loaded rung. q (batch, seqlen_q, nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim), contiguous.
+    The scale is headdim ** -0.5, and causal is bottom-right aligned, as in flash_attn_func."""
+
+    forward: Callable[..., tuple[Any, Any]]  # (q, k, v, causal) -> out like q, lse (batch, nheads, seqlen_q) float32
+    backward: Callable[..., tuple[Any, Any, Any]] | None = None  # (dout, q, k, v, out, lse, causal) -> dq, dk, dv
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    name: str  # short, as it stands in tables and file names: c_tiles, triton, cute_sm90
+    language: str  # NumPy, C, CUDA C++, Triton, Gluon, CuTe C++, ...
+    about: str  # what is new against the rung before, in a line
+    device: str  # "cpu": NumPy arrays; "cuda": PyTorch tensors
+    files: tuple[str, ...]  # what a reader has to read, below the root of the repository; () for another project's
+    load: Callable[[], Calls]  # compiles or finds what it needs; raises Unavailable. Called once
+    dtypes: tuple[str, ...] = ("float32",)
+    headdims: tuple[int, ...] = (64, 128)
+    refusal: Callable[[Any], str | None] = lambda shape: None  # why it cannot serve a shape beyond dtype and headdim
+    peer: bool = False  # another project's: a row of the table, and not tested here
+
+    def lines(self) -> int:
+        return sum(lines_of_code((ROOT / file).read_text(), file) for file in self.files)
+
+
+def lines_of_code(text: str, name: str) -> int:
+    """Lines with code on them, counted the same way in every language: no blank lines, comments or docstrings."""
+    if name.endswith(".py"):
+        return len(_python_lines(text))
+    bare = C_COMMENT.sub(lambda found: found[0] if found[0].startswith('"') else "\n" * found[0].count("\n"), text)
+    return sum(1 for line in bare.splitlines() if line.strip())
+
+
+def _python_lines(text: str) -> set[int]:
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines: set[int] = set()
+    begins = True  # whether a statement begins here: a string there is a docstring
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            begins = True
+        elif token.type not in silent:
+            if not (begins and token.type == tokenize.STRING):
+                lines |= set(range(token.start[0], token.end[0] + 1))
+            begins = False
+    return lines

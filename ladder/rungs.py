@@ -1,0 +1,12 @@
+"""All rungs, in the order in which they are read."""
+
+from __future__ import annotations
+
+from . import library
+from .rung import Rung
+
+RUNGS: tuple[Rung, ...] = (*library.RUNGS,)
+
+
+def rung(name: str) -> Rung:
+    return next(rung for rung in RUNGS if rung.name == name)
