@@ -1,0 +1,45 @@
+"""Exercise 3. FlashAttention-2 in NumPy: one head, queries outside, keys inside.
+
+The judge measures how much memory the call takes. The scores of 1024 x 1024 pairs would be 8 MB; tiles of 64 x 64 need
+far less. Lengths need not be multiples of the tile.
+
+    python docs/learn/exercises/03_tiled_forward.py
+"""
+
+import tracemalloc
+
+import numpy as np
+from judging import close, main, require
+
+TO_WRITE = ("attention",)
+
+
+def attention(q, k, v, scale, block_q=64, block_k=64):
+    """q (seqlen_q, dim), k (seqlen_k, dim), v (seqlen_k, dim_v) float64 -> out (seqlen_q, dim_v), lse (seqlen_q)."""
+    raise NotImplementedError("attention(q, k, v, scale) -> out, lse")
+
+
+# ---- the judge ----
+
+
+def judge(attention):
+    rng = np.random.default_rng(3)
+    for seqlen_q, seqlen_k in ((1, 1), (64, 64), (130, 77), (1024, 1024)):
+        q, k, v = (rng.standard_normal((n, 32)) for n in (seqlen_q, seqlen_k, seqlen_k))
+        scores = 0.5 * q @ k.T
+        top = scores.max(1, keepdims=True)
+        weight = np.exp(scores - top)
+        sums = weight.sum(1, keepdims=True)
+        exact, exact_lse = weight @ v / sums, (top + np.log(sums))[:, 0]
+        del scores, weight
+        tracemalloc.start()
+        out, lse = attention(q, k, v, 0.5)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        close(f"out of {seqlen_q} x {seqlen_k}", out, exact)
+        close(f"lse of {seqlen_q} x {seqlen_k}", lse, exact_lse)
+    require(peak < 2e6, f"{seqlen_q} x {seqlen_k} took {peak / 1e6:.1f} MB: more than the tiles and out need")
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,152 @@
+"""The exercises of docs/learn: each judge accepts our solution, refuses typical mistakes, and names what is not written."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+FOLDER = ROOT / "docs/learn/exercises"
+if not FOLDER.is_dir() or not (ROOT / "docs/benchmarks/h200").is_dir():
+    pytest.skip("docs/learn or the measurements are not beside the tests", allow_module_level=True)
+sys.path.insert(0, str(FOLDER))
+
+import judging  # noqa: E402
+
+EXERCISES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
+
+
+def parts_of(name):
+    exercise = judging.load(FOLDER / f"{name}.py")
+    solution = judging.load(FOLDER.parent / f"solutions/{name}.py")
+    return exercise, {function: getattr(solution, function) for function in exercise.TO_WRITE}
+
+
+def test_exercises_and_solutions_belong_together():
+    assert EXERCISES == sorted(path.stem for path in (FOLDER.parent / "solutions").glob("*.py"))
+    assert [int(name[:2]) for name in EXERCISES] == list(range(1, len(EXERCISES) + 1))
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_judge_accepts_the_solution(name):
+    exercise, functions = parts_of(name)
+    exercise.judge(**functions)  # a mistake shows its own text
+    assert judging.verdict(exercise.judge, functions) == "passed"
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_an_exercise_that_is_not_written_says_so(name):
+    command = [sys.executable, str(FOLDER / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and not done.stderr
+    assert done.stdout.startswith(f"{name}: not written yet: {parts_of(name)[0].TO_WRITE[0]}(")
+
+
+def test_the_command_judges_the_solution():
+    command = [sys.executable, str(FOLDER / f"{EXERCISES[0]}.py"), "--solution"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{EXERCISES[0]}: passed\n")
+
+
+# ---- mistakes: what a reader writes first, and what the judge must say ----
+
+
+def without_maximum(scores):
+    weight = np.exp(scores)
+    return weight / weight.sum(1, keepdims=True), np.log(weight.sum(1))
+
+
+def forgets_to_rescale(row_max, row_sum, acc, scores, v):
+    new_max = np.maximum(row_max, scores.max(1))
+    p = np.exp(scores - np.where(np.isneginf(new_max), 0, new_max)[:, None])
+    return new_max, row_sum + p.sum(1), acc + p @ v
+
+
+def nan_for_masked_tiles(row_max, row_sum, acc, scores, v):
+    new_max = np.maximum(row_max, scores.max(1))
+    with np.errstate(invalid="ignore"):
+        p, factor = np.exp(scores - new_max[:, None]), np.exp(row_max - new_max)
+    return new_max, factor * row_sum + p.sum(1), factor[:, None] * acc + p @ v
+
+
+def scores_whole(q, k, v, scale, block_q=64, block_k=64):
+    s = scale * q @ k.T
+    top = s.max(1, keepdims=True)
+    p = np.exp(s - top)
+    return p @ v / p.sum(1, keepdims=True), (top + np.log(p.sum(1, keepdims=True)))[:, 0]
+
+
+def top_left(row0, rows, seqlen_q, seqlen_k, block_k):
+    end = min(row0 + rows, seqlen_k)
+    return min(row0 + 1, seqlen_k) // block_k, -(-end // block_k)
+
+
+def computes_everything(row0, rows, seqlen_q, seqlen_k, block_k):
+    return 0, -(-seqlen_k // block_k)
+
+
+def without_delta(q, k, v, dout, lse, delta, scale):
+    p = np.exp(scale * q @ k.T - lse[:, None])
+    ds = p * (dout @ v.T)
+    return scale * ds @ k, scale * ds.T @ q, p.T @ dout
+
+
+def heads_dealt_in_turn(q, nheads_k):
+    return np.stack([q[:, h::nheads_k].reshape(-1, q.shape[2]) for h in range(nheads_k)])
+
+
+def nan_of_empty_pieces(outs, lses):
+    lse = np.logaddexp.reduce(lses, axis=0)
+    with np.errstate(invalid="ignore"):
+        return (np.exp(lses - lse)[..., None] * outs).sum(0), lse
+
+
+def without_shift(outs, lses):
+    with np.errstate(all="ignore"):
+        weight = np.exp(lses)
+        return (weight[..., None] * np.nan_to_num(outs)).sum(0) / weight.sum(0)[:, None], np.log(weight.sum(0))
+
+
+def truncates(x):
+    _, exponent = np.frexp(np.abs(x))
+    step = 2.0 ** (np.maximum(exponent - 1, -6) - 3)
+    return np.clip(np.trunc(x / step) * step, -448, 448)
+
+
+def one_factor(x, block):
+    solution = judging.load(FOLDER.parent / "solutions/08_fp8_blocks.py")
+    values, factors = solution.quantize(x, x.shape[1])
+    return values, np.repeat(factors, x.shape[1] // block, axis=1)
+
+
+MISTAKES = [
+    ("01_stable_softmax", "softmax", without_maximum, "p of the same scores +1000: 35 of 35 numbers are NaN"),
+    ("02_online_softmax", "step", forgets_to_rescale, "row_sum, tiles from first to last"),
+    ("02_online_softmax", "step", nan_for_masked_tiles, "row_sum has a NaN after 1 tiles"),
+    ("03_tiled_forward", "attention", scores_whole, "1024 x 1024 took"),
+    ("04_causal_tiles", "key_tiles", top_left, "row0=0, rows=64 of 100 x 300, block_k=64: got whole, end = 0, 1"),
+    ("04_causal_tiles", "key_tiles", computes_everything, "row0=0, rows=64 of 256 x 256"),
+    ("05_backward_tile", "tile_gradients", without_delta, "dk, the sum over four tiles"),
+    ("06_grouped_heads", "pack", heads_dealt_in_turn, "the rows of query head 1 in its tile"),
+    ("07_split_keys", "combine", nan_of_empty_pieces, "out of the pieces [0, 0, 20, 20, 50, 50]"),
+    ("07_split_keys", "combine", without_shift, "numbers are NaN"),
+    ("08_fp8_blocks", "round_e4m3", truncates, "round_e4m3 of ties"),
+    ("08_fp8_blocks", "quantize", one_factor, "block=64: the factors"),
+    ("09_roofline", "work", lambda b, i, j, h, d, causal: 2 * b * h * i * j * d, "work of 4 x 4096 x 4096"),
+    ("09_roofline", "traffic", lambda b, i, j, h, hk, d, e: 4 * b * h * j * d * e, "traffic of one query"),
+    ("10_zigzag", "tokens_of", lambda r, p, n, layout: list(range(r, n, p)), "got [0, 2, 4, 6]"),
+    ("10_zigzag", "work_of", lambda r, p, n, layout: n * n // (2 * p), "work"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, function, mistake, said", MISTAKES, ids=[f"{m[0]}-{i}" for i, m in enumerate(MISTAKES)])
+def test_the_judge_refuses_mistakes(name, function, mistake, said):
+    exercise, functions = parts_of(name)
+    with np.errstate(all="ignore"):
+        text = judging.verdict(exercise.judge, {**functions, function: mistake})
+    assert text.startswith("wrong: ") and said in text
+
+
+def test_every_exercise_has_a_mistake_that_its_judge_refuses():
+    assert {mistake[0] for mistake in MISTAKES} == set(EXERCISES)
