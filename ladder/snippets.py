@@ -33,7 +33,7 @@ from .symbols import NotFound, between, has_symbol, source_of
 
 FOLDER = ROOT / "docs/learn"
 FENCES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".h": "cpp", ".cpp": "cpp", ".c": "c"}
-CODE = re.compile(r"^<!-- code: (?P<what>[^\n]+?) -->\n(?:```[^\n]*\n.*?^```$)?", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^<!-- code: (?P<what>[^\n]+?) -->(?:\n```[^\n]*\n.*?^```)?$", re.MULTILINE | re.DOTALL)
 VALUE = re.compile(r"(?P<open><!-- value: (?P<what>[^\n]+?) -->)[^<\n]*<!-- / -->")
 TABLE = re.compile(r"^(?P<open><!-- table: (?P<what>[^>]+?)-->\n).*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")

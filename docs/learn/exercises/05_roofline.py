@@ -1,4 +1,4 @@
-"""Exercise 9. How fast attention can be: its work, the bytes that must move, and the larger of the two times.
+"""Exercise 5. How fast attention can be: its work, the bytes that must move, and the larger of the two times.
 
 A multiply-add is two operations. S = Q K^T and O = P V take 2 x rows x columns x headdim each. Under a causal mask (of
 equal lengths) count half, as all tables here do. FlashAttention reads q, k and v once and writes out once; leave out
@@ -6,7 +6,7 @@ lse.
 
 The judge compares the answers with docs/benchmarks/h200: no measurement may be faster than the bound.
 
-    python docs/learn/exercises/09_roofline.py
+    python docs/learn/exercises/05_roofline.py
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Exercise 10. One causal sequence on several ranks: who holds which tokens, so that all have the same work.
+"""Exercise 12. One causal sequence on several ranks: who holds which tokens, so that all have the same work.
 
 Query i of a causal sequence sees i + 1 keys. Cut the sequence into 2 P chunks: chunk c is tokens c n // (2 P) up to
 (c + 1) n // (2 P) - 1, divisions rounded down. With "contiguous" rank r of P holds chunks 2 r and 2 r + 1; with
 "zigzag" it holds chunks r and 2 P - 1 - r.
 
-    python docs/learn/exercises/10_zigzag.py
+    python docs/learn/exercises/12_zigzag.py
 """
 
 from judging import close, main, require

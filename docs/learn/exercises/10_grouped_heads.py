@@ -1,10 +1,10 @@
-"""Exercise 6. Grouped-query attention: which key head a query head reads, and how decode packs a group into one tile.
+"""Exercise 10. Grouped-query attention: which key head a query head reads, and how decode packs a group into one tile.
 
 With nheads = 8 and nheads_k = 2, query heads 0 .. 3 share key head 0 and query heads 4 .. 7 share key head 1. In decode
 the seqlen_q * group rows that share a key head are one tile, so that each key is read once: row r of the tile of a key
 head is position r // group of the sequence and query head r % group of the group.
 
-    python docs/learn/exercises/06_grouped_heads.py
+    python docs/learn/exercises/10_grouped_heads.py
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Exercise 7. Split keys: merge what several blocks computed over disjoint pieces of the keys.
+"""Exercise 11. Split keys: merge what several blocks computed over disjoint pieces of the keys.
 
 Decode has one query, so one block for each head would leave most of a GPU idle. The keys are cut into pieces instead.
 The block of piece i leaves out_i, already divided by its own sum, and lse_i. Merge them:
@@ -8,7 +8,7 @@ The block of piece i leaves out_i, already divided by its own sum, and lse_i. Me
 A piece without keys has lse_i = -inf, and its out_i was never written: it may hold NaN. If all pieces are empty, out is
 0 and lse is -inf.
 
-    python docs/learn/exercises/07_split_keys.py
+    python docs/learn/exercises/11_split_keys.py
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Exercise 5. The gradients that one tile of scores contributes.
+"""Exercise 9. The gradients that one tile of scores contributes.
 
 The forward pass left lse of each row. Before the tiles, delta = rowsum(dout * out) was computed. Then
 
@@ -7,7 +7,7 @@ The forward pass left lse of each row. Before the tiles, delta = rowsum(dout * o
 
 Nothing else of the forward pass is kept: S is computed again from q and k.
 
-    python docs/learn/exercises/05_backward_tile.py
+    python docs/learn/exercises/09_backward_tile.py
 """
 
 import numpy as np
