@@ -12,8 +12,9 @@ A page holds three kinds of places, each opened by a comment that readers of the
     -->
 
 A QUERY is arithmetic over {CONDITIONS FIELD}: the field of the only row of FILE's "rows" that meets all conditions,
-each KEY=VALUE. {.KEY.KEY} is a place from the root of the file. `:FORMAT` at the end formats the number; without it,
-it has three digits. In a table the conditions of the row are added to those of the column."""
+each KEY=VALUE, KEY="TWO WORDS", or KEY=None where the row lacks the key. {.KEY.KEY} is a place from the root of the
+file. `:FORMAT` at the end formats the number; without it, it has three digits. In a table the conditions of the row are
+added to those of the column."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ import functools
 import json
 import operator
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +38,7 @@ FENCES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".h": "cpp", ".cpp": "
 CODE = re.compile(r"^<!-- code: (?P<what>[^\n]+?) -->(?:\n```[^\n]*\n.*?^```)?$", re.MULTILINE | re.DOTALL)
 VALUE = re.compile(r"(?P<open><!-- value: (?P<what>[^\n]+?) -->)[^<\n]*<!-- / -->")
 TABLE = re.compile(r"^(?P<open><!-- table: (?P<what>[^>]+?)-->\n).*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
@@ -54,12 +56,12 @@ def _measurements(file: str) -> dict[str, Any]:
 
 def _field(file: str, query: str, more: str = "") -> float:
     """The number that {query} names in a file, under more conditions."""
-    data, words = _measurements(file), query.split()
+    data, words = _measurements(file), shlex.split(query)
     if words[-1].startswith("."):
         for key in words[-1][1:].split("."):
             data = data[int(key)] if isinstance(data, list) else data[key]
         return data
-    conditions = [word.split("=", 1) for word in [*more.split(), *words[:-1]]]
+    conditions = [word.split("=", 1) for word in [*shlex.split(more), *words[:-1]]]
     found = [row for row in data["rows"] if all(str(row.get(key)) == value for key, value in conditions)]
     if len(found) != 1:
         raise Stale(f"{file}: {len(found) or 'no'} rows have {dict(conditions)}")
