@@ -78,7 +78,7 @@ def test_the_script_draws_the_figures_again(tmp_path):
     from ladder import figures
 
     figures.draw(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in FIGURES.glob("*.svg"))
+    assert {path.name for path in tmp_path.iterdir()} <= {path.name for path in FIGURES.glob("*.svg")}
     for drawn in tmp_path.iterdir():
         committed = (FIGURES / drawn.name).read_text()
         if f"Matplotlib v{matplotlib.__version__}," not in committed:
