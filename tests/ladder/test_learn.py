@@ -1,6 +1,7 @@
 """docs/learn: its code, numbers and links are fresh, its Python runs, and its figures are what their script draws."""
 
 import contextlib
+import doctest
 import io
 import os
 import re
@@ -121,6 +122,11 @@ def test_a_fresh_page_stays_as_it_is():
 def test_stale_places_are_filled_again(old, new):
     assert old in PAGE
     assert snippets.filled(PAGE.replace(old, new)) == PAGE
+
+
+def test_the_examples_in_docstrings():
+    failed, tried = doctest.testmod(snippets)
+    assert tried >= 2 and not failed
 
 
 def test_an_empty_code_comment_is_filled():
