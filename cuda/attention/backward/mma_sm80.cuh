@@ -49,10 +49,18 @@ struct MainSmem {
     alignas(16) float lse_delta[kTile.stages_q][2][kTile.block_m];
     // What every step needs to know of the block. Here it takes no registers between the steps.
     BackwardWork work;
+    int seqlen_q, seqlen_k, shift;
     KeyRange rows, whole_rows;  // queries that see some keys of this block; that see all of them
     int first_tile, last_tile;  // of these rows
     const T *q_rows, *dout_rows;
     float *sums, *stats;  // of head 0 in the workspace
+
+    // What decides which pairs are seen, without the places of rows. volatile: read anew where it is used, not kept in registers.
+    __device__ __forceinline__ Sequence lengths() const volatile {
+        Sequence s{};
+        s.seqlen_q = seqlen_q, s.seqlen_k = seqlen_k, s.shift = shift;
+        return s;
+    }
 };
 
 // Blocks start in order of their index: section by section. In a section the first keys of every head come first, because under a causal
@@ -116,6 +124,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
     if (key0 >= s.seqlen_k) return;
     const KeyRange keys = keys_seen(p, s), rows = rows_seeing(p, s, key0, min(key0 + kBlockN, s.seqlen_k) - 1);
     if (threadIdx.x == 0) {
+        smem.seqlen_q = s.seqlen_q, smem.seqlen_k = s.seqlen_k, smem.shift = s.shift;
         smem.work = work, smem.rows = rows, smem.whole_rows = rows_seeing_all(p, s, key0, key0 + kBlockN - 1);
         smem.first_tile = rows.begin / kBlockM, smem.last_tile = (rows.end - 1) / kBlockM;
         smem.q_rows = static_cast<const T*>(p.q.data) + s.q;
@@ -228,7 +237,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
         const uint32_t to_q = stage_q * uint32_t(sizeof smem.q[0]), to_dout = stage_dout * uint32_t(sizeof smem.dout[0]);
         const auto hide_pairs = [&](float(&X)[kMmasS][kPartTilesS][4], int part) {
             const int who = opaque(warp);
-            hide(X, p, smem.work.b, row0 + row_of_s(who), smem.work.key0 + key_of_s(who) + 8 * kPartTilesS * part, lane);
+            hide(X, p, smem.lengths(), row0 + row_of_s(who), smem.work.key0 + key_of_s(who) + 8 * kPartTilesS * part, lane);
         };
         // Whether any of `count` rows of the tile from `row` on sees any of `keys` keys from `key` on.
         const auto see = [&](int row, int count, int key, int keys) {
@@ -243,8 +252,9 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
         const bool does_s = see(row_of_s(opaque(warp)), 16 * kMmasS, key_of_s(opaque(warp)), 8 * kTilesS);
         float lse[kMmasS][2], delta[kMmasS][2];
         const auto load_rows = [&](float(&x)[kMmasS][2], int which) {
+            const int from = row_of_s(opaque(warp)) + opaque(lane) / 4;
 #pragma unroll
-            for (int r = 0; r < 2 * kMmasS; ++r) x[r / 2][r % 2] = smem.lse_delta[stage_q][which][s_row + 8 * r + lane / 4];
+            for (int r = 0; r < 2 * kMmasS; ++r) x[r / 2][r % 2] = smem.lse_delta[stage_q][which][from + 8 * r];
         };
         load_rows(lse, 0);
 #pragma unroll
@@ -272,7 +282,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
                 load_rows(delta, 1);
                 const int here = opaque(lane);  // what an option needs for this lane is computed where it is used
                 const BackwardWork work = smem.work;
-                const Sequence now = sequence_of(p, work.b);
+                const Sequence now = smem.lengths();
 #pragma unroll
                 for (int m = 0; m < kMmasS; ++m) {
                     const int row = row0 + s_row + 16 * m + mma_row(here, 0),

@@ -72,9 +72,9 @@ __device__ __forceinline__ KeyRange rows_seeing_all(const AttentionParams& p, co
 
 // Zeroes the elements of pairs that causal or a window hides, and of rows past the sequence.
 template <int kMmas, int kTilesN>
-__device__ __forceinline__ void hide(float (&X)[kMmas][kTilesN][4], const AttentionParams& p, int b, int row0, int key0, int lane) {
+__device__ __forceinline__ void hide(float (&X)[kMmas][kTilesN][4], const AttentionParams& p, const Sequence& s, int row0, int key0,
+                                     int lane) {
     lane = opaque(lane);  // runs on few tiles: what it needs must not take registers of the main loop
-    const Sequence s = sequence_of(p, opaque(b));
 #pragma unroll
     for (int m = 0; m < kMmas; ++m)
 #pragma unroll

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
                 flat(dP[0])[i] = P * (flat(dP[0])[i] - delta[0][half]);
             }
         }
-        if (cut) hide(dP, p, b, warp_row, key0, lane);
+        if (cut) hide(dP, p, sequence_of(p, opaque(b)), warp_row, key0, lane);
         if (kGeneral && (p.mask.data || p.bias.data)) {
             // A key without a dS in this block: its K may hold NaN, and 0 x NaN is NaN, so K must be zero.
             if (threadIdx.x < kKeys) smem.used[threadIdx.x] = 0;

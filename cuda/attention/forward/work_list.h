@@ -18,8 +18,7 @@ struct ForwardWorkList {
     int m_blocks;        // dense: query blocks of a sequence
     bool longest_first;  // dense: items in order of their length, section by section
     // The heads of a section share L2; the longest query blocks of all its heads come first, or in a varlen call those of a sequence. Dense
-    // calls: the first `leading` heads go in sections of
-    // leading_section heads, the others in sections of section_heads.
+    // calls: the first `leading` heads go in sections of leading_section heads, the others in sections of section_heads.
     int leading, leading_section, section_heads;
     WorkOrder order;
     int* counter;  // kCounter: items handed out, not counting the first of every block
@@ -89,10 +88,11 @@ struct alignas(16) ForwardWork {
     WorkState state;
     int row0;  // first query row of the block
     int head, batch;
-    int seqlen_q, seqlen_k, shift;
+    int seqlen_q, seqlen_k;
     int q_row, k_row;  // varlen: the sequence's first row, else 0
     int left, right;   // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
     int first_tile, last_tile;
+    int shift;  // at the end: among the others it takes wgmma of fp8_sm90 at head dim 256 the register that it needs (C7511)
 };
 
 FA_HOST_DEVICE int clamp64(int64_t x, int low, int high) { return x < low ? low : x > high ? high : int(x); }
