@@ -1,0 +1,416 @@
+// draw.js: a step as pictures and text. Nothing here computes attention: all numbers come from the steps of algorithm.js.
+import {STATISTIC_BYTES, SUM_BYTES, INPUT_BYTES, bytesOf, history} from "./algorithm.js";
+
+// ---- text ----
+
+export function number(x, digits = 2) {
+  if (x === null || x === undefined) return "";
+  if (x === -Infinity) return "−∞";
+  return x.toFixed(digits).replace(/^-(0\.?0*)$/, "$1").replace("-", "−");
+}
+
+const range = ([first, end]) => (end - first === 1 ? `${first}` : `${first}–${end - 1}`);
+const rowsOf = (rows) => `${rows[1] - rows[0] === 1 ? "row" : "rows"} ${range(rows)}`;
+const keysOf = (keys) => `${keys[1] - keys[0] === 1 ? "key" : "keys"} ${range(keys)}`;
+const count = (bytes) => Math.round(bytes).toString().replace(/\B(?=(\d{3})+$)/g, "\u202f");  // a thin space every three digits
+const inRange = (i, rows) => rows && i >= rows[0] && i < rows[1];
+
+export const ORDER_NAMES = {standard: "Standard attention", v1: "v1: keys outside", v2: "v2: rows outside"};
+
+// What a step does, in a sentence or two; the chosen row where it takes part.
+export function describe(step, {order, causal}, row) {
+  const {kind, rows, keys, chip} = step, n = inRange(row, rows) ? row - rows[0] : null;
+  const of = n === null ? "" : ` Row ${row}: `;
+  switch (kind) {
+    case "start":
+      return "Q, K and V lie in memory. Nothing has been computed yet.";
+    case "clear":
+      return "v1 keeps the state of every row in memory: O and the sum l start at 0, the maximum m at −∞.";
+    case "rows":
+      if (order === "v2") return `The Q tile of ${rowsOf(rows)} is copied on chip and stays. O and the sums l start at 0, the maxima m at −∞.`;
+      if (order === "v1") return `Q, O, m and l of ${rowsOf(rows)} come from memory, for these keys alone.`;
+      if (chip.q) return `Q of ${rowsOf(rows)} comes from memory.`;
+      return chip.v ? `P of ${rowsOf(rows)} comes back from memory.` : `The scores of ${rowsOf(rows)} come back from memory.`;
+    case "keys":
+      if (order === "standard") return chip.k ? "Pass one, S = Q Kᵀ / √d. K comes from memory." : "Pass three, O = P V. V comes from memory.";
+      return `The tiles of K and V of ${keysOf(keys)} are copied on chip.`;
+    case "skip":
+      return `Causal: ${rowsOf(rows)} may not look at ${keysOf(keys)}. ${order === "v1" ? "These tiles of rows are" : "These tiles of keys are"} skipped: no copy, no work.`;
+    case "scores": {
+      const masked = causal && chip.s.some((line) => line.includes(-Infinity));
+      const stay = order === "standard" ? "" : " They stay in registers.";
+      return `Scores of ${rowsOf(rows)} and ${keysOf(keys)}: S = Q Kᵀ / √d.${stay}${masked ? " Where a row may not look, the score is −∞." : ""}`;
+    }
+    case "max": {
+      if (order === "standard") return `Pass two, the softmax. The maximum of each row.${of && `${of}m = ${number(chip.m[n], 3)}.`}`;
+      const moved = step.moved.filter(Boolean).length, first = chip.before.m.filter((m, i) => m === -Infinity && chip.m[i] > m).length;
+      const how = moved ? `The maximum moves in ${moved} of ${rows[1] - rows[0]} rows: what they have summed was too large by e to the rise, and is scaled down.`
+        : first ? "The first maxima of these rows." : "No maximum moves: nothing has to be rescaled.";
+      if (n === null) return how;
+      const before = chip.before.m[n], after = chip.m[n];
+      if (before === after) return `${how}${of}m stays ${number(after, 3)}.`;
+      return `${how}${of}m goes from ${number(before, 3)} to ${number(after, 3)}${before === -Infinity ? "" : `, factor ${number(chip.factor[n], 3)}`}.`;
+    }
+    case "exp":
+      if (order === "standard") return `Weights P = exp(S − m) / l.${of && `${of}l = ${number(chip.l[n], 3)}.`}`;
+      return `Weights P = exp(S − m). The sum l is scaled by the factor, then takes in the new weights.${of && `${of}l = ${number(chip.l[n], 3)}.`}`;
+    case "values":
+      if (order === "standard") return `O = P V for ${rowsOf(rows)}.`;
+      if (order === "v1") return "O in memory is already divided by its sum: undo that, scale, add P V, divide by the new sum.";
+      return "O is scaled by the factor, then takes in P V. It is divided by l only at the very end.";
+    case "store":
+      if (order === "standard") return chip.o ? `O of ${rowsOf(rows)} is written.` : chip.p ? `P of ${rowsOf(rows)} is written over S.` : `S of ${rowsOf(rows)} is written to memory: ${keys[1]} numbers a row.`;
+      if (order === "v1") return `O, m and l of ${rowsOf(rows)} go back to memory.`;
+      return `O / l is the output of ${rowsOf(rows)}: the only division. It goes to memory with lse = m + log l.`;
+    case "finish":
+      return "O is read once more and rounded to the type of the output. m and l in memory give lse = m + log l.";
+    case "end":
+      return "Done. All three orders have the same output, up to rounding; what differs is what had to go through memory.";
+  }
+  return "";
+}
+
+// ---- SVG ----
+
+function svg(tag, attributes, parent) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  parent?.append(node);
+  return node;
+}
+
+function label(parent, x, y, text, className, anchor = "start") {
+  svg("text", {x, y, class: className, "text-anchor": anchor}, parent).textContent = text;
+}
+
+const hatchPattern = (root, id) => {
+  const pattern = svg("pattern", {id, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)"}, svg("defs", {}, root));
+  svg("line", {x1: 0, y1: 0, x2: 0, y2: 6, class: "hatch"}, pattern);
+};
+
+// How dark a number is drawn, from the smallest to the largest of its array.
+const shade = (x, low, high) => (Number.isFinite(x) ? 0.07 + 0.85 * (high > low ? (x - low) / (high - low) : 0.5) : 0);
+const limits = (rows) => {
+  const all = rows.flat().filter(Number.isFinite);
+  return [Math.min(...all), Math.max(...all)];
+};
+
+// ---- memory: the whole arrays ----
+
+export class MemoryPicture {
+  constructor(host) { this.host = host; }
+
+  // K and V stand transposed, so that a key is a column of K, of S and of V.
+  layout(settings, inputs) {
+    const {seqlenQ, seqlenK, headdim, causal} = settings, width = this.host.clientWidth;
+    const gap = 24, statistics = 2, cells = 2 * headdim + seqlenK + statistics;
+    const cell = Math.min(20, (width - 2 * gap - 16) / cells), left = (width - cells * cell - 2 * gap - 10) / 2 + 4;
+    const d = headdim * cell, xS = left + d + gap, xO = xS + seqlenK * cell + gap, yK = 6, yS = yK + d + gap, yV = yS + seqlenQ * cell + gap;
+    const box = (x, y, w, h) => ({x, y, w: w * cell, h: h * cell, cell});
+    this.boxes = {Q: box(left, yS, headdim, seqlenQ), K: box(xS, yK, seqlenK, headdim), S: box(xS, yS, seqlenK, seqlenQ),
+                  V: box(xS, yV, seqlenK, headdim), O: box(xO, yS, headdim, seqlenQ),
+                  M: box(xO + d + 6, yS, statistics, seqlenQ)};
+    Object.assign(this, {settings, inputs, cell, outputRange: limits(inputs.v)});
+
+    const height = yV + d + 6;
+    const root = svg("svg", {width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Arrays in memory"});
+    hatchPattern(root, "hatch-memory");
+    this.cells = {};
+    const {q, k, v} = inputs;
+    this.fill(root, "Q", q), this.fill(root, "K", transposed(k)), this.fill(root, "V", transposed(v));
+    this.cells.S = this.fill(root, "S", Array.from({length: seqlenQ}, () => Array(seqlenK).fill(null)));
+    this.cells.O = this.fill(root, "O", Array.from({length: seqlenQ}, () => Array(headdim).fill(null)));
+    this.cells.M = this.fill(root, "M", Array.from({length: seqlenQ}, () => Array(statistics).fill(null)));
+    this.under = svg("g", {}, root);
+    if (causal) {  // the staircase of what no row may see
+      const {x, y} = this.boxes.S, points = [];
+      for (let i = 0; i < seqlenQ; ++i) {
+        const seen = Math.max(0, Math.min(seqlenK, i + 1 + seqlenK - seqlenQ));
+        points.push(`${x + seen * cell},${y + i * cell}`, `${x + seen * cell},${y + (i + 1) * cell}`);
+      }
+      svg("polygon", {points: `${x + seqlenK * cell},${y} ${points.join(" ")} ${x + seqlenK * cell},${y + seqlenQ * cell}`,
+                      fill: "url(#hatch-memory)"}, root);
+    }
+    for (const [name, {x, y, w, h}] of Object.entries(this.boxes)) svg("rect", {x, y, width: w, height: h, class: `frame ${name}`}, root);
+    this.drawGrid(root);
+    const {Q, K, S, O, M, V} = this.boxes;
+    label(root, Q.x, Q.y - 7, "Q", "name Q"), label(root, K.x - 8, K.y + 13, "Kᵀ", "name K", "end");
+    label(root, V.x - 8, V.y + 13, "Vᵀ", "name V", "end"), label(root, O.x, O.y - 7, "O", "name O");
+    this.labels = svg("g", {}, root);
+    if (seqlenK * cell > 120) label(root, S.x + S.w, S.y + S.h + 14, `${seqlenK} keys`, "small", "end");
+    if (d > 40) label(root, Q.x, Q.y + Q.h + 14, `${seqlenQ} rows`, "small");
+    this.over = svg("g", {}, root);
+    this.statisticsAt = {x: M.x, y: M.y - 7};
+    this.host.replaceChildren(root);
+    this.root = root;
+  }
+  fill(root, name, rows) {
+    const {x, y, cell} = this.boxes[name], [low, high] = limits(rows), group = svg("g", {}, root);
+    return rows.map((row, i) => row.map((value, j) => svg("rect", {
+      x: x + j * cell, y: y + i * cell, width: cell, height: cell, class: `cell ${name}`,
+      "fill-opacity": value === null ? 0 : shade(value, low, high)}, group)));
+  }
+  drawGrid(root) {  // the borders of the tiles
+    const {tileM, tileN, order} = this.settings, {Q, K, S, V, O} = this.boxes, {cell} = this;
+    const lines = [];
+    for (let i = tileM * cell; i < S.h - 0.5; i += tileM * cell)
+      for (const {x, w} of [Q, S, O]) lines.push(`M${x},${S.y + i}h${w}`);
+    if (order !== "standard")
+      for (let j = tileN * cell; j < S.w - 0.5; j += tileN * cell)
+        for (const {y, h} of [K, S, V]) lines.push(`M${S.x + j},${y}v${h}`);
+    svg("path", {d: lines.join(""), class: "grid"}, root);
+  }
+
+  show(step, row) {
+    const {settings, boxes, cell} = this, {memory, chip} = step;
+    const isStandard = settings.order === "standard";
+    this.paint(this.cells.S, isStandard ? memory.s : [], (i) => (memory.isP[i] ? [0, 1] : (this.range ??= limits(memory.s.filter(Boolean)))));
+    this.range = null;
+    this.paint(this.cells.O, memory.o, () => this.outputRange);
+    this.paint(this.cells.M, memory.lse.map((lse, i) => (memory.m[i] !== null && settings.order === "v1" ? [memory.m[i], memory.l[i]] : [lse, null])),
+               () => [-4, 8]);
+
+    this.under.replaceChildren(), this.over.replaceChildren(), this.labels.replaceChildren();
+    const place = ([r0, r1], [k0, k1], {x, y}) => ({x: x + k0 * cell, y: y + r0 * cell, width: (k1 - k0) * cell, height: (r1 - r0) * cell});
+    if (!isStandard)
+      for (const {rows, keys, state} of step.tiles) {
+        svg("rect", {...place(rows, keys, boxes.S), class: `tile-${state}`}, this.under);
+        if (state === "skipped") {
+          const at = place(rows, keys, boxes.S);
+          if (at.width > 46 && at.height > 12)
+            label(this.under, at.x + at.width / 2, at.y + at.height / 2 + 4, "skipped", "small", "middle");
+        }
+      }
+    // what is on chip, outlined where it lives
+    const all = [0, settings.headdim];
+    if (chip.q) svg("rect", {...place(chip.q, all, boxes.Q), class: "outline Q"}, this.over);
+    if (chip.k) svg("rect", {...place(all, chip.k, boxes.K), class: "outline K"}, this.over);
+    if (chip.v) svg("rect", {...place(all, chip.v, boxes.V), class: "outline V"}, this.over);
+    if (step.rows && step.keys && (chip.s || chip.p)) svg("rect", {...place(step.rows, step.keys, boxes.S), class: "outline S"}, this.over);
+    if (step.rows && chip.o) svg("rect", {...place(step.rows, all, boxes.O), class: "outline O"}, this.over);
+    const {Q, S, O, M} = boxes, y = S.y + row * cell;
+    for (const {x, w} of [Q, S, O, M]) svg("rect", {x: x - 1, y: y - 1, width: w + 2, height: cell + 2, class: "row-mark"}, this.over);
+    const tip = Q.x - 4, middle = y + cell / 2;
+    svg("path", {d: `M${tip - 6},${middle - 5}L${tip},${middle}L${tip - 6},${middle + 5}Z`, class: "row-arrow"}, this.over);
+
+    const whole = isStandard ? (memory.isP[0] ? "P" : "S") : "S";
+    label(this.labels, S.x - 8, S.y + 13, whole, "name S", "end");
+    const {x: sx, y: sy} = this.statisticsAt;
+    label(this.labels, sx + M.w / 2, sy, settings.order === "v1" ? "m l" : "lse", "small", "middle");
+    if (!isStandard && S.w > 150) label(this.labels, S.x, S.y + S.h + 14, "S: never stored", "small");
+  }
+  paint(cells, rows, rangeOf) {
+    cells.forEach((line, i) => line.forEach((rect, j) => {
+      const value = rows[i]?.[j], missing = value === null || value === undefined;
+      const opacity = missing ? 0 : value === -Infinity ? 0.04 : shade(Math.max(rangeOf(i)[0], Math.min(rangeOf(i)[1], value)), ...rangeOf(i));
+      if (rect.opacity !== opacity) rect.setAttribute("fill-opacity", (rect.opacity = opacity));
+    }));
+  }
+  rowAt(event) {
+    const {top} = this.root.getBoundingClientRect(), {y, h} = this.boxes.S, at = event.clientY - top - y;
+    return at >= 0 && at < h ? Math.floor(at / this.cell) : null;
+  }
+  rectangle(name, [first, end]) {
+    const {left, top} = this.root.getBoundingClientRect(), {x, y, w, h} = this.boxes[name], {cell} = this;
+    return name === "K" || name === "V" ? {x: left + x + first * cell, y: top + y, w: (end - first) * cell, h}
+      : {x: left + x, y: top + y + first * cell, w, h: (end - first) * cell};
+  }
+}
+
+const transposed = (rows) => rows[0].map((_, j) => rows.map((row) => row[j]));
+
+// ---- on chip: the tiles at hand, with their numbers where there is room ----
+
+export class ChipPicture {
+  constructor(host) { this.host = host; }
+
+  layout(settings, inputs) {
+    Object.assign(this, {settings, inputs});
+    const {headdim, seqlenK, order} = settings, width = this.host.clientWidth, wide = width > 440;
+    const tileM = Math.min(settings.tileM, settings.seqlenQ), tileN = order === "standard" ? seqlenK : Math.min(settings.tileN, seqlenK);
+    const d = Math.max(30, Math.min(headdim * 9, width * 0.16)), statistic = 38, gap = 12;
+    const statistics = wide && order !== "standard" ? 3 : wide ? 2 : 0;
+    const column = Math.min(46, (width - 2 * d - statistics * statistic - 4 * gap - 4) / tileN);
+    const line = Math.max(9, Math.min(24, 190 / tileM)), height = Math.max(46, Math.min(headdim * 8, 76));
+    const total = 2 * d + tileN * column + statistics * statistic + (statistics ? 3 : 2) * gap, left = Math.max(2, (width - total) / 2);
+    const xS = left + d + gap, xM = xS + tileN * column + gap, xO = xM + (statistics ? statistics * statistic + gap : 0);
+    const yK = 22, yS = yK + height + 26, yV = yS + tileM * line + 26;
+    this.boxes = {Q: {x: left, y: yS, w: d, h: tileM * line}, K: {x: xS, y: yK, w: tileN * column, h: height},
+                  S: {x: xS, y: yS, w: tileN * column, h: tileM * line}, V: {x: xS, y: yV, w: tileN * column, h: height},
+                  M: {x: xM, y: yS, w: statistics * statistic, h: tileM * line}, O: {x: xO, y: yS, w: d, h: tileM * line}};
+    Object.assign(this, {column, line, statistic, statistics, height: yV + height + 6, width});
+  }
+
+  show(step, row) {
+    const {boxes, column, line, statistic, settings} = this, {chip} = step, {headdim} = settings;
+    const root = svg("svg", {width: this.width, height: this.height, viewBox: `0 0 ${this.width} ${this.height}`, role: "img",
+                             "aria-label": "Tiles on chip"});
+    hatchPattern(root, "hatch-chip");
+    const {q, k, v} = this.inputs;
+    const operand = (name, present, rows, text) => {
+      const {x, y, w, h} = boxes[name];
+      if (present) {
+        const [low, high] = rows.limits, cellW = name === "K" || name === "V" ? column : w / headdim;
+        const cellH = name === "K" || name === "V" ? h / headdim : line;
+        rows.values.forEach((values, i) => values.forEach((value, j) => svg("rect", {
+          x: x + j * cellW, y: y + i * cellH, width: cellW, height: cellH, class: `cell ${name}`, "fill-opacity": shade(value, low, high)}, root)));
+        const shown = {w: rows.values[0].length * cellW, h: rows.values.length * cellH};
+        svg("rect", {x, y, width: shown.w, height: shown.h, class: `outline ${name}`}, root);
+      } else {
+        svg("rect", {x, y, width: w, height: h, class: "frame empty"}, root);
+      }
+      label(root, x, y - 7, text, `name ${name}`);
+    };
+    const slice = (rows, part) => rows.slice(...part);
+    operand("Q", chip.q, chip.q && {values: slice(q, chip.q), limits: limits(q)}, "Q");
+    operand("K", chip.k, chip.k && {values: transposed(slice(k, chip.k)), limits: limits(k)}, "Kᵀ");
+    operand("V", chip.v, chip.v && {values: transposed(slice(v, chip.v)), limits: limits(v)}, "Vᵀ");
+    operand("O", chip.o, chip.o && {values: chip.o, limits: limits([...chip.o, [0]])}, "O");
+    for (const [name, part] of [["K", chip.k], ["V", chip.v]])
+      if (part) label(root, boxes[name].x + 24, boxes[name].y - 7, keysOf(part), "small");
+
+    // S, or P once it is there
+    const {x, y, w, h} = boxes.S, scores = chip.p ?? chip.s;
+    if (scores) {
+      const numbers = column >= 31 && line >= 14, [low, high] = chip.p ? [0, 1] : limits([...scores, [0]]);
+      scores.forEach((values, i) => values.forEach((value, j) => {
+        const at = {x: x + j * column, y: y + i * line, width: column, height: line}, opacity = shade(value, low, high) * 0.9;
+        if (value === -Infinity) svg("rect", {...at, fill: "url(#hatch-chip)"}, root);
+        else svg("rect", {...at, class: "cell S", "fill-opacity": opacity}, root);
+        if (numbers) {
+          const text = svg("text", {x: at.x + column / 2, y: at.y + line / 2 + 0.5, class: "number"}, root);
+          if (opacity > 0.5) text.style.fill = "var(--paper)";
+          text.textContent = number(value);
+        }
+      }));
+      svg("rect", {x, y, width: scores[0].length * column, height: scores.length * line, class: "outline S"}, root);
+    } else {
+      svg("rect", {x, y, width: w, height: h, class: "frame empty"}, root);
+    }
+    label(root, x, y - 7, chip.p ? "P" : "S", "name S");
+
+    // m, l and the factor
+    const titles = ["m", "l", "factor"].slice(0, this.statistics);
+    titles.forEach((title, n) => {
+      const at = boxes.M.x + n * statistic, values = {m: chip.m, l: chip.l, factor: chip.factor}[title];
+      label(root, at + statistic / 2, y - 7, title, n < 2 ? "name S" : "small", "middle");
+      svg("rect", {x: at, y, width: statistic, height: h, class: "frame" + (values ? "" : " empty")}, root);
+      values?.forEach((value, i) => {
+        const moved = step.kind === "max" && step.moved[i] && title !== "l";
+        if (moved) svg("rect", {x: at + 1, y: y + i * line + 1, width: statistic - 2, height: line - 2, class: "moved"}, root);
+        if (line >= 11) svg("text", {x: at + statistic / 2, y: y + i * line + line / 2 + 0.5, class: "number"}, root).textContent = number(value);
+      });
+    });
+    if (inRange(row, step.rows) && (chip.q || chip.s || chip.p || chip.o)) {
+      const at = y + (row - step.rows[0]) * line, first = boxes.Q.x, end = boxes.O.x + boxes.O.w;
+      svg("rect", {x: first - 1, y: at, width: end - first + 2, height: line, class: "row-mark"}, root);
+    }
+    this.host.replaceChildren(root);
+    this.root = root;
+  }
+  rectangle(name, part) {
+    const {left, top} = this.root.getBoundingClientRect(), {x, y, w, h} = this.boxes[name], size = part[1] - part[0];
+    return name === "K" || name === "V" ? {x: left + x, y: top + y, w: Math.min(w, size * this.column), h}
+      : {x: left + x, y: top + y, w, h: Math.min(h, size * this.line)};
+  }
+}
+
+// The copies of a step as rectangles that fly from one picture to the other.
+export function fly(step, memory, chip, milliseconds) {
+  for (const {name, range: part, to} of step.moves) {
+    const ends = [memory.rectangle(name, part), chip.rectangle(name, part)], [from, into] = to === "chip" ? ends : ends.reverse();
+    const ghost = document.createElement("div");
+    ghost.className = `ghost ${name}`;
+    ghost.style.cssText = `width:${into.w}px;height:${into.h}px`;
+    document.body.append(ghost);
+    const at = ({x, y, w, h}) => `translate(${x}px, ${y}px) scale(${w / into.w}, ${h / into.h})`;
+    ghost.animate([{transform: at(from), opacity: 0.7}, {transform: at(into), opacity: 0.35}], {duration: milliseconds, easing: "ease-in-out"})
+      .finished.then(() => ghost.remove(), () => ghost.remove());
+  }
+}
+
+// ---- the chosen row ----
+
+const cells = (values, className = () => "") => values.map((x, j) => `<td class="${className(x, j)}">${number(x)}</td>`).join("");
+const scroll = (table) => `<div class="scroll" tabindex="0" role="region" aria-label="Table">${table}</div>`;
+
+export function rowNumbers(steps, index, settings, row) {
+  const step = steps[index], {chip, keys, kind, rows} = step, {order} = settings;
+  const here = inRange(row, rows) && !["skip", "clear", "finish"].includes(kind), n = here ? row - rows[0] : -1;
+  const parts = [], standard = order === "standard";
+
+  const s = here ? chip.s?.[n] : null, p = here ? chip.p?.[n] : null;
+  const shownKeys = here && keys && (s || p) ? keys : null;
+  const head = shownKeys ? Array.from({length: keys[1] - keys[0]}, (_, j) => `<th scope="col">${keys[0] + j}</th>`).join("") : "<td>–</td>";
+  const largest = s ? Math.max(...s) : null;
+  const blank = shownKeys ? shownKeys[1] - shownKeys[0] : 1;
+  parts.push(scroll(`<table><thead><tr><th scope="row">key</th>${head}</tr></thead><tbody>
+    <tr><th scope="row" class="s"><i>s</i></th>${s ? cells(s, (x) => (x === -Infinity ? "masked" : x === largest ? "best" : "")) : "<td></td>".repeat(blank)}</tr>
+    <tr><th scope="row" class="s"><i>p</i></th>${p ? cells(p, (x) => (x === 0 ? "masked" : "")) : "<td></td>".repeat(blank)}</tr></tbody></table>`));
+
+  const rule = (name, active, text) => `<div class="${active ? "now" : ""} ${text ? "" : "waits"}"><i>${name}</i>${text ? ` ← ${text}` : " –"}</div>`;
+  const rules = [];
+  if (here && chip.before && chip.m) {
+    const {before} = chip, after = {m: chip.m[n], l: chip.l[n]};
+    const hasMax = !["scores"].includes(kind) && (s || p), has = Boolean(p && s);
+    const moved = hasMax && after.m > before.m[n] && before.m[n] > -Infinity;
+    const mark = (text) => (moved ? `<span class="moved">${text}</span>` : text);
+    if (!standard && s) {
+      rules.push(rule("m", kind === "max", hasMax && `max(${number(before.m[n], 3)}, ${number(largest, 3)}) = ${mark(number(after.m, 3))}`));
+      rules.push(rule("factor", kind === "max", hasMax && `exp(${number(before.m[n], 3)} − ${after.m < 0 && after.m > -Infinity ? `(${number(after.m, 3)})` : number(Math.max(after.m, -1e9) === -1e9 ? 0 : after.m, 3)}) = ${mark(number(chip.factor[n], 3))}`));
+      rules.push(rule("l", kind === "exp", has && `factor · ${number(before.l[n], 3)} + Σp = ${number(after.l, 3)}`));
+      rules.push(rule("O", kind === "values", ["values", "store"].includes(kind) && (order === "v1" ? "(factor · l before · O + p V) / l" : "factor · O + p V")));
+    } else if (standard && s) {
+      rules.push(rule("m", kind === "max", hasMax && `max(s) = ${number(after.m, 3)}`));
+      rules.push(rule("l", kind === "exp", has && `Σ exp(s − m) = ${number(after.l, 3)}`));
+    }
+  }
+  if (kind === "store" && order === "v2" && here) {
+    const {m, l} = chip.before;
+    rules.push(rule("O", true, l[n] ? `O / l, with l = ${number(l[n], 3)}` : "0: this row sees no key"));
+    rules.push(rule("lse", true, `m + log l = ${number(step.memory.lse[row], 3)}`));
+  }
+  if (!rules.length)
+    rules.push(`<div class="waits">${kind === "end" ? `lse = ${number(step.memory.lse[row], 3)}` : here ? "The row is on chip." : `The row is not at work in this step.`}</div>`);
+  parts.push(`<div class="rules">${rules.join("")}</div>`);
+
+  const output = here && chip.o ? chip.o[n] : step.memory.o[row];
+  const old = here && kind === "values" && chip.before && !standard ? chip.before.o[n] : null;
+  parts.push(scroll(`<table><thead><tr><th scope="row">column</th>${Array.from({length: settings.headdim}, (_, d) => `<th scope="col">${d}</th>`).join("")}</tr></thead><tbody>
+    <tr><th scope="row" class="o"><i>O</i> before</th>${old ? cells(old) : "<td></td>".repeat(settings.headdim)}</tr>
+    <tr><th scope="row" class="o"><i>O</i></th>${output ? cells(output, () => "o") : "<td></td>".repeat(settings.headdim)}</tr></tbody></table>`));
+
+  if (!standard) {
+    const met = history(steps, index, row), lines = met.slice(-6).map(({keys: part, largest: top, m, factor, l, moved}) =>
+      `<tr><th scope="row">${range(part)}</th><td>${number(top, 3)}</td><td class="${moved ? "moved" : ""}">${number(m, 3)}</td><td class="${moved ? "moved" : ""}">${number(factor, 3)}</td><td>${number(l, 3)}</td></tr>`);
+    const earlier = met.length > 6 ? `, the last 6 of ${met.length}` : "";
+    parts.push(`<p class="note">What this row has met${earlier}. Shaded: the maximum moved, and l and O were rescaled.</p>`);
+    parts.push(scroll(`<table><thead><tr><th scope="row">keys</th><th scope="col">largest s</th><th scope="col">m</th><th scope="col">factor</th><th scope="col">l</th></tr></thead><tbody>${lines.join("") || "<tr><th scope=row>none yet</th></tr>"}</tbody></table>`));
+  }
+  return parts.join("");
+}
+
+// ---- bytes ----
+
+// walks: {standard, v1, v2}; the others stand at the same share of their steps as the one that is shown.
+export function traffic(walks, order, index) {
+  const most = Math.max(...Object.values(walks).map(({bytes}) => bytes)), share = index / (walks[order].steps.length - 1);
+  const lines = Object.entries(walks).map(([name, {steps, bytes}]) => {
+    const {read, written} = name === order ? steps[index] : steps[Math.round(share * (steps.length - 1))];
+    const percent = (x) => `${((100 * x) / most).toFixed(2)}%`;
+    return `<div class="${name === order ? "here" : ""}" data-order="${name}"><div class="line"><span>${ORDER_NAMES[name]}</span>
+      <span><b>${count(read + written)}</b> of ${count(bytes)} bytes</span></div>
+      <div class="bar"><i class="total" style="width:${percent(bytes)}"></i><i class="read" style="width:${percent(read)}"></i><i class="written" style="left:${percent(read)};width:${percent(written)}"></i></div></div>`;
+  });
+  return `<div class="bytes">${lines.join("")}</div>
+    <p class="note"><span class="swatch read"></span>read &nbsp; <span class="swatch written"></span>written &nbsp; Outline: the whole run. The other orders stand at the same share of their steps.</p>`;
+}
+
+export function realSize(causal) {
+  const size = {seqlenQ: 8192, seqlenK: 8192, headdim: 128, tileM: 128, tileN: 128, causal};
+  const megabytes = (order) => `${count(bytesOf({...size, order}) / 1e6)} MB`;
+  return `<p class="note">One head of 8192 rows and keys, headdim 128, tiles of 128 × 128${causal ? ", causal" : ""}: standard ${megabytes("standard")}, v1 ${megabytes("v1")},
+    v2 ${megabytes("v2")}.</p><details><summary>What is counted</summary><p>Every number that is copied on chip or written back: ${INPUT_BYTES} bytes for Q, K, V and the
+    output, ${SUM_BYTES} for S, P and the O that v1 carries, ${STATISTIC_BYTES} for m, l and lse. Caches in between are not counted, with one gift to standard attention:
+    it reads each of Q, K and V once. Larger tiles of rows read K and V less often.</p></details>`;
+}
