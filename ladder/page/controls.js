@@ -1,5 +1,5 @@
 // controls.js: the state of the page, its controls and keys. The state is the settings, the step and the row; all else follows from them.
-import {definition, largestDifference, randomInputs, walk} from "./algorithm.js";
+import {bytesOf, definition, largestDifference, randomInputs, walk} from "./algorithm.js";
 import {ChipPicture, MemoryPicture, describe, fly, realSize, rowNumbers, traffic} from "./draw.js";
 import {TimeLine} from "./timeline.js";
 
@@ -82,6 +82,8 @@ function showControls() {
 function go(index) {
   const moved = index === state.index + 1;
   state.index = Math.max(0, Math.min(steps().length - 1, index));
+  const {rows} = steps()[state.index];
+  if ($("follow").checked && rows && (state.row < rows[0] || state.row >= rows[1])) state.row = rows[0];
   show(moved), remember();
 }
 function tick() {
@@ -248,6 +250,6 @@ const line = connectTimeLine();
 setTheme("system");
 
 // For the console, and for the tests.
-window.picture = {state, examples, change, go, inputs: () => inputs, walks: () => walks, exact: () => exact, line,
+window.picture = {state, examples, change, go, inputs: () => inputs, walks: () => walks, exact: () => exact, line, memory, bytesOf,
                   difference: () => largestDifference(walks[state.settings.order], exact)};
 document.documentElement.dataset.ready = "yes";

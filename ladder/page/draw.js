@@ -44,7 +44,7 @@ export function describe(step, {order, causal}, row) {
     case "max": {
       if (order === "standard") return `Pass two, the softmax. The maximum of each row.${of && `${of}m = ${number(chip.m[n], 3)}.`}`;
       const moved = step.moved.filter(Boolean).length, first = chip.before.m.filter((m, i) => m === -Infinity && chip.m[i] > m).length;
-      const how = moved ? `The maximum moves in ${moved} of ${rows[1] - rows[0]} rows: what they have summed was too large by e to the rise, and is scaled down.`
+      const how = moved ? `The maximum moves in ${moved} of ${rows[1] - rows[0]} rows. Their l and O so far belong to the old maximum: the factor exp(old m − new m) corrects them.`
         : first ? "The first maxima of these rows." : "No maximum moves: nothing has to be rescaled.";
       if (n === null) return how;
       const before = chip.before.m[n], after = chip.m[n];
@@ -56,8 +56,9 @@ export function describe(step, {order, causal}, row) {
       return `Weights P = exp(S − m). The sum l is scaled by the factor, then takes in the new weights.${of && `${of}l = ${number(chip.l[n], 3)}.`}`;
     case "values":
       if (order === "standard") return `O = P V for ${rowsOf(rows)}.`;
-      if (order === "v1") return "O in memory is already divided by its sum: undo that, scale, add P V, divide by the new sum.";
-      return "O is scaled by the factor, then takes in P V. It is divided by l only at the very end.";
+      return (order === "v1" ? "O in memory is already divided by its sum: undo that, scale, add P V, divide by the new sum."
+        : "O is scaled by the factor, then takes in P V. It is divided by l only at the very end.")
+        + (of && `${of}O[0] goes from ${number(chip.before.o[n][0], 3)} to ${number(chip.o[n][0], 3)}.`);
     case "store":
       if (order === "standard") return chip.o ? `O of ${rowsOf(rows)} is written.` : chip.p ? `P of ${rowsOf(rows)} is written over S.` : `S of ${rowsOf(rows)} is written to memory: ${keys[1]} numbers a row.`;
       if (order === "v1") return `O, m and l of ${rowsOf(rows)} go back to memory.`;
@@ -89,7 +90,7 @@ const hatchPattern = (root, id) => {
 };
 
 // How dark a number is drawn, from the smallest to the largest of its array.
-const shade = (x, low, high) => (Number.isFinite(x) ? 0.07 + 0.85 * (high > low ? (x - low) / (high - low) : 0.5) : 0);
+const shade = (x, low, high) => (Number.isFinite(x) ? 0.07 + 0.85 * (high > low ? (x - low) / (high - low) : 0) : 0);
 const limits = (rows) => {
   const all = rows.flat().filter(Number.isFinite);
   return [Math.min(...all), Math.max(...all)];
@@ -231,7 +232,7 @@ export class ChipPicture {
     const d = Math.max(30, Math.min(headdim * 9, width * 0.16)), statistic = 38, gap = 12;
     const statistics = wide && order !== "standard" ? 3 : wide ? 2 : 0;
     const column = Math.min(46, (width - 2 * d - statistics * statistic - 4 * gap - 4) / tileN);
-    const line = Math.max(9, Math.min(24, 190 / tileM)), height = Math.max(46, Math.min(headdim * 8, 76));
+    const line = Math.max(9, Math.min(26, 190 / tileM)), height = Math.max(46, Math.min(headdim * 9, 84));
     const total = 2 * d + tileN * column + statistics * statistic + (statistics ? 3 : 2) * gap, left = Math.max(2, (width - total) / 2);
     const xS = left + d + gap, xM = xS + tileN * column + gap, xO = xM + (statistics ? statistics * statistic + gap : 0);
     const yK = 22, yS = yK + height + 26, yV = yS + tileM * line + 26;
@@ -371,13 +372,13 @@ export function rowNumbers(steps, index, settings, row) {
     rules.push(rule("lse", true, `m + log l = ${number(step.memory.lse[row], 3)}`));
   }
   if (!rules.length)
-    rules.push(`<div class="waits">${kind === "end" ? `lse = ${number(step.memory.lse[row], 3)}` : here ? "The row is on chip." : `The row is not at work in this step.`}</div>`);
+    rules.push(`<div class="waits">${kind === "end" ? `lse = ${number(step.memory.lse[row], 3)}` : here ? "The row is on chip." : rows && rows[1] - rows[0] < settings.seqlenQ ? `Row ${row} is not on chip: the step is about ${rowsOf(rows)}.` : "No row is at work in this step."}</div>`);
   parts.push(`<div class="rules">${rules.join("")}</div>`);
 
   const output = here && chip.o ? chip.o[n] : step.memory.o[row];
   const old = here && kind === "values" && chip.before && !standard ? chip.before.o[n] : null;
   parts.push(scroll(`<table><thead><tr><th scope="row">column</th>${Array.from({length: settings.headdim}, (_, d) => `<th scope="col">${d}</th>`).join("")}</tr></thead><tbody>
-    <tr><th scope="row" class="o"><i>O</i> before</th>${old ? cells(old) : "<td></td>".repeat(settings.headdim)}</tr>
+    ${standard ? "" : `<tr><th scope="row" class="o"><i>O</i> before</th>${old ? cells(old) : "<td></td>".repeat(settings.headdim)}</tr>`}
     <tr><th scope="row" class="o"><i>O</i></th>${output ? cells(output, () => "o") : "<td></td>".repeat(settings.headdim)}</tr></tbody></table>`));
 
   if (!standard) {
@@ -385,7 +386,7 @@ export function rowNumbers(steps, index, settings, row) {
       `<tr><th scope="row">${range(part)}</th><td>${number(top, 3)}</td><td class="${moved ? "moved" : ""}">${number(m, 3)}</td><td class="${moved ? "moved" : ""}">${number(factor, 3)}</td><td>${number(l, 3)}</td></tr>`);
     const earlier = met.length > 6 ? `, the last 6 of ${met.length}` : "";
     parts.push(`<p class="note">What this row has met${earlier}. Shaded: the maximum moved, and l and O were rescaled.</p>`);
-    parts.push(scroll(`<table><thead><tr><th scope="row">keys</th><th scope="col">largest s</th><th scope="col">m</th><th scope="col">factor</th><th scope="col">l</th></tr></thead><tbody>${lines.join("") || "<tr><th scope=row>none yet</th></tr>"}</tbody></table>`));
+    parts.push(`<div class="met">`, scroll(`<table><thead><tr><th scope="row">keys</th><th scope="col">largest s</th><th scope="col">m</th><th scope="col">factor</th><th scope="col">l</th></tr></thead><tbody>${lines.join("") || "<tr><th scope=row>none yet</th></tr>"}</tbody></table>`), "</div>");
   }
   return parts.join("");
 }

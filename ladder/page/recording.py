@@ -5,7 +5,7 @@
 
 trace.json, all times of one block of the Hopper kernel:
 
-    {"source": "...",         what was recorded on what. One that begins with "model" is labelled as not measured
+    {"source": "...",         what was recorded on what. One that begins with "model:" is labelled as not measured
      "clock_mhz": 1755,       of the multiprocessor: the page shows cycles beside nanoseconds
      "tiles": 8,              tiles of keys that the block walked through, 0 .. tiles - 1, in any order
      "stages": 2,             optional, tiles that a ring holds; 2 where it is not given
@@ -114,7 +114,7 @@ def model(tiles: int = 8, stages: int = 2, clock_mhz: int = 1755) -> dict:
     about = "128 query rows in two warpgroups, headdim 128, tiles of 128 keys, 16-bit inputs, a ring of 2 stages each for K and V."
     events.sort(key=lambda event: (event["begin_ns"], event["role"]))
     return {
-        "source": "model of the schedule, from the speeds of an H200's units",
+        "source": "model: The schedule as it follows from the speeds of an H200's units",
         "about": about,
         "clock_mhz": clock_mhz,
         "tiles": tiles,

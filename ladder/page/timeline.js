@@ -12,7 +12,7 @@ const DOES = {
 };
 const TEXT = {copy: (e) => `${e.operand ?? "KV"} ${e.tile}`, scores: (e) => `S ${e.tile}`, softmax: (e) => `softmax ${e.tile}`, values: (e) => `PV ${e.tile}`};
 
-export const isModel = ({source}) => /^(a )?model\b/i.test(source);
+export const isModel = ({source}) => source.startsWith("model:");
 
 // What each stage of the rings holds, from the copies and from the products that read them: tile, begin (the copy begins), full, end (the
 // last consumer has read it).
@@ -20,7 +20,9 @@ export function ringOf({events, stages = 2}, operand) {
   const copies = events.filter((e) => e.event === "copy" && (e.operand ?? operand) === operand).sort((a, b) => a.begin_ns - b.begin_ns);
   const reader = operand === "K" ? "scores" : "values";
   return copies.map((copy, n) => {
-    const readers = events.filter((e) => e.event === reader && e.tile === copy.tile && e.end_ns > copy.begin_ns);
+    const again = copies.slice(n + 1).find((later) => later.tile === copy.tile);  // the same tile of another item
+    const readers = events.filter((e) => e.event === reader && e.tile === copy.tile && e.begin_ns >= copy.begin_ns
+                                         && e.begin_ns < (again?.begin_ns ?? Infinity));
     return {stage: n % stages, tile: copy.tile, begin: copy.begin_ns, full: copy.end_ns, end: Math.max(copy.end_ns, ...readers.map((e) => e.end_ns))};
   });
 }
@@ -37,12 +39,12 @@ export class TimeLine {
     const ring = ([kind, stage]) => ({name: `${kind.slice(-1)} stage ${stage}`, ring: kind, items: this.rings[kind.slice(-1)].filter((held) => held.stage === stage)});
     this.lanes = [
       lane("Producer", "producer", ["copy", "wait_empty"]), ...each("K").map(ring), ...each("V").map(ring),
-      ...[0, 1].flatMap((n) => [lane(`Consumer ${n}: products`, `consumer${n}`, ["scores", "values", "wait_turn", "wait_full"]),
-                                lane("softmax", `consumer${n}`, ["softmax"])]),
+      ...[0, 1].flatMap((n) => [lane(`Consumer ${n} products`, `consumer${n}`, ["scores", "values", "wait_turn", "wait_full"]),
+                                lane(`Consumer ${n} softmax`, `consumer${n}`, ["softmax"])]),
     ];
     const title = isModel(trace) ? "<strong>A model, not a measurement.</strong>" : "<strong>Measured.</strong>";
     source.innerHTML = `${title} <span></span>`;
-    source.lastElementChild.textContent = ` ${trace.source}. ${trace.about ?? ""}`;
+    source.lastElementChild.textContent = `${trace.source.replace(/^model: /, "")}. ${trace.about ?? ""}`;
     legend.innerHTML = [["copyK", "copy of K"], ["copyV", "copy of V"], ["scores", "S = Q Kᵀ"], ["softmax", "softmax"], ["values", "O += P V"],
                         ["wait", "waiting"]].map(([name, text]) =>
       `<span><svg width="22" height="12" aria-hidden="true"><rect class="event ${name}" width="22" height="12"/></svg>${text}</span>`).join("")
@@ -53,10 +55,10 @@ export class TimeLine {
     const narrow = this.host.parentElement.clientWidth < 520, height = 26, top = 8;
     const shift = (index) => (index > 0 ? 8 : 0) + (index > this.lanes.length - 5 ? 8 : 0) + (index > this.lanes.length - 3 ? 8 : 0);
     const y = (index) => top + index * height + shift(index), bottom = y(this.lanes.length - 1) + height;
-    const names = node("svg", {width: narrow ? 74 : 158, height: bottom + 30, "aria-hidden": "true"});
+    const names = node("svg", {width: narrow ? 82 : 158, height: bottom + 30, "aria-hidden": "true"});
     this.lanes.forEach(({name}, index) => {
-      const short = narrow ? name.replace("Consumer ", "C").replace(": products", " products").replace(" stage", "") : name;
-      const text = node("text", {x: narrow ? 68 : 150, y: y(index) + 16, "text-anchor": "end", class: index === 0 || /Consumer/.test(name) ? "" : "small"}, names);
+      const short = narrow ? name.replace("Consumer ", "C").replace(" stage", "") : name;
+      const text = node("text", {x: narrow ? 76 : 150, y: y(index) + 16, "text-anchor": "end", class: /stage|softmax/.test(name) ? "small" : ""}, names);
       text.textContent = short;
     });
     this.names.replaceChildren(names);
@@ -67,6 +69,7 @@ export class TimeLine {
     const microseconds = this.tick((this.end - this.start) / 1e3, width);
     for (let us = 0; us * 1e3 <= this.end - this.start; us += microseconds) {
       node("line", {x1: x(this.start + us * 1e3), x2: x(this.start + us * 1e3), y1: 0, y2: bottom + 6, class: "grid"}, root);
+      if (x(this.start + us * 1e3) > width - 44) continue;
       const text = node("text", {x: x(this.start + us * 1e3) + 3, y: bottom + 20, class: "small"}, root);
       text.textContent = `${Number(us.toFixed(3))} µs`;
     }
