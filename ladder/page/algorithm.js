@@ -289,7 +289,7 @@ export function walk(inputs, settings) {
 }
 
 // The tiles of keys that a row has met up to a step: what the running maximum and sum went through.
-export function history(steps, upTo, row) {
+export function tilesMet(steps, upTo, row) {
   const met = [];
   for (const [index, {kind, rows, keys, chip}] of steps.slice(0, upTo + 1).entries()) {
     if (kind !== "exp" || row < rows[0] || row >= rows[1]) continue;

@@ -123,8 +123,8 @@ let remembering;
 function remember() {  // not at every step: browsers limit how often an address may change
   clearTimeout(remembering);
   remembering = setTimeout(() => {
-    const parts = Object.entries(LETTERS).map(([letter, name]) => `${letter}=${Number.isFinite(+state.settings[name]) ? +state.settings[name] : state.settings[name]}`);
-    try { history.replaceState(null, "", `#${parts.join("&")}&row=${state.row}&step=${state.index}`); } catch { /* a frame that may not */ }
+    const parts = Object.entries(LETTERS).map(([letter, name]) => `${letter}=${name === "order" ? state.settings.order : Number(state.settings[name])}`);
+    history.replaceState(null, "", `#${parts.join("&")}&row=${state.row}&step=${state.index}`);
   }, 250);
 }
 function recall() {
@@ -162,6 +162,7 @@ const nextTheme = () => setTheme(THEMES[(THEMES.indexOf($("theme-name").textCont
 function connect() {
   for (const [name, [text, least, most]] of Object.entries(SLIDERS)) {
     const label = document.createElement("label");
+    label.htmlFor = name;  // else the label would be the output's, which comes first
     label.innerHTML = `<span>${text}</span><output id="${name}-value" for="${name}"></output><input type="range" id="${name}" min="${least}" max="${most}">`;
     $("sliders").append(label);
     $(name).addEventListener("input", () => change({[name]: +$(name).value, ...(OF_INPUTS.includes(name) ? {example: -1} : {})}));

@@ -1,5 +1,5 @@
 // draw.js: a step as pictures and text. Nothing here computes attention: all numbers come from the steps of algorithm.js.
-import {STATISTIC_BYTES, SUM_BYTES, INPUT_BYTES, bytesOf, history} from "./algorithm.js";
+import {STATISTIC_BYTES, SUM_BYTES, INPUT_BYTES, bytesOf, tilesMet} from "./algorithm.js";
 
 // ---- text ----
 
@@ -382,7 +382,7 @@ export function rowNumbers(steps, index, settings, row) {
     <tr><th scope="row" class="o"><i>O</i></th>${output ? cells(output, () => "o") : "<td></td>".repeat(settings.headdim)}</tr></tbody></table>`));
 
   if (!standard) {
-    const met = history(steps, index, row), lines = met.slice(-6).map(({keys: part, largest: top, m, factor, l, moved}) =>
+    const met = tilesMet(steps, index, row), lines = met.slice(-6).map(({keys: part, largest: top, m, factor, l, moved}) =>
       `<tr><th scope="row">${range(part)}</th><td>${number(top, 3)}</td><td class="${moved ? "moved" : ""}">${number(m, 3)}</td><td class="${moved ? "moved" : ""}">${number(factor, 3)}</td><td>${number(l, 3)}</td></tr>`);
     const earlier = met.length > 6 ? `, the last 6 of ${met.length}` : "";
     parts.push(`<p class="note">What this row has met${earlier}. Shaded: the maximum moved, and l and O were rescaled.</p>`);

@@ -1,4 +1,4 @@
-"""The trace of the page's time line: its format, a check of it, and a model of the schedule that stands in for a recording.
+"""The trace of the page's time line: its format, a check of it, and a model that stands in for a recording.
 
     python ladder/page/recording.py          writes trace.json from the model
     python ladder/page/recording.py FILE     checks a recording
@@ -111,7 +111,10 @@ def model(tiles: int = 8, stages: int = 2, clock_mhz: int = 1755) -> dict:
             if n >= 0:  # the softmax runs beside this consumer's own product with V
                 record(f"consumer{consumer}", "softmax", n, scored, scored + SOFTMAX)
                 ready[consumer] = max(ready[consumer], scored + SOFTMAX)
-    about = "128 query rows in two warpgroups, headdim 128, tiles of 128 keys, 16-bit inputs, a ring of 2 stages each for K and V."
+    about = (
+        "128 query rows in two warpgroups, headdim 128, tiles of 128 keys, 16-bit inputs, "
+        f"a ring of {stages} stages each for K and V."
+    )
     events.sort(key=lambda event: (event["begin_ns"], event["role"]))
     return {
         "source": "model: The schedule as it follows from the speeds of an H200's units",
