@@ -1,4 +1,4 @@
-"""Makes docs/learn/flash_attention.html, a page in one file: index.html with the style, the modules and the data inside.
+"""Makes docs/learn/flash_attention.html, a page in one file: index.html with the style, modules and data inside.
 
 python ladder/page/build.py             writes the page
 python ladder/page/build.py --check     fails when the committed page is not what the sources make

@@ -15,7 +15,7 @@ const SLIDERS = {
 const OF_INPUTS = ["seqlenQ", "seqlenK", "headdim", "seed"];  // moving one of these leaves the example
 const SPEEDS = [0.5, 1, 2, 4, 10, 30];                        // steps a second
 
-const state = {settings: {...examples[0].settings, order: "v2", precision: 32, seed: 1, example: 0}, index: 0, row: 5, playing: false, speed: 2};
+const state = {settings: {...examples[0].settings, order: "v2", precision: 32, seed: 1, example: 0}, index: 0, row: 1, playing: false, speed: 2};
 let inputs, walks, exact, timer;
 const memory = new MemoryPicture($("memory")), chip = new ChipPicture($("chip"));
 const steps = () => walks[state.settings.order].steps;
@@ -229,9 +229,10 @@ function connectTimeLine() {
     $("time-name").value = `${(since / 1e3).toFixed(2)} µs, cycle ${Math.round(since * trace.clock_mhz / 1e3)}`;
   };
   Object.assign($("time"), {min: line.start, max: line.end, step: (line.end - line.start) / 400});
-  $("zoom").max = Math.max(8, Math.ceil(trace.tiles / 2));
+  $("zoom").max = Math.max(8, Math.ceil(trace.tiles / 2.5));
   const draw = () => line.layout(+$("zoom").value);
-  $("zoom").value = Math.max($("gantt").clientWidth < 520 ? 2.5 : 1, trace.tiles / 10);
+  const shown = Math.min(1, 10 / trace.tiles);  // some ten tiles at first, on a phone four
+  $("zoom").value = ($("gantt").clientWidth < 520 ? 2.5 : 1) / shown;
   $("time").addEventListener("input", () => showTime(+$("time").value, true));
   $("zoom").addEventListener("input", () => (draw(), showTime(line.now, true)));
   $("gantt").addEventListener("click", (event) => showTime(line.at(event.clientX - line.root.getBoundingClientRect().left), false));
@@ -239,7 +240,7 @@ function connectTimeLine() {
   new ResizeObserver(() => {
     if ($("gantt").clientWidth !== width) width = $("gantt").clientWidth, draw();
   }).observe($("gantt"));
-  draw(), showTime(line.start + 0.45 * (line.end - line.start), false);
+  draw(), showTime(line.start + 0.45 * shown * (line.end - line.start), false);
   return line;
 }
 

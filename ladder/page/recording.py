@@ -10,7 +10,7 @@ trace.json, all times of one block of the Hopper kernel:
      "tiles": 8,              tiles of keys that the block walked through, 0 .. tiles - 1, in any order
      "stages": 2,             optional, tiles that a ring holds; 2 where it is not given
      "about": "...",          optional, a sentence for the reader: shape, dtype
-     "events": [{"role": "producer" | "consumer0" | "consumer1",
+     "events": [{"role": "producer" | "consumer0" | "consumer1" | "consumer2",
                  "event": one of EVENTS below,
                  "tile": n,
                  "operand": "K" | "V",   optional, for copies and waits. A copy without it brings both K and V
@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 
 FILE = Path(__file__).resolve().with_name("trace.json")
-ROLES = ("producer", "consumer0", "consumer1")
+ROLES = ("producer", "consumer0", "consumer1", "consumer2")
 EVENTS = {
     "producer": ("wait_empty", "copy"),
     "consumer": ("wait_full", "wait_turn", "scores", "softmax", "values"),
@@ -51,7 +51,7 @@ def check(trace: dict) -> None:
     for number_of, event in enumerate(trace["events"]):
         where = f"events[{number_of}]"
         need(event.get("role") in ROLES, f"{where}.role is {event.get('role')!r}")
-        known = EVENTS[event["role"].rstrip("01")]
+        known = EVENTS[event["role"].rstrip("012")]
         need(event.get("event") in known, f"{where}.event is {event.get('event')!r}, not one of {', '.join(known)}")
         tile = event.get("tile")
         need(isinstance(tile, int) and 0 <= tile < trace["tiles"], f"{where}.tile is {tile}")

@@ -1,6 +1,5 @@
 // timeline.js: a trace of one block of the Hopper kernel as a chart of who works when. recording.py describes the data.
 
-const NAMES = {producer: "the producer", consumer0: "consumer 0", consumer1: "consumer 1"};
 const DOES = {
   wait_full: (e) => `waits for ${e.operand ?? "K or V"} ${e.tile}`,
   wait_empty: (e) => `waits for an empty stage for ${e.operand ?? "tile"} ${e.tile}`,
@@ -34,13 +33,16 @@ export class TimeLine {
     this.end = Math.max(...trace.events.map((e) => e.end_ns));
     this.rings = {K: ringOf(trace, "K"), V: ringOf(trace, "V")};
     this.now = this.start;
+    this.consumers = [...new Set(trace.events.map(({role}) => role))].filter((role) => role !== "producer").sort();
     const {stages = 2} = trace, each = (operand) => Array.from({length: stages}, (_, n) => [`ring${operand}`, n]);
     const lane = (name, role, events) => ({name, items: trace.events.filter((e) => e.role === role && events.includes(e.event))});
     const ring = ([kind, stage]) => ({name: `${kind.slice(-1)} stage ${stage}`, ring: kind, items: this.rings[kind.slice(-1)].filter((held) => held.stage === stage)});
     this.lanes = [
       lane("Producer", "producer", ["copy", "wait_empty"]), ...each("K").map(ring), ...each("V").map(ring),
-      ...[0, 1].flatMap((n) => [lane(`Consumer ${n} products`, `consumer${n}`, ["scores", "values", "wait_turn", "wait_full"]),
-                                lane(`Consumer ${n} softmax`, `consumer${n}`, ["softmax"])]),
+      ...this.consumers.flatMap((role) => {
+        const name = role.replace("consumer", "Consumer ");
+        return [lane(`${name} products`, role, ["scores", "values", "wait_turn", "wait_full"]), lane(`${name} softmax`, role, ["softmax"])];
+      }),
     ];
     const title = isModel(trace) ? "<strong>A model, not a measurement.</strong>" : "<strong>Measured.</strong>";
     source.innerHTML = `${title} <span></span>`;
@@ -53,8 +55,8 @@ export class TimeLine {
 
   layout(zoom) {
     const narrow = this.host.parentElement.clientWidth < 520, height = 26, top = 8;
-    const shift = (index) => (index > 0 ? 8 : 0) + (index > this.lanes.length - 5 ? 8 : 0) + (index > this.lanes.length - 3 ? 8 : 0);
-    const y = (index) => top + index * height + shift(index), bottom = y(this.lanes.length - 1) + height;
+    const groups = (index) => this.lanes.slice(0, index + 1).filter(({name}, n) => n === 1 || / products$/.test(name)).length;
+    const y = (index) => top + index * height + 8 * groups(index), bottom = y(this.lanes.length - 1) + height;
     const names = node("svg", {width: narrow ? 82 : 158, height: bottom + 30, "aria-hidden": "true"});
     this.lanes.forEach(({name}, index) => {
       const short = narrow ? name.replace("Consumer ", "C").replace(" stage", "") : name;
@@ -114,7 +116,8 @@ export class TimeLine {
     for (const {rect, begin, end} of this.shapes) rect.classList.toggle("now", holds(begin, end));
     if (follow && (at < this.host.scrollLeft + 40 || at > this.host.scrollLeft + this.host.clientWidth - 40))
       this.host.scrollLeft = at - this.host.clientWidth / 3;
-    const does = Object.entries(NAMES).map(([role, name]) => {
+    const does = ["producer", ...this.consumers].map((role) => {
+      const name = role === "producer" ? "the producer" : role.replace("consumer", "consumer ");
       const mine = this.trace.events.filter((e) => e.role === role && holds(e.begin_ns, e.end_ns)).map((e) => DOES[e.event](e));
       return `${name} ${mine.length ? mine.join(" and ") : "has nothing to do"}`;
     });
