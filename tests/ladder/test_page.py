@@ -143,7 +143,7 @@ def open_page(browser):
     """open_page(fragment, **context): the page, ready. At the end: no error, and nothing asked of the network."""
     contexts, wrong = [], []
 
-    def open_it(fragment="", *, reduced_motion="reduce", **options):
+    def open_it(fragment="", *, file=PAGE, reduced_motion="reduce", **options):
         context = browser.new_context(reduced_motion=reduced_motion, **options)
         contexts.append(context)
         page = context.new_page()
@@ -151,7 +151,7 @@ def open_page(browser):
         page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: wrong.append(request.url) if not request.url.startswith("file:") else None)
-        page.goto(PAGE.as_uri() + fragment)
+        page.goto(file.as_uri() + fragment)
         page.wait_for_selector("html[data-ready]", state="attached")
         return page
 
@@ -451,3 +451,24 @@ def test_time_line_says_who_works_when(open_page):
     before = page.evaluate("document.querySelector('#gantt svg').clientWidth")
     slide(page, "zoom", 6)
     assert page.evaluate("document.querySelector('#gantt svg').clientWidth") > 2 * before
+
+
+def test_a_recording_takes_the_place_of_the_model(open_page, tmp_path):
+    """As short as the format allows: no operands, no number of stages; and a third consumer."""
+    trace = recording.model(tiles=12)
+    bare = [{key: value for key, value in event.items() if key != "operand"} for event in trace["events"]]
+    third = [event | {"role": "consumer2"} for event in bare if event["role"] == "consumer1"]
+    recorded = {"source": "a block <on> a GPU", "clock_mhz": 1000, "tiles": 12, "events": bare + third}
+    shutil.copytree(SOURCES, tmp_path / "ladder/page")
+    (tmp_path / "ladder/page/trace.json").write_text(json.dumps(recorded))
+    done = build(tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = open_page(file=tmp_path / "docs/learn" / PAGE.name)
+    assert page.inner_text("#trace-source").strip() == "Measured. a block <on> a GPU."
+    names = page.locator("#gantt-names text").all_text_contents()
+    assert names[:5] == ["Producer", "K stage 0", "K stage 1", "V stage 0", "V stage 1"]
+    assert names[-2:] == ["Consumer 2 products", "Consumer 2 softmax"]
+    slide(page, "time", 1e9)
+    assert page.inner_text("#time-name").endswith(
+        f"cycle {trace['events'][-1]['end_ns'] - trace['events'][0]['begin_ns']}"
+    )
