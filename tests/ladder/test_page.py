@@ -223,7 +223,7 @@ def test_random_settings_equal_the_reference_at_every_step(shared, case):
     shared.check(f"input[name=precision][value='{precision}']", force=True)
     q, k, v = (np.array(x) for x in shared.evaluate("(({q, k, v}) => [q, k, v])(picture.inputs())"))
     assert q.shape == (setting["seqlenQ"], setting["headdim"]) and k.shape == v.shape
-    assert len(k) == setting["seqlenK"] and np.abs(q).max() < 10 and len(np.unique(q)) > min(3, q.size - 1)
+    assert len(k) == setting["seqlenK"] and np.abs(q).max() < 10 and len(np.unique(q)) >= (q.size + 1) // 2
     assert_right(shared, precision, examples.exact(q, k, v, causal))
 
     # m and l of every row in every tile, against a softmax of the keys up to there
