@@ -141,7 +141,11 @@ gpu=$(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null 
 
 # ---- what it needs, and from where ----
 need=(cmake) want=(ninja numpy)
-case $verb in test) need+=(numpy pytest) want=(ninja ml_dtypes hypothesis rich matplotlib) ;; esac
+if [[ $verb == test ]]; then
+    need+=(numpy pytest) want=(ninja ml_dtypes hypothesis rich matplotlib)
+    # tests/ladder/test_page.py drives a browser where there is one
+    ! command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null || want+=(playwright)
+fi
 kernels=yes
 if [[ $cuda == off ]]; then
     kernels=''
