@@ -21,7 +21,8 @@ class Unavailable(Exception):
 @dataclass(frozen=True)
 class Calls:
     """A loaded rung. q (batch, seqlen_q, nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim), contiguous.
-    The scale is headdim ** -0.5, and causal is bottom-right aligned, as in flash_attn_func."""
+    The scale is headdim ** -0.5, and causal is bottom-right aligned, as in flash_attn_func. A rung that serves
+    float8_e4m3fn gets such arrays, all descale factors 1, and returns out in bfloat16 or float32."""
 
     forward: Callable[..., tuple[Any, Any]]  # (q, k, v, causal) -> out like q, lse (batch, nheads, seqlen_q) float32
     backward: Callable[..., tuple[Any, Any, Any]] | None = None  # (dout, q, k, v, out, lse, causal) -> dq, dk, dv
