@@ -7,6 +7,7 @@ import functools
 from ..rung import Calls, Rung
 
 REFERENCE = ("python/flash_attn_minimal/reference.py",)
+SHARED = ("Head", "_or_zero", "_times_values", "_divide", "heads", "_over_heads")
 MINE = "ladder/numpy_/"
 
 
@@ -39,19 +40,28 @@ def _fp8() -> Calls:
     return Calls(lambda q, k, v, causal: flash_attention_fp8(q, k, v, causal=causal))
 
 
-def _rung(name, about, load, files=REFERENCE, dtypes=("float32",), headdims=(32, 64, 128)) -> Rung:
+def _rung(name, about, load, files=REFERENCE, dtypes=("float32",), headdims=(32, 64, 128), parts=()) -> Rung:
     return Rung(
-        name=name, language="NumPy", about=about, device="cpu", files=files, load=load, dtypes=dtypes, headdims=headdims
+        name=name,
+        language="NumPy",
+        about=about,
+        device="cpu",
+        files=files,
+        parts=parts,
+        load=load,
+        dtypes=dtypes,
+        headdims=headdims,
     )
 
 
 RUNGS = (
     _rung("numpy_standard", "the formula: three steps, S in memory",
-          functools.partial(_reference, "standard_attention", backward=True)),
+          functools.partial(_reference, "standard_attention", backward=True),
+          parts=(*SHARED, "_standard", "_standard_backward")),
     _rung("numpy_v1", "online softmax, keys outside: S is never whole",
-          functools.partial(_reference, "flash_attention_v1")),
+          functools.partial(_reference, "flash_attention_v1"), parts=(*SHARED, "_flash_v1")),
     _rung("numpy_v2", "queries outside: out stays in place and is divided once",
-          functools.partial(_reference, "flash_attention_v2")),
+          functools.partial(_reference, "flash_attention_v2"), parts=(*SHARED, "_flash_v2")),
     _rung("numpy_v3", "a producer, and two warpgroups that take turns at the tensor cores", _v3,
           (MINE + "flash_attention_v3.py", MINE + "block.py")),
     _rung("numpy_fp8", "8 bits: scales for blocks, and sums of two levels", _fp8, (MINE + "flash_attention_fp8.py",),
