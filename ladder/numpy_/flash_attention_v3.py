@@ -15,6 +15,9 @@ cores idle most of the time. Two things fill them:
     overlap     Within a warpgroup, S of tile j is begun together with O += P V of tile j - 1. The softmax of tile j
                 needs S alone, so it runs while that product is still under way.
 
+The model is kind to the softmax: two at a time do not slow each other down, while on the GPU they share one unit for
+exponentials.
+
 `python -m ladder.numpy_.flash_attention_v3` prints the turns with and without each.
 """
 

@@ -203,7 +203,7 @@ def test_one_failure_while_timing_does_not_cost_the_others_their_times(tmp_path,
 
     def tired(q, k, v, causal):
         calls.append(1)
-        if len(calls) > 4:
+        if len(calls) > 5:
             raise RuntimeError("no more")
         return standard(q, k, v, causal)
 
@@ -221,6 +221,20 @@ def test_eight_bits(tmp_path):
     data = run(tmp_path, *TINY, *options)
     assert "numpy_fp8" in [row["system"] for row in data["rows"]]
     assert all(row["pass"] == "fwd" and row["dtype"] == "float8_e4m3fn" for row in data["rows"])
+
+
+def test_a_shape_without_inputs_is_left_out(tmp_path, only, monkeypatch):
+    class Arrays(languages.Arrays):
+        def __init__(self, machine, shape, seed):
+            if shape.seqlen == 16 and not shape.backward:
+                raise MemoryError("too large")
+            super().__init__(machine, shape, seed)
+
+    monkeypatch.setattr(languages, "Arrays", Arrays)
+    only(rung("one"))
+    data = run(tmp_path, *TINY, "--seqlen", "8,16,24", "--headdim", "64", "--heads", "1", "--batch", "1")
+    assert [row["seqlen_q"] for row in data["rows"] if row["system"] == "one"] == [8, 24]
+    assert [item["reason"] for item in data["left_out"]] == ["no inputs, MemoryError: too large"]
 
 
 def test_the_machine_of_torch_has_what_the_suite_needs(tmp_path, only, monkeypatch):

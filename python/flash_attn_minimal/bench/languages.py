@@ -152,7 +152,7 @@ class Runner:
     reason: str | None = None  # why it cannot run here
     load_s: float = 0.0
     speed: dict[tuple[str, bool], float] = field(default_factory=dict)  # FLOP/s by dtype and pass
-    first_s: dict[tuple[str, bool], float] = field(default_factory=dict)  # the first call, over the second
+    first_s: dict[tuple[str, bool], float] = field(default_factory=dict)  # the first call, over a later one
 
     def refusal(self, shape: Shape) -> str | None:
         """Why it does not serve a shape; empty where that needs no word."""
@@ -177,20 +177,20 @@ class Runner:
         self.load_s = time.perf_counter() - start
 
     def probe(self, machine, shape: Shape) -> None:
-        """Two calls on a small shape of the same kind: what the first use costs, and a first idea of the speed."""
+        """Three calls on a small shape of the same kind: what the first use costs, and a first idea of the speed."""
         key = shape.dtype, shape.backward
         if key in self.speed:
             return
         small = replace(shape, batch=1, seqlen=min(PROBE_SEQLEN[machine.device], shape.seqlen), causal=False)
         launch = Arrays(machine, small, 0).launch(self.calls, small)
         took = []
-        for _ in range(2):
+        for _ in range(3):
             start = time.perf_counter()
             launch(0)
             machine.synchronize()
             took.append(time.perf_counter() - start)
-        self.first_s[key] = max(0.0, took[0] - took[1])
-        self.speed[key] = small.flops / took[1]
+        self.first_s[key] = max(0.0, took[0] - min(took[1:]))
+        self.speed[key] = small.flops / min(took[1:])
 
     def seconds(self, shape: Shape) -> float:
         return shape.flops / self.speed[shape.dtype, shape.backward]
@@ -303,11 +303,14 @@ def _one(machine, shape: Shape, name: str, runners, options, protocol, meter, ou
         return "no rung"
     try:
         arrays = Arrays(machine, shape, options.seed or 0)
-    except BenchError as error:  # a dtype that is not there
-        for runner in serving:
-            left_out(runner, str(error))
-        return str(error)
-    exact = arrays.exact(machine, replace(shape, allow_tf32=shape.dtype == "float32" and not shape.backward))
+        exact = arrays.exact(machine, replace(shape, allow_tf32=shape.dtype == "float32" and not shape.backward))
+    except Stopped:
+        raise
+    except Exception as error:  # a dtype that is not there, or not enough memory
+        reason = f"no inputs, {type(error).__name__}: {first_line(error)}"
+        outcome.left_out.append({"system": "all", "shape": name, "reason": reason})
+        machine.release()
+        return reason
     ready: list[tuple[Runner, Callable, dict[str, Any]]] = []
     notes = []
     limit = CALL_LIMIT_S[machine.device]
@@ -476,7 +479,7 @@ def picture(data: dict, rows: list[dict]):
         bars = axis.barh(range(len(ordered)), values, color=colours, height=0.7)
         axis.bar_label(bars, [f" {number(value)}" for value in values], fontsize=8)
         axis.set_yticks(range(len(ordered)), [_name(row) for row in ordered], fontsize=8)
-        axis.invert_yaxis()
+        axis.set_ylim(height - 0.5, -0.5)  # bars are as thick in every panel
         axis.grid(axis="y", visible=False)
         axis.set_xscale("log")
         axis.set_xlim(min(values) / 2, max(values) * 4)
@@ -502,10 +505,11 @@ def curves(data: dict, rows: list[dict]):
     chosen = [row for row in rows if _group(row)[2:] == most and row["causal"] == causal]
     groups = _groups(chosen)
     names = _order(chosen)
-    looks = {
-        rung: {"color": LINES[i % len(LINES)], "marker": "oDP*Xsv^"[i // len(LINES) % 8], "markersize": 4}
-        for i, rung in enumerate(names)
-    }
+    others = [rung for rung in names if rung != label("ours")]
+    looks = {rung: {"color": LINES[1 + i % 7], "marker": "oDP*Xsv^"[i // 7 % 8]} for i, rung in enumerate(others)}
+    looks[label("ours")] = {"color": LINES[0], "marker": "o", "linewidth": 2.4, "zorder": 3}
+    for name_of_peer in {_name(row) for row in chosen if row.get("peer")}:
+        looks[name_of_peer]["linestyle"] = "--"
     columns = min(4, len(groups))
     lines = math.ceil(len(groups) / columns)
     figure, axes = figure_of(lines, columns, max(7, 3.8 * columns), 1.8 + 3.2 * lines)
@@ -514,7 +518,7 @@ def curves(data: dict, rows: list[dict]):
     for axis, ((dtype, direction, *_), group) in zip(axes.flat, groups.items(), strict=False):
         for rung in _order(group):
             mine = sorted((row["seqlen_q"], row["tflops"] * scale) for row in group if _name(row) == rung)
-            axis.plot(*zip(*mine, strict=True), label=rung, **looks[rung])
+            axis.plot(*zip(*mine, strict=True), label=rung, markersize=4, **looks[rung])
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         plain_log(axis.yaxis)
