@@ -3,9 +3,10 @@
 // New: the online softmax. A tile of 32 queries walks over tiles of 64 keys. Each row keeps the largest score so far and the sum of
 // exponentials relative to it; when a larger score comes, both that sum and the row of out are multiplied by e^(old max - new max). out is
 // divided by the sum once, at the end. Memory is linear in the length, and of a causal mask only the tiles with visible keys are computed.
-// K^T is stored tile after tile, because rows a power of two apart would fight for the same lines of the cache.
+// K^T is stored tile after tile, because rows a power of two apart would fight for the same lines of the cache. And four products join a
+// sum at a time, so that it is loaded and stored once for all of them (add_rows).
 //
-// Bound by loads from the first-level cache: one or two vectors for each multiply-add.
+// Bound by loads from the first-level cache: five vectors for four multiply-adds.
 #include "attention.h"
 #include "row.h"
 
@@ -22,8 +23,7 @@ struct tile {
 static void scores(struct tile* t, int rows, const float* kt, int headdim) {
     for (int i = 0; i < rows; ++i) {
         float s[kBlockN] = {0};
-        for (int d = 0; d < headdim; ++d)
-            for (int j = 0; j < kBlockN; ++j) s[j] += t->q[i][d] * kt[d * kBlockN + j];
+        add_rows(s, kBlockN, t->q[i], kt, kBlockN, headdim);
         memcpy(t->s[i], s, sizeof s);
     }
 }
@@ -48,8 +48,7 @@ static void attend(struct tile* t, const struct attention* a, int first_row, int
         scores(t, rows, kt + (size_t)j0 * headdim, headdim);
         for (int i = 0; i < rows; ++i) {
             softmax(t, i, visible_keys(a, first_row + i) - j0, headdim);
-            for (int j = 0; j < kBlockN && j0 + j < last; ++j)
-                for (int d = 0; d < headdim; ++d) t->out[i][d] += t->s[i][j] * v[(j0 + j) * key_stride(a) + d];
+            add_rows(t->out[i], headdim, t->s[i], v + j0 * key_stride(a), key_stride(a), last - j0 < kBlockN ? last - j0 : kBlockN);
         }
     }
 }

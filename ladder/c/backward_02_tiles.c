@@ -28,11 +28,8 @@ static void load_keys(struct key_tile* t, const float* k, const float* v, size_t
 static void one_row(struct key_tile* t, const float* q, const float* dout, float lse, float delta, float scale, int seen, int headdim,
                     float* dq) {
     float p[kKeys] = {0}, ds[kKeys] = {0};
-    for (int d = 0; d < headdim; ++d)
-        for (int j = 0; j < kKeys; ++j) {
-            p[j] += q[d] * t->kt[d][j];
-            ds[j] += dout[d] * t->vt[d][j];
-        }
+    add_rows(p, kKeys, q, t->kt[0], kKeys, headdim);
+    add_rows(ds, kKeys, dout, t->vt[0], kKeys, headdim);
     for (int j = 0; j < kKeys; ++j) {
         const float above = p[j] * scale - lse;  // 0 or less, but for rounding
         p[j] = exponential(above < 0 ? above : 0);
@@ -42,8 +39,8 @@ static void one_row(struct key_tile* t, const float* q, const float* dout, float
         for (int d = 0; d < headdim; ++d) {
             t->dv[j][d] += p[j] * dout[d];
             t->dk[j][d] += ds[j] * q[d];
-            dq[d] += ds[j] * t->k[j][d];
         }
+    add_rows(dq, headdim, ds, t->k[0], kDims, seen);
 }
 
 int attention_backward(const float* dout, const float* q, const float* k, const float* v, const float* out, const float* lse, float* dq,

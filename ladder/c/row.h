@@ -2,6 +2,7 @@
 // lanes as a vector may have.
 #pragma once
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -49,4 +50,16 @@ static inline float exponentials(float* s, int count, float shift) {
     for (int half = kLanes / 2; half > 0; half /= 2)
         for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
     return sum[0];
+}
+
+// sum[0 .. n - 1] += the sum of weight[r] * (row r), row r at rows + r * stride. Four rows at a time: sum is loaded and stored once for
+// them.
+static inline void add_rows(float* restrict sum, int n, const float* weight, const float* restrict rows, size_t stride, int count) {
+    int r = 0;
+    for (; r + 4 <= count; r += 4, rows += 4 * stride)
+        for (int i = 0; i < n; ++i)
+            sum[i] += (weight[r] * rows[i] + weight[r + 1] * rows[stride + i]) +
+                      (weight[r + 2] * rows[2 * stride + i] + weight[r + 3] * rows[3 * stride + i]);
+    for (; r < count; ++r, rows += stride)
+        for (int i = 0; i < n; ++i) sum[i] += weight[r] * rows[i];
 }
