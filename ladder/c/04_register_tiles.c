@@ -14,7 +14,7 @@ enum { kVector = 16, kWidth = 4 };  // floats of a vector; vectors of a block
 enum { kVector = 8, kWidth = 2 };
 #endif
 enum { kHeight = 6, kColumns = kWidth * kVector, kBlockM = 8 * kHeight, kBlockN = 64, kMaxDim = 256 };
-typedef float vec __attribute__((vector_size(kVector * sizeof(float)), aligned(4)));
+typedef float vec __attribute__((vector_size(kVector * sizeof(float)), aligned(4), may_alias));
 
 // C (rows, columns) += A (rows, depth) B (depth, columns); rows is a multiple of kHeight, columns of kColumns. ld: floats from row to row.
 static void multiply(const float* A, int lda, const float* B, int ldb, float* C, int ldc, int rows, int columns, int depth) {
