@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -21,7 +22,8 @@ class Unavailable(Exception):
 @dataclass(frozen=True)
 class Calls:
     """A loaded rung. q (batch, seqlen_q, nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim), contiguous.
-    The scale is headdim ** -0.5, and causal is bottom-right aligned, as in flash_attn_func."""
+    The scale is headdim ** -0.5, and causal is bottom-right aligned, as in flash_attn_func. A rung that serves
+    float8_e4m3fn gets such arrays, all descale factors 1, and returns out in bfloat16 or float32."""
 
     forward: Callable[..., tuple[Any, Any]]  # (q, k, v, causal) -> out like q, lse (batch, nheads, seqlen_q) float32
     backward: Callable[..., tuple[Any, Any, Any]] | None = None  # (dout, q, k, v, out, lse, causal) -> dq, dk, dv
@@ -34,6 +36,7 @@ class Rung:
     about: str  # what is new against the rung before, in a line
     device: str  # "cpu": NumPy arrays; "cuda": PyTorch tensors
     files: tuple[str, ...]  # what a reader has to read, below the root of the repository; () for another project's
+    parts: tuple[str, ...] = ()  # of one Python file: the classes and functions to read; () for all of it
     load: Callable[[], Calls]  # compiles or finds what it needs; raises Unavailable. Called once
     dtypes: tuple[str, ...] = ("float32",)
     headdims: tuple[int, ...] = (64, 128)
@@ -41,7 +44,14 @@ class Rung:
     peer: bool = False  # another project's: a row of the table, and not tested here
 
     def lines(self) -> int:
-        return sum(lines_of_code((ROOT / file).read_text(), file) for file in self.files)
+        return sum(lines_of_code(self._text(file), file) for file in self.files)
+
+    def _text(self, file: str) -> str:
+        text = (ROOT / file).read_text()
+        if not self.parts:
+            return text
+        found = {node.name: node for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        return "\n".join(ast.get_source_segment(text, found[part]) or "" for part in self.parts)
 
 
 def lines_of_code(text: str, name: str) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import library
+from . import c, library, numpy_
 from .rung import Rung
 
-RUNGS: tuple[Rung, ...] = (*library.RUNGS,)
+RUNGS: tuple[Rung, ...] = (*numpy_.RUNGS, *c.RUNGS, *library.RUNGS)
 
 
 def rung(name: str) -> Rung:

@@ -48,6 +48,8 @@ def cases():
         for shape, sizes in SHAPES.items():
             for causal in (False, True):
                 for dtype in rung.dtypes:
+                    if dtype not in accuracy.EPSILON:  # 8 bits have tests of their own
+                        continue
                     headdim = rung.headdims[len(shape) % len(rung.headdims)]
                     case = Case(headdim=headdim, dtype=dtype, causal=causal, **sizes)
                     yield pytest.param(rung, case, id=f"{rung.name}-{shape}-{'causal' if causal else 'full'}-{dtype}")

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 from .._library import load
-from . import attention, block, decode, linear, llama, overhead, prefill, profile, report, small_ops
+from . import attention, block, decode, languages, linear, llama, overhead, prefill, profile, report, small_ops
 from .machine import DTYPES, SHORT, BenchError, device_slug, library_has_cuda
 from .rows import timed
 from .suite import SUITES, Suite
 from .systems import PEERS
 from .timing import QUICK, Protocol
 
-MODULES = attention, profile, prefill, decode, llama, block, overhead, linear, small_ops  # of suites
+MODULES = attention, languages, profile, prefill, decode, llama, block, overhead, linear, small_ops  # of suites
 
 
 def _about(suite: Suite) -> str:
@@ -81,12 +81,13 @@ def _parser() -> argparse.ArgumentParser:
         "--kernel",
         type=words,
         metavar="NAME,...",
-        help="ours: kernels by name, or best; default: best, in the ladder all",
+        help="ours: kernels by name, or best; default: best, in the ladder all; languages: rungs",
     )
     add("--peers", metavar="NAME,...", help=f"{'; '.join(', '.join(names) for names in PEERS.values())}; all; none")
     add("--model", metavar="NAME", help="llama: a shape that `synthetic` knows")
     add("--threads", type=positive, metavar="N", help="CPU threads; default: all cores")
     add("--rounds", type=positive, metavar="N", help="bursts of each system on each shape")
+    add("--minutes", type=positive, metavar="N", help="languages: report what there is after so long; default: 20")
     add("--quick", action="store_const", const=True, help="fewer shapes, shorter bursts")
     add(
         "--sustained", action="store_const", const=True, help="also time a third of a second each, with clock and power"

@@ -94,14 +94,14 @@ class Numpy(CpuClock):
 
     @staticmethod
     def _dtype(dtype):
-        if dtype == "bfloat16":
+        if dtype in ("bfloat16", "float8_e4m3fn"):
             try:
                 import ml_dtypes
             except ImportError:
                 raise BenchError(
-                    "--dtype bfloat16 on the CPU needs PyTorch or ml_dtypes, and neither is installed"
+                    f"--dtype {dtype} on the CPU needs PyTorch or ml_dtypes, and neither is installed"
                 ) from None
-            return np.dtype(ml_dtypes.bfloat16)
+            return np.dtype(getattr(ml_dtypes, dtype))
         return np.dtype(dtype)
 
 
