@@ -122,7 +122,7 @@ def _attend(
     return acc, row_sum, row_max
 
 
-@_tuned((32, 32, 4, 1), (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2),
+@_tuned((16, 16, 8, 1), (64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2),
         (128, 128, 8, 3))  # fmt: skip
 @triton.jit(do_not_specialize=SIZES)
 def _forward(
@@ -194,7 +194,7 @@ def _gather(
     return dk_acc, dv_acc
 
 
-@_tuned((32, 32, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2))
+@_tuned((16, 16, 8, 1), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2))
 @triton.jit(do_not_specialize=SIZES)
 def _backward_keys(
     dout, q, k, v, dk, dv, lse, delta, nheads, nheads_k, seqlen_q, seqlen_k, scale, scale_log2, bucket,
@@ -246,7 +246,7 @@ def _walk_keys(
     return acc
 
 
-@_tuned((32, 32, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2))
+@_tuned((16, 16, 8, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2))
 @triton.jit(do_not_specialize=SIZES)
 def _backward_queries(
     dout, q, k, v, dq, lse, delta, nheads, nheads_k, seqlen_q, seqlen_k, scale, scale_log2, bucket,
