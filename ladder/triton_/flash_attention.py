@@ -1,8 +1,8 @@
 """FlashAttention in Triton: the forward pass, and gradients in three kernels.
 
-A program owns a tile of queries (forward, dq) or of keys (dk and dv), and walks over the tiles of the other kind. Arrays
-are (batch, seqlen, heads * headdim) to a kernel, behind descriptors: a load of a tile is one TMA copy, and rows behind
-the end of a sequence are read as zeros and never written. Triton chooses everything below a tile: which thread holds
+A program owns a tile of queries (forward, dq) or of keys (dk and dv), and walks over the tiles of the other kind. To a
+kernel arrays are (batch, seqlen, heads * headdim), behind descriptors: a load of a tile is one TMA copy, and rows
+behind the end of a sequence are read as zeros and never written. Triton chooses everything below a tile: which thread holds
 what, the shared memory, the wgmma instructions, and how many copies are under way.
 """
 
@@ -37,7 +37,8 @@ def _set_tiles(arguments) -> None:
 
 
 def _prune(configs, arguments, DTYPE, HEADDIM, **_):
-    """Drops what cannot fit: the first configuration is for float32 without tensor cores, the second for short calls."""
+    """The first configuration is for float32, which has no tensor cores here, the second for short calls. The largest
+    tiles do not fit with a large headdim."""
     scalar, short, *rest = configs
     if DTYPE == tl.float32:
         return [scalar]
@@ -172,57 +173,44 @@ def _load_rows(lse, delta, rows, seqlen_q):
     return lse_tile * 1.4426950408889634, tl.load(delta + rows, mask=there, other=0.0)
 
 
-@triton.jit
-def _gather(
-    dk_acc, dv_acc, k_tile, v_tile, q, dout, lse, delta, batch, head, keys, begin, end, shift, seqlen_q, scale_log2,
-    HEADDIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """What the rows from `begin` to `end` of one query head add to the gradients of a tile of keys. Scores are
-    transposed, (keys, rows), so that P and dS are left operands of the products that sum over rows, in registers."""
-    for row in tl.range(begin, end, BLOCK_M):
-        rows = row + tl.arange(0, BLOCK_M)
-        zero = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        q_tile = _load(q, batch, row, head, BLOCK_M, HEADDIM)
-        lse_row, delta_row = _load_rows(lse, delta, rows, seqlen_q)
-        p = tl.exp2(_dot(k_tile, q_tile.T, zero) * scale_log2 - lse_row[None, :])
-        if MASKED:
-            p = tl.where(keys[:, None] <= rows[None, :] + shift, p, 0.0)
-        dout_tile = _load(dout, batch, row, head, BLOCK_M, HEADDIM)
-        dv_acc = _dot(p.to(dout.dtype), dout_tile, dv_acc)
-        ds = p * (_dot(v_tile, dout_tile.T, zero) - delta_row[None, :])
-        dk_acc = _dot(ds.to(q.dtype), q_tile, dk_acc)
-    return dk_acc, dv_acc
-
-
-@_tuned((16, 16, 8, 1), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2))
+@_tuned((16, 16, 8, 1), (64, 64, 4, 1), (64, 64, 4, 2), (32, 64, 4, 2), (32, 128, 8, 2), (32, 128, 8, 3),
+        (64, 128, 8, 1), (64, 128, 8, 2))  # fmt: skip
 @triton.jit(do_not_specialize=SIZES)
 def _backward_keys(
     dout, q, k, v, dk, dv, lse, delta, nheads, nheads_k, seqlen_q, seqlen_k, scale, scale_log2, bucket,
     DTYPE: tl.constexpr, HEADDIM: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys: the sum over the query heads of its head is inside, and needs no atomics."""
+    """dk and dv of a tile of keys: the sum over the query heads of its head is inside, and needs no atomics.
+
+    Scores are transposed, (keys, rows), so that P and dS are left operands of the products that sum over rows, and stay
+    in registers. The mask is in every tile: a second loop without it would cost more, in registers that spill. Keys
+    behind the last one need no mask: what they gather is never written."""
     key, head_k, batch = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2)
     shift = seqlen_k - seqlen_q
     keys = key + tl.arange(0, BLOCK_N)
-    somebody, everybody = 0, 0
-    if CAUSAL:  # from the first number on a row sees some of the keys, from the second on all of them
-        somebody = tl.maximum(key - shift, 0) // BLOCK_M * BLOCK_M
-        everybody = tl.cdiv(tl.maximum(key + BLOCK_N - 1 - shift, 0), BLOCK_M) * BLOCK_M
+    begin = 0
+    if CAUSAL:  # the first tile in which a row sees one of the keys
+        begin = tl.maximum(key - shift, 0) // BLOCK_M * BLOCK_M
 
     k_tile = _load(k, batch, key, head_k, BLOCK_N, HEADDIM)
     v_tile = _load(v, batch, key, head_k, BLOCK_N, HEADDIM)
     dk_acc = tl.zeros((BLOCK_N, HEADDIM), tl.float32)
     dv_acc = tl.zeros((BLOCK_N, HEADDIM), tl.float32)
+    zero = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     group = nheads // nheads_k
     for head in range(head_k * group, (head_k + 1) * group):
         start = (batch.to(tl.int64) * nheads + head) * seqlen_q
-        if CAUSAL:
-            dk_acc, dv_acc = _gather(dk_acc, dv_acc, k_tile, v_tile, q, dout, lse + start, delta + start, batch, head,
-                                     keys, somebody, tl.minimum(everybody, seqlen_q), shift, seqlen_q, scale_log2,
-                                     HEADDIM, BLOCK_M, BLOCK_N, True)  # fmt: skip
-        dk_acc, dv_acc = _gather(dk_acc, dv_acc, k_tile, v_tile, q, dout, lse + start, delta + start, batch, head,
-                                 keys, everybody, seqlen_q, shift, seqlen_q, scale_log2,
-                                 HEADDIM, BLOCK_M, BLOCK_N, False)  # fmt: skip
+        for row in tl.range(begin, seqlen_q, BLOCK_M):
+            rows = row + tl.arange(0, BLOCK_M)
+            q_tile = _load(q, batch, row, head, BLOCK_M, HEADDIM)
+            lse_row, delta_row = _load_rows(lse + start, delta + start, rows, seqlen_q)
+            p = tl.exp2(_dot(k_tile, q_tile.T, zero) * scale_log2 - lse_row[None, :])
+            if CAUSAL:
+                p = tl.where(keys[:, None] <= rows[None, :] + shift, p, 0.0)
+            dout_tile = _load(dout, batch, row, head, BLOCK_M, HEADDIM)
+            dv_acc = _dot(p.to(dout.dtype), dout_tile, dv_acc)
+            ds = p * (_dot(v_tile, dout_tile.T, zero) - delta_row[None, :])
+            dk_acc = _dot(ds.to(q.dtype), q_tile, dk_acc)
     _store(dk, batch, key, head_k, dk_acc * scale, BLOCK_N, HEADDIM)
     _store(dv, batch, key, head_k, dv_acc, BLOCK_N, HEADDIM)
 
@@ -287,7 +275,11 @@ class _Call:
         bucket = triton.next_power_of_2(max(self.seqlen_k, SHORT))
         self.sizes = (self.nheads, self.nheads_k, self.seqlen_q, self.seqlen_k)
         self.scales = (self.scale * LOG2_E, bucket)
-        self.options = {"DTYPE": getattr(tl, str(q.dtype).removeprefix("torch.")), "HEADDIM": self.headdim, "CAUSAL": causal}
+        self.options = {
+            "DTYPE": getattr(tl, str(q.dtype).removeprefix("torch.")),
+            "HEADDIM": self.headdim,
+            "CAUSAL": causal,
+        }
 
     def rows(self, option):
         return triton.cdiv(self.seqlen_q, option["BLOCK_M"]), self.nheads, self.batch
