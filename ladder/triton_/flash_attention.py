@@ -2,8 +2,8 @@
 
 A program owns a tile of queries (forward, dq) or of keys (dk and dv), and walks over the tiles of the other kind. To a
 kernel arrays are (batch, seqlen, heads * headdim), behind descriptors: a load of a tile is one TMA copy, and rows
-behind the end of a sequence are read as zeros and never written. Triton chooses everything below a tile: which thread holds
-what, the shared memory, the wgmma instructions, and how many copies are under way.
+behind the end of a sequence are read as zeros and never written. Triton chooses everything below a tile: which thread
+holds what, the shared memory, the wgmma instructions, and how many copies are under way.
 """
 
 from __future__ import annotations
