@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from . import library
 from .rung import Rung
+from .triton_ import RUNGS as TRITON
 
-RUNGS: tuple[Rung, ...] = (*library.RUNGS,)
+RUNGS: tuple[Rung, ...] = (
+    *library.RUNGS,
+    *TRITON,
+)
 
 
 def rung(name: str) -> Rung:

@@ -151,10 +151,10 @@ def _softmax(call, score, row_max, row_sum, row, key, MASKED: gl.constexpr):
     if MASKED:
         rows = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
         keys = gl.expand_dims(key + gl.arange(0, call.BLOCK_N, gl.SliceLayout(0, layout)), 0)
-        last = rows * 0 + call.seqlen_k - 1
+        shift = call.seqlen_k
         if call.CAUSAL:
-            last = gl.minimum(last, rows + call.seqlen_k - call.seqlen_q)
-        score = gl.where(keys <= last, score, -float("inf"))
+            shift -= call.seqlen_q
+        score = gl.where(keys <= gl.minimum(rows + shift, call.seqlen_k - 1), score, -float("inf"))
     new_max = gl.maximum(row_max, gl.max(score, 1) * call.scale_log2)
     minuend = new_max
     if MASKED:  # a row may have seen no key yet
@@ -271,6 +271,8 @@ def forward(q, k, v, causal: bool):
     _, seqlen_k, nheads_k, _ = k.shape
     out = torch.empty_like(q)
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
+    if not (q.numel() and k.numel()):
+        return out.zero_(), lse.fill_(-math.inf)
     rows, keys = ROWS.value, 128
     grid = (triton.cdiv(seqlen_q, CONSUMERS.value * rows), nheads, batch)
     arrays = (_describe(q, rows), _describe(k, keys), _describe(v, keys), _describe(out, rows), lse)
