@@ -67,12 +67,14 @@ def compiled(fn, config, args, options) -> Compiled:
     if config and config.pre_hook:
         config.pre_hook({**dict(zip(fn.arg_names, args, strict=False)), **options, **tiles})
     kernel = fn.warmup(*args, grid=(1, 1, 1), **options, **tiles)
-    what = ",".join(f"{key}={value}" for key, value in {**options, **tiles}.items() if value is not None)
+    what = {"HEADDIM": args[0].base.shape[-1], **options, **tiles}
+    what = ",".join(f"{key}={value}" for key, value in what.items() if value is not None)
     return Compiled(fn.__name__, what, kernel, time.monotonic() - began)
 
 
-def compile_all(call):
-    """Runs `call`, which launches kernels: each is compiled in all its configurations instead, and yielded."""
+def compile_all(call, quick: bool = False):
+    """Runs `call`, which launches kernels: each is compiled in all its configurations instead, or in the first of them,
+    and yielded."""
     launches = []
 
     def record(self, *args, **options):
@@ -90,7 +92,8 @@ def compile_all(call):
         tuned = isinstance(fn, triton.runtime.Autotuner)
         if tuned:
             fn.nargs = dict(zip(fn.arg_names, args, strict=False))
-        for config in fn.prune_configs(options) if tuned else [None]:
+        configs = fn.prune_configs(options) if tuned else [None]
+        for config in configs[:1] if quick else configs:
             yield compiled(fn.fn if tuned else fn, config, args, options)
 
 
@@ -110,12 +113,12 @@ def passes(headdim: int, causal: bool, dtype, seqlen: int = 4096):
     return call
 
 
-def report(calls, keep: Path | None) -> int:
+def report(calls, keep: Path | None, quick: bool) -> int:
     """Prints a line for each kernel; how many do not fit or spill."""
     poor = 0
     print(f"{'kernel':18} {'regs':>4} {'spill':>5} {'shared':>7} {'blocks':>6} {'wgmma':>5} {'s':>5}  configuration")
     for call in calls:
-        for one in compile_all(call):
+        for one in compile_all(call, quick):
             registers, spilled, products = one.resources()
             threads = 32 * one.kernel.metadata.num_warps
             blocks = min(REGISTER_FILE // (registers * threads), (SHARED_LIMIT + 1024) // (one.shared + 1024))
@@ -134,6 +137,7 @@ def main(argv=None) -> int:
     parser.add_argument("--headdim", type=int, nargs="*", default=[64, 128])
     parser.add_argument("--dtype", nargs="*", default=["float16"], help="float16, bfloat16, float32")
     parser.add_argument("--keep", type=Path, help="a folder for the PTX and the machine code")
+    parser.add_argument("--quick", action="store_true", help="one configuration of each kernel")
     options = parser.parse_args(argv)
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
@@ -144,7 +148,7 @@ def main(argv=None) -> int:
         for headdim in options.headdim
         for causal in (False, True)
     ]
-    poor = report(calls, options.keep)
+    poor = report(calls, options.keep, options.quick)
     print(f"{poor} that spill or do not fit")
     return 0
 
