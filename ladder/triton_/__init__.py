@@ -29,13 +29,21 @@ def _triton() -> Calls:
     return Calls(flash_attention.forward, flash_attention.backward)
 
 
+def gluon_refusal() -> str | None:
+    """Gluon is an experiment of Triton's, and its functions change from release to release."""
+    import triton
+
+    here = triton.__version__
+    return None if here.startswith("3.6.") else f"written for the Gluon of Triton 3.6, and this is Triton {here}"
+
+
 def _gluon() -> Calls:
     if (arch := _gpu())[0] != 9:
         raise Unavailable(f"wgmma is an instruction of Hopper, and this GPU is sm_{arch[0]}{arch[1]}")
-    try:
-        from . import gluon_flash_attention
-    except ImportError as error:
-        raise Unavailable(f"written for the Gluon of Triton 3.6: {error}") from None
+    if reason := gluon_refusal():
+        raise Unavailable(reason)
+    from . import gluon_flash_attention
+
     return Calls(gluon_flash_attention.forward)
 
 
