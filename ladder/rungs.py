@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from . import library
+from . import library, peers
 from .rung import Rung
 from .triton_ import RUNGS as TRITON
 
 RUNGS: tuple[Rung, ...] = (
     *library.RUNGS,
     *TRITON,
+    *peers.RUNGS,
 )
 
 
