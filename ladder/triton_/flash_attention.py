@@ -9,6 +9,7 @@ holds what, the shared memory, the wgmma instructions, and how many copies are u
 from __future__ import annotations
 
 import math
+import time
 
 import torch
 import triton
@@ -47,15 +48,26 @@ def _prune(configs, arguments, DTYPE, HEADDIM, **_):
     return [short, *(c for c in rest if max(c.kwargs.values()) * HEADDIM <= 128 * 128)]
 
 
+spent: list[float] = []  # seconds that each tried configuration took: to compile it, and to time it
+
+
+def _measure(call, quantiles):
+    began = time.perf_counter()
+    try:
+        return triton.testing.do_bench(call, warmup=10, rep=40, quantiles=quantiles)
+    finally:
+        spent.append(time.perf_counter() - began)
+
+
 def _tuned(*configs):
-    """The fastest configuration for each headdim, dtype, mask and power of two of the keys. CONFIGS are (BLOCK_M,
-    BLOCK_N, warps, stages)."""
+    """The fastest configuration for each headdim, dtype, mask and power of two of the keys. They are given as
+    (BLOCK_M, BLOCK_N, warps, stages)."""
     configs = [_config(*config) for config in configs]
     return triton.autotune(
         configs[1:2] if triton.knobs.runtime.interpret else configs,
         key=["bucket", "DTYPE", "HEADDIM", "CAUSAL"],
         prune_configs_by={"early_config_prune": _prune},
-        do_bench=lambda call, quantiles: triton.testing.do_bench(call, warmup=10, rep=40, quantiles=quantiles),
+        do_bench=_measure,
     )
 
 
@@ -322,3 +334,9 @@ def backward(dout, q, k, v, out, lse, causal: bool):
     _backward_keys[call.keys](*given, _describe(dk), _describe(dv), *rest, **call.options)
     _backward_queries[call.rows](*given, _describe(dq), *rest, **call.options)
     return dq, dk, dv
+
+
+def tuned() -> list[tuple[str, tuple, str]]:
+    """What this process has tuned: the kernel, (bucket, dtype, headdim, causal), and the configuration it runs with."""
+    kernels = (_forward, _backward_keys, _backward_queries)
+    return [(fn.base_fn.__name__, key, str(config)) for fn in kernels for key, config in fn.cache.items()]
