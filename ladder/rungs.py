@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import c, library, numpy_
+from . import c, library, numpy_, peers, triton_
 from .rung import Rung
 
-RUNGS: tuple[Rung, ...] = (*numpy_.RUNGS, *c.RUNGS, *library.RUNGS)
+RUNGS: tuple[Rung, ...] = (*numpy_.RUNGS, *c.RUNGS, *library.RUNGS, *triton_.RUNGS, *peers.RUNGS)
 
 
 def rung(name: str) -> Rung:

@@ -209,7 +209,12 @@ def only(name: str):
     """Only this backend of scaled_dot_product_attention, or the one that PyTorch picks."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    backends = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+    backends = {
+        "cudnn": "CUDNN_ATTENTION",
+        "fa2": "FLASH_ATTENTION",
+        "efficient": "EFFICIENT_ATTENTION",
+        "math": "MATH",
+    }
     return sdpa_kernel(getattr(SDPBackend, backends[name])) if name in backends else contextlib.nullcontext()
 
 
