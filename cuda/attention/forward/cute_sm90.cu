@@ -1,7 +1,7 @@
 // cute_sm90.cu: the loop of wgmma_sm90.cuh in the language of CuTe.   out = softmax(q k^T * softmax_scale) v,   fp16 and bf16.
 //
-// New against wgmma_sm90.cuh: not the algorithm but its words. Nothing here computes a swizzle, a descriptor, the place of an accumulator or
-// the box of a copy. Shapes and layouts are types, and the rest is derived from them when the file is compiled:
+// New against wgmma_sm90.cuh: not the algorithm but its words. Nothing here computes a swizzle, a descriptor, the place of an accumulator
+// or the box of a copy. Shapes and layouts are types, and the rest is derived from them when the file is compiled:
 //
 //     wgmma_sm90.cuh                          here
 //     swizzled_offset, descriptor_k_step      SmemQ, SmemK, SmemV: a swizzled atom of 1 KB, repeated to the shape of a tile
@@ -28,6 +28,7 @@
 #include <cutlass/numeric_types.h>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
+#include <tuple>
 #include <type_traits>
 
 #include "attention/common/epilogue.cuh"
@@ -57,10 +58,14 @@ struct CuteTile {
     using BlockN = Int<kBlockN>;
     using HeadDim = Int<kHeadDim>;
     using Stages = Int<kStages>;
+    using ShapeQ = Shape<BlockM, HeadDim>;  // and out
+    using ShapeK = Shape<BlockN, HeadDim>;
+    using ShapeV = Shape<HeadDim, BlockN>;  // V^T, as the product P V wants its B operand: nothing is moved
+    using ShapeS = Shape<BlockM, BlockN>;   // and P
 
     // An atom is 8 rows of 128 bytes under the 128-byte swizzle. It is repeated along the rows first, so that a box of the copy engine, 64
     // columns of all rows, is contiguous. V is (headdim, key), as the product P V wants its B operand: V^T without moving anything.
-    using SmemQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<BlockM, HeadDim>{}));
+    using SmemQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, ShapeQ{}));
     using SmemK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<BlockN, HeadDim, Stages>{}));
     using SmemV = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, Shape<HeadDim, BlockN, Stages>{}, Step<_2, _1, _3>{}));
 
@@ -129,6 +134,30 @@ FA_HOST_DEVICE constexpr auto rows_and_columns(Layout fragment) {
 template <class Tensor>
 FA_HOST_DEVICE constexpr auto rows_of(Tensor&& fragment) {
     return make_tensor(fragment.data(), rows_and_columns(fragment.layout()));
+}
+
+// A thread's two rows of its block and its first key of a tile, as the coordinates of its accumulators say.
+struct CutePlace {
+    int row[2], key;
+};
+template <class Tile>
+FA_HOST_DEVICE CutePlace cute_place(const CuteItem& item, int thread) {
+    const auto place = rows_of(typename Tile::MmaQK{}.get_slice(thread).partition_C(make_identity_tensor(typename Tile::ShapeS{})));
+    return {{item.row0 + int(get<0>(place(0, 0))), item.row0 + int(get<0>(place(1, 0)))}, int(get<1>(place(0, 0)))};
+}
+
+// Sets the scores S (row, column) of tile n that their row does not see to -inf. Counted from the thread's first key, the columns are those
+// of thread 0 in every thread: constants.
+template <class Tile, class Scores>
+FA_HOST_DEVICE void mask_scores(Scores&& S, const CuteCall& call, const CutePlace& place, int n) {
+    const auto columns = rows_of(typename Tile::MmaQK{}.get_slice(_0{}).partition_C(make_identity_tensor(typename Tile::ShapeS{})));
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+        const int seen = place.row[r] + call.right + 1, end = (seen < call.keys ? seen : call.keys) - n * Tile::kBlockN - place.key;
+        CUTE_UNROLL
+        for (int c = 0; c < size<1>(S); ++c)
+            if (int(get<1>(columns(r, c))) >= end) S(r, c) = -INFINITY;
+    }
 }
 
 // `to` becomes `from` rounded to its 16-bit type, element by element in the order of the registers.
@@ -200,19 +229,6 @@ __device__ __forceinline__ bool softmax_step(Scores&& S, float scale_log2, CuteR
     return moved;
 }
 
-// Sets scores of keys from end[r] on to -inf. Columns count from the thread's first: what is left of them is the same in every thread, and a
-// constant.
-template <class Mma, class Scores>
-__device__ __forceinline__ void mask_from(Scores&& S, const int (&end)[2]) {
-    const auto columns = rows_of(Mma{}.get_slice(_0{}).partition_C(make_identity_tensor(take<0, 2>(tile_shape(Mma{})))));
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-        CUTE_UNROLL
-        for (int c = 0; c < size<1>(S); ++c)
-            if (int(get<1>(columns(r, c))) >= end[r]) S(r, c) = -INFINITY;
-    }
-}
-
 // ---- roles ----
 
 // The copy engine counts in coordinates: the tensors of a map hold them instead of data. A tile that reaches past the end of a sequence
@@ -220,16 +236,14 @@ __device__ __forceinline__ void mask_from(Scores&& S, const int (&end)[2]) {
 template <class Tile, class LoadQ, class LoadK, class LoadV>
 __device__ __forceinline__ void produce(const LoadQ& load_q, const LoadK& load_k, const LoadV& load_v, const CuteCall& call,
                                         const CuteItem& item, typename Tile::Smem& smem) {
-    using BlockM = typename Tile::BlockM;
-    using BlockN = typename Tile::BlockN;
     using HeadDim = typename Tile::HeadDim;
     const int head_k = item.head / call.group, nheads_k = call.nheads / call.group;
     const Tensor q = load_q.get_tma_tensor(make_shape(call.seqlen_q, HeadDim{}, call.nheads, call.batch));
     const Tensor k = load_k.get_tma_tensor(make_shape(call.keys, HeadDim{}, nheads_k, call.batch));
     const Tensor v = load_v.get_tma_tensor(make_shape(HeadDim{}, call.keys, nheads_k, call.batch));
-    const Tensor tile_q = local_tile(q(_, _, item.head, item.batch), Shape<BlockM, HeadDim>{}, make_coord(item.m, _0{}));
-    const Tensor tiles_k = local_tile(k(_, _, head_k, item.batch), Shape<BlockN, HeadDim>{}, make_coord(_, _0{}));
-    const Tensor tiles_v = local_tile(v(_, _, head_k, item.batch), Shape<HeadDim, BlockN>{}, make_coord(_0{}, _));
+    const Tensor tile_q = local_tile(q(_, _, item.head, item.batch), typename Tile::ShapeQ{}, make_coord(item.m, _0{}));
+    const Tensor tiles_k = local_tile(k(_, _, head_k, item.batch), typename Tile::ShapeK{}, make_coord(_, _0{}));
+    const Tensor tiles_v = local_tile(v(_, _, head_k, item.batch), typename Tile::ShapeV{}, make_coord(_0{}, _));
 
     // As the copies see them: (elements of a box, boxes, boxes[, tile or stage]).
     const auto slice_q = load_q.get_slice(_0{});
@@ -269,10 +283,9 @@ template <class Tile, class StoreO>
 __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& call, const CuteItem& item, int warpgroup,
                                         typename Tile::Smem& smem) {
     using Element = typename Tile::Element;
-    using BlockM = typename Tile::BlockM;
-    using BlockN = typename Tile::BlockN;
     using HeadDim = typename Tile::HeadDim;
-    constexpr int kBlockN = Tile::kBlockN;
+    using ShapeQ = typename Tile::ShapeQ;
+    using ShapeS = typename Tile::ShapeS;
     const int thread = threadIdx.x - 128, lane = threadIdx.x % 32;
     typename Tile::MmaQK mma_qk;
     typename Tile::MmaPV mma_pv;
@@ -289,21 +302,13 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
     const Tensor v = warpgroup_pv.partition_fragment_B(smem_v);  // (1, 1, keys / 16, stages)
 
     // The registers of a thread. Element i of P is element i of S: both are the same row and key, so rounding is all that P takes.
-    Tensor S = partition_fragment_C(mma_qk, Shape<BlockM, BlockN>{});
-    Tensor P = make_tensor<Element>(partition_shape_A(mma_pv, Shape<BlockM, BlockN>{}));
-    Tensor O = partition_fragment_C(mma_pv, Shape<BlockM, HeadDim>{});
-    static_assert(size(S) == kBlockN / 2 && size(P) == size(S) && size(O) == HeadDim{} / 2, "64 rows of 128 threads");
+    Tensor S = partition_fragment_C(mma_qk, ShapeS{});
+    Tensor P = make_tensor<Element>(partition_shape_A(mma_pv, ShapeS{}));
+    Tensor O = partition_fragment_C(mma_pv, ShapeQ{});
+    static_assert(size(S) == Tile::kBlockN / 2 && size(P) == size(S) && size(O) == HeadDim{} / 2, "64 rows of 128 threads");
     CuteRows rows;
 
-    // The coordinates of the thread's rows, and of its first key, in the tile.
-    const Tensor place = rows_of(mma_qk.get_slice(thread).partition_C(make_identity_tensor(Shape<BlockM, BlockN>{})));
-    const int row[2] = {item.row0 + int(get<0>(place(0, 0))), item.row0 + int(get<0>(place(1, 0)))};
-    const int key = int(get<1>(place(0, 0)));
-    const auto mask = [&](int n) {
-        const int first = n * kBlockN + key;
-        mask_from<typename Tile::MmaQK>(rows_of(S),
-                                        {min(row[0] + call.right + 1, call.keys) - first, min(row[1] + call.right + 1, call.keys) - first});
-    };
+    const CutePlace place = cute_place<Tile>(item, thread);
 
     cutlass::PipelineState<Tile::kStages> k_at, v_at;
     const auto release = [&](const Barrier& empty) {  // once a warp's products have read the stage
@@ -318,7 +323,7 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
     multiply(mma_qk, q, k(_, _, _, k_at.index()), S, GMMA::ScaleOut::Zero);
     wait_for<0>(S);
     release(smem.k_empty[k_at.index()]), ++k_at;
-    if (n >= item.masked) mask(n);
+    if (n >= item.masked) mask_scores<Tile>(rows_of(S), call, place, n);
     softmax_step(rows_of(S), call.scale_log2, rows);
     round_to(S, P);
 #pragma unroll 1
@@ -331,7 +336,7 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
         give_turn<true, Tile::kConsumers>(warpgroup);
         wait_for<1>(S);
         release(smem.k_empty[k_at.index()]), ++k_at;
-        if (n >= item.masked) mask(n);
+        if (n >= item.masked) mask_scores<Tile>(rows_of(S), call, place, n);
         const bool moved = softmax_step(rows_of(S), call.scale_log2, rows);
         wait_for<0>(O);
         release(smem.v_empty[v_at.index()]), ++v_at;
@@ -353,12 +358,12 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
     for (int r = 0; r < 2; ++r) {
         const float row_sum = quad_sum(rows.sum[r]);
         const RowEnd end = finish_row<ScoreUnit::kLog2>(rows.max[r], row_sum);
-        if (call.lse && key == 0 && row[r] < call.seqlen_q) lse[row[r]] = end.lse * kLn2;
+        if (call.lse && place.key == 0 && place.row[r] < call.seqlen_q) lse[place.row[r]] = end.lse * kLn2;
         CUTE_UNROLL
         for (int c = 0; c < size<1>(sums); ++c) sums(r, c) = row_sum == 0.0f ? 0.0f : sums(r, c) * end.inverse;
     }
-    // Through q, whose rows of this warpgroup only its own products have read: registers -> shared memory by stmatrix, then a box of the copy
-    // engine, which leaves out rows past the sequence.
+    // Through q, whose rows of this warpgroup only its own products have read: registers -> shared memory by stmatrix, then a box of the
+    // copy engine, which leaves out rows past the sequence.
     Tensor rounded = make_tensor_like<Element>(O);
     round_to(O, rounded);
     const auto copy_o = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma_pv).get_slice(thread);
@@ -369,7 +374,7 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
     bar_sync(kConsumers, Tile::kConsumerThreads);
     if (thread == 0) {
         const Tensor out = store_o.get_tma_tensor(make_shape(call.seqlen_q, HeadDim{}, call.nheads, call.batch));
-        const Tensor tile_o = local_tile(out(_, _, item.head, item.batch), Shape<BlockM, HeadDim>{}, make_coord(item.m, _0{}));
+        const Tensor tile_o = local_tile(out(_, _, item.head, item.batch), ShapeQ{}, make_coord(item.m, _0{}));
         const auto slice = store_o.get_slice(_0{});
         copy(store_o, slice.partition_S(smem_q), slice.partition_D(tile_o));
         tma_store_arrive();
@@ -409,38 +414,47 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 // ---- launch ----
 
-template <class Tile>
-cudaError_t launch_cute(const AttentionParams& p, cudaStream_t stream) {
-    using Element = typename Tile::Element;
-    using HeadDim = typename Tile::HeadDim;
-    using BlockM = typename Tile::BlockM;
-    using BlockN = typename Tile::BlockN;
-    const int64_t m_blocks = fa::ceil_div(p.seqlen_q, Tile::kBlockM), blocks = m_blocks * p.nheads * p.batch;
-    if (blocks == 0) return cudaSuccess;
-    const int64_t right = p.window_right < 0 ? p.seqlen_k : (p.top_left ? 0 : int64_t(p.seqlen_k) - p.seqlen_q) + p.window_right;
-    CuteCall call{p.batch, p.nheads, p.group, int(m_blocks), p.seqlen_q, p.seqlen_k, 0, p.scale * kLog2e, p.lse};
+inline CuteCall cute_call(const AttentionParams& p, int block_m) {
+    CuteCall call{p.batch, p.nheads, p.group, int(fa::ceil_div(p.seqlen_q, block_m)), p.seqlen_q, p.seqlen_k, 0, p.scale * kLog2e, p.lse};
+    const int64_t shift = p.top_left ? 0 : int64_t(p.seqlen_k) - p.seqlen_q;
+    const int64_t right = p.window_right < 0 ? p.seqlen_k : shift + p.window_right;
     call.right = int(right < p.seqlen_k ? right : p.seqlen_k);
-    // K and V end with the last key that a row sees: the copy engine gives zeros for the others, and no row of V that nobody may see is
-    // multiplied.
+    // The keys end with the last one that a row sees. What follows arrives as zeros: a row of V that nobody sees is never multiplied.
     if (p.seqlen_q + right < p.seqlen_k) call.keys = int(p.seqlen_q + right);
+    return call;
+}
 
-    // (row, column, head, sequence). The stride of an axis with one element is never used, but has to be valid.
+// The copies of Q, K, V and out as the copy engine's maps describe them: (row, column, head, sequence), V (column, row, head, sequence).
+template <class Tile>
+auto cute_copies(const AttentionParams& p, const CuteCall& call) {
+    using HeadDim = typename Tile::HeadDim;
     const auto tensor = [&](const TensorView& x, int rows, int heads) {
+        // The stride of an axis with one element is never used, but has to be valid.
         const auto stride = [](int extent, int64_t elements) { return extent > 1 ? elements : int64_t(HeadDim{}); };
-        return make_tensor(make_gmem_ptr(static_cast<Element*>(x.data)), make_shape(rows, HeadDim{}, heads, p.batch),
+        return make_tensor(make_gmem_ptr(static_cast<typename Tile::Element*>(x.data)), make_shape(rows, HeadDim{}, heads, p.batch),
                            make_stride(stride(rows, x.row), _1{}, stride(heads, x.head), stride(p.batch, x.batch)));
     };
     const Tensor q = tensor(p.q, p.seqlen_q, p.nheads), out = tensor(p.out, p.seqlen_q, p.nheads);
     const Tensor k = tensor(p.k, call.keys, p.nheads_k), v = tensor(p.v, call.keys, p.nheads_k);
     const Tensor v_transposed = make_tensor(v.data(), select<1, 0, 2, 3>(v.layout()));
-    const auto load_q = make_tma_copy(SM90_TMA_LOAD{}, q, typename Tile::SmemQ{}, Shape<BlockM, HeadDim>{}, _1{});
-    const auto load_k = make_tma_copy(SM90_TMA_LOAD{}, k, typename Tile::SmemK{}(_, _, _0{}), Shape<BlockN, HeadDim>{}, _1{});
-    const auto load_v = make_tma_copy(SM90_TMA_LOAD{}, v_transposed, typename Tile::SmemV{}(_, _, _0{}), Shape<HeadDim, BlockN>{}, _1{});
-    const auto store_o = make_tma_copy(SM90_TMA_STORE{}, out, typename Tile::SmemQ{}, Shape<BlockM, HeadDim>{}, _1{});
-    const auto kernel = forward_cute_kernel<Tile, std::decay_t<decltype(load_q)>, std::decay_t<decltype(load_k)>,
-                                            std::decay_t<decltype(load_v)>, std::decay_t<decltype(store_o)>>;
-    return launch_kernel(kernel, unsigned(blocks), Tile::kThreads, sizeof(typename Tile::Smem), stream, LaunchOptions{}, load_q, load_k,
-                         load_v, store_o, call);
+    return std::make_tuple(make_tma_copy(SM90_TMA_LOAD{}, q, typename Tile::SmemQ{}, typename Tile::ShapeQ{}, _1{}),
+                           make_tma_copy(SM90_TMA_LOAD{}, k, typename Tile::SmemK{}(_, _, _0{}), typename Tile::ShapeK{}, _1{}),
+                           make_tma_copy(SM90_TMA_LOAD{}, v_transposed, typename Tile::SmemV{}(_, _, _0{}), typename Tile::ShapeV{}, _1{}),
+                           make_tma_copy(SM90_TMA_STORE{}, out, typename Tile::SmemQ{}, typename Tile::ShapeQ{}, _1{}));
+}
+
+template <class Tile>
+cudaError_t launch_cute(const AttentionParams& p, cudaStream_t stream) {
+    const CuteCall call = cute_call(p, Tile::kBlockM);
+    const int64_t blocks = int64_t(call.m_blocks) * p.nheads * p.batch;
+    if (blocks == 0) return cudaSuccess;
+    const auto launch = [&](const auto& load_q, const auto& load_k, const auto& load_v, const auto& store_o) {
+        const auto kernel = forward_cute_kernel<Tile, std::decay_t<decltype(load_q)>, std::decay_t<decltype(load_k)>,
+                                                std::decay_t<decltype(load_v)>, std::decay_t<decltype(store_o)>>;
+        return launch_kernel(kernel, unsigned(blocks), Tile::kThreads, sizeof(typename Tile::Smem), stream, LaunchOptions{}, load_q, load_k,
+                             load_v, store_o, call);
+    };
+    return std::apply(launch, cute_copies<Tile>(p, call));
 }
 
 template <class Element>
