@@ -18,9 +18,10 @@
 //                             softmax(n) -> P(n);  O *= o_scale when the maximum rose
 //                             after the last tile  O / row_sum -> q -> out, by the copy engine; lse
 //
-// It is there to be read beside the other: the same roles, barriers and tiles, but one block for a work item, one plan for each head dim,
-// and of the options only the causal mask. What wgmma_sm90 gains by persistent blocks, by Q in registers and by the speculative maximum is
-// missing. Bound by the tensor cores and the softmax in turn; short sequences by what an item costs before its first product.
+// It is there to be read beside the other: the same roles, barriers and ping-pong, but a block for every work item, one plan for each head
+// dim, and of the options only the causal mask. What wgmma_sm90 gains by persistent blocks, by Q in registers and by the speculative
+// maximum is missing. Long sequences are bound by the products and the softmax in turn, short ones by what an item costs before its first
+// product and after its last.
 #include <cute/tensor.hpp>
 
 #include <cutlass/arch/barrier.h>
@@ -60,11 +61,11 @@ struct CuteTile {
     using Stages = Int<kStages>;
     using ShapeQ = Shape<BlockM, HeadDim>;  // and out
     using ShapeK = Shape<BlockN, HeadDim>;
-    using ShapeV = Shape<HeadDim, BlockN>;  // V^T, as the product P V wants its B operand: nothing is moved
+    using ShapeV = Shape<HeadDim, BlockN>;  // V^T, as P V wants its B operand; nothing is moved for it
     using ShapeS = Shape<BlockM, BlockN>;   // and P
 
     // An atom is 8 rows of 128 bytes under the 128-byte swizzle. It is repeated along the rows first, so that a box of the copy engine, 64
-    // columns of all rows, is contiguous. V is (headdim, key), as the product P V wants its B operand: V^T without moving anything.
+    // columns of all rows, is contiguous.
     using SmemQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, ShapeQ{}));
     using SmemK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<BlockN, HeadDim, Stages>{}));
     using SmemV = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, Shape<HeadDim, BlockN, Stages>{}, Step<_2, _1, _3>{}));
@@ -85,7 +86,7 @@ struct CuteTile {
         Barrier q_full, k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     };
     static constexpr uint32_t kBytesQ = sizeof Smem::q, kBytesK = sizeof Smem::k / kStages, kBytesV = sizeof Smem::v / kStages;
-    static_assert(kBytesQ == 2 * kBlockM * kHeadDim && kBytesK == 2 * kBlockN * kHeadDim && kBytesV == kBytesK, "nothing is padded");
+    static_assert(kBytesQ == 2 * size(ShapeQ{}) && kBytesK == 2 * size(ShapeK{}) && kBytesV == kBytesK, "nothing is padded");
     static_assert(kBytesQ % 1024 == 0 && kBytesK % 1024 == 0, "every tile starts where the swizzle's pattern does");
     static_assert(sizeof(Smem) <= 227 * 1024, "one Hopper block can address 227 KiB");
 };
@@ -245,7 +246,7 @@ __device__ __forceinline__ void produce(const LoadQ& load_q, const LoadK& load_k
     const Tensor tiles_k = local_tile(k(_, _, head_k, item.batch), typename Tile::ShapeK{}, make_coord(_, _0{}));
     const Tensor tiles_v = local_tile(v(_, _, head_k, item.batch), typename Tile::ShapeV{}, make_coord(_0{}, _));
 
-    // As the copies see them: (elements of a box, boxes, boxes[, tile or stage]).
+    // As the copies see them: ((elements of a box, boxes), 1, 1[, tile or stage]).
     const auto slice_q = load_q.get_slice(_0{});
     const auto slice_k = load_k.get_slice(_0{});
     const auto slice_v = load_v.get_slice(_0{});
@@ -258,9 +259,9 @@ __device__ __forceinline__ void produce(const LoadQ& load_q, const LoadK& load_k
 
     // Fresh barriers count the phase before their first as complete: the first wait for an empty stage, of phase 1, returns at once.
     cutlass::PipelineState<Tile::kStages> k_at(0, 1, 0), v_at(0, 1, 0);
-    const auto copy_tile = [](const auto& load, const Barrier& full, uint32_t bytes, const auto& from, auto&& to) {
+    const auto copy_tile = [](const auto& load, Barrier& full, uint32_t bytes, const auto& from, auto&& to) {
         full.arrive_and_expect_tx(bytes);
-        copy(load.with(const_cast<uint64_t&>(reinterpret_cast<const uint64_t&>(full))), from, to);
+        copy(load.with(reinterpret_cast<Barrier::ValueType&>(full)), from, to);
     };
     const auto next_k = [&](int n) {
         smem.k_empty[k_at.index()].wait(k_at.phase());
@@ -307,7 +308,6 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
     Tensor O = partition_fragment_C(mma_pv, ShapeQ{});
     static_assert(size(S) == Tile::kBlockN / 2 && size(P) == size(S) && size(O) == HeadDim{} / 2, "64 rows of 128 threads");
     CuteRows rows;
-
     const CutePlace place = cute_place<Tile>(item, thread);
 
     cutlass::PipelineState<Tile::kStages> k_at, v_at;
@@ -362,6 +362,7 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
         CUTE_UNROLL
         for (int c = 0; c < size<1>(sums); ++c) sums(r, c) = row_sum == 0.0f ? 0.0f : sums(r, c) * end.inverse;
     }
+
     // Through q, whose rows of this warpgroup only its own products have read: registers -> shared memory by stmatrix, then a box of the
     // copy engine, which leaves out rows past the sequence.
     Tensor rounded = make_tensor_like<Element>(O);
@@ -448,24 +449,21 @@ cudaError_t launch_cute(const AttentionParams& p, cudaStream_t stream) {
     const CuteCall call = cute_call(p, Tile::kBlockM);
     const int64_t blocks = int64_t(call.m_blocks) * p.nheads * p.batch;
     if (blocks == 0) return cudaSuccess;
-    const auto launch = [&](const auto& load_q, const auto& load_k, const auto& load_v, const auto& store_o) {
-        const auto kernel = forward_cute_kernel<Tile, std::decay_t<decltype(load_q)>, std::decay_t<decltype(load_k)>,
-                                                std::decay_t<decltype(load_v)>, std::decay_t<decltype(store_o)>>;
-        return launch_kernel(kernel, unsigned(blocks), Tile::kThreads, sizeof(typename Tile::Smem), stream, LaunchOptions{}, load_q, load_k,
-                             load_v, store_o, call);
+    const auto launch = [&](const auto&... copies) {
+        const auto kernel = forward_cute_kernel<Tile, std::decay_t<decltype(copies)>...>;
+        return launch_kernel(kernel, unsigned(blocks), Tile::kThreads, sizeof(typename Tile::Smem), stream, LaunchOptions{}, copies...,
+                             call);
     };
     return std::apply(launch, cute_copies<Tile>(p, call));
-}
-
-template <class Element>
-cudaError_t launch_element(const AttentionParams& p, cudaStream_t stream) {
-    return p.headdim == 64 ? launch_cute<CuteTile<Element, 64>>(p, stream) : launch_cute<CuteTile<Element, 128>>(p, stream);
 }
 
 }  // namespace
 
 cudaError_t forward_cute_sm90(const AttentionParams& p, cudaStream_t stream) {
-    return p.dtype == DType::kFloat16 ? launch_element<cutlass::half_t>(p, stream) : launch_element<cutlass::bfloat16_t>(p, stream);
+    using cutlass::bfloat16_t, cutlass::half_t;
+    const bool half = p.dtype == DType::kFloat16, small = p.headdim == 64;
+    if (half) return small ? launch_cute<CuteTile<half_t, 64>>(p, stream) : launch_cute<CuteTile<half_t, 128>>(p, stream);
+    return small ? launch_cute<CuteTile<bfloat16_t, 64>>(p, stream) : launch_cute<CuteTile<bfloat16_t, 128>>(p, stream);
 }
 
 }  // namespace fa
