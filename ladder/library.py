@@ -46,4 +46,6 @@ RUNGS = (
           "mma_sm80"),
     _rung("wgmma_sm90", "TMA, wgmma, producer and consumer warpgroups", WGMMA,
           "cuda", SIXTEEN, "wgmma_sm90"),
+    _rung("cute_sm90", "the loop of wgmma_sm90 from Layouts, a TiledMMA and TMA atoms", (FORWARD + "cute_sm90.cu",),
+          "cuda", SIXTEEN, language="CuTe C++"),
 )  # fmt: skip

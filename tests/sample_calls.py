@@ -250,6 +250,11 @@ def _cpu_makers() -> Makers:
     ]
 
 
+def _built(optional: str) -> list[str]:
+    """A kernel that only some builds have."""
+    return [kernel["name"] for kernel in fa.kernel_tables()["forward"] if kernel["name"] == optional]
+
+
 def _cuda_makers() -> Makers:
     half = "bfloat16"
     return [
@@ -258,6 +263,7 @@ def _cuda_makers() -> Makers:
         partial(_forward, "mma_sm80", half, (3, 300, 330, 4, 2, 128)),
         partial(_forward, "mma_tf32_sm80", "float32", (3, 300, 330, 4, 2, 64), "tf32", allow_tf32=True),
         partial(_forward, "wgmma_sm90", half, (20, 300, 330, 4, 2, 128)),
+        *(partial(_forward, name, half, (20, 300, 330, 4, 2, 128)) for name in _built("cute_sm90")),
         partial(_float8, "fp8_sm90"),
         partial(_float8, "fp8_fast_sm90"),
         partial(_cache, "mla_sm90", half, (700, 1000, 3), 1000, 16, 1, 576, 512),

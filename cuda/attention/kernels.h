@@ -27,6 +27,10 @@ cudaError_t forward_wgmma_sm90(const AttentionParams& params, int multiprocessor
 size_t forward_wgmma_sm90_workspace(const AttentionParams& params,
                                     int multiprocessors);  // bytes: the counter of dynamic scheduling, or none
 
+// fp16 and bf16, head dims 64 and 128, dense plain or causal calls, Hopper only; q, k, v and out as tensor maps can describe them. Built
+// with FLASH_ATTN_CUTE.
+cudaError_t forward_cute_sm90(const AttentionParams& params, cudaStream_t stream);
+
 // fp16 and bf16, headdim 576, headdim_v 512, over a cache whose values are the first columns of its keys, Hopper only.
 cudaError_t decode_mla_sm90(const AttentionParams& params, int multiprocessors, cudaStream_t stream);
 size_t decode_mla_sm90_workspace(const AttentionParams& params, int multiprocessors);  // bytes: the results of the shares of the keys

@@ -200,6 +200,30 @@ fa_status fp8_sm90_launch(const AttentionParams& p, const DeviceInfo& device, vo
     return launched(kFastAccum ? "fp8_fast_sm90" : "fp8_sm90",
                     forward_fp8_sm90(fp8_params(p, kFastAccum), device.multiprocessors, static_cast<cudaStream_t>(stream)));
 }
+#if FA_WITH_CUTE
+const char* cute_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    const char* reason = needs_hopper(device, text, size);
+    if (!reason) reason = takes_16_bits(p);
+    if (!reason && p.cu_seqlens_q) reason = "takes no packed sequences";
+    if (!reason && p.cache.entries) reason = "takes no cache";
+    if (!reason && (p.headdim != p.headdim_v || (p.headdim != 64 && p.headdim != 128)))
+        reason = say(text, size, "headdim=%d, headdim_v=%d: 64 or 128, the same for both", p.headdim, p.headdim_v);
+    if (!reason) reason = takes_options(p, 0, text, size);
+    if (!reason) reason = takes_positive_scale(p, text, size);
+    if (!reason && p.seqlen_k == 0) reason = "there are no keys to load";
+    if (!reason) reason = too_many_blocks(p, ceil_div(p.seqlen_q, 128) * p.nheads * p.batch, text, size);
+    if (!reason) reason = overflows(p, rows_overflow(int64_t(p.seqlen_q) + p.seqlen_k), text, size);
+    if (!reason) reason = no_tensor_maps(p, 2, text, size);
+    if (!reason) reason = no_tensor_map("out", p.out, p.batch, p.seqlen_q, p.nheads, 2, text, size);
+    return reason;
+}
+const char* cute_sm90_yields(const AttentionParams&, const DeviceInfo&, char*, size_t) {
+    return "it is there to be read beside wgmma_sm90, and runs when it is asked for by name";
+}
+fa_status cute_sm90_launch(const AttentionParams& p, const DeviceInfo&, void* stream) {
+    return launched("cute_sm90", forward_cute_sm90(p, static_cast<cudaStream_t>(stream)));
+}
+#endif
 #endif
 #endif
 
@@ -222,6 +246,10 @@ constexpr Kernel kKernels[] = {
      minimal_launch},
     {"naive", "standard attention in three steps, S in the workspace", FA_CUDA, naive_refuses, naive_workspace, naive_launch},
 #if FA_WITH_WGMMA_SM90
+#if FA_WITH_CUTE
+    {"cute_sm90", "Hopper: the loop of wgmma_sm90 in CuTe C++; float16, bfloat16, head dims 64 and 128, plain or causal", FA_CUDA,
+     cute_sm90_refuses, no_workspace, cute_sm90_launch, cute_sm90_yields},
+#endif
     {"fp8_fast_sm90", "Hopper: as fp8_sm90, with fast_accum: P v summed in the tensor cores", FA_CUDA, fp8_fast_sm90_refuses,
      fp8_sm90_workspace<true>, fp8_sm90_launch<true>},
     {"fp8_sm90", "Hopper: float8_e4m3 inputs with a factor for every head, head dims to 256, plain or causal", FA_CUDA, fp8_sm90_refuses,
