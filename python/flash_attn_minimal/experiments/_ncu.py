@@ -1,0 +1,125 @@
+"""Counters of one call, read with NVIDIA Nsight Compute.
+
+ncu runs a process of its own (_one_call.py), which launches the call between the profiler's marks. Its CSV has a line
+for each kernel and metric; a call of several kernels is their sum, and of a share of a peak the mean weighted by time.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+DURATION = "gpu__time_duration.sum"
+BYTES = {
+    "dram_bytes": ("dram__bytes_read.sum", "dram__bytes_write.sum"),
+    "l2_bytes": ("lts__t_bytes.sum",),
+}
+# A wavefront of the load-store unit is a pass of up to 128 bytes. Operands that wgmma reads, and tiles that the copy
+# engine writes, take another way and are not among them.
+WAVEFRONTS, WAVEFRONT = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", 128
+# The tensor cores' share of their peak; the name differs between generations.
+TENSOR = (
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+)
+TRAFFIC_METRICS = (DURATION, *BYTES["dram_bytes"], *BYTES["l2_bytes"], WAVEFRONTS)
+TENSOR_METRICS = (DURATION, *TENSOR)
+SCALE = {"": 1, "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12, "%": 1}
+SCALE |= {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "s": 1, "second": 1}
+TIMEOUT = 180  # seconds of one profiled process
+
+
+class NcuError(Exception):
+    """No counters; the text says why."""
+
+
+def parse(text: str) -> list[dict[str, float]]:
+    """The metrics of every kernel, in base units (bytes, seconds, percent), from the text of `ncu --csv`. Lines before
+    the header belong to ncu's log or to the program. A metric that ncu could not read is left out."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        raise NcuError(_reason(text))
+    kernels: dict[str, dict[str, float]] = {}
+    for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
+        if row.get("Metric Name") is None or not (row["ID"] or "").isdigit():
+            continue
+        found = kernels.setdefault(row["ID"], {})
+        try:
+            value = float(row["Metric Value"].replace(",", "")) * SCALE.get(row["Metric Unit"], 1)
+        except (AttributeError, ValueError):  # "n/a"
+            continue
+        if math.isfinite(value):
+            found[row["Metric Name"]] = value
+    return list(kernels.values())
+
+
+def _reason(text: str) -> str:
+    """Why ncu has no table: its first error line."""
+    for line in text.splitlines():
+        if "==ERROR==" in line or "ERR_NVGPUCTRPERM" in line or "==WARNING==" in line:
+            return f"ncu: {line.replace('==ERROR==', '').replace('==WARNING==', '').strip()}"
+    last = [line for line in text.splitlines() if line.strip()][-1:]
+    return f"ncu wrote no table{': ' + last[0].strip()[:200] if last else ''}"
+
+
+def total(kernels: Iterable[dict[str, float]], names: Iterable[str]) -> float | None:
+    """The sum of metrics over kernels; None where one is missing."""
+    values = [kernel.get(name) for kernel in kernels for name in names]
+    return None if not values or None in values else sum(value for value in values if value is not None)
+
+
+def traffic(kernels: list[dict[str, float]]) -> dict[str, float]:
+    """Bytes of a call at each level."""
+    found = {name: total(kernels, metrics) for name, metrics in BYTES.items()}
+    wavefronts = total(kernels, (WAVEFRONTS,))
+    found["shared_bytes_moved"] = None if wavefronts is None else wavefronts * WAVEFRONT
+    found["ncu_us"] = None if (seconds := total(kernels, (DURATION,))) is None else seconds * 1e6
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def tensor_share(kernels: list[dict[str, float]]) -> float | None:
+    """Percent of the tensor cores' peak over a call, its kernels weighted by their time."""
+    for name in TENSOR:
+        pairs = [(k[name], k[DURATION]) for k in kernels if name in k and DURATION in k]
+        if pairs and (time := sum(weight for _, weight in pairs)) > 0:
+            return sum(share * weight for share, weight in pairs) / time
+    return None
+
+
+def command(metrics: Iterable[str], call: dict, log: Path) -> list[str]:
+    ncu = ["ncu", "--csv", "--page", "details", "--print-units", "base", "--metrics", ",".join(metrics)]
+    ncu += ["--profile-from-start", "off", "--clock-control", "none", "--log-file", str(log)]
+    return [*ncu, sys.executable, "-m", "flash_attn_minimal.experiments._one_call", json.dumps(call)]
+
+
+def profile(metrics: Iterable[str], call: dict) -> list[dict[str, float]]:
+    """The metrics of each kernel of one call; `call` is what _one_call.py takes."""
+    if shutil.which("ncu") is None:
+        raise NcuError("ncu is not on PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        package = str(Path(__file__).resolve().parents[2])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        try:
+            done = subprocess.run(
+                command(metrics, call, log), capture_output=True, text=True, timeout=TIMEOUT, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            raise NcuError(f"ncu took longer than {TIMEOUT} s") from None
+        except OSError as error:
+            raise NcuError(f"ncu does not start: {error.strerror}") from None
+        text = log.read_text(errors="replace") if log.is_file() else ""
+        if done.returncode:
+            raise NcuError(_reason(text + "\n" + done.stdout + "\n" + done.stderr))
+        return parse(text)
