@@ -50,9 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flash_attn_minimal experiment",
         description="Answer one question by measurement: NAME.json with every row, NAME.md with question, method, "
-        "table "
-        "and what one sees, and pictures where matplotlib is installed. A run that is interrupted, or cut off by "
-        "--limit, writes what it has.",
+        "table and what one sees, and pictures where matplotlib is installed. A run that is interrupted, or cut off "
+        "by --limit, writes what it has.",
         epilog=_list(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

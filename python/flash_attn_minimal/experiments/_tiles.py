@@ -12,7 +12,7 @@ MMA = {64: Tile(128, 128), 128: Tile(128, 64)}
 
 def tile_of(kernel: str, headdim: int, seqlen: int, causal: bool) -> Tile | None:
     """The tile of a self-attention call that fills the GPU; None where it is not known here."""
-    if kernel in ("minimal", "minimal_v1_order"):
+    if kernel == "minimal":
         return Tile(64, 64)
     if kernel == "mma_sm80":
         return MMA.get(headdim)

@@ -20,6 +20,7 @@ from ..bench.machine import first_line
 from ..bench.systems import Inputs, Refused, Shape, System
 from ._measure import Candidate
 
+DTYPE = "bfloat16"  # of every variant
 LIBRARY_NAME = "libflash_attn_experiments.so"
 INTEGERS = ("order", "backward", "tile_m", "tile_n", "stages", "threads")
 RESOURCES = ("registers", "shared_bytes", "spill_bytes", "blocks_per_sm")  # 0 without a GPU
@@ -89,6 +90,7 @@ class Variants:
         declare(self.lib, "fa_variant_get", ct.c_int, ct.c_int32, ct.c_int32, ct.POINTER(_Variant))
         for name, struct in (("forward", AttentionArgs), ("backward", AttentionBackwardArgs)):
             declare(self.lib, f"fa_variant_{name}", ct.c_int, ct.c_char_p, ct.POINTER(struct), ct.c_void_p)
+        declare(self.lib, "fa_variant_last_error", ct.c_char_p)
         declare(self.lib, "fa_variant_workspace", ct.c_int, ct.c_char_p, ct.c_void_p, ct.POINTER(ct.c_size_t))
 
     @functools.cached_property
@@ -96,7 +98,8 @@ class Variants:
         found = []
         for index in range(self.lib.fa_variant_count()):
             raw = new(_Variant)
-            if status := self.lib.fa_variant_get(index, self.device, raw):
+            status = self.lib.fa_variant_get(index, self.device, raw)
+            if status and not raw.name:  # a kernel of another GPU has its name and no registers
                 raise self._failure(status, f"variant {index}")
             texts = [getattr(raw, name).decode() for name in ("name", "experiment", "kernel", "about")]
             numbers = {name: int(getattr(raw, name)) for name in INTEGERS + RESOURCES + SERVES}
@@ -104,9 +107,10 @@ class Variants:
             found.append(Variant(*texts, **numbers))
         return found
 
-    def of(self, experiment: str) -> list[Variant]:
-        """Those of an experiment, in their order."""
+    def of(self, experiment: str, headdim: int | None = None) -> list[Variant]:
+        """Those of an experiment, in their order; with headdim those that serve it."""
         mine = [variant for variant in self.all if variant.experiment == experiment]
+        mine = [variant for variant in mine if headdim is None or variant.headdim in (0, headdim)]
         return sorted(mine, key=lambda variant: (variant.backward, variant.order))
 
     def named(self, name: str) -> Variant | None:
@@ -167,14 +171,7 @@ class Variants:
     def _failure(self, status: int, what: str) -> Exception:
         """The exception of a status, with the text of the library that gave it."""
         kind = _library._ERRORS.get(status, _library.FlashAttnError)
-        for lib in (self.lib, load()):
-            for name in ("fa_variant_last_error", "fa_last_error"):
-                function = getattr(lib, name, None)
-                if function is not None:
-                    function.restype = ct.c_char_p
-                    if text := (function() or b"").decode(errors="replace"):
-                        return kind(text)
-        return kind(f"{what}: status {status}")
+        return kind(self.lib.fa_variant_last_error().decode(errors="replace") or f"{what}: status {status}")
 
 
 def _view(name: str, array):

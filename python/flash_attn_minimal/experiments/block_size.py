@@ -17,7 +17,7 @@ from ..bench.timing import interleave
 from ._counted import plain_v2
 from ._measure import kernel, measure, summary
 from ._traffic import Problem, Tile, v2
-from ._variants import on_gpu
+from ._variants import DTYPE, on_gpu
 from .experiment import Experiment, Rows, Run, register
 from .report import set_title, size
 
@@ -34,15 +34,13 @@ def _gpu(run: Run) -> None:
     if variants is None:
         return
     found = [variant for variant in variants.of("block-size") if not variant.backward]
-    dtype = "bfloat16" if run.machine.framework == "torch" else "float16"
-    groups = {name: [v for v in found if v.kernel == name] for name in dict.fromkeys(v.kernel for v in found)}
-    jobs = [
-        (name, mine, causal) for name, mine in groups.items() for causal in ((False,) if run.quick else (False, True))
-    ]
+    groups = dict.fromkeys((v.kernel, v.headdim) for v in found if not run.quick or v.headdim == 128)
+    jobs = [(*group, causal) for group in groups for causal in ((False,) if run.quick else (False, True))]
     with run.steps(len(jobs), "block-size"):
-        for name, mine, causal in jobs:
-            seqlen = 2048 if run.quick else 4096
-            shape = Shape(1 if name == "minimal" else 4, seqlen, 16, 16, 128, causal, dtype)
+        for name, headdim, causal in jobs:
+            mine = [v for v in found if (v.kernel, v.headdim) == (name, headdim)]
+            seqlen, heads = (2048 if run.quick else 4096), 2048 // headdim
+            shape = Shape(1 if name == "minimal" else 4, seqlen, heads, heads, headdim, causal, DTYPE)
             candidates = [kernel(name), *(variants.candidate(variant) for variant in mine)]
             rows = measure(run, shape, candidates, graphs=False)
             run.step(f"{name}, {shape}: fastest {summary(rows)}")
@@ -108,7 +106,8 @@ def cpu_caches() -> dict[str, int]:
 
 
 def group(row: dict) -> str:
-    return row.get("variant_of", row["name"]) + (", causal" if row["causal"] else "")
+    name = row.get("variant_of", row["name"])
+    return name if name == NUMPY else f"{name}, headdim {row['headdim']}" + (", causal" if row["causal"] else "")
 
 
 def _tiled(rows: Rows) -> Rows:
@@ -152,12 +151,15 @@ def findings(data: dict, rows: Rows) -> list[str]:
     for name in dict.fromkeys(group(row) for row in _tiled(rows)):
         mine = sorted((row for row in _tiled(rows) if group(row) == name), key=lambda row: row["us"])
         best, worst = mine[0], mine[-1]
-        text = f"{name}: the fastest tile is {best['tile_m']} x {best['tile_n']} ({best['us']:.1f} us), the slowest "
-        text += f"{worst['tile_m']} x {worst['tile_n']} takes {worst['us'] / best['us']:.1f} times as long"
+        text = (
+            f"{name}: the fastest tile is {best['tile_m']} x {best['tile_n']} ({best['us']:.1f} us), the slowest "
+            f"{worst['tile_m']} x {worst['tile_n']} takes {worst['us'] / best['us']:.1f} times as long"
+        )
         if spilled := [row for row in mine if row.get("spill_bytes")]:
-            text += f"; {len(spilled)} of {len(mine)} tiles spill registers, the best of them at "
-            text += f"{spilled[0]['us'] / best['us']:.2f}"
-            text += " of the best time"
+            text += (
+                f"; {len(spilled)} of {len(mine)} tiles spill registers, the best of them at "
+                f"{spilled[0]['us'] / best['us']:.2f} of the best time"
+            )
         if best.get("blocks_per_sm"):
             text += f"; the fastest has {best['registers']} registers a thread and {best['blocks_per_sm']} blocks an SM"
         if best.get("l2_bytes") and best.get("cache_bytes"):
@@ -168,9 +170,8 @@ def findings(data: dict, rows: Rows) -> list[str]:
     if found and "gpu" not in data["machine"]:
         small = min(_tiled(rows), key=lambda row: row["tile_m"] * row["tile_n"])
         found.append(
-            f"In NumPy small tiles are slow for another reason than memory: every tile costs a few calls of Python, "
-            f"and "
-            f"{small['tile_m']} x {small['tile_n']} makes "
+            "In NumPy small tiles are slow for another reason than memory: every tile costs a few calls of Python, "
+            f"and {small['tile_m']} x {small['tile_n']} makes "
             f"{small['seqlen_q'] * small['seqlen_k'] // (small['tile_m'] * small['tile_n'])} tiles."
         )
     return found
@@ -217,12 +218,10 @@ register(
         about="tiles of 16 to 256 queries and keys: speed, registers, shared memory, blocks on an SM",
         question="How large should a tile of queries and of keys be, and what stops it from being larger?",
         method="Large tiles read K and V less often: v2 moves S^2 d / tile_m numbers of each. They need registers and "
-        "shared "
-        "memory, of which an SM has 64 Ki and 228 KB. On a GPU the library of variants holds each kernel with many "
-        "tiles "
-        "(head dim 128, 16 heads); a pair that spills, or leaves one block on an SM, is measured as well. On a CPU "
-        "NumPy runs "
-        "v2's order on one head of 64 with every pair, and the library's kernel runs beside it with its own tiles.",
+        "shared memory, of which an SM has 64 Ki and 228 KB. On a GPU the library of variants holds each kernel with "
+        "many tiles (heads x headdim = 2048); a pair that spills, or leaves one block on an SM, is measured as well. "
+        "On a CPU NumPy runs v2's order on one head of 64 with every pair, and the library's kernel runs beside it "
+        "with its own tiles.",
         run=run,
         table=table,
         findings=findings,

@@ -25,6 +25,8 @@ OUTLIERS, TIMES = 0.001, 50.0  # which share of the entries is so many times as 
 EDGE = 3.2905  # beyond which a normal number lies with that probability
 HEADS, ROWS = 2, 256  # of the error measure
 INPUTS = ("normal", "outliers")
+SAID = {"normal": "on normal inputs", "outliers": "with outliers"}
+GROUPS = {"attention": "Attention", "cache": "One query over a cache"}
 FLOOR = 2e-5  # of the cache's budget, as in the suite decode
 
 
@@ -241,12 +243,12 @@ def _itemsize(name: str) -> int:
 def table(data: dict, rows: Rows) -> list[str]:
     lines = []
     scale, unit = (1, "TFLOP/s") if "gpu" in data["machine"] else (1e3, "GFLOP/s")
-    for group in ("attention", "cache"):
+    for group, title in GROUPS.items():
         mine = [row for row in rows if row["group"] == group]
         if not mine:
             continue
         one = mine[0]
-        what = f"### {'Attention' if group == 'attention' else 'One query over a cache'}: batch {one['batch']}, "
+        what = f"### {title}: batch {one['batch']}, "
         what += f"{one['seqlen_k']} keys, {one['nheads']}/{one['nheads_k']} heads, headdim {one['headdim']}"
         head = ["dtype", "kernel", "us", unit if group == "attention" else "GB/s of K and V"]
         head += [f"{measure}, {inputs}" for inputs in INPUTS for measure in ("RMS error", "largest")]
@@ -272,57 +274,57 @@ def _find(rows: Rows, group: str, name: str, inputs: str) -> dict | None:
 
 def findings(data: dict, rows: Rows) -> list[str]:
     found = []
-    for group in ("attention", "cache"):
+    for group, what in GROUPS.items():
         normal = [row for row in rows if row["group"] == group and row["inputs"] == "normal"]
         if len(normal) > 1:
             fast, slow = min(normal, key=lambda r: r["us"]), max(normal, key=lambda r: r["us"])
-            text = (
-                f"{group.capitalize()}: the fastest is {fast['name']}, {slow['us'] / fast['us']:.1f} times as fast as "
+            found.append(
+                f"{what}: the fastest is {fast['name']}, {slow['us'] / fast['us']:.1f} times as fast as "
+                f"{slow['name']}; their RMS errors are {fast['rms']:.1e} and {slow['rms']:.1e}."
             )
-            text += f"{slow['name']}; their RMS errors are {fast['rms']:.1e} and {slow['rms']:.1e}"
-            found.append(text + ".")
         grown = []
         for row in normal:
             other = _find(rows, group, row["name"], "outliers")
             if other and row["rms"] > 0:
-                grown.append((other["rms"] / row["rms"], row["name"], other["us"] / row["us"]))
+                grown.append((other["rms"] / row["rms"], row["name"]))
         if grown:
-            most, least = max(grown), min(grown)
-            found.append(
-                f"{group.capitalize()}: outliers make the RMS error of {most[1]} {most[0]:.1f} times as large, and "
-                f"that of "
-                f"{least[1]} {least[0]:.2g} times. A type with an exponent rounds every number relative to itself; "
-                f"what grows "
-                "is the error of large scores, which softmax turns into one of the weights."
-            )
-    pair = [_find(rows, "attention", name, "outliers") for name in ("float8", "float8, q and k rotated")]
-    if pair[0] and pair[1]:
+            texts = [f"{ratio:.2g} ({name})" for ratio, name in sorted(grown)]
+            found.append(f"{what}: outliers multiply the RMS error by {', '.join(texts)}.")
+    rotated = [_find(rows, "attention", name, "outliers") for name in ("float8", "float8, q and k rotated")]
+    if rotated[0] and rotated[1]:
         found.append(
-            f"Rotating q and k before they are rounded to float8 makes the RMS error with outliers "
-            f"{pair[1]['rms'] / pair[0]['rms']:.2f} times what it was: an outlier is spread over its row."
+            "Rotating q and k before they are rounded to float8 multiplies the RMS error with outliers by "
+            f"{rotated[1]['rms'] / rotated[0]['rms']:.2f}: an outlier is spread over its row."
         )
     for inputs in INPUTS:
         both = [_find(rows, "attention", name, inputs) for name in ("bfloat16", "float16")]
         if both[0] and both[1]:
             found.append(
-                f"float16 has three more bits of mantissa than bfloat16: its RMS error on {inputs} inputs is "
+                f"float16 has three more bits of mantissa than bfloat16: {SAID[inputs]} its RMS error is "
                 f"{both[0]['rms'] / both[1]['rms']:.1f} times smaller."
             )
     for kind in ("float8", "int8"):
+        shares = []
         for inputs in INPUTS:
             both = [_find(rows, "cache", f"{kind}, a factor for every {of}", inputs) for of in ("head", "token")]
             if both[0] and both[1]:
-                found.append(
-                    f"An {kind} cache with a factor for every head has {both[0]['rms'] / both[1]['rms']:.2f} times "
-                    f"the RMS "
-                    f"error of one with a factor for every token, on {inputs} inputs."
+                shares.append(f"{both[0]['rms'] / both[1]['rms']:.2g} {SAID[inputs]}")
+        if shares:
+            found.append(
+                f"A cache in {kind} with one factor for a head has the RMS error of one with a factor for every token "
+                f"times {', '.join(shares)}."
+                + (
+                    " An integer has the same step everywhere, and one outlier sets it for all."
+                    if kind == "int8"
+                    else ""
                 )
+            )
     return found
 
 
 def picture(data: dict, rows: Rows):
     """RMS error over time, a panel for attention and one for caches; hollow: inputs with outliers."""
-    groups = [group for group in ("attention", "cache") if any(row["group"] == group for row in rows)]
+    groups = [group for group in GROUPS if any(row["group"] == group for row in rows)]
     figure, axes = figure_of(1, len(groups), max(6.5, 5.6 * len(groups)), 5)
     for axis, group in zip(axes[0], groups, strict=True):
         mine = [row for row in rows if row["group"] == group]
@@ -339,7 +341,7 @@ def picture(data: dict, rows: Rows):
         axis.set_yscale("log")
         axis.set_xlim(left=0)
         axis.set_xlabel("µs a call")
-        axis.set_title("attention" if group == "attention" else "one query over a cache")
+        axis.set_title(GROUPS[group])
         axis.legend(fontsize=8, loc="best")
     axes[0][0].set_ylabel("RMS error over the RMS of the answer")
     set_title(figure, data, "Error against time, filled: normal inputs, hollow: with outliers")
@@ -352,12 +354,9 @@ register(
         about="speed and error of float32, tf32, 16-bit, float8, and 8-bit caches, with and without outliers",
         question="What does a narrower type gain, what does it cost in accuracy, and what do outliers do to it?",
         method=f"Inputs are normal numbers; with outliers one entry in {1 / OUTLIERS:.0f} of q, k and v is "
-        f"{TIMES:.0f} times as "
-        "large. Every dtype gets the same numbers, rounded or quantised. Two checks: against float64 on the rounded "
-        "inputs with "
-        "the budget of the precision, which must hold; and against float64 on the inputs before rounding, which is "
-        "the error "
-        "shown. All dtypes run in shuffled turns.",
+        f"{TIMES:.0f} times as large. Every dtype gets the same numbers, rounded or quantised. Two checks: against "
+        "float64 on the rounded inputs with the budget of the precision, which must hold; and against float64 on the "
+        "inputs before rounding, which is the error shown. All dtypes run in shuffled turns.",
         run=run,
         table=table,
         findings=findings,

@@ -250,8 +250,8 @@ def expected(keys: int, tile: int) -> float:
 
 
 def table(data: dict, rows: Table) -> list[str]:
-    head = ["scores", "tile", "order", "rows: exact moves", "expected", "rows: lazy moves", "warps: exact", "warps: lazy",
-            "warps: done again, bf16", "fp16", "RMS error, exact", "lazy"]  # fmt: skip
+    head = ["scores", "tile", "order", "rows: exact moves", "expected", "rows: lazy moves", "warps: exact"]
+    head += ["warps: lazy", "warps: done again, bf16", "fp16", "RMS error, exact", "lazy"]
 
     def percent(row, name):
         return f"{row[name]:.2%}" if name in row else ""
@@ -272,55 +272,68 @@ def table(data: dict, rows: Table) -> list[str]:
     ]
 
 
-def _mean(rows: Table, name: str, **where: Any) -> float | None:
-    """Mean over the rows whose fields are so, weighted by their tiles."""
-    of = [row for row in rows if all(row[key] == value for key, value in where.items()) and name in row]
+def shown_tile(rows: Table) -> int:
+    """The tile that the text and the left picture are about: 64 keys, or the largest below."""
+    return max((row["tile"] for row in rows if row["tile"] <= 64), default=rows[0]["tile"])
+
+
+def mean(rows: Table, name: str) -> float:
+    """Over rows of results, weighted by the tiles that they count."""
     weight = "row_tiles" if name.startswith("rows") else "warp_tiles"
-    total = sum(row[weight] for row in of)
-    return sum(row[name] * row[weight] for row in of) / total if total else None
+    return sum(row[name] * row[weight] for row in rows) / max(1, sum(row[weight] for row in rows))
 
 
 def findings(data: dict, rows: Table) -> list[str]:
-    model = [row for row in rows if row["source"].startswith("model")]
-    random = [row for row in rows if row["source"].startswith("random")]
-    found = []
-    for what, mine in (("the model's scores", model), ("random scores", random)):
-        rows_moved, warps_moved, lazy = (_mean(mine, name) for name in ("rows_moved", "warps_moved", "warps_lazy"))
-        if rows_moved is None or warps_moved is None or lazy is None:
-            continue
-        text = (
-            f"On {what} a row's maximum moves in {rows_moved:.1%} of its later tiles. A warp scales 16 rows at once, "
-        )
-        text += (
-            f"and one of them moves in {warps_moved:.1%}: a vote alone saves {1 - warps_moved:.1%} of the products. "
-        )
-        text += f"With a threshold of 2^8 {lazy:.2%} are left"
-        found.append(text + (f", {warps_moved / lazy:.0f} times fewer." if lazy else ", none."))
+    tile, found = shown_tile(rows), []
+    kinds = {"the model's scores": "model", "random scores": "random"}
+    for what, kind in kinds.items():
+        for order in dict.fromkeys(row["order"] for row in rows):
+            mine = [r for r in rows if r["source"].startswith(kind) and (r["tile"], r["order"]) == (tile, order)]
+            if mine:
+                row, warp, lazy = (mean(mine, name) for name in ("rows_moved", "warps_moved", "warps_lazy"))
+                found.append(
+                    f"{what.capitalize()}, tiles of {tile} keys, {order}: the maximum of a row moves in {row:.1%} of "
+                    f"its later tiles. A warp holds {WARP} rows, and one of them moves in {warp:.1%}: a vote saves the "
+                    f"other {1 - warp:.1%} of the products. With a threshold of 2^{THRESHOLD:.0f} a warp acts in "
+                    f"{lazy:.2%}."
+                )
+    model = [row for row in rows if row["source"].startswith("model") and row["tile"] == tile]
     if model:
-        by_order = {
-            order: _mean(model, "warps_moved", order=order) for order in dict.fromkeys(r["order"] for r in model)
-        }
-        texts = [f"{order} {share:.1%}" for order, share in by_order.items() if share is not None]
-        found.append(f"The order of the tiles matters on the model's scores (warps that must act): {', '.join(texts)}.")
-        again = max(row["warps_again"] for row in rows)
-        again16 = max(row["warps_again_float16"] for row in rows)
-        found.append(
-            "The speculative policy computes no maximum after the first tile. It does a tile again in at most "
-            f"{again:.2%} of the cases with P in bfloat16 (sums to 2^60), and {again16:.2%} with P in float16 (2^15)."
-        )
-    checked = [row for row in random if "rows_expected" in row and row["order"] == "first key first"]
+        first, last = ([r for r in model if r["order"] == order] for order in ("first key first", "last key first"))
+        if first and last:
+            ratio = mean(first, "warps_lazy") / max(mean(last, "warps_lazy"), 1e-12)
+            found.append(
+                "A causal model looks at near keys more than at far ones, so the order of the tiles matters: with the "
+                f"lazy maximum the way from the first key on makes a warp act {ratio:.1f} times as often as the way "
+                "back from the last one, which the fast kernels take."
+            )
+    again = {name: max(rows, key=lambda row: row[name]) for name in ("warps_again", "warps_again_float16")}
+    wide, narrow = again["warps_again"], again["warps_again_float16"]
+    back = [row["warps_again_float16"] for row in rows if row["order"] == "last key first"]
+    found.append(
+        "The speculative policy computes no maximum after the first tile. A warp does a tile again in at most "
+        f"{wide['warps_again']:.2%} of the cases with P in bfloat16 (sums to 2^60), and "
+        f"{narrow['warps_again_float16']:.2%} with P in float16 (2^15; {narrow['source']}, tiles of {narrow['tile']}, "
+        f"{narrow['order']}" + (f"; from the last key back at most {max(back):.2%})." if back else ").")
+    )
+    checked = [row for row in rows if "rows_expected" in row and row["order"] == "first key first"]
     if checked:
         worst = max(abs(row["rows_moved"] - row["rows_expected"]) for row in checked)
         found.append(
-            "Of exchangeable scores tile n + 1 holds the largest so far with probability 1 / (n + 1), so that T tiles "
-            "move the maximum about ln T times. The random rows differ from what this gives by at most "
-            f"{100 * worst:.2f} percent points."
+            "Of exchangeable scores the n-th tile holds the largest so far with probability 1 / n, so that T tiles "
+            "move the maximum about ln T times. What the random rows do differs from this by at most "
+            f"{100 * worst:.1f} percentage points from the first key on. From the last one back it is more: the first "
+            "tile is the one that the diagonal cuts."
         )
-    errors = [row["rms_lazy"] / row["rms_exact"] for row in rows if row.get("rms_exact")]
+    errors = [(row["rms_lazy"] / row["rms_exact"], row) for row in rows if row.get("rms_exact")]
     if errors:
+        low, (high, at) = min(ratio for ratio, _ in errors), max(errors, key=lambda pair: pair[0])
         found.append(
-            "The lazy maximum costs no accuracy: P is rounded relative to itself. The RMS error with P in bfloat16 is "
-            f"{min(errors):.3f} to {max(errors):.3f} times that of the exact maximum."
+            "P is rounded relative to itself, under any maximum. The exact one still has an advantage: the largest "
+            f"weight of a row is 2^0, which bfloat16 holds exactly. The RMS error under the lazy maximum is {low:.2f} "
+            f"to {high:.2f} times that under the exact one (the most in {at['source']}, tiles of {at['tile']}, "
+            f"{at['order']}), {at['rms_lazy']:.1e} at most of the answer's RMS there, where bfloat16's own step is "
+            f"{2**-8:.1e}."
         )
     return found
 
@@ -329,7 +342,7 @@ def picture(data: dict, rows: Table):
     """Left: warps that act over the threshold. Right: over the size of the tile, exact and lazy."""
     figure, axes = figure_of(1, 2, 10, 4.4, sharey=True)
     sources = list(dict.fromkeys(row["source"] for row in rows))
-    middle = max((row["tile"] for row in rows if row["tile"] <= 64), default=rows[0]["tile"])
+    middle = shown_tile(rows)
     left, right = axes[0]
     for source, colour in zip(sources, LINES * 3, strict=False):
         for order, style in (("first key first", "-"), ("last key first", "--")):
@@ -359,16 +372,14 @@ register(
         question="The online softmax multiplies its sums by 2^(old - new maximum) when a tile of keys raises a row's "
         "maximum. How often does that happen, and how much of it can be left out without an error?",
         method="Scores q k^T of every layer and head are taken from the model in the package while it reads a text "
-        "that it "
-        "has written at temperature 1, and from normal random inputs; both are causal. NumPy walks through them in "
-        "tiles "
+        "that it has written at temperature 1, and from normal random inputs; both are causal. NumPy walks through "
+        "them in tiles "
         "of keys, from the first key on and, as the Hopper kernel does, from the last one back.\n\n"
         "*Exact*: the maximum of all tiles so far. *Lazy*: it moves only when a tile exceeds it by 2^8, as in "
         "FlashAttention-4; P and the sums stay below 2^8 times what they were, which no float type minds. "
-        "*Speculative*: "
-        "the first tile's maximum is kept, and a warp does a tile again when a sum of exponentials passes 2^60 (2^15 "
-        "with "
-        "P in float16). Any maximum gives the same quotient O / row_sum. The counts depend on the seed alone.",
+        "*Speculative*: the first tile's maximum is kept, and a warp does a tile again when a sum of exponentials "
+        "passes 2^60 (2^15 with P in float16). Any maximum gives the same quotient O / row_sum. The counts depend on "
+        "the seed alone.",
         run=run,
         table=table,
         findings=findings,

@@ -9,9 +9,9 @@ from .._report import table as markdown_table
 from ..bench.figure import MINE, figure_of
 from ..bench.systems import Shape
 from . import _ncu
-from ._measure import kernel, measure
+from ._measure import measure
 from ._one_call import call_of
-from ._variants import on_gpu
+from ._variants import DTYPE, on_gpu
 from .experiment import Experiment, Rows, Run, register
 from .report import set_title, size
 
@@ -29,9 +29,8 @@ def run(run: Run) -> None:
     variants = on_gpu(run)
     if variants is None:
         return
-    mine = variants.of("optimisation")
-    dtype = "bfloat16" if run.machine.framework == "torch" else "float16"
-    base = Shape(1 if run.quick else 4, 4096, 16, 16, 128, False, dtype)
+    base = Shape(1 if run.quick else 4, 4096, 16, 16, 128, False, DTYPE)
+    mine = variants.of("optimisation", base.headdim)
     shapes = [Shape(**{**vars(base), "backward": backward}) for backward in (False, True)]
     climbs = [(shape, [v for v in mine if v.backward == shape.backward]) for shape in shapes]
     with run.steps(sum(1 + len(steps) for _, steps in climbs), "optimisation"):
@@ -39,13 +38,11 @@ def run(run: Run) -> None:
             if not steps:
                 run.leave_out("variants", shape, f"{variants.file.name} has none of this pass")
                 continue
-            names = dict.fromkeys(v.kernel for v in steps)
-            end = [kernel(name) for name in names]
-            rows = measure(run, shape, [*(variants.candidate(v) for v in steps), *end], graphs=False)
+            rows = measure(run, shape, [variants.candidate(v) for v in steps], graphs=False)
             run.step(f"{PASSES['bwd' if shape.backward else 'fwd']}: {len(rows)} steps timed")
             failures = 0
             for row in rows:
-                if "variant_of" not in row or failures > 1:
+                if failures > 1:
                     continue
                 try:
                     call = call_of(row["name"], shape, run.machine.framework, True)
@@ -63,9 +60,8 @@ def run(run: Run) -> None:
 
 
 def climb(rows: Rows, which: str) -> Rows:
-    """The steps of a pass in their order, then the library's kernel."""
-    mine = [row for row in rows if row["pass"] == which]
-    return sorted(mine, key=lambda row: row.get("order", 1 << 30))
+    """The steps of a pass in their order."""
+    return sorted((row for row in rows if row["pass"] == which), key=lambda row: row["order"])
 
 
 def table(data: dict, rows: Rows) -> list[str]:
@@ -80,15 +76,20 @@ def table(data: dict, rows: Rows) -> list[str]:
         for before, row in zip([None, *steps], steps, strict=False):
             gain = f"{before['us'] / row['us']:.2f}x" if before else ""
             share = f"{row['tensor_share']:.0%}" if "tensor_share" in row else ""
-            library = "variant_of" not in row
-            about = "the kernel of the library" if library else row["about"]
-            cells = [f"`{row['kernel']}`", about, f"{row['us']:.1f}", f"{row['tflops']:.1f}", gain]
-            cells += [f"{steps[0]['us'] / row['us']:.1f}x", share]
-            resources = ["", "", ""]
-            if not library:
-                resources = [str(row["registers"]), size(row["spill_bytes"]) if row["spill_bytes"] else "",
-                             size(row["shared_bytes"])]  # fmt: skip
-            body.append([*cells, *resources])
+            body.append(
+                [
+                    f"`{row['kernel']}`",
+                    row["about"],
+                    f"{row['us']:.1f}",
+                    f"{row['tflops']:.1f}",
+                    gain,
+                    f"{steps[0]['us'] / row['us']:.1f}x",
+                    share,
+                    str(row["registers"] or ""),
+                    size(row["spill_bytes"]) if row["spill_bytes"] else "",
+                    size(row["shared_bytes"]) if row["shared_bytes"] else "",
+                ]
+            )
         head = ["step", "what is new", "us", "TFLOP/s", "over the step before", "over the first", "tensor cores busy",
                 "registers", "spilled", "shared memory"]  # fmt: skip
         lines += [*markdown_table(head, body), ""]
@@ -96,8 +97,8 @@ def table(data: dict, rows: Rows) -> list[str]:
     lines += [
         f"### Tried and lost ({len(entries)})",
         "",
-        "From the comments of the kernels and the messages of the commits. `measured` is against what the kernel does "
-        "now.",
+        "From the comments of the kernels and the messages of the commits. `measured` is against what the kernel "
+        "does now.",
         "",
         *markdown_table(
             ["kernel", "what was tried", "expected", "measured", "why", "where it is noted"],
@@ -113,16 +114,16 @@ def table(data: dict, rows: Rows) -> list[str]:
 def findings(data: dict, rows: Rows) -> list[str]:
     found = []
     for which in ("fwd", "bwd"):
-        steps = [row for row in climb(rows, which) if "variant_of" in row]
+        steps = climb(rows, which)
         if len(steps) < 2:
             continue
         gains = [(before["us"] / row["us"], row) for before, row in zip(steps, steps[1:], strict=False)]
         best, worst = max(gains, key=lambda pair: pair[0]), min(gains, key=lambda pair: pair[0])
-        text = f"{PASSES[which].capitalize()}: {len(steps)} steps make {steps[0]['us'] / steps[-1]['us']:.1f} times "
-        text += f"the speed of "
-        text += f"the first. The largest gain is `{best[1]['kernel']}` ({best[1]['about']}), {best[0]:.2f} times the "
-        text += f"step before; "
-        text += f"the smallest `{worst[1]['kernel']}`, {worst[0]:.2f} times"
+        text = (
+            f"{PASSES[which].capitalize()}: {len(steps)} steps make {steps[0]['us'] / steps[-1]['us']:.1f} times the "
+            f"speed of the first. The largest gain is `{best[1]['kernel']}` ({best[1]['about']}), {best[0]:.2f} times "
+            f"the step before; the smallest `{worst[1]['kernel']}`, {worst[0]:.2f} times"
+        )
         found.append(text + ".")
         slower = [row for gain, row in gains if gain < 1]
         if slower:
@@ -135,8 +136,7 @@ def findings(data: dict, rows: Rows) -> list[str]:
     most = max(by_kernel, key=lambda name: by_kernel[name])
     found.append(
         f"{len(entries)} attempts that are on record lost, of {len(by_kernel)} kernels; most of them, "
-        f"{by_kernel[most]}, on "
-        f"`{most}`."
+        f"{by_kernel[most]}, on `{most}`."
     )
     return found
 
@@ -151,15 +151,12 @@ def picture(data: dict, rows: Rows):
     for [axis], which in zip(axes, passes, strict=True):
         steps, last = climb(rows, which), 0.0
         for place, row in enumerate(steps):
-            library = "variant_of" not in row
-            start, width = (0.0, row["tflops"]) if library else (min(last, row["tflops"]), abs(row["tflops"] - last))
-            colour = "#9A9A9A" if library else MINE[0] if row["tflops"] >= last else MINE[2]
-            axis.barh(place, width, left=start, color=colour, height=0.7)
+            start, width = min(last, row["tflops"]), abs(row["tflops"] - last)
+            axis.barh(place, width, left=start, color=MINE[0] if row["tflops"] >= last else MINE[2], height=0.7)
             share = f", tensor cores {row['tensor_share']:.0%}" if "tensor_share" in row else ""
-            gain = f" ({row['tflops'] / last:.2f}x)" if last and not library else ""
+            gain = f" ({row['tflops'] / last:.2f}x)" if last else ""
             axis.text(max(last, row["tflops"]), place, f" {row['tflops']:.3g}{gain}{share}", va="center", fontsize=8)
-            if not library:
-                last = row["tflops"]
+            last = row["tflops"]
         axis.set_yticks(range(len(steps)), [row["kernel"] for row in steps], fontsize=8)
         axis.invert_yaxis()
         axis.set_xlim(0, 1.3 * max(row["tflops"] for row in steps))
@@ -175,15 +172,11 @@ register(
         name="optimisation",
         about="the climb of the Hopper kernels step by step, and what was tried and lost",
         question="Which idea gave how much on the way from the first working kernel to the fastest, and which ideas "
-        "gave "
-        "nothing?",
+        "gave nothing?",
         method="Every step of the climb is a kernel of its own in the library of variants, with all that the steps "
-        "before it "
-        "have. All are checked, then timed in shuffled turns on one shape, beside the library's kernel. The share of "
-        "time in "
-        "which the tensor cores are busy is from Nsight Compute, where it may be used. The list of what lost was "
-        "collected "
-        "from notes that were made when it was measured; it needs no GPU.",
+        "before it have. All are checked, then timed in shuffled turns on one shape, beside the library's kernel. "
+        "The share of time in which the tensor cores are busy is from Nsight Compute, where it may be used. The list "
+        "of what lost was collected from notes that were made when it was measured; it needs no GPU.",
         run=run,
         table=table,
         findings=findings,

@@ -103,18 +103,18 @@ def findings(data: dict, rows: Rows) -> list[str]:
     if {"linear", "copy"} <= known.keys():
         ridge = known["linear"]["tflops"] / known["copy"]["tbps"]
         below = sorted({row["kernel"] for row in rows if row["intensity"] < ridge})
-        found.append(
-            f"The roofs meet at {ridge:.0f} operations a byte. Left of it are "
-            f"{', '.join(below) if below else 'no kernels'}: "
-            "there memory is the limit, whatever the arithmetic."
-        )
+        text = f"The roofs meet at {ridge:.0f} operations a byte. "
+        if below:
+            text += f"{', '.join(below)} have fewer: memory is their limit, whatever the arithmetic."
+        else:
+            text += "All kernels have more, so that arithmetic is the limit, if data come in time."
+        found.append(text)
         over = [row for row in rows if row["intensity"] * known["copy"]["tbps"] < row["tflops"]]
         if over:
             names = ", ".join(sorted({row["kernel"] for row in over}))
             found.append(
-                f"{names} is faster than its model bytes allow: its scores stay in a cache, and never reach the "
-                f"memory whose "
-                "speed the copy measures."
+                f"{names} is faster than its model bytes allow: its scores stay in a cache, and never reach the memory "
+                "whose speed the copy measures."
             )
     best = max(rows, key=lambda row: row["tflops"])
     text = f"The fastest is {best['kernel']} at seqlen {best['seqlen_q']}: {speed(best['tflops'])}"
@@ -129,7 +129,7 @@ def findings(data: dict, rows: Rows) -> list[str]:
             f"A watt buys {per_watt(low) * 1e3:.1f} GFLOP/s with {low['kernel']} and {per_watt(high) * 1e3:.0f} with "
             f"{high['kernel']}. The board takes {min(r['sustained_w'] for r in ranked):.0f} to "
             f"{max(r['sustained_w'] for r in ranked):.0f} W: what a kernel moves costs energy, not only what it "
-            f"computes."
+            "computes."
         )
     return found
 
@@ -148,7 +148,7 @@ def picture(data: dict, rows: Rows):
         peak, bandwidth = known["linear"]["tflops"], known["copy"]["tbps"]
         xs.append(peak / bandwidth)
         grid = [min(xs) / 3, peak / bandwidth, max(xs) * 3]
-        label = f"measured: product {peak * scale:.0f} {unit}, copy {bandwidth:.2f} TB/s"
+        label = f"measured: product {peak * scale:.0f} {unit}, copy {bandwidth * 1e3:.0f} GB/s"
         left.plot(grid, [min(peak, x * bandwidth) * scale for x in grid], color="#333333", label=label)
     for name in names:
         mine = [(row["intensity"], row["tflops"] * scale) for row in rows if row["kernel"] == name]
@@ -184,11 +184,9 @@ register(
         question="Which kernels does memory hold back, which the arithmetic units, and what does a kernel get out of "
         "a watt?",
         method="Operations are 4 S^2 d for each head. The bytes are the model's of the experiment `traffic`: S and P "
-        "whole for "
-        "the three steps, every input and output once for the others. The roofs are a large product and a large copy "
-        "in the "
-        "same run. On a GPU every kernel also runs for a third of a second four times, while power and clock are "
-        "sampled.",
+        "whole for the three steps, every input and output once for the others. The roofs are a large product and a "
+        "large copy in the same run. On a GPU every kernel also runs for a third of a second four times, while power "
+        "and clock are sampled.",
         run=run,
         table=table,
         findings=findings,

@@ -84,9 +84,12 @@ def _table(axis: str, rows: Rows) -> list[str]:
 def _shape_of(rows: Rows, *, without: str) -> str:
     row = rows[0]
     parts = {
-        "seqlen_q": f"seqlen {row['seqlen_q']}", "nheads": f"{row['nheads']} heads", "headdim": f"headdim {row['headdim']}",
-        "batch": f"batch {row['batch']}", "dtype": row["dtype"],
-    }  # fmt: skip
+        "seqlen_q": f"seqlen {row['seqlen_q']}",
+        "nheads": f"{row['nheads']} heads",
+        "headdim": f"headdim {row['headdim']}",
+        "batch": f"batch {row['batch']}",
+        "dtype": row["dtype"],
+    }
     return ", ".join(text for name, text in parts.items() if name != without)
 
 
@@ -144,8 +147,10 @@ def _seqlen_findings(data: dict, rows: Rows) -> list[str]:
         floor, best = min(row["us"] for row in mine), max(row["tflops"] for row in mine)
         flat = [row for row in mine if row["us"] <= 2 * floor]
         full = next(row for row in mine if row["tflops"] >= FULL * best)
-        text = f"{name}: no call takes less than {floor:.1f} us, and up to seqlen {flat[-1]['seqlen_q']} none takes "
-        text += f"more than "
+        text = (
+            f"{name}: no call takes less than {floor:.1f} us, and up to seqlen {flat[-1]['seqlen_q']} none takes more "
+            "than "
+        )
         text += (
             "twice that: there the launch and the way to the first tile dominate, not the work. The machine is full "
         )
@@ -180,10 +185,8 @@ register(
         about="time and speed over the sequence length: launches, the first wave, the full machine",
         question="From which length on is the machine full, and below which is a call nothing but a launch?",
         method="One sequence with a fixed number of heads, and lengths doubling. A block of threads takes a tile of "
-        "queries; "
-        "a wave is as many blocks as the GPU runs at a time. Times on a GPU are of CUDA graphs where calls are short, "
-        "so the "
-        "host's share is not in them.",
+        "queries; a wave is as many blocks as the GPU runs at a time. Times on a GPU are of CUDA graphs where calls "
+        "are short, so the host's share is not in them.",
         run=_run_seqlen,
         table=_seqlen_table,
         findings=_seqlen_findings,
@@ -219,30 +222,33 @@ def _heads_findings(data: dict, rows: Rows) -> list[str]:
     for name, mine in lines_of(rows).items():
         mine = sorted(mine, key=lambda row: row["nheads"])
         first, last = mine[0], mine[-1]
-        text = f"{name}: {last['nheads'] // first['nheads']} times the heads take {last['us'] / first['us']:.1f} "
-        text += f"times as long"
+        text = (
+            f"{name}: {last['nheads'] // first['nheads']} times the heads take {last['us'] / first['us']:.1f} times as "
+            "long"
+        )
         waved = [row for row in mine if "waves" in row]
         if waved:
             one = [row for row in waved if row["waves"] <= 1]
             if len(one) > 1:
-                text += f". Up to {one[-1]['nheads']} heads all {one[-1]['blocks']} blocks run at once, and the time "
-                text += f"changes by "
-                text += f"{max(r['us'] for r in one) / min(r['us'] for r in one):.2f} times only"
+                text += (
+                    f". Up to {one[-1]['nheads']} heads all {one[-1]['blocks']} blocks run at once, and the time "
+                    f"changes by {max(r['us'] for r in one) / min(r['us'] for r in one):.2f} times only"
+                )
             pairs = [
                 (a, b) for a, b in zip(waved, waved[1:], strict=False) if math.ceil(a["waves"]) < math.ceil(b["waves"])
             ]
             if pairs:
                 a, b = max(pairs, key=lambda pair: pair[1]["us"] / pair[0]["us"])
-                text += f". The steepest step is from {a['nheads']} to {b['nheads']} heads, {a['waves']:.2f} to "
-                text += f"{b['waves']:.2f} waves: {b['us'] / a['us']:.2f} times the time for "
-                text += f"{b['nheads'] / a['nheads']:.2f} "
-                text += "times the work"
+                text += (
+                    f". The steepest step is from {a['nheads']} to {b['nheads']} heads, {a['waves']:.2f} to "
+                    f"{b['waves']:.2f} waves: {b['us'] / a['us']:.2f} times the time for "
+                    f"{b['nheads'] / a['nheads']:.2f} times the work"
+                )
         found.append(text + ".")
     if "gpu" not in data["machine"]:
         found.append(
             "A CPU's threads take small tiles of rows as they come, so there are no waves: time follows the work once "
-            "every "
-            "thread has a tile."
+            "every thread has a tile."
         )
     return found
 
@@ -262,11 +268,9 @@ register(
         name="heads",
         about="time over the number of heads: stairs, a step for every wave of blocks",
         question="What does one head more cost? As long as some SMs are idle, nothing; one block beyond a full wave, "
-        "a whole "
-        "round.",
+        "a whole round.",
         method="One short sequence, and heads one by one. blocks = heads x tiles of queries; waves = blocks / (SMs x "
-        "blocks an "
-        "SM). Dotted lines mark whole waves of the kernel of their colour.",
+        "blocks an SM). Dotted lines mark whole waves of the kernel of their colour.",
         run=_run_heads,
         table=_heads_table,
         findings=_heads_findings,
@@ -336,10 +340,8 @@ def _causal_findings(data: dict, rows: Rows) -> list[str]:
         n = max(row["seqlen_q"] for row in rows)
         found.append(
             "The mask hides half of the scores, but work is skipped in whole tiles: of tiles of 128 x 128 a sequence "
-            "of 128 has "
-            f"one, which stays, and one of {n} keeps {needed(n, 128, 128):.3f}. A causal call also has rows of "
-            f"unequal length, "
-            "which the scheduling must even out, and a launch that costs the same."
+            f"of 128 has one, which stays, and one of {n} keeps {needed(n, 128, 128):.3f}. A causal call also has rows "
+            "of unequal length, which the scheduling must even out, and a launch that costs the same."
         )
     return found
 

@@ -7,17 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from .._library import LibraryNotFound
 from .._report import table as markdown_table
 from ..bench.check import attend
 from ..bench.figure import LINES, figure_of
-from ..bench.machine import first_line
 from ..bench.systems import Shape
 from . import _counted, _ncu, _traffic
 from ._one_call import call_of
 from ._tiles import BLOCKS_PER_SM, multiprocessors, tile_of
 from ._traffic import Problem, Tile
-from ._variants import Variants
+from ._variants import DTYPE, Variant, on_gpu
 from .experiment import Experiment, Rows, Run, register
 from .report import set_title, size
 
@@ -29,8 +27,8 @@ SMALL = (8, 16, 32, 64, 128, 256)  # KiB of the small memory, for the second pic
 SMALL_SEQLEN = 4096
 COUNTED_HEADDIM, COUNTED_TILE = 64, Tile(64, 64)
 H200 = {"l2": 50 << 20, "sms": 132}  # what the model without a GPU assumes
-# Which order each kernel keeps, and so which curve it belongs to.
-ORDER = {"naive": "standard", "minimal_v1_order": "v1", "minimal": "v2", "mma_sm80": "v2", "wgmma_sm90": "v2"}
+# Which order each kernel of the library keeps, and so which curve it belongs to.
+ORDER = {"naive": "standard", "minimal": "v2", "mma_sm80": "v2", "wgmma_sm90": "v2"}
 CURVES = ("standard", "v1", "v2", "v2 + L2", "once")
 MOST_SCORES = 40 << 30  # bytes of S that naive may take
 
@@ -51,7 +49,8 @@ def run(run: Run) -> None:
     cache = run.machine.l2_bytes if run.gpu else H200["l2"]
     sms = multiprocessors(run.machine) if run.gpu else H200["sms"]
     counted = (64, 128) if run.quick else (128, 256, 512, 1024)
-    steps = len(seqlens) + len(SMALL) + 3 * len(counted) + len(seqlens) * len(ORDER) * run.gpu
+    kernels = dict.fromkeys(ORDER) | _variants(run) if run.gpu else {}
+    steps = len(seqlens) + len(SMALL) + 3 * len(counted) + len(seqlens) * len(kernels)
     with run.steps(steps, "traffic"):
         for seqlen in seqlens:
             p = Problem(seqlen, HEADDIM, heads=HEADS)
@@ -73,8 +72,8 @@ def run(run: Run) -> None:
         for seqlen in counted:
             for order in ("standard", "v1", "v2"):
                 run.step(_count(run, order, seqlen))
-        if run.gpu:
-            _profile(run, seqlens)
+        if kernels:
+            _profile(run, seqlens, kernels)
 
 
 # ---- counted in NumPy ----
@@ -104,21 +103,20 @@ def _count(run: Run, order: str, seqlen: int) -> str:
 # ---- counted by the GPU ----
 
 
-def _profile(run: Run, seqlens: tuple[int, ...]) -> None:
-    framework = run.machine.framework
-    dtype = "bfloat16" if framework == "torch" else "float16"
-    try:
-        variants = {variant.name: variant for variant in Variants("cuda").all}
-    except LibraryNotFound as error:
-        variants = {}
-        run.leave_out("minimal_v1_order", "every seqlen", first_line(error))
+def _variants(run: Run) -> dict[str, Variant | None]:
+    """The variants of this experiment, by their names."""
+    found = on_gpu(run)
+    return {} if found is None else {v.name: v for v in found.of("traffic", HEADDIM)}
+
+
+def _profile(run: Run, seqlens: tuple[int, ...], kernels: dict[str, Variant | None]) -> None:
+    framework, sms = run.machine.framework, multiprocessors(run.machine)
+    dtype = DTYPE if framework == "torch" else "float16"
     broken: dict[str, int] = {}
-    for kernel, order in ORDER.items():
+    for kernel, variant in kernels.items():
+        order = ORDER.get(kernel) or ("v1" if "v1" in kernel else "v2")
         for seqlen in seqlens:
-            shape = Shape(1, seqlen, HEADS, HEADS, HEADDIM, False, dtype)
-            if kernel == "minimal_v1_order" and kernel not in variants:
-                run.step(f"{kernel}: not here")
-                continue
+            shape = Shape(1, seqlen, HEADS, HEADS, HEADDIM, False, DTYPE if variant else dtype)
             if order == "standard" and HEADS * seqlen**2 * 4 > MOST_SCORES:
                 run.leave_out(kernel, shape, f"S takes {size(HEADS * seqlen**2 * 4)}")
                 run.step(f"{kernel}, seqlen {seqlen}: S is too large")
@@ -126,7 +124,7 @@ def _profile(run: Run, seqlens: tuple[int, ...]) -> None:
             if broken.get(kernel, 0) >= 2 or sum(broken.values()) >= 4:
                 run.step(f"{kernel}, seqlen {seqlen}: left out after failures")
                 continue
-            call = call_of(kernel, shape, framework, kernel in variants)
+            call = call_of(kernel, shape, framework, variant is not None)
             try:
                 kernels = _ncu.profile(_ncu.TRAFFIC_METRICS, call)
             except _ncu.NcuError as error:
@@ -135,9 +133,9 @@ def _profile(run: Run, seqlens: tuple[int, ...]) -> None:
                 run.step(f"{kernel}, seqlen {seqlen}: {error}")
                 continue
             found = _ncu.traffic(kernels)
-            tile = tile_of(kernel, HEADDIM, seqlen, False)
+            tile = Tile(variant.tile_m, variant.tile_n) if variant else tile_of(kernel, HEADDIM, seqlen, False)
             p = Problem(seqlen, HEADDIM, heads=HEADS)
-            blocks = multiprocessors(run.machine) * BLOCKS_PER_SM.get(kernel, 2)
+            blocks = sms * (max(1, variant.blocks_per_sm) if variant else BLOCKS_PER_SM.get(kernel, 2))
             row = {
                 "level": "ncu",
                 "kernel": kernel,
@@ -171,9 +169,8 @@ def table(data: dict, rows: Rows) -> list[str]:
         first = model[0]
         lines += [
             f"By formula: {first['heads']} heads of headdim {first['headdim']}, 16 bits, S, P and the sums of v1 in "
-            f"float32, "
-            f"tiles of {first['tile_m']} x {first['tile_n']}, L2 of {first['l2'] / 2**20:.0f} MiB, {first['sms']} SMs. "
-            "`once`: every input read once, every output written once.",
+            f"float32, tiles of {first['tile_m']} x {first['tile_n']}, L2 of {first['l2'] / 2**20:.0f} MiB, "
+            f"{first['sms']} SMs. `once`: every input read once, every output written once.",
             "",
             *markdown_table(
                 ["seqlen", *CURVES, "standard / v2", "v1 / v2"],
@@ -188,8 +185,7 @@ def table(data: dict, rows: Rows) -> list[str]:
     if small := _level(rows, "small memory"):
         lines += [
             f"The size of the small memory at seqlen {small[0]['seqlen']}: algorithm 1's tiles of M / 4d keys; v2 "
-            f"with as "
-            "many queries.",
+            "with as many queries.",
             "",
             *markdown_table(
                 ["small memory", "tile of v1", "standard", "v1", "v2"],
@@ -204,8 +200,7 @@ def table(data: dict, rows: Rows) -> list[str]:
     if counted := _level(rows, "counted"):
         lines += [
             f"Counted in NumPy, one head of headdim {counted[0]['headdim']} in float32, tiles of "
-            f"{counted[0]['tile_m']} x "
-            f"{counted[0]['tile_n']}; answers checked against float64.",
+            f"{counted[0]['tile_m']} x {counted[0]['tile_n']}; answers checked against float64.",
             "",
             *markdown_table(
                 ["order", "seqlen", "bytes counted", "bytes by formula"],
@@ -256,38 +251,34 @@ def findings(data: dict, rows: Rows) -> list[str]:
         found.append(
             "Between the two longest sequences the bytes grow with S to the power of "
             + ", ".join(f"{power:.2f} ({name})" for name, power in powers.items())
-            + ". Every order without a cache is quadratic, FlashAttention's too: its gain is the factor. Linear are the memory "
-            "that it needs, and the traffic behind a cache."
+            + ". Every order without a cache is quadratic, FlashAttention's too: its gain is the factor. Linear are "
+            "the memory that it needs and, while K and V of the heads at work fit, the traffic behind a cache."
         )
         last = model[-1]
         p, tile = Problem(last["seqlen"], last["headdim"], heads=last["heads"]), Tile(last["tile_m"], last["tile_n"])
         ratio = last["bytes"]["standard"] / last["bytes"]["v2"]
         found.append(
             f"At seqlen {last['seqlen']} the three steps move {ratio:.1f} times the bytes of v2 (in the limit "
-            f"{_traffic.ratio_at_length(p, tile):.0f} times: four passes of 4 bytes over a score, against K and V of "
-            f"2 bytes "
-            f"shared by {tile.m} rows), and v1 {last['bytes']['v1'] / last['bytes']['v2']:.1f} times, because its O, "
-            f"in "
-            "float32, comes and goes with every tile of keys."
+            f"{_traffic.ratio_at_length(p, tile):.0f} times: four passes of 4 bytes over a score, against K and V of 2 "
+            f"bytes shared by {tile.m} rows), and v1 {last['bytes']['v1'] / last['bytes']['v2']:.1f} times, because "
+            "its O, in float32, comes and goes with every tile of keys."
         )
         cached = last["bytes"]["v2"] / last["bytes"]["v2 + L2"]
         found.append(f"A cache behind v2 takes {cached:.0f} times fewer bytes from the large memory there.")
         intensity = last["flops"] / last["bytes"]["v2 + L2"]
         found.append(
             f"That makes {intensity:.0f} operations a byte of large memory, and "
-            f"{last['flops'] / last['bytes']['v2']:.0f} a byte "
-            f"of what v2's blocks ask for, where the three steps have {last['flops'] / last['bytes']['standard']:.0f}."
+            f"{last['flops'] / last['bytes']['v2']:.0f} a byte of what v2's blocks ask for, where the three steps have "
+            f"{last['flops'] / last['bytes']['standard']:.0f}."
         )
     small = _level(rows, "small memory")
     if len(small) > 1:
         a, b = small[0], small[-1]
         found.append(
             f"{b['kib'] // a['kib']} times the small memory divides v1's bytes by "
-            f"{a['bytes']['v1'] / b['bytes']['v1']:.1f} "
-            f"(theorem 2: S^2 d^2 / M) and v2's by {a['bytes']['v2'] / b['bytes']['v2']:.1f}; the three steps' bytes "
-            f"stay. With "
-            f"{a['kib']} KiB v1 moves {a['bytes']['v1'] / a['bytes']['standard']:.1f} times what they do, with "
-            f"{b['kib']} KiB "
+            f"{a['bytes']['v1'] / b['bytes']['v1']:.1f} (theorem 2: S^2 d^2 / M) and v2's by "
+            f"{a['bytes']['v2'] / b['bytes']['v2']:.1f}; the three steps' bytes stay. With {a['kib']} KiB v1 moves "
+            f"{a['bytes']['v1'] / a['bytes']['standard']:.1f} times what they do, with {b['kib']} KiB "
             f"{b['bytes']['v1'] / b['bytes']['standard']:.2f} times."
         )
     counted = _level(rows, "counted")
@@ -298,9 +289,11 @@ def findings(data: dict, rows: Rows) -> list[str]:
         mine = [row for row in ncu if row["kernel"] == kernel]
         if len(mine) > 1:
             last = max(mine, key=lambda row: row["seqlen"])
-            text = f"`{kernel}` on the GPU: HBM bytes grow with S to the power of "
-            text += f"{growth([(row['seqlen'], row['dram_bytes']) for row in mine]):.2f} between its longest calls; "
-            text += f"at seqlen "
+            text = (
+                f"`{kernel}` on the GPU: HBM bytes grow with S to the power of "
+                f"{growth([(row['seqlen'], row['dram_bytes']) for row in mine]):.2f} between its longest calls; at "
+                "seqlen "
+            )
             found.append(
                 text
                 + f"{last['seqlen']} they are {last['dram_bytes'] / last['model_dram_bytes']:.2f} times the model's."
@@ -366,19 +359,15 @@ register(
         name="traffic",
         about="bytes moved by the three steps and by each FlashAttention: formula, NumPy, counters of the GPU",
         question="How many bytes does attention move between large and small memory, in the order of each paper, and "
-        "do the "
-        "kernels move as many?",
+        "do the kernels move as many?",
         method="The formulas of the papers (FlashAttention, theorem 2; FlashAttention-2) are written out in whole "
-        "tiles, in "
-        "bytes. *standard*: S and P go to memory and come back. *v1*: a tile of keys stays, and queries come by with "
-        "their O "
-        "and its statistics. *v2*: a tile of queries stays with O, and keys come by. *v2 + L2*: a cache in between "
-        "serves "
-        "blocks that run at the same time. NumPy implementations of the first three count every byte that passes, and "
+        "tiles, in bytes. *standard*: S and P go to memory and come back. *v1*: a tile of keys stays, and queries "
+        "come by with their O and its statistics. *v2*: a tile of queries stays with O, and keys come by. *v2 + L2*: "
+        "a cache in between serves blocks that run at the same time. NumPy implementations of the first three count "
+        "every byte that passes, and "
         "have to agree with the formula and with float64.\n\n"
-        "On a GPU Nsight Compute counts the bytes of one call of each kernel, in HBM, in L2, and in wavefronts of 128 "
-        "bytes of "
-        "shared memory, between cold caches.",
+        "On a GPU Nsight Compute counts the bytes of one call of each kernel, in HBM, in L2, and in wavefronts of "
+        "128 bytes of shared memory, between cold caches.",
         run=run,
         table=table,
         findings=findings,
