@@ -91,7 +91,8 @@ class Variants:
         for name, struct in (("forward", AttentionArgs), ("backward", AttentionBackwardArgs)):
             declare(self.lib, f"fa_variant_{name}", ct.c_int, ct.c_char_p, ct.POINTER(struct), ct.c_void_p)
         declare(self.lib, "fa_variant_last_error", ct.c_char_p)
-        declare(self.lib, "fa_variant_workspace", ct.c_int, ct.c_char_p, ct.c_void_p, ct.POINTER(ct.c_size_t))
+        sizes = ct.POINTER(AttentionArgs), ct.POINTER(ct.c_size_t)
+        declare(self.lib, "fa_variant_workspace", ct.c_int, ct.c_char_p, *sizes)
 
     @functools.cached_property
     def all(self) -> list[Variant]:
@@ -150,9 +151,10 @@ class Variants:
             struct.forward = ct.pointer(args)
         else:
             views.append(_output(args, views, out, tuple(q.shape), False))
-        size = ct.c_size_t(0)
-        name = variant.name.encode()
-        if status := self.lib.fa_variant_workspace(name, ct.byref(args), size):
+        size, name = ct.c_size_t(0), variant.name.encode()
+        asked = AttentionArgs.from_buffer_copy(args)
+        asked.q_data = asked.k_data = asked.v_data = asked.out_data = None  # a query needs the sizes alone
+        if status := self.lib.fa_variant_workspace(name, asked, size):
             raise Refused(first_line(self._failure(status, variant.name)))
         if size.value:
             scratch = qv.door.empty(qv, (size.value,), "uint8")

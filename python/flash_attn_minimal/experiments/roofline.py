@@ -105,9 +105,9 @@ def findings(data: dict, rows: Rows) -> list[str]:
         below = sorted({row["kernel"] for row in rows if row["intensity"] < ridge})
         text = f"The roofs meet at {ridge:.0f} operations a byte. "
         if below:
-            text += f"{', '.join(below)} have fewer: memory is their limit, whatever the arithmetic."
+            text += f"With fewer, memory is the limit, whatever the arithmetic: {', '.join(below)}."
         else:
-            text += "All kernels have more, so that arithmetic is the limit, if data come in time."
+            text += "All kernels have more, so that arithmetic is the limit, if the data come in time."
         found.append(text)
         over = [row for row in rows if row["intensity"] * known["copy"]["tbps"] < row["tflops"]]
         if over:
