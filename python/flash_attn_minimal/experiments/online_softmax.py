@@ -21,7 +21,7 @@ import numpy as np
 
 from .._report import table as markdown_table
 from ..bench.check import round_to
-from ..bench.figure import LINES, figure_of
+from ..bench.figure import COLOURS, MINE, figure_of
 from ..llama.cache import KVCache
 from ..llama.engine import Engine
 from ..llama.host import Host
@@ -38,6 +38,8 @@ THRESHOLD = 8.0  # of the lazy maximum: 2^8
 SWEEP = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 LIMITS = {"bfloat16": 60.0, "float16": 15.0}  # log2 of the sum at which the speculative tile is done again
 TILES = (16, 32, 64, 128)
+DRAWN = (*MINE[:4], COLOURS["fa2"], COLOURS["cudnn"])
+TEXTS = 8  # that the model writes
 
 
 @dataclass
@@ -203,11 +205,16 @@ def records(tiles: int) -> float:
 
 
 def run(run: Run) -> None:
-    length = 64 if run.quick else 256
-    sources: list[Heads] = []
-    for layer, q, k, v in activations(run.seed, length):
-        sources.append(heads_of(f"model, layer {layer + 1}", q, k, v, True))
-    sources.append(random_heads(run.seed, length, 4, 32, True))
+    length, texts = (64, 1) if run.quick else (256, TEXTS)
+    layers: dict[int, list[Heads]] = {}
+    for text in range(texts):
+        for layer, q, k, v in activations(run.seed + text, length):
+            layers.setdefault(layer, []).append(heads_of(f"model, layer {layer + 1}", q, k, v, True))
+    sources = [
+        Heads(parts[0].name, *(np.concatenate([getattr(part, x) for part in parts]) for x in ("scores", "v")))
+        for parts in layers.values()
+    ]
+    sources.append(random_heads(run.seed, length, 4 * texts, 32, True))
     if not run.quick:
         sources.append(random_heads(run.seed, 4096, 1, 128, True))
     tiles = TILES[:2] if run.quick else TILES
@@ -219,7 +226,7 @@ def run(run: Run) -> None:
 
 def _one(run: Run, heads: Heads, tile: int, backwards: bool) -> str:
     keys = heads.scores.shape[2]
-    row: dict[str, Any] = {"source": heads.name, "keys": keys, "tile": tile}
+    row: dict[str, Any] = {"source": heads.name, "heads": len(heads.scores), "keys": keys, "tile": tile}
     row["order"] = "last key first" if backwards else "first key first"
     found = count(heads, tile, backwards)
     row |= found.row()
@@ -266,7 +273,9 @@ def table(data: dict, rows: Table) -> list[str]:
         for row in rows
     ]  # fmt: skip
     return [
-        "Shares of the tiles after a row's (or a warp's) first one. A warp is 16 rows, and acts when one of them must.",
+        f"Shares of the tiles after a row's (or a warp's) first one, over {rows[0]['heads']} heads and texts of each "
+        f"layer. A "
+        "warp is 16 rows, and acts when one of them must.",
         "",
         *markdown_table(head, body),
     ]
@@ -344,15 +353,20 @@ def picture(data: dict, rows: Table):
     sources = list(dict.fromkeys(row["source"] for row in rows))
     middle = shown_tile(rows)
     left, right = axes[0]
-    for source, colour in zip(sources, LINES * 3, strict=False):
-        for order, style in (("first key first", "-"), ("last key first", "--")):
+    styles = {"first key first": "-", "last key first": "--"}
+    for source, colour in zip(sources, DRAWN * 3, strict=False):
+        for order, style in styles.items():
             mine = [row for row in rows if row["source"] == source and row["order"] == order]
+            look = {"color": colour, "marker": "o", "markersize": 4}
             for row in (row for row in mine if row["tile"] == middle):
                 pairs = [(float(t), 100 * share) for t, share in row["sweep"].items()]
-                left.plot(*zip(*pairs, strict=True), style, color=colour, marker="o", markersize=4)
+                left.plot(*zip(*pairs, strict=True), style, **look)
             points = sorted((row["tile"], 100 * row["warps_moved"]) for row in mine)
-            label = f"{source}, {order}"
-            right.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=4, label=label)
+            if points:
+                right.plot(*zip(*points, strict=True), style, **look)
+        right.plot([], [], color=colour, label=source)
+    for order, style in styles.items():
+        right.plot([], [], style, color="#7F7F7F", label=order)
     left.set_xlabel(f"threshold, powers of two (tiles of {middle} keys)")
     left.set_ylabel("warps of 16 rows that must scale O, %")
     left.axvline(THRESHOLD, color="#7F7F7F", linestyle=":", linewidth=1)
@@ -361,7 +375,7 @@ def picture(data: dict, rows: Table):
     right.set_xticks(sorted({row["tile"] for row in rows}), [str(n) for n in sorted({row["tile"] for row in rows})])
     right.set_xlabel("keys of a tile (threshold 0)")
     set_title(figure, data, "How often the running maximum moves")
-    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     return figure
 
 
@@ -371,10 +385,9 @@ register(
         about="how often the running maximum moves, what a lazy and a speculative maximum save (NumPy)",
         question="The online softmax multiplies its sums by 2^(old - new maximum) when a tile of keys raises a row's "
         "maximum. How often does that happen, and how much of it can be left out without an error?",
-        method="Scores q k^T of every layer and head are taken from the model in the package while it reads a text "
+        method="Scores q k^T of every layer and head are taken from the model in the package while it reads texts "
         "that it has written at temperature 1, and from normal random inputs; both are causal. NumPy walks through "
-        "them in tiles "
-        "of keys, from the first key on and, as the Hopper kernel does, from the last one back.\n\n"
+        "them in tiles of keys, from the first key on and, as the Hopper kernel does, from the last one back.\n\n"
         "*Exact*: the maximum of all tiles so far. *Lazy*: it moves only when a tile exceeds it by 2^8, as in "
         "FlashAttention-4; P and the sums stay below 2^8 times what they were, which no float type minds. "
         "*Speculative*: the first tile's maximum is kept, and a warp does a tile again when a sum of exponentials "
