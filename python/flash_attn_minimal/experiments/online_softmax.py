@@ -274,8 +274,7 @@ def table(data: dict, rows: Table) -> list[str]:
     ]  # fmt: skip
     return [
         f"Shares of the tiles after a row's (or a warp's) first one, over {rows[0]['heads']} heads and texts of each "
-        f"layer. A "
-        "warp is 16 rows, and acts when one of them must.",
+        "layer. A warp is 16 rows, and acts when one of them must.",
         "",
         *markdown_table(head, body),
     ]
@@ -308,6 +307,11 @@ def findings(data: dict, rows: Table) -> list[str]:
                 )
     model = [row for row in rows if row["source"].startswith("model") and row["tile"] == tile]
     if model:
+        layers = len({row["source"] for row in model})
+        found.append(
+            f"The model is small: {layers} layers, {model[0]['keys']} tokens, at most {-(-model[0]['keys'] // tile)} "
+            f"tiles of {tile} keys in a row. In longer rows the maximum moves in fewer tiles, as the random ones show."
+        )
         first, last = ([r for r in model if r["order"] == order] for order in ("first key first", "last key first"))
         if first and last:
             ratio = mean(first, "warps_lazy") / max(mean(last, "warps_lazy"), 1e-12)

@@ -97,8 +97,9 @@ def table(data: dict, rows: Rows) -> list[str]:
     lines += [
         f"### Tried and lost ({len(entries)})",
         "",
-        "From the comments of the kernels and the messages of the commits. `measured` is against what the kernel "
-        "does now.",
+        "From the comments of the kernels and the messages of the commits; a reason that nobody wrote down is not "
+        "noted. `measured` is against what the kernel did at the time, and the commit is the one that brought the "
+        "note.",
         "",
         *markdown_table(
             ["kernel", "what was tried", "expected", "measured", "why", "where it is noted"],
