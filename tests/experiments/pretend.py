@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from flash_attn_minimal import _library, experiments
 from flash_attn_minimal.bench.machine import Numpy
-from flash_attn_minimal.experiments import _one_call, _variants, sweeps, traffic
+from flash_attn_minimal.experiments import _calls, _variants, sweeps, traffic
 
 
 class Gpu(Numpy):
@@ -116,7 +116,7 @@ def gpu(monkeypatch, variants_library):
     pytest.importorskip("ml_dtypes", reason="the variants take bfloat16")
     machine = Gpu()
     monkeypatch.setenv("FLASH_ATTN_EXPERIMENTS", str(variants_library))
-    for module in (experiments, _one_call):
+    for module in (experiments, _calls):
         monkeypatch.setattr(module, "open_machine", lambda device, framework: machine)
     for module in (sweeps, traffic):
         monkeypatch.setattr(module, "multiprocessors", lambda machine: 4)

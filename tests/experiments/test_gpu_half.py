@@ -10,7 +10,17 @@ from test_command import needs_matplotlib, run
 from flash_attn_minimal import experiments
 from flash_attn_minimal._library import LibraryNotFound
 from flash_attn_minimal.bench.systems import Shape
-from flash_attn_minimal.experiments import _ncu, _one_call, _variants, block_size, dtype, optimisation, report, roofline
+from flash_attn_minimal.experiments import (
+    _calls,
+    _ncu,
+    _variants,
+    block_size,
+    dtype,
+    optimisation,
+    report,
+    roofline,
+    traffic,
+)
 from flash_attn_minimal.experiments.experiment import EXPERIMENTS
 
 KERNELS = [
@@ -69,49 +79,74 @@ def test_without_variants_the_experiment_says_how_to_get_them(tmp_path, monkeypa
 
 def test_the_climb(tmp_path, monkeypatch, gpu):  # noqa: F811
     small(monkeypatch, optimisation)
-    calls = []
+    asked = []
 
-    def profile(metrics, call):
-        calls.append(call)
-        if call["name"] == "forward_01":
+    def profile(metrics, framework, calls):
+        asked.append([(call["name"], call["variant"], call["backward"]) for call in calls])
+        if calls[0]["backward"]:
             raise _ncu.NcuError("no permission")
-        return KERNELS
+        return [[], KERNELS]
 
     monkeypatch.setattr(_ncu, "profile", profile)
     data, text = run(tmp_path, "optimisation", "--quick")
     steps = [(row["kernel"], row["pass"], row.get("tensor_share")) for row in data["rows"]]
-    assert steps == [("forward_01", "fwd", None), ("forward_02", "fwd", 0.61), ("backward_01", "bwd", 0.61)]
-    assert [(call["name"], call["variant"], call["backward"]) for call in calls][-1] == ("backward_01", True, True)
+    assert steps == [("forward_01", "fwd", None), ("forward_02", "fwd", 0.61), ("backward_01", "bwd", None)]
+    assert asked == [[("forward_01", True, False), ("forward_02", True, False)], [("backward_01", True, True)]]
     assert "### Forward: headdim 128" in text and "| 61% |" in text and "no permission" in text
     assert "Forward: 2 steps make" in text
 
 
 def test_traffic_from_counters(tmp_path, monkeypatch, gpu):  # noqa: F811
-    def profile(metrics, call):
-        if call["name"] == "mma_sm80":
+    def profile(metrics, framework, calls):
+        if calls[0]["name"] == "mma_sm80":
             raise _ncu.NcuError("ncu: no luck")
-        return KERNELS
+        return [KERNELS] * (len(calls) - 1) + [[]]
 
     monkeypatch.setattr(_ncu, "profile", profile)
-    data, text = run(tmp_path, "traffic", "--quick")
+    monkeypatch.setattr(traffic, "MOST_SCORES", 1 << 30)
+    monkeypatch.setattr(traffic, "COUNTED_SEQLENS", (1024, 4096, 8192, 16384))
+    data, text = run(tmp_path, "traffic")
     rows = [row for row in data["rows"] if row["level"] == "ncu"]
-    assert {(row["kernel"], row["order"]) for row in rows} == {
-        ("naive", "standard"), ("minimal", "v2"), ("wgmma_sm90", "v2"), ("order_v1", "v1")
-    }  # fmt: skip
+    found = {(row["kernel"], row["order"], row["seqlen"]) for row in rows}
+    assert found == {("naive", "standard", 1024)} | {
+        (kernel, order, seqlen)
+        for kernel, order in (("minimal", "v2"), ("wgmma_sm90", "v2"), ("order_v1", "v1"))
+        for seqlen in (1024, 4096, 8192)
+    }
     assert rows[0]["dram_bytes"] == 4e6 and rows[0]["shared_bytes_moved"] == 1.28e8 and rows[0]["ncu_us"] == 10
-    assert [item["system"] for item in data["left_out"]] == ["mma_sm80"] * 2  # then it is not asked again
-    assert "Counted by the GPU" in text and "`minimal` on the GPU: HBM bytes" in text
+    reasons = [(item["system"], item["reason"].split()[0]) for item in data["left_out"]]
+    assert reasons == [
+        ("naive", "S"), ("naive", "S"), ("naive", "it"), ("minimal", "it"), ("mma_sm80", "ncu:"), ("wgmma_sm90", "it"),
+        ("order_v1", "it"),
+    ]  # fmt: skip
+    assert "Counted by the GPU" in text and "`minimal` on the GPU, up to seqlen 8192: HBM bytes grow" in text
     assert "portable" not in data
 
 
-def test_the_profiled_process(gpu):  # noqa: F811
-    for name, variant, backward in (("tile_d128_64x64", True, False), ("backward_01", True, True)):
-        gpu.marks.clear()
-        shape = Shape(1, 33, 2, 2, 128, True, "bfloat16", backward=backward)
-        assert _one_call.main(json.dumps(_one_call.call_of(name, shape, "torch", variant))) == 0
-        assert gpu.marks == ["start", "stop"]
-    with pytest.raises(SystemExit, match="has no variant nonsense"):
-        _one_call.main(json.dumps(_one_call.call_of("nonsense", shape, "torch", True)))
+def test_ncu_is_not_asked_for_ever(tmp_path, monkeypatch, gpu):  # noqa: F811
+    asked = []
+
+    def profile(metrics, framework, calls):
+        asked.append(calls[0]["name"])
+        raise _ncu.NcuError("ERR_NVGPUCTRPERM")
+
+    monkeypatch.setattr(_ncu, "profile", profile)
+    data, text = run(tmp_path, "traffic", "--quick")
+    assert asked == ["naive", "minimal"] and "not tried after two failures" in text
+    assert data["rows"] and not [row for row in data["rows"] if row["level"] == "ncu"]
+
+
+def test_the_profiled_process(gpu, capsys):  # noqa: F811
+    shapes = [Shape(1, 33, 2, 2, 128, True, "bfloat16", backward=backward) for backward in (False, True)]
+    calls = [
+        _calls.call_of(name, shape, True)
+        for name, shape in zip(("tile_d128_64x64", "backward_01"), shapes, strict=True)
+    ]
+    calls += [_calls.call_of("nonsense", shapes[0], True), _calls.call_of("wgmma_sm90", shapes[0], False)]
+    assert _calls.main(json.dumps({"framework": "torch", "calls": calls})) == 0
+    assert gpu.marks == ["start", "stop"] * 4
+    said = capsys.readouterr().err
+    assert "has no variant nonsense" in said and "wgmma_sm90, seqlen 33" in said and "tile" not in said
 
 
 @pytest.mark.parametrize("name", ["seqlen", "heads", "causal"])
@@ -256,10 +291,13 @@ def test_pages_of_a_gpu(tmp_path, name):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_run_cut_off_at_once_has_a_page(tmp_path, name):
-    """No rows at all, and each single row of the made-up ones."""
-    for rows in [[], *([row] for row in ROWS.get(name, []))]:
+    """No rows at all, and each single row of the made-up ones; pictures of the first and the last."""
+    rows = ROWS.get(name, [])
+    for row in rows:
+        assert "## Question" in report.page(made_up(name, [row]), [])
+    for part in ([], rows[:1], rows[-1:]):
         file = tmp_path / f"{name}.json"
-        file.write_text(json.dumps(made_up(name, rows)))
+        file.write_text(json.dumps(made_up(name, part)))
         assert report.redraw(file)
 
 

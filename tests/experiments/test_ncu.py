@@ -18,6 +18,7 @@ def line(number, kernel, metric, unit, value):
     return ",".join(f'"{field}"' for field in fields)
 
 
+FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, 1>(int, T2, T3)"
 TEXT = "\n".join(
     [
         "==PROF== Connected to process 7 (/usr/bin/python3.11)",
@@ -25,6 +26,7 @@ TEXT = "\n".join(
         "a line of the program",
         "==PROF== Disconnected from process 7",
         HEAD,
+        line(9, FILL, "dram__bytes_read.sum", "byte", "64"),
         line(0, "scores_kernel(AttentionParams)", "dram__bytes_read.sum", "byte", "1,048,576"),
         line(0, "scores_kernel(AttentionParams)", "dram__bytes_write.sum", "Mbyte", "2.5"),
         line(0, "scores_kernel(AttentionParams)", "gpu__time_duration.sum", "nsecond", "3,000"),
@@ -44,7 +46,7 @@ TEXT = "\n".join(
 
 
 def test_kernels_of_a_call_are_summed():
-    kernels = _ncu.parse(TEXT)
+    [kernels] = _ncu.by_call(_ncu.parse(TEXT), 1)
     assert len(kernels) == 2
     assert kernels[0]["dram__bytes_read.sum"] == 1048576 and _ncu.TENSOR[0] not in kernels[0]
     found = _ncu.traffic(kernels)
@@ -56,9 +58,17 @@ def test_kernels_of_a_call_are_summed():
 
 
 def test_a_metric_that_is_missing_from_one_kernel_is_missing_from_the_call():
-    kernels = _ncu.parse(TEXT.replace('"1000000"', '"n/a"'))
+    [kernels] = _ncu.by_call(_ncu.parse(TEXT.replace('"1000000"', '"n/a"')), 1)
     assert "l2_bytes" not in _ncu.traffic(kernels) and "dram_bytes" in _ncu.traffic(kernels)
     assert _ncu.traffic([]) == {} and _ncu.tensor_share([]) is None
+
+
+def test_a_list_of_kernels_is_cut_at_the_fills():
+    fill = _ncu.Kernel("cupy_fill__float32", {})
+    a, b, c = (_ncu.Kernel(name, {name: 1.0}) for name in "abc")
+    assert _ncu.by_call([fill, a, b, fill, fill, c], 3) == [[a.metrics, b.metrics], [], [c.metrics]]
+    with pytest.raises(_ncu.NcuError, match="saw 1 of 2 calls"):
+        _ncu.by_call([fill, a], 2)
 
 
 @pytest.mark.parametrize(
@@ -88,17 +98,18 @@ FIND_LOG = 'while [ "$1" != --log-file ]; do shift; done\n'
 def test_the_log_file_is_read(tmp_path, monkeypatch):
     (tmp_path / "table.csv").write_text(TEXT)
     fake_ncu(tmp_path, monkeypatch, f'{FIND_LOG}cp "{tmp_path}/table.csv" "$2"\necho noise\n')
-    assert _ncu.traffic(_ncu.profile(_ncu.TRAFFIC_METRICS, {"name": "naive"}))["l2_bytes"] == 5e6
+    [kernels] = _ncu.profile(_ncu.TRAFFIC_METRICS, "torch", [{"name": "naive"}])
+    assert _ncu.traffic(kernels)["l2_bytes"] == 5e6
 
 
 def test_a_failing_or_missing_ncu_is_said(tmp_path, monkeypatch):
     fake_ncu(tmp_path, monkeypatch, "echo '==ERROR== no luck' >&2\nexit 9\n")
     with pytest.raises(_ncu.NcuError, match="no luck"):
-        _ncu.profile(_ncu.TENSOR_METRICS, {})
+        _ncu.profile(_ncu.TENSOR_METRICS, "torch", [])
     monkeypatch.setattr(_ncu, "TIMEOUT", 0.1)
     fake_ncu(tmp_path, monkeypatch, "exec sleep 5\n")
     with pytest.raises(_ncu.NcuError, match="longer than 0.1 s"):
-        _ncu.profile(_ncu.TENSOR_METRICS, {})
+        _ncu.profile(_ncu.TENSOR_METRICS, "torch", [])
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(_ncu.NcuError, match="not on PATH"):
-        _ncu.profile(_ncu.TENSOR_METRICS, {})
+        _ncu.profile(_ncu.TENSOR_METRICS, "torch", [])

@@ -4,8 +4,8 @@
     report.py         the files: JSON, the page, pictures
     _measure.py       checks and times kernels and variants, with the clocks and checks of `bench`
     _variants.py      the library of variants of kernels, which only a checkout builds
-    _ncu.py           counters of one call
-    _one_call.py      the process that ncu watches
+    _ncu.py           counters of calls
+    _calls.py         the process that ncu watches
     _counted.py       attention in NumPy that counts the bytes it moves
     _traffic.py       the same bytes by formula
     _tiles.py         the tiles of the kernels
@@ -16,9 +16,11 @@ Every other module is one experiment, or a few of a kind. Only the command line 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from .._library import load
@@ -124,10 +126,16 @@ def _run(experiment: Experiment, options, argv: list[str]) -> int:
             run.outcome.conditions, run.outcome.driver = meter.between(), meter.driver
             return report.result(experiment.name, command, machine, run.outcome, portable)
 
-        run.save = lambda: report.save(data() | {"stopped": "it was still running"}, folder)
-        before = _terminate_as_interrupt()
+        begun = data()
+
+        def save() -> None:
+            found = {"rows": run.outcome.rows, "left_out": run.outcome.left_out}
+            report.save({**begun, **found, "stopped": "it was still running"}, folder)
+
+        run.save = save
         try:
-            experiment.run(run)
+            with _signals(run):
+                experiment.run(run)
         except Stopped as stop:
             stopped = str(stop)
         except KeyboardInterrupt:
@@ -136,9 +144,6 @@ def _run(experiment: Experiment, options, argv: list[str]) -> int:
             if run.outcome.rows:
                 report.write(data() | {"stopped": f"{type(error).__name__}: {error}"}, folder)
             raise
-        finally:
-            if before is not None:
-                signal.signal(signal.SIGTERM, before)
         whole = data() | ({"stopped": stopped} if stopped else {})
     _written(report.write(whole, folder))
     if stopped:
@@ -153,16 +158,23 @@ def _run(experiment: Experiment, options, argv: list[str]) -> int:
     return status
 
 
-def _terminate_as_interrupt():
-    """SIGTERM, which `timeout` sends, ends a run as Ctrl-C does. Returns the handler that was there."""
+@contextlib.contextmanager
+def _signals(run: Run) -> Iterator[None]:
+    """Ctrl-C, and SIGTERM, which `timeout` sends, end the run."""
 
     def interrupt(number, frame):
+        run.interrupted = True
         raise KeyboardInterrupt
 
+    before = {}
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, interrupt)
     try:
-        return signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread
-        return None
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _without_output(argv: list[str]) -> list[str]:

@@ -1,7 +1,8 @@
-"""Counters of one call, read with NVIDIA Nsight Compute.
+"""Counters of calls, read with NVIDIA Nsight Compute.
 
-ncu runs a process of its own (_one_call.py), which launches the call between the profiler's marks. Its CSV has a line
-for each kernel and metric; a call of several kernels is their sum, and of a share of a peak the mean weighted by time.
+ncu runs a process of its own (_calls.py), which launches one call after the other between the profiler's marks, each
+behind a kernel that fills an array. ncu's CSV has a line for each kernel and metric. A call of several kernels is their
+sum; of a share of a peak it is the mean weighted by time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 DURATION = "gpu__time_duration.sum"
 BYTES = {
@@ -35,6 +37,7 @@ TRAFFIC_METRICS = (DURATION, *BYTES["dram_bytes"], *BYTES["l2_bytes"], WAVEFRONT
 TENSOR_METRICS = (DURATION, *TENSOR)
 SCALE = {"": 1, "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12, "%": 1}
 SCALE |= {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "s": 1, "second": 1}
+FILL = "fill"  # in the name of the kernel in front of each call, of PyTorch and of CuPy
 TIMEOUT = 180  # seconds of one profiled process
 
 
@@ -42,25 +45,43 @@ class NcuError(Exception):
     """No counters; the text says why."""
 
 
-def parse(text: str) -> list[dict[str, float]]:
+class Kernel(NamedTuple):
+    name: str
+    metrics: dict[str, float]
+
+
+def parse(text: str) -> list[Kernel]:
     """The metrics of every kernel, in base units (bytes, seconds, percent), from the text of `ncu --csv`. Lines before
     the header belong to ncu's log or to the program. A metric that ncu could not read is left out."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         raise NcuError(_reason(text))
-    kernels: dict[str, dict[str, float]] = {}
+    kernels: dict[str, Kernel] = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
         if row.get("Metric Name") is None or not (row["ID"] or "").isdigit():
             continue
-        found = kernels.setdefault(row["ID"], {})
+        metrics = kernels.setdefault(row["ID"], Kernel(row["Kernel Name"], {})).metrics
         try:
             value = float(row["Metric Value"].replace(",", "")) * SCALE.get(row["Metric Unit"], 1)
         except (AttributeError, ValueError):  # "n/a"
             continue
         if math.isfinite(value):
-            found[row["Metric Name"]] = value
+            metrics[row["Metric Name"]] = value
     return list(kernels.values())
+
+
+def by_call(kernels: Iterable[Kernel], count: int) -> list[list[dict[str, float]]]:
+    """The metrics of the kernels of each call; [] for a call that launched nothing."""
+    calls: list[list[dict[str, float]]] = []
+    for kernel in kernels:
+        if FILL in kernel.name.lower():
+            calls.append([])
+        elif calls:
+            calls[-1].append(kernel.metrics)
+    if len(calls) != count:
+        raise NcuError(f"ncu saw {len(calls)} of {count} calls")
+    return calls
 
 
 def _reason(text: str) -> str:
@@ -96,25 +117,23 @@ def tensor_share(kernels: list[dict[str, float]]) -> float | None:
     return None
 
 
-def command(metrics: Iterable[str], call: dict, log: Path) -> list[str]:
+def command(metrics: Iterable[str], asked: dict[str, Any], log: Path) -> list[str]:
     ncu = ["ncu", "--csv", "--page", "details", "--print-units", "base", "--metrics", ",".join(metrics)]
     ncu += ["--profile-from-start", "off", "--clock-control", "none", "--log-file", str(log)]
-    return [*ncu, sys.executable, "-m", "flash_attn_minimal.experiments._one_call", json.dumps(call)]
+    return [*ncu, sys.executable, "-m", "flash_attn_minimal.experiments._calls", json.dumps(asked)]
 
 
-def profile(metrics: Iterable[str], call: dict) -> list[dict[str, float]]:
-    """The metrics of each kernel of one call; `call` is what _one_call.py takes."""
+def profile(metrics: Iterable[str], framework: str, calls: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
+    """The metrics of the kernels of each call; see _calls.py for what a call is."""
     if shutil.which("ncu") is None:
         raise NcuError("ncu is not on PATH")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        package = str(Path(__file__).resolve().parents[2])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        words = command(metrics, {"framework": framework, "calls": calls}, log)
         try:
-            done = subprocess.run(
-                command(metrics, call, log), capture_output=True, text=True, timeout=TIMEOUT, env=environment
-            )
+            done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, env=environment)
         except subprocess.TimeoutExpired:
             raise NcuError(f"ncu took longer than {TIMEOUT} s") from None
         except OSError as error:
@@ -122,4 +141,4 @@ def profile(metrics: Iterable[str], call: dict) -> list[dict[str, float]]:
         text = log.read_text(errors="replace") if log.is_file() else ""
         if done.returncode:
             raise NcuError(_reason(text + "\n" + done.stdout + "\n" + done.stderr))
-        return parse(text)
+        return by_call(parse(text), len(calls))

@@ -32,6 +32,7 @@ class Run:
     meter: Meter
     outcome: Outcome = field(default_factory=Outcome)
     limit: float | None = None  # seconds
+    interrupted: bool = False  # by a signal
     save: Callable[[], None] = lambda: None
     progress: Any = None
     started: float = field(default_factory=time.monotonic)
@@ -49,6 +50,8 @@ class Run:
     def step(self, line: str) -> None:
         """Counts a finished step. The result is saved from time to time, and the run ends here at its limit."""
         self.progress.step(line)
+        if self.interrupted:  # a KeyboardInterrupt is lost when it is raised inside a callback of the interpreter
+            raise KeyboardInterrupt
         now = time.monotonic()
         if now - self.saved > SAVE_EVERY:
             self.save()

@@ -9,8 +9,8 @@ from .._report import table as markdown_table
 from ..bench.figure import MINE, figure_of
 from ..bench.systems import Shape
 from . import _ncu
+from ._calls import call_of
 from ._measure import measure
-from ._one_call import call_of
 from ._variants import DTYPE, on_gpu
 from .experiment import Experiment, Rows, Run, register
 from .report import set_title, size
@@ -33,27 +33,29 @@ def run(run: Run) -> None:
     mine = variants.of("optimisation", base.headdim)
     shapes = [Shape(**{**vars(base), "backward": backward}) for backward in (False, True)]
     climbs = [(shape, [v for v in mine if v.backward == shape.backward]) for shape in shapes]
-    with run.steps(sum(1 + len(steps) for _, steps in climbs), "optimisation"):
+    with run.steps(2 * len(climbs), "optimisation"):
         for shape, steps in climbs:
             if not steps:
                 run.leave_out("variants", shape, f"{variants.file.name} has none of this pass")
                 continue
             rows = measure(run, shape, [variants.candidate(v) for v in steps], graphs=False)
             run.step(f"{PASSES['bwd' if shape.backward else 'fwd']}: {len(rows)} steps timed")
-            failures = 0
-            for row in rows:
-                if failures > 1:
-                    continue
-                try:
-                    call = call_of(row["name"], shape, run.machine.framework, True)
-                    share = _ncu.tensor_share(_ncu.profile(_ncu.TENSOR_METRICS, call))
-                    if share is not None:
-                        row["tensor_share"] = round(share / 100, 4)
-                    run.step(f"{row['name']}: tensor cores " + ("unknown" if share is None else f"{share:.0f} %"))
-                except _ncu.NcuError as error:
-                    failures += 1
-                    run.leave_out(f"counters of {row['name']}", shape, error)
-                    run.step(f"{row['name']}: {error}")
+            run.step(_busy(run, shape, rows))
+
+
+def _busy(run: Run, shape: Shape, rows: Rows) -> str:
+    """Adds to the rows of a pass for which share of the time the tensor cores are busy."""
+    try:
+        calls = [call_of(row["name"], shape, True) for row in rows]
+        counted = _ncu.profile(_ncu.TENSOR_METRICS, run.machine.framework, calls)
+    except _ncu.NcuError as error:
+        run.leave_out("counters", shape, error)
+        return str(error)
+    for row, kernels in zip(rows, counted, strict=True):
+        share = _ncu.tensor_share(kernels)
+        if share is not None:
+            row["tensor_share"] = round(share / 100, 4)
+    return f"tensor cores busy in {sum('tensor_share' in row for row in rows)} steps of {len(rows)}"
 
 
 # ---- the page ----

@@ -12,7 +12,7 @@ from ..bench.check import attend
 from ..bench.figure import LINES, figure_of
 from ..bench.systems import Shape
 from . import _counted, _ncu, _traffic
-from ._one_call import call_of
+from ._calls import call_of
 from ._tiles import BLOCKS_PER_SM, multiprocessors, tile_of
 from ._traffic import Problem, Tile
 from ._variants import DTYPE, Variant, on_gpu
@@ -22,6 +22,7 @@ from .report import set_title, size
 HEADDIM, HEADS = 128, 16
 SEQLENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 QUICK = (256, 512, 1024)
+COUNTED_SEQLENS = (1024, 2048, 4096, 8192, 16384)  # by the GPU
 TILE = Tile(128, 128)
 SMALL = (8, 16, 32, 64, 128, 256)  # KiB of the small memory, for the second picture
 SMALL_SEQLEN = 4096
@@ -30,7 +31,7 @@ H200 = {"l2": 50 << 20, "sms": 132}  # what the model without a GPU assumes
 # Which order each kernel of the library keeps, and so which curve it belongs to.
 ORDER = {"naive": "standard", "minimal": "v2", "mma_sm80": "v2", "wgmma_sm90": "v2"}
 CURVES = ("standard", "v1", "v2", "v2 + L2", "once")
-MOST_SCORES = 40 << 30  # bytes of S that naive may take
+MOST_SCORES = 5 << 30  # bytes of S that naive may take under ncu, which keeps a copy
 
 
 def modelled(p: Problem, tile: Tile, cache: int, blocks: int) -> dict[str, int]:
@@ -50,7 +51,7 @@ def run(run: Run) -> None:
     sms = multiprocessors(run.machine) if run.gpu else H200["sms"]
     counted = (64, 128) if run.quick else (128, 256, 512, 1024)
     kernels = dict.fromkeys(ORDER) | _variants(run) if run.gpu else {}
-    steps = len(seqlens) + len(SMALL) + 3 * len(counted) + len(seqlens) * len(kernels)
+    steps = len(seqlens) + len(SMALL) + 3 * len(counted) + len(kernels)
     with run.steps(steps, "traffic"):
         for seqlen in seqlens:
             p = Problem(seqlen, HEADDIM, heads=HEADS)
@@ -73,7 +74,7 @@ def run(run: Run) -> None:
             for order in ("standard", "v1", "v2"):
                 run.step(_count(run, order, seqlen))
         if kernels:
-            _profile(run, seqlens, kernels)
+            _profile(run, COUNTED_SEQLENS[: 2 if run.quick else None], kernels)
 
 
 # ---- counted in NumPy ----
@@ -110,50 +111,62 @@ def _variants(run: Run) -> dict[str, Variant | None]:
 
 
 def _profile(run: Run, seqlens: tuple[int, ...], kernels: dict[str, Variant | None]) -> None:
-    framework, sms = run.machine.framework, multiprocessors(run.machine)
-    dtype = DTYPE if framework == "torch" else "float16"
-    broken: dict[str, int] = {}
+    """One profiled process for each kernel; none any more after two that failed."""
+    failures = 0
     for kernel, variant in kernels.items():
         order = ORDER.get(kernel) or ("v1" if "v1" in kernel else "v2")
-        for seqlen in seqlens:
-            shape = Shape(1, seqlen, HEADS, HEADS, HEADDIM, False, DTYPE if variant else dtype)
-            if order == "standard" and HEADS * seqlen**2 * 4 > MOST_SCORES:
-                run.leave_out(kernel, shape, f"S takes {size(HEADS * seqlen**2 * 4)}")
-                run.step(f"{kernel}, seqlen {seqlen}: S is too large")
-                continue
-            if broken.get(kernel, 0) >= 2 or sum(broken.values()) >= 4:
-                run.step(f"{kernel}, seqlen {seqlen}: left out after failures")
-                continue
-            call = call_of(kernel, shape, framework, variant is not None)
-            try:
-                kernels = _ncu.profile(_ncu.TRAFFIC_METRICS, call)
-            except _ncu.NcuError as error:
-                broken[kernel] = broken.get(kernel, 0) + 1
-                run.leave_out(kernel, shape, error)
-                run.step(f"{kernel}, seqlen {seqlen}: {error}")
-                continue
-            found = _ncu.traffic(kernels)
-            tile = Tile(variant.tile_m, variant.tile_n) if variant else tile_of(kernel, HEADDIM, seqlen, False)
-            p = Problem(seqlen, HEADDIM, heads=HEADS)
-            blocks = sms * (max(1, variant.blocks_per_sm) if variant else BLOCKS_PER_SM.get(kernel, 2))
-            row = {
-                "level": "ncu",
-                "kernel": kernel,
-                "order": order,
-                "seqlen": seqlen,
-                "headdim": HEADDIM,
-                "heads": HEADS,
-            }
-            row |= {"dtype": dtype, "launches": len(kernels), **found}
-            if tile:
-                wanted = modelled(p, tile, run.machine.l2_bytes, blocks)
-                row |= {"tile_m": tile.m, "tile_n": tile.n, "model_l2_bytes": wanted[order]}
-                row |= {"model_dram_bytes": wanted["v2 + L2" if order == "v2" else order]}
-            else:
-                row |= {"model_l2_bytes": _traffic.standard(p), "model_dram_bytes": _traffic.standard(p)}
-            run.add(row)
-            texts = (f"{name.removesuffix('_bytes')} {size(n)}" for name, n in found.items() if "bytes" in name)
-            run.step(f"{kernel}, seqlen {seqlen}: {', '.join(texts)}")
+        dtype = DTYPE if variant or run.machine.framework == "torch" else "float16"
+        shapes = [Shape(1, seqlen, HEADS, HEADS, HEADDIM, False, dtype) for seqlen in seqlens]
+        if order == "standard":
+            for shape in shapes:
+                if scores_of(shape) > MOST_SCORES:
+                    run.leave_out(kernel, shape, f"S takes {size(scores_of(shape))}")
+            shapes = [shape for shape in shapes if scores_of(shape) <= MOST_SCORES]
+        if failures > 1:
+            run.leave_out(kernel, "every seqlen", "not tried after two failures of ncu")
+            run.step(f"{kernel}: not tried")
+            continue
+        calls = [call_of(kernel, shape, variant is not None) for shape in shapes]
+        try:
+            counted = _ncu.profile(_ncu.TRAFFIC_METRICS, run.machine.framework, calls)
+        except _ncu.NcuError as error:
+            failures += 1
+            run.leave_out(kernel, "every seqlen", error)
+            run.step(f"{kernel}: {error}")
+            continue
+        texts = [
+            _counted_by_gpu(run, kernel, variant, order, shape, found)
+            for shape, found in zip(shapes, counted, strict=True)
+        ]
+        run.step(f"{kernel}: HBM {', '.join(texts)}")
+
+
+def scores_of(shape: Shape) -> int:
+    """Bytes of S in float32."""
+    return shape.nheads * shape.seqlen**2 * 4
+
+
+def _counted_by_gpu(
+    run: Run, kernel: str, variant: Variant | None, order: str, shape: Shape, kernels: list[dict[str, float]]
+) -> str:
+    found = _ncu.traffic(kernels)
+    if not found:
+        run.leave_out(kernel, shape, "it launched nothing, or ncu read nothing")
+        return "nothing"
+    p = Problem(shape.seqlen, HEADDIM, heads=HEADS)
+    row = {"level": "ncu", "kernel": kernel, "order": order, "seqlen": shape.seqlen, "headdim": HEADDIM, "heads": HEADS}
+    row |= {"dtype": shape.dtype, "launches": len(kernels), **found}
+    tile = Tile(variant.tile_m, variant.tile_n) if variant else tile_of(kernel, HEADDIM, shape.seqlen, False)
+    if tile:
+        at_once = max(1, variant.blocks_per_sm) if variant else BLOCKS_PER_SM.get(kernel, 2)
+        wanted = modelled(p, tile, run.machine.l2_bytes, multiprocessors(run.machine) * at_once)
+        row |= {"tile_m": tile.m, "tile_n": tile.n, "model_l2_bytes": wanted[order]}
+        if order == "v2":  # what reaches HBM of v1's sums depends on what L2 keeps of them
+            row["model_dram_bytes"] = wanted["v2 + L2"]
+    else:
+        row |= {"model_l2_bytes": _traffic.standard(p), "model_dram_bytes": _traffic.standard(p)}
+    run.add(row)
+    return size(found["dram_bytes"]) if "dram_bytes" in found else "unknown"
 
 
 # ---- the page ----
@@ -284,20 +297,20 @@ def findings(data: dict, rows: Rows) -> list[str]:
     counted = _level(rows, "counted")
     if counted:
         found.append(f"The formulas hold to the byte: {len(counted)} counts in NumPy equal them.")
-    ncu = [row for row in _level(rows, "ncu") if "dram_bytes" in row]
+    ncu = _level(rows, "ncu")
     for kernel in dict.fromkeys(row["kernel"] for row in ncu):
-        mine = [row for row in ncu if row["kernel"] == kernel]
-        if len(mine) > 1:
-            last = max(mine, key=lambda row: row["seqlen"])
-            text = (
-                f"`{kernel}` on the GPU: HBM bytes grow with S to the power of "
-                f"{growth([(row['seqlen'], row['dram_bytes']) for row in mine]):.2f} between its longest calls; at "
-                "seqlen "
-            )
-            found.append(
-                text
-                + f"{last['seqlen']} they are {last['dram_bytes'] / last['model_dram_bytes']:.2f} times the model's."
-            )
+        mine = sorted((row for row in ncu if row["kernel"] == kernel), key=lambda row: row["seqlen"])
+        parts = []
+        for name, level in (("dram", "HBM"), ("l2", "L2")):
+            points = [row for row in mine if f"{name}_bytes" in row]
+            if len(points) > 1:
+                power = growth([(row["seqlen"], row[f"{name}_bytes"]) for row in points])
+                text = f"{level} bytes grow with S to the power of {power:.2f}"
+                if wanted := points[-1].get(f"model_{name}_bytes"):
+                    text += f" and are {points[-1][f'{name}_bytes'] / wanted:.2f} times the model's at the end"
+                parts.append(text)
+        if parts:
+            found.append(f"`{kernel}` on the GPU, up to seqlen {mine[-1]['seqlen']}: {'; '.join(parts)}.")
     return found
 
 
