@@ -33,13 +33,13 @@ TEXT = "\n".join(
         line(0, "scores_kernel(AttentionParams)", "lts__t_bytes.sum", "byte", "4000000"),
         line(0, "scores_kernel(AttentionParams)", _ncu.WAVEFRONTS, "", "10"),
         line(0, "scores_kernel(AttentionParams)", _ncu.TENSOR[0], "%", "n/a"),
-        line(0, "scores_kernel(AttentionParams)", _ncu.TENSOR[1], "%", "10"),
+        line(0, "scores_kernel(AttentionParams)", _ncu.TENSOR[2], "%", "10"),
         line(1, "void out_kernel<float, 128>(int, \"\"x\"\")", "dram__bytes_read.sum", "Kbyte", "500"),
         line(1, "void out_kernel<float, 128>(int, \"\"x\"\")", "dram__bytes_write.sum", "byte", "0"),
         line(1, "void out_kernel<float, 128>(int, \"\"x\"\")", "gpu__time_duration.sum", "ns", "1000"),
         line(1, "void out_kernel<float, 128>(int, \"\"x\"\")", "lts__t_bytes.sum", "byte", "1000000"),
         line(1, "void out_kernel<float, 128>(int, \"\"x\"\")", _ncu.WAVEFRONTS, "", "5"),
-        line(1, "void out_kernel<float, 128>(int, \"\"x\"\")", _ncu.TENSOR[1], "%", "50"),
+        line(1, "void out_kernel<float, 128>(int, \"\"x\"\")", _ncu.TENSOR[2], "%", "50"),
         "",
     ]
 )  # fmt: skip
@@ -54,13 +54,35 @@ def test_kernels_of_a_call_are_summed():
     assert found["l2_bytes"] == 5e6
     assert found["shared_bytes_moved"] == 15 * 128
     assert found["ncu_us"] == pytest.approx(4)
-    assert _ncu.tensor_share(kernels) == pytest.approx((10 * 3 + 50 * 1) / 4)
 
 
 def test_a_metric_that_is_missing_from_one_kernel_is_missing_from_the_call():
     [kernels] = _ncu.by_call(_ncu.parse(TEXT.replace('"1000000"', '"n/a"')), 1)
     assert "l2_bytes" not in _ncu.traffic(kernels) and "dram_bytes" in _ncu.traffic(kernels)
-    assert _ncu.traffic([]) == {} and _ncu.tensor_share([]) is None
+    assert _ncu.traffic([]) == {}
+
+
+def test_the_first_metric_of_the_tensor_cores_that_is_known(monkeypatch):
+    asked = []
+
+    def profile(metrics, framework, calls):
+        asked.append(metrics[-1])
+        if len(asked) == 1:
+            raise _ncu.NcuError("ncu: Failed to find metric sm__pipe")
+        if len(asked) == 2:
+            return [[{_ncu.DURATION: 1.0}], []]
+        return _ncu.by_call(_ncu.parse(TEXT), 1) + [[]]
+
+    monkeypatch.setattr(_ncu, "profile", profile)
+    assert _ncu.tensor_shares("torch", [{}, {}]) == [pytest.approx((10 * 3 + 50 * 1) / 4), None]
+    assert asked == list(_ncu.TENSOR)
+
+    def refuse(metrics, framework, calls):
+        raise _ncu.NcuError("ERR_NVGPUCTRPERM")
+
+    monkeypatch.setattr(_ncu, "profile", refuse)
+    with pytest.raises(_ncu.NcuError, match="ERR_NVGPUCTRPERM"):
+        _ncu.tensor_shares("torch", [{}])
 
 
 def test_a_list_of_kernels_is_cut_at_the_fills():
@@ -105,11 +127,11 @@ def test_the_log_file_is_read(tmp_path, monkeypatch):
 def test_a_failing_or_missing_ncu_is_said(tmp_path, monkeypatch):
     fake_ncu(tmp_path, monkeypatch, "echo '==ERROR== no luck' >&2\nexit 9\n")
     with pytest.raises(_ncu.NcuError, match="no luck"):
-        _ncu.profile(_ncu.TENSOR_METRICS, "torch", [])
+        _ncu.profile(_ncu.TRAFFIC_METRICS, "torch", [])
     monkeypatch.setattr(_ncu, "TIMEOUT", 0.1)
     fake_ncu(tmp_path, monkeypatch, "exec sleep 5\n")
     with pytest.raises(_ncu.NcuError, match="longer than 0.1 s"):
-        _ncu.profile(_ncu.TENSOR_METRICS, "torch", [])
+        _ncu.profile(_ncu.TRAFFIC_METRICS, "torch", [])
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(_ncu.NcuError, match="not on PATH"):
-        _ncu.profile(_ncu.TENSOR_METRICS, "torch", [])
+        _ncu.profile(_ncu.TRAFFIC_METRICS, "torch", [])

@@ -28,13 +28,13 @@ BYTES = {
 # A wavefront of the load-store unit is a pass of up to 128 bytes. Operands that wgmma reads, and tiles that the copy
 # engine writes, take another way and are not among them.
 WAVEFRONTS, WAVEFRONT = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", 128
-# The tensor cores' share of their peak; the name differs between generations.
+# The tensor cores' share of their peak. The name differs between generations and releases: the first one known counts.
 TENSOR = (
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
     "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
 )
 TRAFFIC_METRICS = (DURATION, *BYTES["dram_bytes"], *BYTES["l2_bytes"], WAVEFRONTS)
-TENSOR_METRICS = (DURATION, *TENSOR)
 SCALE = {"": 1, "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12, "%": 1}
 SCALE |= {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "s": 1, "second": 1}
 FILL = "fill"  # in the name of the kernel in front of each call, of PyTorch and of CuPy
@@ -108,13 +108,27 @@ def traffic(kernels: list[dict[str, float]]) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def tensor_share(kernels: list[dict[str, float]]) -> float | None:
-    """Percent of the tensor cores' peak over a call, its kernels weighted by their time."""
+def tensor_shares(framework: str, calls: list[dict[str, Any]]) -> list[float | None]:
+    """Percent of the tensor cores' peak over each call, its kernels weighted by their time."""
+    unknown = NcuError("ncu knows no metric of the tensor cores")
     for name in TENSOR:
-        pairs = [(k[name], k[DURATION]) for k in kernels if name in k and DURATION in k]
-        if pairs and (time := sum(weight for _, weight in pairs)) > 0:
-            return sum(share * weight for share, weight in pairs) / time
-    return None
+        try:
+            counted = profile((DURATION, name), framework, calls)
+        except NcuError as error:
+            if "metric" not in str(error).lower():
+                raise
+            unknown = error
+            continue
+        shares = [_weighted(kernels, name) for kernels in counted]
+        if any(share is not None for share in shares):
+            return shares
+    raise unknown
+
+
+def _weighted(kernels: list[dict[str, float]], name: str) -> float | None:
+    pairs = [(kernel[name], kernel[DURATION]) for kernel in kernels if name in kernel and DURATION in kernel]
+    time = sum(weight for _, weight in pairs)
+    return sum(share * weight for share, weight in pairs) / time if time > 0 else None
 
 
 def command(metrics: Iterable[str], asked: dict[str, Any], log: Path) -> list[str]:
@@ -130,7 +144,7 @@ def profile(metrics: Iterable[str], framework: str, calls: list[dict[str, Any]])
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "LC_ALL": "C"}  # numbers with a point
         words = command(metrics, {"framework": framework, "calls": calls}, log)
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, env=environment)

@@ -25,6 +25,10 @@ OUTLIERS, TIMES = 0.001, 50.0  # which share of the entries is so many times as 
 EDGE = 3.2905  # beyond which a normal number lies with that probability
 HEADS, ROWS = 2, 256  # of the error measure
 INPUTS = ("normal", "outliers")
+SLACK = {
+    "normal": 1,
+    "outliers": 4,
+}  # scores of thousands: an ulp of such a score moves P, and sums differ in their order
 SAID = {"normal": "on normal inputs", "outliers": "with outliers"}
 GROUPS = {"attention": "Attention", "cache": "One query over a cache"}
 FLOOR = 2e-5  # of the cache's budget, as in the suite decode
@@ -74,6 +78,7 @@ def _time(
         answer = case.launch()
         run.machine.synchronize()
         err, budget = case.judge(answer)
+        budget *= SLACK[inputs]
         row: dict[str, Any] = {
             "name": case.name,
             "group": case.group,

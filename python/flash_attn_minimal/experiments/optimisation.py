@@ -47,12 +47,11 @@ def _busy(run: Run, shape: Shape, rows: Rows) -> str:
     """Adds to the rows of a pass for which share of the time the tensor cores are busy."""
     try:
         calls = [call_of(row["name"], shape, True) for row in rows]
-        counted = _ncu.profile(_ncu.TENSOR_METRICS, run.machine.framework, calls)
+        shares = _ncu.tensor_shares(run.machine.framework, calls)
     except _ncu.NcuError as error:
         run.leave_out("counters", shape, error)
         return str(error)
-    for row, kernels in zip(rows, counted, strict=True):
-        share = _ncu.tensor_share(kernels)
+    for row, share in zip(rows, shares, strict=True):
         if share is not None:
             row["tensor_share"] = round(share / 100, 4)
     return f"tensor cores busy in {sum('tensor_share' in row for row in rows)} steps of {len(rows)}"
