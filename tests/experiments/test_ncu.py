@@ -3,6 +3,7 @@
 import stat
 
 import pytest
+from conftest import CUDA_DEVICES
 
 from flash_attn_minimal.experiments import _ncu
 
@@ -135,3 +136,10 @@ def test_a_failing_or_missing_ncu_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(_ncu.NcuError, match="not on PATH"):
         _ncu.profile(_ncu.TRAFFIC_METRICS, "torch", [])
+
+
+@pytest.mark.skipif(CUDA_DEVICES > 0, reason="there is a GPU, which the process would use")
+def test_the_process_under_ncu_starts(tmp_path, monkeypatch):
+    fake_ncu(tmp_path, monkeypatch, f'{FIND_LOG}shift 2\nexec "$@"\n')
+    with pytest.raises(_ncu.NcuError, match="the library sees no GPU"):
+        _ncu.profile(_ncu.TRAFFIC_METRICS, "torch", [{"name": "naive"}])

@@ -1,6 +1,5 @@
-"""The process that ncu watches: `python -m flash_attn_minimal.experiments._calls JSON` launches each call of a list
-twice to warm up, and once between the profiler's marks, behind a kernel that fills an array: ncu's list of kernels is
-cut there."""
+"""The process that ncu watches. It launches each call of a list twice to warm up, and once between the profiler's
+marks, behind a kernel that fills an array: ncu's list of kernels is cut there."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def call_of(name: str, shape: Shape, variant: bool) -> dict[str, Any]:
     return {"name": name, "variant": variant} | {field: getattr(shape, field) for field in FIELDS}
 
 
-def main(text: str) -> int:
+def main(text: str) -> None:
     asked = json.loads(text)
     machine = open_machine("cuda", asked["framework"])
     profiler = machine.torch.cuda.profiler if machine.framework == "torch" else machine.cupy.cuda.profiler
@@ -43,7 +42,6 @@ def main(text: str) -> int:
         profiler.stop()
         del system
         machine.release()
-    return 0
 
 
 def _system(machine, call: dict[str, Any]) -> System:
@@ -58,7 +56,3 @@ def _system(machine, call: dict[str, Any]) -> System:
     if found is None:
         raise Refused(f"{variants.file} has no variant {call['name']}")
     return variants.system(found, shape, inputs)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -46,7 +46,9 @@ def v1(memory: Memory, q, k, v, out, lse, tile: Tile, causal=False, sum_dtype=np
     """FlashAttention's order: a tile of keys stays, and all queries come by."""
     o = np.empty(out.shape, sum_dtype)
     row_max, row_sum = np.empty(len(q), np.float32), np.empty(len(q), np.float32)
-    memory.write(o, 0), memory.write(row_max, -np.inf), memory.write(row_sum, 0)
+    memory.write(o, 0)
+    memory.write(row_max, -np.inf)
+    memory.write(row_sum, 0)
     for key in range(0, len(k), tile.n):
         keys, values = memory.read(k[key : key + tile.n]), memory.read(v[key : key + tile.n])
         for row in range(key // tile.m * tile.m if causal else 0, len(q), tile.m):

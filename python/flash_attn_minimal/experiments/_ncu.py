@@ -37,6 +37,7 @@ TENSOR = (
 TRAFFIC_METRICS = (DURATION, *BYTES["dram_bytes"], *BYTES["l2_bytes"], WAVEFRONTS)
 SCALE = {"": 1, "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12, "%": 1}
 SCALE |= {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "s": 1, "second": 1}
+PROCESS = "flash_attn_minimal.experiments._calls"
 FILL = "fill"  # in the name of the kernel in front of each call, of PyTorch and of CuPy
 TIMEOUT = 180  # seconds of one profiled process
 
@@ -134,7 +135,7 @@ def _weighted(kernels: list[dict[str, float]], name: str) -> float | None:
 def command(metrics: Iterable[str], asked: dict[str, Any], log: Path) -> list[str]:
     ncu = ["ncu", "--csv", "--page", "details", "--print-units", "base", "--metrics", ",".join(metrics)]
     ncu += ["--profile-from-start", "off", "--clock-control", "none", "--log-file", str(log)]
-    return [*ncu, sys.executable, "-m", "flash_attn_minimal.experiments._calls", json.dumps(asked)]
+    return [*ncu, sys.executable, "-c", f"import sys; from {PROCESS} import main; main(sys.argv[1])", json.dumps(asked)]
 
 
 def profile(metrics: Iterable[str], framework: str, calls: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
