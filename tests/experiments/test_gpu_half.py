@@ -245,7 +245,7 @@ ROWS = {
     "optimisation": [
         variant("forward_01", 900.0, tensor_share=0.2), variant("forward_02", 950.0, order=2),
         variant("forward_03", 90.0, order=3, tile_m=0, registers=0, shared_bytes=0),
-        variant("backward_01", 900.0) | {"pass": "bwd"}, variant("backward_02", 300.0, order=2) | {"pass": "bwd"},
+        variant("backward_01", 90000.0) | {"pass": "bwd"}, variant("backward_02", 300.0, order=2) | {"pass": "bwd"},
     ],
     "roofline": [*ROOFS, power("naive", 1e5, 300.0), power("minimal", 1e4, 500.0), power("wgmma_sm90", 400.0, 690.0)],
     "dtype": [
@@ -260,7 +260,7 @@ ROWS = {
 SAID = {
     "block-size": ["the fastest tile is 128 x 64 (80.0 us)", "1 of 3 tiles spill registers", "its own tiles: 75.0 us"],
     "seqlen": ["all blocks run at once", "waves of blocks on 132 SMs", "The machine is full"],
-    "heads": ["The steepest step is from", "blocks run at once"],
+    "heads": ["The steepest step is from", "16 times the heads of the first call take 3.5 times as long"],
     "causal": ["causal takes 0.60 of the time of full at seqlen 128", "at most 0.6 first at 128"],
     "optimisation": ["Forward: 3 steps make 10.0 times", "`forward_02`: slower than the step before", "| 20% |"],
     "roofline": ["The roofs meet at 162 operations a byte", "whatever the arithmetic: naive.", "A watt buys", "690 W"],

@@ -11,6 +11,7 @@ from .._report import table as markdown_table
 from ..bench.check import attend
 from ..bench.figure import figure_of
 from ..bench.machine import first_line
+from ..bench.rows import number
 from ..bench.suite import rounded, speed_text
 from ..bench.systems import Shape
 from ..bench.timing import interleave
@@ -199,7 +200,7 @@ def picture(data: dict, rows: Rows):
         for (i, j), value in np.ndenumerate(grid):
             if np.isfinite(value):
                 colour = "black" if value > 0.6 * top else "white"
-                axis.text(j, i, f"{value:.3g}", ha="center", va="center", color=colour, fontsize=8)
+                axis.text(j, i, number(value), ha="center", va="center", color=colour, fontsize=8)
         axis.set_xticks(range(len(ns)), ns)
         axis.set_yticks(range(len(ms)), ms)
         axis.set_xlabel("keys of a tile")

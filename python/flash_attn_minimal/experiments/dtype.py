@@ -15,6 +15,7 @@ from .._report import table as markdown_table
 from ..bench.check import Exact, attend
 from ..bench.figure import LINES, figure_of
 from ..bench.machine import DTYPES, BenchError, first_line
+from ..bench.rows import number
 from ..bench.suite import rounded
 from ..bench.systems import Shape
 from ..bench.timing import interleave
@@ -262,7 +263,7 @@ def table(data: dict, rows: Rows) -> list[str]:
             found = {row["inputs"]: row for row in mine if row["name"] == name}
             row = found.get("normal") or next(iter(found.values()))
             rate = row["tflops"] * scale if group == "attention" else row["bytes"] / row["us"] * 1e-3
-            cells = [name, row["kernel"], f"{row['us']:.1f}", f"{rate:.3g}"]
+            cells = [name, row["kernel"], f"{row['us']:.1f}", number(rate)]
             for inputs in INPUTS:
                 cells += [f"{found[inputs][x]:.1e}" if inputs in found else "" for x in ("rms", "largest")]
             body.append(cells)

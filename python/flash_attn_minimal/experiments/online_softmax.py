@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -320,14 +321,14 @@ def findings(data: dict, rows: Table) -> list[str]:
                 f"lazy maximum the way from the first key on makes a warp act {ratio:.1f} times as often as the way "
                 "back from the last one, which the fast kernels take."
             )
-    again = {name: max(rows, key=lambda row: row[name]) for name in ("warps_again", "warps_again_float16")}
-    wide, narrow = again["warps_again"], again["warps_again_float16"]
+    wide, narrow = (max(rows, key=itemgetter(name)) for name in ("warps_again", "warps_again_float16"))
     back = [row["warps_again_float16"] for row in rows if row["order"] == "last key first"]
     found.append(
-        "The speculative policy computes no maximum after the first tile. A warp does a tile again in at most "
-        f"{wide['warps_again']:.2%} of the cases with P in bfloat16 (sums to 2^60), and "
-        f"{narrow['warps_again_float16']:.2%} with P in float16 (2^15; {narrow['source']}, tiles of {narrow['tile']}, "
-        f"{narrow['order']}" + (f"; from the last key back at most {max(back):.2%})." if back else ").")
+        "The speculative policy computes no maximum after the first tile. With P in bfloat16 (sums to 2^60) a warp "
+        + (f"does up to {wide['warps_again']:.2%} of its tiles again" if wide["warps_again"] else "does no tile again")
+        + f", with P in float16 (sums to 2^15) up to {narrow['warps_again_float16']:.2%} ({narrow['source']}, tiles of "
+        + f"{narrow['tile']}, {narrow['order']})"
+        + (f", and from the last key back up to {max(back):.2%}." if back else ".")
     )
     checked = [row for row in rows if "rows_expected" in row and row["order"] == "first key first"]
     if checked:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from .._report import table as markdown_table
-from ..bench.figure import MINE, figure_of
+from ..bench.figure import MINE, figure_of, plain_log
+from ..bench.rows import number
 from ..bench.systems import Shape
 from . import _ncu
 from ._calls import call_of
@@ -151,19 +152,28 @@ def picture(data: dict, rows: Rows):
     count = max(len(climb(rows, which)) for which in passes)
     figure, axes = figure_of(len(passes), 1, 9.5, 0.8 + len(passes) * (0.9 + 0.36 * count))
     for [axis], which in zip(axes, passes, strict=True):
-        steps, last = climb(rows, which), 0.0
+        steps = climb(rows, which)
+        speeds = [row["tflops"] for row in steps]
+        log = max(speeds) > 30 * min(speeds)
+        floor = min(speeds) / 2 if log else 0.0
+        last = floor
         for place, row in enumerate(steps):
             start, width = min(last, row["tflops"]), abs(row["tflops"] - last)
             axis.barh(place, width, left=start, color=MINE[0] if row["tflops"] >= last else MINE[2], height=0.7)
             share = f", tensor cores {row['tensor_share']:.0%}" if "tensor_share" in row else ""
-            gain = f" ({row['tflops'] / last:.2f}x)" if last else ""
-            axis.text(max(last, row["tflops"]), place, f" {row['tflops']:.3g}{gain}{share}", va="center", fontsize=8)
+            gain = f" ({row['tflops'] / last:.2f}x)" if place else ""
+            axis.text(
+                max(last, row["tflops"]), place, f" {number(row['tflops'])}{gain}{share}", va="center", fontsize=8
+            )
             last = row["tflops"]
         axis.set_yticks(range(len(steps)), [row["kernel"] for row in steps], fontsize=8)
         axis.invert_yaxis()
-        axis.set_xlim(0, 1.3 * max(row["tflops"] for row in steps))
+        if log:
+            axis.set_xscale("log")
+            plain_log(axis.xaxis)
+        axis.set_xlim(floor, max(speeds) * (4 if log else 1.3))
         axis.grid(axis="y", visible=False)
-        axis.set_xlabel("TFLOP/s")
+        axis.set_xlabel("TFLOP/s, logarithmic" if log else "TFLOP/s")
         axis.set_title(PASSES[which])
     set_title(figure, data, "The climb: what every step adds")
     return figure

@@ -9,6 +9,7 @@ from .. import kernels
 from .._report import table as markdown_table
 from ..bench.attention import roofs as measured_roofs
 from ..bench.figure import LINES, figure_of, plain_log
+from ..bench.rows import number
 from ..bench.systems import Shape
 from . import _traffic
 from ._measure import kernel, measure, summary
@@ -83,11 +84,11 @@ def table(data: dict, rows: Rows) -> list[str]:
     for row in rows:
         share = f"{row['tflops'] / found['linear']['tflops']:.0%}" if "linear" in found else ""
         cells = [row["kernel"], str(row["seqlen_q"]), size(row["model_bytes"]), f"{row['intensity']:.0f}"]
-        cells += [f"{row['tflops'] * scale:.3g}", share]
+        cells += [number(row["tflops"] * scale), share]
         if "sustained_w" in row:
             watt = per_watt(row)
             cells += [
-                f"{row['sustained_tflops'] * scale:.3g}",
+                number(row["sustained_tflops"] * scale),
                 f"{row['sustained_w']:.0f}",
                 f"{row['sustained_mhz']:.0f}",
             ]
@@ -165,7 +166,8 @@ def picture(data: dict, rows: Rows):
         values = [1e3 * (per_watt(row) or 0) for row in longest.values()]
         bars = right.barh(range(len(longest)), values, color=[colours[name] for name in longest])
         texts = [
-            f" {value:.3g} ({row['sustained_w']:.0f} W)" for value, row in zip(values, longest.values(), strict=True)
+            f" {number(value)} ({row['sustained_w']:.0f} W)"
+            for value, row in zip(values, longest.values(), strict=True)
         ]
         right.bar_label(bars, texts, fontsize=8)
         right.set_yticks(range(len(longest)), list(longest))

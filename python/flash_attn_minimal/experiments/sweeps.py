@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from .._report import table as markdown_table
 from ..bench.figure import LINES, MASKS, figure_of, plain_log
+from ..bench.rows import number
 from ..bench.systems import Shape
 from ._measure import Candidate, kernel, measure, summary
 from ._tiles import BLOCKS_PER_SM, multiprocessors, tile_of
@@ -74,7 +75,7 @@ def _table(axis: str, rows: Rows) -> list[str]:
     head += ["tiles of queries", "waves"] * gpu
     body = []
     for row in rows:
-        cells = [str(row[axis]), name_of(row), row["kernel"], f"{row['us']:.1f}", f"{row['tflops'] * scale:.3g}"]
+        cells = [str(row[axis]), name_of(row), row["kernel"], f"{row['us']:.1f}", number(row["tflops"] * scale)]
         if gpu:
             cells += [f"{row['blocks']} x {row['tile_m']}", f"{row['waves']:.2f}"] if "waves" in row else ["", ""]
         body.append(cells)
@@ -231,8 +232,9 @@ def _heads_findings(data: dict, rows: Rows) -> list[str]:
             one = [row for row in waved if row["waves"] <= 1]
             if len(one) > 1:
                 text += (
-                    f". Up to {one[-1]['nheads']} heads all {one[-1]['blocks']} blocks run at once, and the time "
-                    f"changes by {max(r['us'] for r in one) / min(r['us'] for r in one):.2f} times only"
+                    f". Up to {one[-1]['nheads']} heads all {one[-1]['blocks']} blocks run at once: "
+                    f"{one[-1]['nheads'] / one[0]['nheads']:.0f} times the heads of the first call take "
+                    f"{one[-1]['us'] / one[0]['us']:.1f} times as long"
                 )
             pairs = [
                 (a, b) for a, b in zip(waved, waved[1:], strict=False) if math.ceil(a["waves"]) < math.ceil(b["waves"])
