@@ -12,6 +12,7 @@ _COMMANDS = {
     "verify": ("flash_attn_minimal.verify", "check large shapes against NumPy float64"),
     "fuzz": ("flash_attn_minimal.fuzz", "random calls of every function, right and wrong ones, against float64"),
     "bench": ("flash_attn_minimal.bench", "time the kernels, write JSON, tables and pictures"),
+    "experiment": ("flash_attn_minimal.experiments", "one question, its measurement, and a page with the answer"),
     "context-parallel": ("flash_attn_minimal.bench.context_parallel", "check and time attention across ranks"),
     "generate": ("flash_attn_minimal.llama.generate", "text from a Llama model, with this attention"),
     "quantize": ("flash_attn_minimal.llama.quantize", "what 4-bit weights cost a model, and the model with them"),

@@ -21,7 +21,7 @@ def run(*arguments, **environment):
 def test_help_lists_the_commands_without_importing_them():
     said = run("--help", FLASH_ATTN_LIBRARY="/nowhere")
     assert said.returncode == 0 and not said.stderr
-    for command in ("info", "verify", "bench", "context-parallel", "generate"):
+    for command in ("info", "verify", "bench", "experiment", "context-parallel", "generate"):
         assert f"\n  {command} " in said.stdout
 
 

@@ -170,9 +170,8 @@ def markdown(data: dict, pictures: list[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def conditions(data: dict) -> str:
-    """One sentence on how it was measured."""
-    machine = data["machine"]
+def machine_parts(machine: dict) -> list[str]:
+    """What is to be known of the machine of a result, in parts of a sentence."""
     versions = [f"{key} {machine[key]}" for key in ("driver", "cuda", "torch", "cudnn", "cupy") if key in machine]
     parts = [", ".join([machine["host"], *versions])]
     if "sm_clock_mhz" in machine:
@@ -181,22 +180,18 @@ def conditions(data: dict) -> str:
         )
     if "load" in machine:
         parts.append(f"THE MACHINE WAS BUSY (load {machine['load']} before the start), which blurs every number here")
+    return parts
+
+
+def conditions(data: dict) -> str:
+    """One sentence on how it was measured."""
+    machine, parts = data["machine"], machine_parts(data["machine"])
     suite = SUITES[data["suite"]]
     parts.append(suite.how + (", device time" if suite.device_time and "gpu" in machine else ""))
     checked = [row for row in data["rows"] if "max_err" in row and row["system"] == "ours" and not row.get("wrong")]
     if suite.checked:
         parts.append(suite.checked)
     elif checked:
-        worst = max(row["max_err"] / row["err_budget"] for row in checked)
-        parts.append(
-            f"every answer checked against float64 first, the worst error of ours at {worst:.0%} of its budget"
-        )
-    return "; ".join(parts) + "."
-    if data["suite"] == "overhead":
-        parts.append("host time of one call, median of the bursts, systems in shuffled turns")
-    else:
-        parts.append("median of the bursts, systems in shuffled turns" + (", device time" if "gpu" in machine else ""))
-    if checked:
         worst = max(row["max_err"] / row["err_budget"] for row in checked)
         parts.append(
             f"every answer checked against float64 first, the worst error of ours at {worst:.0%} of its budget"

@@ -1,0 +1,78 @@
+"""Kernels and variants on one shape: checked against float64, then timed in shuffled turns, with the means of
+`bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..bench.attention import prepared
+from ..bench.machine import first_line
+from ..bench.suite import rounded, speed_text
+from ..bench.systems import Inputs, Refused, Shape, System, ours
+from ..bench.timing import interleave
+from .experiment import Run
+
+
+@dataclass
+class Candidate:
+    """Something to time on a shape. `make` gets our inputs of the shape, quantised where it is one of float8."""
+
+    name: str
+    make: Callable[[Shape, Inputs], System]
+    row: dict[str, Any] = field(default_factory=dict)  # more fields of its row
+
+
+def kernel(name: str | None, **more: bool) -> Candidate:
+    """A kernel of the library by its name, or the one that it picks."""
+    return Candidate(name or "best", lambda shape, inputs: ours(shape, inputs, name, 0, **more), dict(more))
+
+
+def measure(run: Run, shape: Shape, candidates: list[Candidate], graphs: bool | None = None) -> list[dict]:
+    """The rows of those that serve the shape and are right; the others are noted in the outcome."""
+    machine, outcome = run.machine, run.outcome
+    inputs, _, exact, _ = prepared(machine, shape, run.seed)
+    systems: list[tuple[System, dict]] = []
+    for candidate in candidates:
+        try:
+            system = candidate.make(shape, inputs)
+            for place in inputs.results:
+                place[...] = float("nan")
+            answer = system.launch(0)
+            machine.synchronize()
+        except Refused as refusal:
+            run.leave_out(candidate.name, shape, refusal)
+            continue
+        except (MemoryError, NotImplementedError, ValueError) as error:
+            run.leave_out(candidate.name, shape, first_line(error))
+            continue
+        err, budget = exact.judge(answer, "tf32" if system.tf32 else shape.dtype)
+        del answer
+        row: dict[str, Any] = {
+            "name": candidate.name,
+            "kernel": system.kernel,
+            "pass": "bwd" if shape.backward else "fwd",
+        }
+        row |= shape.keys() | candidate.row | {"max_err": min(err, 1e30), "err_budget": budget}
+        if err <= budget:
+            systems.append((system, row))
+        else:
+            run.wrong(row)
+    if shape.backward:
+        graphs = False
+    timings = interleave(
+        machine, [system.launch for system, _ in systems], run.protocol, run.meter, seed=run.seed, graphs=graphs
+    )
+    rows = [rounded(row | timing.row(shape.flops / 1e12)) for (_, row), timing in zip(systems, timings, strict=True)]
+    outcome.rows += rows
+    machine.release()
+    return rows
+
+
+def summary(rows: list[dict]) -> str:
+    """The fastest of some rows, for a line of progress."""
+    if not rows:
+        return "nothing"
+    best = min(rows, key=lambda row: row["us"])
+    return f"{best['name']} {best['us']:.1f} us, {speed_text(best['tflops'])}"
