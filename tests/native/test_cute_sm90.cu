@@ -221,7 +221,7 @@ void test_fragments() {
             EXPECT(get<0>(O(i)) == row0 + accumulator_row(t % 128, i) && get<1>(O(i)) == accumulator_column(t % 128, i), "O %d of %d", i,
                    t);
         // The register of element i is element i, and rows alternate in (row, column): what the rescaling of O counts on.
-        const auto fragment = rows_and_columns(partition_fragment_C(typename Tile::MmaPV{}, typename Tile::ShapeQ{}).layout());
+        const auto fragment = rows_of(partition_fragment_C(typename Tile::MmaPV{}, typename Tile::ShapeQ{})).layout();
         for (int i = 0; i < size(fragment); ++i) EXPECT(fragment(i) / 2 % 2 == i % 2, "element %d of O by rows", i);
     }
 }

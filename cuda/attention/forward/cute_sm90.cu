@@ -58,7 +58,6 @@ struct CuteTile {
     using BlockM = Int<kBlockM>;
     using BlockN = Int<kBlockN>;
     using HeadDim = Int<kHeadDim>;
-    using Stages = Int<kStages>;
     using ShapeQ = Shape<BlockM, HeadDim>;  // and out
     using ShapeK = Shape<BlockN, HeadDim>;
     using ShapeV = Shape<HeadDim, BlockN>;  // V^T, as P V wants its B operand; nothing is moved for it
@@ -67,8 +66,9 @@ struct CuteTile {
     // An atom is 8 rows of 128 bytes under the 128-byte swizzle. It is repeated along the rows first, so that a box of the copy engine, 64
     // columns of all rows, is contiguous.
     using SmemQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, ShapeQ{}));
-    using SmemK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<BlockN, HeadDim, Stages>{}));
-    using SmemV = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, Shape<HeadDim, BlockN, Stages>{}, Step<_2, _1, _3>{}));
+    using SmemK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<BlockN, HeadDim, Int<kStages>>{}));
+    using SmemV =
+        decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, Shape<HeadDim, BlockN, Int<kStages>>{}, Step<_2, _1, _3>{}));
 
     // S = Q K^T with both operands in shared memory, O += P V with P in registers; the warpgroups are stacked along the rows.
     using Warpgroups = Layout<Shape<Int<kConsumers>, _1, _1>>;
@@ -125,16 +125,12 @@ FA_HOST_DEVICE CuteItem cute_item(const CuteCall& call, int index) {
 // ---- fragments ----
 
 // The accumulators of a thread, ((2 neighbours, 2 rows, columns / 8), 1, 1), as (row, column).
-template <class Layout>
-FA_HOST_DEVICE constexpr auto rows_and_columns(Layout fragment) {
-    static_assert(rank_v<Layout> == 3 && decltype(size<1>(fragment))::value == 1 && decltype(size<2>(fragment))::value == 1,
-                  "one wgmma is as tall and as wide as a warpgroup's share of the tile");
-    static_assert(decltype(size<0, 0>(fragment))::value == 2 && decltype(size<0, 1>(fragment))::value == 2, "two rows, g and g + 8");
-    return make_layout(get<0, 1>(fragment), make_layout(get<0, 0>(fragment), get<0, 2>(fragment)));
-}
 template <class Tensor>
 FA_HOST_DEVICE constexpr auto rows_of(Tensor&& fragment) {
-    return make_tensor(fragment.data(), rows_and_columns(fragment.layout()));
+    const auto layout = fragment.layout();
+    static_assert(size<1>(layout) == 1 && size<2>(layout) == 1, "one wgmma is as tall and as wide as a warpgroup's share of the tile");
+    static_assert(size<0, 0>(layout) == 2 && size<0, 1>(layout) == 2, "two neighbours in each of two rows, g and g + 8");
+    return make_tensor(fragment.data(), make_layout(get<0, 1>(layout), make_layout(get<0, 0>(layout), get<0, 2>(layout))));
 }
 
 // A thread's two rows of its block and its first key of a tile, as the coordinates of its accumulators say.
@@ -147,8 +143,8 @@ FA_HOST_DEVICE CutePlace cute_place(const CuteItem& item, int thread) {
     return {{item.row0 + int(get<0>(place(0, 0))), item.row0 + int(get<0>(place(1, 0)))}, int(get<1>(place(0, 0)))};
 }
 
-// Sets the scores S (row, column) of tile n that their row does not see to -inf. Counted from the thread's first key, the columns are those
-// of thread 0 in every thread: constants.
+// Sets the scores S (row, column) of tile n that their row does not see to -inf. Counted from the thread's first key the columns are
+// constants, those of thread 0.
 template <class Tile, class Scores>
 FA_HOST_DEVICE void mask_scores(Scores&& S, const CuteCall& call, const CutePlace& place, int n) {
     const auto columns = rows_of(typename Tile::MmaQK{}.get_slice(_0{}).partition_C(make_identity_tensor(typename Tile::ShapeS{})));
@@ -171,8 +167,7 @@ __device__ __forceinline__ void round_to(const From& from, To& to) {
     for (int i = 0; i < size(pairs); ++i) pairs(i) = pack_16<Element>(from(2 * i), from(2 * i + 1));
 }
 
-// C = A B or C += A B, as `first` says of the first step, issued but not waited for. A may be registers, the others' elements are
-// descriptors of shared memory.
+// C = A B or C += A B, as `first` says; issued, not waited for. A is registers or, like B, descriptors of shared memory.
 template <class Mma, class A, class B, class C>
 __device__ __forceinline__ void multiply(Mma mma, A& a, const B& b, C& c, GMMA::ScaleOut first) {
     warpgroup_fence_operand(c);
@@ -232,8 +227,7 @@ __device__ __forceinline__ bool softmax_step(Scores&& S, float scale_log2, CuteR
 
 // ---- roles ----
 
-// The copy engine counts in coordinates: the tensors of a map hold them instead of data. A tile that reaches past the end of a sequence
-// arrives with zeros there.
+// The copy engine is told coordinates: the tensors of a map hold them instead of data. Past the end of a sequence it delivers zeros.
 template <class Tile, class LoadQ, class LoadK, class LoadV>
 __device__ __forceinline__ void produce(const LoadQ& load_q, const LoadK& load_k, const LoadV& load_v, const CuteCall& call,
                                         const CuteItem& item, typename Tile::Smem& smem) {
@@ -247,15 +241,12 @@ __device__ __forceinline__ void produce(const LoadQ& load_q, const LoadK& load_k
     const Tensor tiles_v = local_tile(v(_, _, head_k, item.batch), typename Tile::ShapeV{}, make_coord(_0{}, _));
 
     // As the copies see them: ((elements of a box, boxes), 1, 1[, tile or stage]).
-    const auto slice_q = load_q.get_slice(_0{});
-    const auto slice_k = load_k.get_slice(_0{});
-    const auto slice_v = load_v.get_slice(_0{});
-    const Tensor from_q = slice_q.partition_S(tile_q);
-    const Tensor from_k = slice_k.partition_S(tiles_k);
-    const Tensor from_v = slice_v.partition_S(tiles_v);
-    Tensor to_q = slice_q.partition_D(make_tensor(make_smem_ptr(smem.q), typename Tile::SmemQ{}));
-    Tensor to_k = slice_k.partition_D(make_tensor(make_smem_ptr(smem.k), typename Tile::SmemK{}));
-    Tensor to_v = slice_v.partition_D(make_tensor(make_smem_ptr(smem.v), typename Tile::SmemV{}));
+    const Tensor from_q = load_q.get_slice(_0{}).partition_S(tile_q);
+    const Tensor from_k = load_k.get_slice(_0{}).partition_S(tiles_k);
+    const Tensor from_v = load_v.get_slice(_0{}).partition_S(tiles_v);
+    Tensor to_q = load_q.get_slice(_0{}).partition_D(make_tensor(make_smem_ptr(smem.q), typename Tile::SmemQ{}));
+    Tensor to_k = load_k.get_slice(_0{}).partition_D(make_tensor(make_smem_ptr(smem.k), typename Tile::SmemK{}));
+    Tensor to_v = load_v.get_slice(_0{}).partition_D(make_tensor(make_smem_ptr(smem.v), typename Tile::SmemV{}));
 
     // Fresh barriers count the phase before their first as complete: the first wait for an empty stage, of phase 1, returns at once.
     cutlass::PipelineState<Tile::kStages> k_at(0, 1, 0), v_at(0, 1, 0);
@@ -264,14 +255,14 @@ __device__ __forceinline__ void produce(const LoadQ& load_q, const LoadK& load_k
         copy(load.with(reinterpret_cast<Barrier::ValueType&>(full)), from, to);
     };
     const auto next_k = [&](int n) {
-        smem.k_empty[k_at.index()].wait(k_at.phase());
-        copy_tile(load_k, smem.k_full[k_at.index()], Tile::kBytesK, from_k(_, _, _, n), to_k(_, _, _, k_at.index()));
-        ++k_at;
+        const int stage = k_at.index();
+        smem.k_empty[stage].wait(k_at.phase());
+        copy_tile(load_k, smem.k_full[stage], Tile::kBytesK, from_k(_, _, _, n), to_k(_, _, _, stage)), ++k_at;
     };
     const auto next_v = [&](int n) {
-        smem.v_empty[v_at.index()].wait(v_at.phase());
-        copy_tile(load_v, smem.v_full[v_at.index()], Tile::kBytesV, from_v(_, _, _, n), to_v(_, _, _, v_at.index()));
-        ++v_at;
+        const int stage = v_at.index();
+        smem.v_empty[stage].wait(v_at.phase());
+        copy_tile(load_v, smem.v_full[stage], Tile::kBytesV, from_v(_, _, _, n), to_v(_, _, _, stage)), ++v_at;
     };
     copy_tile(load_q, smem.q_full, Tile::kBytesQ, from_q, to_q);
     next_k(item.tiles - 1);
@@ -287,12 +278,12 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
     using HeadDim = typename Tile::HeadDim;
     using ShapeQ = typename Tile::ShapeQ;
     using ShapeS = typename Tile::ShapeS;
-    const int thread = threadIdx.x - 128, lane = threadIdx.x % 32;
+    const int thread = threadIdx.x - 128;
     typename Tile::MmaQK mma_qk;
     typename Tile::MmaPV mma_pv;
 
-    // The operands in shared memory belong to the warpgroup as a whole. Its first thread stands for it, because that number is the same in
-    // all lanes: the descriptors stay in uniform registers.
+    // Descriptors are the warpgroup's. Its first thread stands for it: a number that is the same in all lanes keeps them in uniform
+    // registers.
     const Tensor smem_q = make_tensor(make_smem_ptr(smem.q), typename Tile::SmemQ{});
     const Tensor smem_k = make_tensor(make_smem_ptr(smem.k), typename Tile::SmemK{});
     const Tensor smem_v = make_tensor(make_smem_ptr(smem.v), typename Tile::SmemV{});
@@ -312,7 +303,7 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
 
     cutlass::PipelineState<Tile::kStages> k_at, v_at;
     const auto release = [&](const Barrier& empty) {  // once a warp's products have read the stage
-        if (arrives(lane)) empty.arrive();
+        if (arrives(thread % 32)) empty.arrive();
     };
 
     if (warpgroup == 1) give_turn<true, Tile::kConsumers>(warpgroup);  // the first turn is warpgroup 0's
@@ -363,8 +354,8 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
         for (int c = 0; c < size<1>(sums); ++c) sums(r, c) = row_sum == 0.0f ? 0.0f : sums(r, c) * end.inverse;
     }
 
-    // Through q, whose rows of this warpgroup only its own products have read: registers -> shared memory by stmatrix, then a box of the
-    // copy engine, which leaves out rows past the sequence.
+    // Through q, of whose rows a warpgroup reads its own alone: by stmatrix into shared memory, from there by the copy engine, which leaves
+    // out the rows past the sequence.
     Tensor rounded = make_tensor_like<Element>(O);
     round_to(O, rounded);
     const auto copy_o = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma_pv).get_slice(thread);
@@ -376,8 +367,7 @@ __device__ __forceinline__ void consume(const StoreO& store_o, const CuteCall& c
     if (thread == 0) {
         const Tensor out = store_o.get_tma_tensor(make_shape(call.seqlen_q, HeadDim{}, call.nheads, call.batch));
         const Tensor tile_o = local_tile(out(_, _, item.head, item.batch), ShapeQ{}, make_coord(item.m, _0{}));
-        const auto slice = store_o.get_slice(_0{});
-        copy(store_o, slice.partition_S(smem_q), slice.partition_D(tile_o));
+        copy(store_o, store_o.get_slice(_0{}).partition_S(smem_q), store_o.get_slice(_0{}).partition_D(tile_o));
         tma_store_arrive();
         tma_store_wait<0>();  // the block's shared memory must last until it has been read
     }
@@ -387,9 +377,8 @@ template <class Tile, class LoadQ, class LoadK, class LoadV, class StoreO>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward_cute_kernel(const __grid_constant__ LoadQ load_q, const __grid_constant__ LoadK load_k, const __grid_constant__ LoadV load_v,
                         const __grid_constant__ StoreO store_o, const __grid_constant__ CuteCall call) {
-    using Smem = typename Tile::Smem;
     extern __shared__ __align__(1024) unsigned char shared[];
-    Smem& smem = *reinterpret_cast<Smem*>(shared);
+    auto& smem = *reinterpret_cast<typename Tile::Smem*>(shared);
     const int warpgroup = cutlass::canonical_warp_group_idx();  // by a shuffle, which tells the compiler that it is uniform
     if (threadIdx.x == 0) {
         prefetch_tma_descriptor(load_q.get_tma_descriptor()), prefetch_tma_descriptor(load_k.get_tma_descriptor());
