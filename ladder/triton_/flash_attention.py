@@ -339,4 +339,4 @@ def backward(dout, q, k, v, out, lse, causal: bool):
 def tuned() -> list[tuple[str, tuple, str]]:
     """What this process has tuned: the kernel, (bucket, dtype, headdim, causal), and the configuration it runs with."""
     kernels = (_forward, _backward_keys, _backward_queries)
-    return [(fn.base_fn.__name__, key, str(config)) for fn in kernels for key, config in fn.cache.items()]
+    return [(fn.base_fn.__name__, key[:4], str(config)) for fn in kernels for key, config in fn.cache.items()]

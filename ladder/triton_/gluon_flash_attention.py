@@ -135,11 +135,14 @@ def _start_scores(call, q_tile, i):
 
 
 @gluon.jit
+def _wait_for_values(call, i):
+    mbarrier.wait(call.v_ready.index(i % call.STAGES), i // call.STAGES & 1)
+
+
+@gluon.jit
 def _start_output(call, acc, p, i):
-    """Waits for tile i of V and starts acc + P V."""
-    stage = i % call.STAGES
-    mbarrier.wait(call.v_ready.index(stage), i // call.STAGES & 1)
-    return warpgroup_mma(p, _matrix(call.v_tiles.index(stage)), acc, is_async=True)
+    """Starts acc + P V with tile i of V, which is there."""
+    return warpgroup_mma(p, _matrix(call.v_tiles.index(i % call.STAGES)), acc, is_async=True)
 
 
 @gluon.jit
@@ -177,6 +180,9 @@ def _walk(call, q_tile, acc, p, row_max, row_sum, row, begin, end, tiles, MASKED
         mbarrier.arrive(call.k_empty.index(i % call.STAGES), count=1)
         key = (tiles - 1 - i) * call.BLOCK_N
         next_p, decay, row_max, row_sum = _softmax(call, score, row_max, row_sum, row, key, MASKED)
+        # Between the softmax and the end of the product beside it: the assembler moves the end up where it can, but not
+        # across the branch of a wait.
+        _wait_for_values(call, i)
         acc, p = warpgroup_mma_wait(0, deps=(running, p))  # until here the registers of p were read
         mbarrier.arrive(call.v_empty.index((i - 1) % call.STAGES), count=1)
         acc = acc * gl.expand_dims(decay, 1)
@@ -202,6 +208,7 @@ def _consume(call, CONSUMER: gl.constexpr):
     row_max = gl.full([ROWS], -float("inf"), gl.float32, row_layout)
     row_sum = gl.zeros([ROWS], gl.float32, row_layout)
     p, _, row_max, row_sum = _softmax(call, score, row_max, row_sum, row, (tiles - 1) * call.BLOCK_N, True)
+    _wait_for_values(call, 0)
     acc, p, row_max, row_sum = _walk(call, q_tile, acc, p, row_max, row_sum, row, 1, masked, tiles, True)
     acc, p, row_max, row_sum = _walk(call, q_tile, acc, p, row_max, row_sum, row, masked, tiles, tiles, False)
     acc, p = warpgroup_mma_wait(0, deps=(_start_output(call, acc, p, tiles - 1), p))
@@ -273,9 +280,9 @@ def forward(q, k, v, causal: bool):
     lse = torch.empty((batch, nheads, seqlen_q), dtype=torch.float32, device=q.device)
     if not (q.numel() and k.numel()):
         return out.zero_(), lse.fill_(-math.inf)
-    rows, keys = ROWS.value, 128
+    rows, keys, stages = ROWS.value, 128, 256 // headdim
     grid = (triton.cdiv(seqlen_q, CONSUMERS.value * rows), nheads, batch)
     arrays = (_describe(q, rows), _describe(k, keys), _describe(v, keys), _describe(out, rows), lse)
     sizes = (nheads, nheads_k, seqlen_q, seqlen_k, headdim**-0.5 * LOG2_E)
-    gluon_forward[grid](*arrays, *sizes, CAUSAL=causal, STAGES=2, num_warps=4, maxnreg=MAX_REGISTERS)
+    gluon_forward[grid](*arrays, *sizes, CAUSAL=causal, STAGES=stages, num_warps=4, maxnreg=MAX_REGISTERS)
     return out, lse

@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 
+import accuracy
 import pytest
-from conftest import ROOT
+from conftest import CUDA, NO_CUDA, ROOT
 
 for module in ("triton", "torch"):
     if importlib.util.find_spec(module) is None:
@@ -77,3 +78,42 @@ def test_compiled_for_hopper(headdim, tmp_path):
     kernels = ["_forward", "_backward_keys", "_backward_queries"]
     for kernel in kernels if gluon_refusal() else [*kernels, "gluon_forward"]:
         assert {(kernel, False), (kernel, True)} <= seen, run.stdout
+
+
+@pytest.mark.skipif(bool(NO_CUDA) or CUDA.framework != "torch", reason=NO_CUDA or "the rung takes PyTorch tensors")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_every_configuration_computes_attention(headdim, causal):
+    """Tuning may choose any of them, and the short calls of test_rungs.py run with one alone."""
+    from ladder.triton_ import flash_attention
+
+    sizes = {"seqlen_q": 300, "seqlen_k": 417, "nheads": 4, "nheads_k": 2}
+    case = accuracy.Case(headdim=headdim, dtype="float16", causal=causal, **sizes)
+    (q, k, v, _), exact, plain = accuracy.expected(case)
+    (dout, *_, out, lse, _), exact_backward, plain_backward = accuracy.expected_backward(case)
+    q, k, v, dout, out = (CUDA.array(x, case.dtype) for x in (q, k, v, dout, out))
+    lse = CUDA.array(lse)
+    floor = accuracy.rounding_floor(*(CUDA.numpy(x) for x in (q, k)))
+
+    def forward():
+        found, _ = flash_attention.forward(q, k, v, causal)
+        accuracy.check("out", CUDA.numpy(found), exact[0], plain[0], case.dtype, floor=floor)
+
+    def backward():
+        for name, got in zip(
+            ("dq", "dk", "dv"), flash_attention.backward(dout, q, k, v, out, lse, causal), strict=True
+        ):
+            true = getattr(exact_backward, name)
+            floor = accuracy.gradient_floor(case, true)
+            accuracy.check(name, CUDA.numpy(got), true, getattr(plain_backward, name), case.dtype, floor=floor)
+
+    kernels = {"_forward": forward, "_backward_keys": backward, "_backward_queries": backward}
+    for name, check in kernels.items():
+        tuner = getattr(flash_attention, name)
+        before = tuner.configs
+        try:
+            for config in before[1:]:
+                tuner.configs = [config]
+                check()
+        finally:
+            tuner.configs = before
