@@ -47,8 +47,8 @@ __device__ __forceinline__ void fma4(float& sum, float4 a, float4 b) {
 
 // S += the product of a chunk of Q and one of K. `a`, `b`: rows of Q and keys, from the chunk's first column on.
 template <int kCount, int kPitchA, int kPitchB>
-__device__ __forceinline__ void multiply_qk(float (&S)[4][kCount], const float (*a)[kPitchA], const float (*b)[kPitchB], int column,
-                                            int tx, int ty) {
+__device__ __forceinline__ void multiply_qk(float (&S)[4][kCount], const float (*a)[kPitchA], const float (*b)[kPitchB], int column, int tx,
+                                            int ty) {
 #pragma unroll 4
     for (int d = 0; d < kChunk; d += 4) {
         float4 q[4];
@@ -92,8 +92,12 @@ struct Head {
     T* out;
 
     __device__ __forceinline__ Head(const AttentionParams& p, int index)
-        : b(index / p.nheads), head(index % p.nheads), q(static_cast<const T*>(p.q.data)), k(static_cast<const T*>(p.k.data)),
-          v(static_cast<const T*>(p.v.data)), out(static_cast<T*>(p.out.data)) {
+        : b(index / p.nheads),
+          head(index % p.nheads),
+          q(static_cast<const T*>(p.q.data)),
+          k(static_cast<const T*>(p.k.data)),
+          v(static_cast<const T*>(p.v.data)),
+          out(static_cast<T*>(p.out.data)) {
         s = sequence_of(p, b);
         q += s.q + head * p.q.head, k += s.k + head / p.group * p.k.head, v += s.v + head / p.group * p.v.head;
         out += s.out + head * p.out.head;
@@ -102,8 +106,8 @@ struct Head {
 
 // out and lse of this thread's four rows, from row0 + 4 ty on.
 template <int kD>
-__device__ __forceinline__ void finish(const AttentionParams& p, const Head& h, const SoftmaxRow (&row)[4], const float (&O)[kD / kChunk][4][4],
-                                       int row0, int tx, int ty) {
+__device__ __forceinline__ void finish(const AttentionParams& p, const Head& h, const SoftmaxRow (&row)[4],
+                                       const float (&O)[kD / kChunk][4][4], int row0, int tx, int ty) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         const int i = row0 + 4 * ty + r;
@@ -132,7 +136,7 @@ enum class Walk { kFirstKeysFirst, kLastKeysFirst };  // the order of the tiles 
 enum class Counters { kOff, kOn };                    // whether the rows write fa_softmax_row to the workspace
 
 template <int kD, int kRows, int kKeys, Walk kWalk, Counters kCounters>
-__global__ void __launch_bounds__(threads_of(kRows)) v2_kernel(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(threads_of(kRows), 1) v2_kernel(const __grid_constant__ AttentionParams p) {
     constexpr int kThreads = threads_of(kRows), kChunks = kD / kChunk, kCount = kKeys / kLanes;
     extern __shared__ __align__(16) unsigned char shared[];
     Smem<kRows, kKeys>& smem = *reinterpret_cast<Smem<kRows, kKeys>*>(shared);
@@ -225,7 +229,7 @@ struct V1Smem {
 
 // Block x of `parts` blocks of a head takes tiles of rows x, x + parts, ...
 template <int kD>
-__global__ void __launch_bounds__(threads_of(kTile)) v1_kernel(const __grid_constant__ AttentionParams p, int parts) {
+__global__ void __launch_bounds__(threads_of(kTile), 1) v1_kernel(const __grid_constant__ AttentionParams p, int parts) {
     constexpr int kThreads = threads_of(kTile), kChunks = kD / kChunk, kCount = kTile / kLanes;
     extern __shared__ __align__(16) unsigned char shared[];
     V1Smem<kD>& smem = *reinterpret_cast<V1Smem<kD>*>(shared);
@@ -369,8 +373,9 @@ void add_all(Variants* variants) {
 
     variants->push_back(v1_variant<kD, true>("forward_02_v1_order" + d, "optimisation", 2,
                                              "FlashAttention-1: S stays on the chip, tile by tile; O passes through memory"));
-    variants->push_back(v2_variant<kD, kTile, kTile>("forward_03_v2_order" + d, "optimisation", 3,
-                                                     "FlashAttention-2: rows outside; O stays in registers, a block for each tile of rows"));
+    variants->push_back(
+        v2_variant<kD, kTile, kTile>("forward_03_v2_order" + d, "optimisation", 3,
+                                     "FlashAttention-2: rows outside; O stays in registers, a block for each tile of rows"));
 
     variants->push_back(v2_variant<kD, kTile, kTile, Walk::kFirstKeysFirst, Counters::kOn>(
         "softmax_first_keys_first" + d, "online-softmax", 1, "counts how often a row's maximum moves, over tiles of 64 keys"));

@@ -257,7 +257,8 @@ void add_all(Variants* variants) {
     add_step<kD, Step::kTensorCores>(variants, "tensor_cores", "mma.sync in bfloat16; P goes to the second product in registers");
     add_step<kD, Step::kLdmatrix>(variants, "ldmatrix", "swizzled shared memory, ldmatrix: no bank conflicts");
     add_step<kD, Step::kAsync>(variants, "async_copies", "cp.async: the next keys arrive while these are computed");
-    add_step<kD, Step::kLazy>(variants, "lazy_rescale", "2^x with the scale folded in, O rescaled after a rise of 2^8, masks where they cut");
+    add_step<kD, Step::kLazy>(variants, "lazy_rescale",
+                              "2^x with the scale folded in, O rescaled after a rise of 2^8, masks where they cut");
     add_step<kD, Step::kTallWarps>(variants, "tall_warps", "32 rows a warp: what ldmatrix reads feeds two mma");
 }
 

@@ -35,17 +35,17 @@ static_assert(int(TraceEvent::kWaitItem) == FA_TRACE_WAIT_ITEM && int(TraceEvent
 
 }  // namespace
 
-#define FA_TRACED(id, rows_of_64, keys, stages_, turns, maximum_)                                              \
-    template <>                                                                                               \
-    inline constexpr WgmmaPlan kWgmmaPlan<WgmmaPlanId(id)> = [] {                                             \
-        WgmmaPlan plan;                                                                                       \
-        plan.headdim = plan.headdim_v = 128, plan.block_n = keys, plan.warpgroups = rows_of_64;               \
+#define FA_TRACED(id, rows_of_64, keys, stages_, turns, maximum_)                                               \
+    template <>                                                                                                 \
+    inline constexpr WgmmaPlan kWgmmaPlan<WgmmaPlanId(id)> = [] {                                               \
+        WgmmaPlan plan;                                                                                         \
+        plan.headdim = plan.headdim_v = 128, plan.block_n = keys, plan.warpgroups = rows_of_64;                 \
         plan.stages = stages_, plan.ping_pong = turns, plan.maximum = RowMaximum::maximum_, plan.paged = false; \
-        return plan;                                                                                          \
-    }();                                                                                                      \
-    template <>                                                                                               \
-    struct WgmmaTrace<WgmmaPlanId(id)> : Recorder {                                                           \
-        using Recorder::Recorder;                                                                             \
+        return plan;                                                                                            \
+    }();                                                                                                        \
+    template <>                                                                                                 \
+    struct WgmmaTrace<WgmmaPlanId(id)> : Recorder {                                                             \
+        using Recorder::Recorder;                                                                               \
     };
 FA_TRACED(501, 2, 128, 2, false, kLazy)
 FA_TRACED(502, 2, 128, 2, true, kLazy)
@@ -100,7 +100,8 @@ void add_trace(Variants* variants, int order, const char* name, const char* abou
     v.workspace = [](const AttentionParams&, int) -> size_t { return FA_TRACE_OFFSET + sizeof(fa_trace); };
     v.launch = [](const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
         static_assert(FA_TRACE_OFFSET >= 2 * sizeof(int), "the counter of the items stands before the trace");
-        if (cudaError_t error = cudaMemsetAsync(p.workspace, 0, FA_TRACE_OFFSET + sizeof(fa_trace), stream)) return cudaGetLastError(), error;
+        if (cudaError_t error = cudaMemsetAsync(p.workspace, 0, FA_TRACE_OFFSET + sizeof(fa_trace), stream))
+            return cudaGetLastError(), error;
         ForwardWorkList list = forward_work_list(p, kWgmmaPlan<kPlanId>.block_m(), multiprocessors);
         add_leading_sections(p, multiprocessors, &list);
         return launch_wgmma<Bf16, kPlanId>(p, list, traced_wgmma_kernel<kPlanId, kInOrder>, stream);

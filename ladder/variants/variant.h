@@ -11,7 +11,8 @@
 #include "device/device_info.h"
 #include "ladder/variants/experiments.h"
 
-// In a kernel's template arguments nvcc 13.0 writes an enumeration by its mangled name when a value has no enumerator: the variants' numbers.
+// In a kernel's template arguments nvcc 13.0 writes an enumeration by its mangled name when a value has no enumerator: the variants'
+// numbers.
 namespace fa {
 enum class MmaSm;
 enum class WgmmaPlanId;
@@ -27,11 +28,11 @@ struct Variant {
     std::string name, experiment, kernel, about;
     int order = 0, headdim = 0;
     int tile_m = 0, tile_n = 0, stages = 1, threads = 0;
-    int compute = 0;               // the GPU it needs: 0, 80 or 90
+    int compute = 0;  // the GPU it needs: 0, 80 or 90
     size_t shared_bytes = 0;
     const void* function = nullptr;  // the kernel; nullptr: the step is a kernel of the library, forced by the name in `kernel`
     bool backward = false;
-    bool copies = false;  // reads q, k and v by the copy engine
+    bool copies = false;             // reads q, k and v by the copy engine
     bool aligned_workspace = false;  // on 16 bytes
     size_t (*workspace)(const AttentionParams&, int multiprocessors) = nullptr;
     cudaError_t (*launch)(const AttentionParams&, int multiprocessors, cudaStream_t) = nullptr;

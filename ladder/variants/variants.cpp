@@ -103,7 +103,8 @@ struct Call {
     template <typename Args>
     fa_status prepare(const Variant& v, const Args* args, Pointers pointers) {
         if (const fa_status status = validate(args, pointers, &forward, &params); status != FA_OK) return status;
-        if (forward.device != FA_CUDA) return fail(FA_UNSUPPORTED, "%s: device=%d: it takes arrays of a GPU", v.name.c_str(), forward.device);
+        if (forward.device != FA_CUDA)
+            return fail(FA_UNSUPPORTED, "%s: device=%d: it takes arrays of a GPU", v.name.c_str(), forward.device);
         if (const fa_status status = refuse(v, attention(params)); status != FA_OK) return status;
         if (const fa_status status = find_device(FA_CUDA, forward.q.data, &device); status != FA_OK) return status;
         if (device.compute < v.compute || (v.compute == 90 && device.compute != 90))

@@ -24,29 +24,30 @@ FA_PLAN(407, 3, 80, 4, true, false, RowMaximum::kSpeculativeUnmasked)
 
 namespace {
 
-template <int kId, Grid kGrid, const auto& kernel>
-cudaError_t launch_blocks(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
+enum class Loop { kInOrder, kInOrderMovingRegisters, kLibrary };
+template <int kId, Loop kLoop>
+WgmmaKernel kernel_of() {
     constexpr WgmmaPlanId kPlanId = WgmmaPlanId(kId);
-    return launch_wgmma<Bf16, kPlanId>(p, block_per_item<kPlanId, kGrid>(p, multiprocessors), kernel, stream);
+    if constexpr (kLoop == Loop::kLibrary) return forward_wgmma_kernel<Bf16, kPlanId, KeyLoads::kTilesOrRows>;
+    else return in_order_wgmma_kernel < Bf16, kPlanId, kLoop == Loop::kInOrderMovingRegisters > ;
 }
-template <int kId>
-constexpr WgmmaKernel kLibraryKernel = forward_wgmma_kernel<Bf16, WgmmaPlanId(kId), KeyLoads::kTilesOrRows>;
-template <int kId, bool kMovesRegisters>
-constexpr WgmmaKernel kInOrderKernel = in_order_wgmma_kernel<Bf16, WgmmaPlanId(kId), kMovesRegisters>;
 
 // A step with a block for each item.
-template <int kId, Grid kGrid, const auto& kernel>
+template <int kId, Loop kLoop, Grid kGrid>
 void add_blocks(Variants* variants, int order, const char* name, const char* about) {
-    Variant v = wgmma_variant<WgmmaPlanId(kId)>("optimisation", order, about, kernel);
+    constexpr WgmmaPlanId kPlanId = WgmmaPlanId(kId);
+    Variant v = wgmma_variant<kPlanId>("optimisation", order, about, kernel_of<kId, kLoop>());
     v.name = "forward_" + std::to_string(order) + "_" + name + "_d128";
-    v.launch = launch_blocks<kId, kGrid, kernel>;
+    v.launch = [](const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
+        return launch_wgmma<Bf16, kPlanId>(p, block_per_item<kPlanId, kGrid>(p, multiprocessors), kernel_of<kId, kLoop>(), stream);
+    };
     variants->push_back(std::move(v));
 }
 // A step whose blocks stay on their multiprocessor, as the library's.
 template <int kId>
 void add_persistent(Variants* variants, int order, const char* name, const char* about) {
     constexpr WgmmaPlanId kPlanId = WgmmaPlanId(kId);
-    Variant v = wgmma_variant<kPlanId>("optimisation", order, about, kLibraryKernel<kId>);
+    Variant v = wgmma_variant<kPlanId>("optimisation", order, about, kernel_of<kId, Loop::kLibrary>());
     v.name = "forward_" + std::to_string(order) + "_" + name + "_d128";
     v.workspace = [](const AttentionParams& p, int multiprocessors) {
         return work_list_workspace(p, kWgmmaPlan<kPlanId>.block_m(), multiprocessors);
@@ -59,12 +60,12 @@ void add_persistent(Variants* variants, int order, const char* name, const char*
 
 void add_wgmma_climb_variants(Variants* variants) {
     constexpr Grid kHeads = Grid::kBlockPerItem, kLongest = Grid::kBlockPerItemLongestFirst;
-    add_blocks<401, kHeads, kInOrderKernel<401, false>>(variants, 10, "wgmma", "TMA and wgmma: a producer and one consumer warpgroup");
-    add_blocks<402, kHeads, kInOrderKernel<402, false>>(variants, 11, "two_warpgroups", "two consumer warpgroups share K and V");
-    add_blocks<402, kHeads, kInOrderKernel<402, true>>(variants, 12, "setmaxnreg", "the producer's registers go to the consumers");
-    add_blocks<402, kHeads, kLibraryKernel<402>>(variants, 13, "overlap", "the next scores are multiplied with P V: softmax under P V");
-    add_blocks<403, kHeads, kLibraryKernel<403>>(variants, 14, "ping_pong", "turns: the softmax of a warpgroup under the products of the other");
-    add_blocks<403, kLongest, kLibraryKernel<403>>(variants, 15, "longest_first", "causal: heads in sections of L2, items with most keys first");
+    add_blocks<401, Loop::kInOrder, kHeads>(variants, 10, "wgmma", "TMA and wgmma: a producer and one consumer warpgroup");
+    add_blocks<402, Loop::kInOrder, kHeads>(variants, 11, "two_warpgroups", "two consumer warpgroups share K and V");
+    add_blocks<402, Loop::kInOrderMovingRegisters, kHeads>(variants, 12, "setmaxnreg", "the producer's registers go to the consumers");
+    add_blocks<402, Loop::kLibrary, kHeads>(variants, 13, "overlap", "the next scores are multiplied with P V: softmax under P V");
+    add_blocks<403, Loop::kLibrary, kHeads>(variants, 14, "ping_pong", "turns: the softmax of a warpgroup under the products of the other");
+    add_blocks<403, Loop::kLibrary, kLongest>(variants, 15, "longest_first", "causal: heads in sections of L2, items with most keys first");
     add_persistent<403>(variants, 16, "persistent", "a block on each multiprocessor takes one item after another");
     add_persistent<404>(variants, 17, "next_item", "Q in registers: the next item's first product runs under the epilogue");
     add_persistent<405>(variants, 18, "three_stages", "a third tile of K and of V in flight");

@@ -1,5 +1,5 @@
-// wgmma_tiles_d128.cu: tiles of wgmma_sm90 at headdim 128. A consumer thread's registers: O 64, S block_n / 2, P block_n / 4, of 232 with two
-// warpgroups, 160 with three, 112 with four.
+// wgmma_tiles_d128.cu: tiles of wgmma_sm90 at headdim 128. A consumer thread's registers: O 64, S block_n / 2, P block_n / 4, of 232 with
+// two warpgroups, 160 with three, 112 with four.
 #include "ladder/variants/wgmma_tiles.cuh"
 
 namespace fa {

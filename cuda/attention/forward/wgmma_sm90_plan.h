@@ -55,8 +55,8 @@ struct WgmmaPlan {
     FA_HOST_DEVICE constexpr bool page_boxes() const { return paged && (warpgroups == 2 || headdim == 64); }
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory: chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
-    // Of a thread. The register file has 64 Ki: 168 x 384 threads, 128 x 512 or 96 x 640. With one consumer warpgroup every thread may have all that an
-    // instruction can name, and nothing moves.
+    // Of a thread. The register file has 64 Ki: 168 x 384 threads, 128 x 512 or 96 x 640. With one consumer warpgroup every thread may have
+    // all that an instruction can name, and nothing moves.
     FA_HOST_DEVICE constexpr bool moves_registers() const { return warpgroups > 1; }
     FA_HOST_DEVICE constexpr int producer_registers() const { return warpgroups == 2 ? 40 : warpgroups == 3 ? 32 : 24; }
     FA_HOST_DEVICE constexpr int consumer_registers() const { return warpgroups == 2 ? 232 : warpgroups == 3 ? 160 : 112; }
