@@ -99,7 +99,10 @@ def variants(device: int = -1) -> list[Variant]:
     lib, rows = load(), []
     for index in range(lib.fa_variant_count()):
         struct = _library.new(VariantStruct)
-        lib.fa_variant_get(index, device, struct)
+        try:
+            lib.fa_variant_get(index, device, struct)
+        except _library.Unsupported:  # a kernel of another GPU
+            lib.fa_variant_get(index, -1, struct)
         values = {name: getattr(struct, name) for name, _ in VariantStruct._fields_[1:]}
         values = {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
         rows.append(Variant(**{**values, "backward": bool(values["backward"])}))

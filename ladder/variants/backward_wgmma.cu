@@ -41,9 +41,10 @@ void add_step(Variants* variants, const char* name, int order, const char* about
 
 void add_backward_wgmma_variants(Variants* variants) {
     constexpr BackwardPlanId kRegisters = BackwardPlanId(701), kStaged = BackwardPlanId::kD128;
-    add_step<kRegisters, false>(variants, "backward_07_wgmma_d128", 7, "TMA, wgmma, roles; a block for every 128 keys");
-    add_step<kRegisters, true>(variants, "backward_08_persistent_d128", 8, "a block on each multiprocessor takes keys in turn");
-    add_step<kStaged, true>(variants, "backward_09_dq_copies_d128", 9, "dQ leaves through shared memory by the copy engine");
+    add_step<kRegisters, false>(variants, "backward_06_wgmma_d128", 6, "TMA, wgmma, roles; a block for every 128 keys");
+    add_step<kRegisters, true>(variants, "backward_07_persistent_d128", 7, "a block on each multiprocessor takes keys in turn");
+    add_step<kStaged, true>(variants, "backward_08_dq_copies_d128", 8,
+                            "dQ leaves through shared memory by the copy engine: the library's wgmma_sm90");
 }
 
 }  // namespace fa

@@ -40,11 +40,9 @@ const Variants& table() {
         all.push_back(library_step("backward_01_simple", "simple", 1, true, 0, "CUDA cores, two passes: the library's simple"));
 #if FA_WITH_MMA_SM80
         add_backward_mma_variants(&all);
-        all.push_back(library_step("backward_06_mma_sm80", "mma_sm80", 6, true, 80, "the tile that suits the GPU: the library's mma_sm80"));
 #endif
 #if FA_WITH_WGMMA_SM90
         add_backward_wgmma_variants(&all);
-        all.push_back(library_step("backward_10_wgmma_sm90", "wgmma_sm90", 10, true, 90, "the library's wgmma_sm90"));
 #endif
         return all;
     }();
