@@ -139,13 +139,15 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
                      : FA_BIND_##R                                                                          \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB));
 
-#define FA_WGMMA_SS_ALL(TYPE)                      \
-    FA_WGMMA_SS(32, 16, TYPE, 16, 17, 18, 19, 20)  \
-    FA_WGMMA_SS(64, 32, TYPE, 32, 33, 34, 35, 36)  \
-    FA_WGMMA_SS(80, 40, TYPE, 40, 41, 42, 43, 44)  \
-    FA_WGMMA_SS(96, 48, TYPE, 48, 49, 50, 51, 52)  \
-    FA_WGMMA_SS(112, 56, TYPE, 56, 57, 58, 59, 60) \
-    FA_WGMMA_SS(128, 64, TYPE, 64, 65, 66, 67, 68)
+#define FA_WGMMA_SS_ALL(TYPE)                       \
+    FA_WGMMA_SS(32, 16, TYPE, 16, 17, 18, 19, 20)   \
+    FA_WGMMA_SS(64, 32, TYPE, 32, 33, 34, 35, 36)   \
+    FA_WGMMA_SS(80, 40, TYPE, 40, 41, 42, 43, 44)   \
+    FA_WGMMA_SS(96, 48, TYPE, 48, 49, 50, 51, 52)   \
+    FA_WGMMA_SS(112, 56, TYPE, 56, 57, 58, 59, 60)  \
+    FA_WGMMA_SS(128, 64, TYPE, 64, 65, 66, 67, 68)  \
+    FA_WGMMA_SS(192, 96, TYPE, 96, 97, 98, 99, 100) \
+    FA_WGMMA_SS(256, 128, TYPE, 128, 129, 130, 131, 132)
 #define FA_WGMMA_SS_FIRST_ALL(TYPE)                 \
     FA_WGMMA_SS_FIRST(64, 32, TYPE, 32, 33, 34, 35) \
     FA_WGMMA_SS_FIRST(128, 64, TYPE, 64, 65, 66, 67)
@@ -161,7 +163,8 @@ __device__ __forceinline__ float2 unpack_16(uint32_t x) {
 // along k (Q and K of Q K^T); 1: along m or n (V of P V, dS^T of dS K).
 template <typename T, int kN, int kTransposeA = 0, int kTransposeB = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128, "add this N to FA_WGMMA_SS_ALL");
+    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 || kN == 192 || kN == 256,
+                  "add this N to FA_WGMMA_SS_ALL");
     if constexpr (std::is_same_v<T, __half>) {
         FA_WGMMA_SS_ALL("f16")
     } else {

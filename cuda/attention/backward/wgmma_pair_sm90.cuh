@@ -40,7 +40,7 @@ constexpr int kQStages = 4;                           // the tile whose dK is du
 
 template <typename T, BackwardPlanId kId>
 struct alignas(1024) BackwardPairSmem {
-    static constexpr BackwardPlan kPlan = backward_plan(kId);
+    static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     static constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kColumns = kPlan.columns(), kColumnsV = kPlan.columns_v();
     static constexpr int kKeepRows = kPlan.general ? kBlockN / 8 : 1;
     struct Keys {
@@ -76,7 +76,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
                                const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_dout,
                                const __grid_constant__ BackwardParams b, const __grid_constant__ BackwardSchedule schedule) {
     using Smem = BackwardPairSmem<T, kId>;
-    constexpr BackwardPlan kPlan = backward_plan(kId);
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kD = kPlan.columns(), kDV = kPlan.columns_v(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
     constexpr bool kGeneral = kPlan.general, kHalf = std::is_same_v<T, __half>;
     constexpr uint32_t kQBytes = kBlockM * kD * 2, kDoutBytes = kBlockM * kDV * 2, kDsBytes = kBlockN * kBlockM * 2;

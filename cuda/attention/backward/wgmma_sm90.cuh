@@ -42,7 +42,7 @@ namespace fa {
 
 template <typename T, BackwardPlanId kId>
 struct alignas(1024) BackwardSmem {
-    static constexpr BackwardPlan kPlan = backward_plan(kId);
+    static constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     static constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kColumns = kPlan.columns(), kStages = kPlan.stages;
     static constexpr int kKeyStages = kPlan.key_stages();
     T k[kKeyStages][kBlockN * kColumns], v[kKeyStages][kBlockN * kColumns];
@@ -61,7 +61,7 @@ struct alignas(1024) BackwardSmem {
 
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void init_barriers(BackwardSmem<T, kId>& smem) {
-    constexpr BackwardPlan kPlan = backward_plan(kId);
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     const auto init = [](auto& barriers, int count) {
         for (uint64_t& barrier : barriers) mbarrier_init(shared_address(&barrier), count);
     };
@@ -82,7 +82,7 @@ __device__ __forceinline__ void init_barriers(BackwardSmem<T, kId>& smem) {
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, const CUtensorMap& map_v, const AttentionParams& p,
                                                    const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
-    constexpr BackwardPlan kPlan = backward_plan(kId);
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kKeyStages = kPlan.key_stages();
     const auto load_keys = [&](const BackwardWork& w, uint32_t slot) {
         const int row = w.k_row + w.key0, head = w.head_k, batch = p.cu_seqlens_q ? 0 : w.batch;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUt
 // Warp 2: takes the turns at the query tiles, where warp 3 does not take them itself.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void take_turns_ahead(const BackwardParams& b, const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
-    constexpr BackwardPlan kPlan = backward_plan(kId);
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
         if (takes_turns(b, schedule.tiles) && (kPlan.dq_stages == 0 || b.deterministic))
             take_turns<kPlan.block_m, kPlan.block_n, 1>(b, schedule.tiles, w, smem.turns, count_tiles(b.forward, w), w.it0);
@@ -147,7 +147,7 @@ template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void publish_dq(const BackwardParams& b, const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
     for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
         const uint32_t tiles = count_tiles(b.forward, w);
-        if constexpr (backward_plan(kId).dq_stages != 0) copy_dq<kId>(b, schedule.tiles, w, smem.turns, smem.stages, tiles, w.it0);
+        if constexpr (kBackwardPlan<kId>.dq_stages != 0) copy_dq<kId>(b, schedule.tiles, w, smem.turns, smem.stages, tiles, w.it0);
         else if (takes_turns(b, schedule.tiles)) publish_turns<1>(b, schedule.tiles, w, smem.turns, tiles, w.it0);
         release_work(smem.list, n);
     });
@@ -157,7 +157,7 @@ __device__ __forceinline__ void publish_dq(const BackwardParams& b, const Backwa
 
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void multiply_dq(const BackwardParams& b, const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
-    constexpr BackwardPlan kPlan = backward_plan(kId);
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kKeyStages = kPlan.key_stages(), kPieces = kPlan.block_m / 64 * kPlan.dq_chunks();
     constexpr bool kStaged = kPlan.dq_stages != 0;
     const int lane = threadIdx.x % 32;
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                           const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_dout,
                           const __grid_constant__ BackwardParams b, const __grid_constant__ BackwardSchedule schedule) {
     using Smem = BackwardSmem<T, kId>;
-    constexpr BackwardPlan kPlan = backward_plan(kId);
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kD = kPlan.columns(), kBlockM = kPlan.block_m, kBlockN = kPlan.block_n;
     constexpr bool kGeneral = kPlan.general, kHalf = std::is_same_v<T, __half>;
     constexpr int kStages = kPlan.stages, kKeyStages = kPlan.key_stages();

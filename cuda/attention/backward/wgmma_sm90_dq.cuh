@@ -22,7 +22,7 @@ namespace fa {
 template <typename T, BackwardPlanId kId, int kFirst, int kPieces, typename Wait, typename Release>
 __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
                                         const T* keys, const T* ds, int count, const Wait& wait, const Release& release, uint32_t it0 = 0) {
-    constexpr BackwardPlan kPlan = backward_plan(kId);
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kSteps = kBlockN / 16,
                   kHeld = kPlan.held_steps(std::is_same_v<T, __half>);
     constexpr uint32_t kPiece = kBlockN * kChunkRowBytes >> 4;  // from 64 queries of dS, or 64 columns of K, to the next
@@ -100,7 +100,7 @@ struct DqStages {
 template <typename T, BackwardPlanId kId, int kStages, typename Wait, typename Release>
 __device__ __forceinline__ void stage_dq(DqStages<kStages>& stages, const T* keys, const T* ds, int count, const Wait& wait,
                                          const Release& release, uint32_t it0) {
-    constexpr BackwardPlan kPlan = backward_plan(kId);
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kPieces = kPlan.columns() / 64;
     constexpr uint32_t kChunk = kBlockN * kChunkRowBytes >> 4;
     static_assert(kBlockM == 64 && kStages % kPieces == 0, "a piece always takes the same slots");
@@ -151,7 +151,7 @@ __device__ __forceinline__ void stage_dq(DqStages<kStages>& stages, const T* key
 template <BackwardPlanId kId, int kStages>
 __device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
                                         DqStages<kStages>& stages, uint32_t count, uint32_t it0) {
-    constexpr BackwardPlan kPlan = backward_plan(kId);
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kPieces = kPlan.columns() / 64;
     constexpr uint32_t kPieceBytes = kDqPiece * sizeof(float);
     const bool in_turn = takes_turns(b, tiles);

@@ -50,8 +50,8 @@ __device__ __forceinline__ void zero_rows_past_end(const BackwardWork& w, T (&ti
 // warpgroup.
 template <BackwardPlanId kId, typename T, int kCount>
 __device__ __forceinline__ void zero_hidden_keys(const AttentionParams& p, const BackwardWork& w, T (&tile)[kCount], int row0) {
-    constexpr bool kGeneral = backward_plan(kId).general;
-    constexpr int kBlockN = backward_plan(kId).block_n, kPieces = kCount / kBlockN / 8;  // of eight columns
+    constexpr bool kGeneral = kBackwardPlan<kId>.general;
+    constexpr int kBlockN = kBackwardPlan<kId>.block_n, kPieces = kCount / kBlockN / 8;  // of eight columns
     const int begin = clamp_to(w.left, 0, w.seqlen_k), end = clamp_to(w.seqlen_q + w.right, 0, w.seqlen_k);
     const bool outside = w.key0 < begin || (w.key0 + kBlockN > end && (p.cu_seqlens_q || end < w.seqlen_k));
     const bool may_hide = kGeneral && (p.bias.data || p.mask.data);

@@ -14,7 +14,7 @@ using BackwardKernelPointer = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, CU
 template <typename T, BackwardPlanId kId>
 cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_bytes, const BackwardParams& b, int multiprocessors,
                                   cudaStream_t stream) {
-    constexpr BackwardPlan kPlan = backward_plan(kId);
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     const AttentionParams& p = b.forward;
     const bool varlen = p.cu_seqlens_q;
 

@@ -60,6 +60,9 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
     }
     return plan;
 }
+// The plan of an instantiation. The experiments (ladder/variants) specialise it for ids of their own.
+template <BackwardPlanId kId>
+inline constexpr BackwardPlan kBackwardPlan = backward_plan(kId);
 
 // Plain plans mask a score before they multiply it by the scale; a scale that is not positive would turn -inf around.
 FA_HOST_DEVICE bool backward_scores_are_natural(const AttentionParams& p) { return p.general_scores() || !(p.scale > 0); }

@@ -44,7 +44,7 @@ namespace fa {
 
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const Consumer& me) {
-    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kBlockN = kPlan.block_n, kWarpgroups = kPlan.warpgroups;
     constexpr bool kGeneral = kPlan.general, kSpeculative = kPlan.speculative(), kEarlyPack = kPlan.early_pack;
     constexpr bool kExactMasked = kPlan.maximum == RowMaximum::kSpeculativeUnmasked;
@@ -65,8 +65,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
     const float scale_log2 = kGeneral && wgmma_scores_are_natural(p) ? kLog2e : p.scale * kLog2e;
     const bool hides_keys = kGeneral && (p.bias.data || p.mask.data);
     int seen_slot = 0;
+    WgmmaTrace<kId> trace(p, 1 + me.wg);
 
     const auto next_work = [&]() -> bool {
+        trace.next_item();
+        trace(TraceEvent::kWaitItem, 0);
         work.wait_full();
         return smem.work[work.slot].state != WorkState::kEnd;
     };
@@ -78,6 +81,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
             q.release(me.lane);
         }
         k.wait_full();
+        trace(TraceEvent::kScores, smem.work[work.slot].last_tile);
         multiply_qk<T, kId>(S, q_fragment, desc_q, desc_k + k.slot * k_step);
     };
 
@@ -110,24 +114,34 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
 #pragma unroll
         for (int i = 0; i < kPlan.headdim_v / 2; ++i) O[i] = 0.0f;
         if constexpr (!kAhead) first_product();
+        trace(TraceEvent::kWaitScores, n);
         wgmma_wait<0>(S);
+        trace(TraceEvent::kSoftmax, n);
         k.release(me.lane);
         prepare_scores();
         softmax_first(S, scale_log2, rows);
         drop();
+        trace(TraceEvent::kRescale, n);
         pack_probabilities<T>(P, S);
         zero_values_outside<kBlockN>(p, w, n, smem.v, v, me.wg);
 #pragma unroll 1
         for (--n; n >= first_tile; --n) {
+            trace(TraceEvent::kWaitKeys, n);
             k.wait_full();
+            trace(TraceEvent::kWaitTurn, n);
             take_turn<kPlan.ping_pong>(me.wg);
+            trace(TraceEvent::kScores, n);
             multiply_qk<T, kId>(S, q_fragment, desc_q, desc_k + k.slot * k_step);  // S(n)
+            trace(TraceEvent::kWaitValues, n + 1);
             v.wait_full();
+            trace(TraceEvent::kProduct, n + 1);
             if constexpr (kGeneral)
                 if (hides_keys) zero_values_unseen<kBlockN, kWarpgroups>(smem.v[v.slot], smem.seen, seen_slot);
             multiply_pv<T>(O, P, desc_v + v.slot * v_step);  // O += P(n + 1) V(n + 1)
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
+            trace(TraceEvent::kWaitScores, n);
             wgmma_wait<1>(S);
+            trace(TraceEvent::kSoftmax, n);
             if (!kSpeculative) k.release(me.lane);
             prepare_scores();
             bool done = false, moved = false;
@@ -150,13 +164,17 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
                 }
             }
             if (kSpeculative) k.release(me.lane);
+            trace(TraceEvent::kWaitProduct, n + 1);
             if constexpr (!kEarlyPack) wgmma_wait<0>(O);
+            trace(TraceEvent::kRescale, n);
             v.release(me.lane);
             if constexpr (!kEarlyPack) pack_probabilities<T>(P, S);  // not before the wait: P(n + 1) was still being read
             if (moved) rescale_output(O, rows.o_scale);
         }
         if constexpr (!kQInRegisters) q.release(me.lane);  // the next Q arrives during the last product and the epilogue
+        trace(TraceEvent::kWaitValues, first_tile);
         v.wait_full();
+        trace(TraceEvent::kProduct, first_tile);
         if constexpr (kGeneral) {
             if (first_tile != w.last_tile) zero_values_outside<kBlockN>(p, w, first_tile, smem.v, v, me.wg);
             if (hides_keys) zero_values_unseen<kBlockN, kWarpgroups>(smem.v[v.slot], smem.seen, seen_slot);
@@ -170,10 +188,13 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
             else
                 multiply_qk<T, kId>(S, q_fragment, desc_q,
                                     desc_k + k.slot * k_step);  // of any K: both paths then wait for one product more
+            trace(TraceEvent::kWaitProduct, first_tile);
             wgmma_wait<1>(O);
         } else {
+            trace(TraceEvent::kWaitProduct, first_tile);
             wgmma_wait<0>(O);
         }
+        trace(TraceEvent::kEpilogue, first_tile);
         v.release(me.lane);
         finish_rows<T, kId>(p, w, O, rows, me);
         __syncwarp();
@@ -192,11 +213,11 @@ enum class KeyLoads {
 };
 
 template <typename T, WgmmaPlanId kId, KeyLoads kLoads>
-__global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
+__global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
     forward_wgmma_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                          const __grid_constant__ CUtensorMap map_v, const __grid_constant__ AttentionParams p,
                          const __grid_constant__ WgmmaSchedule schedule) {
-    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     static_assert(kPlan.block_n % 16 == 0 && kPlan.headdim % 32 == 0 && kPlan.headdim_v % 32 == 0,
                   "whole steps of 16 and whole quads of column groups");
     using Smem = WgmmaSmem<T, kId>;
@@ -214,7 +235,7 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
     __syncthreads();
 
     if (warpgroup == 0) {
-        setmaxnreg_dec<kPlan.producer_registers()>();
+        if constexpr (kPlan.moves_registers()) setmaxnreg_dec<kPlan.producer_registers()>();
         if constexpr (kLoads == KeyLoads::kPageBoxes) {
             produce(map_q, p, schedule, smem, WarpgroupBoxes<T, kId>(map_k, map_v, p, schedule, smem));
             return;
@@ -227,22 +248,21 @@ __global__ void __launch_bounds__(128 * (wgmma_plan(kId).warpgroups + 1), 1)
         if (threadIdx.x == 0) produce(map_q, p, schedule, smem, ThreadTiles<T, kId>(map_k, map_v, p, schedule, smem));
         return;
     }
-    setmaxnreg_inc<kPlan.consumer_registers()>();
+    if constexpr (kPlan.moves_registers()) setmaxnreg_inc<kPlan.consumer_registers()>();
     consume(p, smem, Consumer{warpgroup - 1, int(threadIdx.x % 128 / 32), int(threadIdx.x % 32)});
 }
 
 // ---- launch ----
 
+using WgmmaKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, AttentionParams, WgmmaSchedule);
+
 template <typename T, WgmmaPlanId kId>
-cudaError_t launch_wgmma(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
-    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
-    if (work_items(p, kPlan.block_m()) == 0) return cudaSuccess;
+cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, WgmmaKernel kernel, cudaStream_t stream) {
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     const bool varlen = p.cu_seqlens_q;
 
     WgmmaSchedule schedule{};
-    schedule.list = forward_work_list(p, kPlan.block_m(), multiprocessors);
-    add_leading_sections(p, multiprocessors, &schedule.list);
-
+    schedule.list = list;
     CUtensorMap map_q, map_k, map_v;
     const bool paged = p.cache.block_table;
     const int common = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;  // rows that a tile and a page are made of
@@ -269,11 +289,19 @@ cudaError_t launch_wgmma(const AttentionParams& p, int multiprocessors, cudaStre
 
     if (schedule.list.counter)
         if (cudaError_t error = cudaMemsetAsync(schedule.list.counter, 0, sizeof(int), stream)) return cudaGetLastError(), error;
-    auto kernel = forward_wgmma_kernel<T, kId, KeyLoads::kTilesOrRows>;
     if constexpr (kPlan.page_boxes())
         if (boxes) kernel = forward_wgmma_kernel<T, kId, KeyLoads::kPageBoxes>;
     return launch_kernel(kernel, unsigned(schedule.list.blocks), 128 * (kPlan.warpgroups + 1), sizeof(WgmmaSmem<T, kId>), stream,
                          LaunchOptions{}, map_q, map_k, map_v, p, schedule);
+}
+
+template <typename T, WgmmaPlanId kId>
+cudaError_t launch_wgmma(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
+    constexpr int kBlockM = kWgmmaPlan<kId>.block_m();
+    if (work_items(p, kBlockM) == 0) return cudaSuccess;
+    ForwardWorkList list = forward_work_list(p, kBlockM, multiprocessors);
+    add_leading_sections(p, multiprocessors, &list);
+    return launch_wgmma<T, kId>(p, list, forward_wgmma_kernel<T, kId, KeyLoads::kTilesOrRows>, stream);
 }
 
 template <WgmmaPlanId kId>

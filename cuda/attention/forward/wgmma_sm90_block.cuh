@@ -17,9 +17,32 @@ struct WgmmaSchedule {
     bool page_copies;               // the same, where no box of 8 rows or more divides both: rows are copied one by one
 };
 
+// What a thread of a role begins to do. The experiments (ladder/variants) specialise WgmmaTrace for ids of their own and write down when;
+// here it is nothing, and compiles to nothing.
+enum class TraceEvent {
+    kWaitItem,     // consumer: wait for a work item and its Q; producer: for the buffer of Q
+    kWaitKeys,     // consumer: wait for a tile of K to arrive; producer: for a free buffer
+    kWaitValues,   // the same of V
+    kCopied,       // producer: the copies of the tile it waited for are issued
+    kWaitTurn,     // wait for the turn of this warpgroup
+    kScores,       // issue S = Q K^T
+    kProduct,      // issue O += P V
+    kWaitScores,   // wait for S
+    kSoftmax,      // S becomes P
+    kWaitProduct,  // wait for O
+    kRescale,      // P to 16 bits, O *= o_scale where the maximum moved
+    kEpilogue      // out and lse
+};
+template <WgmmaPlanId kId>
+struct WgmmaTrace {
+    __device__ __forceinline__ WgmmaTrace(const AttentionParams&, int /* role: 0 producer, 1 + consumer warpgroup */) {}
+    __device__ __forceinline__ void next_item() {}
+    __device__ __forceinline__ void operator()(TraceEvent, int /* tile */) {}
+};
+
 template <typename T, WgmmaPlanId kId>
 struct alignas(1024) WgmmaSmem {
-    static constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     T q[kPlan.warpgroups][64 * kPlan.columns()];
     T k[kPlan.stages][kPlan.block_n * kPlan.columns()];
     T v[kPlan.stages][kPlan.block_n * kPlan.columns_v()];
@@ -33,7 +56,7 @@ struct alignas(1024) WgmmaSmem {
 
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void init_barriers(WgmmaSmem<T, kId>& smem, bool page_copies) {
-    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kConsumerArrivals = 4 * kPlan.warpgroups * kWarpArrivals;  // one of each warp, once its wgmmas have read the buffer
     const int landings = page_copies ? 4 * kWarpArrivals : 1;                // one of each producer warp, or of the copy engine's thread
     mbarrier_init(shared_address(smem.q_full), 1), mbarrier_init(shared_address(smem.q_empty), kConsumerArrivals);

@@ -23,7 +23,7 @@ namespace fa {
 // S = Q K^T. Q from registers or from shared memory, as the plan has it.
 template <typename T, WgmmaPlanId kId, int kScores, int kQ>
 __device__ __forceinline__ void multiply_qk(float (&S)[kScores], const uint32_t (&q_fragment)[kQ], uint64_t desc_q, uint64_t desc_k) {
-    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kBlockN = kPlan.block_n;
     wgmma_fence();
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ __forceinline__ void multiply_pv(float (&O)[kOutputs], const uint32_t
 template <typename T, WgmmaPlanId kId, int kScores, int kQ>
 __device__ __forceinline__ void recompute_scores(float (&S)[kScores], const uint32_t (&q_fragment)[kQ], uint32_t slab, uint32_t k_tile,
                                                  const Consumer& me) {
-    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kBlockN = kPlan.block_n;
     constexpr int kUnroll = kPlan.q_in_registers ? kPlan.headdim / 32 : 1;  // Q's registers cannot be indexed at run time
     const int ln = opaque(me.lane), row = opaque(me.warp) * 16 + ln % 16;
@@ -90,7 +90,7 @@ struct MaskedTiles {
 };
 template <WgmmaPlanId kId>
 __device__ __forceinline__ MaskedTiles masked_tiles(const ForwardWork& w, int wg) {
-    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     MaskedTiles tiles;
     tiles.right_tile = clamp_to(w.row0 + wg * 64 + w.right + 1, 0, w.seqlen_k) / kPlan.block_n;
     tiles.left_tile = 0;
@@ -101,7 +101,7 @@ __device__ __forceinline__ MaskedTiles masked_tiles(const ForwardWork& w, int wg
 template <WgmmaPlanId kId, int kScores>
 __device__ __forceinline__ void mask_scores(float (&S)[kScores], const ForwardWork& w, const MaskedTiles& masked, int n,
                                             const Consumer& me) {
-    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     if (n < masked.right_tile && (!kPlan.general || n >= masked.left_tile)) return;
     const Consumer at = me.rare();
     const int row = w.row0 + at.row(), key = n * kPlan.block_n + 2 * at.quad();
@@ -112,7 +112,7 @@ __device__ __forceinline__ void mask_scores(float (&S)[kScores], const ForwardWo
 template <WgmmaPlanId kId>
 __device__ __forceinline__ FragmentPlace place_of(const ForwardWork& w, int n, const Consumer& me) {
     const Consumer at = me.rare();
-    return {w.batch, w.head, w.row0 + at.row(), n * wgmma_plan(kId).block_n + 2 * at.quad(), w.seqlen_q, w.seqlen_k, w.shift};
+    return {w.batch, w.head, w.row0 + at.row(), n * kWgmmaPlan<kId>.block_n + 2 * at.quad(), w.seqlen_q, w.seqlen_k, w.shift};
 }
 
 // ---- softmax; the arithmetic is in score_fragment.cuh ----
@@ -226,7 +226,7 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Forw
         const float row_sum = quad_sum(rows.row_sum[r]);
         const RowEnd end = finish_row<ScoreUnit::kLog2>(rows.row_max[r], row_sum, sink_of(p.sinks, w.head));
         if (p.lse && me.quad() == 0 && i < w.seqlen_q) p.lse[lse_row + i] = end.lse * kLn2;
-        const float inverse = wgmma_plan(kId).general && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
+        const float inverse = kWgmmaPlan<kId>.general && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
         store_row(out + i * p.out.row, O, r, inverse, row_sum == 0.0f, i < w.seqlen_q, p.headdim_v, me.quad());
     }
 }

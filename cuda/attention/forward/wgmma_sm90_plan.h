@@ -45,18 +45,21 @@ struct WgmmaPlan {
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P then falls between the exponentials
     // and hides under them. This warpgroup's own product no longer does: the products of the other warpgroups must fill the tensor cores.
     bool early_pack = false;
+    bool paged = true;  // whether it serves the pages of a cache, where its registers allow that
 
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
     FA_HOST_DEVICE constexpr bool speculative() const { return maximum != RowMaximum::kLazy; }
     // Pages copied row by row: with three consumer warpgroups the producer has too few registers for it.
-    FA_HOST_DEVICE constexpr bool pages() const { return warpgroups == 2; }
+    FA_HOST_DEVICE constexpr bool pages() const { return paged && warpgroups == 2; }
     // Pages copied box by box: the plans that page-sized tiles are chosen for.
-    FA_HOST_DEVICE constexpr bool page_boxes() const { return pages() || headdim == 64; }
+    FA_HOST_DEVICE constexpr bool page_boxes() const { return paged && (warpgroups == 2 || headdim == 64); }
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory: chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
-    // Of a thread. The register file has 64 Ki: 168 x 384 threads or 128 x 512.
-    FA_HOST_DEVICE constexpr int producer_registers() const { return warpgroups == 2 ? 40 : 32; }
-    FA_HOST_DEVICE constexpr int consumer_registers() const { return warpgroups == 2 ? 232 : 160; }
+    // Of a thread. The register file has 64 Ki: 168 x 384 threads, 128 x 512 or 96 x 640. With one consumer warpgroup every thread may have
+    // all that an instruction can name, and nothing moves.
+    FA_HOST_DEVICE constexpr bool moves_registers() const { return warpgroups > 1; }
+    FA_HOST_DEVICE constexpr int producer_registers() const { return warpgroups == 2 ? 40 : warpgroups == 3 ? 32 : 24; }
+    FA_HOST_DEVICE constexpr int consumer_registers() const { return warpgroups == 2 ? 232 : warpgroups == 3 ? 160 : 112; }
 };
 
 // The comparisons are from one H200 with CUDA 13.0, bf16, 16384 tokens, heads x headdim = 2048, in a prototype of the same loop.
@@ -101,6 +104,9 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
     }
     return plan;
 }
+// The plan of an instantiation. The experiments (ladder/variants) specialise it for ids of their own.
+template <WgmmaPlanId kId>
+inline constexpr WgmmaPlan kWgmmaPlan = wgmma_plan(kId);
 
 constexpr int kWgmmaMaxHeadDim = 256;
 

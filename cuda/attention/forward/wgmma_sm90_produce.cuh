@@ -24,7 +24,7 @@ namespace fa {
 
 template <typename T, WgmmaPlanId kId>
 struct ThreadTiles {
-    static constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     static constexpr WalkedBy kWalkedBy = WalkedBy::kThread;
     const CUtensorMap &map_k, &map_v;
     const AttentionParams& p;
@@ -87,7 +87,7 @@ struct PageRows {
 // Box by box. A thread issues at most one box of a tile.
 template <typename T, WgmmaPlanId kId>
 struct WarpgroupBoxes {
-    static constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     static constexpr WalkedBy kWalkedBy = WalkedBy::kWarpgroup;
     static constexpr int kBlockN = kPlan.block_n;
     static constexpr int kChunks = kPlan.columns() / kChunkColumns, kChunksV = kPlan.columns_v() / kChunkColumns;
@@ -130,7 +130,7 @@ struct WarpgroupBoxes {
 // Row by row.
 template <typename T, WgmmaPlanId kId>
 struct WarpgroupRows {
-    static constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     static constexpr WalkedBy kWalkedBy = WalkedBy::kWarpgroup;
     static constexpr int kBlockN = kPlan.block_n;
     static constexpr int kPasses = kBlockN / 16;  // of 16 rows, four for each warp, eight lanes for the 128 bytes of a chunk
@@ -217,14 +217,14 @@ __device__ __forceinline__ void load_q(const CUtensorMap& map, const AttentionPa
                                        const ForwardWork& w, WgmmaSmem<T, kId>& smem, uint32_t barrier) {
     mbarrier_arrive_expect_tx(barrier, sizeof smem.q);
 #pragma unroll 1
-    for (int slab = 0; slab < wgmma_plan(kId).warpgroups; ++slab)
+    for (int slab = 0; slab < kWgmmaPlan<kId>.warpgroups; ++slab)
         load_tile(map, schedule.q_loads, shared_address(smem.q[slab]), 64, barrier, w.q_row + w.row0 + slab * 64, w.head,
                   p.cu_seqlens_q ? 0 : w.batch, kEvictFirst);
 }
 
 template <WgmmaPlanId kId>
 struct WgmmaWorkTiles {
-    static constexpr int kBlockM = wgmma_plan(kId).block_m(), kBlockN = wgmma_plan(kId).block_n;
+    static constexpr int kBlockM = kWgmmaPlan<kId>.block_m(), kBlockN = kWgmmaPlan<kId>.block_n;
     static constexpr bool kCaches = true;
 };
 
@@ -232,7 +232,7 @@ struct WgmmaWorkTiles {
 template <typename T, WgmmaPlanId kId, typename Tiles>
 __device__ __forceinline__ void produce(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
                                         WgmmaSmem<T, kId>& smem, Tiles tiles) {
-    constexpr WgmmaPlan kPlan = wgmma_plan(kId);
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr bool kWarpgroup = Tiles::kWalkedBy == WalkedBy::kWarpgroup;
     uint32_t tile = 0;  // counts those of K, and of V, over all items
     const auto k_ring = [&](uint32_t count) { return Ring<kPlan.stages>(smem.k_full, smem.k_empty, count); };

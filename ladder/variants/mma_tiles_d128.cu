@@ -1,0 +1,34 @@
+// mma_tiles_d128.cu: tiles of mma_sm80 at headdim 128. A thread's registers: O 64 or 128, S block_n / 2 or block_n (warps of 16 or 32
+// rows). 128 x 128 has warps of 16 rows, because O and S of 32 would take 256.
+#include "ladder/variants/mma_tiles.cuh"
+
+namespace fa {
+namespace {
+
+// rows, keys, warps, stages, blocks on a multiprocessor that the compiler may assume
+#define FA_TILE(id, ...) \
+    template <>          \
+    inline constexpr MmaTile kTileOf<__nv_bfloat16, 128, 128, MmaSm(id)> = {__VA_ARGS__};
+FA_TILE(101, 16, 64, 1, 2, 2)
+FA_TILE(102, 32, 64, 2, 2, 2)
+FA_TILE(104, 64, 32, 4, 2, 2)
+FA_TILE(105, 64, 64, 4, 2, 2)
+FA_TILE(106, 64, 128, 4, 2, 1)
+FA_TILE(107, 64, 256, 4, 1, 1)
+FA_TILE(108, 128, 32, 4, 2, 2)
+FA_TILE(109, 128, 64, 4, 2, 2)
+FA_TILE(110, 128, 128, 8, 2, 1)
+FA_TILE(111, 256, 32, 8, 2, 1)
+FA_TILE(112, 256, 64, 8, 2, 1)
+#undef FA_TILE
+
+}  // namespace
+
+void add_mma_tile_variants_d128(Variants* variants) {
+    add_mma_tile<128, 101>(variants, 1), add_mma_tile<128, 102>(variants, 2);
+    add_mma_tile<128, 104>(variants, 4), add_mma_tile<128, 105>(variants, 5), add_mma_tile<128, 106>(variants, 6);
+    add_mma_tile<128, 107>(variants, 7), add_mma_tile<128, 108>(variants, 8), add_mma_tile<128, 109>(variants, 9);
+    add_mma_tile<128, 110>(variants, 10), add_mma_tile<128, 111>(variants, 11), add_mma_tile<128, 112>(variants, 12);
+}
+
+}  // namespace fa

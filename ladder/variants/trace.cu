@@ -1,0 +1,121 @@
+// trace.cu: wgmma_sm90 that writes down when each role begins what (fa_trace in experiments.h), at headdim 128. The first warpgroups' first
+// threads, and the producer's, write. The kernel's parts are the library's; WgmmaTrace and the producer's loads are specialised here.
+#include "ladder/variants/wgmma_roles.cuh"
+
+namespace fa {
+namespace {
+
+// One thread's stamps. Nothing is recorded in other threads, and in the blocks after the first ones.
+class Recorder {
+public:
+    __device__ __forceinline__ Recorder(const AttentionParams& p, int role) : alone_(role == 0) {
+        const bool writes = blockIdx.x < FA_TRACE_BLOCKS && threadIdx.x % 128 == 0;
+        fa_trace* const trace = reinterpret_cast<fa_trace*>(static_cast<char*>(p.workspace) + FA_TRACE_OFFSET);
+        role_ = writes ? &trace->roles[blockIdx.x][role] : nullptr;
+        if (role_) asm volatile("mov.u32 %0, %%smid;" : "=r"(role_->multiprocessor));
+    }
+    __device__ __forceinline__ void next_item() { ++item_; }
+    __device__ __forceinline__ void operator()(TraceEvent event, int tile) {
+        if (role_) {
+            uint64_t clock;
+            asm volatile("mov.u64 %0, %%clock64;" : "=l"(clock)::"memory");
+            if (count_ < FA_TRACE_STAMPS) role_->stamps[count_] = {clock, tile, uint16_t(item_), uint16_t(event)};
+            role_->count = ++count_;
+        }
+        if (!alone_) __syncwarp();  // wgmma takes whole warps
+    }
+
+private:
+    bool alone_;  // the producer is one thread
+    fa_trace_role* role_;
+    uint32_t count_ = 0;
+    int item_ = -1;
+};
+static_assert(int(TraceEvent::kWaitItem) == FA_TRACE_WAIT_ITEM && int(TraceEvent::kEpilogue) == FA_TRACE_EPILOGUE, "the same numbers");
+
+}  // namespace
+
+#define FA_TRACED(id, rows_of_64, keys, stages_, turns, maximum_)                                               \
+    template <>                                                                                                 \
+    inline constexpr WgmmaPlan kWgmmaPlan<WgmmaPlanId(id)> = [] {                                               \
+        WgmmaPlan plan;                                                                                         \
+        plan.headdim = plan.headdim_v = 128, plan.block_n = keys, plan.warpgroups = rows_of_64;                 \
+        plan.stages = stages_, plan.ping_pong = turns, plan.maximum = RowMaximum::maximum_, plan.paged = false; \
+        return plan;                                                                                            \
+    }();                                                                                                        \
+    template <>                                                                                                 \
+    struct WgmmaTrace<WgmmaPlanId(id)> : Recorder {                                                             \
+        using Recorder::Recorder;                                                                               \
+    };
+FA_TRACED(501, 2, 128, 2, false, kLazy)
+FA_TRACED(502, 2, 128, 2, true, kLazy)
+FA_TRACED(503, 3, 80, 4, true, kSpeculativeUnmasked)
+#undef FA_TRACED
+
+namespace {
+
+// The loads of ThreadTiles, with stamps.
+template <WgmmaPlanId kId>
+struct TracedTiles : ThreadTiles<Bf16, kId> {
+    using Base = ThreadTiles<Bf16, kId>;
+    using Stages = Ring<kWgmmaPlan<kId>.stages>;
+    WgmmaTrace<kId> trace;
+
+    __device__ __forceinline__ TracedTiles(const Base& tiles) : Base(tiles), trace(tiles.p, 0) {}
+    __device__ __forceinline__ void begin_item(const ForwardWork& w) { trace.next_item(), Base::begin_item(w); }
+    __device__ __forceinline__ void load_k(const ForwardWork& w, int n, const Stages& k) {
+        trace(TraceEvent::kWaitKeys, n);
+        Base::load_k(w, n, k);
+        trace(TraceEvent::kCopied, n);
+    }
+    __device__ __forceinline__ void load_v(const ForwardWork& w, int n, const Stages& v) {
+        trace(TraceEvent::kWaitValues, n);
+        Base::load_v(w, n, v);
+        trace(TraceEvent::kCopied, n);
+    }
+};
+
+template <WgmmaPlanId kId, bool kInOrder>
+__global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
+    traced_wgmma_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                        const __grid_constant__ CUtensorMap map_v, const __grid_constant__ AttentionParams p,
+                        const __grid_constant__ WgmmaSchedule schedule) {
+    run_roles<Bf16, kId, true>(
+        [&](WgmmaSmem<Bf16, kId>& smem) {
+            produce(map_q, p, schedule, smem, TracedTiles<kId>(ThreadTiles<Bf16, kId>(map_k, map_v, p, schedule, smem)));
+        },
+        [&](WgmmaSmem<Bf16, kId>& smem, const Consumer& me) {
+            if constexpr (kInOrder) consume_in_order(p, smem, me);
+            else consume(p, smem, me);
+        });
+}
+
+template <int kId, bool kInOrder>
+void add_trace(Variants* variants, int order, const char* name, const char* about) {
+    constexpr WgmmaPlanId kPlanId = WgmmaPlanId(kId);
+    static_assert(kWgmmaPlan<kPlanId>.warpgroups < FA_TRACE_ROLES, "a role for the producer and each consumer warpgroup");
+    Variant v = wgmma_variant<kPlanId>("trace", order, about, traced_wgmma_kernel<kPlanId, kInOrder>);
+    v.name = std::string("trace_") + name + "_d128";
+    v.aligned_workspace = true;
+    v.workspace = [](const AttentionParams&, int) -> size_t { return FA_TRACE_OFFSET + sizeof(fa_trace); };
+    v.launch = [](const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
+        static_assert(FA_TRACE_OFFSET >= 2 * sizeof(int), "the counter of the items stands before the trace");
+        if (cudaError_t error = cudaMemsetAsync(p.workspace, 0, FA_TRACE_OFFSET + sizeof(fa_trace), stream))
+            return cudaGetLastError(), error;
+        ForwardWorkList list = forward_work_list(p, kWgmmaPlan<kPlanId>.block_m(), multiprocessors);
+        add_leading_sections(p, multiprocessors, &list);
+        return launch_wgmma<Bf16, kPlanId>(p, list, traced_wgmma_kernel<kPlanId, kInOrder>, stream);
+    };
+    variants->push_back(std::move(v));
+}
+
+}  // namespace
+
+void add_trace_variants(Variants* variants) {
+    add_trace<501, true>(variants, 1, "in_order", "two consumer warpgroups, each product and softmax to its end");
+    add_trace<501, false>(variants, 2, "overlap", "S of the next tile is multiplied with P V; no turns");
+    add_trace<502, false>(variants, 3, "ping_pong", "and the warpgroups take turns");
+    add_trace<503, false>(variants, 4, "three_warpgroups", "the library's plan for long sequences: 192 rows x 80 keys");
+}
+
+}  // namespace fa
