@@ -69,7 +69,7 @@ def test_quick_run(tmp_path):
         text.startswith("# Context parallelism on 2 ranks of the CPU") and "![efficiency over tokens](cp.png)" in text
     )
     assert files[2].read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"^\[1/2\] forward-512: one alone .* left\)$", said.stdout, re.MULTILINE)
+    assert re.search(r"^\[1/2\] forward-512: one alone .* ms, 2 ranks .* ms, .*%", said.stdout, re.MULTILINE)
     assert "2 rows timed, 0 wrong answers" in said.stdout
 
 
