@@ -173,23 +173,31 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dout, dlse):
-    """The backward pass of every way to call attention; `run` takes what the operator attention_backward does."""
+def _gradients_by(choose, ctx, dout, dlse):
+    """The backward pass of every way to call attention. choose(dout, dlse, out) is what computes it, and takes what the
+    operator attention_backward does."""
     *arrays, out, lse = ctx.saved_tensors
     nothing = (None,) * (len(arrays) + len(ctx.rest))
     if dout is None and dlse is None:
         return nothing
     dout = torch.zeros_like(out) if dout is None else dout
-    given = (dout, out) if dlse is None else (dout, dlse, out)
     want_dbias, want_dsinks = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
-    if _modes.transforms():
-        run = _TransformedBackward.apply
-    elif torch.is_grad_enabled() or _modes.active() or not all(map(_modes.is_plain, given)):
-        run = _backward_op
-    else:
-        run = _backward
+    run = choose(dout, dlse, out)
     dq, dk, dv, dbias, dsinks = run(dout, dlse, out, lse, want_dbias, want_dsinks, *arrays, *ctx.rest)
     return dq, dk, dv, dbias if want_dbias else None, None, None, dsinks if want_dsinks else None, *nothing[7:]
+
+
+def _backward_for(dout, dlse, out):
+    given = (dout, out) if dlse is None else (dout, dlse, out)
+    if _modes.transforms():
+        return _TransformedBackward.apply
+    if torch.is_grad_enabled() or _modes.active() or not all(map(_modes.is_plain, given)):
+        return _backward_op
+    return _backward
+
+
+def _gradients(ctx, dout, dlse):
+    return _gradients_by(_backward_for, ctx, dout, dlse)
 
 
 def _refuse_double(*_):

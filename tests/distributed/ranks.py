@@ -285,3 +285,39 @@ def small(**fields: Any) -> accuracy.Case:
         return case
     longest = [int(np.diff(cu).max()) for cu in (case.cu_seqlens_q, case.cu_seqlens_k)]
     return replace(case, seqlen_q=longest[0], seqlen_k=longest[1])
+
+
+# ---- a small call that any group can make ----
+
+Q = np.random.default_rng(0).standard_normal((1, 8, 2, 16), dtype=np.float32)
+OPTIONS = {"num_threads": 1}
+
+
+def attend(group: fad.Group, tokens: int = 8, **options) -> np.ndarray:
+    """The same rows on every rank, of keys that do not matter: attention over the mean of equal keys."""
+    part = fad.shard(Q[:, :tokens], "zigzag", group.rank, group.size)
+    return fad.forward(group, part, part, part, seqlen_q=tokens, **({"num_threads": 1} | options))
+
+
+def still_works(groups) -> None:
+    out = fad.unshard(fad.run(groups, attend), "zigzag")
+    np.testing.assert_allclose(out, fa.flash_attn_func(Q, Q, Q), atol=1e-6)
+
+
+def each(groups, function) -> list:
+    """What each rank raises, on threads; None for none."""
+    raised = [None] * len(groups)
+
+    def rank(group):
+        try:
+            function(group)
+        except Exception as error:
+            raised[group.rank] = error
+
+    threads = [threading.Thread(target=rank, args=(group,)) for group in groups]
+    with watchdog(30, groups):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return raised

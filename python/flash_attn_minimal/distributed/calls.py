@@ -141,19 +141,26 @@ def put_rows(struct: ct.Structure, name: str, view: View) -> None:
     _put_strides(struct, name, view.pointer, (0, row, head), ("batch", "row", "head"))
 
 
-def _prepare(q: Any, k: Any, v: Any, whole: _Whole, options: Options, rank: int, size: int):
-    """The structs of a forward call but for its results and workspace: (args, call, views, lengths)."""
+def refuse_float8(options: Options) -> None:
     for name in _FLOAT8:
         if getattr(options, name) is not Options._field_defaults[name]:
             raise Unsupported(f"{name}={_quoted(getattr(options, name))}: float8 is not served across ranks")
+
+
+def check_axes(name: str, x: Any, q: Any) -> None:
+    """Of one of q, k and v: anything with a shape."""
+    if len(x.shape) not in (3, 4) or len(x.shape) != len(q.shape):
+        axes = "(rows, heads, dim), or (batch, rows, heads, dim)" if x is q else f"{len(q.shape)} axes as q has"
+        raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected {axes}")
+
+
+def _prepare(q: Any, k: Any, v: Any, whole: _Whole, options: Options, rank: int, size: int):
+    """The structs of a forward call but for its results and workspace: (args, call, views, lengths)."""
+    refuse_float8(options)
     views = [_arrays.view(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
     qv, kv, vv = views
     for name, view in zip("qkv", views, strict=True):
-        if len(view.shape) not in (3, 4) or len(view.shape) != len(qv.shape):
-            axes = (
-                "(rows, heads, dim), or (batch, rows, heads, dim)" if view is qv else f"{len(qv.shape)} axes as q has"
-            )
-            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {axes}")
+        check_axes(name, view, qv)
         _check_last_axis(name, view)
         _check_same_place(name, view, "q", qv)
         if view.dtype not in ("float32", "float16", "bfloat16"):
@@ -176,10 +183,10 @@ def _prepare(q: Any, k: Any, v: Any, whole: _Whole, options: Options, rank: int,
         put_rows(args, name, view)
     lengths = whole.put(call, args, views, rank, size)
     options.put(args, views)
-    if whole.mode == "ulysses" and not _shows_rows(call, lengths[0], size):
-        for name in ("bias", "mask"):
-            array = getattr(options, name)
-            if array is not None and len(shape := _arrays.view(array, name).shape) > 1:
+    scores = [name for name in ("bias", "mask") if getattr(options, name) is not None]
+    if whole.mode == "ulysses" and scores and not _shows_rows(call, lengths[0], size):
+        for name in scores:
+            if len(shape := _arrays.view(getattr(options, name), name).shape) > 1:
                 setattr(args, f"{name}_row_stride", shape[-1])  # refused
     return args, call, views, lengths
 

@@ -35,7 +35,7 @@ from .._library import BadArgument, Unsupported
 from .._options import AttentionOptions, Options, _options_of
 from . import groups as _groups
 from ._structs import LAYOUTS, MODES
-from .calls import backward, forward
+from .calls import backward, check_axes, forward, refuse_float8
 from .groups import Group, from_torch
 
 if TYPE_CHECKING:
@@ -181,9 +181,7 @@ def _tell(name: str, like: Any, error: Exception) -> None:
 
 def _arguments(q, k, v, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, options: Options, name: str) -> list:
     """The arguments of the operator."""
-    for float8 in autograd._FLOAT8:
-        if getattr(options, float8) is not Options._field_defaults[float8]:
-            raise Unsupported(f"{float8}={_quoted(getattr(options, float8))}: float8 is not served across ranks")
+    refuse_float8(options)
     given = {"q": q, "k": k, "v": v, **{array: getattr(options, array) for array in autograd._OPTION_ARRAYS}}
     for array in "qkv":
         if not isinstance(given[array], torch.Tensor):
@@ -219,9 +217,6 @@ def _host(name: str, cu_seqlens: Any) -> torch.Tensor | None:
     return cu_seqlens
 
 
-_ARRAYS = 9  # arguments of the operator that are tensors
-
-
 def _call(arguments: tuple) -> tuple[Group, tuple, dict[str, Any]]:
     """What `forward` and `backward` take, from the operator's arguments: the group, (q, k, v), the rest."""
     q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, seqlen_q, seqlen_k, layout, mode, groups, name = arguments[
@@ -255,21 +250,8 @@ def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
     return dq, dk, dv, dbias, dsinks
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:_ARRAYS], *output)
-    ctx.rest = inputs[_ARRAYS:]
-    ctx.set_materialize_grads(False)
-
-
 def _gradients(ctx, dout, dlse):
-    *arrays, out, lse = ctx.saved_tensors
-    nothing = (None,) * (len(arrays) + len(ctx.rest))
-    if dout is None and dlse is None:
-        return nothing
-    dout = torch.zeros_like(out) if dout is None else dout
-    want_dbias, want_dsinks = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
-    dq, dk, dv, dbias, dsinks = _backward_op(dout, dlse, out, lse, want_dbias, want_dsinks, *arrays, *ctx.rest)
-    return dq, dk, dv, dbias if want_dbias else None, None, None, dsinks if want_dsinks else None, *nothing[7:]
+    return autograd._gradients_by(lambda *_: _backward_op, ctx, dout, dlse)
 
 
 # ---- the operators ----
@@ -293,16 +275,14 @@ _forward_op = torch.ops.flash_attn_minimal.context_parallel.default
 _backward_op = torch.ops.flash_attn_minimal.context_parallel_backward.default
 torch.library.impl(_NAME, ("cpu", "cuda"), _forward)
 torch.library.impl(_BACKWARD_NAME, ("cpu", "cuda"), _backward)
-torch.library.register_autograd(_NAME, _gradients, setup_context=_setup_context)
+torch.library.register_autograd(_NAME, _gradients, setup_context=autograd._setup_context)
 torch.library.register_autograd(_BACKWARD_NAME, autograd._refuse_double)
 
 
 @torch.library.register_fake(_NAME)
 def _(q, k, v, *rest):
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() not in (3, 4) or x.dim() != q.dim():
-            axes = "(rows, heads, dim), or (batch, rows, heads, dim)" if x is q else f"{q.dim()} axes as q has"
-            raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected {axes}")
+        check_axes(name, x, q)
         if x.dtype != q.dtype:
             raise BadArgument(f"q is {q.dtype}, but {name} is {x.dtype}: they must be the same")
     for name, x in zip(("k", "v", *autograd._OPTION_ARRAYS), (k, v, *rest), strict=False):

@@ -125,18 +125,19 @@ class Backward(Forward):
         return not any(name in self.get(spec, "layouts") for name in ("out", "dout", "dq", "dk", "dv"))
 
     def call(self, spec, views, options):
-        got = list(backward(**views, **options))
-        results = {}
+        return self.named(backward(**views, **options), views, options)
+
+    @staticmethod
+    def named(found, given, options) -> dict:
+        """What a call returned, by name, without the arrays that it was given to write to."""
+        got, results = list(found), {}
         for name in ("dq", "dk", "dv"):
             array = got.pop(0)
-            if name not in views:
+            if name not in given:
                 results[name] = array
-            elif array is not views[name]:
+            elif array is not given[name]:
                 raise Wrong(f"the call returned another array than the given {name}")
-        for name in ("dbias", "dsinks"):
-            if options.get(f"return_{name}"):
-                results[name] = got.pop(0)
-        return results
+        return results | {name: got.pop(0) for name in ("dbias", "dsinks") if options.get(f"return_{name}")}
 
     def written(self, spec, values):
         if self.get(spec, "lens") is None:

@@ -22,18 +22,8 @@ from .backward import Backward
 from .judge import EPSILON, Wrong
 
 MODES = ("gather", "ulysses", "ring")
-CUT = {
-    "q": 0,
-    "k": 0,
-    "v": 0,
-    "out": 0,
-    "dout": 0,
-    "lse": 1,
-    "dlse": 1,
-    "dq": 0,
-    "dk": 0,
-    "dv": 0,
-}  # by the axis of rows
+# The arrays that are cut, by the axis of their rows.
+CUT = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), 0) | {"lse": 1, "dlse": 1}
 KEYS = ("k", "v", "dk", "dv")
 TIMEOUT = 20.0  # below the campaign's, which ends the process
 
@@ -56,6 +46,9 @@ class AcrossRanks:
         "layout": ("spiral", 3, None), "mode": ("star", 1, None), "groups": (1.5, "x", -1, 17),
         "seqlen_q": (4, "x"), "q_descale": (1.0,), "out_dtype": ("float16",),
     }  # fmt: skip
+
+    def __init__(self):
+        super().__init__(self.name, self.varlen, self.weight)
 
     def kernels(self, backend):
         return list(MODES)
@@ -283,9 +276,6 @@ class DistributedForward(AcrossRanks, Forward):
     BAD_OPTIONS = {k: v for k, v in Forward.BAD_OPTIONS.items() if k != "kernel"} | AcrossRanks.MORE_BAD_OPTIONS
     ALIASES = tuple((f"out{rank}", f"{name}{rank}") for rank in range(8) for name in "qkv")
 
-    def __init__(self):
-        super().__init__(self.name, self.varlen, self.weight)
-
     def call_rank(self, spec, group, arrays, options):
         wanted = {"return_lse": True} if self.get(spec, "return_lse") else {}
         got = distributed.forward(group, **arrays, **(wanted | options))
@@ -316,24 +306,13 @@ class DistributedBackward(AcrossRanks, Backward):
     } | AcrossRanks.MORE_BAD_OPTIONS  # fmt: skip
     ALIASES = tuple((f"{a}{rank}", f"{b}{rank}") for rank in range(8) for a, b in Backward.ALIASES)
 
-    def __init__(self):
-        super().__init__(self.name, self.varlen, self.weight)
-
     def draw(self, draw, backend):
         spec = super().draw(draw, backend)
         spec["accumulate"] = False
         return spec
 
     def call_rank(self, spec, group, arrays, options):
-        got = list(distributed.backward(group, **arrays, **options))
-        results = {}
-        for name in ("dq", "dk", "dv"):
-            array = got.pop(0)
-            if name not in arrays:
-                results[name] = array
-            elif array is not arrays[name]:
-                raise Wrong(f"the call returned another array than the given {name}")
-        return results | {n: got.pop(0) for n in ("dbias", "dsinks") if options.get(f"return_{n}")}
+        return self.named(distributed.backward(group, **arrays, **options), arrays, options)
 
     def judge(self, spec, values, after, results):
         found = {**after, **results}
