@@ -14,10 +14,13 @@ SOURCES = ROOT / "ladder/page"
 PAGE = ROOT / "docs/learn/flash_attention.html"
 if not SOURCES.is_dir():
     pytest.skip("the ladder is not beside the tests", allow_module_level=True)
-sys.path.insert(0, str(SOURCES))
+sys.path[:0] = [str(SOURCES), str(ROOT)]
 
 import examples  # noqa: E402
 import recording  # noqa: E402
+
+from ladder import variants  # noqa: E402
+from ladder.page import record  # noqa: E402
 
 EXAMPLES = json.loads(examples.FILE.read_text())
 ORDERS = ("standard", "v1", "v2")
@@ -99,6 +102,44 @@ def test_model_of_the_schedule_keeps_the_rules_of_the_kernel():
         for role in ("consumer0", "consumer1"):
             (scores,), (softmax,), (values,) = (of(event, tile, role) for event in ("scores", "softmax", "values"))
             assert scores["end_ns"] <= softmax["begin_ns"] and softmax["end_ns"] <= values["begin_ns"] + 1
+
+
+def test_stamps_become_a_recording():
+    """Two items of one consumer and the producer, with hand-made clocks; the second item is shown."""
+    event = record.EVENT
+    consumer = [
+        (0, "wait_item", 0), (40, "epilogue", 0), (50, "wait_item", 0), (60, "wait_keys", 1), (100, "scores", 1),
+        (110, "wait_scores", 1), (600, "softmax", 1), (900, "rescale", 1), (950, "wait_keys", 0), (951, "wait_turn", 0),
+        (1000, "scores", 0), (1010, "wait_values", 1), (1020, "product", 1), (1030, "wait_scores", 0),
+        (1500, "softmax", 0), (1900, "wait_product", 1), (2100, "rescale", 0), (2150, "wait_values", 0),
+        (2160, "product", 0), (2170, "wait_product", 0), (2700, "epilogue", 0), (3000, "wait_item", 0),
+    ]  # fmt: skip
+    producer = [
+        (0, "wait_item", 0),
+        (45, "wait_item", 0),
+        (46, "wait_keys", 1),
+        (56, "copied", 1),
+        (60, "wait_keys", 0),
+    ]
+    producer += [(160, "copied", 0), (170, "wait_values", 1), (180, "copied", 1), (190, "wait_item", 0)]
+    block = np.zeros(variants.TRACE_ROLES, variants.ROLE)
+    for role, stamps in ((0, producer), (1, consumer)):
+        item = -1
+        block[role]["count"] = len(stamps)
+        for i, (clock, name, tile) in enumerate(stamps):
+            item += name == "wait_item"
+            block[role]["stamps"][i] = (10_000 + clock, tile, item, event[name])
+    trace = record.recorded(block, 1, 1, 1000.0, source="hand", stages=2)  # at 1 GHz a cycle is a nanosecond
+    recording.check(trace)
+    assert trace["tiles"] == 2
+    found = {(e["event"], e["tile"], e.get("operand"), e["begin_ns"] + 46, e["end_ns"] + 46) for e in trace["events"]}
+    assert {
+        ("copy", 1, "K", 56, 100), ("copy", 0, "K", 160, 951), ("wait_full", 1, "K", 60, 100),
+        ("scores", 1, None, 100, 600), ("scores", 0, None, 1000, 1500), ("softmax", 0, None, 1500, 1900),
+        ("values", 1, None, 1500, 2100),  # issued at 1020, behind the scores of tile 0
+        ("values", 0, None, 2160, 2700),
+    } <= found  # fmt: skip
+    assert not [e for e in trace["events"] if e["begin_ns"] + 46 > 2700 or e["end_ns"] + 46 > 2700]
 
 
 @pytest.mark.parametrize(
