@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from ladder import variants
 from ladder.page import recording
 
@@ -128,9 +127,7 @@ def record(name: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--variant", default="trace_ping_pong_d128", help="of the experiment `trace`"
-    )
+    parser.add_argument("--variant", default="trace_ping_pong_d128", help="of the experiment `trace`")
     parser.add_argument("--output", type=Path, default=recording.FILE, help="default: the page's own trace.json")
     options = parser.parse_args()
     options.output.write_text(recording.dump(record(options.variant)))

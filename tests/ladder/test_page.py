@@ -18,7 +18,6 @@ sys.path[:0] = [str(SOURCES), str(ROOT)]
 
 import examples  # noqa: E402
 import recording  # noqa: E402
-
 from ladder import variants  # noqa: E402
 from ladder.page import record  # noqa: E402
 
