@@ -1,19 +1,18 @@
 """The experiments library from Python: experiments.h through ctypes, with PyTorch tensors on a GPU.
 
-The library is the file FLASH_ATTN_EXPERIMENTS names, else libflash_attn_experiments.so beside the library itself.
+The table and the file are those of `python -m flash_attn_minimal experiment` (flash_attn_minimal.experiments).
 """
 
 from __future__ import annotations
 
 import ctypes as ct
 import functools
-import os
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from flash_attn_minimal import _library
+from flash_attn_minimal.experiments import _variants
+from flash_attn_minimal.experiments._variants import Variant
 
 EXPERIMENTS = ("block-size", "traffic", "optimisation", "online-softmax", "trace")
 # fa_trace of experiments.h.
@@ -27,86 +26,15 @@ ROLE = np.dtype([("count", "<u4"), ("multiprocessor", "<u4"), ("stamps", STAMP, 
 SOFTMAX_ROW = np.dtype([("tiles", "<u4"), ("moved", "<u4"), ("rescales", "<u4"), ("rise", "<f4")])
 
 
-class VariantStruct(ct.Structure):
-    """fa_variant."""
-
-    _fields_ = [
-        ("struct_size", ct.c_size_t),
-        *[(name, ct.c_char_p) for name in ("name", "experiment", "kernel", "about")],
-        *[(name, ct.c_int32) for name in ("order", "backward", "tile_m", "tile_n", "stages", "threads", "registers")],
-        *[(name, ct.c_int32) for name in ("shared_bytes", "spill_bytes", "blocks_per_sm", "headdim", "compute")],
-    ]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One row of the table; the fields are those of fa_variant."""
-
-    name: str
-    experiment: str
-    kernel: str
-    about: str
-    order: int
-    backward: bool
-    tile_m: int
-    tile_n: int
-    stages: int
-    threads: int
-    registers: int
-    shared_bytes: int
-    spill_bytes: int
-    blocks_per_sm: int
-    headdim: int
-    compute: int
-
-
-def path() -> Path:
-    named = os.environ.get("FLASH_ATTN_EXPERIMENTS")
-    file = Path(named) if named else _library.path().with_name("libflash_attn_experiments.so")
-    if not file.is_file():
-        raise _library.LibraryNotFound(f"no {file}: build the library with CMake and -DFLASH_ATTN_EXPERIMENTS=ON")
-    return file
-
-
 @functools.cache
 def load() -> ct.CDLL:
-    file = path()
-    try:
-        lib = ct.CDLL(str(file))
-    except OSError as error:
-        raise _library.LibraryNotFound(f"{file} does not load: {error}") from error
-    forward, backward = ct.POINTER(_library.AttentionArgs), ct.POINTER(_library.AttentionBackwardArgs)
-    for name, *arguments in (
-        ("get", ct.c_int32, ct.c_int32, ct.POINTER(VariantStruct)),
-        ("forward", ct.c_char_p, forward, ct.c_void_p),
-        ("backward", ct.c_char_p, backward, ct.c_void_p),
-        ("workspace", ct.c_char_p, forward, ct.POINTER(ct.c_size_t)),
-    ):
-        function = _library.declare(lib, f"fa_variant_{name}", ct.c_int, *arguments)
-        function.errcheck = functools.partial(_raise, lib)
-    _library.declare(lib, "fa_variant_count", ct.c_int32)
-    _library.declare(lib, "fa_variant_last_error", ct.c_char_p)
-    return lib
-
-
-def _raise(lib, status, function, arguments):
-    if status:
-        raise _library._ERRORS[status](lib.fa_variant_last_error().decode())
+    """The library. Its functions raise; LibraryNotFound says how to build it."""
+    return _variants.open_variants()[1]
 
 
 def variants(device: int = -1) -> list[Variant]:
     """The table, as it stands for a GPU, or with device=-1 what is known without one."""
-    lib, rows = load(), []
-    for index in range(lib.fa_variant_count()):
-        struct = _library.new(VariantStruct)
-        try:
-            lib.fa_variant_get(index, device, struct)
-        except _library.Unsupported:  # a kernel of another GPU
-            lib.fa_variant_get(index, -1, struct)
-        values = {name: getattr(struct, name) for name, _ in VariantStruct._fields_[1:]}
-        values = {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
-        rows.append(Variant(**{**values, "backward": bool(values["backward"])}))
-    return rows
+    return _variants.table(load(), device)
 
 
 # ---- calls; q, k, v and the others are PyTorch tensors (batch, seqlen, heads, headdim), bfloat16, on a GPU ----

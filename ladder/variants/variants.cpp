@@ -235,6 +235,7 @@ fa_status fa_variant_workspace(const char* name, const fa_attention_args* args, 
                 backward.struct_size = sizeof backward;
                 backward.forward = &forward;
                 backward.dout = forward.out, backward.dq = forward.q, backward.dk = forward.k, backward.dv = forward.v;
+                for (fa_tensor* view : {&backward.dout, &backward.dq, &backward.dk, &backward.dv}) view->data = nullptr;  // sizes alone
                 status = fa_attention_backward_query(&backward, &plan);
             } else {
                 status = fa_attention_query(&forward, &plan);

@@ -22,6 +22,7 @@ from ladder import variants  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal import _library  # noqa: E402
+from flash_attn_minimal.experiments._variants import VariantStruct  # noqa: E402
 
 try:
     TABLE = variants.variants()
@@ -72,8 +73,8 @@ def test_python_mirrors_the_header():
     fields = [
         name.strip(" *") for line in re.findall(r"(?:size_t|char\*|int32_t) ([^;]+);", body) for name in line.split(",")
     ]
-    assert fields == [name for name, _ in variants.VariantStruct._fields_]
-    assert ct.sizeof(variants.VariantStruct) == 8 * 5 + 4 * 12
+    assert fields == [name for name, _ in VariantStruct._fields_]
+    assert ct.sizeof(VariantStruct) == 8 * 5 + 4 * 12
     numbers = dict(re.findall(r"FA_TRACE_(\w+) = (\d+)", HEADER))
     for name in ("offset", "blocks", "roles", "stamps"):
         assert int(numbers.pop(name.upper())) == getattr(variants, f"TRACE_{name.upper()}")
@@ -86,7 +87,7 @@ def test_python_mirrors_the_header():
 def test_bad_arguments_are_named():
     with pytest.raises(fa.BadArgument, match="name=nothing"):
         variants.workspace_bytes("nothing", variants.arguments((1, 8, 1, 64), (1, 8, 1, 64)))
-    struct = _library.new(variants.VariantStruct)
+    struct = _library.new(VariantStruct)
     for index in (-1, len(TABLE)):
         with pytest.raises(fa.BadArgument, match=f"index={index}"):
             variants.load().fa_variant_get(index, -1, struct)

@@ -4,6 +4,7 @@ sources and experiments.h, which this file mirrors."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as ct
 import functools
 import os
@@ -27,7 +28,7 @@ RESOURCES = ("registers", "shared_bytes", "spill_bytes", "blocks_per_sm")  # 0 w
 SERVES = ("headdim", "compute")  # 0: any
 
 
-class _Variant(ct.Structure):
+class VariantStruct(ct.Structure):
     """fa_variant."""
 
     _fields_ = [
@@ -70,43 +71,62 @@ def places() -> list[Path]:
     return [_library.path().with_name(LIBRARY_NAME), checkout / "build" / LIBRARY_NAME, Path("build") / LIBRARY_NAME]
 
 
+def open_variants() -> tuple[Path, ct.CDLL]:
+    """The loaded library and its file. Its functions raise. LibraryNotFound says how to get it."""
+    load()  # the variants use functions of the library
+    found = [place for place in places() if place.is_file()]
+    if not found:
+        raise LibraryNotFound(
+            f"no {LIBRARY_NAME} ({', '.join(map(str, dict.fromkeys(places())))}): build the checkout with "
+            "-DFLASH_ATTN_EXPERIMENTS=ON, or set FLASH_ATTN_EXPERIMENTS to its path"
+        )
+    try:
+        lib = ct.CDLL(str(found[0]))
+    except OSError as error:
+        raise LibraryNotFound(f"{found[0]} does not load: {error}") from None
+    forward, backward = ct.POINTER(AttentionArgs), ct.POINTER(AttentionBackwardArgs)
+    declare(lib, "fa_variant_count", ct.c_int32)
+    declare(lib, "fa_variant_last_error", ct.c_char_p)
+    for name, *arguments in (
+        ("get", ct.c_int32, ct.c_int32, ct.POINTER(VariantStruct)),
+        ("forward", ct.c_char_p, forward, ct.c_void_p),
+        ("backward", ct.c_char_p, backward, ct.c_void_p),
+        ("workspace", ct.c_char_p, forward, ct.POINTER(ct.c_size_t)),
+    ):
+        function = declare(lib, f"fa_variant_{name}", ct.c_int, *arguments)
+        function.errcheck = functools.partial(_raise, lib)
+    return found[0], lib
+
+
+def _raise(lib: ct.CDLL, status: int, function, arguments) -> None:
+    if status:
+        kind = _library._ERRORS.get(status, _library.FlashAttnError)
+        raise kind(lib.fa_variant_last_error().decode(errors="replace") or f"status {status}")
+
+
+def table(lib: ct.CDLL, device: int) -> list[Variant]:
+    """Every variant; device=-1: what is known without a GPU."""
+    found = []
+    for index in range(lib.fa_variant_count()):
+        raw = new(VariantStruct)
+        with contextlib.suppress(_library.Unsupported):  # a kernel of another GPU has its name and no registers
+            lib.fa_variant_get(index, device, raw)
+        values = {name: getattr(raw, name) for name, _ in VariantStruct._fields_[1:]}
+        texts = {name: value.decode() for name, value in values.items() if isinstance(value, bytes)}
+        found.append(Variant(**{**values, **texts, "backward": bool(raw.backward)}))
+    return found
+
+
 class Variants:
-    """The loaded library. LibraryNotFound says how to get it."""
+    """The library as an experiment uses it."""
 
     def __init__(self, device: str):
-        load()  # the variants use functions of the library
-        found = [place for place in places() if place.is_file()]
-        if not found:
-            raise LibraryNotFound(
-                f"no {LIBRARY_NAME} ({', '.join(map(str, dict.fromkeys(places())))}): build the checkout with "
-                "-DFLASH_ATTN_EXPERIMENTS=ON, or set FLASH_ATTN_EXPERIMENTS to its path"
-            )
-        try:
-            self.lib = ct.CDLL(str(found[0]))
-        except OSError as error:
-            raise LibraryNotFound(f"{found[0]} does not load: {error}") from None
-        self.file, self.device = found[0], 0 if device == "cuda" else -1
-        declare(self.lib, "fa_variant_count", ct.c_int32)
-        declare(self.lib, "fa_variant_get", ct.c_int, ct.c_int32, ct.c_int32, ct.POINTER(_Variant))
-        for name, struct in (("forward", AttentionArgs), ("backward", AttentionBackwardArgs)):
-            declare(self.lib, f"fa_variant_{name}", ct.c_int, ct.c_char_p, ct.POINTER(struct), ct.c_void_p)
-        declare(self.lib, "fa_variant_last_error", ct.c_char_p)
-        sizes = ct.POINTER(AttentionArgs), ct.POINTER(ct.c_size_t)
-        declare(self.lib, "fa_variant_workspace", ct.c_int, ct.c_char_p, *sizes)
+        self.file, self.lib = open_variants()
+        self.device = 0 if device == "cuda" else -1
 
     @functools.cached_property
     def all(self) -> list[Variant]:
-        found = []
-        for index in range(self.lib.fa_variant_count()):
-            raw = new(_Variant)
-            status = self.lib.fa_variant_get(index, self.device, raw)
-            if status and not raw.name:  # a kernel of another GPU has its name and no registers
-                raise self._failure(status, f"variant {index}")
-            texts = [getattr(raw, name).decode() for name in ("name", "experiment", "kernel", "about")]
-            numbers = {name: int(getattr(raw, name)) for name in INTEGERS + RESOURCES + SERVES}
-            numbers["backward"] = bool(numbers["backward"])
-            found.append(Variant(*texts, **numbers))
-        return found
+        return table(self.lib, self.device)
 
     def of(self, experiment: str, headdim: int | None = None) -> list[Variant]:
         """Those of an experiment, in their order; with headdim those that serve it."""
@@ -154,8 +174,10 @@ class Variants:
         size, name = ct.c_size_t(0), variant.name.encode()
         asked = AttentionArgs.from_buffer_copy(args)
         asked.q_data = asked.k_data = asked.v_data = asked.out_data = None  # a query needs the sizes alone
-        if status := self.lib.fa_variant_workspace(name, asked, size):
-            raise Refused(first_line(self._failure(status, variant.name)))
+        try:
+            self.lib.fa_variant_workspace(name, asked, size)
+        except _library.FlashAttnError as error:
+            raise Refused(first_line(error)) from None
         if size.value:
             scratch = qv.door.empty(qv, (size.value,), "uint8")
             views.append(scratch)
@@ -164,16 +186,12 @@ class Variants:
         door = qv.door
 
         def call() -> None:
-            if status := function(name, struct, door.stream(views)):
-                failure = self._failure(status, variant.name)
-                raise Refused(first_line(failure)) if isinstance(failure, _library.Unsupported) else failure
+            try:
+                function(name, struct, door.stream(views))
+            except _library.Unsupported as error:
+                raise Refused(first_line(error)) from None
 
         return call, result
-
-    def _failure(self, status: int, what: str) -> Exception:
-        """The exception of a status, with the text of the library that gave it."""
-        kind = _library._ERRORS.get(status, _library.FlashAttnError)
-        return kind(self.lib.fa_variant_last_error().decode(errors="replace") or f"{what}: status {status}")
 
 
 def _view(name: str, array):
