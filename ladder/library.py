@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
+
+import numpy as np
 
 from .rung import Calls, Rung, Unavailable
 
 SIXTEEN = ("float16", "bfloat16")
+EIGHT = ("float8_e4m3fn",)
 ALL = ("float32", *SIXTEEN)
 
 
-def _calls(kernel: str, backward_kernel: str | None, device: str) -> Calls:
+def calls(kernel: str | None, backward_kernel: str | None, device: str) -> Calls:
+    """Kernels of the library by their names; None: the library's own choice."""
     import flash_attn_minimal as fa
 
-    if kernel not in {row["name"] for row in fa.kernel_tables()["forward"]}:
+    if kernel and kernel not in {row["name"] for row in fa.kernel_tables()["forward"]}:
         raise Unavailable(f"this build of the library has no kernel {kernel}")
     if device == "cuda":
         import torch
@@ -21,31 +26,45 @@ def _calls(kernel: str, backward_kernel: str | None, device: str) -> Calls:
         if not torch.cuda.is_available():
             raise Unavailable("no GPU")
 
+    @functools.cache
+    def factors(batch: int, nheads: int, nheads_k: int) -> dict[str, Any]:
+        """What 8 bits need: here every factor is 1."""
+        names = {"q_descale": nheads, "k_descale": nheads_k, "v_descale": nheads_k}
+        if device == "cpu":
+            return {name: np.ones((batch, heads), "float32") for name, heads in names.items()}
+        return {name: torch.ones((batch, heads), device="cuda") for name, heads in names.items()}
+
     def forward(q, k, v, causal):
-        return fa.flash_attn_func(q, k, v, causal=causal, return_lse=True, kernel=kernel)
+        eight_bits = factors(q.shape[0], q.shape[2], k.shape[2]) if "float8" in str(q.dtype) else {}
+        return fa.flash_attn_func(q, k, v, causal=causal, return_lse=True, kernel=kernel, **eight_bits)
 
     def backward(dout, q, k, v, out, lse, causal):
         return fa.backward(dout, q, k, v, out, lse, causal=causal, kernel=backward_kernel)
 
-    return Calls(forward, backward if backward_kernel else None)
+    return Calls(forward, backward if backward_kernel or kernel is None else None)
 
 
 def _rung(name, about, files, device, dtypes, backward_kernel=None, language="CUDA C++", **more) -> Rung:
-    load = functools.partial(_calls, name, backward_kernel, device)
+    load = functools.partial(calls, name, backward_kernel, device)
     return Rung(name=name, language=language, about=about, device=device, files=files, load=load, dtypes=dtypes, **more)
 
 
 FORWARD = "cuda/attention/forward/"
 WGMMA = tuple(f"{FORWARD}wgmma_sm90{end}" for end in (".cuh", "_block.cuh", "_consume.cuh", "_plan.h", "_produce.cuh"))
+FP8 = tuple(f"{FORWARD}fp8_sm90{end}" for end in (".cuh", "_plan.h"))
 RUNGS = (
     _rung("cpu_naive", "the definition, S in memory", ("cuda/cpu/attention/forward_naive.cpp",), "cpu", ALL,
           "cpu_naive", "C++"),
-    _rung("naive", "three steps, S in memory", (FORWARD + "naive.cu",), "cuda", ALL),
-    _rung("minimal", "online softmax, S in registers", ("cuda/flash_attn_minimal.cu",), "cuda", ALL, "simple"),
+    _rung("naive", "three steps, S in memory", (FORWARD + "naive.cu",), "cuda", ALL, unit=FORWARD + "naive.cu"),
+    _rung("minimal", "online softmax, S in registers", ("cuda/flash_attn_minimal.cu",), "cuda", ALL, "simple",
+          unit="cuda/flash_attn_minimal.cu"),
     _rung("mma_sm80", "tensor cores, asynchronous copies, P in registers", (FORWARD + "mma_sm80.cuh",), "cuda", SIXTEEN,
-          "mma_sm80"),
+          "mma_sm80", unit=FORWARD + "mma_sm80.cu"),
     _rung("wgmma_sm90", "TMA, wgmma, producer and consumer warpgroups", WGMMA,
-          "cuda", SIXTEEN, "wgmma_sm90"),
+          "cuda", SIXTEEN, "wgmma_sm90", unit=FORWARD + "wgmma_sm90_d128.cu"),
+    _rung("fp8_sm90", "8 bits: V transposed on the way, sums of two levels", FP8, "cuda", EIGHT,
+          unit=FORWARD + "fp8_sm90.cu"),
+    _rung("fp8_fast_sm90", "8 bits, the sums left to the tensor cores", FP8, "cuda", EIGHT),
     _rung("cute_sm90", "the loop of wgmma_sm90 from Layouts, a TiledMMA and TMA atoms", (FORWARD + "cute_sm90.cu",),
-          "cuda", SIXTEEN, language="CuTe C++"),
+          "cuda", SIXTEEN, language="CuTe C++", unit=FORWARD + "cute_sm90.cu"),
 )  # fmt: skip

@@ -37,6 +37,7 @@ class Rung:
     device: str  # "cpu": NumPy arrays; "cuda": PyTorch tensors
     files: tuple[str, ...]  # what a reader has to read, below the root of the repository; () for another project's
     parts: tuple[str, ...] = ()  # of one Python file: the classes and functions to read; () for all of it
+    unit: str | None = None  # what nvcc compiles ahead: of the files of several head dims that of 128
     load: Callable[[], Calls]  # compiles or finds what it needs; raises Unavailable. Called once
     dtypes: tuple[str, ...] = ("float32",)
     headdims: tuple[int, ...] = (64, 128)

@@ -10,6 +10,7 @@ reader finds it, and of two products that a warpgroup has issued the second begi
 from __future__ import annotations
 
 import argparse
+import datetime
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def record(name: str) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name()
     trace = recorded(
         variants.read_trace(workspace)[0], variant.tile_m // 64, ITEM, float(clock.split()[0]),
-        source=f"{gpu}, stamps of {name}",
+        source=f"{gpu}, stamps of {name}, {datetime.date.today()}",
         about=f"{variant.tile_m} query rows in {variant.tile_m // 64} warpgroups, headdim {SHAPE[3]}, tiles of "
         f"{variant.tile_n} keys, bfloat16, a ring of {variant.stages} stages each for K and V. A copy is drawn from "
         "its start until its first reader finds it.",

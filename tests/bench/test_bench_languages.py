@@ -21,7 +21,7 @@ if not (ROOT / "ladder").is_dir():
     pytest.skip("the ladder is not beside the tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from ladder import rungs  # noqa: E402
+from ladder import ahead, library, rungs  # noqa: E402
 from ladder.rung import Calls, Rung, Unavailable  # noqa: E402
 
 TINY = ["--suite", "languages", "--device", "cpu", "--rounds", "2", "--quick"]
@@ -272,3 +272,24 @@ def test_without_a_checkout(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert bench.main(TINY) == 2
     assert "run this in the root of a checkout" in capsys.readouterr().err
+
+
+def test_compiling_ahead_is_timed_beside_the_run(tmp_path, monkeypatch):
+    """nvcc is a script here that writes its last word, the object, and fails for one unit."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(
+        '#!/bin/sh\ncase "$*" in *naive.cu*) exit 1;; esac\nsleep 0.2\nfor word; do :; done\ntouch "$word"\n'
+    )
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 64)
+    rows = [{"system": name} for name in ("naive", "wgmma_sm90", "ours")]
+    timer = ahead.Ahead(library.RUNGS, (9, 0))
+    assert set(timer.running) == {rung.name for rung in library.RUNGS if rung.unit}
+    timer.finish(rows)
+    assert [row.get("build_s", 0) > 0.1 for row in rows] == [False, True, False]
+    assert not os.path.exists(timer.folder.name)
+    assert not ahead.Ahead(library.RUNGS, None).running
+    words = ahead.nvcc_command("cuda/flash_attn_minimal.cu", (9, 0), "x.o")
+    assert "-gencode=arch=compute_90a,code=sm_90a" in words and words[-2:] == ["-o", "x.o"]
+    assert all((ROOT / rung.unit).is_file() for rung in library.RUNGS if rung.unit)

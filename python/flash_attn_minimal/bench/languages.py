@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .. import backward, flash_attn_func
+from .. import flash_attn_func
 from .._library import BadArgument, Unsupported
 from .._progress import Progress
 from .._report import table as markdown_table
@@ -36,7 +36,7 @@ from .suite import Outcome, Suite, register, rounded, speed_text
 from .systems import Inputs, Shape
 from .timing import Protocol, interleave
 
-DTYPES = {"cuda": ("bfloat16", "float16", "float8_e4m3fn", "float32"), "cpu": ("float32", "float8_e4m3fn")}
+DTYPES = {"cuda": ("bfloat16", "float8_e4m3fn", "float32", "float16"), "cpu": ("float32", "float8_e4m3fn")}
 SEQLENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 QUICK_SEQLENS = {"cuda": (4096,), "cpu": (512,)}
 PROBE_SEQLEN = {"cuda": 1024, "cpu": 256}
@@ -63,32 +63,16 @@ def ladder() -> types.ModuleType:
     )
 
 
-def ours(kind: type, machine, headdims: tuple[int, ...]) -> Any:
+def ours(device: str, headdims: tuple[int, ...]) -> Any:
     """The library's default call as a rung."""
-
-    @functools.cache
-    def factors(batch: int, nheads: int, nheads_k: int) -> dict[str, Any]:
-        """What 8 bits need: here every factor is 1."""
-        names = {"q_descale": nheads, "k_descale": nheads_k, "v_descale": nheads_k}
-        made = {name: machine.nans((batch, heads), "float32") for name, heads in names.items()}
-        for array in made.values():
-            array[...] = 1
-        return made
-
-    def forward(q, k, v, causal):
-        eight_bits = factors(q.shape[0], q.shape[2], k.shape[2]) if "float8" in str(q.dtype) else {}
-        return flash_attn_func(q, k, v, causal=causal, return_lse=True, **eight_bits)
-
-    def gradients(dout, q, k, v, out, lse, causal):
-        return backward(dout, q, k, v, out, lse, causal=causal)
-
-    return kind(
+    kind, library = (importlib.import_module(f"ladder.{name}") for name in ("rung", "library"))
+    return kind.Rung(
         name="ours",
-        language="CUDA C++" if machine.device == "cuda" else "C++",
+        language="CUDA C++" if device == "cuda" else "C++",
         about="the library, with the kernel that it picks",
-        device=machine.device,
+        device=device,
         files=(),
-        load=lambda: types.SimpleNamespace(forward=forward, backward=gradients),
+        load=functools.partial(library.calls, None, None, device),
         dtypes=("float32", "float16", "bfloat16", "float8_e4m3fn"),
         headdims=headdims,
     )
@@ -262,7 +246,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     machine = open_machine(device, "torch" if device == "cuda" else "numpy")
     shapes = points(options, machine)
     here = [rung for rung in rungs.RUNGS if rung.device == device]
-    here = [*here, ours(kinds.Rung, machine, tuple({shape.headdim for shape in shapes}))]
+    here = [*here, ours(device, tuple({shape.headdim for shape in shapes}))]
     if options.peers not in (None, "all", "none"):
         raise BenchError(f"--peers {options.peers}: suite languages takes all or none")
     if options.peers == "none":
@@ -279,6 +263,8 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     print(f"{machine.title}, {len(runners)} rungs, {len(shapes)} shapes", flush=True)
     outcome = Outcome(load=load_average())
     end = time.monotonic() + 60 * (options.minutes or MINUTES)
+    capability = importlib.import_module("torch").cuda.get_device_capability() if device == "cuda" else None
+    ahead = importlib.import_module("ladder.ahead").Ahead(here, capability)
     with cold_caches(), Meter(machine) as meter, Progress(len(shapes), "languages") as progress:
         done = 0
         try:
@@ -289,6 +275,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
                     name = f"{SHORT[shape.dtype]} {'backward' if shape.backward else 'forward'}, {shape}"
                     text = _one(machine, shape, name, runners, options, protocol, meter, outcome)
                     done += 1
+                    ahead.read()
                     progress.step(f"{name}: {text}")
         except Stopped as stop:
             print(stop, flush=True)
@@ -296,6 +283,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
                 {"system": "all", "shape": f"{SHORT[shape.dtype]}, {shape}", "reason": str(stop)}
                 for shape in shapes[done:]
             ]
+    ahead.finish(outcome.rows)
     outcome.conditions, outcome.driver = meter.between(), meter.driver
     return machine, outcome
 
@@ -435,8 +423,11 @@ def table(data: dict, rows: list[dict]) -> list[str]:
     name, scale = unit(data)
     lines = [
         f"{name}, more is better. `first use` is the time of loading or compiling a rung with an empty cache, and of "
-        "its first call beyond a later one. `of ours` is the geometric mean of the rung's speed over that of the "
-        "library's own choice. Lines of code are those of the rung's files: where it has both passes, of both."
+        "its first call beyond a later one; `nvcc` is the time that its translation unit took before, for this GPU and "
+        "all options that it serves (headdim 128 where head dims have files of their own). `of ours` is the geometric "
+        "mean of the rung's speed over that of the library's own choice. `error` is the largest against float64, `of "
+        "its budget` the largest share of what a dtype allows. Lines of code are those of the rung's files: where it "
+        "has both passes, of both."
     ]
     for (dtype, direction, nheads, nheads_k, headdim), group in _groups(rows).items():
         columns = sorted({row["seqlen_q"] for row in group})
@@ -451,13 +442,17 @@ def table(data: dict, rows: list[dict]) -> list[str]:
                 ratios = [mine[causal, n] / row["us"] for n, row in found.items() if (causal, n) in mine]
                 share = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
                 cells = [number(found[n]["tflops"] * scale) if n in found else "" for n in columns]
-                text = [rung, one["language"], str(one.get("lines", "")), f"{one['compile_s']:.2f} s", MASKS[causal]]
-                body.append([*text, *cells, f"{share:.3g}" if share else ""])
+                shares = [row["max_err"] / row["err_budget"] for row in found.values()]
+                first = f"{one['compile_s']:.2f} s" + (f" + nvcc {one['build_s']:.0f} s" if "build_s" in one else "")
+                text = [rung, one["language"], str(one.get("lines", "")), first, MASKS[causal], *cells]
+                text += [f"{share:.3g}" if share else "", f"{max(row['max_err'] for row in found.values()):.1e}"]
+                body.append([*text, f"{max(shares):.0%}"])
         heads = f"{nheads}" if nheads == nheads_k else f"{nheads}/{nheads_k}"
         batch = {row["batch"] for row in group}
         title = f"## {SHORT[dtype]} {_PASSES[direction]}, {heads} heads, headdim {headdim}"
         title += f", batch {batch.pop()}" if len(batch) == 1 else ""
-        head = ["rung", "language", "lines of code", "first use", "mask", *map(str, columns), "of ours"]
+        head = ["rung", "language", "lines of code", "first use", "mask", *map(str, columns), "of ours", "error"]
+        head.append("of its budget")
         lines += ["", title, "", *markdown_table(head, body)]
     return lines
 

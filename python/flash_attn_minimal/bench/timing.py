@@ -3,6 +3,7 @@ grows warm, or a busy neighbour, meets each of them alike."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -20,6 +21,7 @@ class Protocol:
 
 QUICK = Protocol(rounds=5, burst_s=0.004)
 SUSTAINED_ROUNDS, SUSTAINED_S = 4, 1 / 3
+CALLS = itertools.count()
 
 
 @dataclass
@@ -66,8 +68,9 @@ def estimate_us(machine, launch) -> float:
 
 def interleave(machine, launches, protocol: Protocol, meter, seed: int, graphs: bool | None = None) -> list[Timing]:
     """Times every launch(i) of the list. They have to be right already: nothing is checked here. Short ones run in CUDA
-    graphs; with graphs=True all do, and with False none."""
-    order = random.Random(seed)
+    graphs; with graphs=True all do, and with False none. Every call has orders of its own: else a system would follow
+    the same one, which heats the card or rests it, on every shape of a run."""
+    order = random.Random(f"{seed} {next(CALLS)}")
     runs = []
     for launch in launches:
         us = estimate_us(machine, launch)

@@ -156,6 +156,8 @@ def findings(data: dict, rows: Rows) -> list[str]:
             f"{name}: the fastest tile is {best['tile_m']} x {best['tile_n']} ({best['us']:.1f} us), the slowest "
             f"{worst['tile_m']} x {worst['tile_n']} takes {worst['us'] / best['us']:.1f} times as long"
         )
+        if library := [row for row in rows if group(row) == name and "tile_m" not in row]:
+            text += f"; the library's own kernel takes {library[0]['us'] / best['us']:.2f} times the best tile's time"
         if spilled := [row for row in mine if row.get("spill_bytes")]:
             text += (
                 f"; {len(spilled)} of {len(mine)} tiles spill registers, the best of them at "

@@ -345,8 +345,13 @@ def picture(data: dict, rows: Rows):
                     row["us"], max(row["rms"], 1e-9), "o", color=colour, markerfacecolor=face, markersize=7, label=label
                 )
         axis.set_yscale("log")
-        axis.set_xlim(left=0)
-        axis.set_xlabel("µs a call")
+        times = [row["us"] for row in mine]
+        if max(times) > 10 * min(times):
+            axis.set_xscale("log")
+            axis.set_xlabel("µs a call, logarithmic")
+        else:
+            axis.set_xlim(left=0)
+            axis.set_xlabel("µs a call")
         axis.set_title(GROUPS[group])
         axis.legend(fontsize=8, loc="best")
     axes[0][0].set_ylabel("RMS error over the RMS of the answer")

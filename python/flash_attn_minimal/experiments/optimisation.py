@@ -131,7 +131,10 @@ def findings(data: dict, rows: Rows) -> list[str]:
         slower = [row for gain, row in gains if gain < 1]
         if slower:
             names = ", ".join(f"`{row['kernel']}`" for row in slower)
-            found.append(f"{names}: slower than the step before. Such a step pays only with the ones that follow.")
+            found.append(
+                f"{names}: slower than the step before on this shape. The library's plans take the steps that pay for "
+                "a call's length and mask, not all of them."
+            )
     entries = lost()
     by_kernel: dict[str, int] = {}
     for entry in entries:

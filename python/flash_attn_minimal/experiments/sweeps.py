@@ -240,7 +240,7 @@ def _heads_findings(data: dict, rows: Rows) -> list[str]:
                 (a, b) for a, b in zip(waved, waved[1:], strict=False) if math.ceil(a["waves"]) < math.ceil(b["waves"])
             ]
             if pairs:
-                a, b = max(pairs, key=lambda pair: pair[1]["us"] / pair[0]["us"])
+                a, b = min(pairs, key=lambda pair: pair[1]["tflops"] / pair[0]["tflops"])
                 text += (
                     f". The steepest step is from {a['nheads']} to {b['nheads']} heads, {a['waves']:.2f} to "
                     f"{b['waves']:.2f} waves: {b['us'] / a['us']:.2f} times the time for "
