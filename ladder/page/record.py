@@ -22,6 +22,7 @@ from ladder.page import recording
 EVENT = {name: number for number, name in enumerate(variants.TRACE_EVENTS)}
 SHAPE = (4, 1024, 16, 128)  # batch, seqlen, heads, headdim: about four work items a block
 ITEM = 1  # of a block: the first finds nothing in L2
+OPERANDS = {"wait_keys": "K", "wait_values": "V"}
 Span = tuple[str, int, int, int]  # event, tile, begin, end in cycles
 
 
@@ -51,8 +52,9 @@ def consumer_events(found: list[Span]) -> list[tuple]:
             free = max(free, end)
 
     for name, tile, begin, end in found:
-        if name in ("wait_keys", "wait_values"):
-            events.append(("wait_full", tile, begin, end, "K" if name == "wait_keys" else "V"))
+        if name in OPERANDS:
+            if not issued:  # else the thread waits while the tensor cores work for it
+                events.append(("wait_full", tile, begin, end, OPERANDS[name]))
         elif name == "wait_turn":
             events.append(("wait_turn", tile, begin, end, None))
         elif name in ("scores", "product"):
@@ -68,19 +70,18 @@ def consumer_events(found: list[Span]) -> list[tuple]:
 
 def recorded(block: np.ndarray, consumers: int, item: int, clock_mhz: float, **about: Any) -> dict[str, Any]:
     """The trace of one item of a block, (roles,) of variants.ROLE, in the format of recording.py."""
-    reads = [consumer_events(spans(block[1 + i], item)) for i in range(consumers)]
+    reads = [spans(block[1 + i], item) for i in range(consumers)]
     arrived: dict[tuple[str, int], int] = {}  # (operand, tile) -> when its first reader had it
-    for events in reads:
-        for event, tile, _, end, operand in events:
-            if event == "wait_full":
+    for found in reads:
+        for name, tile, _, end in found:
+            if operand := OPERANDS.get(name):
                 arrived[operand, tile] = min(end, arrived.get((operand, tile), end))
     copies = []
     for name, tile, begin, end in spans(block[0], item):
-        if name in ("wait_keys", "wait_values"):
-            operand = "K" if name == "wait_keys" else "V"
+        if operand := OPERANDS.get(name):
             copies.append(("wait_empty", tile, begin, end, operand))
             copies.append(("copy", tile, end, max(end, arrived.get((operand, tile), end)), operand))
-    roles = {"producer": copies} | {f"consumer{i}": events for i, events in enumerate(reads)}
+    roles = {"producer": copies} | {f"consumer{i}": consumer_events(found) for i, found in enumerate(reads)}
     start = min(begin for events in roles.values() for _, _, begin, _, _ in events)
     rows = []
     for role, events in roles.items():
