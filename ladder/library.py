@@ -14,8 +14,8 @@ EIGHT = ("float8_e4m3fn",)
 ALL = ("float32", *SIXTEEN)
 
 
-def calls(kernel: str | None, backward_kernel: str | None, device: str) -> Calls:
-    """Kernels of the library by their names; None: the library's own choice."""
+def calls(kernel: str | None, backward_kernel: str | None, device: str, **options: Any) -> Calls:
+    """Kernels of the library by their names; None: the library's own choice. Options are those of flash_attn_func."""
     import flash_attn_minimal as fa
 
     if kernel and kernel not in {row["name"] for row in fa.kernel_tables()["forward"]}:
@@ -36,7 +36,7 @@ def calls(kernel: str | None, backward_kernel: str | None, device: str) -> Calls
 
     def forward(q, k, v, causal):
         eight_bits = factors(q.shape[0], q.shape[2], k.shape[2]) if "float8" in str(q.dtype) else {}
-        return fa.flash_attn_func(q, k, v, causal=causal, return_lse=True, kernel=kernel, **eight_bits)
+        return fa.flash_attn_func(q, k, v, causal=causal, return_lse=True, kernel=kernel, **eight_bits, **options)
 
     def backward(dout, q, k, v, out, lse, causal):
         return fa.backward(dout, q, k, v, out, lse, causal=causal, kernel=backward_kernel)
@@ -44,8 +44,8 @@ def calls(kernel: str | None, backward_kernel: str | None, device: str) -> Calls
     return Calls(forward, backward if backward_kernel or kernel is None else None)
 
 
-def _rung(name, about, files, device, dtypes, backward_kernel=None, language="CUDA C++", **more) -> Rung:
-    load = functools.partial(calls, name, backward_kernel, device)
+def _rung(name, about, files, device, dtypes, backward_kernel=None, language="CUDA C++", options=None, **more) -> Rung:
+    load = functools.partial(calls, name, backward_kernel, device, **(options or {}))
     return Rung(name=name, language=language, about=about, device=device, files=files, load=load, dtypes=dtypes, **more)
 
 
@@ -64,7 +64,8 @@ RUNGS = (
           "cuda", SIXTEEN, "wgmma_sm90", unit=FORWARD + "wgmma_sm90_d128.cu"),
     _rung("fp8_sm90", "8 bits: V transposed on the way, sums of two levels", FP8, "cuda", EIGHT,
           unit=FORWARD + "fp8_sm90.cu"),
-    _rung("fp8_fast_sm90", "8 bits, the sums left to the tensor cores", FP8, "cuda", EIGHT),
+    _rung("fp8_fast_sm90", "8 bits, the sums left to the tensor cores", FP8, "cuda", EIGHT,
+          options={"fast_accum": True}),
     _rung("cute_sm90", "the loop of wgmma_sm90 from Layouts, a TiledMMA and TMA atoms", (FORWARD + "cute_sm90.cu",),
           "cuda", SIXTEEN, language="CuTe C++", unit=FORWARD + "cute_sm90.cu"),
 )  # fmt: skip
