@@ -260,6 +260,7 @@ def _cuda_makers() -> Makers:
     return [
         partial(_forward, "minimal", "float32", (3, 130, 170, 4, 2, 40)),
         partial(_forward, "naive", "float32", (2, 70, 130, 4, 2, 40)),
+        partial(_forward, "float32_sm80", "float32", (3, 300, 330, 4, 2, 128)),
         partial(_forward, "mma_sm80", half, (3, 300, 330, 4, 2, 128)),
         partial(_forward, "mma_tf32_sm80", "float32", (3, 300, 330, 4, 2, 64), "tf32", allow_tf32=True),
         partial(_forward, "wgmma_sm90", half, (20, 300, 330, 4, 2, 128)),

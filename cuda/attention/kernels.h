@@ -22,6 +22,11 @@ cudaError_t forward_mma_sm80_paged(const AttentionParams& params, int multiproce
 // fp32 whose products are rounded to tf32; the rest as above, but no pages.
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
 
+// fp32 without rounding to tf32, head dims up to 256 in steps of 4, rows of whole 16 bytes; every window and length, sinks, and no other
+// option.
+cudaError_t forward_float32_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
+size_t forward_float32_sm80_shared(const AttentionParams& params);  // bytes that a block needs at least
+
 // fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; q, k, v as tensor maps can describe them.
 cudaError_t forward_wgmma_sm90(const AttentionParams& params, int multiprocessors, cudaStream_t stream);
 size_t forward_wgmma_sm90_workspace(const AttentionParams& params,

@@ -73,11 +73,14 @@ inline const char* no_tensor_maps(const AttentionParams& p, int element_bytes, c
     return reason;
 }
 
-// Rows of 16-bit elements that ordinary instructions read or write, 16 bytes each.
-inline const char* no_wide_access(const char* name, const TensorView& t, char* text, size_t size) {
-    if (!(reinterpret_cast<uintptr_t>(t.data) % 16 || t.batch % 8 || t.row % 8 || t.head % 8)) return nullptr;
+// Rows that ordinary instructions read or write, 16 bytes each. `step`: elements of 16 bytes.
+inline const char* no_wide_access(const char* name, const TensorView& t, int step, char* text, size_t size) {
+    if (!(reinterpret_cast<uintptr_t>(t.data) % 16 || t.batch % step || t.row % step || t.head % step)) return nullptr;
     return say(text, size, "%s.data=%p with strides (%lld, %lld, %lld): it moves 16 bytes at a time", name, t.data,
                static_cast<long long>(t.batch), static_cast<long long>(t.row), static_cast<long long>(t.head));
+}
+inline const char* no_wide_access(const char* name, const TensorView& t, char* text, size_t size) {
+    return no_wide_access(name, t, 8, text, size);
 }
 #endif
 

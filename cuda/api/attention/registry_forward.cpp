@@ -2,6 +2,7 @@
 #include "api/attention/registry.h"
 
 #include <cstdio>
+#include <utility>
 
 #include "api/attention/refusals.h"
 #include "api/common/serve.h"
@@ -106,6 +107,26 @@ const char* mma_tf32_sm80_refuses(const AttentionParams& p, const DeviceInfo& de
 fa_status mma_tf32_sm80_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
     return launched("mma_tf32_sm80",
                     forward_mma_tf32_sm80(p, device.multiprocessors, device.shared_memory, static_cast<cudaStream_t>(stream)));
+}
+
+const char* float32_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    if (p.dtype != DType::kFloat32) return "takes float32 only";
+    const char* reason = needs_sm80(device, text, size);
+    if (!reason) reason = takes_head_dims(p, 4, 256, text, size);
+    if (!reason) reason = takes_options(p, kLeftEdge | kSinks, text, size);
+    if (reason) return reason;
+    if (p.cache.block_table) return "block_table is set: it takes no pages";
+    if (p.cache.entries && p.cache.dtype != p.dtype) return kNo8BitCache;
+    for (const auto& [name, view] : {std::pair{"q", &p.q}, {"k", &p.k}, {"v", &p.v}, {"out", &p.out}})
+        if ((reason = no_wide_access(name, *view, 4, text, size))) return reason;
+    if (const size_t bytes = forward_float32_sm80_shared(p); bytes > device.shared_memory)
+        return say(text, size, "headdim=%d: a block needs %zu bytes of shared memory, and this GPU has %zu", p.headdim, bytes,
+                   device.shared_memory);
+    return too_many_blocks(p, ceil_div(p.seqlen_q, 64) * p.nheads * p.batch, text, size);
+}
+fa_status float32_sm80_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
+    return launched("float32_sm80",
+                    forward_float32_sm80(p, device.multiprocessors, device.shared_memory, static_cast<cudaStream_t>(stream)));
 }
 #endif
 
@@ -241,6 +262,8 @@ constexpr Kernel kKernels[] = {
      mma_sm80_launch},
     {"mma_tf32_sm80", "tensor cores (mma.sync): float32 with allow_tf32, head dims to 256, every option", FA_CUDA, mma_tf32_sm80_refuses,
      no_workspace, mma_tf32_sm80_launch},
+    {"float32_sm80", "CUDA cores: float32 without tf32, head dims to 256, plain, causal and windowed calls", FA_CUDA, float32_sm80_refuses,
+     no_workspace, float32_sm80_launch},
 #endif
     {"minimal", "online softmax on CUDA cores: any head dim, dtype, mask and option", FA_CUDA, minimal_refuses, no_workspace,
      minimal_launch},
