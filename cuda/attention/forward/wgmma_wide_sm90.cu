@@ -51,7 +51,7 @@ constexpr int kWarps = 16, kThreads = 32 * kWarps;
 constexpr uint32_t kChunkBytes = kKeys * kChunkRowBytes, kSlotBytes = 2 * kChunkBytes;
 static_assert(kRows == kKeys, "chunks of Q are as large as those of K");
 
-// 128 registers a thread at the launch: 32 + 144 + 2 x 168 = 4 x 128.
+// 128 registers a thread at the launch: 32 + 128 + 2 x 176 = 4 x 128.
 constexpr int kProducerRegisters = 32, kScoresRegisters = 128, kOutputRegisters = 176;
 
 enum WideBarrier : int { kOutputWarpgroup = 1 };  // and 2: the threads of one output warpgroup
@@ -292,8 +292,8 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
 #pragma unroll
             for (int i = 0; i < kKeys / 2; ++i) S[i] = next[i];
         }
+        q.release(lane);  // the next Q arrives during the last softmax
         softmax(tiles - 1);
-        q.release(lane);
 
         const bool varlen = p.cu_seqlens_q;
         const int64_t lse_row = (int64_t(varlen ? 0 : w.batch) * p.nheads + w.head) * (varlen ? p.total_q : p.seqlen_q) + w.q_row;
