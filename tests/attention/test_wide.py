@@ -39,8 +39,8 @@ def test_more_items_than_blocks(kernel):
 
 
 @pytest.mark.parametrize("scores", [
-    {"window_size": (50, 3)}, {"window_size": (0, -1), "top_left": True}, {"softcap": 3.0, "causal": True}, {"alibi": 2},
-    {"sinks": True, "causal": True}, {"softmax_scale": -0.05}, {"softmax_scale": 0.0},
+    {"window_size": (50, 3)}, {"window_size": (0, -1), "top_left": True}, {"softcap": 3.0, "causal": True},
+    {"alibi": 2}, {"sinks": True, "causal": True}, {"softmax_scale": -0.05}, {"softmax_scale": 0.0},
     {"bias": (True, True, True)}, {"mask": (True, False, True), "mask_rate": 0.1}, {"dropout_p": 0.3},
 ], ids=str)  # fmt: skip
 def test_options(kernel, scores):
