@@ -15,11 +15,12 @@ size_t forward_naive_workspace(const AttentionParams& params);  // bytes: the wh
 
 cudaError_t forward_minimal(const AttentionParams& params, cudaStream_t stream);
 
-// fp16 and bf16, head dims up to 256, sm_80 and newer. The device decides between tiles.
+// fp16 and bf16, head dims up to 512, sm_80 and newer. The device decides between tiles.
 cudaError_t forward_mma_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
-// Its part for the pages of a cache.
+// Its part for the pages of a cache, and its part for head dims above 256, pages too.
 cudaError_t forward_mma_sm80_paged(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
-// fp32 whose products are rounded to tf32; the rest as above, but no pages.
+cudaError_t forward_mma_sm80_wide(const AttentionParams& params, size_t shared_memory, cudaStream_t stream);
+// fp32 whose products are rounded to tf32, head dims up to 256, no pages; the rest as above.
 cudaError_t forward_mma_tf32_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);
 
 // fp32 without rounding to tf32, head dims up to 256 in steps of 4, rows of whole 16 bytes; every window and length, sinks, and no other
@@ -31,6 +32,10 @@ size_t forward_float32_sm80_shared(const AttentionParams& params);  // bytes tha
 cudaError_t forward_wgmma_sm90(const AttentionParams& params, int multiprocessors, cudaStream_t stream);
 size_t forward_wgmma_sm90_workspace(const AttentionParams& params,
                                     int multiprocessors);  // bytes: the counter of dynamic scheduling, or none
+
+// fp16 and bf16, head dims up to 512 in steps of 8, Hopper only; q, k, v as tensor maps can describe them, pages of a multiple of 8 keys.
+cudaError_t forward_wgmma_wide_sm90(const AttentionParams& params, int multiprocessors, cudaStream_t stream);
+size_t forward_wgmma_wide_sm90_workspace(const AttentionParams& params, int multiprocessors);  // bytes, as above
 
 // fp16 and bf16, head dims 64 and 128, dense plain or causal calls, Hopper only; q, k, v and out as tensor maps can describe them. Built
 // with FLASH_ATTN_CUTE.

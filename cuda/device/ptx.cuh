@@ -70,6 +70,16 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap* map
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
         : "memory");
 }
+// The same box to the same places in the shared memory of several blocks of the cluster, those with a bit in `blocks`; the barrier at the
+// same place of each receives its bytes.
+__device__ __forceinline__ void tma_load_multicast(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2,
+                                                   int c3, int c4, uint16_t blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(blocks)
+        : "memory");
+}
 // A box from shared memory; what is out of bounds is not written. Part of the thread's bulk group.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int c0, int c1, int c2, int c3, int c4) {
     asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(shared), "r"(c0),

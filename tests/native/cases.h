@@ -190,10 +190,11 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
             t.add("shapes/full", shape(n.q, n.k, 64, dtype), one_head);
             if (!quick && dtype != FA_FLOAT16) t.add("shapes/causal", shape(n.q, n.k, 128, dtype), one_head, causal);
         }
-    for (const int32_t dim : {1, 8, 33, 40, 64, 72, 80, 96, 128, 160, 192, 256, 320, 512})
+    for (const int32_t dim : {1, 8, 33, 40, 64, 72, 80, 96, 128, 160, 192, 256, 264, 320, 328, 512})
         for (const int32_t dtype : kAllDtypes)
             t.add("headdim", shape(67, 129, dim, dtype), [&](Case& c) { c.batch = 1, c.causal = dim % 16 == 0; });
-    for (const auto& [dim, dim_v] : std::vector<std::pair<int32_t, int32_t>>{{192, 128}, {64, 80}, {72, 1}, {1, 512}, {576 - 64, 33}})
+    for (const auto& [dim, dim_v] :
+         std::vector<std::pair<int32_t, int32_t>>{{192, 128}, {64, 80}, {72, 1}, {1, 512}, {576 - 64, 33}, {320, 256}, {264, 400}})
         for (const int32_t dtype : kAllDtypes)
             t.add("headdim_v", shape(65, 131, dim, dtype), causal, [&, v = dim_v](Case& c) { c.batch = 1, c.headdim_v = v; });
     for (const int32_t ratio : {1, 2, 3, 5, 6, 7, 8, 16})

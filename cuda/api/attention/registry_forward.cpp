@@ -83,16 +83,17 @@ fa_status naive_launch(const AttentionParams& p, const DeviceInfo&, void* stream
 // ---- sm_80 ----
 
 #if FA_WITH_MMA_SM80
-const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device, int most, char* text, size_t size) {
     const char* reason = needs_sm80(device, text, size);
-    if (!reason) reason = takes_head_dims(p, 1, 256, text, size);
-    if (!reason) reason = too_many_blocks(p, ceil_div(p.seqlen_q, 32) * p.nheads * p.batch, text, size);  // its smallest tile has 32 rows
+    if (!reason) reason = takes_head_dims(p, 1, most, text, size);
+    const int64_t parts = p.headdim_v > 192 ? 2 : 1;  // its smallest tile has 32 rows, and perhaps half of the columns
+    if (!reason) reason = too_many_blocks(p, ceil_div(p.seqlen_q, 32) * p.nheads * p.batch * parts, text, size);
     return reason;
 }
 const char* mma_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = takes_16_bits(p)) return reason;
     if (p.cache.entries && p.cache.dtype != p.dtype) return kNo8BitCache;
-    return mma_shape_refuses(p, device, text, size);
+    return mma_shape_refuses(p, device, 512, text, size);
 }
 fa_status mma_sm80_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
     return launched("mma_sm80", forward_mma_sm80(p, device.multiprocessors, device.shared_memory, static_cast<cudaStream_t>(stream)));
@@ -102,7 +103,7 @@ const char* mma_tf32_sm80_refuses(const AttentionParams& p, const DeviceInfo& de
     if (!p.allow_tf32) return "allow_tf32=0: its products are rounded to tf32, which float32 inputs must allow";
     if (p.cache.block_table) return "block_table is set: it takes no pages";
     if (p.cache.entries && p.cache.dtype != p.dtype) return kNo8BitCache;
-    return mma_shape_refuses(p, device, text, size);
+    return mma_shape_refuses(p, device, 256, text, size);
 }
 fa_status mma_tf32_sm80_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
     return launched("mma_tf32_sm80",
@@ -166,6 +167,29 @@ size_t wgmma_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) 
 }
 fa_status wgmma_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
     return launched("wgmma_sm90", forward_wgmma_sm90(p, device.multiprocessors, static_cast<cudaStream_t>(stream)));
+}
+
+const char* wgmma_wide_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    const char* reason = needs_hopper(device, text, size);
+    if (!reason) reason = takes_16_bits(p);
+    if (!reason && p.cache.entries && p.cache.dtype != p.dtype) reason = kNo8BitCache;
+    if (!reason) reason = takes_head_dims(p, 8, kWgmmaWideMaxHeadDim, text, size);
+    if (!reason && p.cache.block_table && p.cache.page_size % 8)
+        reason = say(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
+    if (!reason) reason = takes_options(p, kLeftEdge | kSoftcap | kAlibi | kSinks, text, size);
+    if (!reason && (p.seqlen_k == 0 || (p.cu_seqlens_q && p.total_k == 0))) reason = "there are no keys to load";
+    if (!reason) reason = hopper_memory_refuses(p, 2, text, size);
+    return reason;
+}
+const char* wgmma_wide_sm90_yields(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
+    if (p.headdim > kWgmmaMaxHeadDim || p.headdim_v > kWgmmaMaxHeadDim) return nullptr;
+    return say(text, size, "headdim=%d, headdim_v=%d: up to %d other kernels are faster", p.headdim, p.headdim_v, kWgmmaMaxHeadDim);
+}
+size_t wgmma_wide_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    return forward_wgmma_wide_sm90_workspace(p, device.multiprocessors);
+}
+fa_status wgmma_wide_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
+    return launched("wgmma_wide_sm90", forward_wgmma_wide_sm90(p, device.multiprocessors, static_cast<cudaStream_t>(stream)));
 }
 
 const char* mla_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
@@ -256,9 +280,11 @@ constexpr Kernel kKernels[] = {
      FA_CUDA, mla_sm90_refuses, mla_sm90_workspace, mla_sm90_launch},
     {"wgmma_sm90", "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option", FA_CUDA, wgmma_sm90_refuses,
      wgmma_sm90_workspace, wgmma_sm90_launch, wgmma_sm90_yields},
+    {"wgmma_wide_sm90", "Hopper: pairs of blocks that share K and V; float16, bfloat16, head dims to 512, no bias, mask or dropout",
+     FA_CUDA, wgmma_wide_sm90_refuses, wgmma_wide_sm90_workspace, wgmma_wide_sm90_launch, wgmma_wide_sm90_yields},
 #endif
 #if FA_WITH_MMA_SM80
-    {"mma_sm80", "tensor cores (mma.sync): float16, bfloat16, head dims to 256, every option", FA_CUDA, mma_sm80_refuses, no_workspace,
+    {"mma_sm80", "tensor cores (mma.sync): float16, bfloat16, head dims to 512, every option", FA_CUDA, mma_sm80_refuses, no_workspace,
      mma_sm80_launch},
     {"mma_tf32_sm80", "tensor cores (mma.sync): float32 with allow_tf32, head dims to 256, every option", FA_CUDA, mma_tf32_sm80_refuses,
      no_workspace, mma_tf32_sm80_launch},

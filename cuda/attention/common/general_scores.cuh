@@ -20,9 +20,9 @@ struct FragmentPlace {
     int shift;  // i_aligned = i + shift
 };
 
-// S = bias + alibi + softcap(scale S), -inf where the boolean mask or a bias of -inf hides the pair. Natural units.
-template <typename T, int kCount>
-__device__ __forceinline__ void transform_fragment(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
+// S = softcap(scale S) + alibi, natural units.
+template <int kCount>
+__device__ __forceinline__ void transform_products(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) S[i] *= p.scale;
     if (p.softcap != 0) {
@@ -36,6 +36,12 @@ __device__ __forceinline__ void transform_fragment(const AttentionParams& p, con
 #pragma unroll
         for (int i = 0; i < kCount; ++i) S[i] -= slope * fabsf(float(distance + i / 2 % 2 * 8 - i / 4 * 8 - i % 2));
     }
+}
+
+// S = bias + alibi + softcap(scale S), -inf where the boolean mask or a bias of -inf hides the pair. Natural units.
+template <typename T, int kCount>
+__device__ __forceinline__ void transform_fragment(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
+    transform_products(p, at, S);
     // Row by row and eight keys at a time: the pointer's walk keeps a fragment's loads from all being in flight, and in registers, at once.
     const auto walk = [&](const auto* data, int64_t batch, int64_t head, int64_t row, const auto& element) {
 #pragma unroll

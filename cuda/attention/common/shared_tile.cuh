@@ -79,14 +79,15 @@ __device__ __forceinline__ void load_tile(const T* tile, const T* source, int64_
 template <int kRows, int kColumns, int kThreads, typename T>
 struct PagedRows {
     static constexpr int kPieces = SharedTile<T, kColumns>::kPieces, kRowsAtOnce = SharedTile<T, kColumns>::rows_at_once(kThreads);
-    static constexpr int kWarpRowsAtOnce = 32 / kPieces, kPasses = kRows / kRowsAtOnce;
-    static_assert(32 % kPieces == 0 && kRowsAtOnce * kPieces == kThreads && kPasses * kWarpRowsAtOnce <= 32, "a row for each lane");
+    static constexpr int kWarpRowsAtOnce = kPieces > 32 ? 1 : 32 / kPieces, kPasses = kRows / kRowsAtOnce;  // warps may share a row
+    static_assert((32 % kPieces == 0 || kPieces % 32 == 0) && kRowsAtOnce * kPieces == kThreads && kPasses * kWarpRowsAtOnce <= 32,
+                  "a row for each lane");
     int page, row;
 
     // Rows outside [begin, end) are not looked up; key0 is the key of row 0.
     __device__ __forceinline__ void find(const AttentionParams& p, int b, int key0, int begin, int end) {
         const int lane = threadIdx.x % 32;
-        const int r = lane / kWarpRowsAtOnce * kRowsAtOnce + threadIdx.x / 32 * kWarpRowsAtOnce + lane % kWarpRowsAtOnce;
+        const int r = lane / kWarpRowsAtOnce * kRowsAtOnce + threadIdx.x / 32 * 32 / kPieces + lane % kWarpRowsAtOnce;
         page = row = 0;
         if (r < begin || r >= end || r >= kRows) return;
         const int index = (key0 + r) / p.cache.page_size;

@@ -35,7 +35,7 @@ enum class MmaSm {
 constexpr size_t kMostSharedSm80 = size_t(163) << 10;  // bytes that a block of sm_80 may ask for. SMs with more take the tiles for k228
 
 // Head dims are padded with zeros to a bucket: Q and K to d, V and the output to dv. A bucket for each pair would be 25; only
-// (192, 128) is used by models, every other pair runs in the larger of the two.
+// (192, 128) is used by models, every other pair runs in the larger of the two. Above 256 dv is that of a part of the columns of V.
 //
 // Shared memory that ldmatrix reads for each m16n8k16, the measure of a tile (an SM reads 128 bytes a cycle, and its tensor cores take one
 // mma.sync about every 1.6 cycles on sm_90, every 2 on sm_80):
@@ -46,6 +46,12 @@ constexpr size_t kMostSharedSm80 = size_t(163) << 10;  // bytes that a block of 
 //     32               in registers        128               128         1
 // so a warp should own 32 rows wherever the registers allow it: O takes dv of them, S 64 at 64 keys. That is up to dv = 128.
 constexpr MmaTile mma_tile(int d, int dv, MmaSm sm) {
+    if (d > 256) {  // O at most 128 registers + S 16. One block is promised; two fit on an SM of sm_90 where memory allows
+        if (sm == MmaSm::kAny) return {32, 32, 2, 1, 1};                        // 80 KB
+        if (d <= 384) return {64, 32, 4, 1, 1};                                 // 84 KB
+        if (sm == MmaSm::kShort || sm == MmaSm::k99) return {64, 16, 4, 1, 1};  // 88 KB
+        return {64, 32, 4, 1, 1};                                               // 112 KB
+    }
     if (sm == MmaSm::k228) {                                // measured on H200 against the tile below
         if (d <= 64) return {128, 128, 4, 2, 2};            // O 64 + S 128; 80 KB. Half the barriers and maxima: 4 % faster
         if (d > 96 && d <= 128) return {128, 64, 4, 2, 2};  // 96 KB. One barrier a tile instead of two: 5 % faster

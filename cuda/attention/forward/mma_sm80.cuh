@@ -1,5 +1,5 @@
-// mma_sm80.cuh: FlashAttention-2 on tensor cores, for every GPU from sm_80 on; head dims up to 256, every option. T is fp16 or bf16
-// (mma_sm80.cu) or float, whose products are tf32 (mma_tf32_sm80.cu).
+// mma_sm80.cuh: FlashAttention-2 on tensor cores, for every GPU from sm_80 on; every option. T is fp16 or bf16 (mma_sm80.cu, head dims up
+// to 512) or float, whose products are tf32 (mma_tf32_sm80.cu, head dims up to 256).
 //
 // One block of 2 to 8 warps computes 32 to 128 query rows of one head, as in flash_attn_minimal.cu. New against that rung:
 //   - mma.sync computes S = Q K^T and O += P V. A warp owns 16 or 32 whole rows, so a softmax needs no other warp: a row lies in the
@@ -18,6 +18,9 @@
 // The exponentials of 16 keys stand between the products of the 16 before them; the second block of an SM, or other warps, fill the rest.
 //
 // Shared memory (Smem)      Q block_m x d | K stages x block_n x d | V stages x block_n x dv | what each warp sees | visible keys
+//
+// Above head dim 256 the 16 rows of a warp no longer have registers for all columns of O. There a block computes one part of them, at most
+// 256 columns, and every part computes S again: half as many products again at head dim 512.
 //
 // Bound, at head dims 128 and less, by how much of the softmax the products of other warps cover, and at 256, where a warp has 16 rows, by
 // the bytes that ldmatrix reads: tensor cores about 54, 65, 55 % busy and shared memory 42, 55, 81 % at 64, 128, 256 (bf16, 4096 keys,
@@ -48,6 +51,7 @@ struct MmaParams {
     AttentionParams attention;
     int tiles;                                          // query tiles of one head
     int section;                                        // heads per section, see tiles_mma_sm80.h
+    int parts;                                          // of the columns of V and the output, kDv each; above 1 for kD > 256 alone
     bool aligned_q, aligned_k, aligned_v, aligned_out;  // rows start on 16 bytes and are a multiple of them
 };
 
@@ -145,21 +149,26 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     constexpr bool kAnyAlignment = kSm == MmaSm::kAny;
     constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: nothing that can be read again is kept beside it
     static_assert(kWarpRows == 16 || kWarpRows == 32, "one or two m16 tiles a warp");
-    static_assert(!kPaged || (kD == kDv && sizeof(T) == 2), "K and V of a tile are looked up once");
+    constexpr bool kInParts = kD > 256;
+    static_assert(!kPaged || sizeof(T) == 2, "pages hold 16-bit values here");
     using TileQK = SharedTile<T, kD>;
     using TileV = SharedTile<T, kDv>;
     extern __shared__ __align__(128) unsigned char shared[];
     auto& smem = *reinterpret_cast<Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>*>(shared);
     const AttentionParams& p = params.attention;
 
-    const Work work = work_of(params, blockIdx.x);
+    // Parts of the same rows are neighbours: they read the same K.
+    const auto part_of = [&](int block) { return kInParts ? block % params.parts : 0; };
+    const auto work_at = [&](int block) { return work_of(params, kInParts ? block / params.parts : block); };
+    const Work work = work_at(blockIdx.x);
+    const int first_column = part_of(blockIdx.x) * kDv, columns_v = p.headdim_v - first_column;  // of V
     const int b = work.b, head = work.head, row0 = work.query_tile * kBlockM;
     const Sequence s = sequence_of(p, b);
     if (row0 >= s.seqlen_q) return;
 
     const T* q = static_cast<const T*>(p.q.data) + s.q + head * p.q.head + row0 * p.q.row;
     const T* k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head;
-    const T* v = static_cast<const T*>(p.v.data) + s.v + head / p.group * p.v.head;
+    const T* v = static_cast<const T*>(p.v.data) + s.v + head / p.group * p.v.head + first_column;
     const int first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
     const int first_tile = first_key / kBlockN, last_tile = end_key > first_key ? (end_key - 1) / kBlockN : first_tile - 1;
 
@@ -172,7 +181,10 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
     __syncwarp();
 
-    [[maybe_unused]] std::conditional_t<kPaged, PagedRows<kBlockN, kD, kThreads, T>, int> rows;  // of the tile to be loaded next
+    // Of the tile to be loaded next. Where V is narrower than K, its rows are other lanes' business.
+    constexpr bool kRowsOfV = kPaged && kD != kDv;
+    [[maybe_unused]] std::conditional_t<kPaged, PagedRows<kBlockN, kD, kThreads, T>, int> rows;
+    [[maybe_unused]] std::conditional_t<kRowsOfV, PagedRows<kBlockN, kDv, kThreads, T>, int> rows_v;
     const auto load_k = [&](int tile, int stage) {
         const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
         if constexpr (kPaged) load_paged_tile<kBlockN, kD, kThreads>(smem.k[stage], k, p.k, rows, begin, end, p.headdim, params.aligned_k);
@@ -182,14 +194,18 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     };
     const auto load_v = [&](int tile, int stage) {
         const int begin = first_key - tile * kBlockN, end = end_key - tile * kBlockN;
-        if constexpr (kPaged)
-            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, rows, begin, end, p.headdim_v, params.aligned_v);
+        if constexpr (kRowsOfV)
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, rows_v, begin, end, columns_v, params.aligned_v);
+        else if constexpr (kPaged)
+            load_paged_tile<kBlockN, kDv, kThreads>(smem.v[stage], v, p.v, rows, begin, end, columns_v, params.aligned_v);
         else
-            load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v[stage], v + tile * kBlockN * p.v.row, p.v.row, begin, end, p.headdim_v,
+            load_tile<kBlockN, kDv, kThreads, kAnyAlignment>(smem.v[stage], v + tile * kBlockN * p.v.row, p.v.row, begin, end, columns_v,
                                                              params.aligned_v);
     };
     const auto find_rows = [&](int tile) {
-        if constexpr (kPaged) rows.find(p, b, tile * kBlockN, first_key - tile * kBlockN, end_key - tile * kBlockN);
+        const int key0 = tile * kBlockN;
+        if constexpr (kPaged) rows.find(p, b, key0, first_key - key0, end_key - key0);
+        if constexpr (kRowsOfV) rows_v.find(p, b, key0, first_key - key0, end_key - key0);
     };
 
     // Addresses of this lane's rows. For ldmatrix: A and V^T take 16 rows x 32 bytes, K 16 keys x 32 bytes with the halves exchanged. fp32
@@ -355,7 +371,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
             };
             const uint32_t v_stage = v_lane + stage * uint32_t(sizeof smem.v[0]);
             exponentials(0, 0, kStepPairs);
-            if (kGeneral) {
+            if constexpr (kGeneral) {
 #pragma unroll
                 for (int step = 1; step < kStepsN; ++step) exponentials(step, 0, kStepPairs);
                 if (p.dropout_threshold) {
@@ -391,16 +407,17 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
 
     // ---- out = O / row_sum, in 16-byte pieces; lse ----
-    const Work done = kGeneral ? work : work_of(params, opaque(blockIdx.x));  // found again rather than kept in registers through the loop
+    const Work done = kGeneral ? work : work_at(opaque(blockIdx.x));  // found again rather than kept in registers through the loop
+    const int part = part_of(opaque(blockIdx.x));
     const Sequence done_s = sequence_of(p, opaque(done.b));
     const int end_row = done.query_tile * kBlockM + warp * kWarpRows;
-    T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head;
+    T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head + part * kDv;
     const float sink = sink_of(p.sinks, done.head);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         const int i = end_row + 16 * (r / 2) + mma_row(lane, r % 2 * 2);
         const RowEnd end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
-        if (p.lse && lane % 4 == 0 && i < done_s.seqlen_q)
+        if (p.lse && lane % 4 == 0 && i < done_s.seqlen_q && part == 0)
             p.lse[lse_offset(p, done_s, done.head) + i] = kGeneral ? end.lse : end.lse * kLn2;
         const float inverse = kGeneral && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
 #pragma unroll
@@ -417,7 +434,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
                 const int column = 8 * (n + lane % 4) + kPieceColumns * piece;
-                const int columns = i < done_s.seqlen_q ? p.headdim_v - column : 0;
+                const int columns = i < done_s.seqlen_q ? p.headdim_v - part * kDv - column : 0;
                 T* to = out + i * p.out.row + column;
                 const uint32_t(&x)[4] = word[piece];
                 if (!kAnyAlignment || params.aligned_out) {
@@ -453,8 +470,9 @@ cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
     const int64_t heads = int64_t(p.nheads) * p.batch, section = heads_per_section(p.seqlen_k, (kD + kDv) * int64_t(sizeof(T)), p.group);
     params.tiles = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m;
     params.section = int(section < heads ? section : heads);
-    return launch_kernel(attention_kernel<T, kD, kDv, kSm, kOptions, kKeyRows>, unsigned(params.tiles * heads), unsigned(kTile.warps * 32),
-                         sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>), stream, params);
+    params.parts = (p.headdim_v + kDv - 1) / kDv;
+    return launch_kernel(attention_kernel<T, kD, kDv, kSm, kOptions, kKeyRows>, unsigned(params.tiles * heads * params.parts),
+                         unsigned(kTile.warps * 32), sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>), stream, params);
 }
 
 template <typename T, int kD, int kDv>

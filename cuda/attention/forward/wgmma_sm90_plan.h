@@ -108,7 +108,7 @@ FA_HOST_DEVICE constexpr WgmmaPlan wgmma_plan(WgmmaPlanId id) {
 template <WgmmaPlanId kId>
 inline constexpr WgmmaPlan kWgmmaPlan = wgmma_plan(kId);
 
-constexpr int kWgmmaMaxHeadDim = 256;
+constexpr int kWgmmaMaxHeadDim = 256, kWgmmaWideMaxHeadDim = 512;  // of wgmma_sm90, and of wgmma_wide_sm90
 
 // Plain scores stay products q . k; the exponential multiplies them by the scale. General scores are scaled before, in natural units, and
 // so are products under a scale that is not positive: it would turn their order.

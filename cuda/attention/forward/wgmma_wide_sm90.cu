@@ -1,0 +1,506 @@
+// wgmma_wide_sm90.cu: attention for head dims above 256, up to 512 for q and k and for v, on Hopper.   out = softmax(q k^T * scale) v
+//
+// New against wgmma_sm90.cuh: a block has 64 rows, two warpgroups share the columns of O, a third computes S for both, and a cluster of two
+// blocks shares K and V.
+//
+//     block 0, rows 0 .. 63                                       block 1, rows 64 .. 127 of the same head
+//     producer, four warps     half of every slot of K and V, to both blocks (multicast)        the other half
+//                                  | ring of nine slots, 64 keys x 128 columns, 16 KB each; a slot has one reading warpgroup
+//     scores warpgroup         S(n - 1) = Q K^T  under  softmax(n) -> P, o_scale: in shared memory, from each thread to its two twins
+//     output warpgroups, two   O[:, own columns] = o_scale O + P V, 256 columns each at head dim 512
+//
+// Why this shape, for head dim 512, one tile of 64 keys and 64 rows. An SM does 4096 flops a cycle, so each product takes 1024 cycles.
+//
+//     registers        O of 64 x 512 floats is half of the file: 128 registers in each thread of two warpgroups, which leaves none for S.
+//     softmax          about 700 cycles of one warpgroup. It has two S, so that the products of the next tile run meanwhile, whatever the
+//                      output warpgroups do.
+//     shared memory    S reads 16 cycles of Q and 16 of K for every 32 cycles of products: 1024. P V reads V alone: 512. The copies write
+//                      128 KB: 1024. P: 192. That is 2750 cycles beside 2048 of products: it bounds the kernel at 3/4 of the peak.
+//     L2               128 KB for each 64 rows would be 64 flops a byte, 350 TFLOP/s at 5.5 TB/s. Two blocks that share them: twice that.
+//
+// The items are 128 rows of one head; block 0 of a cluster finds them and sends them to block 1. An item costs both blocks all tiles that
+// some of its rows see.
+#include <numeric>
+#include <type_traits>
+
+#include "attention/common/epilogue.cuh"
+#include "attention/common/general_scores.cuh"
+#include "attention/common/output_fragment.cuh"
+#include "attention/common/score_fragment.cuh"
+#include "attention/forward/wgmma_sm90_plan.h"
+#include "attention/forward/work_list.h"
+#include "attention/kernels.h"
+#include "common/constants.h"
+#include "device/cluster.cuh"
+#include "device/launch.h"
+#include "device/mma.cuh"
+#include "device/ptx.cuh"
+#include "device/ring.cuh"
+#include "device/tensor_map.h"
+#include "device/wgmma.cuh"
+
+namespace fa {
+namespace {
+
+constexpr int kBlocks = 2;                     // of a cluster
+constexpr int kRows = 64, kKeys = 64;          // of a block, and of a tile
+constexpr int kSlotColumns = 128, kSlots = 9;  // a slot has two chunks of 64 columns; each block of the cluster copies one
+constexpr int kMostColumns = kWgmmaWideMaxHeadDim;
+constexpr int kPSlots = 2, kWorkSlots = 3;
+constexpr int kWarps = 16, kThreads = 32 * kWarps;
+constexpr uint32_t kChunkBytes = kKeys * kChunkRowBytes, kSlotBytes = 2 * kChunkBytes;
+static_assert(kRows == kKeys, "chunks of Q are as large as those of K");
+
+// 128 registers a thread at the launch: 32 + 128 + 2 x 176 = 4 x 128.
+constexpr int kProducerRegisters = 32, kScoresRegisters = 128, kOutputRegisters = 176;
+
+enum WideBarrier : int { kOutputWarpgroup = 1 };  // and 2: the threads of one output warpgroup
+
+struct WideSchedule {
+    ForwardWorkList list;  // blocks: clusters
+    int box_rows;          // rows of a box: all of a tile, or a divisor of the page, too
+};
+
+template <typename T>
+struct alignas(1024) WideSmem {
+    T q[kRows * kMostColumns];
+    T slots[kSlots][kKeys * kSlotColumns];
+    uint4 p[kPSlots][kKeys / 16][128];  // P as A operand
+    float2 o_scale[kPSlots][128];       // what O must be multiplied by; behind the last tile 1 / row sum
+    uint64_t q_full[1], q_empty[1], full[kSlots], empty[kSlots], p_full[kPSlots], p_empty[kPSlots];
+    uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];  // work_empty: of block 0, for the readers of both
+    ForwardWork work[kWorkSlots];
+    int next_index;  // in the list of items: where block 0 looks next
+};
+static_assert(sizeof(WideSmem<__half>) <= 227 * 1024, "one Hopper block can address 227 KiB");
+
+struct WideTiles {
+    static constexpr int kBlockM = kBlocks * kRows, kBlockN = kKeys;
+    static constexpr bool kCaches = true;
+};
+
+// How many slots a tile of K and a tile of V take, and the ring's order: K of the first tile, then K of each next tile with V of the one
+// before, at the end V of the last. Tile t of `tiles` counts from 0 in the order of work, last keys first; `base` counts the slots of all
+// items before.
+template <int kOfKeys, int kOfValues>
+struct WideShape {
+    static constexpr int kKeySlots = kOfKeys, kValueSlots = kOfValues;
+    // The first output warpgroup has the larger half of V.
+    static constexpr int first_slot(int half) { return half ? (kValueSlots + 1) / 2 : 0; }
+    static constexpr int own_slots(int half) { return (kValueSlots + 1 - half) / 2; }
+
+    static __device__ __forceinline__ uint32_t slot_of_keys(uint32_t base, int t) {
+        return base + (t ? t * kKeySlots + (t - 1) * kValueSlots : 0);
+    }
+    static __device__ __forceinline__ uint32_t slot_of_values(uint32_t base, int t, int tiles) {
+        return base + min(t + 2, tiles) * kKeySlots + t * kValueSlots;
+    }
+    static __device__ __forceinline__ uint32_t slot_behind(uint32_t base, int tiles) { return base + tiles * (kKeySlots + kValueSlots); }
+};
+template <typename T>
+__device__ __forceinline__ Ring<kSlots> slot_at(const WideSmem<T>& smem, uint32_t count) {
+    return Ring<kSlots>(smem.full, smem.empty, count);
+}
+// A warp has read `kCount` slots from `at` on: both blocks' copies may overwrite them. `other`: the empty barriers of the other block.
+template <int kCount>
+__device__ __forceinline__ void release_slots(Ring<kSlots> at, uint32_t other, int lane) {
+    if (!arrives(lane)) return;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i, at.next()) mbarrier_arrive(at.empty_barrier()), mbarrier_arrive_cluster(other + 8 * at.slot);
+}
+
+// ---- work: a reader waits for the next item, reads it in shared memory, and releases it in block 0 ----
+
+template <typename T>
+__device__ __forceinline__ const ForwardWork& next_work(const WideSmem<T>& smem, const Ring<kWorkSlots>& work) {
+    mbarrier_wait_cluster(work.full_barrier(), work.phase);
+    return smem.work[work.slot];
+}
+__device__ __forceinline__ void release_work(Ring<kWorkSlots>& work, int lane) {
+    __syncwarp();
+    if (arrives(lane)) mbarrier_arrive_cluster(cluster_address(work.empty_barrier(), 0));
+    work.next();
+}
+
+// ---- producer: four warps take the slots in turn. Its few registers keep only counts, from which the places in the rings follow ----
+
+// A thread of block 0: the next item with rows, or the end, into its own shared memory and that of block 1.
+template <typename T>
+__device__ __forceinline__ void send_work(const AttentionParams& p, const ForwardWorkList& list, WideSmem<T>& smem, uint32_t item) {
+    const Ring<kWorkSlots> work(smem.work_full, smem.work_empty, item);
+    ForwardWork& w = smem.work[work.slot];
+    work.wait_empty();
+    do {
+        find_work<WideTiles>(p, list, smem.next_index, w);
+        smem.next_index = list.order == WorkOrder::kCounter ? list.blocks + atomicAdd(list.counter, 1) : smem.next_index + list.blocks;
+    } while (w.state == WorkState::kEmpty);
+    const uint32_t here = shared_address(&w), there = cluster_address(here, 1), full = cluster_address(work.full_barrier(), 1);
+    mbarrier_arrive_expect_tx_cluster(full, sizeof w);
+#pragma unroll
+    for (uint32_t i = 0; i < sizeof w; i += 16) store_async_16(there + i, load_shared_16(here + i), full);
+    mbarrier_arrive(work.full_barrier());
+}
+
+// This block's chunk of one of the slots of tile n of K or V: `place` counts from the tile's first. A box a lane.
+template <typename T>
+__device__ __forceinline__ void load_chunk(const CUtensorMap& map, const AttentionParams& p, int box_rows, const ForwardWork& w, int n,
+                                           uint32_t place, WideSmem<T>& smem, const Ring<kSlots>& slot) {
+    const int lane = threadIdx.x % 32, box_row = lane * box_rows;
+    const uint32_t chunk = 2 * place + cluster_rank();
+    int row = w.k_row + n * kKeys + box_row, page = p.cu_seqlens_q ? 0 : w.batch;
+    if (p.cache.block_table) {  // pages that the sequence does not have arrive as zeros
+        page = p.cache.entries;
+        if (box_row < kKeys && row < w.seqlen_k) {
+            const int number = row / p.cache.page_size;
+            page = cache_page(p.cache, w.batch, number), row -= number * p.cache.page_size;
+        }
+    } else if (p.cache.entries) {
+        page = cache_entry(p.cache, page);
+    }
+    slot.wait_empty();
+    if (lane == 0) mbarrier_arrive_expect_tx(slot.full_barrier(), kSlotBytes);
+    if (box_row < kKeys)
+        tma_load_multicast(shared_address(smem.slots[slot.slot]) + chunk % 2 * kChunkBytes + box_row * kChunkRowBytes, &map,
+                           slot.full_barrier(), chunk * kChunkColumns, row, 0, w.head / p.group, page, (1 << kBlocks) - 1);
+    __syncwarp();
+}
+
+// This block's rows of Q, a chunk a lane; past headdim, where K has zeros, they are zeros, too.
+template <int kChunks, typename T>
+__device__ __forceinline__ void load_queries(const CUtensorMap& map, const AttentionParams& p, const ForwardWork& w, WideSmem<T>& smem,
+                                             const Ring<1>& q) {
+    const int lane = threadIdx.x % 32;
+    q.wait_empty();
+    if (lane == 0) mbarrier_arrive_expect_tx(q.full_barrier(), kChunks * kChunkBytes);
+    if (lane < kChunks)
+        tma_load(shared_address(smem.q) + lane * kChunkBytes, &map, q.full_barrier(), lane * kChunkColumns,
+                 w.q_row + w.row0 + int(cluster_rank()) * kRows, 0, w.head, p.cu_seqlens_q ? 0 : w.batch, kEvictFirst);
+    __syncwarp();
+}
+
+template <typename T, typename Shape>
+__device__ __forceinline__ void produce(const CUtensorMap& map_q, const CUtensorMap& map_k, const CUtensorMap& map_v,
+                                        const AttentionParams& p, const WideSchedule& schedule, WideSmem<T>& smem, int warp) {
+    uint32_t slots = 0;  // of all tiles so far
+#pragma unroll 1
+    for (uint32_t item = 0;; ++item) {
+        if (warp == 0 && cluster_rank() == 0) {
+            if (threadIdx.x == 0) send_work(p, schedule.list, smem, item);
+            __syncwarp();
+        }
+        Ring<kWorkSlots> work(smem.work_full, smem.work_empty, item);
+        const ForwardWork& w = next_work(smem, work);
+        if (w.state == WorkState::kEnd) return;
+        if (warp == 0) load_queries<2 * Shape::kKeySlots>(map_q, p, w, smem, Ring<1>(smem.q_full, smem.q_empty, item));
+        const auto load = [&](const CUtensorMap& map, int n, auto count) {
+            const uint32_t place = (warp - slots) % 4;  // of the tile's slots, at most four, the one that is this warp's
+            if (place < decltype(count)::value) load_chunk(map, p, schedule.box_rows, w, n, place, smem, slot_at(smem, slots + place));
+            slots += decltype(count)::value;
+        };
+        const std::integral_constant<uint32_t, Shape::kKeySlots> of_keys{};
+        const std::integral_constant<uint32_t, Shape::kValueSlots> of_values{};
+        load(map_k, w.last_tile, of_keys);
+#pragma unroll 1
+        for (int n = w.last_tile; n > w.first_tile; --n) load(map_k, n - 1, of_keys), load(map_v, n, of_values);
+        load(map_v, w.first_tile, of_values);
+        release_work(work, threadIdx.x % 32);
+    }
+}
+
+// ---- the scores warpgroup ----
+
+// S = Q K^T, of the tile of K whose slots begin at `at`. The descriptors' low halves go through opaque(): the compiler would keep those of
+// every step of Q in registers.
+template <typename T, int kKeySlots>
+__device__ __forceinline__ void multiply_qk(float (&S)[kKeys / 2], uint32_t low_q, uint32_t low_slots, Ring<kSlots> at) {
+    constexpr int kSteps = kSlotColumns / 16;
+#pragma unroll
+    for (int x = 0; x < kKeySlots; ++x, at.next()) {
+        at.wait_full();
+        const uint32_t q = opaque(low_q), k = opaque(low_slots + at.slot * uint32_t(descriptor_step(kSlotBytes)));
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i)
+            wgmma_ss<T, kKeys>(S, descriptor_from(q, descriptor_k_step(x * kSteps + i, kRows)),
+                               descriptor_from(k, descriptor_k_step(i, kKeys)), x != 0 || i != 0);
+    }
+    wgmma_commit();
+}
+
+template <typename T, typename Shape>
+__device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSmem<T>& smem, uint32_t rank, int warp, int lane) {
+    constexpr float kRise = 8.0f;  // P stays below 2^8: safe in fp16, too
+    Ring<kWorkSlots> work(smem.work_full, smem.work_empty);
+    Ring<1> q(smem.q_full, smem.q_empty);
+    Ring<kPSlots> out(smem.p_full, smem.p_empty);
+    const uint32_t low_q = descriptor_low(shared_address(smem.q), 16), low_slots = descriptor_low(shared_address(smem.slots), 16);
+    const uint32_t other = cluster_address(shared_address(smem.empty), rank ^ 1);
+    const int quad = lane % 4, thread = threadIdx.x % 128;
+    const bool natural = wgmma_scores_are_natural(p);
+    const float scale_log2 = natural ? kLog2e : p.scale * kLog2e;
+    uint32_t base = 0;
+#pragma unroll 1
+    for (;;) {
+        const ForwardWork& w = next_work(smem, work);
+        if (w.state == WorkState::kEnd) return;
+        const int tiles = w.last_tile - w.first_tile + 1, first_row = w.row0 + int(rank) * kRows, row = first_row + warp * 16 + lane / 4;
+        const int right_tile = clamp_to(first_row + w.right + 1, 0, w.seqlen_k) / kKeys;                      // masked from this tile on
+        const int left_tile = (clamp_to(first_row + kRows - 1 + w.left, 0, w.seqlen_k) + kKeys - 1) / kKeys;  // and before this one
+        float S[kKeys / 2], next[kKeys / 2], row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
+
+        // S of tile t becomes P, and goes to the output warpgroups.
+        const auto softmax = [&](int t) {
+            const int n = w.last_tile - t, key = n * kKeys + 2 * quad;
+            if (natural) transform_products(p, FragmentPlace{w.batch, w.head, row, key, w.seqlen_q, w.seqlen_k, w.shift}, S);
+            if (n >= right_tile) mask_right(S, min(row + w.right, w.seqlen_k - 1) - key, min(row + 8 + w.right, w.seqlen_k - 1) - key);
+            if (n < left_tile) mask_left(S, row + w.left - key, row + 8 + w.left - key);
+            float tile_max[2], sum[2], o_scale[2] = {1.0f, 1.0f};
+            tile_maximum(S, tile_max);
+            tile_max[0] *= scale_log2, tile_max[1] *= scale_log2;
+            raise_maximum(tile_max, kRise, row_max, row_sum, o_scale);
+            exponentials(S, scale_log2, row_max, sum);
+            row_sum[0] += sum[0], row_sum[1] += sum[1];
+            out.wait_empty();
+#pragma unroll
+            for (int i = 0; i < kKeys / 16; ++i) {
+                const float* from = S + 8 * i;
+                smem.p[out.slot][i][thread] = make_uint4(pack_16<T>(from[0], from[1]), pack_16<T>(from[2], from[3]),
+                                                         pack_16<T>(from[4], from[5]), pack_16<T>(from[6], from[7]));
+            }
+            smem.o_scale[out.slot][thread] = make_float2(o_scale[0], o_scale[1]);
+            __syncwarp();
+            if (arrives(lane)) mbarrier_arrive(out.full_barrier());
+            out.next();
+        };
+
+        q.wait_full();
+        const auto multiply = [&](float(&scores)[kKeys / 2], const Ring<kSlots>& keys) {
+            multiply_qk<T, Shape::kKeySlots>(scores, low_q, low_slots, keys);
+        };
+        Ring<kSlots> keys = slot_at(smem, base);
+        multiply(S, keys);
+        wgmma_wait<0>(S);
+        release_slots<Shape::kKeySlots>(keys, other, lane);
+        // The products of tile t + 1 run under the softmax of tile t.
+#pragma unroll 1
+        for (int t = 0; t + 1 < tiles; ++t) {
+            keys = slot_at(smem, Shape::slot_of_keys(base, t + 1));
+            multiply(next, keys);
+            softmax(t);
+            wgmma_wait<0>(next);
+            release_slots<Shape::kKeySlots>(keys, other, lane);
+#pragma unroll
+            for (int i = 0; i < kKeys / 2; ++i) S[i] = next[i];
+        }
+        q.release(lane);  // the next Q arrives during the last softmax
+        softmax(tiles - 1);
+
+        const bool varlen = p.cu_seqlens_q;
+        const int64_t lse_row = (int64_t(varlen ? 0 : w.batch) * p.nheads + w.head) * (varlen ? p.total_q : p.seqlen_q) + w.q_row;
+        float inverse[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const RowEnd end = finish_row<ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink_of(p.sinks, w.head));
+            inverse[r] = end.inverse;
+            if (p.lse && quad == 0 && row + 8 * r < w.seqlen_q) p.lse[lse_row + row + 8 * r] = end.lse * kLn2;
+        }
+        out.wait_empty();
+        smem.o_scale[out.slot][thread] = make_float2(inverse[0], inverse[1]);
+        __syncwarp();
+        if (arrives(lane)) mbarrier_arrive(out.full_barrier());
+        out.next();
+        base = Shape::slot_behind(base, tiles);
+        release_work(work, lane);
+    }
+}
+
+// ---- an output warpgroup: its slots of the columns of O ----
+
+// Rows of V that no row of the sequence sees have P = 0, but 0 x NaN is NaN: they are zeroed. Past the end of a dense tensor the copies
+// wrote zeros, but in a varlen call the next sequence follows, and a cache may hold anything.
+template <int kOwn, typename T>
+__device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, const ForwardWork& w, int n, WideSmem<T>& smem,
+                                                   Ring<kSlots> at, int half) {
+    const int begin = clamp_to(w.left, 0, w.seqlen_k), end = clamp_to(w.seqlen_q + w.right, 0, w.seqlen_k);
+    const bool hidden_end = (n + 1) * kKeys > end && (p.cu_seqlens_q || p.cache.entries || end < w.seqlen_k);
+    if (!hidden_end && n * kKeys >= begin) return;
+#pragma unroll 1
+    for (int i = 0; i < kOwn; ++i, at.next()) {
+        at.wait_full();
+        uint4* pieces = reinterpret_cast<uint4*>(smem.slots[at.slot]);
+        for (int x = opaque(int(threadIdx.x % 128)); x < int(kSlotBytes / 16); x += 128) {
+            const int key = n * kKeys + x / 8 % kKeys;
+            if (key < begin || key >= end) pieces[x] = make_uint4(0, 0, 0, 0);
+        }
+    }
+    fence_proxy_async();
+    bar_sync(kOutputWarpgroup + half, 128);
+}
+
+template <typename T, typename Shape, int kHalf>
+__device__ __forceinline__ void compute_output(const AttentionParams& p, WideSmem<T>& smem, uint32_t rank, int warp, int lane) {
+    constexpr int kFirst = Shape::first_slot(kHalf), kOwn = Shape::own_slots(kHalf);
+    Ring<kWorkSlots> work(smem.work_full, smem.work_empty);
+    Ring<kPSlots> in(smem.p_full, smem.p_empty);
+    const uint32_t low_slots = descriptor_low(shared_address(smem.slots), kChunkBytes);
+    const uint32_t other = cluster_address(shared_address(smem.empty), rank ^ 1);
+    const int quad = lane % 4, thread = threadIdx.x % 128;
+    uint32_t base = 0;
+#pragma unroll 1
+    for (;;) {
+        const ForwardWork& w = next_work(smem, work);
+        if (w.state == WorkState::kEnd) return;
+        const int tiles = w.last_tile - w.first_tile + 1;
+        float O[kOwn * kSlotColumns / 2];
+        uint32_t P[kKeys / 4];
+#pragma unroll
+        for (int i = 0; i < kOwn * kSlotColumns / 2; ++i) O[i] = 0.0f;
+        const auto read_o_scale = [&] { return smem.o_scale[in.slot][thread]; };
+        const auto release_p = [&] {
+            __syncwarp();
+            in.release(lane);
+        };
+#pragma unroll 1
+        for (int t = 0; t < tiles; ++t) {
+            in.wait_full();
+#pragma unroll
+            for (int i = 0; i < kKeys / 16; ++i) {
+                const uint4 x = smem.p[in.slot][i][thread];
+                P[4 * i] = x.x, P[4 * i + 1] = x.y, P[4 * i + 2] = x.z, P[4 * i + 3] = x.w;
+            }
+            const float2 o_scale = read_o_scale();
+            release_p();
+            if (__any_sync(~0u, o_scale.x != 1.0f || o_scale.y != 1.0f)) {
+#pragma unroll
+                for (int i = 0; i < kOwn * kSlotColumns / 2; ++i) O[i] *= i / 2 % 2 ? o_scale.y : o_scale.x;
+            }
+            const Ring<kSlots> values = slot_at(smem, Shape::slot_of_values(base, t, tiles) + kFirst);
+            zero_hidden_values<kOwn>(p, w, w.last_tile - t, smem, values, kHalf);
+            Ring<kSlots> at = values;
+#pragma unroll
+            for (int x = 0; x < kOwn; ++x, at.next()) {
+                at.wait_full();
+                const uint32_t v = opaque(low_slots + at.slot * uint32_t(descriptor_step(kSlotBytes)));
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < kKeys / 16; ++i)
+                    wgmma_rs<T, kSlotColumns, 1>(reinterpret_cast<float(&)[kSlotColumns / 2]>(O[x * kSlotColumns / 2]), P + 4 * i,
+                                                 descriptor_from(v, descriptor_row_step(i)), 1);
+                wgmma_commit();
+            }
+            wgmma_wait<0>(O);
+            release_slots<kOwn>(values, other, lane);
+        }
+        in.wait_full();
+        const float2 inverse = read_o_scale();
+        release_p();
+
+        const bool varlen = p.cu_seqlens_q;
+        const int row = w.row0 + int(rank) * kRows + warp * 16 + lane / 4, column = kFirst * kSlotColumns;
+        T* out = static_cast<T*>(p.out.data) + (varlen ? 0 : w.batch * p.out.batch) + w.q_row * p.out.row + w.head * p.out.head + column;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float factor = r ? inverse.y : inverse.x;
+            store_row(out + (row + 8 * r) * p.out.row, O, r, factor, factor == 0.0f, row + 8 * r < w.seqlen_q, p.headdim_v - column, quad);
+        }
+        base = Shape::slot_behind(base, tiles);
+        release_work(work, lane);
+    }
+}
+
+template <typename T, typename Shape>
+__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
+    forward_wgmma_wide_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                              const __grid_constant__ CUtensorMap map_v, const __grid_constant__ AttentionParams p,
+                              const __grid_constant__ WideSchedule schedule) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    WideSmem<T>& smem = *reinterpret_cast<WideSmem<T>*>(shared);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x % 32;
+    const uint32_t rank = cluster_rank();
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(&map_q), prefetch_tensormap(&map_k), prefetch_tensormap(&map_v);
+        const auto init = [](auto& barriers, int count) {
+            for (uint64_t& barrier : barriers) mbarrier_init(shared_address(&barrier), count);
+        };
+        init(smem.q_full, 1), init(smem.q_empty, 4 * kWarpArrivals);
+        init(smem.full, 1), init(smem.empty, kBlocks * 4 * kWarpArrivals);
+        init(smem.p_full, 4 * kWarpArrivals), init(smem.p_empty, 8 * kWarpArrivals);
+        init(smem.work_full, 1), init(smem.work_empty, kBlocks * kWarps * kWarpArrivals);
+        fence_mbarrier_init();
+        smem.next_index = int(blockIdx.x) / kBlocks;
+    }
+    __syncthreads();
+    cluster_arrive(), cluster_wait();
+
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kProducerRegisters>();
+        produce<T, Shape>(map_q, map_k, map_v, p, schedule, smem, warp);
+    } else if (warpgroup == 1) {
+        setmaxnreg_inc<kScoresRegisters>();
+        compute_scores<T, Shape>(p, smem, rank, warp % 4, lane);
+    } else if (warpgroup == 2) {
+        setmaxnreg_inc<kOutputRegisters>();
+        compute_output<T, Shape, 0>(p, smem, rank, warp % 4, lane);
+    } else {
+        setmaxnreg_inc<kOutputRegisters>();
+        compute_output<T, Shape, 1>(p, smem, rank, warp % 4, lane);
+    }
+    __syncwarp();
+    cluster_arrive(), cluster_wait();  // nobody sends to a block that has ended
+}
+
+// ---- launch ----
+
+ForwardWorkList wide_work_list(const AttentionParams& p, int multiprocessors) {
+    ForwardWorkList list = forward_work_list(p, WideTiles::kBlockM, multiprocessors / kBlocks);
+    add_leading_sections(p, multiprocessors / kBlocks, &list);
+    return list;
+}
+
+template <typename T>
+cudaError_t launch_wide(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
+    if (work_items(p, WideTiles::kBlockM) == 0) return cudaSuccess;
+    const bool varlen = p.cu_seqlens_q, paged = p.cache.block_table;
+    WideSchedule schedule{};
+    schedule.list = wide_work_list(p, multiprocessors);
+    schedule.box_rows = paged ? std::gcd(p.cache.page_size, kKeys) : kKeys;
+    CUtensorMap map_q, map_k, map_v;
+    const int64_t batch_q = varlen ? 1 : p.batch, batch_k = varlen ? 1 : p.cache.entries ? p.cache.entries : p.batch;
+    const int64_t rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : paged ? p.cache.page_size : p.seqlen_k;
+    const auto encode = [&](const char* name, const TensorView& x, int columns, int64_t batch, int64_t rows, int heads, int box_rows,
+                            CUtensorMap* map) {
+        int loads = 0;
+        return encode_tiles({name, x.data, std::is_same_v<T, __half>, columns, rows, heads, batch, 2 * x.row, 2 * x.head, 2 * x.batch,
+                             box_rows, kMostColumns, /* by_chunk: */ true},
+                            map, &loads);
+    };
+    if (cudaError_t error = encode("q", p.q, p.headdim, batch_q, rows_q, p.nheads, kRows, &map_q)) return error;
+    if (cudaError_t error = encode("k", p.k, p.headdim, batch_k, rows_k, p.nheads_k, schedule.box_rows, &map_k)) return error;
+    if (cudaError_t error = encode("v", p.v, p.headdim_v, batch_k, rows_k, p.nheads_k, schedule.box_rows, &map_v)) return error;
+    if (schedule.list.counter)
+        if (cudaError_t error = cudaMemsetAsync(schedule.list.counter, 0, sizeof(int), stream)) return cudaGetLastError(), error;
+    const auto launch = [&](auto shape) {
+        return launch_kernel(forward_wgmma_wide_kernel<T, decltype(shape)>, unsigned(kBlocks * schedule.list.blocks), kThreads,
+                             sizeof(WideSmem<T>), stream, LaunchOptions{}, map_q, map_k, map_v, p, schedule);
+    };
+    const auto launch_keys = [&](auto key_slots) {
+        constexpr int kKeySlots = decltype(key_slots)::value;
+        if (p.headdim_v <= 2 * kSlotColumns) return launch(WideShape<kKeySlots, 2>{});
+        if (p.headdim_v <= 3 * kSlotColumns) return launch(WideShape<kKeySlots, 3>{});
+        return launch(WideShape<kKeySlots, 4>{});
+    };
+    return p.headdim <= 3 * kSlotColumns ? launch_keys(std::integral_constant<int, 3>{}) : launch_keys(std::integral_constant<int, 4>{});
+}
+
+}  // namespace
+
+cudaError_t forward_wgmma_wide_sm90(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
+    return p.dtype == DType::kFloat16 ? launch_wide<__half>(p, multiprocessors, stream)
+                                      : launch_wide<__nv_bfloat16>(p, multiprocessors, stream);
+}
+
+size_t forward_wgmma_wide_sm90_workspace(const AttentionParams& p, int multiprocessors) {
+    return work_list_workspace(p, WideTiles::kBlockM, multiprocessors / kBlocks);
+}
+
+}  // namespace fa
