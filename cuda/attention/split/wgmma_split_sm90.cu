@@ -36,6 +36,7 @@ cudaError_t forward_wgmma_split_sm90(const AttentionParams& p, const DeviceInfo&
         FA_SPLIT_CASE(kD64Rows128)
         FA_SPLIT_CASE(kD128Rows64)
         FA_SPLIT_CASE(kD128Rows128)
+        FA_SPLIT_CASE(kD128Rows192)
         FA_SPLIT_CASE(kD256Rows64)
         FA_SPLIT_CASE(kD256Rows128)
 #undef FA_SPLIT_CASE

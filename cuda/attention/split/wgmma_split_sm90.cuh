@@ -7,7 +7,7 @@
 //     pieces   one for each team of blocks                             000000011111112222222333333344444445
 //     team     block y of a team has row block y of the unit
 //
-// A block is a block of wgmma_sm90: a producer and one or two consumer warpgroups, and the consumers' loop is that of wgmma_sm90. Only an
+// A block is a block of wgmma_sm90: a producer and one to three consumer warpgroups, and the consumers' loop is that of wgmma_sm90. Only an
 // item is another one: it has some of the keys, and packed rows (wgmma_split_sm90_plan.h). A unit in several pieces leaves a normalised O
 // and the lse of each piece in the workspace, and decode/combine.cu merges them in the order of the keys.
 //
@@ -44,6 +44,10 @@ struct WgmmaItem<split_id(SplitTile::kD128Rows64)> {
 };
 template <>
 struct WgmmaItem<split_id(SplitTile::kD128Rows128)> {
+    using Type = SplitWork;
+};
+template <>
+struct WgmmaItem<split_id(SplitTile::kD128Rows192)> {
     using Type = SplitWork;
 };
 template <>

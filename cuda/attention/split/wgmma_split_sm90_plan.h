@@ -16,7 +16,7 @@
 
 namespace fa {
 
-enum class SplitTile { kD64Rows64, kD64Rows128, kD128Rows64, kD128Rows128, kD256Rows64, kD256Rows128 };
+enum class SplitTile { kD64Rows64, kD64Rows128, kD128Rows64, kD128Rows128, kD128Rows192, kD256Rows64, kD256Rows128 };
 
 // The ids behind those of wgmma_sm90, whose loop runs here.
 constexpr WgmmaPlanId split_id(SplitTile tile) { return WgmmaPlanId(64 + int(tile)); }
@@ -36,6 +36,11 @@ FA_HOST_DEVICE constexpr WgmmaPlan split_plan(SplitTile tile) {
             plan.headdim = plan.headdim_v = 128, plan.block_n = 64, plan.warpgroups = 1, plan.stages = 6, plan.q_in_registers = true;
             break;
         case SplitTile::kD128Rows128: plan.headdim = plan.headdim_v = 128, plan.stages = 3, plan.maximum = RowMaximum::kSpeculative; break;
+        // 64 keys, not the 80 of kD128Long: the line counts tiles of a power of two.
+        case SplitTile::kD128Rows192:
+            plan.headdim = plan.headdim_v = 128, plan.block_n = 64, plan.warpgroups = 3, plan.stages = 5, plan.ping_pong = true;
+            plan.maximum = RowMaximum::kSpeculativeUnmasked, plan.producer = 56;
+            break;
         case SplitTile::kD256Rows64: plan.headdim = plan.headdim_v = 256, plan.block_n = 64, plan.warpgroups = 1, plan.stages = 3; break;
         case SplitTile::kD256Rows128:
             plan.headdim = plan.headdim_v = 256, plan.block_n = 64, plan.ping_pong = true, plan.producer = 56;
@@ -51,6 +56,8 @@ template <>
 inline constexpr WgmmaPlan kWgmmaPlan<split_id(SplitTile::kD128Rows64)> = split_plan(SplitTile::kD128Rows64);
 template <>
 inline constexpr WgmmaPlan kWgmmaPlan<split_id(SplitTile::kD128Rows128)> = split_plan(SplitTile::kD128Rows128);
+template <>
+inline constexpr WgmmaPlan kWgmmaPlan<split_id(SplitTile::kD128Rows192)> = split_plan(SplitTile::kD128Rows192);
 template <>
 inline constexpr WgmmaPlan kWgmmaPlan<split_id(SplitTile::kD256Rows64)> = split_plan(SplitTile::kD256Rows64);
 template <>
@@ -69,7 +76,7 @@ inline int split_slab_rows(int group) {
 constexpr double kMemoryRate = 4.2e6, kL2Rate = 6.5e6;  // bytes
 // A tile of keys in a block: the products and the softmax, when all keys are there.
 constexpr double split_tile_time(SplitTile tile) {
-    constexpr double kTimes[] = {0.52, 0.99, 0.46, 1.45, 0.86, 1.46};
+    constexpr double kTimes[] = {0.52, 0.99, 0.46, 1.45, 1.15, 0.86, 1.46};
     return kTimes[int(tile)];
 }
 // Keys that a row sees on average.
@@ -92,12 +99,17 @@ inline SplitShape split_shape(const AttentionParams& p, const DeviceInfo& device
     constexpr int kInvariantPieces = 16, kInvariantTiles = 4;  // batch_invariant: pieces of a unit at most; tiles of a piece at least
     const int bucket = decode_bucket(p), wanted = p.cache.num_splits;
     const int64_t rows = rows_of_key_head(p), heads = int64_t(p.deciding_batch()) * p.nheads_k;
-    const SplitTile narrow = bucket == 64 ? SplitTile::kD64Rows64 : bucket == 128 ? SplitTile::kD128Rows64 : SplitTile::kD256Rows64;
+    const SplitTile narrow = bucket == 64    ? SplitTile::kD64Rows64
+                             : bucket == 128 ? SplitTile::kD128Rows64
+                                             : SplitTile::kD256Rows64,
+                    wide = bucket == 64    ? SplitTile::kD64Rows128
+                           : bucket == 128 ? SplitTile::kD128Rows192
+                                           : SplitTile::kD256Rows128;
     const bool uniform = wanted > 0 || p.cache.batch_invariant;
     SplitShape best{};
     best.slab_rows = split_slab_rows(p.group);
     best.time = -1;
-    for (const SplitTile tile : {narrow, SplitTile(int(narrow) + 1)}) {
+    for (SplitTile tile = narrow; tile <= wide; tile = SplitTile(int(tile) + 1)) {
         const WgmmaPlan plan = split_plan(tile);
         const int block_rows = plan.warpgroups * best.slab_rows;
         const int64_t blocks = (rows + block_rows - 1) / block_rows;
@@ -162,7 +174,8 @@ inline bool split_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     if (rows <= 16 || p.seqlen_k < 1024) return false;                              // decode_ring_sm90 reads at the speed of memory
     if (p.window_right >= 0 && p.seqlen_k < 4 * int64_t(p.seqlen_q)) return false;  // rows see different numbers of keys
-    if (rows / 128 * p.nheads_k * p.deciding_batch() > 4 * device.multiprocessors) return false;  // they fill the GPU
+    const int64_t full_blocks = int64_t(p.seqlen_q / 128) * p.nheads * p.deciding_batch();
+    if (full_blocks > 4 * device.multiprocessors) return false;
     const double wgmma = wgmma_time(p, device);
     if (rows > 64 && wgmma < 2 * kOverhead) return false;
     const double keys = double(p.deciding_batch()) * p.nheads_k * visible_keys_on_average(p),
