@@ -10,6 +10,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 
 #include "attention/decode/decode.h"
 #include "attention/forward/wgmma_sm90_plan.h"
@@ -131,6 +133,17 @@ inline SplitShape split_shape(const AttentionParams& p, const DeviceInfo& device
             if (best.time < 0 || time < 0.98 * best.time) best.time = time, best.tile = tile, best.team = team;
             team = team > 8 ? 8 : team - 1;
         }
+    }
+    // TO BE REMOVED before a merge: FA_SPLIT=rows,team overrides the choice while the kernel is tuned.
+    if (const char* wish = std::getenv("FA_SPLIT")) {
+        int wished_rows = 0, wished_team = 1;
+        if (std::sscanf(wish, "%d,%d", &wished_rows, &wished_team) == 2)
+            for (SplitTile tile = narrow; tile <= wide; tile = SplitTile(int(tile) + 1))
+                if (split_plan(tile).block_m() == wished_rows) {
+                    const int block_rows = split_plan(tile).warpgroups * best.slab_rows;
+                    best.tile = tile;
+                    best.team = int(std::min<int64_t>(wished_team, (rows + block_rows - 1) / block_rows));
+                }
     }
     const WgmmaPlan plan = split_plan(best.tile);
     DecodeShape& s = best.work;
