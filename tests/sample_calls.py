@@ -268,6 +268,8 @@ def _cuda_makers() -> Makers:
         partial(_forward, "wgmma_wide_sm90", half, (10, 300, 330, 6, 2, 512)),
         partial(_forward, "wgmma_wide_sm90", half, (10, 300, 330, 6, 2, 320)),
         *(partial(_forward, name, half, (20, 300, 330, 4, 2, 128)) for name in _built("cute_sm90")),
+        partial(_forward, "wgmma_split_sm90", half, (70, 100, 330, 4, 2, 128)),
+        partial(_cache, "wgmma_split_sm90", half, LONG, 400, 6, 2, 128, new=3),
         partial(_float8, "fp8_sm90"),
         partial(_float8, "fp8_fast_sm90"),
         partial(_cache, "mla_sm90", half, (700, 1000, 3), 1000, 16, 1, 576, 512),

@@ -37,6 +37,13 @@ size_t forward_wgmma_sm90_workspace(const AttentionParams& params,
 cudaError_t forward_wgmma_wide_sm90(const AttentionParams& params, int multiprocessors, cudaStream_t stream);
 size_t forward_wgmma_wide_sm90_workspace(const AttentionParams& params, int multiprocessors);  // bytes, as above
 
+// The same for rows that do not fill the GPU, their keys in pieces: dense calls and caches, plain or causal scores, pages of a multiple
+// of 8.
+cudaError_t forward_wgmma_split_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
+size_t forward_wgmma_split_sm90_workspace(const AttentionParams& params, const DeviceInfo& device);  // bytes: partial results
+bool forward_wgmma_split_sm90_fits(const AttentionParams& params, const DeviceInfo& device);         // its 32-bit places and rows
+bool forward_wgmma_split_sm90_wins(const AttentionParams& params, const DeviceInfo& device);         // over all that serve such a call
+
 // fp16 and bf16, head dims 64 and 128, dense plain or causal calls, Hopper only; q, k, v and out as tensor maps can describe them. Built
 // with FLASH_ATTN_CUTE.
 cudaError_t forward_cute_sm90(const AttentionParams& params, cudaStream_t stream);

@@ -16,6 +16,7 @@ struct LaunchOptions {
     // the same one.
     bool prefers_shared = false;
     bool cooperative = false;  // all blocks run at once, or the launch fails: they may wait for each other
+    unsigned blocks_y = 1;     // the second extent of the grid
 };
 
 // Asks the runtime once for what a kernel needs on the current device: more than the default shared memory, clusters of more than eight
@@ -79,11 +80,12 @@ inline cudaError_t launch_function(const void* function, unsigned blocks, unsign
             ++count;
         }
         cudaLaunchConfig_t config{};
-        config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+        config.gridDim = dim3(blocks, options.blocks_y), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes,
+        config.stream = stream;
         config.attrs = attributes, config.numAttrs = count;
         error = cudaLaunchKernelExC(&config, function, arguments);
     } else if (error == cudaSuccess) {
-        error = cudaLaunchKernel(function, dim3(blocks), dim3(threads), arguments, shared_bytes, stream);
+        error = cudaLaunchKernel(function, dim3(blocks, options.blocks_y), dim3(threads), arguments, shared_bytes, stream);
     }
     if (error != cudaSuccess) cudaGetLastError();
     return error;

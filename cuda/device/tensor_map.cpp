@@ -44,12 +44,18 @@ cudaError_t encode_tiles(const TensorTiles& t, CUtensorMap* map, int* loads) {
     const cuuint64_t chunks = whole ? t.columns / kChunk : 1;
     // The stride of an axis with one element is never used, but has to be valid.
     const auto stride = [](int64_t extent, int64_t bytes) { return extent > 1 ? cuuint64_t(bytes) : kChunkBytes; };
-    const cuuint64_t dims[5] = {whole ? kChunk : cuuint64_t(t.columns), cuuint64_t(t.rows), chunks, cuuint64_t(t.heads),
-                                cuuint64_t(t.batch)};
-    const cuuint64_t strides[4] = {stride(t.rows, t.row_stride), kChunkBytes, stride(t.heads, t.head_stride),
-                                   stride(t.batch, t.batch_stride)};
-    const cuuint32_t box_chunks = t.box_chunks ? cuuint32_t(t.box_chunks) : cuuint32_t(chunks);
-    const cuuint32_t box[5] = {cuuint32_t(kChunk), cuuint32_t(t.box_rows), box_chunks, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
+    struct Axis {
+        cuuint64_t extent, stride;
+        cuuint32_t box;
+    };
+    const Axis rows{cuuint64_t(t.rows), stride(t.rows, t.row_stride), cuuint32_t(t.box_rows)},
+        heads{cuuint64_t(t.heads), stride(t.heads, t.head_stride), t.box_heads ? cuuint32_t(t.box_heads) : 1},
+        chunk{chunks, kChunkBytes, t.box_chunks ? cuuint32_t(t.box_chunks) : cuuint32_t(chunks)},
+        batch{cuuint64_t(t.batch), stride(t.batch, t.batch_stride), 1};
+    const Axis axes[4] = {t.box_heads ? heads : rows, t.box_heads ? rows : chunk, t.box_heads ? chunk : heads, batch};
+    const cuuint64_t dims[5] = {whole ? kChunk : cuuint64_t(t.columns), axes[0].extent, axes[1].extent, axes[2].extent, axes[3].extent};
+    const cuuint64_t strides[4] = {axes[0].stride, axes[1].stride, axes[2].stride, axes[3].stride};
+    const cuuint32_t box[5] = {cuuint32_t(kChunk), axes[0].box, axes[1].box, axes[2].box, axes[3].box}, ones[5] = {1, 1, 1, 1, 1};
     *loads = whole ? 1 : int(t.padded_columns / int64_t(kChunk));
     const CUresult result = encoder()(map, t.half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
                                       const_cast<void*>(t.data), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -19,11 +19,12 @@ struct TensorTiles {
     int padded_columns;     // columns of a tile, a multiple of 64; those past `columns` read as zero
     bool by_chunk = false;  // a box for every chunk in any case: where boxes of fewer rows make a tile, its chunks are not neighbours
     int box_chunks = 0;     // > 0: a box has so many chunks, not all of a tile; `columns` is a multiple of 64, padded_columns unused
+    int box_heads = 0;  // > 0: a box has that many heads of each row, row by row, and the coordinates are {column, head, row, chunk, batch}
 };
 
-// The map's coordinates are {column, row, chunk, head, batch}, its boxes chunks of 64 columns in the 128-byte swizzle of wgmma.cuh.
-// Returns in *loads how many boxes make a tile: 1 when a box holds every chunk (columns = padded_columns, not by_chunk), else one per
-// chunk, at columns 64 c and chunk 0. Rows and columns out of bounds arrive as zeros.
+// The map's coordinates are {column, row, chunk, head, batch} (but see box_heads), its boxes chunks of 64 columns in the 128-byte swizzle
+// of wgmma.cuh. Returns in *loads how many boxes make a tile: 1 when a box holds every chunk (columns = padded_columns, not by_chunk), else
+// one per chunk, at columns 64 c and chunk 0. Rows and columns out of bounds arrive as zeros.
 cudaError_t encode_tiles(const TensorTiles& tiles, CUtensorMap* map, int* loads);
 
 // Rows of 32-bit words, no swizzle: boxes of box_rows x box_words, packed, at the coordinates {word, row, 0, 0, 0}.

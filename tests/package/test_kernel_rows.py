@@ -15,6 +15,7 @@ import flash_attn_minimal as fa
 # Folder -> (table, what the kernel's name has before the file's).
 TABLES = {
     "attention/forward": ("forward", ""),
+    "attention/split": ("forward", ""),
     "attention/decode": ("forward", "decode_"),
     "attention/backward": ("backward", ""),
     "transformer/linear": ("linear", ""),

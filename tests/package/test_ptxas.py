@@ -11,6 +11,7 @@ FOLDER = Path(_library.path()).parent / "ptxas"
 # Every kernel but those that are there to be read or to serve all that is left over.
 PATTERNS = (
     "attention/*ward/*_sm*.log",
+    "attention/split/*.log",
     "attention/decode/*.log",
     "transformer/linear/*.log",
     "transformer/w4/*.log",

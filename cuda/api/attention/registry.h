@@ -23,6 +23,9 @@ const Kernel* decode_kernel_at(int index);
 int backward_kernel_count();
 const BackwardKernel* backward_kernel_at(int index);
 
+// Whether wgmma_split_sm90 serves the call and takes the least time. Kernels that stand before it in the table yield to it.
+bool wgmma_split_is_best(const AttentionParams&, const DeviceInfo&);
+
 fa_status launch_append(const AppendParams&, const DeviceInfo&, void* stream);  // of a call with something to append or to turn
 fa_status launch_merge(const MergeParams&, fa_device device, void* stream);
 fa_status launch_quantize(const QuantizeParams&, fa_device device, void* stream);

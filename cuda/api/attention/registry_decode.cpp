@@ -98,6 +98,7 @@ const char* any_yields(const AttentionParams& p, const DeviceInfo& device, char*
     if (rows_of_key_head(p) > 64) {
         return say(text, size, "seqlen_q=%d x %d heads of a key head: other kernels are faster from 65 rows on", p.seqlen_q, p.group);
     }
+    if (wgmma_split_is_best(p, device)) return "wgmma_split_sm90 is faster for so many rows and keys";
     if (p.cache.entries) return nullptr;
     // Plain K and V: decode kernels win where the heads alone leave the GPU idle, or share keys and have one row each (H200).
     if (p.seqlen_k >= 512 && p.seqlen_q <= 16 &&

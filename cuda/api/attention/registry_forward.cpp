@@ -192,6 +192,32 @@ fa_status wgmma_wide_sm90_launch(const AttentionParams& p, const DeviceInfo& dev
     return launched("wgmma_wide_sm90", forward_wgmma_wide_sm90(p, device.multiprocessors, static_cast<cudaStream_t>(stream)));
 }
 
+const char* wgmma_split_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+    const char* reason = needs_hopper(device, text, size);
+    if (!reason) reason = takes_16_bits(p);
+    if (!reason && p.cu_seqlens_q) reason = "takes no packed sequences";
+    if (!reason && p.cache.entries && p.cache.dtype != p.dtype) reason = kNo8BitCache;
+    if (!reason) reason = takes_head_dims(p, 8, kWgmmaMaxHeadDim, text, size);
+    if (!reason) reason = takes_options(p, kSinks, text, size);
+    if (!reason) reason = takes_positive_scale(p, text, size);
+    if (!reason && p.cache.block_table && p.cache.page_size % 8)
+        reason = say(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
+    if (!reason && p.seqlen_k == 0) reason = "there are no keys to load";
+    if (!reason) reason = overflows(p, !forward_wgmma_split_sm90_fits(p, device), text, size);
+    if (!reason) reason = no_tensor_maps(p, 2, text, size);
+    if (!reason) reason = no_wide_access("out", p.out, text, size);
+    return reason;
+}
+const char* wgmma_split_sm90_yields(const AttentionParams& p, const DeviceInfo& device, char*, size_t) {
+    return forward_wgmma_split_sm90_wins(p, device) ? nullptr : "other kernels are faster where rows fill the GPU, or are few";
+}
+size_t wgmma_split_sm90_workspace(const AttentionParams& p, const DeviceInfo& device) {
+    return forward_wgmma_split_sm90_workspace(p, device);
+}
+fa_status wgmma_split_sm90_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
+    return launched("wgmma_split_sm90", forward_wgmma_split_sm90(p, device, static_cast<cudaStream_t>(stream)));
+}
+
 const char* mla_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (p.headdim != 576 || p.headdim_v != 512 || !p.cache.entries)
         return say(text, size, "headdim=%d, headdim_v=%d: it serves a cache of 576 and 512", p.headdim, p.headdim_v);
@@ -278,6 +304,9 @@ constexpr Kernel kKernels[] = {
 #if FA_WITH_WGMMA_SM90
     {"mla_sm90", "Hopper: a cache of headdim 576 and 512, fastest where the values are the first columns of the keys; float16, bfloat16",
      FA_CUDA, mla_sm90_refuses, mla_sm90_workspace, mla_sm90_launch},
+    {"wgmma_split_sm90",
+     "Hopper: as wgmma_sm90 where rows do not fill the GPU: keys in pieces, the heads of a key head packed; plain, causal", FA_CUDA,
+     wgmma_split_sm90_refuses, wgmma_split_sm90_workspace, wgmma_split_sm90_launch, wgmma_split_sm90_yields},
     {"wgmma_sm90", "Hopper: TMA, wgmma, specialised warps; float16, bfloat16, head dims to 256, every option", FA_CUDA, wgmma_sm90_refuses,
      wgmma_sm90_workspace, wgmma_sm90_launch, wgmma_sm90_yields},
     {"wgmma_wide_sm90", "Hopper: pairs of blocks that share K and V; float16, bfloat16, head dims to 512, no bias, mask or dropout",
@@ -314,6 +343,15 @@ constexpr Kernel kKernels[] = {
 };
 
 }  // namespace
+
+bool wgmma_split_is_best([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const DeviceInfo& device) {
+#if FA_WITH_CUDA && FA_WITH_WGMMA_SM90
+    char text[256];
+    return device.compute == 90 && forward_wgmma_split_sm90_wins(p, device) && !wgmma_split_sm90_refuses(p, device, text, sizeof text);
+#else
+    return false;
+#endif
+}
 
 int kernel_count() { return decode_kernel_count() + int(sizeof kKernels / sizeof kKernels[0]); }
 const Kernel* kernel_at(int index) {

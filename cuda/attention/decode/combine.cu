@@ -126,11 +126,10 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 
 }  // namespace
 
-cudaError_t decode_combine(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream) {
+cudaError_t decode_combine(const DecodeParams& d, int64_t most_blocks, const DeviceInfo& device, cudaStream_t stream) {
     const AttentionParams& p = d.attention;
     const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.nheads;
-    const int64_t most = 2 * device.multiprocessors;  // so many fit beside the decode kernel, and wait there
-    const unsigned blocks = unsigned(rows < most ? rows : most);
+    const unsigned blocks = unsigned(rows < most_blocks ? rows : most_blocks);
     return launch_kernel(p.headdim_v <= 128 ? combine_kernel<1> : combine_kernel<2>, blocks, kThreads, 0, stream, d, device.compute >= 90);
 }
 

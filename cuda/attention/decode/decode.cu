@@ -37,7 +37,8 @@ cudaError_t decode(DecodeKernel kernel, const AttentionParams& p, const AppendPa
         default: break;
 #endif
     }
-    return error == cudaSuccess && d.shape.combines ? decode_combine(d, device, stream) : error;
+    const int64_t beside = 2 * device.multiprocessors;  // blocks of the merge that fit beside those of the kernel, and wait there
+    return error == cudaSuccess && d.shape.combines ? decode_combine(d, beside, device, stream) : error;
 }
 
 }  // namespace fa

@@ -133,7 +133,7 @@ cudaError_t decode_cluster_sm90(const DecodeParams& d, cudaStream_t stream);
 // decode_lanes_sm80, or with a cluster decode_lanes_cluster_sm90; with `append` the latter also does the work of kvcache_append.
 cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
 cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
-// Merges the pieces that a kernel above has left.
-cudaError_t decode_combine(const DecodeParams& d, const DeviceInfo& device, cudaStream_t stream);
+// Merges the pieces that a kernel has left, with that many blocks at most.
+cudaError_t decode_combine(const DecodeParams& d, int64_t most_blocks, const DeviceInfo& device, cudaStream_t stream);
 
 }  // namespace fa

@@ -93,8 +93,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
     for (;;) {
         if (!kAhead && !next_work()) return;
         const uint32_t work_slot = work.slot;
-        const ForwardWork& w = smem.work[work_slot];
-        const int first_tile = kGeneral ? w.first_tile : 0;
+        const auto& w = smem.work[work_slot];
+        const int first_tile = kGeneral || kPlan.pieces ? w.first_tile : 0;
         const MaskedTiles masked = masked_tiles<kId>(w, me.wg);
         int n = w.last_tile;
 

@@ -40,6 +40,12 @@ struct WgmmaTrace {
     __device__ __forceinline__ void operator()(TraceEvent, int /* tile */) {}
 };
 
+// What the consumers are told of an item. wgmma_split_sm90 specialises it for its ids: an item there has some of a row's keys.
+template <WgmmaPlanId kId>
+struct WgmmaItem {
+    using Type = ForwardWork;
+};
+
 template <typename T, WgmmaPlanId kId>
 struct alignas(1024) WgmmaSmem {
     static constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
@@ -50,7 +56,7 @@ struct alignas(1024) WgmmaSmem {
     uint64_t k_full[kPlan.stages], k_empty[kPlan.stages], v_full[kPlan.stages], v_empty[kPlan.stages];
     static constexpr int kWorkSlots = 3;  // consumers keep theirs until the item's last store, and the producer is one ahead
     uint64_t work_full[kWorkSlots], work_empty[kWorkSlots];
-    ForwardWork work[kWorkSlots];
+    typename WgmmaItem<kId>::Type work[kWorkSlots];
     uint8_t seen[2][kPlan.general ? kPlan.block_n : 1];  // does any row of the block see this key? For two neighbouring tiles
 };
 

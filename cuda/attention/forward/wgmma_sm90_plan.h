@@ -45,7 +45,9 @@ struct WgmmaPlan {
     // Speculative plans: wait for O before the exponentials instead of after them. The packing of P then falls between the exponentials
     // and hides under them. This warpgroup's own product no longer does: the products of the other warpgroups must fill the tensor cores.
     bool early_pack = false;
-    bool paged = true;  // whether it serves the pages of a cache, where its registers allow that
+    bool paged = true;    // whether it serves the pages of a cache, where its registers allow that
+    bool pieces = false;  // an item has some of the keys: it may begin behind the first one
+    int producer = 0;     // registers of a producer's thread, where not as many as below
 
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
     FA_HOST_DEVICE constexpr bool speculative() const { return maximum != RowMaximum::kLazy; }
@@ -58,8 +60,13 @@ struct WgmmaPlan {
     // Of a thread. The register file has 64 Ki: 168 x 384 threads, 128 x 512 or 96 x 640. With one consumer warpgroup every thread may have
     // all that an instruction can name, and nothing moves.
     FA_HOST_DEVICE constexpr bool moves_registers() const { return warpgroups > 1; }
-    FA_HOST_DEVICE constexpr int producer_registers() const { return warpgroups == 2 ? 40 : warpgroups == 3 ? 32 : 24; }
-    FA_HOST_DEVICE constexpr int consumer_registers() const { return warpgroups == 2 ? 232 : warpgroups == 3 ? 160 : 112; }
+    FA_HOST_DEVICE constexpr int producer_registers() const {
+        return producer ? producer : warpgroups == 2 ? 40 : warpgroups == 3 ? 32 : 24;
+    }
+    FA_HOST_DEVICE constexpr int consumer_registers() const {
+        const int all = warpgroups == 2 ? 504 : warpgroups == 3 ? 512 : 480;
+        return (all - producer_registers()) / warpgroups / 8 * 8;
+    }
 };
 
 // The comparisons are from one H200 with CUDA 13.0, bf16, 16384 tokens, heads x headdim = 2048, in a prototype of the same loop.

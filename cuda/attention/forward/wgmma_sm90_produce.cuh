@@ -228,32 +228,41 @@ struct WgmmaWorkTiles {
     static constexpr bool kCaches = true;
 };
 
-// The last keys come first. K is one tile ahead of V: the consumers multiply S(n) while the softmax of S(n + 1) waits for V(n + 1).
+// The tiles of one item. The last keys come first. K is one tile ahead of V: the consumers multiply S(n) while the softmax of S(n + 1)
+// waits for V(n + 1). `tile` counts the tiles of K, and of V, over all items. load_q() waits for the buffer of Q and fills it.
+template <typename T, WgmmaPlanId kId, typename Tiles, typename LoadQ>
+__device__ __forceinline__ void load_item(const ForwardWork& w, WgmmaSmem<T, kId>& smem, Tiles& tiles, uint32_t& tile,
+                                          const LoadQ& load_q) {
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
+    const auto k_ring = [&](uint32_t count) { return Ring<kPlan.stages>(smem.k_full, smem.k_empty, count); };
+    const auto v_ring = [&](uint32_t count) { return Ring<kPlan.stages>(smem.v_full, smem.v_empty, count); };
+    tiles.begin_item(w);
+    tiles.load_k(w, w.last_tile, k_ring(tile));  // does not wait for the Q buffer
+    load_q();
+#pragma unroll 1
+    for (int n = w.last_tile; n > w.first_tile; --n, ++tile) {
+        tiles.load_k(w, n - 1, k_ring(tile + 1));
+        tiles.load_v(w, n, v_ring(tile));
+    }
+    tiles.load_v(w, w.first_tile, v_ring(tile++));
+    tiles.end_item();
+}
+
 template <typename T, WgmmaPlanId kId, typename Tiles>
 __device__ __forceinline__ void produce(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
                                         WgmmaSmem<T, kId>& smem, Tiles tiles) {
-    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr bool kWarpgroup = Tiles::kWalkedBy == WalkedBy::kWarpgroup;
-    uint32_t tile = 0;  // counts those of K, and of V, over all items
-    const auto k_ring = [&](uint32_t count) { return Ring<kPlan.stages>(smem.k_full, smem.k_empty, count); };
-    const auto v_ring = [&](uint32_t count) { return Ring<kPlan.stages>(smem.v_full, smem.v_empty, count); };
+    uint32_t tile = 0;
     const auto prepare = [](ForwardWork&) {};
-    const auto load_item = [&](const ForwardWork& w, uint32_t item) {
-        const Ring<1> q(smem.q_full, smem.q_empty, item);
-        tiles.begin_item(w);
-        tiles.load_k(w, w.last_tile, k_ring(tile));  // does not wait for the Q buffer
-        q.wait_empty();
-        if (!kWarpgroup || threadIdx.x == 0) load_q(map_q, p, schedule, w, smem, q.full_barrier());
-        if (kWarpgroup) __syncwarp();
-#pragma unroll 1
-        for (int n = w.last_tile; n > w.first_tile; --n, ++tile) {
-            tiles.load_k(w, n - 1, k_ring(tile + 1));
-            tiles.load_v(w, n, v_ring(tile));
-        }
-        tiles.load_v(w, w.first_tile, v_ring(tile++));
-        tiles.end_item();
+    const auto load = [&](const ForwardWork& w, uint32_t item) {
+        load_item<T, kId>(w, smem, tiles, tile, [&] {
+            const Ring<1> q(smem.q_full, smem.q_empty, item);
+            q.wait_empty();
+            if (!kWarpgroup || threadIdx.x == 0) load_q(map_q, p, schedule, w, smem, q.full_barrier());
+            if (kWarpgroup) __syncwarp();
+        });
     };
-    for_each_item<WgmmaWorkTiles<kId>, Tiles::kWalkedBy>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load_item);
+    for_each_item<WgmmaWorkTiles<kId>, Tiles::kWalkedBy>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load);
 }
 
 }  // namespace fa
