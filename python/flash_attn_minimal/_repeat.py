@@ -32,33 +32,29 @@ def signature(arrays: tuple, values: tuple, window_size: Any, gradients: bool = 
     """All that decides about a call but the addresses, or None for a call that takes the long way. Some of `arrays` may
     be None, but not the first; `values` are the other arguments that may differ, window_size among them. gradients:
     the function has them, so that the call may be one that PyTorch records."""
-    types = plain_types(values, window_size)
-    door = types and _arrays._doors.get(type(arrays[0]))
-    about = door and door.describe(arrays, gradients)
-    return about and (door, about, values, types)
-
-
-def plain_types(values: tuple, window_size: Any) -> tuple | None:
-    """The types of the values, or None where a call with them takes the long way. The types are part of a signature,
-    for equal values need not be equally legal (1 == 1.0 == True)."""
     if _modes.compiling():
         return None
     types = tuple(map(type, values))
-    if types not in _plain_types and not _is_plain(types):
-        return None
-    if window_size is not _OPEN and (type(window_size) is not tuple or [*map(type, window_size)] != [int, int]):
-        return None
-    return types
+    door = _are_plain(types, window_size) and _arrays._doors.get(type(arrays[0]))
+    about = door and door.describe(arrays, gradients)
+    return (door, about, values, types) if about else None
 
 
 _plain_types: set[tuple] = set()
 
 
-def _is_plain(types: tuple) -> bool:
-    """Whether values of these types are numbers, names and None alone: no arrays, which change under their hash."""
-    if _PLAIN.issuperset(types):
+def _are_plain(types: tuple, window_size: Any) -> bool:
+    """Whether values of these types are numbers, names and None alone: no arrays, which change under their hash. The
+    types are part of a signature, for equal values need not be equally legal (1 == 1.0 == True)."""
+    if types not in _plain_types:
+        if not _PLAIN.issuperset(types):
+            return False
         _plain_types.add(types)
-    return types in _plain_types
+    return window_size is _OPEN or _is_plain_window(window_size)
+
+
+def _is_plain_window(window_size: Any) -> bool:
+    return type(window_size) is tuple and [*map(type, window_size)] == [int, int]
 
 
 class Made(NamedTuple):
@@ -101,15 +97,20 @@ class Repeats:
         """The results of a call like one before, or None; and where there are none, the call's signature, if it has
         one. arrays: those that are given, q first; given: their names, which the structs know them by. `length` is the
         one length of all sequences, where there is one. For the others see signature."""
-        types = plain_types(values, window_size)
-        if types is None:
+        if _modes.compiling():
             return None, None
+        types = tuple(map(type, values))
         kind = given, values, types
-        latest = self.latest.get(kind)
-        if latest is not None and latest.same(arrays):
-            results = latest.call(arrays, length)
+        try:
+            latest = self.latest.get(kind)
+        except TypeError:  # a list or an array among the values
+            return None, None
+        if latest is not None and (window_size is _OPEN or _is_plain_window(window_size)) and latest[0](arrays):
+            results = latest[1](arrays, length)
             if results is not None:
                 return results, None
+        if not _are_plain(types, window_size):
+            return None, None
         door = _arrays._doors.get(type(arrays[0]))
         about = door and door.describe(arrays, gradients)
         if not about:
@@ -158,9 +159,10 @@ class Repeats:
         first = likes[0]
         door, on_cpu, index = first.door, first.device == CPU, first.index
         address, current_stream = door.address, door.current_stream
-        alone, given_out = len(structs) == 1, given[-1] == "out"
+        given_out = given[-1] == "out"
         makers = tuple([_maker(door, likes, one) for one in made.values()])
         count = given_out + len(made) - ("workspace" in made)  # of the results
+        alone = len(structs) == 1
         launch = load_packed(self.name, alone)
         new_keys, most_keys = keys[1:] if keys else (0, 0)
         # What varies, in the order in which `call` finds it, and the structs with gaps for it.
@@ -172,23 +174,25 @@ class Repeats:
         parts[::2] = [filled[gap] for gap in gaps]
         passed, pack, pack_into, memory_of = self.passed, layout.pack, layout.pack_into, ct.c_char * self.size
 
+        checked, simple = fits or given_out, count == 1 and not finish
+
         def call(arrays, length):
             stream = None
             try:
-                varying = [*map(address, arrays)]
-                if fits and not fits(varying):
-                    return None
-                results = []
-                if given_out:
-                    if varying[-1] in varying[:3]:
+                varying, results = [*map(address, arrays)], []
+                if checked:
+                    if given_out:
+                        if varying[-1] in varying[:3]:
+                            return None
+                        results.append(arrays[-1])
+                    if fits and not fits(varying):
                         return None
-                    results.append(arrays[-1])
                 for make, i in makers:  # on a GPU by the caller's allocator, which knows about streams and captures
                     array = make(arrays[i])
                     results.append(array)
                     varying.append(address(array))
                 if on_cpu:
-                    varying += _scratch.address, _scratch.size
+                    varying += _scratch.place
                 else:
                     stream = current_stream(index)
             except RuntimeError:
@@ -198,24 +202,24 @@ class Repeats:
                 if not new_keys <= total <= most_keys:
                     return None
                 varying.append(total)
-            woven = parts.copy()
-            if alone:
-                woven[1::2] = order(varying) if order else varying
-                status = launch(pack(*woven), stream)
-            else:
+            if not alone:
                 memory = memory_of()
                 start = ct.addressof(memory)
                 varying.append(start)
-                woven[1::2] = order(varying) if order else varying
+            woven = parts.copy()
+            woven[1::2] = order(varying) if order else varying
+            if alone:
+                status = launch(pack(*woven), stream)
+            else:
                 pack_into(memory, 0, *woven)
                 status = launch(start + passed, stream)
             if status != OK:
                 if status == WORKSPACE_TOO_SMALL:  # another kernel than last time, or this thread's first call
                     return None
                 raise failure(status)
-            if finish:
-                return finish(results, arrays)
-            return results[0] if count == 1 else tuple(results[:count])
+            if simple:
+                return results[0]
+            return finish(results, arrays) if finish else tuple(results[:count])
 
         call.structs = structs  # `filled` holds addresses of theirs, such as that of the kernel's name
         return call

@@ -171,12 +171,18 @@ def flash_attn_func(
     # What `find` does, written out: a small call consists of little else.
     sign = None
     if dropout_seed is None and type(dropout_offset) is int and not dropout_offset:
-        if bias is mask is alibi_slopes is sinks is q_descale is k_descale is v_descale is out is None:
+        if (
+            bias is None and mask is None and alibi_slopes is None and sinks is None
+            and q_descale is None and k_descale is None and v_descale is None and out is None
+        ):  # fmt: skip
             given, arrays = QKV, (q, k, v)
         else:
             given, arrays = present(q, k, v, bias, mask, alibi_slopes, sinks, q_descale, k_descale, v_descale, out)
         values: tuple = return_lse, dropout_p, softmax_scale, causal, window_size, softcap, num_threads
-        if not (deterministic is top_left is allow_tf32 is fast_accum is False and kernel is out_dtype is None):
+        if (
+            deterministic is not False or top_left is not False or kernel is not None
+            or allow_tf32 is not False or out_dtype is not None or fast_accum is not False
+        ):  # fmt: skip
             values += deterministic, top_left, kernel, allow_tf32, out_dtype, fast_accum
         results, sign = repeats.find(given, arrays, values, window_size, None, True)
         if results is not None:
