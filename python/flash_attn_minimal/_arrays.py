@@ -166,8 +166,8 @@ def _guards_hold(torch: Any) -> bool:
         x = torch.zeros(2, 2, device="cpu")
         check = guards.TensorGuards(x, x, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         others = (
-            x.t(), x[:1], x[:, :1], x[0], x[None], x.double(), x.bool(), x.to_sparse(), x.to("meta"), torch._neg_view(x),
-            x.clone().requires_grad_(), torch.nn.Parameter(x, requires_grad=False),
+            x.t(), x[:1], x[:, :1], x[0], x[None], x.double(), x.bool(), x.to_sparse(), x.to("meta"),
+            torch._neg_view(x), x.clone().requires_grad_(), torch.nn.Parameter(x, requires_grad=False),
         )  # fmt: skip
         return check(x, x.clone()) and not any([check(x, other) for other in others])
     except (RuntimeError, TypeError):

@@ -78,7 +78,9 @@ def attend(
     made = {} if out is not None else {"out": Made(out_view, fill)}
     lse_view = None
     if wants_lse:
-        lse_view = qv.door.empty(qv, rows, "float32") if fill_lse is None else qv.door.full(qv, rows, "float32", fill_lse)
+        lse_view = (
+            qv.door.empty(qv, rows, "float32") if fill_lse is None else qv.door.full(qv, rows, "float32", fill_lse)
+        )
         args.lse = lse_view.pointer
         made["lse"] = Made(lse_view, fill_lse)
     if workspace := _launch(args, views, out_view, lse_view):

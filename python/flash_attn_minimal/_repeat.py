@@ -92,7 +92,13 @@ class Repeats:
         self.latest.clear()
 
     def find(
-        self, given: tuple[str, ...], arrays: tuple, values: tuple, window_size: Any, length: Any = None, gradients=False
+        self,
+        given: tuple[str, ...],
+        arrays: tuple,
+        values: tuple,
+        window_size: Any,
+        length: Any = None,
+        gradients=False,
     ) -> tuple[Any, tuple | None]:
         """The results of a call like one before, or None; and where there are none, the call's signature, if it has
         one. arrays: those that are given, q first; given: their names, which the structs know them by. `length` is the
@@ -221,6 +227,35 @@ class Repeats:
                 return results[0]
             return finish(results, arrays) if finish else tuple(results[:count])
 
+        def plain_call(arrays, length):
+            """`call` for q, k, v and a new `out`, in a few lines: three quarters of its time."""
+            stream = None
+            try:
+                q, k, v = arrays
+                out = make_out(arrays[like_out])
+                at_q, at_k, at_v, at_out = address(q), address(k), address(v), address(out)
+                if not on_cpu:
+                    stream = current_stream(index)
+            except RuntimeError:
+                return None
+            if on_cpu:
+                workspace, size = _scratch.place
+                struct = pack(
+                    parts[0], at_q, parts[2], at_k, parts[4], at_v, parts[6], at_out,
+                    parts[8], workspace, parts[10], size, parts[12],
+                )  # fmt: skip
+            else:
+                struct = pack(parts[0], at_q, parts[2], at_k, parts[4], at_v, parts[6], at_out, parts[8])
+            status = launch(struct, stream)
+            if status == OK:
+                return out
+            if status == WORKSPACE_TOO_SMALL:
+                return None
+            raise failure(status)
+
+        if simple and sources == ["q", "k", "v", "out", *["workspace", "workspace_bytes"] * on_cpu]:
+            ((make_out, like_out),) = makers
+            call = plain_call
         call.structs = structs  # `filled` holds addresses of theirs, such as that of the kernel's name
         return call
 
