@@ -67,20 +67,16 @@ def attend(
     args, views = _prepare(q, k, v, varlen, options)
     qv = views[0]
     shape, rows = (*qv.shape[:-1], args.headdim_v), (args.batch, args.nheads, args.seqlen_q)
-    written = fits = None  # whether all rows are, and whether they are in another call
+    fill = fill_lse = fits = None
     if varlen is not None:
-        rows = (args.nheads, args.total_q)
-        fits = _covers(args, views[3].device)
-        written = fits is not None and fits([0, 0, 0, views[3].pointer])
-        fits = fits if written else None
-    fill, fill_lse = (None, None) if varlen is None or written else (0, -np.inf)
+        rows, fits = (args.nheads, args.total_q), _covers(args, views[3].device)
+        if fits is None or not fits([0, 0, 0, views[3].pointer]):
+            fill, fill_lse, fits = 0, -np.inf, None
     out_view = _output(args, views, out, shape, fill is not None)
     made = {} if out is not None else {"out": Made(out_view, fill)}
     lse_view = None
     if wants_lse:
-        lse_view = (
-            qv.door.empty(qv, rows, "float32") if fill_lse is None else qv.door.full(qv, rows, "float32", fill_lse)
-        )
+        lse_view = _new(qv, rows, fill_lse)
         args.lse = lse_view.pointer
         made["lse"] = Made(lse_view, fill_lse)
     if workspace := _launch(args, views, out_view, lse_view):
@@ -91,9 +87,14 @@ def attend(
     return _results(out, out_view, lse_view)
 
 
+def _new(like: View, shape: tuple[int, ...], fill: float | None) -> View:
+    door = like.door
+    return door.empty(like, shape, "float32") if fill is None else door.full(like, shape, "float32", fill)
+
+
 def _covers(args: AttentionArgs, device: int) -> Callable[[list[int]], bool] | None:
-    """Whether the sequences of a call have all rows, as a function of the addresses of its arrays; None where the
-    lengths are on a GPU."""
+    """Whether the sequences of a call have all rows, and none is left to be filled: a function of the addresses of its
+    arrays. None where the lengths are on a GPU."""
     if device != CPU:
         return None
     end, total_q = 4 * args.batch, args.total_q

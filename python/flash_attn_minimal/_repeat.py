@@ -111,13 +111,13 @@ class Repeats:
             latest = self.latest.get(kind)
         except TypeError:  # a list or an array among the values
             return None, None
-        if latest is not None and (window_size is _OPEN or _is_plain_window(window_size)) and latest[0](arrays):
-            results = latest[1](arrays, length)
+        if latest is not None and (window_size is _OPEN or _is_plain_window(window_size)) and latest.same(arrays):
+            results = latest.call(arrays, length)
             if results is not None:
                 return results, None
         if not _are_plain(types, window_size):
             return None, None
-        door = _arrays._doors.get(type(arrays[0]))
+        door = _arrays._doors.get(type(arrays[0])) if arrays else None
         about = door and door.describe(arrays, gradients)
         if not about:
             return None, None
@@ -240,20 +240,20 @@ class Repeats:
                 return None
             if on_cpu:
                 workspace, size = _scratch.place
-                struct = pack(
+                packed = pack(
                     parts[0], at_q, parts[2], at_k, parts[4], at_v, parts[6], at_out,
                     parts[8], workspace, parts[10], size, parts[12],
                 )  # fmt: skip
             else:
-                struct = pack(parts[0], at_q, parts[2], at_k, parts[4], at_v, parts[6], at_out, parts[8])
-            status = launch(struct, stream)
+                packed = pack(parts[0], at_q, parts[2], at_k, parts[4], at_v, parts[6], at_out, parts[8])
+            status = launch(packed, stream)
             if status == OK:
                 return out
             if status == WORKSPACE_TOO_SMALL:
                 return None
             raise failure(status)
 
-        if simple and sources == ["q", "k", "v", "out", *["workspace", "workspace_bytes"] * on_cpu]:
+        if simple and not given_out and sources == ["q", "k", "v", "out", *["workspace", "workspace_bytes"] * on_cpu]:
             ((make_out, like_out),) = makers
             call = plain_call
         call.structs = structs  # `filled` holds addresses of theirs, such as that of the kernel's name

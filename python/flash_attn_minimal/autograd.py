@@ -29,8 +29,8 @@ _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 
 
 def _differentiable(q, k, v, varlen, out, return_lse, options: Options, sign: tuple | None = None):
-    """The call as PyTorch sees it. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); sign: what
-    _forward.find returned."""
+    """The call as PyTorch sees it. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); sign:
+    what _forward.find returned."""
     cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "out": out, **options._asdict()}
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}

@@ -443,7 +443,11 @@ def test_fields_between_the_addresses(table):
 @pytest.mark.parametrize("table,kinds,constant", [
     (repeats, [_library.AttentionArgs], ("parts", "kernel")),
     (gradients, [_library.AttentionArgs, _library.AttentionBackwardArgs], ("parts", "kernel", "descale")),
-    (kvcache._repeats, [_library.AttentionArgs, _library.KVCacheArgs], ("parts", "kernel", "descale", "cu_", "bias", "mask")),
+    (
+        kvcache._repeats,
+        [_library.AttentionArgs, _library.KVCacheArgs],
+        ("parts", "kernel", "descale", "cu_", "bias", "mask"),
+    ),
 ], ids=["forward", "backward", "kvcache"])  # fmt: skip
 def test_every_address_is_filled_in(table, kinds, constant):
     """The fields that hold addresses vary, but for the kernel's name and those that no repeated call has."""
@@ -454,4 +458,4 @@ def test_every_address_is_filled_in(table, kinds, constant):
         names = [name for name in names if not any(word in name for word in constant) or name == "workspace_bytes"]
         wanted += [start + getattr(kind, name).offset for name in names]
         start += ct.sizeof(kind)
-    assert wanted == sorted(set(table.offsets.values()) - {getattr(_library.AttentionArgs, "seqlen_k").offset})
+    assert wanted == sorted(set(table.offsets.values()) - {_library.AttentionArgs.seqlen_k.offset})
