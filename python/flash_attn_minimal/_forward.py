@@ -29,6 +29,7 @@ repeats = Repeats(
     ),
 )
 QKV = ("q", "k", "v")
+QKV_OUT = (*QKV, "out")
 _OPTIONAL = ("bias", "mask", "alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale", "out")
 _NAMES = (*QKV, *_OPTIONAL)
 _VARLEN_NAMES = (*QKV, "cu_seqlens_q", "cu_seqlens_k", *_OPTIONAL)

@@ -8,6 +8,10 @@ error texts.
 There are two tables. `known` has every signature, which takes a description of every array. `latest` has, for each set
 of options, the call that was repeated last and its test whether other arrays are like its own, which is cheaper than a
 description.
+
+A small call with PyTorch arrays on a CPU takes 4.5 us this way, and the long way some 25 more. Of these, 0.8 are the
+new output, 0.65 the library's function, half of that ctypes, 0.55 the test of the arrays, 0.45 the arguments. A call
+that PyTorch records takes 12: 3.5 are PyTorch's for any autograd.Function, 0.8 for what it saves, 1.1 for lse.
 """
 
 from __future__ import annotations

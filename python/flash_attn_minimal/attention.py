@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _arrays, _modes
 from ._checks import _OPEN, _check_dtype, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous
-from ._forward import QKV, attend, find, present, repeats
+from ._forward import QKV, QKV_OUT, attend, find, present, repeats
 from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArgs, Unsupported, load, new
 from ._options import Array, AttentionOptions, KeywordOptions, Options, _lengths, _options_of, _output, _prepare
 from ._pack import _put_dense, _put_tensor
@@ -173,9 +173,9 @@ def flash_attn_func(
     if dropout_seed is None and type(dropout_offset) is int and not dropout_offset:
         if (
             bias is None and mask is None and alibi_slopes is None and sinks is None
-            and q_descale is None and k_descale is None and v_descale is None and out is None
+            and q_descale is None and k_descale is None and v_descale is None
         ):  # fmt: skip
-            given, arrays = QKV, (q, k, v)
+            given, arrays = (QKV, (q, k, v)) if out is None else (QKV_OUT, (q, k, v, out))
         else:
             given, arrays = present(q, k, v, bias, mask, alibi_slopes, sinks, q_descale, k_descale, v_descale, out)
         values: tuple = return_lse, dropout_p, softmax_scale, causal, window_size, softcap, num_threads

@@ -258,7 +258,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, recorder: _Recorder, results, *arrays):
-        out, lse, *_ = results
+        out, lse = results[0], results[1]
         ctx.save_for_backward(*arrays, out, lse)
         ctx.recorder = recorder
         ctx.set_materialize_grads(False)

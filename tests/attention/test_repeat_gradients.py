@@ -13,7 +13,7 @@ from test_torch_modes import Seen  # noqa: E402
 from torch_cases import DEVICES, OPTIONS, QUIET, close, compiled, options_of, qkv, standard  # noqa: E402
 
 import flash_attn_minimal as fa  # noqa: E402
-from flash_attn_minimal import _arrays, _repeat, autograd  # noqa: E402
+from flash_attn_minimal import _arrays, _repeat  # noqa: E402
 from flash_attn_minimal._forward import repeats as forward_repeats  # noqa: E402
 from flash_attn_minimal.backward import _repeats as backward_repeats  # noqa: E402
 
@@ -315,7 +315,25 @@ def test_threads_of_different_wishes(device):
     assert not wrong
 
 
-def test_guards_tell_apart(device):
-    """PyTorch's TensorGuards are trusted as far as this goes."""
+def test_guards_are_there(device, shortcuts):
+    """In this PyTorch they are, and they serve: a description of the arrays is not asked for. But for a tensor that is
+    given twice."""
     assert _arrays._guards_hold(torch)
-    assert autograd._record is not None
+    inputs = inputs_of(device)
+    for arrays in (inputs, [inputs[0], inputs[1], inputs[1]]):
+        for _ in range(4):
+            step(arrays, {})
+    door, asked = _arrays._doors[torch.Tensor], []
+    with pytest.MonkeyPatch.context() as patch:
+        real = door.describe
+        patch.setattr(door, "describe", lambda *about: asked.append(about) or real(*about))
+        shortcuts.clear()
+        step([inputs[0], inputs[1], inputs[1]], {})
+        step([inputs[0], inputs[1], inputs[1]], {})
+        assert shortcuts == BOTH * 2
+        forget()
+        for _ in range(3):
+            step(inputs, {})
+        asked.clear()
+        step(inputs, {})
+    assert shortcuts == BOTH * 4 and not asked
