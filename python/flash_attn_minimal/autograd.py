@@ -56,12 +56,20 @@ def _differentiable(q, k, v, varlen, out, return_lse, options: Options, sign: tu
         _refuse_tangents(tensors)
         results = _attention_op(*arguments)
     else:
+        q, k, v, *scores = map(_unwrapped, (q, k, v, *[given[name] for name in _OPTION_ARRAYS]))
+        options = options._replace(**dict(zip(_OPTION_ARRAYS, scores, strict=True)))
         given, arrays = given_arrays(q, k, v, varlen, None, options)
         recorder = _Recorder(given, options, varlen, bool(return_lse), arguments[len(_ARRAYS) :])
         with torch.no_grad():
             results = attend(q, k, v, varlen, None, True, options, sign, recorder)
         return recorder(results, arrays)
     return tuple(results) if return_lse else results[0]
+
+
+def _unwrapped(array):
+    """A tensor that a transform of torch.func has left behind is a wrapper of the one that has the memory."""
+    unwrap = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
+    return unwrap(array) if unwrap and isinstance(array, torch.Tensor) else array
 
 
 def _check_arrays(given: dict) -> None:
@@ -223,15 +231,15 @@ class _Recorder:
         self.window_size = options.window_size
         numbers = options._replace(kernel=None).numbers()  # as _backward has them
         self.values = None if numbers is None else (*(varlen or ())[2:], *numbers)
-        # Places among the arguments of _Recorded; the first of them wants no gradient.
+        # Places among the arguments of _Attention; the first of them wants no gradient.
         self.bias, self.sinks = (_BEFORE + given.index(x) if x in given else 0 for x in ("bias", "sinks"))
 
     def __call__(self, results, arrays: tuple):
         """results: out and lse, and what may come after them."""
         return _record(self, results, *arrays)
 
-    def gradients(self, needs: tuple[bool, ...], arrays: list, out, lse, dout, dlse) -> list:
-        """Of the arguments of _Recorded. needs: which of them want one."""
+    def _gradients(self, needs: tuple[bool, ...], arrays: list, out, lse, dout, dlse) -> list:
+        """Of the arguments of _Attention. needs: which of them want one."""
         want_dbias, want_dsinks = needs[self.bias], needs[self.sinks]
         given, found, sign = (*arrays, out, lse, dout, *(() if dlse is None else (dlse,))), None, None
         if self.values is not None and not torch.is_grad_enabled():
@@ -252,7 +260,7 @@ class _Recorder:
         return gradients
 
 
-class _Recorded(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     """The node of a plain call, which comes after the launch. It is without setup_context, which costs as much as all
     else."""
 
@@ -272,12 +280,12 @@ class _Recorded(torch.autograd.Function):
             if dlse is None:
                 return (None,) * len(needs)
             dout = torch.zeros_like(out)
-        return tuple(ctx.recorder.gradients(needs, arrays, out, lse, dout, dlse))
+        return tuple(ctx.recorder._gradients(needs, arrays, out, lse, dout, dlse))
 
 
 _BEFORE = 2  # the arguments before the arrays
-# Function.apply looks for the tensors of transforms that have ended, 2 us; no tensor of a plain call is one.
-_record = super(torch.autograd.Function, _Recorded).apply
+# Function.apply also looks for wrappers of transforms that have ended, 2 us; see _unwrapped.
+_record = super(torch.autograd.Function, _Attention).apply
 
 
 # ---- the operators ----

@@ -267,6 +267,11 @@ def test_whatever_else_pytorch_does(device):
         again = [x.detach().clone().requires_grad_() for x in inputs]
         torch.utils.checkpoint.checkpoint(loss, *again, use_reentrant=reentrant).backward()
         equal([x.grad for x in again], want[1:])
+    left = []
+    torch.func.grad(lambda x: left.append(x * 1) or x.sum())(inputs[0].detach())
+    for _ in range(3):
+        equal(step([left[0].detach(), *inputs[1:]], {})[1:], want[2:])
+        equal(torch.autograd.grad(loss(left[0], *inputs[1:]), inputs[1:]), want[2:])
     with torch.autograd.graph.save_on_cpu(), torch.autograd.set_detect_anomaly(True):
         kept = loss(*inputs)
     equal(torch.autograd.grad(kept, inputs), want[1:])
