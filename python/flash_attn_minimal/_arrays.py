@@ -18,6 +18,7 @@ the only place where we look.
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from typing import Any
@@ -44,12 +45,15 @@ class TorchDoor(Door):
         self.tracing, self.dispatch_modes, self.function_mode = (
             _modes.tracing, _modes.dispatch_modes, _modes.function_mode,
         )  # fmt: skip
-        self.forward_ad = torch.autograd.forward_ad
+        self.forward_ad, self.grad_enabled, self.transforms = (
+            torch.autograd.forward_ad, torch.is_grad_enabled, _modes.transforms,
+        )  # fmt: skip
+        self.parameter = torch.nn.Parameter
         # 0.1 us; current_stream() builds a Stream object first. Only builds with CUDA have it.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)
 
-    def describe(self, arrays):  # written out: a call for each tensor costs as much as three of its attributes
+    def describe(self, arrays, gradients=False):
         if (
             self.dispatch_modes()  # torch.jit.trace needs no asking: its shapes are new objects at every call
             or (self.function_mode() and _modes.overridden())
@@ -57,43 +61,51 @@ class TorchDoor(Door):
             or _modes.compiling()
         ):
             return None
-        plain = self.plain
+        plain, parameter = self.plain, self.parameter
+        about, graded = [], False
         try:
-            if len(arrays) == 4:  # q, k, v and out: the loop below would take half a microsecond more
-                q, k, v, out = arrays
-                if (
-                    not (type(q) is type(k) is type(v) is plain)
-                    or q.requires_grad
-                    or k.requires_grad
-                    or v.requires_grad
-                    or q.is_neg()
-                    or k.is_neg()
-                    or v.is_neg()
-                ):
-                    return None
-                about_out = None
-                if out is not None:
-                    if type(out) is not plain or out.requires_grad or out.is_neg():
-                        return None
-                    about_out = out.dtype, out.shape, out.stride(), out.device
-                return (
-                    q.dtype, q.shape, q.stride(), q.device, k.dtype, k.shape, k.stride(), k.device,
-                    v.dtype, v.shape, v.stride(), v.device, about_out,
-                )  # fmt: skip
-            about = []
             for x in arrays:
                 if x is None:
                     about.append(None)
-                elif type(x) is not plain or x.requires_grad or x.is_neg():
+                elif (type(x) is not plain and type(x) is not parameter) or x.is_neg():
                     return None
                 else:
-                    about += x.dtype, x.shape, x.stride(), x.device
-            return tuple(about)
+                    wants = x.requires_grad
+                    graded = graded or wants
+                    about += type(x), x.dtype, x.shape, x.stride(), x.device, wants
         except RuntimeError:  # no strides; a layout that has them and is not strided has no address
             return None
+        recorded = graded and self.grad_enabled()
+        if recorded and (not gradients or self.transforms()):
+            return None
+        about.append(recorded)
+        return tuple(about)
 
-    def maker(self, like, result):
+    def same(self, arrays, about, gradients=False):
+        """By what torch.compile asks to find out whether its code serves a call, one call for all tensors: types,
+        dtypes, devices, sizes, strides, the wish for a gradient, and all that PyTorch's dispatcher goes by."""
+        if len(set(map(id, arrays))) < len(arrays) or not _guards_hold(self.torch):  # guards want them all different
+            return super().same(arrays, about, gradients)
+        guards = self.torch._C._dynamo.guards.TensorGuards
+        check = guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        function_mode, forward_ad, grad_enabled = self.function_mode, self.forward_ad, self.grad_enabled
+        recorded, graded = about[-1], any([x.requires_grad for x in arrays])
+
+        def test(others):
+            return (
+                check(*others)
+                and not (graded and grad_enabled() is not recorded)
+                and not (function_mode() and _modes.overridden())
+                and forward_ad._current_level < 0
+            )
+
+        return test
+
+    def maker(self, like, result, fill=None):
         shape, strides, dtype, device = result.shape, result.strides, result.owner.dtype, result.owner.device
+        if fill is not None:
+            full = self.torch.full
+            return lambda array: full(shape, fill, dtype=dtype, device=device)
         empty_like, empty_strided = self.torch.empty_like, self.torch.empty_strided
         if (shape, strides, result.dtype) == (like.shape, like.strides, like.dtype):
             return empty_like  # 4.1 us for memory on a GPU where empty_strided took 4.7 and new_empty 5.6
@@ -144,6 +156,24 @@ class TorchDoor(Door):
         return self.current_stream(first.index) if first.device == CUDA else None
 
 
+@functools.cache
+def _guards_hold(torch: Any) -> bool:
+    """Whether TensorGuards, which are PyTorch's own business, are there and tell apart what must be told apart."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    if not hasattr(guards, "TensorGuards"):
+        return False
+    try:
+        x = torch.zeros(2, 2, device="cpu")
+        check = guards.TensorGuards(x, x, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        others = (
+            x.t(), x[:1], x[:, :1], x[0], x[None], x.double(), x.bool(), x.to_sparse(), x.to("meta"),
+            torch._neg_view(x), x.clone().requires_grad_(), torch.nn.Parameter(x, requires_grad=False),
+        )  # fmt: skip
+        return check(x, x.clone()) and not any([check(x, other) for other in others])
+    except (RuntimeError, TypeError):
+        return False
+
+
 class TorchSubclassDoor(TorchDoor):
     """Tensors such as FakeTensor, whose operators are their own and whose memory is nobody's business."""
 
@@ -175,9 +205,18 @@ class CupyDoor(Door):
             array, self, memory.ptr, array.shape, strides, _numpy_dtype_name(dtype, name), CUDA, memory.device_id, True
         )
 
-    def maker(self, like, result):
+    def maker(self, like, result, fill=None):
         index, shape, dtype = result.index, result.shape, result.owner.dtype
-        return lambda array: self._new(index, shape, dtype)
+        if fill is None:
+            return lambda array: self._new(index, shape, dtype)
+
+        def filled(array):
+            new = self._new(index, shape, dtype)
+            with self.cupy.cuda.Device(index):
+                new.fill(fill)
+            return new
+
+        return filled
 
     def _new(self, index, shape, dtype):
         if self.current_device() == index:

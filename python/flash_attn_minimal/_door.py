@@ -72,18 +72,26 @@ class Door:
     address: Callable[[Any], int]  # of the first element; a RuntimeError when there is none
     facts: Callable[[Any], tuple]  # what `view` reads of one array but the address, for `describe`
 
-    def describe(self, arrays: tuple) -> tuple | None:
+    def describe(self, arrays: tuple, gradients: bool = False) -> tuple | None:
         """Everything that `view` reads of these arrays (or None) but the address, hashable: arrays with equal
         descriptions pass, or fail, the same checks. None where one has no shortcut, or the framework watches this
-        thread's calls. No reference to an array is kept in it."""
+        thread's calls; or records them, unless it is a call that has gradients. No reference to an array is kept in
+        it."""
         kind = self.plain
         if kind is None or not all(x is None or type(x) is kind for x in arrays):
             return None
         facts = self.facts
         return tuple([None if x is None else facts(x) for x in arrays])
 
-    def maker(self, like: View, result: View) -> Callable[[Any], Any]:
-        """A function that makes one more array like `result`, uninitialised, from an array described like `like`."""
+    def same(self, arrays: tuple, about: tuple, gradients: bool = False) -> Callable[[tuple], bool]:
+        """A test whether other arrays have this description, which is that of `arrays`, none of them None. It may say
+        no where `describe` says yes."""
+        describe = self.describe
+        return lambda others: describe(others, gradients) == about
+
+    def maker(self, like: View, result: View, fill: float | None = None) -> Callable[[Any], Any]:
+        """A function that makes one more array like `result`, uninitialised or filled, from an array described like
+        `like`."""
         raise NotImplementedError
 
     def current_stream(self, index: int) -> int | None:
@@ -130,12 +138,12 @@ class NumpyDoor(Door):
     address = staticmethod(_numpy_address())
     facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
 
-    def describe(self, arrays):
+    def describe(self, arrays, gradients=False):
         return None if _record.current() is not None else super().describe(arrays)
 
-    def maker(self, like, result):
+    def maker(self, like, result, fill=None):
         shape, dtype = result.shape, result.owner.dtype
-        return lambda array: np.empty(shape, dtype)
+        return (lambda array: np.empty(shape, dtype)) if fill is None else (lambda array: np.full(shape, fill, dtype))
 
     def view(self, array, name):
         flags = array.flags

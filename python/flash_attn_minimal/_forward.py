@@ -4,6 +4,9 @@ flash_attn_varlen_func end here, and the operators that autograd.py makes of the
 from __future__ import annotations
 
 import ctypes as ct
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -14,58 +17,89 @@ from ._launch import _with_workspace
 from ._library import CPU, AttentionArgs, load
 from ._options import Options, _output, _prepare
 from ._pack import _results
-from ._repeat import Repeats, signature
+from ._repeat import Made, Repeats
 
-_repeats = Repeats(
+repeats = Repeats(
     "attention_forward",
-    ("q", "k", "v", "out"),
     (
         AttentionArgs,
-        {"q_data": "q", "k_data": "k", "v_data": "v", "out_data": "out"}
+        {f"{name}_data": name for name in ("q", "k", "v", "bias", "mask", "q_descale", "k_descale", "v_descale", "out")}
+        | {name: name for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")}
         | {name: name for name in ("lse", "workspace", "workspace_bytes")},
     ),
 )
-WINDOW = 1 + Options._fields.index("window_size")
+QKV = ("q", "k", "v")
+QKV_OUT = (*QKV, "out")
+_OPTIONAL = ("bias", "mask", "alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale", "out")
+_NAMES = (*QKV, *_OPTIONAL)
+_VARLEN_NAMES = (*QKV, "cu_seqlens_q", "cu_seqlens_k", *_OPTIONAL)
 
 
-def repeated(q, k, v, out, varied: tuple):
-    """The results of a call like one before, or None; and the call's signature, where it has one. varied: return_lse,
-    then what Options.varied returns; the other options have their defaults."""
-    arrays = q, k, v, out
-    sign = signature(arrays, varied, varied[WINDOW])
-    repeat = _repeats.known.get(sign)
-    return repeat(arrays, None) if repeat else None, sign
+def present(*arrays: Any, names: tuple[str, ...] = _NAMES) -> tuple[tuple[str, ...], tuple]:
+    """The names of the arrays that are given, and these."""
+    there = [array is not None for array in arrays]
+    return tuple(itertools.compress(names, there)), tuple(itertools.compress(arrays, there))
 
 
-def attend(q, k, v, out, return_lse, options: Options, sign: tuple | None = None):
-    """A call of equal lengths; of this signature the next one may be a repeat."""
-    wants_lse = _flag("return_lse", return_lse)
-    args, views = _prepare(q, k, v, None, options)
-    qv = views[0]
-    out_view = _output(args, views, out, (*qv.shape[:3], args.headdim_v), False)
-    lse_view = None
-    if wants_lse:
-        lse_view = qv.door.empty(qv, (args.batch, args.nheads, args.seqlen_q), "float32")
-        args.lse = lse_view.pointer
-    workspace = _launch(args, views, out_view, lse_view)
-    _repeats.remember(sign, [args], (q, k, v, out), (qv, out_view, lse_view, workspace))
-    return _results(out, out_view, lse_view)
+def given_arrays(q, k, v, varlen: tuple | None, out, options: Options) -> tuple[tuple[str, ...], tuple]:
+    optional = [getattr(options, name) for name in _OPTIONAL[:-1]]
+    if varlen is None:
+        return present(q, k, v, *optional, out)
+    return present(q, k, v, *varlen[:2], *optional, out, names=_VARLEN_NAMES)
 
 
-def attend_varlen(q, k, v, varlen: tuple, out, return_lse, options: Options):
-    """A call of packed sequences. varlen: (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+def find(q, k, v, varlen: tuple | None, out, return_lse, options: Options) -> tuple[Any, tuple | None]:
+    """The results of a call like one before, or None; and the call's signature, where it has one."""
+    numbers = options.numbers()
+    if numbers is None:
+        return None, None
+    sizes = () if varlen is None else varlen[2:]
+    values = (return_lse, *sizes, *numbers)
+    return repeats.find(*given_arrays(q, k, v, varlen, out, options), values, options.window_size, None, True)
+
+
+def attend(
+    q, k, v, varlen: tuple | None, out, return_lse, options: Options, sign: tuple | None = None, finish: Any = None
+):
+    """A call; of this signature the next one may be a repeat. varlen: None, or (cu_seqlens_q, cu_seqlens_k,
+    max_seqlen_q, max_seqlen_k); finish: what a repeat makes its results with, of a list of what it made and the
+    arrays."""
     wants_lse = _flag("return_lse", return_lse)
     args, views = _prepare(q, k, v, varlen, options)
-    qv, cu = views[0], views[3]
-    covered = cu.device == CPU and ct.c_int32.from_address(cu.pointer + 4 * args.batch).value == args.total_q
-    out_view = _output(args, views, out, (args.total_q, args.nheads, args.headdim_v), not covered)
+    qv = views[0]
+    shape, rows = (*qv.shape[:-1], args.headdim_v), (args.batch, args.nheads, args.seqlen_q)
+    fill = fill_lse = fits = None
+    if varlen is not None:
+        rows, fits = (args.nheads, args.total_q), _covers(args, views[3].device)
+        if fits is None or not fits([0, 0, 0, views[3].pointer]):
+            fill, fill_lse, fits = 0, -np.inf, None
+    out_view = _output(args, views, out, shape, fill is not None)
+    made = {} if out is not None else {"out": Made(out_view, fill)}
     lse_view = None
     if wants_lse:
-        shape = (args.nheads, args.total_q)
-        lse_view = qv.door.empty(qv, shape, "float32") if covered else qv.door.full(qv, shape, "float32", -np.inf)
+        lse_view = _new(qv, rows, fill_lse)
         args.lse = lse_view.pointer
-    _launch(args, views, out_view, lse_view)
+        made["lse"] = Made(lse_view, fill_lse)
+    if workspace := _launch(args, views, out_view, lse_view):
+        made["workspace"] = Made(workspace)
+    if sign:
+        arrays = given_arrays(q, k, v, varlen, out, options)[1]
+        repeats.remember(sign, [args], arrays, views[:3], made, fits=fits, finish=finish)
     return _results(out, out_view, lse_view)
+
+
+def _new(like: View, shape: tuple[int, ...], fill: float | None) -> View:
+    door = like.door
+    return door.empty(like, shape, "float32") if fill is None else door.full(like, shape, "float32", fill)
+
+
+def _covers(args: AttentionArgs, device: int) -> Callable[[list[int]], bool] | None:
+    """Whether the sequences of a call have all rows, and none is left to be filled: a function of the addresses of its
+    arrays. None where the lengths are on a GPU."""
+    if device != CPU:
+        return None
+    end, total_q = 4 * args.batch, args.total_q
+    return lambda addresses: ct.c_int32.from_address(addresses[3] + end).value == total_q
 
 
 def _launch(args: AttentionArgs, views: list[View], *results: View | None) -> View | None:

@@ -29,7 +29,7 @@ def _with_workspace(
     on_cpu, recording = qv.device == CPU, _record.current()
     kept = recording.scratch if recording else _scratch
     if on_cpu:
-        args.workspace, args.workspace_bytes = kept.address, kept.size
+        args.workspace, args.workspace_bytes = kept.place
     stream = None if on_cpu else qv.door.stream(views)
     scratch = None
     try:
@@ -47,7 +47,7 @@ def _with_workspace(
             if recording:
                 recording.keep(buffer)
             if recording or size <= _KEPT_SCRATCH:
-                kept.buffer, kept.address, kept.size = buffer, args.workspace, size
+                kept.buffer, kept.place = buffer, (args.workspace, size)
         else:
             scratch = qv.door.empty(qv, (size,), "uint8")
             args.workspace, args.workspace_bytes = scratch.pointer, size

@@ -43,7 +43,7 @@ class Options(NamedTuple):
     window_size: tuple[int, int] = _OPEN
     softcap: float = 0.0
     num_threads: int = 0
-    # Options from here on are those of which a repeated call (_forward.py) has the defaults.
+    # `numbers` names each of the options from here on, or knows it for an array.
     alibi_slopes: Any = None
     deterministic: bool = False
     bias: Any = None
@@ -60,11 +60,13 @@ class Options(NamedTuple):
     out_dtype: str | None = None
     fast_accum: bool = False
 
-    def varied(self) -> tuple | None:
-        """The options that a repeated call may have, or None where it has another one, too. By identity, for equal
-        values need not be equally legal."""
-        usual = all(map(operator.is_, self[_VARIED:], _DEFAULTS))
-        return self[:_VARIED] if usual else None
+    def numbers(self) -> tuple | None:
+        """The options that are no arrays, for the signature of a call: the first ones alone where the others have their
+        defaults. None where the call draws from a random sequence, and so has a signature of its own."""
+        if self.dropout_seed is not None or type(self.dropout_offset) is not int or self.dropout_offset:
+            return None
+        others = self.deterministic, self.top_left, self.kernel, self.allow_tf32, self.out_dtype, self.fast_accum
+        return self[:_USUAL] if all(map(operator.is_, others, _OTHERS)) else (*self[:_USUAL], *others)
 
     def put(self, args: AttentionArgs, views: list[View]) -> None:
         """Checks the options and writes them into a struct that has its sizes and dtype; arrays join the views."""
@@ -141,8 +143,8 @@ class Options(NamedTuple):
                 args.bias_dtype = DTYPES[view.dtype]
 
 
-_VARIED = Options._fields.index("alibi_slopes")
-_DEFAULTS = Options()[_VARIED:]
+_USUAL = Options._fields.index("alibi_slopes")
+_OTHERS = (False, False, None, False, None, False)  # what `numbers` leaves out; by identity, for 0.0 is no legal False
 
 
 class KeywordOptions(TypedDict, total=False):

@@ -42,7 +42,7 @@ class Scratch:
     """Memory for workspaces on the CPU; it grows when a call needs more."""
 
     buffer = None
-    address = size = 0
+    place = 0, 0  # address and size
 
 
 class Recording:

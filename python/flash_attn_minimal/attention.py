@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _arrays, _modes
 from ._checks import _OPEN, _check_dtype, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous
-from ._forward import attend, attend_varlen, repeated
+from ._forward import QKV, QKV_OUT, attend, find, present, repeats
 from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArgs, Unsupported, load, new
 from ._options import Array, AttentionOptions, KeywordOptions, Options, _lengths, _options_of, _output, _prepare
 from ._pack import _put_dense, _put_tensor
@@ -168,14 +168,23 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True).ravel()  # the means of 0 1 2 3 and of 0 1 2 3 4
     array([1.5, 2. ], dtype=float32)
     """
+    # What `find` does, written out: a small call consists of little else.
     sign = None
-    if (
-        alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is k_descale is v_descale is None
-        and deterministic is top_left is allow_tf32 is fast_accum is False
-        and out_dtype is None and type(dropout_offset) is int and not dropout_offset
-    ):  # fmt: skip
-        varied = return_lse, dropout_p, softmax_scale, causal, window_size, softcap, num_threads
-        results, sign = repeated(q, k, v, out, varied)
+    if dropout_seed is None and type(dropout_offset) is int and not dropout_offset:
+        if (
+            bias is None and mask is None and alibi_slopes is None and sinks is None
+            and q_descale is None and k_descale is None and v_descale is None
+        ):  # fmt: skip
+            given, arrays = (QKV, (q, k, v)) if out is None else (QKV_OUT, (q, k, v, out))
+        else:
+            given, arrays = present(q, k, v, bias, mask, alibi_slopes, sinks, q_descale, k_descale, v_descale, out)
+        values: tuple = return_lse, dropout_p, softmax_scale, causal, window_size, softcap, num_threads
+        if (
+            deterministic is not False or top_left is not False or kernel is not None
+            or allow_tf32 is not False or out_dtype is not None or fast_accum is not False
+        ):  # fmt: skip
+            values += deterministic, top_left, kernel, allow_tf32, out_dtype, fast_accum
+        results, sign = repeats.find(given, arrays, values, window_size, None, True)
         if results is not None:
             return results
     options = Options(
@@ -299,22 +308,21 @@ def flash_attn_varlen_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    return _route(q, k, v, varlen, out, return_lse, options)
+    results, sign = find(q, k, v, varlen, out, return_lse, options)
+    return _route(q, k, v, varlen, out, return_lse, options, sign) if results is None else results
 
 
-def _route(q, k, v, varlen: tuple | None, out, return_lse, options: Options, sign: tuple | None = None):
+def _route(q, k, v, varlen: tuple | None, out, return_lse, options: Options, sign: tuple | None):
     """The call by the way that its framework needs: PyTorch's operators, a part of a JAX program, or at once."""
     if _is_pytorch_s(q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks):
         from . import autograd
 
-        return autograd._differentiable(q, k, v, varlen, out, return_lse, options)
+        return autograd._differentiable(q, k, v, varlen, out, return_lse, options, sign)
     if _is_traced(q, k, v, *(varlen or ()), *options):
         from . import jax
 
         return jax._traced(q, k, v, varlen, out, return_lse, options)
-    if varlen is None:
-        return attend(q, k, v, out, return_lse, options, sign)
-    return attend_varlen(q, k, v, varlen, out, return_lse, options)
+    return attend(q, k, v, varlen, out, return_lse, options, sign)
 
 
 def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:

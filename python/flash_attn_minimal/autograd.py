@@ -19,17 +19,18 @@ import torch
 
 from . import _modes
 from ._checks import _flag, _integer, _number, _window
-from ._forward import attend, attend_varlen, repeated
+from ._forward import attend, find, given_arrays
 from ._library import BadArgument, Unsupported
 from ._options import Options
-from .backward import _differentiate
+from .backward import _differentiate, find_gradients
 
 _ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
 _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 
 
-def _differentiable(q, k, v, varlen, out, return_lse, options: Options):
-    """The call as PyTorch sees it. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+def _differentiable(q, k, v, varlen, out, return_lse, options: Options, sign: tuple | None = None):
+    """The call as PyTorch sees it. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); sign:
+    what _forward.find returned."""
     cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "out": out, **options._asdict()}
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
@@ -55,8 +56,20 @@ def _differentiable(q, k, v, varlen, out, return_lse, options: Options):
         _refuse_tangents(tensors)
         results = _attention_op(*arguments)
     else:
-        results = _Attention.apply(*arguments)
+        q, k, v, *scores = map(_unwrapped, (q, k, v, *[given[name] for name in _OPTION_ARRAYS]))
+        options = options._replace(**dict(zip(_OPTION_ARRAYS, scores, strict=True)))
+        given, arrays = given_arrays(q, k, v, varlen, None, options)
+        recorder = _Recorder(given, options, varlen, bool(return_lse), arguments[len(_ARRAYS) :])
+        with torch.no_grad():
+            results = attend(q, k, v, varlen, None, True, options, sign, recorder)
+        return recorder(results, arrays)
     return tuple(results) if return_lse else results[0]
+
+
+def _unwrapped(array):
+    """A tensor that a transform of torch.func has left behind is a wrapper of the one that has the memory."""
+    unwrap = getattr(getattr(torch._C, "_functorch", None), "unwrap_if_dead", None)
+    return unwrap(array) if unwrap and isinstance(array, torch.Tensor) else array
 
 
 def _check_arrays(given: dict) -> None:
@@ -135,12 +148,8 @@ def _unpacked(arrays: tuple, numbers: tuple) -> Options:
 
 
 def _attend(q, k, v, varlen, out, return_lse, options: Options):
-    if varlen is not None:
-        return attend_varlen(q, k, v, varlen, out, return_lse, options)
-    results = sign = None
-    if (varied := options.varied()) is not None:
-        results, sign = repeated(q, k, v, out, (return_lse, *varied))
-    return attend(q, k, v, out, return_lse, options, sign) if results is None else results
+    results, sign = find(q, k, v, varlen, out, return_lse, options)
+    return attend(q, k, v, varlen, out, return_lse, options, sign) if results is None else results
 
 
 def _forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k, *values):
@@ -150,18 +159,21 @@ def _forward(q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k, max_q, max_k,
         return _attend(q, k, v, varlen, None, True, options)
 
 
-def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
-    """dq, dk, dv, dbias, dsinks; the last two in the dtype of their inputs, empty where not wanted."""
+def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments, sign: tuple | None = None, given: tuple = ()):
+    """dq, dk, dv, dbias, dsinks; the last two in the dtype of their inputs, empty where not wanted. sign: what
+    find_gradients returned for the arrays `given`."""
     (q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k), (max_q, max_k) = arguments[:9], arguments[9:11]
     options = _unpacked((bias, mask, alibi_slopes, sinks), arguments[11:])
     varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
     options = options._replace(kernel=None)  # the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces this one
     with torch.no_grad(), _modes.unwatched():
         if dout.stride(-1) != 1:  # out.sum() has a gradient of stride 0
-            dout = dout.contiguous()
-        if dlse is not None:
-            dlse = dlse.contiguous()
-        dq, dk, dv, *rest = _differentiate(dout, q, k, v, out, lse, dlse, varlen, options, want_dbias, want_dsinks)
+            dout, sign = dout.contiguous(), None
+        if dlse is not None and not dlse.is_contiguous():
+            dlse, sign = dlse.contiguous(), None
+        dq, dk, dv, *rest = _differentiate(
+            dout, q, k, v, out, lse, dlse, varlen, options, want_dbias, want_dsinks, sign=sign, arrays=given
+        )
         dbias = rest.pop(0).to(bias.dtype) if want_dbias else dout.new_empty(0)
         dsinks = rest.pop(0) if want_dsinks else dout.new_empty(0)
     return dq, dk, dv, dbias, dsinks
@@ -208,16 +220,72 @@ def _refuse_jvp(*_):
     raise Unsupported(_NO_JVP)
 
 
+class _Recorder:
+    """Puts a call that was made into the graph: all calls of its signature, for it holds no array of theirs. For calls
+    that PyTorch records and does nothing else with."""
+
+    def __init__(self, given: tuple[str, ...], options: Options, varlen: tuple | None, return_lse: bool, rest: tuple):
+        """given: the names of the call's arrays; rest: the operator's arguments but the arrays."""
+        self.given, self.return_lse, self.rest = given, return_lse, rest
+        self.names = (*given, "out", "lse", "dout"), (*given, "out", "lse", "dout", "dlse")
+        self.window_size = options.window_size
+        numbers = options._replace(kernel=None).numbers()  # as _backward has them
+        self.values = None if numbers is None else (*(varlen or ())[2:], *numbers)
+        # Places among the arguments of _Attention; the first of them wants no gradient.
+        self.bias, self.sinks = (_BEFORE + given.index(x) if x in given else 0 for x in ("bias", "sinks"))
+
+    def __call__(self, results, arrays: tuple):
+        """results: out and lse, and what may come after them."""
+        return _record(self, results, *arrays)
+
+    def _gradients(self, needs: tuple[bool, ...], arrays: list, out, lse, dout, dlse) -> list:
+        """Of the arguments of _Attention. needs: which of them want one."""
+        want_dbias, want_dsinks = needs[self.bias], needs[self.sinks]
+        given, found, sign = (*arrays, out, lse, dout, *(() if dlse is None else (dlse,))), None, None
+        if self.values is not None and not torch.is_grad_enabled():
+            values = *self.values, want_dbias, want_dsinks
+            found, sign = find_gradients(self.names[dlse is not None], given, values, self.window_size)
+        if found is None:
+            of = dict(zip(self.given, arrays, strict=True))
+            arguments = (dout, dlse, out, lse, want_dbias, want_dsinks, *[of.get(x) for x in _ARRAYS], *self.rest)
+            run = _backward_for(dout, dlse, out)
+            found = run(*arguments, sign=sign, given=given) if run is _backward else run(*arguments)
+            found = *found[:3], *found[3:4] * want_dbias, *found[4:] * want_dsinks
+        gradients = [None] * len(needs)
+        gradients[_BEFORE : _BEFORE + 3] = found[:3]
+        if want_dbias:
+            gradients[self.bias] = found[3].to(arrays[self.bias - _BEFORE].dtype)
+        if want_dsinks:
+            gradients[self.sinks] = found[-1]
+        return gradients
+
+
 class _Attention(torch.autograd.Function):
-    """For plain calls: without the operators, and without setup_context, which costs as much as the rest."""
+    """The node of a plain call, which comes after the launch. It is without setup_context, which costs as much as all
+    else."""
 
     @staticmethod
-    def forward(ctx, *arguments):
-        results = _forward(*arguments)
-        _setup_context(ctx, arguments, results)
-        return results
+    def forward(ctx, recorder: _Recorder, results, *arrays):
+        out, lse = results[0], results[1]
+        ctx.save_for_backward(*arrays, out, lse)
+        ctx.recorder = recorder
+        ctx.set_materialize_grads(False)
+        return (out, lse) if recorder.return_lse else out
 
-    backward = staticmethod(_gradients)
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        *arrays, out, lse = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if dout is None:
+            if dlse is None:
+                return (None,) * len(needs)
+            dout = torch.zeros_like(out)
+        return tuple(ctx.recorder._gradients(needs, arrays, out, lse, dout, dlse))
+
+
+_BEFORE = 2  # the arguments before the arrays
+# Function.apply also looks for wrappers of transforms that have ended, 2 us; see _unwrapped.
+_record = super(torch.autograd.Function, _Attention).apply
 
 
 # ---- the operators ----

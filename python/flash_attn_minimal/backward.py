@@ -17,6 +17,7 @@ from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadAr
 from ._options import Array, AttentionOptions, Options, _lengths, _options_of, _prepare
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._query import Plan, kernel_table, plan_from
+from ._repeat import Made, Repeats
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -105,9 +106,11 @@ def _differentiate(
     return_dsinks,
     given=(None,) * 3,
     accumulate=False,
+    sign: tuple | None = None,
+    arrays: tuple = (),
 ) -> tuple:
     """`backward` with its options in one object; lengths: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-    max_seqlen_k); given: dq, dk and dv where the results are to go."""
+    max_seqlen_k); given: dq, dk and dv where the results are to go; sign: what find_gradients returned for `arrays`."""
     args, views = _prepare(q, k, v, lengths, options)
     qv, kv, vv = views[:3]
     out_shape = (*qv.shape[:-1], vv.shape[-1])
@@ -124,7 +127,7 @@ def _differentiate(
     _put_tensor(call, "dout", dout_view)
     call.accumulate = _flag("accumulate", accumulate)
     inputs = {"q": qv, "k": kv, "v": vv, "out": out_view, "dout": dout_view}
-    results = []
+    results, made, fill = [], {}, None if lengths is None else 0
     for name, array, like in zip(("dq", "dk", "dv"), given, (qv, kv, vv), strict=True):
         shape = tuple(like.shape)
         if array is not None:
@@ -136,26 +139,52 @@ def _differentiate(
         else:
             view = qv.door.empty(qv, shape, qv.dtype)
         _put_tensor(call, name, view)
-        inputs[name] = view
+        inputs[name], made[name] = view, Made(view, fill)
         results.append(array if array is not None else view)
     if return_dbias:
         if options.bias is None:
             raise BadArgument("return_dbias=True, but bias is None")
         results.append(_new_dbias(call, qv, options.bias))
+        made["dbias"] = Made(results[-1], 0)
     if return_dsinks:
         if options.sinks is None:
             raise BadArgument("return_dsinks=True, but sinks is None")
         view = qv.door.full(qv, (args.nheads,), "float32", 0)
         call.dsinks = view.pointer
         results.append(view)
-    _launch_backward(call, args, views)
+        made["dsinks"] = Made(view, 0)
+    if workspace := _launch_backward(call, args, views):
+        made["workspace"] = Made(workspace)
+    _repeats.remember(sign, [args, call], arrays, (qv, kv, vv), made)
     return tuple(x.door.result(x) if isinstance(x, View) else x for x in results)
 
 
-def _launch_backward(call: AttentionBackwardArgs, args: AttentionArgs, views: list[View]) -> None:
+_repeats = Repeats(
+    "attention_backward",
+    (
+        AttentionArgs,
+        {f"{name}_data": name for name in ("q", "k", "v", "out", "bias", "mask")}
+        | {name: name for name in ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks")}
+        | {name: name for name in ("lse", "workspace", "workspace_bytes")},
+    ),
+    (
+        AttentionBackwardArgs,
+        {f"{name}_data": name for name in ("dout", "dq", "dk", "dv", "dbias")}
+        | {"forward": "structs", "dlse": "dlse", "dsinks": "dsinks"},
+    ),
+)
+
+
+def find_gradients(given: tuple[str, ...], arrays: tuple, values: tuple, window_size) -> tuple[Any, tuple | None]:
+    """The gradients of a call like one before, or None; and the call's signature, where it has one. given: the names of
+    the arrays, q, k and v first; values: what decides about the call besides them."""
+    return _repeats.find(given, arrays, values, window_size, None, True)
+
+
+def _launch_backward(call: AttentionBackwardArgs, args: AttentionArgs, views: list[View]) -> View | None:
     """Runs a filled struct; see _with_workspace. args is the one that call.forward points to."""
     lib = load()
-    _with_workspace(
+    return _with_workspace(
         args,
         views,
         lambda stream: lib.fa_attention_backward(call, stream),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes as ct
 import inspect
+import itertools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import numpy as np
@@ -20,7 +21,7 @@ from ._library import CACHE_DTYPES, DTYPES, AttentionArgs, BadArgument, KVCacheA
 from ._options import Array, Options
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
 from ._query import Plan, plan_from
-from ._repeat import Repeats, signature
+from ._repeat import Made, Repeats
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -193,11 +194,12 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     at_once = type(cache_seqlens) is int  # one length, which is no array
     arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
-    sign = signature(arrays, (at_once, return_softmax_lse, *step[_LENGTHS + 1 :]), window_size)
-    if repeat := _repeats.known.get(sign):
-        results = repeat(arrays, cache_seqlens)
-        if results is not None:
-            return results
+    there = [array is not None for array in arrays]
+    given, arrays = tuple(itertools.compress(_ARRAYS, there)), tuple(itertools.compress(arrays, there))
+    values = at_once, return_softmax_lse, *step[_LENGTHS + 1 :]
+    results, sign = _repeats.find(given, arrays, values, window_size, cache_seqlens)
+    if results is not None:
+        return results
     call, args, views, room = _prepare_step(step)
     qv = views[0]
     shape = (*qv.shape[:3], args.headdim_v)
@@ -216,7 +218,10 @@ def flash_attn_with_kvcache(
     )
     if k is None or call.seqlen_new:
         keys = (args.seqlen_k, call.seqlen_new, room) if at_once else None
-        _repeats.remember(sign, [args, call], arrays, (qv, out_view, lse_view, workspace), keys)
+        made = {"out": out_view} if out is None else {}
+        made |= {name: view for name, view in (("lse", lse_view), ("workspace", workspace)) if view}
+        made = {name: Made(view) for name, view in made.items()}
+        _repeats.remember(sign, [args, call], arrays, views[:1], made, keys)
     return _results(out, out_view, lse_view)
 
 
@@ -276,9 +281,10 @@ class _Step(NamedTuple):
 
 _LENGTHS = _Step._fields.index("cache_seqlens")
 
+_ARRAYS = (*_Step._fields[: _LENGTHS + 1], "out")
+
 _repeats = Repeats(
     "kvcache_attention",
-    (*_Step._fields[: _LENGTHS + 1], "out"),
     (
         AttentionArgs,
         {"seqlen_k": "keys", "q_data": "q", "k_data": "k_cache", "v_data": "v_cache", "out_data": "out"}

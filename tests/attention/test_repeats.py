@@ -14,7 +14,8 @@ from conftest import CUDA, NO_CUDA, cupy, torch
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import _library, _repeat, kvcache
-from flash_attn_minimal._forward import _repeats as repeats
+from flash_attn_minimal._forward import repeats
+from flash_attn_minimal.backward import _repeats as gradients
 
 SHAPES = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
 
@@ -51,12 +52,12 @@ def arrays(kind, seed=0):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    repeats.known.clear()
+    repeats.clear()
 
 
 def long_way(*arguments, **options):
     """The call with nothing remembered."""
-    repeats.known.clear()
+    repeats.clear()
     return fa.flash_attn_func(*arguments, **options)
 
 
@@ -102,11 +103,12 @@ def test_same_bits(kind, shortcuts):
     for options in COMMON:
         warm(*arrays(kind), **options)
     shortcuts.clear()
-    kept = dict(repeats.known)
+    kept = dict(repeats.known), dict(repeats.latest)
     for seed, options in enumerate(COMMON, 1):
-        repeats.known.clear()
+        repeats.clear()
         expected = host(fa.flash_attn_func(*arrays(kind, seed), **options))
-        repeats.known.update(kept)
+        for table, entries in zip((repeats.known, repeats.latest), kept, strict=True):
+            table.update(entries)
         results = fa.flash_attn_func(*arrays(kind, seed), **options)
         np.testing.assert_equal(host(results), expected)
     assert shortcuts == [True] * len(COMMON)
@@ -166,7 +168,7 @@ def test_no_option_is_ignored(kind, name):
     usual = {} if name == "causal" else {"causal": True}  # which top_left needs to make a difference
     unusual = {**usual, name: other_values(kind)[name]}  # a new option needs a value there
     expected = outcome(long_way, q, k, v, **unusual)
-    repeats.known.clear()
+    repeats.clear()
     warm(q, k, v, **usual)
     np.testing.assert_equal(outcome(fa.flash_attn_func, q, k, v, **unusual), expected)
 
@@ -226,10 +228,115 @@ def test_other_arrays(kind):
         (q, k, [1.0]),  # refused
     ):
         expected = outcome(long_way, *case)
-        repeats.known.clear()
+        repeats.clear()
         warm(q, k, v)
         for _ in range(3):
             np.testing.assert_equal(outcome(fa.flash_attn_func, *case), expected)
+
+
+def options_with_arrays(kind, seed=0):
+    rng = np.random.default_rng(100 + seed)
+    return {
+        "bias": make(kind, rng.standard_normal((5, 7), dtype=np.float32)),
+        "mask": make(kind, rng.random((2, 1, 5, 7)) < 0.6),
+        "alibi_slopes": make(kind, rng.random(4, dtype=np.float32)),
+        "sinks": make(kind, rng.standard_normal(4, dtype=np.float32)),
+    }
+
+
+@every_kind
+@pytest.mark.parametrize("names", [("bias",), ("mask",), ("alibi_slopes",), ("sinks",), ("mask", "sinks", "bias"), ()])
+def test_arrays_among_the_options(kind, names, shortcuts):
+    """New values in them are seen, and a call with one more, or one less, is another call."""
+    more = {"causal": True, "top_left": True, "deterministic": True, "kernel": None, "return_lse": True}
+
+    def call(seed, names):
+        options = options_with_arrays(kind, seed)
+        return host(fa.flash_attn_func(*arrays(kind, seed), **{name: options[name] for name in names}, **more))
+
+    sets = [names, (*names, "alibi_slopes") if "alibi_slopes" not in names else ("bias", *names)]
+    expected = []
+    for names in sets:
+        repeats.clear()
+        expected.append(call(7, names))
+    repeats.clear()
+    for seed in range(3):
+        for names in sets:
+            call(seed, names)
+    shortcuts.clear()
+    for names, want in zip(sets, expected, strict=True):
+        np.testing.assert_equal(call(7, names), want)
+    assert len(shortcuts) == 2
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_other_bias_or_mask(kind, name):
+    """Other shapes, strides and dtypes of it after a remembered call: the same outcome as without that call."""
+    q, k, v = arrays(kind)
+    usual = {name: options_with_arrays(kind)[name]}
+    rng = np.random.default_rng(5)
+    wide = make(kind, rng.random((2, 4, 5, 14)) if name == "bias" else rng.random((2, 4, 5, 14)) < 0.5)
+    wide = wide if name == "mask" else make(kind, rng.random((2, 4, 5, 14), dtype=np.float32))
+    other = (np.uint8, torch and torch.uint8) if name == "mask" else (np.float16, torch and torch.float16)
+    recast = wide.to(other[1]) if kind.startswith("torch") else wide.astype(other[0])
+    cases = [wide[..., :7], wide[:, :1, :, 7:], wide[0, 0, 0, :7], wide[..., ::2], wide[..., :6], wide[:1, :3, :, :7]]
+    cases += [recast[..., :7], q, None, [1.0] * 7]
+    for case in cases:
+        expected = outcome(long_way, q, k, v, **{name: case})
+        repeats.clear()
+        warm(q, k, v, **usual)
+        for _ in range(3):
+            np.testing.assert_equal(outcome(fa.flash_attn_func, q, k, v, **{name: case}), expected)
+
+
+@every_kind
+def test_changes_in_place(kind, shortcuts):
+    q, k, v = arrays(kind)
+    options = options_with_arrays(kind)
+    warm(q, k, v, **options)
+    before = host(fa.flash_attn_func(q, k, v, **options))
+    for array in (q, options["bias"], options["sinks"]):
+        array += 1
+    options["mask"][...] = False
+    options["mask"][0, 0, 2, 3] = True
+    shortcuts.clear()
+    after = host(fa.flash_attn_func(q, k, v, **options))
+    assert shortcuts and not np.array_equal(before, after)
+    np.testing.assert_array_equal(after, host(long_way(q, k, v, **options)))
+
+
+@every_kind
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_lengths(kind, given, return_lse, shortcuts):
+    """The lengths are read anew at every call; rows of no sequence are 0 and -inf."""
+    rng = np.random.default_rng(0)
+    q, k = (make(kind, rng.standard_normal((rows, heads, 8), dtype=np.float32)) for rows, heads in ((9, 4), (11, 2)))
+    lengths = [([0, 4, 9], [0, 5, 11]), ([0, 1, 9], [0, 11, 11]), ([0, 4, 7], [0, 5, 11]), ([0, 0, 0], [0, 5, 9])]
+    lengths = [tuple(make(kind, np.array(cu, np.int32)) for cu in pair) for pair in lengths]
+
+    def call(cu):
+        out = {"out": make(kind, np.full((9, 4, 8), 7, np.float32))} if given else {}
+        return host(fa.flash_attn_varlen_func(q, k, k, *cu, 9, 11, causal=True, return_lse=return_lse, **out))
+
+    expected = []
+    for cu in lengths:
+        repeats.clear()
+        expected.append(call(cu))
+    for first in (0, 2):  # one that covers all rows, and one that does not
+        repeats.clear()
+        for _ in range(3):
+            call(lengths[first])
+        shortcuts.clear()
+        for cu, want in zip(lengths, expected, strict=True):
+            np.testing.assert_equal(call(cu), want)
+        assert shortcuts
+        with pytest.raises(fa.BadArgument, match="max_seqlen_q=9.0 is not an integer"):
+            fa.flash_attn_varlen_func(q, k, k, *lengths[0], 9.0, 11, causal=True, return_lse=return_lse)
+    if kind in ("numpy", "torch"):
+        with pytest.raises(fa.BadArgument, match="cu_seqlens_q"):
+            call((make(kind, np.array([0, 5, 4], np.int32)), lengths[0][1]))
 
 
 def test_numpy_flags():
@@ -320,22 +427,35 @@ def test_a_thread_that_has_no_scratch_yet():
     np.testing.assert_array_equal(results, [expected, expected])
 
 
-@pytest.mark.parametrize("table", [repeats, kvcache._repeats], ids=["forward", "kvcache"])
+@pytest.mark.parametrize("table", [repeats, gradients, kvcache._repeats], ids=["forward", "backward", "kvcache"])
 def test_fields_between_the_addresses(table):
     """The packed structs are the structs, whatever fields they have, in whatever order the values come."""
     raw = np.random.default_rng(0).integers(0, 256, table.size, np.uint8).tobytes()
     offsets = list(table.offsets.values())
     layout, gaps, order = _repeat._packing(offsets, table.size)
-    values = order([int.from_bytes(raw[offset : offset + 8], "little") for offset in offsets])
+    values = [int.from_bytes(raw[offset : offset + 8], "little") for offset in offsets]
+    values = order(values) if order else values
     parts = [raw[gap] for gap in gaps]
     woven = [x for pair in zip(parts, values, strict=False) for x in pair] + parts[len(values) :]
     assert layout.pack(*woven) == raw
 
 
-def test_every_address_is_filled_in():
-    """The fields that hold addresses vary, but for those of calls that take the long way and the kernel's name."""
-    kind, long_way = _library.AttentionArgs, ("cu_seqlens", "parts", "alibi", "bias", "mask", "sinks", "kernel")
-    addresses = [name for name, field in kind._fields_ if field in (ct.c_void_p, ct.c_char_p)]
-    varying = [name for name in addresses if not name.startswith(long_way) and "descale" not in name]
-    offsets = [getattr(kind, name).offset for name in (*varying, "workspace_bytes")]
-    assert offsets == sorted(repeats.offsets.values())
+@pytest.mark.parametrize("table,kinds,constant", [
+    (repeats, [_library.AttentionArgs], ("parts", "kernel")),
+    (gradients, [_library.AttentionArgs, _library.AttentionBackwardArgs], ("parts", "kernel", "descale")),
+    (
+        kvcache._repeats,
+        [_library.AttentionArgs, _library.KVCacheArgs],
+        ("parts", "kernel", "descale", "cu_", "bias", "mask"),
+    ),
+], ids=["forward", "backward", "kvcache"])  # fmt: skip
+def test_every_address_is_filled_in(table, kinds, constant):
+    """The fields that hold addresses vary, but for the kernel's name and those that no repeated call has."""
+    pointers = (ct.c_void_p, ct.c_char_p, ct.POINTER(_library.AttentionArgs))
+    start, wanted = 0, []
+    for kind in kinds:
+        names = [name for name, field in kind._fields_ if field in pointers or name == "workspace_bytes"]
+        names = [name for name in names if not any(word in name for word in constant) or name == "workspace_bytes"]
+        wanted += [start + getattr(kind, name).offset for name in names]
+        start += ct.sizeof(kind)
+    assert wanted == sorted(set(table.offsets.values()) - {_library.AttentionArgs.seqlen_k.offset})

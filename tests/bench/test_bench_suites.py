@@ -221,7 +221,18 @@ def test_llama_suite_refuses(tmp_path, capsys, argv, message):
 
 def test_overhead_suite(tmp_path):
     data = run(tmp_path, "--suite", "overhead", "--rounds", "1", "--quick", "--framework", "numpy")
-    assert [(row["arrays"], row["call"]) for row in data["rows"]] == [("numpy", "new out"), ("numpy", "given out")]
+    assert [(row["arrays"], row["call"]) for row in data["rows"]] == [
+        ("numpy", "new out"), ("numpy", "given out"), ("numpy", "mask"),
+    ]  # fmt: skip
+
+
+@needs_torch
+def test_overhead_suite_with_gradients(tmp_path):
+    rows = run(tmp_path, "--suite", "overhead", "--rounds", "1", "--quick", "--device", "cpu", "--framework", "torch")[
+        "rows"
+    ]
+    calls = {system: {row["call"] for row in rows if row["system"] == system} for system in ("ours", "torch")}
+    assert calls["ours"] - calls["torch"] == {"given out"} and "and backward" in calls["torch"]
 
 
 # ---- the registry ----

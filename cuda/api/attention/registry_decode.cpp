@@ -1,5 +1,4 @@
 // registry_decode.cpp: the kernels for few rows of q against many keys, best first, and what each can serve.
-#include <cstdio>
 
 #include "api/attention/refusals.h"
 #include "api/attention/registry.h"
@@ -18,8 +17,8 @@ namespace {
 bool has_wide_rows(const char* name, const TensorView& t, int columns, int element_bytes, char* text, size_t size) {
     const int step = 16 / element_bytes;  // a power of two: a mask instead of divisions, which every call would pay for
     if (!(reinterpret_cast<uintptr_t>(t.data) % 16) && !((columns | t.batch | t.row | t.head) & (step - 1))) return true;
-    std::snprintf(text, size, "%s of %d columns, data=%p, strides (%lld, %lld, %lld): it takes multiples of 16 bytes", name, columns,
-                  t.data, static_cast<long long>(t.batch), static_cast<long long>(t.row), static_cast<long long>(t.head));
+    say(text, size, "%s of %d columns, data=%p, strides (%lld, %lld, %lld): it takes multiples of 16 bytes", name, columns, t.data,
+        static_cast<long long>(t.batch), static_cast<long long>(t.row), static_cast<long long>(t.head));
     return false;
 }
 // What all decode kernels refuse.

@@ -46,7 +46,14 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
         source = variable;
         if (forced && !*forced) forced = nullptr;
     }
-    char text[256];
+    char text[256] = "";
+    if (!forced && !why_not)  // a launch: reasons are worth their microseconds where somebody reads them, that is below
+        for (int i = 0; const Row* const kernel = kernel_at(i); ++i)
+            if (kernel->device == place && !kernel->refuses(params, device, text, 0) &&
+                !(kernel->yields && kernel->yields(params, device, text, 0))) {
+                *chosen = kernel;
+                return FA_OK;
+            }
     const char *last = "", *last_reason = "there is none for this device";
     bool known = false;
     for (int i = 0; const Row* const candidate = kernel_at(i); ++i) {

@@ -14,7 +14,7 @@ struct KernelOf {
     const char* summary;
     fa_device device;
     // nullptr when the kernel serves the call on that device, otherwise the reason why not. A reason that quotes values is written to
-    // `text`.
+    // `text`, which is there even where its size is 0.
     const char* (*refuses)(const Params&, const DeviceInfo&, char* text, size_t size);
     size_t (*workspace)(const Params&, const DeviceInfo&);
     // Returns FA_OK or records the error.

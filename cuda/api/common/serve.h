@@ -50,8 +50,9 @@ fa_status start(const char* name, int64_t blocks, const Launch& launch) {
 }
 #endif
 
-// Writes a reason to refuse, which quotes values, to `text`, and returns it.
+// Writes a reason to refuse, which quotes values, to `text`, and returns it. A size of 0 asks whether there is one: nothing is written.
 [[gnu::format(printf, 3, 4)]] inline const char* say(char* text, size_t size, const char* format, ...) {
+    if (!size) return text;
     va_list values;
     va_start(values, format);
     std::vsnprintf(text, size, format, values);

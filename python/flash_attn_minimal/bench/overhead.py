@@ -40,17 +40,18 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         gpu = machine.device == "cuda"
         dtype = "float32" if not gpu else "float16" if machine.framework == "cupy" else "bfloat16"
         q, k, v, out = (machine.random((1, 1, 1, 64), dtype, i) for i in range(4))
+        mask = machine.int32([[1]]) == 1
         calls: dict[tuple[str, str], Callable[[], Any]] = {
             ("ours", "new out"): lambda q=q, k=k, v=v: flash_attn_func(q, k, v),
             ("ours", "given out"): lambda q=q, k=k, v=v, out=out: flash_attn_func(q, k, v, out=out),
+            ("ours", "mask"): lambda q=q, k=k, v=v, mask=mask: flash_attn_func(q, k, v, mask=mask),
         }
         if machine.framework == "torch":
-            attention = machine.torch.nn.functional.scaled_dot_product_attention
-            views = [x.transpose(1, 2) for x in (q, k, v)]
-            calls["torch", "new out"] = lambda attention=attention, views=views: attention(*views)
-        err = float(
-            np.abs(machine.host(flash_attn_func(q, k, v)) - machine.host(v)).max()
-        )  # one key: the answer is its value
+            calls |= _torch_calls(machine.torch, q, k, v, mask)
+        answers = [call() for (system, _), call in calls.items() if system == "ours"]
+        err = max(  # one key: the answer is its value, the gradient of the value that of the answer
+            float(np.abs(machine.host(x[2] if isinstance(x, tuple) else x) - machine.host(v)).max()) for x in answers
+        )
         if not err <= 1e-6:
             outcome.wrong += 1
             outcome.rows.append(
@@ -81,9 +82,9 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
                 "call": call,
             }
             if system == "ours":
-                row["kernel"] = query(q, k, v).kernel
+                row["kernel"] = query(q, k, v, mask=mask if call == "mask" else None).kernel
             row |= {
-                "pass": "fwd",
+                "pass": "bwd" if call == "and backward" else "fwd",
                 "dtype": dtype,
                 "headdim": 64,
                 "seqlen_q": 1,
@@ -98,6 +99,26 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
                 flush=True,
             )
     return machines[-1], outcome
+
+
+def _torch_calls(torch, q, k, v, mask) -> dict[tuple[str, str], Callable[[], Any]]:
+    """With gradients, and PyTorch's own attention: (batch, heads, rows, headdim). dout is v."""
+
+    def wanting(x):
+        return x.detach().clone().requires_grad_()
+
+    sdpa, grad = torch.nn.functional.scaled_dot_product_attention, torch.autograd.grad
+    mine = [wanting(x) for x in (q, k, v)]
+    views = [x.transpose(1, 2) for x in (q, k, v)]
+    theirs = [wanting(x) for x in views]
+    return {
+        ("ours", "gradient wanted"): lambda: flash_attn_func(*mine),
+        ("ours", "and backward"): lambda: grad(flash_attn_func(*mine), mine, v),
+        ("torch", "new out"): lambda: sdpa(*views),
+        ("torch", "mask"): lambda: sdpa(*views, attn_mask=mask),
+        ("torch", "gradient wanted"): lambda: sdpa(*theirs),
+        ("torch", "and backward"): lambda: grad(sdpa(*theirs), theirs, views[2]),
+    }
 
 
 def _host_us(machine, call, count: int = 200) -> float:
