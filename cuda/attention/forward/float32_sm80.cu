@@ -1,7 +1,8 @@
 // float32_sm80.cu: real float32 arithmetic at the speed of the CUDA cores.   out = softmax(q k^T * softmax_scale) v,   fp32.
 //
 // The loop of flash_attn_minimal.cu. New against that rung:
-//   - A thread owns 8 rows instead of 4. A product of 8 x 4 scores needs 12 reads of 16 bytes for 128 multiply-adds, 10.7 each instead of 8;
+//   - A thread owns 8 rows instead of 4. A product of 8 x 4 scores needs 12 reads of 16 bytes for 128 multiply-adds, 10.7 each instead of
+//   8;
 //     of 8 x 8, 16. An SM reads 128 bytes of shared memory and makes 128 multiply-adds a cycle, so that 8 was the bound of `minimal`.
 //   - cp.async: K of the next tile arrives during the softmax and O += P V, V during S = Q K^T. No thread waits for memory.
 //   - Q stays in shared memory with all its columns, and a tile costs two barriers instead of two for each 64 columns.
@@ -30,7 +31,7 @@ constexpr int kLanes = 16, kThreads = kLanes * kLanes, kChunk = 4 * kLanes;  // 
 
 struct Float32Tile {
     int columns;           // of q, k, v and out: the head dim, padded with zeros
-    int block_m, block_n;    // query rows of a block, keys of a tile
+    int block_m, block_n;  // query rows of a block, keys of a tile
 };
 // Shared memory of the two rows of tiles: 170, 169 and 218 KB; 69, 76 and 143 KB.
 constexpr Float32Tile large_tile(int columns) { return {columns, 128, columns == 64 ? 128 : columns == 128 ? 64 : 32}; }
@@ -46,7 +47,8 @@ struct alignas(16) Smem {
 
 // tile[r] = the row r of `from`, for r in begin .. end - 1; the others, and columns from `columns` on, are zeros.
 template <int kRows, int kPitch, int kColumns>
-__device__ __forceinline__ void load_rows(float (&tile)[kRows][kPitch], const float* from, int64_t stride, int begin, int end, int columns) {
+__device__ __forceinline__ void load_rows(float (&tile)[kRows][kPitch], const float* from, int64_t stride, int begin, int end,
+                                          int columns) {
     constexpr int kPieces = kColumns / 4, kRowsAtOnce = kThreads / kPieces;
     static_assert(kThreads % kPieces == 0, "a thread has the same columns of every row");
     const int piece = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
@@ -204,7 +206,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
 template <int kColumns, int kBlockM, int kBlockN>
 cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
     const int tiles = (p.seqlen_q + kBlockM - 1) / kBlockM;
-    const int64_t section = heads_per_section(p.seqlen_k, 4 * int64_t(p.headdim + p.headdim_v), p.group), heads = int64_t(p.nheads) * p.batch;
+    const int64_t section = heads_per_section(p.seqlen_k, 4 * int64_t(p.headdim + p.headdim_v), p.group),
+                  heads = int64_t(p.nheads) * p.batch;
     const Float32Params params{p, tiles, int(section < heads ? section : heads)};
     return launch_kernel(attention_kernel<kColumns, kBlockM, kBlockN>, unsigned(tiles * heads), kThreads,
                          sizeof(Smem<kColumns, kBlockM, kBlockN>), stream, params);
@@ -215,7 +218,8 @@ cudaError_t launch(const AttentionParams& p, int multiprocessors, size_t shared_
     constexpr Float32Tile kLarge = large_tile(kColumns), kSmall = small_tile(kColumns);
     const bool fits = sizeof(Smem<kColumns, kLarge.block_m, kLarge.block_n>) <= shared_memory;
     const int64_t blocks = (int64_t(p.seqlen_q) + kLarge.block_m - 1) / kLarge.block_m * p.nheads * p.deciding_batch();
-    if (fits && p.seqlen_q > kSmall.block_m && 2 * blocks > multiprocessors) return launch<kColumns, kLarge.block_m, kLarge.block_n>(p, stream);
+    if (fits && p.seqlen_q > kSmall.block_m && 2 * blocks > multiprocessors)
+        return launch<kColumns, kLarge.block_m, kLarge.block_n>(p, stream);
     return launch<kColumns, kSmall.block_m, kSmall.block_n>(p, stream);
 }
 
