@@ -28,7 +28,6 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
     constexpr uint32_t kPiece = kBlockN * kChunkRowBytes >> 4;  // from 64 queries of dS, or 64 columns of K, to the next
     uint32_t low_keys = descriptor_low(shared_address(keys), kBlockN * kChunkRowBytes);
     uint32_t low_ds = descriptor_low(shared_address(ds), kBlockN * kChunkRowBytes);
-    const bool in_turn = takes_turns(b, tiles);
     const uint32_t it0 = uniform(w.it0);
     float dq[32];
     uint32_t held[kHeld ? kHeld : 1][4];  // the last steps of K^T
@@ -69,9 +68,10 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
             wgmma_commit();
             wgmma_wait<0>(dq);
             if (left == 1) release(it);
-            if (in_turn && left == kPieces) {
-                mbarrier_wait(shared_address(&turns.turn_full[turn_slot(it)]), turn_phase(it));
-                writes = turns.turn[turn_slot(it)].writes;
+            if (left == kPieces && takes_turns(b, tiles)) {  // the products have not waited for the turn
+                const uint32_t now = opaque(it);
+                mbarrier_wait(shared_address(&turns.turn_full[turn_slot(now)]), turn_phase(now));
+                writes = turns.turn[turn_slot(now)].writes;
                 __syncwarp();
             }
 #pragma unroll
@@ -82,7 +82,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
             }
             (kBlockM > 64 ? rows : columns) += kPiece;
         }
-        if (in_turn) {
+        if (takes_turns(b, tiles)) {
             __syncwarp();
             if (arrives(threadIdx.x % 32)) mbarrier_arrive(shared_address(&turns.sent[turn_slot(it)]));
             __syncwarp();
