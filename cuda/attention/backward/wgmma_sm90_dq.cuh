@@ -50,6 +50,14 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
         const uint32_t tile = tile0 + (w.in_order ? step * tiles.tiles : step);
         float* sums = tiles.dq + int64_t(tile) * (kBlockM * kPlan.columns()) + kFirst * kDqPiece + opaque(int(threadIdx.x)) % 128 * 4;
         bool writes = false;
+        const auto take_turn = [&] {
+            if (!takes_turns(b, tiles)) return;
+            const uint32_t now = opaque(it);
+            mbarrier_wait(shared_address(&turns.turn_full[turn_slot(now)]), turn_phase(now));
+            writes = turns.turn[turn_slot(now)].writes;
+            __syncwarp();
+        };
+        if (kPlan.general) take_turn();
 #pragma unroll 1
         for (int left = kPieces; left > 0; --left, sums += kDqPiece) {
             wgmma_fence();
@@ -68,12 +76,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
             wgmma_commit();
             wgmma_wait<0>(dq);
             if (left == 1) release(it);
-            if (left == kPieces && takes_turns(b, tiles)) {  // the products have not waited for the turn
-                const uint32_t now = opaque(it);
-                mbarrier_wait(shared_address(&turns.turn_full[turn_slot(now)]), turn_phase(now));
-                writes = turns.turn[turn_slot(now)].writes;
-                __syncwarp();
-            }
+            if (!kPlan.general && left == kPieces) take_turn();  // the product has not waited for it
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 float* place = sums + i * 512;

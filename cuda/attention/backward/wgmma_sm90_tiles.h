@@ -68,7 +68,9 @@ inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan)
     t.heads = p.cu_seqlens_q ? p.nheads : int64_t(p.batch) * p.nheads;
     return t;
 }
-inline size_t query_tiles_bytes(const QueryTiles& t) { return (size_t(t.count()) * (t.block_m * (t.columns + 2) + t.blocks) + 1) * sizeof(float); }
+inline size_t query_tiles_bytes(const QueryTiles& t) {
+    return (size_t(t.count()) * (t.block_m * (t.columns + 2) + t.blocks) + 1) * sizeof(float);
+}
 inline void place_query_tiles(QueryTiles* t, void* memory) {
     t->dq = static_cast<float*>(memory);
     t->lse = t->dq + t->count() * t->block_m * t->columns;

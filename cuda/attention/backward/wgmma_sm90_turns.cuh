@@ -104,7 +104,8 @@ __device__ __forceinline__ void publish_turns(const BackwardParams& b, const Que
         mbarrier_wait(shared_address(&turns.sent[slot]), turn_phase(it));
         if (turns.turn[slot].publishes) add_release(tiles.turn + int64_t(tile) * kBlocks + (in_order ? rank : 0), 1);
         if (in_order || kBlocks == 1) mbarrier_arrive(empty);
-        else if (it + 2 < count) mbarrier_arrive_cluster(cluster_address(empty, 0));  // else nobody waits, and the other block may have ended
+        else if (it + 2 < count)
+            mbarrier_arrive_cluster(cluster_address(empty, 0));  // else nobody waits, and the other block may have ended
     };
     for_each_query_tile(b.forward, tiles, w, visit);
 }
