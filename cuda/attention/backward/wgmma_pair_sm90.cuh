@@ -95,6 +95,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that the value is uniform
     const int lane = threadIdx.x % 32;
     BackwardWork& w = smem.work;
+    const auto find = [&](int index) { w.valid = find_key_block<kBlockM, kBlockN>(p, schedule, index, w), w.it0 = 0; };
     if (threadIdx.x == 0) {
         const auto init = [](auto& barriers, int count) {
             for (uint64_t& barrier : barriers) mbarrier_init(shared_address(&barrier), count);
@@ -115,20 +116,19 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
         }
         init_turns(smem.turns, schedule.in_order ? 1 : 2);
         fence_mbarrier_init();
-        // In order, block 0 takes a number. blockIdx does not promise that blocks of lower numbers have started.
-        if (!schedule.in_order) smem.index = blockIdx.x / 2;
+        // In order, block 0 takes a number: blockIdx does not promise that blocks of lower numbers have started.
+        if (!schedule.in_order) find(blockIdx.x / 2);
         else if (rank == 0) smem.index = atomicAdd(schedule.tiles.taken(), 1);
     }
+    __syncthreads();
     if (schedule.in_order) cluster_arrive_release();
     else cluster_arrive();
     cluster_wait();
-    if (threadIdx.x == 0) {
-        const int index = schedule.in_order ? cluster_object(smem.index, 0) : smem.index;
-        w.valid = find_key_block<kBlockM, kBlockN>(p, schedule, index, w);
-        w.it0 = 0;
+    if (schedule.in_order) {
+        if (threadIdx.x == 0) find(cluster_object(smem.index, 0));
+        __syncthreads();
+        cluster_arrive(), cluster_wait();  // block 0 does not end before its number has been read
     }
-    __syncthreads();
-    if (schedule.in_order) cluster_arrive(), cluster_wait();  // block 0 does not end before its number has been read
     if (!w.valid) return;
 
     // ------------------------------------------------------------------------------------------------ loads and turns, a thread each
