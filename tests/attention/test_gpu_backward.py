@@ -110,12 +110,13 @@ extern "C" __global__ void hold(const volatile int* go) {
 
 
 @pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("heads_k", [24, 3])
 @pytest.mark.parametrize("causal", [False, True])
-def test_deterministic_in_part_of_the_gpu(cuda_kernel, headdim, causal):
+def test_deterministic_in_part_of_the_gpu(cuda_kernel, headdim, heads_k, causal):
     """It ends, with the same bits, beside a kernel that has all multiprocessors but four until then: blocks that take
     turns must not wait for blocks that have not started."""
     cupy = pytest.importorskip("cupy")
-    arrays = inputs(1500, headdim, heads=(24, 24))  # more blocks of keys than multiprocessors
+    arrays = inputs(1500, headdim, heads=(24, heads_k), batch=24 // heads_k)  # more blocks of keys than multiprocessors
     options = {"causal": causal, "kernel": cuda_kernel.name, "deterministic": True}
     served(cuda_kernel, *arrays[1:4], causal=causal, deterministic=True)
     want = fa.backward(*arrays, **options)

@@ -68,6 +68,7 @@ struct alignas(1024) BackwardPairSmem {
     };
     DqTurns turns;
     BackwardWork work;
+    int index;  // of the keys
 };
 
 template <typename T, BackwardPlanId kId>
@@ -94,6 +95,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that the value is uniform
     const int lane = threadIdx.x % 32;
     BackwardWork& w = smem.work;
+    const auto find = [&](int index) { w.valid = find_key_block<kBlockM, kBlockN>(p, schedule, index, w), w.it0 = 0; };
     if (threadIdx.x == 0) {
         const auto init = [](auto& barriers, int count) {
             for (uint64_t& barrier : barriers) mbarrier_init(shared_address(&barrier), count);
@@ -112,25 +114,33 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
             init(values.ds_full[0], kWarpgroupWarps * kWarpArrivals), init(values.ds_full[1], kWarpgroupWarps * kWarpArrivals);
             init(values.ds_empty, kDqWarps * kWarpArrivals), init(values.ds_empty_there, (kMainWarps + kDqWarps) * kWarpArrivals);
         }
-        init_turns(smem.turns, kPlan.blocks());
+        init_turns(smem.turns, schedule.in_order ? 1 : 2);
         fence_mbarrier_init();
-        w.valid = find_key_block<kBlockM, kBlockN>(p, schedule, blockIdx.x / 2, w);
+        // In order, block 0 takes a number: blockIdx does not promise that blocks of lower numbers have started.
+        if (!schedule.in_order) find(blockIdx.x / 2);
+        else if (rank == 0) smem.index = atomicAdd(schedule.tiles.taken(), 1);
     }
     __syncthreads();
-    cluster_arrive(), cluster_wait();
+    if (schedule.in_order) cluster_arrive_release();
+    else cluster_arrive();
+    cluster_wait();
+    if (schedule.in_order) {
+        if (threadIdx.x == 0) find(cluster_object(smem.index, 0));
+        __syncthreads();
+        cluster_arrive(), cluster_wait();  // block 0 does not end before its number has been read
+    }
     if (!w.valid) return;
-    // A function, not a variable: every role computes the count when it needs it, because the main warpgroups have no register for it.
-    const auto count_tiles = [&] { return (w.end_m - w.first_m) * p.group; };
 
     // ------------------------------------------------------------------------------------------------ loads and turns, a thread each
     if (warpgroup == 0) {
         setmaxnreg_dec<kBackwardLoaderRegisters>();
-        const int tiles = count_tiles();
+        const int tiles = count_tiles(w);
         if (lane != 0 || tiles == 0) return;
         if (threadIdx.x > 0) {
             if (!takes_turns(b, schedule.tiles)) return;
-            if (threadIdx.x == 32 && rank == 0) take_turns<kBlockM, kBlockN, 2>(b, schedule.tiles, w, smem.turns, tiles);
-            if (threadIdx.x == 64) publish_turns<2>(b, schedule.tiles, w, smem.turns, tiles);
+            if (threadIdx.x == 32 && (rank == 0 || schedule.in_order))
+                take_turns<kBlockM, kBlockN, 2>(b, schedule.tiles, w, smem.turns, rank);
+            if (threadIdx.x == 64) publish_turns<2>(b, schedule.tiles, w, smem.turns, rank, tiles);
             return;
         }
         const int batch = p.cu_seqlens_q ? 0 : w.batch;
@@ -167,7 +177,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     if (warpgroup == 3) {
         setmaxnreg_dec<kPlan.dq_registers(kHalf)>();
         constexpr int kFirst = kPlan.dq_chunks_of_keys();
-        const int tiles = count_tiles();
+        const int tiles = count_tiles(w);
         const auto wait = [](auto& full, uint32_t it) {
             for (uint64_t& half : full[it & 1]) mbarrier_wait(shared_address(&half), it >> 1 & 1);
         };
@@ -222,7 +232,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
         constexpr uint32_t kQ = kBlockN * kD * 2 >> 4, kDs = kQ + (kQStages * kQBytes >> 4);
         uint32_t low = base(keys.k + wg * 64 * kChunkColumns);
         uint32_t low_q = base(keys.k);
-        const int tiles = count_tiles();
+        const int tiles = count_tiles(w);
         float dk[kD / 2];
         float4 lse[2];  // the first two of the next tile, read while its S is multiplied
         const auto read_lse = [&](uint32_t slot, int quad) {
@@ -249,23 +259,23 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
             for (int i = 0; i < kD / 2; ++i) dk[i] = 0.0f;
         } else {
-            const int first_m = w.first_m, end_m = w.end_m, ragged = ragged_tile(p, w, kBlockM);
-            int m = w.start_m, head = w.head_k * p.group;
+            const int last = w.last_place, wrap = w.wrap_place, ragged = ragged_place(p, w, kBlockM);
+            int place = w.start_place;
             const int self =
                 opaque(int(threadIdx.x) - 128);  // among the main warpgroups; the one register that the loop spends on the thread's place
             mbarrier_wait(shared_address(&keys.k_full), 0);
             zero_hidden_keys<kId>(p, w, keys.k, own_warpgroup() * 64);
             mbarrier_wait(q_full, 0);
-            if (m == ragged) zero_rows_past_end<kBlockM>(w, keys.q[0]);
+            if (place >= ragged) zero_rows_past_end<kBlockM>(w, keys.q[0]);
             multiply_s(0);
             if (!kGeneral) read_lse(0, quad);
             wgmma_wait<0>(d);
 #pragma unroll 1
             for (uint32_t it = 0; it < uint32_t(tiles); ++it) {  // S of this tile is complete, nothing is in flight
                 const int own = opaque(self), lane = own % 32, quad = own % 4, wg = own / 128;
-                const uint32_t slot = it % kQStages, next = (it + 1) % kQStages, previous = (it + kQStages - 1) % kQStages;
+                const uint32_t slot = it % kQStages, next_slot = (it + 1) % kQStages, previous = (it + kQStages - 1) % kQStages;
                 const uint32_t p_slot = it % kPSlots, ds_slot = it & 1 ^ 1;  // dS of the tile before
-                const int next_m = kGeneral ? next_tile(m, w.first_m, w.end_m) : next_tile(m, first_m, end_m);
+                const int next = kGeneral ? next_place(place, w.last_place, w.wrap_place) : next_place(place, last, wrap);
                 if (kGeneral) low = opaque(low), low_q = opaque(low_q);
                 const auto p_full = [&] { return cluster_address(shared_address(&values.p_full[p_slot][wg]), kValuesBlock); };
                 const auto send = [&](uint32_t to, int i, const uint32_t(&x)[4]) {
@@ -276,18 +286,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
                 if (lane == 0) mbarrier_arrive_expect_tx_cluster(p_full(), kGeneral ? 2 * kWarpBytes : kWarpBytes);
                 __syncwarp();
                 if constexpr (kGeneral) {
+                    const Visited at = visited(w, int(it));
+                    const int head = w.head_k * p.group + at.head;
                     main_warpgroup_sync(wg);  // all have read the previous tile's dropout bits
                     if (p.dropout_threshold) {
-                        draw_dropout(p, w, keys.keep + 8 * wg, w.key0 + wg * 64, m * kBlockM, head);
+                        draw_dropout(p, w, keys.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, head);
                         main_warpgroup_sync(wg);
                     }
                     general_probabilities<T, kBlockM>(
-                        p, w, d, keys.lse[slot], keys.keep + 8 * wg, w.key0 + wg * 64, m * kBlockM, head,
+                        p, w, d, keys.lse[slot], keys.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, head,
                         [&](int i, const uint32_t(&factor)[4], const uint32_t(&P)[4]) { send(0, i, factor), send(1, i, P); });
                 } else {
-                    if (m < w.mask_end) {
+                    if (place < w.mask_place) {
                         const int ln = opaque(lane);
-                        mask_fragment(d, w, w.key0 + own / 32 * 16 + ln / 4, m * kBlockM + ln % 4 * 2);
+                        mask_fragment(d, w, w.key0 + own / 32 * 16 + ln / 4, place / w.width * kBlockM + ln % 4 * 2);
                     }
                     probabilities<T>(d, fragment, scale_log2, lse, keys.lse[slot], quad);
 #pragma unroll
@@ -298,24 +310,23 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
                     arrive_there(lane, values.ds_empty_there[slot & 1], kValuesBlock),
                         arrive(lane, q_empty + 8 * ((it + kQStages - 2) % kQStages));
                 if (it + 1 < uint32_t(tiles)) {
-                    mbarrier_wait(q_full + 8 * next, (it + 1) / kQStages & 1);
-                    if (next_m == ragged) zero_rows_past_end<kBlockM>(w, keys.q[next]);
+                    mbarrier_wait(q_full + 8 * next_slot, (it + 1) / kQStages & 1);
+                    if (next >= ragged) zero_rows_past_end<kBlockM>(w, keys.q[next_slot]);
                 }
                 __syncwarp();
-                multiply_s(next);  // unused after the last tile: a conditional product would cost copies of registers
-                if (!kGeneral) read_lse(next, quad);
+                multiply_s(next_slot);  // unused after the last tile: a conditional product would cost copies of registers
+                if (!kGeneral) read_lse(next_slot, quad);
                 if (it > 0) mbarrier_wait(shared_address(&keys.ds_full[ds_slot][wg]), (it - 1) >> 1 & 1);
                 __syncwarp();
                 multiply_dk(ds_slot, previous, it > 1);  // unused at it = 0: the product of it = 1 starts from zero again
                 wgmma_wait<1>(d);
-                if (kGeneral && next_m == w.start_m) ++head;
-                m = next_m;
+                place = next;
             }
             wgmma_wait<0>(d, dk);
-            const uint32_t last = count_tiles() - 1;
-            mbarrier_wait(shared_address(&keys.ds_full[last & 1][own_warpgroup()]), last >> 1 & 1);
+            const uint32_t final = count_tiles(w) - 1;
+            mbarrier_wait(shared_address(&keys.ds_full[final & 1][own_warpgroup()]), final >> 1 & 1);
             __syncwarp();
-            multiply_dk(last & 1, last % kQStages, last > 0);
+            multiply_dk(final & 1, final % kQStages, final > 0);
             wgmma_wait<0>(dk);
         }
         cluster_arrive();
@@ -330,7 +341,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     const uint32_t own_ds_empty = shared_address(values.ds_empty);
     constexpr uint32_t kDout = kBlockN * kDV * 2 >> 4;
     uint32_t low = base(values.v + wg * 64 * kChunkColumns), low_dout = base(values.v);
-    const int tiles = count_tiles();
+    const int tiles = count_tiles(w);
     float dv[kDV / 2];
     const auto multiply_dp = [&](uint32_t slot) {
         multiply(low, low_dout + kDout + slot * (kDoutBytes >> 4), std::integral_constant<int, kDV / 16>{});
@@ -345,13 +356,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
         zero_hidden_keys<kId>(p, w, values.k, own_warpgroup() * 64);
         mbarrier_wait(dout_full, 0);
         // The iteration of the next tile that reaches past its sequence. Comparing iterations takes a register less than counting tiles.
-        const int ragged = ragged_tile(p, w, kBlockM);
-        uint32_t ragged_it =
-            ragged < w.first_m || ragged >= w.end_m ? ~0u : ragged - w.start_m + (ragged < w.start_m ? w.end_m - w.first_m : 0);
+        // That tile is the last of the walk's tiles, or none of them.
+        const bool ragged = w.end_m * w.width > ragged_place(p, w, kBlockM);
+        uint32_t ragged_it = !ragged ? ~0u : w.in_order ? 0 : w.end_m - 1 - w.start_step;
         const auto zero_ragged = [&](uint32_t it) {
             if (it != ragged_it) return;
             zero_rows_past_end<kBlockM>(w, values.dout[it & 1]);
-            ragged_it += w.end_m - w.first_m;
+            ragged_it += !w.in_order ? w.end_m - w.first_m : it + 1 < uint32_t(w.width) ? 1 : tiles;  // in order: the first round
         };
         zero_ragged(0);
         multiply_dp(0);
@@ -364,8 +375,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
             if constexpr (kGeneral)
                 if (p.dropout_threshold) {
                     main_warpgroup_sync(own / 128);
-                    draw_dropout(p, w, values.keep + 8 * (own / 128), w.key0 + own / 128 * 64, tile_of_iteration(w, it) * kBlockM,
-                                 w.head_k * p.group + it / uint32_t(w.end_m - w.first_m));
+                    const Visited at = visited(w, int(it));
+                    draw_dropout(p, w, values.keep + 8 * (own / 128), w.key0 + own / 128 * 64, at.m * kBlockM,
+                                 w.head_k * p.group + at.head);
                     main_warpgroup_sync(own / 128);
                     drop_gradients<kBlockM>(values.keep + 8 * (own / 128), p.dropout_scale, d);
                 }

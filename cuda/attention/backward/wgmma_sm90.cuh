@@ -71,7 +71,7 @@ __device__ __forceinline__ void init_barriers(BackwardSmem<T, kId>& smem) {
     init(smem.q_full, 1), init(smem.q_empty, kMainWarps * kWarpArrivals);
     init(smem.dout_full, 1), init(smem.dout_empty, kMainWarps * kWarpArrivals);
     init(smem.ds_full, kMainWarps * kWarpArrivals), init(smem.ds_empty, kDqWarps * kWarpArrivals);
-    init_turns(smem.turns, kPlan.blocks());
+    init_turns(smem.turns, 1);
     if constexpr (kPlan.dq_stages != 0) init(smem.stages.full, kDqWarps * kWarpArrivals), init(smem.stages.empty, 1);
     fence_mbarrier_init();
 }
@@ -106,7 +106,7 @@ __device__ __forceinline__ void take_and_load_keys(const CUtensorMap& map_k, con
         w.valid = index < schedule.blocks, w.it0 = it0;
         mbarrier_arrive(shared_address(&smem.list.full[n & 1]));
         if (index >= schedule.blocks) return;
-        it0 += count_tiles(p, w);
+        it0 += count_tiles(w);
         mbarrier_wait(shared_address(&smem.keys_empty[n % kKeyStages]), n / kKeyStages & 1 ^ 1);
         load_keys(w, n % kKeyStages);
         mbarrier_wait(shared_address(&smem.list.asked), n & 1);
@@ -119,25 +119,30 @@ template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void load_queries(const CUtensorMap& map_q, const CUtensorMap& map_dout, const AttentionParams& p,
                                              const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
     for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
-        const int batch = p.cu_seqlens_q ? 0 : w.batch;
-        for_each_query_tile(p, schedule.tiles, w, w.it0, [&](uint32_t it, int row, int head, int64_t tile) {
+        const auto visit = [&](uint32_t it, Visited at, uint32_t tile) {
+            const int row = w.q_row + at.m * kBackwardPlan<kId>.block_m, head = w.head_k * p.group + at.head;
+            const int batch = p.cu_seqlens_q ? 0 : w.batch;
             load_query_tile(map_q, schedule.q_loads, smem.q, schedule.tiles.lse, smem.lse, smem.q_full, smem.q_empty, it, row, head, batch,
                             tile);
             load_query_tile(map_dout, schedule.dout_loads, smem.dout, schedule.tiles.delta, smem.delta, smem.dout_full, smem.dout_empty, it,
                             row, head, batch, tile);
-        });
+        };
+        for_each_query_tile(p, schedule.tiles, w, visit);
         mbarrier_arrive(shared_address(&smem.list.asked));
         release_work(smem.list, n);
     });
 }
 
-// Warp 2: takes the turns at the query tiles, where warp 3 does not take them itself.
+// Warp 2: takes the turns at the query tiles, where warp 3 does not take them itself; in order with dq_stages it sends every other tile.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void take_turns_ahead(const BackwardParams& b, const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
-        if (takes_turns(b, schedule.tiles) && (kPlan.dq_stages == 0 || b.deterministic))
-            take_turns<kPlan.block_m, kPlan.block_n, 1>(b, schedule.tiles, w, smem.turns, count_tiles(b.forward, w), w.it0);
+        if constexpr (kBackwardPlan<kId>.dq_stages != 0) {
+            if (schedule.in_order) copy_dq_in_order<kId>(b, schedule.tiles, w, smem.stages, 0);
+        } else if (takes_turns(b, schedule.tiles)) {
+            take_turns<kPlan.block_m, kPlan.block_n, 1>(b, schedule.tiles, w, smem.turns, 0);
+        }
         release_work(smem.list, n);
     });
 }
@@ -146,9 +151,12 @@ __device__ __forceinline__ void take_turns_ahead(const BackwardParams& b, const 
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void publish_dq(const BackwardParams& b, const BackwardSchedule& schedule, BackwardSmem<T, kId>& smem) {
     for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
-        const uint32_t tiles = count_tiles(b.forward, w);
-        if constexpr (kBackwardPlan<kId>.dq_stages != 0) copy_dq<kId>(b, schedule.tiles, w, smem.turns, smem.stages, tiles, w.it0);
-        else if (takes_turns(b, schedule.tiles)) publish_turns<1>(b, schedule.tiles, w, smem.turns, tiles, w.it0);
+        if constexpr (kBackwardPlan<kId>.dq_stages != 0) {
+            if (schedule.in_order) copy_dq_in_order<kId>(b, schedule.tiles, w, smem.stages, 1);
+            else copy_dq<kId>(b, schedule.tiles, w, smem.stages);
+        } else if (takes_turns(b, schedule.tiles)) {
+            publish_turns<1>(b, schedule.tiles, w, smem.turns, 0, count_tiles(w));
+        }
         release_work(smem.list, n);
     });
 }
@@ -167,10 +175,10 @@ __device__ __forceinline__ void multiply_dq(const BackwardParams& b, const Backw
         if (arrives(lane)) mbarrier_arrive(shared_address(&smem.ds_empty[it & 1]));
     };
     for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
-        const uint32_t slot = n % kKeyStages, tiles = uniform(count_tiles(b.forward, w)), it0 = uniform(w.it0);
+        const uint32_t slot = n % kKeyStages, tiles = uniform(count_tiles(w)), it0 = uniform(w.it0);
         mbarrier_wait(shared_address(&smem.k_full[slot]), n / kKeyStages & 1);
         if constexpr (kStaged) stage_dq<T, kId>(smem.stages, smem.k[slot], smem.ds[0], tiles, wait, release, it0);
-        else send_dq<T, kId, 0, kPieces>(b, schedule.tiles, w, smem.turns, smem.k[slot], smem.ds[0], tiles, wait, release, it0);
+        else send_dq<T, kId, 0, kPieces>(b, schedule.tiles, w, smem.turns, smem.k[slot], smem.ds[0], tiles, wait, release);
         __syncwarp();
         if (arrives(lane)) mbarrier_arrive(shared_address(&smem.keys_empty[slot])), release_work(smem.list, n);
         __syncwarp();
@@ -304,7 +312,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
     for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
         const uint32_t key_slot = n % kKeyStages, key_phase = n / kKeyStages & 1, keys = key_slot * (kKeysBytes >> 4);
-        const uint32_t tiles = uniform(count_tiles(p, w)), it0 = uniform(w.it0);
+        const uint32_t tiles = uniform(count_tiles(w)), it0 = uniform(w.it0);
         mbarrier_wait(shared_address(&smem.k_full[key_slot]), key_phase), mbarrier_wait(shared_address(&smem.v_full[key_slot]), key_phase);
         const auto release_keys = [&] {
             __syncwarp();
@@ -316,14 +324,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
             store_zeros<T, kBlockN>(b.dk, p.headdim, b, w), store_zeros<T, kBlockN>(b.dv, p.headdim_v, b, w);
         } else {
             float dk[kD / 2], dv[kD / 2];  // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
-            const int first_m = w.first_m, end_m = w.end_m, mask_end = w.mask_end, ragged = ragged_tile(p, w, kBlockM);
-            const int start_m = w.start_m;
-            int m = start_m, head = w.head_k * p.group;
+            const int last = w.last_place, wrap = w.wrap_place, mask_place = w.mask_place, ragged = ragged_place(p, w, kBlockM);
+            int place = w.start_place;
             zero_hidden_keys<kId>(p, w, smem.k[key_slot], wg * 64);
             zero_hidden_keys<kId>(p, w, smem.v[key_slot], wg * 64);
             const uint32_t slot0 = it0 % kStages;
             mbarrier_wait(q_full + 8 * slot0, it0 / kStages & 1);
-            if (m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot0]);
+            if (place >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[slot0]);
             multiply_s(slot0, keys);
             if (!kGeneral) read_lse(slot0);
             wgmma_wait<0>(s);
@@ -331,21 +338,23 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
             for (uint32_t it = it0; it < it0 + tiles; ++it) {  // S of this tile is complete, nothing is in flight
                 const uint32_t slot = it % kStages, phase = it / kStages & 1, ds_slot = it & 1;
                 // The last iteration multiplies its own tile again (see below): the next slot may already hold a tile of the next keys.
-                const uint32_t next = kGeneral || it + 1 < it0 + tiles ? (it + 1) % kStages : slot;
-                const int next_m = next_tile(m, first_m, end_m);
+                const uint32_t next_slot = kGeneral || it + 1 < it0 + tiles ? (it + 1) % kStages : slot;
+                const int next = next_place(place, last, wrap);
                 low_k = opaque(low_k), low_q = opaque(low_q);
-                if (m == ragged) {
+                if (place >= ragged) {
                     mbarrier_wait(dout_full + 8 * slot, phase);
                     zero_rows_past_end<kBlockM>(w, smem.dout[slot]);
                 }
                 // There is no branch from here to dP, so that ptxas starts dP under the exponentials: worth several per cent.
                 if constexpr (kGeneral) {
+                    const Visited at = visited(w, int(it - it0));
+                    const int head = w.head_k * p.group + at.head;
                     main_warpgroup_sync(wg);  // all have read the previous tile's P and dropout bits
                     if (p.dropout_threshold) {
-                        draw_dropout(p, w, smem.keep + 8 * wg, w.key0 + wg * 64, m * kBlockM, head);
+                        draw_dropout(p, w, smem.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, head);
                         main_warpgroup_sync(wg);
                     }
-                    general_probabilities<T, kBlockM>(p, w, s, smem.lse[slot], smem.keep + 8 * wg, w.key0 + wg * 64, m * kBlockM, head,
+                    general_probabilities<T, kBlockM>(p, w, s, smem.lse[slot], smem.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, head,
                                                       [&](int i, const uint32_t(&factor)[4], const uint32_t(&P)[4]) {
 #pragma unroll
                                                           for (int x = 0; x < 4; ++x) prob[4 * i + x] = factor[x];
@@ -354,9 +363,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                     fence_proxy_async();
                     main_warpgroup_sync(wg);
                 } else {
-                    if (m < mask_end) {
+                    if (place < mask_place) {
                         const int ln = opaque(lane);
-                        mask_fragment(s, w, w.key0 + wg * 64 + warp * 16 + ln / 4, m * kBlockM + ln % 4 * 2);
+                        mask_fragment(s, w, w.key0 + wg * 64 + warp * 16 + ln / 4, place / w.width * kBlockM + ln % 4 * 2);
                     }
                     probabilities<T>(s, prob, scale_log2, lse, smem.lse[slot], quad);
                 }
@@ -372,8 +381,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                 store_ds(slot, ds_slot, delta);  // while dV is multiplied
                 const bool more = it + 1 < it0 + tiles;
                 if (more) {
-                    mbarrier_wait(q_full + 8 * next, (it + 1) / kStages & 1);
-                    if (next_m == ragged) zero_rows_past_end<kBlockM>(w, smem.q[next]);
+                    mbarrier_wait(q_full + 8 * next_slot, (it + 1) / kStages & 1);
+                    if (next >= ragged) zero_rows_past_end<kBlockM>(w, smem.q[next_slot]);
                 }
                 __syncwarp();
                 main_warpgroup_sync(wg);  // its 64 rows of dS are written
@@ -381,14 +390,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                 if (arrives(lane)) mbarrier_arrive(ds_full + 8 * ds_slot);
                 __syncwarp();
                 wgmma_wait<0>(dv);
-                multiply_s(next, keys);  // unused after the last tile: a conditional product would cost copies of registers
+                multiply_s(next_slot, keys);  // unused after the last tile: a conditional product would cost copies of registers
                 release(dout_empty, slot);
                 multiply_dk(dk, slot, ds_slot, it == it0);
-                if (!kGeneral) read_lse(next);
+                if (!kGeneral) read_lse(next_slot);
                 wgmma_wait<0>(dk, s);
                 release(q_empty, slot);
-                if (kGeneral && next_m == start_m) ++head;
-                m = next_m;
+                place = next;
             }
             wgmma_wait<0>(dk, dv);
             release_keys();

@@ -21,14 +21,14 @@ namespace fa {
 // bandwidth is the bound.
 template <typename T, BackwardPlanId kId, int kFirst, int kPieces, typename Wait, typename Release>
 __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
-                                        const T* keys, const T* ds, int count, const Wait& wait, const Release& release, uint32_t it0 = 0) {
+                                        const T* keys, const T* ds, int count, const Wait& wait, const Release& release) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kBlockM = kPlan.block_m, kBlockN = kPlan.block_n, kSteps = kBlockN / 16,
                   kHeld = kPlan.held_steps(std::is_same_v<T, __half>);
     constexpr uint32_t kPiece = kBlockN * kChunkRowBytes >> 4;  // from 64 queries of dS, or 64 columns of K, to the next
     uint32_t low_keys = descriptor_low(shared_address(keys), kBlockN * kChunkRowBytes);
     uint32_t low_ds = descriptor_low(shared_address(ds), kBlockN * kChunkRowBytes);
-    const bool in_turn = takes_turns(b, tiles);
+    const uint32_t it0 = uniform(w.it0);
     float dq[32];
     uint32_t held[kHeld ? kHeld : 1][4];  // the last steps of K^T
     if (count == 0) return;
@@ -40,20 +40,24 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
             ldmatrix_x4_trans(held[i],
                               shared_address(keys) + swizzled_offset(kBlockN, key + 16 * i, threadIdx.x % 128 / 32 * 2 + lane / 8 % 2));
     }
-    int m = w.start_m;
-    uint32_t tile0 = uint32_t(first_query_tile(b.forward, tiles, w, w.head_k * b.forward.group));  // 16 KiB and more each: 32 bits do
+    int step = w.start_step;
+    uint32_t tile0 = first_query_tile(b.forward, tiles, w) + (w.in_order ? w.end_m - 1 : 0);
 #pragma unroll 1
     for (uint32_t it = it0; it < it0 + uint32_t(count); ++it) {
         uint32_t columns = low_keys, rows = low_ds + (it & 1) * (kBlockM / 64 * kPiece);
         wait(it);
         __syncwarp();
-        float* sums = tiles.dq + int64_t(tile0 + m) * (kBlockM * kPlan.columns()) + kFirst * kDqPiece + opaque(int(threadIdx.x)) % 128 * 4;
+        const uint32_t tile = tile0 + (w.in_order ? step * tiles.tiles : step);
+        float* sums = tiles.dq + int64_t(tile) * (kBlockM * kPlan.columns()) + kFirst * kDqPiece + opaque(int(threadIdx.x)) % 128 * 4;
         bool writes = false;
-        if (in_turn) {
-            mbarrier_wait(shared_address(&turns.turn_full[it & 1]), it >> 1 & 1);
-            writes = turns.turn[it & 1].writes;
+        const auto take_turn = [&] {
+            if (!takes_turns(b, tiles)) return;
+            const uint32_t now = opaque(it);
+            mbarrier_wait(shared_address(&turns.turn_full[turn_slot(now)]), turn_phase(now));
+            writes = turns.turn[turn_slot(now)].writes;
             __syncwarp();
-        }
+        };
+        if (kPlan.general) take_turn();
 #pragma unroll 1
         for (int left = kPieces; left > 0; --left, sums += kDqPiece) {
             wgmma_fence();
@@ -72,6 +76,7 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
             wgmma_commit();
             wgmma_wait<0>(dq);
             if (left == 1) release(it);
+            if (!kPlan.general && left == kPieces) take_turn();  // the product has not waited for it
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 float* place = sums + i * 512;
@@ -80,13 +85,13 @@ __device__ __forceinline__ void send_dq(const BackwardParams& b, const QueryTile
             }
             (kBlockM > 64 ? rows : columns) += kPiece;
         }
-        if (in_turn) {
+        if (takes_turns(b, tiles)) {
             __syncwarp();
-            if (arrives(threadIdx.x % 32)) mbarrier_arrive(shared_address(&turns.sent[it & 1]));
+            if (arrives(threadIdx.x % 32)) mbarrier_arrive(shared_address(&turns.sent[turn_slot(it)]));
             __syncwarp();
         }
-        m = next_tile(m, w.first_m, w.end_m);
-        if (m == w.start_m) tile0 += tiles.tiles;
+        step = next_step(step, w.first_step, w.end_step);
+        if (step == w.start_step) tile0 += w.in_order ? -1 : tiles.tiles;
     }
 }
 
@@ -144,31 +149,23 @@ __device__ __forceinline__ void stage_dq(DqStages<kStages>& stages, const T* key
         }
     }
 }
-// The thread that sends the pieces and counts them. Deterministic: another thread takes the turns ahead, and a tile is counted while the
-// next one is on its way. Else this thread takes each turn itself, when it needs it: a block that has caught up with another one would wait
-// for every tile that was claimed ahead, which costs 1 % (causal, H200). A claimed tile is counted at once, because other blocks may be
-// waiting for it.
+// One thread sends the pieces and counts them. It takes each turn itself, when it needs it: a block that has caught up with another one
+// would wait for every tile that was claimed ahead, which costs 1 % (causal, H200). A claimed tile is counted at once, because other blocks
+// may be waiting for it.
 template <BackwardPlanId kId, int kStages>
-__device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
-                                        DqStages<kStages>& stages, uint32_t count, uint32_t it0) {
+__device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w,
+                                        DqStages<kStages>& stages) {
     constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
     constexpr int kPieces = kPlan.columns() / 64;
     constexpr uint32_t kPieceBytes = kDqPiece * sizeof(float);
     const bool in_turn = takes_turns(b, tiles);
-    uint32_t stage = it0 * kPieces % kStages, phase = it0 * kPieces / kStages & 1;
+    uint32_t stage = w.it0 * kPieces % kStages, phase = w.it0 * kPieces / kStages & 1;
     uint64_t* previous = nullptr;  // slot of the piece before; it is free once that piece has been read, which is awaited one piece later
-    int* uncounted = nullptr;      // counter of the tile before, whose pieces are still on their way
-    const auto visit = [&](int* counter, int m, uint32_t it) {
+    const auto visit = [&](uint32_t, Visited, uint32_t tile) {
+        int* counter = tiles.turn + tile;
         Turn turn{};
-        if (in_turn && b.deterministic) {
-            mbarrier_wait(shared_address(&turns.turn_full[it & 1]), it >> 1 & 1);
-            turn = turns.turn[it & 1];
-            mbarrier_arrive(shared_address(&turns.turn_empty[it & 1]));
-            fence_proxy_async_global();
-        } else if (in_turn) {
-            turn = take_turn<kPlan.block_m, kPlan.block_n>(b, tiles, w, counter, m);
-        }
-        float* sums = tiles.dq + (counter - tiles.turn) * (kPlan.block_m * kPlan.columns());
+        if (in_turn) turn = claim(tiles, counter);
+        float* sums = tiles.dq + int64_t(tile) * (kPlan.block_m * kPlan.columns());
 #pragma unroll 1
         for (int piece = 0; piece < kPieces; ++piece, sums += kDqPiece) {
             mbarrier_wait(shared_address(&stages.full[stage]), phase);
@@ -180,28 +177,45 @@ __device__ __forceinline__ void copy_dq(const BackwardParams& b, const QueryTile
             previous = &stages.empty[stage];
             if (++stage == kStages) stage = 0, phase ^= 1;
         }
-        if (uncounted) {
-            bulk_wait<kPieces>();
-            fence_proxy_async_global();
-            add_release(uncounted, 1);
-            uncounted = nullptr;
-        }
-        if (turn.publishes && !b.deterministic) {
+        if (turn.publishes) {
             bulk_wait<0>();
             fence_proxy_async_global();
             add_release(counter, 1);
-        } else if (turn.publishes) {
-            uncounted = counter;
         }
     };
-    for_each_counter(b.forward, tiles, w, count, visit, it0);
+    for_each_query_tile(b.forward, tiles, w, visit);
     bulk_wait_read<0>();
     if (previous) mbarrier_arrive(shared_address(previous));
-    if (uncounted) {
+}
+// In order, two threads send: one the even tiles of the walk, the other the odd ones, each from slots of its own. So a tile is counted as
+// soon as it is in memory, which is what the next block waits for, and no tile waits for the one before it to get there.
+template <BackwardPlanId kId, int kStages>
+__device__ __forceinline__ void copy_dq_in_order(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w,
+                                                 DqStages<kStages>& stages, uint32_t odd) {
+    constexpr BackwardPlan kPlan = kBackwardPlan<kId>;
+    constexpr int kPieces = kPlan.columns() / 64;
+    constexpr uint32_t kPieceBytes = kDqPiece * sizeof(float);
+    static_assert(kStages == 2 * kPieces, "a tile of dQ for each of the two threads");
+    const auto visit = [&](uint32_t it, Visited at, uint32_t tile) {
+        if (it % 2 != odd) return;
+        int* counter = tiles.turn + tile;
+        float* sums = tiles.dq + int64_t(tile) * (kPlan.block_m * kPlan.columns());
+        const bool writes = wait_in_order<kPlan.block_m, kPlan.block_n>(tiles, w, counter, at.m);
+#pragma unroll 1
+        for (int piece = 0; piece < kPieces; ++piece, sums += kDqPiece) {
+            const uint32_t stage = odd * kPieces + piece, from = shared_address(stages.piece[stage]);
+            mbarrier_wait(shared_address(&stages.full[stage]), it >> 1 & 1);
+            if (writes) bulk_store(sums, from, kPieceBytes);
+            else bulk_reduce_add(sums, from, kPieceBytes);
+            bulk_commit();
+        }
+        bulk_wait_read<0>();
+        for (int piece = 0; piece < kPieces; ++piece) mbarrier_arrive(shared_address(&stages.empty[odd * kPieces + piece]));
         bulk_wait<0>();
         fence_proxy_async_global();
-        add_release(uncounted, 1);
-    }
+        add_release(counter, 1);
+    };
+    for_each_query_tile(b.forward, tiles, w, visit);
 }
 
 }  // namespace fa

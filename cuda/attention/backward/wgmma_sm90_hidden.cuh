@@ -2,6 +2,8 @@
 // sees are 0, but such rows may hold anything, and 0 x NaN is NaN.
 #pragma once
 
+#include <climits>
+
 #include "attention/backward/wgmma_sm90_work.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/params.h"
@@ -31,9 +33,10 @@ __device__ __forceinline__ bool pair_is_visible(const AttentionParams& p, int ba
 // Named barriers 1 and 2 belong to main warpgroups 0 and 1.
 __device__ __forceinline__ void main_warpgroup_sync(int wg) { bar_sync(1 + wg, 128); }
 
-// The query tile of a varlen sequence that reaches past its end, into rows of the next sequence; -1: there is none.
-FA_HOST_DEVICE int ragged_tile(const AttentionParams& p, const BackwardWork& w, int block_m) {
-    return p.cu_seqlens_q && w.seqlen_q % block_m ? w.seqlen_q / block_m : -1;
+// Places from this one on belong to the last query tile of a varlen sequence, which reaches past its end into rows of the next sequence.
+// INT_MAX: there is no such tile.
+FA_HOST_DEVICE int ragged_place(const AttentionParams& p, const BackwardWork& w, int block_m) {
+    return p.cu_seqlens_q && w.seqlen_q % block_m ? w.seqlen_q / block_m * w.width : INT_MAX;
 }
 // Zeroes the rows of such a tile of Q or dout that are past the end. A whole main warpgroup; both may write the same zeros.
 template <int kRows, typename T, int kCount>

@@ -22,9 +22,9 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
     schedule.tiles = query_tiles(b, kPlan);
     place_query_tiles(&schedule.tiles, align_up(p.workspace, 128));
     schedule.n_blocks = (p.seqlen_k + kPlan.block_n - 1) / kPlan.block_n;
-    schedule.section_heads = int(backward_section_heads(p));
     schedule.in_order = b.deterministic;
-    schedule.by_section = p.window_right >= 0 || schedule.in_order;
+    schedule.by_section = p.window_right >= 0;
+    schedule.section_heads = int(schedule.in_order ? backward_section_heads_in_order(p) : backward_section_heads(p));
     schedule.blocks = int(backward_blocks(p, kPlan));
 
     CUtensorMap map_q, map_k, map_v, map_dout;

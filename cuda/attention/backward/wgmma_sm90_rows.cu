@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) before_kernel(const __grid_constant_
             params.tiles.delta[place] = empty ? 0.0f : sum;
         }
     }
-    if (threadIdx.x == 0) params.tiles.turn[at.tile] = 0;
+    if (threadIdx.x < params.tiles.blocks) params.tiles.turn[at.tile * params.tiles.blocks + threadIdx.x] = 0;
     if (!params.tiles.zeroed) return;
     float4* dq = reinterpret_cast<float4*>(params.tiles.dq) + at.tile * (kBlockM * kColumns / 4);
 #pragma unroll

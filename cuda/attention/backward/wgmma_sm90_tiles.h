@@ -41,7 +41,7 @@ FA_HOST_DEVICE Range key_blocks_of(const VisibleBand& band, int row0, int block_
 // What the three kernels (rows before, main, rows after) hand to each other for every tile of block_m queries, in the caller's workspace.
 struct QueryTiles {
     float* dq;     // (heads, tiles, block_m * columns): sums of dS K, each tile in the order of the accumulators that hold it
-    int* turn;     // (heads, tiles): the counter that says who may add to dq (wgmma_sm90_turns.cuh)
+    int* turn;     // (heads, tiles, blocks): the counters that say who may add to dq (wgmma_sm90_turns.cuh)
     float* lse;    // (heads, tiles, block_m), in quad_order: exponents of 2; +inf for rows that see no key and rows past the end
     float* delta;  // (heads, tiles, block_m), in quad_order: rowsum(dout * out) - dlse
     int block_m, block_n, columns;
@@ -51,8 +51,9 @@ struct QueryTiles {
     int64_t heads;  // batch * nheads; varlen: nheads
 
     FA_HOST_DEVICE int64_t count() const { return heads * tiles; }
-    // Key blocks that the grid has taken so far. Without a fixed order the first of each thread block is not counted.
-    FA_HOST_DEVICE int* taken() const { return turn + count(); }
+    // Key blocks that the grid has taken so far. Without a fixed order the first of each thread block is not counted; two blocks that
+    // share keys then count none.
+    FA_HOST_DEVICE int* taken() const { return turn + count() * blocks; }
 };
 
 inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan) {
@@ -67,7 +68,9 @@ inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan)
     t.heads = p.cu_seqlens_q ? p.nheads : int64_t(p.batch) * p.nheads;
     return t;
 }
-inline size_t query_tiles_bytes(const QueryTiles& t) { return (size_t(t.count()) * (t.block_m * (t.columns + 2) + 1) + 1) * sizeof(float); }
+inline size_t query_tiles_bytes(const QueryTiles& t) {
+    return (size_t(t.count()) * (t.block_m * (t.columns + 2) + t.blocks) + 1) * sizeof(float);
+}
 inline void place_query_tiles(QueryTiles* t, void* memory) {
     t->dq = static_cast<float*>(memory);
     t->lse = t->dq + t->count() * t->block_m * t->columns;
@@ -91,13 +94,22 @@ inline int64_t backward_blocks(const AttentionParams& p, const BackwardPlan& pla
     return blocks * p.nheads_k;
 }
 
-// Key heads whose blocks run side by side: as many as keep the q, dout and dq of their query heads in L2, of whose 50 MB they get 32.
+// Key heads whose blocks run side by side: as many as keep the q, dout and dq of their query heads in L2, of whose 50 MB they get 32. Where
+// query heads share keys, at least two: walks are long then, and with one head after another the longest walks of the last one would begin
+// late (causal, 64 query heads on 8, seqlen 8192: a fifth of the time).
 inline int64_t backward_section_heads(const AttentionParams& p) {
     const int64_t bytes = int64_t(p.seqlen_q) * p.group * (2 * p.headdim + 2 * p.headdim_v + 4 * p.headdim);
     const int64_t all = int64_t(p.batch) * p.nheads_k;
-    int64_t heads = 1;
+    int64_t heads = p.group > 1 ? 2 : 1;
     while (2 * heads * bytes <= (int64_t(32) << 20) && heads < all) heads *= 2;
     return heads < all ? heads : all;
+}
+// The same in order, where blocks that follow each other through a head share its tiles while they are in L2, however long the head is.
+// With few heads side by side many blocks follow each other, and the last one starts late; with many, few blocks share a tile.
+inline int64_t backward_section_heads_in_order(const AttentionParams& p) {
+    constexpr int64_t kLeast = 8;
+    const int64_t heads = backward_section_heads(p), all = int64_t(p.batch) * p.nheads_k;
+    return heads >= kLeast ? heads : kLeast < all ? kLeast : all;
 }
 
 }  // namespace fa

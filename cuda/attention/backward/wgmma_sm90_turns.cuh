@@ -4,10 +4,17 @@
 //     zeroed          the sums start as zeros. A block adds whenever it comes.
 //     claimed         the first block to come claims the tile and writes; the others wait until it has written, then they add. Nobody has
 //                     to write zeros first. A block that has claimed a tile waits for nobody until it has written, so this cannot hang.
-//     deterministic   blocks add in the same order at every tile. They start in this order, too (find_key_block).
+//     deterministic   blocks add in the order of their keys at every tile, each when the one before has added.
+//
+// Deterministic calls end, however few blocks run at a time and whenever they run: key blocks are numbered so that of one head those of
+// lower keys have lower numbers (find_in_order), thread blocks take the numbers from a counter, and a block waits only for lower numbers.
+// So all that it waits for have been taken by thread blocks that run, and of those that are not finished the lowest waits for nobody. What
+// a block holds back while it waits, it needs only itself: it counts each tile as added before it takes the turn four tiles on. Two
+// blocks that share keys add to different columns, and each has a counter of its own at every tile.
+//
 // Threads that do nothing else wait for global memory, so that the products never do:
-//     one thread      takes the turns, up to two tiles ahead -> turn_full/turn_empty. Of two blocks that share keys, one thread takes the
-//                     turns for both: if each block waited for its own, the waits could form a circle.
+//     one thread      takes the turns, some tiles ahead -> turn_full/turn_empty. Where tiles are claimed, of two blocks that share keys one
+//                     thread takes the turns for both: if each block waited for its own, the waits could form a circle.
 //     one warpgroup   multiplies and adds (wgmma_sm90_dq.cuh) -> sent
 //     one thread      counts the tile's part as added, once it is in memory
 #pragma once
@@ -22,13 +29,17 @@ struct alignas(16) Turn {
     uint32_t writes;     // the block writes its part; else it adds
     uint32_t publishes;  // the block adds one to the counter once its part is in memory
 };
+constexpr uint32_t kTurnSlots = 4;
 struct DqTurns {
-    Turn turn[2];  // of the even and of the odd tiles of the walk
-    uint64_t turn_full[2], turn_empty[2];
-    uint64_t sent[2];  // the warps of dQ's warpgroup have issued their part
+    Turn turn[kTurnSlots];  // of tile it in slot it % 4
+    uint64_t turn_full[kTurnSlots], turn_empty[kTurnSlots];
+    uint64_t sent[kTurnSlots];  // the warps of dQ's warpgroup have issued their part
 };
+FA_HOST_DEVICE uint32_t turn_slot(uint32_t it) { return it % kTurnSlots; }
+FA_HOST_DEVICE uint32_t turn_phase(uint32_t it) { return it / kTurnSlots & 1; }
+// `blocks`: those that the turns are taken for.
 __device__ __forceinline__ void init_turns(DqTurns& turns, int blocks) {
-    for (int i = 0; i < 2; ++i) {
+    for (uint32_t i = 0; i < kTurnSlots; ++i) {
         mbarrier_init(shared_address(&turns.turn_full[i]), 1), mbarrier_init(shared_address(&turns.turn_empty[i]), blocks);
         mbarrier_init(shared_address(&turns.sent[i]), kDqWarps * kWarpArrivals);
     }
@@ -37,50 +48,43 @@ FA_HOST_DEVICE bool takes_turns(const BackwardParams& b, const QueryTiles& tiles
 
 // Waits until the counter, last `seen` so, is `value`.
 __device__ __forceinline__ void wait_for_counter(const int* counter, int seen, int value) {
-    for (; seen != value; seen = load_acquire(counter)) __nanosleep(64);
+    for (; seen != value; seen = load_acquire(counter)) __nanosleep(20);
     fence_proxy_async_global();
 }
-// Waits for the block's turn at query tile m.
+// In order: waits until all key blocks before this one have added to query tile m. True: there is none, and the block writes its part.
 template <int kBlockM, int kBlockN>
-__device__ __forceinline__ Turn take_turn(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, int* counter, int m) {
+__device__ __forceinline__ bool wait_in_order(const QueryTiles& tiles, const BackwardWork& w, const int* counter, int m) {
+    const Range blocks = key_blocks_of({w.left, w.right, w.seqlen_q, w.seqlen_k}, m * kBlockM, kBlockM, kBlockN);
+    const int before = w.key0 / kBlockN - blocks.begin;
+    if (before > 0) wait_for_counter(counter, load_acquire(counter), before);
+    return before == 0 && !tiles.zeroed;
+}
+// Waits until the block may add to a tile that the first to come claims.
+__device__ __forceinline__ Turn claim(const QueryTiles& tiles, int* counter) {
     constexpr int kClaimed = 1;
-    if (b.deterministic) {
-        const Range blocks = key_blocks_of({w.left, w.right, w.seqlen_q, w.seqlen_k}, m * kBlockM, kBlockM, kBlockN);
-        const int n = w.key0 / kBlockN, place = b.forward.window_right < 0 ? n - blocks.begin : blocks.end - 1 - n;
-        wait_for_counter(counter, load_acquire(counter), place * tiles.blocks);
-        return {place == 0 && !tiles.zeroed, true};
-    }
     const int seen = compare_exchange_acquire(counter, 0, kClaimed);
     if (seen == 0) return {true, true};
     wait_for_counter(counter, seen, kClaimed + tiles.blocks);
     return {false, false};
 }
 
-// Calls visit(counter, m, it) for the block's query tiles in the order of the walk, from iteration it0 on.
-template <typename Visit>
-__device__ __forceinline__ void for_each_counter(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w, uint32_t count,
-                                                 const Visit& visit, uint32_t it0 = 0) {
-    int* counters = tiles.turn + first_query_tile(p, tiles, w, w.head_k * p.group);
-    int m = w.start_m;
-#pragma unroll 1
-    for (uint32_t it = it0; it < it0 + count; ++it) {
-        visit(counters + m, m, it);
-        m = next_tile(m, w.first_m, w.end_m);
-        if (m == w.start_m) counters += tiles.tiles;  // the next head of the group
-    }
-}
-// The thread that takes turns; of kBlocks that share keys, the one in block 0.
+// The thread that takes turns. With kBlocks that share keys: in order, for its own block `rank`; else the one in block 0, for all.
 template <int kBlockM, int kBlockN, int kBlocks>
 __device__ __forceinline__ void take_turns(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
-                                           uint32_t count, uint32_t it0 = 0) {
-    const auto visit = [&](int* counter, int m, uint32_t it) {
-        const uint32_t slot = it & 1, full = shared_address(&turns.turn_full[slot]);
-        mbarrier_wait(shared_address(&turns.turn_empty[slot]), it >> 1 & 1 ^ 1);
-        const Turn turn = take_turn<kBlockM, kBlockN>(b, tiles, w, counter, m);
-        if constexpr (kBlocks == 1) {
-            turns.turn[slot] = turn;
+                                           uint32_t rank) {
+    const bool in_order = b.deterministic;
+    // A claimed tile keeps others waiting until it is written, so that few are claimed ahead.
+    const uint32_t ahead = in_order ? kTurnSlots : 2;
+    const auto visit = [&](uint32_t it, Visited at, uint32_t tile) {
+        const uint32_t slot = turn_slot(it), full = shared_address(&turns.turn_full[slot]);
+        if (it >= ahead) mbarrier_wait(shared_address(&turns.turn_empty[turn_slot(it - ahead)]), turn_phase(it - ahead));
+        int* counter = tiles.turn + int64_t(tile) * kBlocks;
+        if (in_order || kBlocks == 1) {
+            turns.turn[slot] =
+                in_order ? Turn{wait_in_order<kBlockM, kBlockN>(tiles, w, counter + rank, at.m), true} : claim(tiles, counter);
             mbarrier_arrive(full);
         } else {
+            const Turn turn = claim(tiles, counter);
             for (uint32_t block = 0; block < kBlocks; ++block) {
                 mbarrier_arrive_expect_tx_cluster(cluster_address(full, block), sizeof turn);
                 store_async_16(cluster_address(shared_address(&turns.turn[slot]), block), {turn.writes, turn.publishes, 0, 0},
@@ -88,21 +92,22 @@ __device__ __forceinline__ void take_turns(const BackwardParams& b, const QueryT
             }
         }
     };
-    for_each_counter(b.forward, tiles, w, count, visit, it0);
+    for_each_query_tile(b.forward, tiles, w, visit);
 }
-// The thread that counts the block's part of a tile as added.
+// The thread that counts the block's part of a tile as added. `count`: tiles of the walk.
 template <int kBlocks>
 __device__ __forceinline__ void publish_turns(const BackwardParams& b, const QueryTiles& tiles, const BackwardWork& w, DqTurns& turns,
-                                              uint32_t count, uint32_t it0 = 0) {
-    const auto visit = [&](int* counter, int, uint32_t it) {
-        const uint32_t slot = it & 1, empty = shared_address(&turns.turn_empty[slot]);
-        mbarrier_wait(shared_address(&turns.sent[slot]), it >> 1 & 1);
-        if (turns.turn[slot].publishes) add_release(counter, 1);
-        if (kBlocks > 1 && it + 2 >= count) return;  // nobody waits for this arrival any more, and the other block may have ended
-        if constexpr (kBlocks == 1) mbarrier_arrive(empty);
-        else mbarrier_arrive_cluster(cluster_address(empty, 0));
+                                              uint32_t rank, uint32_t count) {
+    const bool in_order = b.deterministic;
+    const auto visit = [&](uint32_t it, Visited, uint32_t tile) {
+        const uint32_t slot = turn_slot(it), empty = shared_address(&turns.turn_empty[slot]);
+        mbarrier_wait(shared_address(&turns.sent[slot]), turn_phase(it));
+        if (turns.turn[slot].publishes) add_release(tiles.turn + int64_t(tile) * kBlocks + (in_order ? rank : 0), 1);
+        if (in_order || kBlocks == 1) mbarrier_arrive(empty);
+        else if (it + 2 < count)
+            mbarrier_arrive_cluster(cluster_address(empty, 0));  // else nobody waits, and the other block may have ended
     };
-    for_each_counter(b.forward, tiles, w, count, visit, it0);
+    for_each_query_tile(b.forward, tiles, w, visit);
 }
 
 }  // namespace fa

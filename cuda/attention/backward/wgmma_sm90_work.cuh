@@ -19,8 +19,16 @@ struct alignas(16) BackwardWork {
     int left, right;     // row i sees keys i + left .. i + right of 0 .. seqlen_k - 1
     int first_m, end_m;  // query tiles that see any of the keys
     uint32_t it0;        // query tiles that the block has walked for earlier keys
-    int start_m;         // the tile where the walk starts; it goes up to end_m and continues at first_m
-    int mask_end;        // tiles before this one have rows that do not see all of the keys; keys past the end count as unseen
+
+    // The walk visits every query tile of every head of the group, in rounds of steps:
+    //     free       a round is a head; its steps are the tiles, from start_step up to end_step and then from first_step on
+    //     in order   a round is a tile, from the last down to the first; its steps are the heads
+    bool in_order;
+    int rounds, first_step, end_step, start_step;
+    // The main warpgroups count places instead: m * width + width - 1 - head, where width is the steps of a tile (in order the heads of
+    // the group, free 1). After last_place comes wrap_place.
+    int width, start_place, last_place, wrap_place;
+    int mask_place;  // places before this one have rows that do not see all of the keys; keys past the end count as unseen
 };
 
 struct BackwardSchedule {
@@ -28,7 +36,7 @@ struct BackwardSchedule {
     int n_blocks;       // key blocks of a sequence (dense)
     int section_heads;  // with by_section: key heads of a section
     bool by_section;    // the first blocks of all heads of a section come before their second blocks; else one head after another
-    bool in_order;      // deterministic: blocks take turns at every query tile
+    bool in_order;      // deterministic: blocks add to every query tile in the order of their keys
     int blocks;         // of 128 keys; the grid takes them in turn
     int q_loads, k_loads, v_loads, dout_loads;  // boxes that make a tile
 };
@@ -39,12 +47,43 @@ __device__ __forceinline__ X uniform(X x) {
     return __shfl_sync(~0u, x, 0);
 }
 
-// The query tile after tile m in a block's walk.
-FA_HOST_DEVICE int next_tile(int m, int first_m, int end_m) { return m + 1 == end_m ? first_m : m + 1; }
+FA_HOST_DEVICE int next_step(int step, int first, int end) { return step + 1 == end ? first : step + 1; }
+// In order places go down, and free ones go up: the wrap tells which.
+FA_HOST_DEVICE int next_place(int place, int last, int wrap) { return place == last ? wrap : wrap > last ? place - 1 : place + 1; }
 
-// The tile of iteration `it` of the walk.
-FA_HOST_DEVICE int tile_of_iteration(const BackwardWork& w, int it) {
-    return w.first_m + (w.start_m - w.first_m + it) % (w.end_m - w.first_m);
+// What a walk visits: a query tile of a head of the group.
+struct Visited {
+    int m, head;
+};
+// Iteration `it` of the walk.
+FA_HOST_DEVICE Visited visited(const BackwardWork& w, int it) {
+    const int steps = w.end_step - w.first_step, step = w.first_step + (w.start_step - w.first_step + it) % steps;
+    return w.in_order ? Visited{w.end_m - 1 - it / steps, step} : Visited{step, it / steps};
+}
+
+// In order: the head and the key block of number `index`, for n_blocks of each head. The blocks of a head come in the order of their keys.
+// Sections begin half a head apart: row r of a stage has block r of a section's heads, and then block n_long + r of the section before.
+FA_HOST_DEVICE void find_in_order(int index, int n_blocks, int heads, int section_heads, int& head, int& n) {
+    const int n_long = (n_blocks + 1) / 2, n_short = n_blocks / 2, sections = (heads + section_heads - 1) / section_heads;
+    const int last = heads - (sections - 1) * section_heads, first = sections > 1 ? section_heads : last;  // heads of the first and last
+    if (index < n_long * first) {
+        n = index / first, head = index - n * first;
+        return;
+    }
+    index -= n_long * first;
+    if (sections > 1) {
+        const int stage = min(index / (n_blocks * section_heads), sections - 2);
+        const int i = index - stage * n_blocks * section_heads, front = stage + 2 == sections ? last : section_heads;
+        if (i < n_long * front + n_short * section_heads) {
+            const int width = front + section_heads, row = i / width, column = i - row * width;
+            n = column < front ? row : n_long + row;
+            head = stage * section_heads + (column < front ? section_heads + column : column - front);
+            return;
+        }
+        index = i - n_long * front - n_short * section_heads;
+    }
+    const int row = index / last;
+    n = n_long + row, head = heads - last + index - row * last;
 }
 
 // The keys of block `index` and the query tiles that see any of them. False when the block has no keys.
@@ -52,13 +91,14 @@ FA_HOST_DEVICE int tile_of_iteration(const BackwardWork& w, int it) {
 // Blocks of one head that run at the same time add to the same sums of dQ, so they should be at different query tiles. Under a causal mask
 // each block starts at its own first tile, and these differ. Without a right edge the starts are spread over the tiles.
 //
-// Deterministic blocks add in the same order at every tile, and a block may wait only for blocks that have started before it. Without a
-// right edge all blocks start at the first tile, lowest keys first. With one, the highest keys come first: no other block has reached their
-// first tile yet. Heads of a section then run side by side: blocks that follow each other through the tiles end one after the other, and
-// those of the next section begin in that order. One head after another, several blocks would begin at once and wait for each other.
+// Deterministic blocks add to every tile in the order of their keys, and a block may wait only for blocks of lower numbers, which have
+// started before it. All begin with the last tile and go down, at every tile through all heads of the group. So a block follows the one
+// before it at the distance at which it started, about a tile, and never overtakes it: with a causal mask lower keys have more tiles, and
+// those are the ones that only they have. This also puts the longest walks first, so that thread blocks end together. A causal head's last
+// blocks are short and would begin faster than one can follow the other. They are mixed with the first blocks of the next section
+// (find_in_order). ladder/turns.py compares this with other orders.
 template <int kBlockM, int kBlockN>
 FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, BackwardWork& w) {
-    if (schedule.in_order && p.window_right >= 0) index = schedule.blocks - 1 - index;
     if (p.cu_seqlens_q) {
         const int slot = index / p.nheads_k;
         w.head_k = index - slot * p.nheads_k;
@@ -77,7 +117,9 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         w.first_tile = w.q_row / kBlockM + low;
     } else {
         int sequence_head, n;
-        if (schedule.by_section) {
+        if (schedule.in_order) {
+            find_in_order(index, schedule.n_blocks, p.batch * p.nheads_k, schedule.section_heads, sequence_head, n);
+        } else if (schedule.by_section) {
             const int section = index / (schedule.section_heads * schedule.n_blocks), first = section * schedule.section_heads;
             const int i = index - first * schedule.n_blocks, heads = min(schedule.section_heads, p.batch * p.nheads_k - first);
             n = i / heads, sequence_head = first + i - n * heads;
@@ -93,16 +135,25 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
     const VisibleBand band = visible_band(p, s);
     w.left = band.left, w.right = band.right;
     const Range tiles = query_tiles_of(band, w.key0, kBlockM, kBlockN);
-    w.first_m = w.start_m = tiles.begin, w.end_m = tiles.end;
-    if (!schedule.in_order && p.window_right < 0)
-        w.start_m += int(int64_t(tiles.end - tiles.begin) * w.key0 / (w.seqlen_k > 0 ? w.seqlen_k : 1));
+    w.first_m = tiles.begin, w.end_m = tiles.end;
+    asm volatile("" ::: "memory");  // what has been written stays in memory: the thread has 32 registers
+    w.in_order = schedule.in_order;
+    if (w.in_order) {
+        w.rounds = w.end_m - w.first_m, w.first_step = w.start_step = 0, w.end_step = w.width = p.group;
+        w.start_place = w.wrap_place = w.end_m * w.width - 1, w.last_place = w.first_m * w.width;
+    } else {
+        w.rounds = tiles.begin < tiles.end ? p.group : 0, w.first_step = w.start_step = w.first_m, w.end_step = w.end_m, w.width = 1;
+        if (p.window_right < 0) w.start_step += int(int64_t(w.end_m - w.first_m) * w.key0 / (w.seqlen_k > 0 ? w.seqlen_k : 1));
+        w.start_place = w.start_step, w.last_place = w.end_m - 1, w.wrap_place = w.first_m;
+    }
     const int hidden_rows = min(w.key0 + kBlockN, w.seqlen_k) - 1 - w.right;
-    w.mask_end = w.key0 + kBlockN > w.seqlen_k ? w.end_m : hidden_rows > 0 ? (hidden_rows + kBlockM - 1) / kBlockM : 0;
+    w.mask_place = w.key0 + kBlockN > w.seqlen_k ? w.end_m : min(hidden_rows > 0 ? (hidden_rows + kBlockM - 1) / kBlockM : 0, w.end_m);
+    w.mask_place *= w.width;
     return w.key0 >= 0 && w.key0 < w.seqlen_k;
 }
 
 // Query tiles that the block walks for these keys, over all heads of the group.
-FA_HOST_DEVICE int count_tiles(const AttentionParams& p, const BackwardWork& w) { return (w.end_m - w.first_m) * p.group; }
+FA_HOST_DEVICE int count_tiles(const BackwardWork& w) { return w.rounds * (w.end_step - w.first_step); }
 
 // The keys that a block takes, in two slots that are used in turn. full: the slot is written. empty: every reader is through with it.
 struct WorkList {
@@ -124,9 +175,30 @@ __device__ __forceinline__ void for_each_work(const WorkList& list, const Visit&
 }
 __device__ __forceinline__ void release_work(const WorkList& list, uint32_t n) { mbarrier_arrive(shared_address(&list.empty[n & 1])); }
 
-// The number of the sequence's first query tile of head `head` in QueryTiles.
-__device__ __forceinline__ int64_t first_query_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w, int head) {
-    return int64_t((p.cu_seqlens_q ? 0 : w.batch) * p.nheads + head) * tiles.tiles + w.first_tile;
+// The number in QueryTiles of the sequence's first query tile of the group's first head. A tile has 16 KiB and more: 32 bits do.
+__device__ __forceinline__ uint32_t first_query_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w) {
+    return uint32_t((p.cu_seqlens_q ? 0 : w.batch) * p.nheads + w.head_k * p.group) * tiles.tiles + w.first_tile;
+}
+// Calls visit(it, at, tile) for the block's query tiles in the order of the walk. it: the iteration, from it0 on. tile: its number in
+// QueryTiles.
+template <typename Visit>
+__device__ __forceinline__ void for_each_query_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w,
+                                                    const Visit& visit) {
+    const uint32_t tile0 = first_query_tile(p, tiles, w);
+    const int first = w.first_step, end = w.end_step, start = w.start_step;  // copies: shared memory is slow while products read it
+    uint32_t it = w.it0;
+    int m = w.in_order ? w.end_m - 1 : start, head = 0;
+#pragma unroll 1
+    for (int left = count_tiles(w); left > 0; --left) {
+        visit(it++, Visited{m, head}, tile0 + uint32_t(head * tiles.tiles + m));
+        if (w.in_order) {
+            head = next_step(head, first, end);
+            if (head == start) --m;
+        } else {
+            m = next_step(m, first, end);
+            if (m == start) ++head;
+        }
+    }
 }
 
 }  // namespace fa
