@@ -300,7 +300,6 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
         const Sequence s = sequence_of(p, b);
         if (row0 >= s.seqlen_q) return;
         float* const sums = params.sums_q + ((int64_t(place) * (params.all_rows / kTile) + row0 / kTile) * columns + part) * (kTile * kN);
-        begin(sums, params.first_q);
         int key = params.key0, end_key = min(params.key0 + params.keys, s.seqlen_k);
         while (key < end_key && !tile_seen(p, s, row0, key)) key += kTile;
         while (end_key > key && !tile_seen(p, s, row0, (end_key - 1) / kTile * kTile)) end_key = (end_key - 1) / kTile * kTile;
@@ -309,6 +308,8 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
         const T* k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head + key * p.k.row + column0;
         const uint8_t* used = params.used ? params.used + (int64_t(place) * tiles_q + tile_q) * params.keys + (key - params.key0) : nullptr;
         const int steps = end_key > key ? (end_key - key + kWalk - 1) / kWalk : 0;
+        if (steps == 0 && !params.first_q && !params.last_q) return;
+        begin(sums, params.first_q);
         const auto load = [&](int stage) {
             load_tile<kTile, kWalk, kThreads, false>(smem.scores[stage], ds, params.keys, 0, kTile, kWalk, true);
             load_tile<kWalk, kN, kThreads, kAnyAlignment>(smem.walked[stage], k, p.k.row, keys.begin - key, keys.end - key,
@@ -335,11 +336,12 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
     float* const sums = params.sums_kv + ((int64_t(place) * (params.all_keys / kTile) + key0 / kTile) * (columns_v + columns_k) +
                                           (is_v ? 0 : columns_v) + part) *
                                              (kTile * kN);
-    begin(sums, params.first_kv);
     const KeyRange rows = rows_seeing(p, s, key0, min(key0 + kTile, s.seqlen_k) - 1);
     const int first_row = max(rows.begin, params.row0) / kWalk * kWalk, end_row = min(rows.end, params.row0 + params.rows);
     const int first_head = max(params.head0, h * p.group), end_head = min(params.head0 + params.heads, (h + 1) * p.group);
     const int steps = end_row > first_row ? (end_row - first_row + kWalk - 1) / kWalk * (end_head - first_head) : 0;
+    if (steps == 0 && !params.first_kv && !params.last_kv) return;
+    begin(sums, params.first_kv);
     const TensorView& view = is_v ? backward.dout : p.q;
     const int width = is_v ? p.headdim_v : p.headdim;
     const bool aligned = is_v ? params.aligned_dout : params.aligned_q;
