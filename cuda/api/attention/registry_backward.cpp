@@ -157,7 +157,9 @@ constexpr BackwardKernel kMmaSm80 = {"mma_sm80",
 const char* mma_wide_sm80_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
     const char* reason = needs_sm80(device, text, size);
     if (!reason) reason = takes_16_bits(b.forward);
-    return reason ? reason : takes_options(b.forward, kOptionsOfTiles, text, size);
+    if (!reason) reason = takes_options(b.forward, kOptionsOfTiles, text, size);
+    constexpr int kMost = 1 << 30;  // whole chunks of rows and keys still have 32-bit numbers
+    return reason ? reason : overflows(b.forward, b.forward.seqlen_q > kMost || b.forward.seqlen_k > kMost, text, size);
 }
 size_t mma_wide_sm80_workspace(const BackwardParams& b, const DeviceInfo&) { return backward_mma_wide_sm80_workspace(b); }
 fa_status mma_wide_sm80_launch(const BackwardParams& b, const DeviceInfo&, void* stream) {

@@ -64,7 +64,8 @@ Plan plan_of(const AttentionParams& p) {
         plan.heads_k = 1, plan.parts = (p.group + fit - 1) / fit, plan.heads = (p.group + plan.parts - 1) / plan.parts;
         plan.parts = (p.group + plan.heads - 1) / plan.heads;
     }
-    const int64_t d = up(p.headdim, 256), dv = up(p.headdim_v, 256);  // no width of blocks pads more
+    const auto padded = [](int columns) { return std::max(up(columns, 256), up(columns, 192)); };  // whatever block_columns says
+    const int64_t d = padded(p.headdim), dv = padded(p.headdim_v);
     if (plan.chunks_k > 1) plan.sums_q = plan.heads * plan.chunks_q * plan.rows * d;
     if (plan.parts > 1 || plan.chunks_q > 1) plan.sums_kv = plan.heads_k * plan.chunks_k * plan.keys * (d + dv);
     plan.delta = up(backward_delta_count(p), 32);
