@@ -154,10 +154,12 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const __grid_consta
         for (int step = begin; step < end; ++step) {
             cp_async_wait_group<kScoreStages - 2>();
             __syncthreads();  // this step is here; nobody reads the stage of the step before any more
-            if (step + kScoreStages - 1 < steps) load(step + kScoreStages - 1);
-            cp_async_commit();
             const uint32_t to = step % kScoreStages * uint32_t(sizeof smem.own[0]);
-            multiply_rows<T, Tile, Tile, kDepth / 16>(C, own + to, other + to, Nothing{});
+            multiply_rows<T, Tile, Tile, kDepth / 16>(C, own + to, other + to, [&](int x) {
+                if (x > 0) return;  // the copies are asked for while the tensor cores work
+                if (step + kScoreStages - 1 < steps) load(step + kScoreStages - 1);
+                cp_async_commit();
+            });
         }
     };
     multiply(S, 0, steps_s);
@@ -243,11 +245,13 @@ __device__ __forceinline__ void walk(float (&C)[kMmas][kN / kColumnWarps / 8][4]
         cp_async_wait_group<kWalkStages - 2>();
         __syncthreads();  // this step is here; nobody reads the stage of the step before any more
         const int stage = step % kWalkStages;
-        if (step + kWalkStages - 1 < steps) load((step + kWalkStages - 1) % kWalkStages);
-        cp_async_commit();
         ready(stage, step);
-        multiply_columns<T, TileA, Walked, kOperandA, kColumnWarps, 0, kWalk / 16>(C, a + stage * uint32_t(sizeof smem.scores[0]),
-                                                                                   b + stage * uint32_t(sizeof smem.walked[0]));
+        multiply_columns<T, TileA, Walked, kOperandA, kColumnWarps, 0, kWalk / 16>(
+            C, a + stage * uint32_t(sizeof smem.scores[0]), b + stage * uint32_t(sizeof smem.walked[0]), [&](int x) {
+                if (x > 0) return;  // the copies are asked for while the tensor cores work
+                if (step + kWalkStages - 1 < steps) load((step + kWalkStages - 1) % kWalkStages);
+                cp_async_commit();
+            });
     }
 }
 
