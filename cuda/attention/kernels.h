@@ -90,6 +90,10 @@ cudaError_t backward_mma_sm80(const BackwardParams& params, size_t shared_memory
 cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);  // its half for fp16
 size_t backward_mma_sm80_workspace(const BackwardParams& params);  // bytes: float32 sums of dq, lse and delta
 
+// dq, dk and dv in fp16 and bf16, any head dim, sm_80 and newer; deterministic.
+cudaError_t backward_mma_wide_sm80(const BackwardParams& params, cudaStream_t stream);
+size_t backward_mma_wide_sm80_workspace(const BackwardParams& params);  // bytes: P and dS of a round, delta, and sums between rounds
+
 // New keys and values into the cache, q turned into the workspace: before attention over a cache.
 cudaError_t kvcache_append(const AppendParams& params, cudaStream_t stream);
 int64_t kvcache_append_blocks(const AppendParams& params);  // of its grid, which has at most 2^31 - 1

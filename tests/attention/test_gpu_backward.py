@@ -163,6 +163,43 @@ def test_memory_grows_with_seqlen(cuda_kernel):
     assert used[8192] <= 2.1 * used[4096] + (1 << 16)
 
 
+@pytest.mark.parametrize("seqlen_q, seqlen_k, heads, window", [
+    (8300, 8500, (2, 1), (-1, 0)),  # chunks of rows and of keys, each head alone
+    (8300, 300, (3, 3), (-1, -1)),
+    (130, 17000, (4, 2), (-1, -1)),
+    (8192, 8192, (6, 2), (3000, 0)),  # the heads of a group one after another
+    (4096, 4096, (14, 2), (-1, 0)),  # and in twos and fours
+])  # fmt: skip
+def test_gradients_in_rounds(cuda_kernel, seqlen_q, seqlen_k, heads, window):
+    """P and dS of 256 MB, and of 8192 rows and keys, exist at a time: what the rounds add up is what `simple` gives."""
+    if cuda_kernel.name != "mma_wide_sm80":
+        pytest.skip("for the kernel with rounds")
+    torch.manual_seed(0)
+    shapes = ((1, seqlen_q, heads[0], 40), *[(1, seqlen_k, heads[1], 40)] * 2)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.float16) for shape in shapes)
+    served(cuda_kernel, q, k, v, window_size=window)
+    out, lse = fa.flash_attn_func(q, k, v, window_size=window, return_lse=True)
+    arrays = (torch.randn_like(out), q, k, v, out, lse)
+    got = fa.backward(*arrays, window_size=window, kernel=cuda_kernel.name)
+    close(got, fa.backward(*arrays, window_size=window, kernel="simple"), 2e-3)
+    old = [torch.randn_like(x) for x in (q, k, v)]
+    results = {name: x.clone() for name, x in zip(("dq", "dk", "dv"), old, strict=True)}
+    fa.backward(*arrays, window_size=window, kernel=cuda_kernel.name, accumulate=True, **results)
+    close(results.values(), [(x.float() + y.float()).half() for x, y in zip(old, got, strict=True)], 2e-3)
+
+
+@pytest.mark.parametrize("headdim", [320, 512])
+def test_wide_heads_repeat(cuda_kernel, headdim):
+    """Bitwise, in either mode, and both modes alike where a kernel has one order only."""
+    arrays = inputs(1000, headdim, heads=(4, 2), batch=2)
+    served(cuda_kernel, *arrays[1:4], causal=True, deterministic=True)
+    options = {"causal": True, "kernel": cuda_kernel.name}
+    first = fa.backward(*arrays, **options, deterministic=True)
+    for turn in range(20):
+        again = fa.backward(*arrays, **options, deterministic=cuda_kernel.name != "mma_wide_sm80" or turn % 2 == 0)
+        assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
+
+
 def test_beyond_2_to_31_elements(cuda_kernel):
     """Every tensor starts or ends beyond 2^31 elements of its buffer; the same values close together give the same."""
     gc.collect()

@@ -1,4 +1,4 @@
-"""Head dims above 256: columns of O, and of the loads, in parts, and the choice of a kernel."""
+"""Head dims above 256: columns of the results, and of the loads, in parts, and the choice of a kernel."""
 
 from dataclasses import replace
 
@@ -103,3 +103,52 @@ def test_the_choice():
         assert "up to 512" in plan.why_not["wgmma_wide_sm90"] and "at most 512" in plan.why_not["mma_sm80"]
     assert chosen(256).kernel == "wgmma_sm90"
     assert chosen(256, kernel="wgmma_wide_sm90").kernel == "wgmma_wide_sm90"
+
+
+# ---- gradients ----
+
+BACKWARD_HEADDIMS = [
+    (264, 264), (320, 256), (384, 384), (392, 448), (512, 512), (512, 64), (264, 128), (64, 512), (488, 260),
+    (333, 301),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("headdim, headdim_v", BACKWARD_HEADDIMS)
+def test_gradients(backward_kernel, headdim, headdim_v):
+    case = Case(150, 333, headdim, headdim_v, nheads=4, nheads_k=2, dtype="bfloat16")
+    backward_kernel.check(case)
+    backward_kernel.check(replace(case, seqlen_q=333, seqlen_k=150, causal=True, dtype="float16"))  # rows without keys
+
+
+@pytest.mark.parametrize("scores", [
+    {"window_size": (50, 3)}, {"window_size": (0, -1), "top_left": True}, {"softcap": 3.0, "causal": True},
+    {"alibi": 2}, {"sinks": True, "causal": True}, {"softmax_scale": -0.05}, {"softmax_scale": 0.0},
+    {"bias": (True, True, True)}, {"mask": (True, False, True), "mask_rate": 0.1}, {"dropout_p": 0.3},
+    {"dlse": True, "causal": True},
+], ids=str)  # fmt: skip
+def test_gradients_with_options(backward_kernel, scores):
+    backward_kernel.check(Case(140, 270, 320, 400, batch=2, nheads=4, nheads_k=2, dtype="bfloat16", **scores))
+
+
+@pytest.mark.parametrize("headdim", [264, 512])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_packed_sequences(backward_kernel, headdim, causal):
+    packed = {"cu_seqlens_q": (0, 1, 1, 131, 330), "cu_seqlens_k": (0, 63, 163, 163, 500)}
+    case = Case(199, 337, headdim, nheads=2, nheads_k=1, causal=causal, dtype="float16", **packed)
+    backward_kernel.check(case)
+
+
+@pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
+def test_the_choice_of_gradients():
+    def plan(headdim, headdim_v=None, dtype="bfloat16", **options):
+        shapes = ((1, 300, 2, headdim), (1, 300, 2, headdim), (1, 300, 2, headdim_v or headdim))
+        return fa.backward_query(*(CUDA.array(np.zeros(shape, np.float32), dtype) for shape in shapes), **options)
+
+    if "needs sm_80" in plan(64).why_not.get("mma_sm80", ""):
+        pytest.skip("needs sm_80")
+    for headdims in ((264,), (512,), (320, 256), (64, 512), (333, 301), (576, 512), (1000,)):
+        for deterministic in (False, True):
+            assert plan(*headdims, deterministic=deterministic, dropout_p=0.1).kernel == "mma_wide_sm80", headdims
+    assert plan(256).kernel != "mma_wide_sm80"
+    assert plan(512, dtype="float32").kernel == "simple"
+    assert plan(256, kernel="mma_wide_sm80").kernel == "mma_wide_sm80"

@@ -153,6 +153,24 @@ constexpr BackwardKernel kMmaSm80 = {"mma_sm80",
                                      mma_sm80_refuses,
                                      mma_sm80_workspace,
                                      mma_sm80_launch};
+
+const char* mma_wide_sm80_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
+    const char* reason = needs_sm80(device, text, size);
+    if (!reason) reason = takes_16_bits(b.forward);
+    if (!reason) reason = takes_options(b.forward, kOptionsOfTiles, text, size);
+    constexpr int kMost = 1 << 30;  // whole chunks of rows and keys still have 32-bit numbers
+    return reason ? reason : overflows(b.forward, b.forward.seqlen_q > kMost || b.forward.seqlen_k > kMost, text, size);
+}
+size_t mma_wide_sm80_workspace(const BackwardParams& b, const DeviceInfo&) { return backward_mma_wide_sm80_workspace(b); }
+fa_status mma_wide_sm80_launch(const BackwardParams& b, const DeviceInfo&, void* stream) {
+    return launched("mma_wide_sm80", backward_mma_wide_sm80(b, static_cast<cudaStream_t>(stream)));
+}
+constexpr BackwardKernel kMmaWideSm80 = {"mma_wide_sm80",
+                                         "tensor cores (mma.sync), P and dS through memory: float16, bfloat16, any head dim, every option",
+                                         FA_CUDA,
+                                         mma_wide_sm80_refuses,
+                                         mma_wide_sm80_workspace,
+                                         mma_wide_sm80_launch};
 #endif
 #endif
 
@@ -165,6 +183,7 @@ constexpr BackwardKernel kKernels[] = {
 #endif
 #if FA_WITH_MMA_SM80
     with_scores<kMmaSm80>(),
+    with_scores<kMmaWideSm80>(),
 #endif
     with_scores<kSimple>(),
 #endif
