@@ -26,9 +26,9 @@ struct KeyRows {
                 for (int r = 0; r < run; ++r) scale[i + r] = factor[r * factors.row];
         });
     }
-    // The processor prefetches by itself only rows that touch each other, and not rows that are read several at a time.
+    // The processor prefetches by itself only rows that touch each other. To the L2 cache: K and V of two tiles are more than L1 holds.
     void prefetch(int i) const {
-        for (int byte = 0; i < count && byte < bytes; byte += 64) __builtin_prefetch(at[i] + byte);
+        for (int byte = 0; i < count && byte < bytes; byte += 64) __builtin_prefetch(at[i] + byte, 0, 2);
     }
 };
 
@@ -130,8 +130,8 @@ FA_INLINE void narrow_output_block(const char* const* v, int keys, const float* 
         }
 }
 template <DType dtype, int kQueries>
-FA_INLINE void narrow_output(const char* const* v, int keys, const float* const* p, int headdim_v, const float* correction,
-                             float* const* out, const KeyRows* ahead) {
+void narrow_output(const char* const* v, int keys, const float* const* p, int headdim_v, const float* correction, float* const* out,
+                   const KeyRows* ahead) {
     int d = 0;
     const auto block = [&](auto columns, auto whole) __attribute__((always_inline)) {
         constexpr int kColumns = decltype(columns)::value;
@@ -230,8 +230,7 @@ struct NarrowRow {
 // Keys begin .. end - 1 of the tile that starts at `first`, for rows that read them together: each row of K and V is loaded and widened
 // once. A row's arithmetic is the same in whatever company. While K is read, the memory fetches V; while V is read, K of the next tile.
 template <DType dtype, int kQueries>
-FA_INLINE void attend_narrow(NarrowRow* rows, const KeyRows& k, const KeyRows& v, const KeyRows* next_k, bool ahead, int first, int begin,
-                             int end) {
+void attend_narrow(NarrowRow* rows, const KeyRows& k, const KeyRows& v, const KeyRows* next_k, bool ahead, int first, int begin, int end) {
     const AttentionParams& p = *rows[0].tile->params;
     const int keys = end - begin;
     const float *q[kQueries], *weights[kQueries];
