@@ -268,3 +268,21 @@ def test_result_does_not_depend_on_the_batch(kernel):
     alone, alone_lse = kernel(q[1:2], k[1:2], v[1:2])
     np.testing.assert_array_equal(out[1:2], alone)
     np.testing.assert_array_equal(lse[1:2], alone_lse)
+
+
+def test_heads_that_read_keys_together(kernel):
+    """Query heads of a CPU read their key head together. Each has the bits that it has alone, and a mask of its own."""
+    if not kernel.name.startswith("cpu_"):
+        pytest.skip("the work of a GPU depends on the number of heads")
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, rows, heads, 72), np.float32) for rows, heads in ((1, 4), (333, 2), (333, 2)))
+    mask = np.ones((1, 4, 1, 333), bool)
+    mask[0, 1, 0, 200] = False
+    v[:, 200, 0, 3] = np.nan
+    together = fa.flash_attn_func(q, k, v, mask=mask, kernel=kernel.name)
+    assert np.isnan(together[:, :, 0, 3]).all() and np.isfinite(together[:, :, 1]).all()
+    for head in range(2):
+        alone = fa.flash_attn_func(
+            q[:, :, head::2], k, v, mask=np.ascontiguousarray(mask[:, head::2]), kernel=kernel.name
+        )
+        np.testing.assert_array_equal(alone, together[:, :, head::2])

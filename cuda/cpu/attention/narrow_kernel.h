@@ -4,24 +4,31 @@
 // Vectors lie along headdim in the two products and along the keys in the softmax. Rows of K and V are read where they are, whatever
 // their type, stride or page. Bound by the memory they come from.
 
-constexpr int kNarrowRows = L / 4;
+constexpr int kNarrowRows = L / 2;
+constexpr int kNarrowTogether = kVectors < kNarrowRows ? kVectors : kNarrowRows;  // rows that read K and V together
 static_assert(kNarrowRows <= kTileKeys, "Q and O row by row take the place of the copies of K and V");
+static_assert(kNarrowRows <= 64 / int(sizeof(float)), "each row has its scores; there is room for a cache line's number of rows");
 
 // Where the rows of K or V of some keys are, and how much their elements count if they are of 8 bits.
 struct KeyRows {
     const char* at[kTileKeys];
     float scale[kTileKeys + L];
+    int count, bytes;  // of the rows, and of one row
 
     void find(const AttentionParams& p, const TensorView& t, const CacheScale& factors, int64_t start, int32_t b, int32_t head, int first,
-              int keys) {
+              int keys, int dim) {
         const DType dtype = p.cache.entries ? p.cache.dtype : p.dtype;
+        count = keys, bytes = int(dim * element_size(dtype));
         for_runs(p, t, factors, start, b, head, first, keys, [&](int i, int run, int64_t offset, const float* factor) {
-            const char* from = address(t.data, offset, dtype);
-            for (int end = i + run; i < end; ++i, from += t.row * element_size(dtype)) {
-                at[i] = from;
-                if (is_8bit(dtype)) scale[i] = *factor, factor += factors.row;
-            }
+            const char* const from = address(t.data, offset, dtype);
+            for (int r = 0; r < run; ++r) at[i + r] = from + r * t.row * element_size(dtype);
+            if (is_8bit(dtype))
+                for (int r = 0; r < run; ++r) scale[i + r] = factor[r * factors.row];
         });
+    }
+    // The processor prefetches by itself only rows that touch each other. To the L2 cache: K and V of two tiles are more than L1 holds.
+    void prefetch(int i) const {
+        for (int byte = 0; i < count && byte < bytes; byte += 64) __builtin_prefetch(at[i] + byte, 0, 2);
     }
 };
 
@@ -31,83 +38,124 @@ FA_INLINE Vec lane_numbers() {
     return x;
 }
 
+template <bool b>
+struct Flag {
+    static constexpr bool value = b;
+};
+template <int n>
+struct Width {
+    static constexpr int value = n;
+};
+
 template <int block>
 FA_INLINE Vec max_from(Vec x) {
     if constexpr (block == L) return x;
     else return max_from<block * 2>(max(x, swapped<block>(x, typename MakeLanes<L>::Type())));
 }
 
-// s[j] = k[j] . q, in whole vectors; what lies behind the last key repeats it.
-template <DType dtype>
-FA_INLINE void narrow_scores(const char* const* k, const float* scale, int keys, const float* q, int headdim, float* s) {
-    constexpr int size = int(element_size(dtype)), kRows = L < 8 ? L : 8;  // as many addresses as there are registers for
+// s[n][j] = k[j] . q[n], in whole vectors; what lies behind the last key repeats it. Asks for row j of `ahead` on the way, if there is one.
+template <DType dtype, int kQueries>
+FA_INLINE void narrow_scores(const char* const* k, const float* scale, int keys, const float* const* q, int headdim, float* const* s,
+                             const KeyRows* ahead) {
+    constexpr int size = int(element_size(dtype)), kMost = 4 * kVectors / kQueries;  // as many sums as there are registers for
+    constexpr int kRows = L < 8 ? (L < kMost ? L : kMost) : (8 < kMost ? 8 : kMost);
     for (int j = 0; j < keys; j += L) {
-        Vec sum[L];
-#pragma GCC unroll 2
-        for (int half = 0; half < L; half += kRows) {
+        Vec sum[kQueries][L];
+        for (int part = 0; part < L; part += kRows) {
             const char* row[kRows];
 #pragma GCC unroll 8
-            for (int i = 0; i < kRows; ++i) row[i] = k[j + half + i < keys ? j + half + i : keys - 1];
-            Vec acc[kRows] = {};
+            for (int i = 0; i < kRows; ++i) {
+                const int key = j + part + i < keys ? j + part + i : keys - 1;
+                row[i] = k[key];
+                if (ahead) ahead->prefetch(key);
+            }
+            Vec acc[kQueries][kRows] = {};
+            const auto add = [&](int d, auto whole) __attribute__((always_inline)) {
+                Vec query[kQueries];
+#pragma GCC unroll 4
+                for (int n = 0; n < kQueries; ++n) query[n] = *(const Vec*)(q[n] + d);
+#pragma GCC unroll 8
+                for (int i = 0; i < kRows; ++i) {
+                    const char* const from = row[i] + d * size;
+                    const Vec key = decltype(whole)::value ? load_vector<dtype>(from) : load_partial<dtype>(from, headdim - d);
+#pragma GCC unroll 4
+                    for (int n = 0; n < kQueries; ++n) acc[n][i] += key * query[n];
+                }
+            };
             int d = 0;
-            for (; d + L <= headdim; d += L)
+            for (; d + L <= headdim; d += L) add(d, Flag<true>());
+            if (d < headdim) add(d, Flag<false>());
+#pragma GCC unroll 4
+            for (int n = 0; n < kQueries; ++n)
 #pragma GCC unroll 8
-                for (int i = 0; i < kRows; ++i) acc[i] += load_vector<dtype>(row[i] + d * size) * *(const Vec*)(q + d);
-            if (d < headdim)
-#pragma GCC unroll 8
-                for (int i = 0; i < kRows; ++i) acc[i] += load_partial<dtype>(row[i] + d * size, headdim - d) * *(const Vec*)(q + d);
-#pragma GCC unroll 8
-            for (int i = 0; i < kRows; ++i) sum[half + i] = acc[i];
+                for (int i = 0; i < kRows; ++i) sum[n][part + i] = acc[n][i];
         }
-        Vec score = sum_from<1, L>(sum);
-        if (is_8bit(dtype)) score *= load_unaligned<Vec>(scale + j);
-        *(Vec*)(s + j) = score;
+        for (int n = 0; n < kQueries; ++n) {
+            Vec score = sum_from<1, L>(sum[n]);
+            if (is_8bit(dtype)) score *= load_unaligned<Vec>(scale + j);
+            *(Vec*)(s[n] + j) = score;
+        }
     }
 }
 
-// out[d] = out[d] * correction + sum of p[j] v[j][d], for kVectors vectors of d, the last of `left` numbers.
-template <DType dtype, int kVectors, bool whole>
-FA_INLINE void narrow_output_block(const char* const* v, int keys, const float* p, int d, int left, float correction, float* out) {
-    constexpr int size = int(element_size(dtype)), kWays = 4 / kVectors;  // as many sums as hide the latency of an addition
-    Vec acc[kWays][kVectors] = {};
+// out[n][d] = out[n][d] * correction[n] + sum of p[n][j] v[j][d], for kColumns vectors of d, the last of `left` numbers.
+template <DType dtype, int kQueries, int kColumns, bool whole>
+FA_INLINE void narrow_output_block(const char* const* v, int keys, const float* const* p, int d, int left, const float* correction,
+                                   float* const* out, const KeyRows* ahead) {
+    constexpr int size = int(element_size(dtype)), kWays = 4 / kColumns;  // as many sums as hide the latency of an addition
+    Vec acc[kQueries][kWays][kColumns] = {};
     const auto add = [&](int way, int j) __attribute__((always_inline)) {
         const char* const from = v[j] + int64_t(d) * size;
+        if (ahead) ahead->prefetch(j);
 #pragma GCC unroll 4
-        for (int n = 0; n < kVectors; ++n)
-            acc[way][n] += p[j] * (whole ? load_vector<dtype>(from + n * L * size) : load_partial<dtype>(from, left));
+        for (int c = 0; c < kColumns; ++c) {
+            const Vec value = whole ? load_vector<dtype>(from + c * L * size) : load_partial<dtype>(from, left);
+#pragma GCC unroll 4
+            for (int n = 0; n < kQueries; ++n) acc[n][way][c] += p[n][j] * value;
+        }
     };
     int j = 0;
     for (; j + kWays <= keys; j += kWays)
 #pragma GCC unroll 4
         for (int way = 0; way < kWays; ++way) add(way, j + way);
     for (; j < keys; ++j) add(0, j);
-    for (int n = 0; n < kVectors; ++n) {
-        Vec sum = acc[0][n];
-        for (int way = 1; way < kWays; ++way) sum += acc[way][n];
-        Vec& total = *(Vec*)(out + d + n * L);
-        total = total * correction + sum;
-    }
+#pragma GCC unroll 4
+    for (int n = 0; n < kQueries; ++n)
+#pragma GCC unroll 4
+        for (int c = 0; c < kColumns; ++c) {
+            Vec sum = acc[n][0][c];
+            for (int way = 1; way < kWays; ++way) sum += acc[n][way][c];
+            Vec& total = *(Vec*)(out[n] + d + c * L);
+            total = total * correction[n] + sum;
+        }
 }
-template <DType dtype>
-FA_INLINE void narrow_output(const char* const* v, int keys, const float* p, int headdim_v, float correction, float* out) {
+template <DType dtype, int kQueries>
+void narrow_output(const char* const* v, int keys, const float* const* p, int headdim_v, const float* correction, float* const* out,
+                   const KeyRows* ahead) {
     int d = 0;
-    for (; d + 4 * L <= headdim_v; d += 4 * L) narrow_output_block<dtype, 4, true>(v, keys, p, d, L, correction, out);
-    if (d + 2 * L <= headdim_v) narrow_output_block<dtype, 2, true>(v, keys, p, d, L, correction, out), d += 2 * L;
-    if (d + L <= headdim_v) narrow_output_block<dtype, 1, true>(v, keys, p, d, L, correction, out), d += L;
-    if (d < headdim_v) narrow_output_block<dtype, 1, false>(v, keys, p, d, headdim_v - d, correction, out);
+    const auto block = [&](auto columns, auto whole) __attribute__((always_inline)) {
+        constexpr int kColumns = decltype(columns)::value;
+        narrow_output_block<dtype, kQueries, kColumns, decltype(whole)::value>(v, keys, p, d, headdim_v - d, correction, out, ahead);
+        d += kColumns * L, ahead = nullptr;
+    };
+    while (d + 4 * L <= headdim_v) block(Width<4>(), Flag<true>());
+    if (d + 2 * L <= headdim_v) block(Width<2>(), Flag<true>());
+    if (d + L <= headdim_v) block(Width<1>(), Flag<true>());
+    if (d < headdim_v) block(Width<1>(), Flag<false>());
 }
 
 // One row of queries.
 struct NarrowRow {
-    const QueryTile& t;
-    const AttentionParams& p;
-    const QueryRow& row;
-    float *const q, *const out, *const s;  // headdim and headdim_v numbers up to whole vectors, scores of a key tile
+    const QueryTile* tile;
+    const QueryRow* row;
+    float *q, *out, *s;  // headdim and headdim_v numbers up to whole vectors, scores of a key tile
     float row_max, row_sum;
 
     void load_query() const {
+        const QueryTile& t = *tile;
+        const AttentionParams& p = *t.params;
         for (int d = 0; d < p.headdim; d += L) {
-            const int64_t offset = t.sequence.q + row.head * p.q.head + row.query * p.q.row + d;
+            const int64_t offset = t.sequence.q + row->head * p.q.head + row->query * p.q.row + d;
             *(Vec*)(q + d) = load_any(address(p.q.data, offset, p.dtype), p.headdim - d, p.dtype) * p.scale;
         }
         for (int d = 0; d < p.headdim_v; d += L) *(Vec*)(out + d) = Vec{};
@@ -115,21 +163,23 @@ struct NarrowRow {
 
     // Scores of the keys from `key` on, in the contract's order.
     void transform(int key, int keys) const {
-        const int64_t here = int64_t(row.query) + t.sequence.shift - key;
+        const QueryTile& t = *tile;
+        const AttentionParams& p = *t.params;
+        const int64_t here = int64_t(row->query) + t.sequence.shift - key;
         for (int j = 0; j < keys; j += L) {
             Vec& score = *(Vec*)(s + j);
             if (p.softcap != 0) score = p.softcap * tanh(score * (1 / p.softcap));
             if (p.alibi_slopes) {
-                const float slope = p.alibi_slopes[t.batch * p.alibi_batch + row.head];
+                const float slope = p.alibi_slopes[t.batch * p.alibi_batch + row->head];
                 score -= slope * abs(float(here) - (lane_numbers() + float(j)));
             }
             if (p.bias.data) {
-                const int64_t offset = t.batch * p.bias.batch + row.head * p.bias.head + row.query * p.bias.row + key + j;
+                const int64_t offset = t.batch * p.bias.batch + row->head * p.bias.head + row->query * p.bias.row + key + j;
                 const Vec bias = load_any(address(p.bias.data, offset, p.bias_dtype), keys - j, p.bias_dtype);
                 score = bias == -kInfinity ? bias : score + bias;
             }
             if (p.mask.data) {
-                const int64_t offset = t.batch * p.mask.batch + row.head * p.mask.head + row.query * p.mask.row + key + j;
+                const int64_t offset = t.batch * p.mask.batch + row->head * p.mask.head + row->query * p.mask.row + key + j;
                 const char* const mask = static_cast<const char*>(p.mask.data) + offset;
                 for (int l = 0; l < L && j + l < keys; ++l)
                     if (!mask[l]) score[l] = -kInfinity;
@@ -160,29 +210,6 @@ struct NarrowRow {
         return correction;
     }
 
-    // Keys begin .. end - 1 of the tile that starts at `first`.
-    template <DType dtype>
-    void attend(const KeyRows& k, const KeyRows& v, int first, int begin, int end) {
-        int keys = end - begin;
-        narrow_scores<dtype>(k.at + begin, k.scale + begin, keys, q, p.headdim, s);
-        transform(first + begin, keys);
-        const char* const* values = v.at + begin;
-        const float* scale = v.scale + begin;
-        KeyRows visible;
-        if (hides(keys)) {  // 0 x NaN must not bring the value of a hidden key into the output
-            int count = 0;
-            for (int j = 0; j < keys; ++j) {
-                if (s[j] == -kInfinity) continue;
-                s[count] = s[j], visible.at[count] = values[j], visible.scale[count] = is_8bit(dtype) ? scale[j] : 1;
-                ++count;
-            }
-            values = visible.at, scale = visible.scale, keys = count;
-        }
-        const float correction = softmax(keys);
-        if (is_8bit(dtype))
-            for (int j = 0; j < keys; ++j) s[j] *= scale[j];
-        narrow_output<dtype>(values, keys, s, p.headdim_v, correction, out);
-    }
     bool hides(int keys) const {
         bool any = false;
         for (int j = 0; j < keys; ++j) any |= s[j] == -kInfinity;
@@ -190,10 +217,48 @@ struct NarrowRow {
     }
 
     void store_output() const {
+        const QueryTile& t = *tile;
+        const AttentionParams& p = *t.params;
         const float weight = row_sum == 0 ? 0 : 1 / row_sum;
-        const int64_t offset = t.sequence.out + row.head * p.out.head + row.query * p.out.row;
+        const int64_t offset = t.sequence.out + row->head * p.out.head + row->query * p.out.row;
         for (int d = 0; d < p.headdim_v; d += L)
             store_any(const_cast<char*>(address(p.out.data, offset + d, p.out_dtype)), p.headdim_v - d, p.out_dtype,
                       *(const Vec*)(out + d) * weight);
     }
 };
+
+// Keys begin .. end - 1 of the tile that starts at `first`, for rows that read them together: each row of K and V is loaded and widened
+// once. A row's arithmetic is the same in whatever company. While K is read, the memory fetches V; while V is read, K of the next tile.
+template <DType dtype, int kQueries>
+void attend_narrow(NarrowRow* rows, const KeyRows& k, const KeyRows& v, const KeyRows* next_k, bool ahead, int first, int begin, int end) {
+    const AttentionParams& p = *rows[0].tile->params;
+    const int keys = end - begin;
+    const float *q[kQueries], *weights[kQueries];
+    float *s[kQueries], *out[kQueries], correction[kQueries];
+    for (int n = 0; n < kQueries; ++n) q[n] = rows[n].q, weights[n] = s[n] = rows[n].s, out[n] = rows[n].out;
+    narrow_scores<dtype, kQueries>(k.at + begin, k.scale + begin, keys, q, p.headdim, s, ahead ? &v : nullptr);
+    bool hidden = false;
+    for (int n = 0; n < kQueries; ++n) rows[n].transform(first + begin, keys), hidden |= rows[n].hides(keys);
+
+    const auto weigh = [&](int n, const float* scale, int count) {
+        correction[n] = rows[n].softmax(count);
+        if (is_8bit(dtype))
+            for (int j = 0; j < count; ++j) s[n][j] *= scale[j];
+    };
+    if (!hidden) {
+        for (int n = 0; n < kQueries; ++n) weigh(n, v.scale + begin, keys);
+        narrow_output<dtype, kQueries>(v.at + begin, keys, weights, p.headdim_v, correction, out, next_k);
+        return;
+    }
+    for (int n = 0; n < kQueries; ++n) {  // 0 x NaN must not bring the value of a hidden key into the output
+        KeyRows visible;
+        int count = 0;
+        for (int j = 0; j < keys; ++j) {
+            if (s[n][j] == -kInfinity) continue;
+            s[n][count] = s[n][j], visible.at[count] = v.at[begin + j], visible.scale[count] = is_8bit(dtype) ? v.scale[begin + j] : 1;
+            ++count;
+        }
+        weigh(n, visible.scale, count);
+        narrow_output<dtype, 1>(visible.at, count, weights + n, p.headdim_v, correction + n, out + n, nullptr);
+    }
+}

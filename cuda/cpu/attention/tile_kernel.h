@@ -257,11 +257,6 @@ struct Group {
 
 // ---- the tile ----
 
-template <int n>
-struct Width {
-    static constexpr int value = n;
-};
-
 struct Tile {
     QueryTile& t;
     const AttentionParams& p;
@@ -397,28 +392,47 @@ struct Tile {
     void run_narrow_as() {
         const int n = vectors;  // theirs
         const QueryRow* const rows = t.row + n * L;
-        const auto row = [&](int r) {
+        NarrowRow row[kNarrowRows];
+        for (int r = 0; r < narrow_rows; ++r) {
             float *const q = scratch.k + r * scratch.ld_k, *const out = scratch.v + r * scratch.ld_v;  // no copy of K and V is there yet
-            return NarrowRow{t, p, rows[r], q, out, scratch.s, row_max[n][r], row_sum[n][r]};
-        };
-        for (int r = 0; r < narrow_rows; ++r) row(r).load_query();
+            row[r] = {&t, rows + r, q, out, scratch.s + r * kTileKeys, row_max[n][r], row_sum[n][r]};
+            row[r].load_query();
+        }
         const int begin = rows[0].key_begin, end = rows[narrow_rows - 1].key_end;  // both grow with the query
-        KeyRows k, v;
-        for (int64_t first = begin, next; first < end; first = next) {
-            next = (first / kTileKeys + 1) * kTileKeys;
-            const int key = int(first), keys = int((next < end ? next : end) - first);
-            k.find(p, p.k, p.cache.k_scale, t.sequence.k + t.head_k * p.k.head, t.batch, t.head_k, key, keys);
-            v.find(p, p.v, p.cache.v_scale, t.sequence.v + t.head_k * p.v.head, t.batch, t.head_k, key, keys);
-            for (int r = 0; r < narrow_rows; ++r) {
-                const int from = rows[r].key_begin > key ? rows[r].key_begin - key : 0;
-                const int to = rows[r].key_end < key + keys ? rows[r].key_end - key : keys;
-                if (from >= to) continue;
-                NarrowRow one = row(r);
-                one.attend<dtype>(k, v, key, from, to);
-                row_max[n][r] = one.row_max, row_sum[n][r] = one.row_sum;
+        const auto keys_from = [&](int first) {
+            return int(kTileKeys - first % kTileKeys < end - first ? kTileKeys - first % kTileKeys : end - first);
+        };
+        const auto find_k = [&](KeyRows& k, int first) {
+            k.find(p, p.k, p.cache.k_scale, t.sequence.k + t.head_k * p.k.head, t.batch, t.head_k, first, keys_from(first), p.headdim);
+        };
+        KeyRows k[2], v;
+        if (begin < end) find_k(k[0], begin);
+        for (int key = begin, keys, turn = 0; key < end; key += keys, turn ^= 1) {
+            keys = keys_from(key);
+            v.find(p, p.v, p.cache.v_scale, t.sequence.v + t.head_k * p.v.head, t.batch, t.head_k, key, keys, p.headdim_v);
+            const bool more = keys < end - key;
+            if (more) find_k(k[turn ^ 1], key + keys);
+            const auto from = [&](int r) { return rows[r].key_begin > key ? rows[r].key_begin - key : 0; };
+            const auto to = [&](int r) { return rows[r].key_end < key + keys ? rows[r].key_end - key : keys; };
+            for (int r = 0, together; r < narrow_rows; r += together) {
+                const auto same = [&](int count) {
+                    return r + count <= narrow_rows && from(r) == from(r + count - 1) && to(r) == to(r + count - 1);
+                };
+                const auto attend = [&](auto count) {
+                    together = decltype(count)::value;
+                    if (from(r) < to(r))
+                        attend_narrow<dtype, decltype(count)::value>(row + r, k[turn], v, more && r == 0 ? k + (turn ^ 1) : nullptr, r == 0,
+                                                                     key, from(r), to(r));
+                };
+                if (kNarrowTogether >= 4 && same(4)) attend(Width<(kNarrowTogether >= 4 ? 4 : 1)>());
+                else if (kNarrowTogether >= 2 && same(2)) attend(Width<(kNarrowTogether >= 2 ? 2 : 1)>());
+                else attend(Width<1>());
             }
         }
-        for (int r = 0; r < narrow_rows; ++r) row(r).store_output();
+        for (int r = 0; r < narrow_rows; ++r) {
+            row[r].store_output();
+            row_max[n][r] = row[r].row_max, row_sum[n][r] = row[r].row_sum;
+        }
     }
 
     void run() {

@@ -70,15 +70,23 @@ FA_INLINE HalfVec float_to_float16(Vec x) {
     return __builtin_convertvector(half | (bits >> 16 & 0x8000u), HalfVec);
 }
 
-// ---- 8-bit elements of a cache, by their bits. Widened in two steps, because GCC 12 makes one step from 8 to 32 bits lane by lane ----
+// ---- 8-bit elements of a cache, by their bits ----
 
-FA_INLINE Vec int8_to_float(SignedByteVec x) {
-    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(x, ShortVec), IVec), Vec);
+// GCC 12 widens from 8 to 32 bits lane by lane, unless it is told the instruction or does it in two steps.
+FA_INLINE IVec widened(SignedByteVec x) {
+#if defined(__AVX512F__)
+    return (IVec)_mm512_maskz_cvtepi8_epi32(__mmask16(-1), (__m128i)x);
+#elif defined(__AVX2__)
+    return (IVec)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)x));
+#else
+    return __builtin_convertvector(__builtin_convertvector(x, ShortVec), IVec);
+#endif
 }
+FA_INLINE Vec int8_to_float(SignedByteVec x) { return __builtin_convertvector(widened(x), Vec); }
 FA_INLINE Vec e4m3_to_float(ByteVec x) {
-    const UVec bits = __builtin_convertvector(__builtin_convertvector(x, HalfVec), UVec), magnitude = bits & 0x7Fu;
-    const Vec number = (Vec)(magnitude << 20) * splat(0x1p120f);  // moves the exponent; exact for subnormals too
-    return (Vec)((bits & 0x80u) << 24 | (UVec)(magnitude == 0x7Fu ? splat(0x7FC00000) : (IVec)number));
+    const UVec bits = (UVec)widened((SignedByteVec)x);                     // the sign fills what is above the magnitude
+    const Vec number = (Vec)(bits << 20 & 0x87F00000u) * splat(0x1p120f);  // moves the exponent; exact for subnormals too
+    return (bits & 0x7Fu) == 0x7Fu ? (Vec)splat(0x7FC00000) : number;
 }
 
 // ---- elementary functions ----
