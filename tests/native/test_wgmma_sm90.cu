@@ -79,27 +79,29 @@ template <int kBlockM, int kBlockN>
 void check_key_blocks(const AttentionParams& p, bool in_order) {
     BackwardSchedule schedule{};
     schedule.n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
-    schedule.section_heads = int(backward_section_heads(p));
-    schedule.by_section = p.window_right >= 0 || in_order;
+    schedule.section_heads = int(in_order ? backward_section_heads_in_order(p) : backward_section_heads(p));
+    schedule.by_section = p.window_right >= 0;
     BackwardPlan plan;
     plan.headdim = plan.headdim_v = 64, plan.block_m = kBlockM, plan.block_n = kBlockN;
     schedule.in_order = in_order, schedule.blocks = int(backward_blocks(p, plan));
-    const bool descending = in_order && p.window_right >= 0;
     std::vector<int> found(size_t(p.batch) * p.nheads_k);  // blocks of the head so far
     for (int index = 0; index < schedule.blocks; ++index) {
         BackwardWork w;
         if (!find_key_block<kBlockM, kBlockN>(p, schedule, index, w)) continue;
         const Sequence s = sequence_of(p, w.batch);
-        const int n = found[size_t(w.batch) * p.nheads_k + w.head_k]++;
-        const int due = descending ? (s.seqlen_k - 1) / kBlockN - n : n;
+        const int due = found[size_t(w.batch) * p.nheads_k + w.head_k]++;
         EXPECT(w.key0 == due * kBlockN, "sequence %d head %d: key %d where block %d was due", w.batch, w.head_k, w.key0, due);
         if (w.head_k) continue;
-        if (w.first_m < w.end_m) {
-            std::vector<bool> walked(w.end_m);
-            for (int m = w.start_m, left = w.end_m - w.first_m; left > 0; --left, m = next_tile(m, w.first_m, w.end_m)) {
-                EXPECT(m >= w.first_m && m < w.end_m && !walked[m], "walks to tile %d of %d .. %d", m, w.first_m, w.end_m);
-                walked[m] = true;
-            }
+        const int walk = count_tiles(w);
+        EXPECT(walk == (w.first_m < w.end_m ? (w.end_m - w.first_m) * p.group : 0), "%d tiles of %d .. %d", walk, w.first_m, w.end_m);
+        std::vector<bool> walked(size_t(walk ? w.end_m : 0) * p.group);
+        for (int it = 0, place = w.start_place; it < walk; ++it, place = next_place(place, w.last_place, w.wrap_place)) {
+            const Visited at = visited(w, it);
+            EXPECT(at.m >= w.first_m && at.m < w.end_m && at.head >= 0 && at.head < p.group, "walks to tile %d of head %d", at.m, at.head);
+            EXPECT(place == at.m * w.width + w.width - 1 - (in_order ? at.head : 0), "place %d is not tile %d of head %d", place, at.m,
+                   at.head);
+            EXPECT(!walked[at.m * p.group + at.head], "walks to tile %d of head %d twice", at.m, at.head);
+            walked[at.m * p.group + at.head] = true;
         }
         for (int m = 0; m * kBlockM < s.seqlen_q; ++m) {
             const Range blocks = key_blocks_of(visible_band(p, s), m * kBlockM, kBlockM, kBlockN);
@@ -112,7 +114,8 @@ void check_key_blocks(const AttentionParams& p, bool in_order) {
                 hidden = hidden || range.end < w.key0 + kBlockN;
             }
             EXPECT(meets || !visible, "tile %d sees keys from %d on of (%d, %d)", m, w.key0, s.seqlen_q, s.seqlen_k);
-            EXPECT(!meets || !hidden || m < w.mask_end, "tile %d is not masked at key %d of (%d, %d)", m, w.key0, s.seqlen_q, s.seqlen_k);
+            EXPECT(!meets || !hidden || m * w.width < w.mask_place, "tile %d is not masked at key %d of (%d, %d)", m, w.key0, s.seqlen_q,
+                   s.seqlen_k);
         }
     }
     for (int b = 0; b < p.batch; ++b)
