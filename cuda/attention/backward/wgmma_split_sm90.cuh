@@ -302,6 +302,19 @@ __device__ __forceinline__ void multiply_dk(const BackwardParams& b, BackwardSpl
     });
 }
 
+// d = `operand` (keys x columns) times `rows` (columns x queries); both run along their columns.
+template <typename T, int kColumns, int kBlockN, int kCount>
+__device__ __forceinline__ void multiply_keys(float (&d)[kCount], uint32_t operand, uint32_t rows) {
+    constexpr int kBlockM = 2 * kCount;
+    wgmma_fence();
+    wgmma_ss_first<T, kBlockM>(d, descriptor_from(operand), descriptor_from(rows));
+#pragma unroll
+    for (int i = 1; i < kColumns / 16; ++i)
+        wgmma_ss<T, kBlockM>(d, descriptor_from(operand, descriptor_k_step(i, kBlockN)),
+                             descriptor_from(rows, descriptor_k_step(i, kBlockM)), 1);
+    wgmma_commit();
+}
+
 // Block 0, main warpgroups: S, P, dP, dS and dV.
 template <typename T, BackwardPlanId kId>
 __device__ __forceinline__ void multiply_scores(const BackwardParams& b, BackwardSplitSmem<T, kId>& smem) {
@@ -319,16 +332,6 @@ __device__ __forceinline__ void multiply_scores(const BackwardParams& b, Backwar
     float s[kBlockM / 2], dp[kBlockM / 2];  // rows are keys, columns queries
     uint32_t prob[kBlockM / 4];             // P as A operand
     float4 lse[2];                          // the first two of the next tile, read while its S is multiplied
-    // d = `operand` (keys x columns) times `rows` (columns x queries); both run along their columns.
-    const auto multiply = [&](float(&d)[kBlockM / 2], uint32_t operand, uint32_t rows, auto steps) {
-        wgmma_fence();
-        wgmma_ss_first<T, kBlockM>(d, descriptor_from(operand), descriptor_from(rows));
-#pragma unroll
-        for (int i = 1; i < steps(); ++i)
-            wgmma_ss<T, kBlockM>(d, descriptor_from(operand, descriptor_k_step(i, kBlockN)),
-                                 descriptor_from(rows, descriptor_k_step(i, kBlockM)), 1);
-        wgmma_commit();
-    };
     for_each_work(smem.list, [&](const BackwardWork& w, uint32_t n) {
         const uint32_t count = uniform(count_tiles(w)), it0 = uniform(w.it0);
         mbarrier_wait(shared_address(&scores.k_full), n & 1);
@@ -345,7 +348,7 @@ __device__ __forceinline__ void multiply_scores(const BackwardParams& b, Backwar
                 mbarrier_wait(shared_address(&scores.q_full[slot]), it >> 1 & 1);
                 if (place >= ragged) zero_rows_past_end<kBlockM>(w, scores.q[slot]);
                 __syncwarp();
-                multiply(s, low_k, low_q + slot * kQTile, std::integral_constant<int, kD / 16>{});
+                multiply_keys<T, kD, kBlockN>(s, low_k, low_q + slot * kQTile);
                 lse[0] = statistic(scores.lse[slot], quad, 0), lse[1] = statistic(scores.lse[slot], quad, 1);
             };
             const auto multiply_dp = [&](uint32_t it, int place) {
@@ -353,15 +356,15 @@ __device__ __forceinline__ void multiply_scores(const BackwardParams& b, Backwar
                 mbarrier_wait(shared_address(&scores.dout_full[slot]), it >> 1 & 1);
                 if (place >= ragged) zero_rows_past_end<kBlockM>(w, scores.dout[slot]);
                 __syncwarp();
-                multiply(dp, low_v, low_dout + slot * kDoutTile, std::integral_constant<int, kDV / 16>{});
+                multiply_keys<T, kDV, kBlockN>(dp, low_v, low_dout + slot * kDoutTile);
             };
             // One tile. S and dP are in flight, in this order; S has dV of the tile before in its front.
-            const auto step = [&](uint32_t it, auto more) {
+            const auto step = [&](uint32_t it, bool more) __attribute__((always_inline)) {
                 const uint32_t slot = it & 1;
                 const int next = next_place(place, last, wrap);
                 wgmma_wait<1>(s);
                 if (it > it0) warp_arrives(shared_address(&scores.dout_empty[slot ^ 1]));
-                if (!more()) warp_arrives(shared_address(&scores.k_empty));
+                if (!more) warp_arrives(shared_address(&scores.k_empty));
                 if (place < mask_place) {
                     const int t = opaque(own);
                     mask_fragment(s, w, w.key0 + t / 32 * 16 + t % 32 / 4, place / w.width * kBlockM + t % 4 * 2);
@@ -374,13 +377,14 @@ __device__ __forceinline__ void multiply_scores(const BackwardParams& b, Backwar
                     wgmma_rs<T, kDV, 1>(dv, prob + 4 * i, descriptor_from(low_dout + slot * kDoutTile, descriptor_row_step(i)),
                                         i ? 1 : int(it > it0));
                 wgmma_commit();
-                if constexpr (more()) multiply_s(it + 1, next);
+                if (more) multiply_s(it + 1, next);
                 const uint32_t ds_slot = it % kDsSlots;
                 float4 next_delta = statistic(scores.delta[slot], quad, 0);
                 mbarrier_wait_cluster(shared_address(&scores.ds_empty[ds_slot]), it / kDsSlots & 1 ^ 1);
                 __syncwarp();
-                wgmma_wait<more() ? 2 : 1>(dp);
-                if (!more()) warp_arrives(shared_address(&scores.v_empty));
+                if (more) wgmma_wait<2>(dp);
+                else wgmma_wait<1>(dp);
+                if (!more) warp_arrives(shared_address(&scores.v_empty));
 #pragma unroll
                 for (int i = 0; i < kBlockM / 16; ++i) {  // delta is read one step ahead: a read does not pass the store before it
                     const float4 delta = next_delta;
@@ -399,7 +403,7 @@ __device__ __forceinline__ void multiply_scores(const BackwardParams& b, Backwar
                                       shared_address(scores.ds[ds_slot]) + rows, kWarpBytes, full);
                 }
                 __syncwarp();
-                if constexpr (more()) multiply_dp(it + 1, next);
+                if (more) multiply_dp(it + 1, next);
                 place = next;
             };
             zero_hidden_keys<kId>(p, w, scores.k, wg * 64);
@@ -409,8 +413,8 @@ __device__ __forceinline__ void multiply_scores(const BackwardParams& b, Backwar
             multiply_dp(it0, place);
             const uint32_t final = it0 + count - 1;
 #pragma unroll 1
-            for (uint32_t it = it0; it < final; ++it) step(it, std::true_type{});
-            step(final, std::false_type{});
+            for (uint32_t it = it0; it < final; ++it) step(it, true);
+            step(final, false);
             wgmma_wait<0>(dv);
             warp_arrives(shared_address(&scores.dout_empty[final & 1]));
             const int t = opaque(own);
