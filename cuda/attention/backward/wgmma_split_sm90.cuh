@@ -358,13 +358,12 @@ __device__ __forceinline__ void multiply_scores(const BackwardParams& b, Backwar
                 __syncwarp();
                 multiply_keys<T, kDV, kBlockN>(dp, low_v, low_dout + slot * kDoutTile);
             };
-            // One tile. S and dP are in flight, in this order; S has dV of the tile before in its front.
+            // One tile. Its S is complete, nothing is in flight.
             const auto step = [&](uint32_t it, bool more) __attribute__((always_inline)) {
                 const uint32_t slot = it & 1;
                 const int next = next_place(place, last, wrap);
-                wgmma_wait<1>(s);
-                if (it > it0) warp_arrives(shared_address(&scores.dout_empty[slot ^ 1]));
                 if (!more) warp_arrives(shared_address(&scores.k_empty));
+                multiply_dp(it, place);
                 if (place < mask_place) {
                     const int t = opaque(own);
                     mask_fragment(s, w, w.key0 + t / 32 * 16 + t % 32 / 4, place / w.width * kBlockM + t % 4 * 2);
@@ -403,20 +402,20 @@ __device__ __forceinline__ void multiply_scores(const BackwardParams& b, Backwar
                                       shared_address(scores.ds[ds_slot]) + rows, kWarpBytes, full);
                 }
                 __syncwarp();
-                if (more) multiply_dp(it + 1, next);
+                if (more) wgmma_wait<0>(s, dv);
+                else wgmma_wait<0>(dv);
+                warp_arrives(shared_address(&scores.dout_empty[slot]));
                 place = next;
             };
             zero_hidden_keys<kId>(p, w, scores.k, wg * 64);
             multiply_s(it0, place);
             mbarrier_wait(shared_address(&scores.v_full), n & 1);
             zero_hidden_keys<kId>(p, w, scores.v, wg * 64);
-            multiply_dp(it0, place);
+            wgmma_wait<0>(s);
             const uint32_t final = it0 + count - 1;
 #pragma unroll 1
             for (uint32_t it = it0; it < final; ++it) step(it, true);
             step(final, false);
-            wgmma_wait<0>(dv);
-            warp_arrives(shared_address(&scores.dout_empty[final & 1]));
             const int t = opaque(own);
             store_dv<T, kId>(dv, b, w, w.key0 + t / 32 * 16 + t % 32 / 4);
         }
@@ -468,7 +467,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     cluster_arrive(), cluster_wait();
 
     if (warpgroup == 0) {
-        setmaxnreg_dec<kBackwardLoaderRegisters>();
+        setmaxnreg_dec<40>();
         if (threadIdx.x % 32 != 0) return;
         const int warp = threadIdx.x / 32;
         if (rank == kScoresBlock) {
@@ -488,16 +487,16 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
             });
         return;
     }
-    // Loaders 32, and of 512 the rest: 2 x 208 + 64 in block 0, 2 x 152 + 176 in block 1.
+    // Loaders 40, and of 512 the rest: 2 x 208 + 56 in block 0, 2 x 152 + 168 in block 1.
     if (rank == kScoresBlock) {
         if (warpgroup == 3) {
-            setmaxnreg_dec<64>();
+            setmaxnreg_dec<56>();
         } else {
             setmaxnreg_inc<208>();
             multiply_scores(b, smem);
         }
     } else if (warpgroup == 3) {
-        setmaxnreg_inc<176>();
+        setmaxnreg_inc<168>();
         multiply_dq_ahead(b, schedule, smem);
     } else {
         setmaxnreg_inc<152>();
