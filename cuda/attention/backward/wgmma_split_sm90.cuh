@@ -7,8 +7,8 @@
 //     dV += P dout
 //
 // No product of a tile waits for something that has crossed and comes back. Block 1 runs behind by as many tiles as there are slots for dS;
-// block 0 needs nothing but a free slot. Its registers hold dV, S, dP and P (144 of a thread), so a product is always in flight: dP under
-// the exponentials, dV and the next S under dS.
+// block 0 needs nothing but a free slot. dP runs under the exponentials, dV and the next S run under dS. S and dV are drained at the end of
+// a tile: ptxas serialises products whose accumulators are read while another one is in flight from the tile before (C7514).
 //
 // The clusters are persistent. Block 0 takes a number from a counter and sends it to block 1. In block 0:
 //
