@@ -255,8 +255,8 @@ def test_accumulate(backward_kernel, dtype):
         accuracy.check(name, x, was + getattr(exact, name), rounded, dtype)
 
 
-# Keys wider than values. Several sizes have more sets of 128 keys than an H200 has clusters, so a cluster takes a second
-# and a third set; some sets have no queries, one query tile, or an odd number of them.
+# Keys wider than values. Several sizes have more sets of 128 keys than an H200 has clusters, so a cluster takes a
+# second and a third set; some sets have no queries, one query tile, or an odd number of them.
 NARROW_VALUES = {
     "one tile": Case(64, 128, batch=1, nheads=2, nheads_k=2),
     "ends of tiles": Case(129, 65, batch=2, nheads=2, nheads_k=1),
