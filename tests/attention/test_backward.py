@@ -1,5 +1,6 @@
 """Every kernel of the backward pass against float64, on the shapes and options of the forward tests."""
 
+import dataclasses
 import itertools
 
 import accuracy
@@ -252,6 +253,46 @@ def test_accumulate(backward_kernel, dtype):
     for name, x, was in zip(("dq", "dk", "dv"), got, old, strict=True):
         rounded = accuracy.round_to(was + getattr(plain, name), dtype)
         accuracy.check(name, x, was + getattr(exact, name), rounded, dtype)
+
+
+# Keys wider than values. Several sizes have more sets of 128 keys than an H200 has clusters, so a cluster takes a
+# second and a third set; some sets have no queries, one query tile, or an odd number of them.
+NARROW_VALUES = {
+    "one tile": Case(64, 128, batch=1, nheads=2, nheads_k=2),
+    "ends of tiles": Case(129, 65, batch=2, nheads=2, nheads_k=1),
+    "three sets a cluster": Case(70, 260, batch=8, nheads=8, nheads_k=8),
+    "walks of many lengths": Case(400, 700, batch=2, nheads=12, nheads_k=12),
+    "shared keys": Case(200, 390, batch=3, nheads=16, nheads_k=8),
+    "keys unseen": Case(33, 700, batch=4, nheads=4, nheads_k=4, top_left=True),
+    "rows unseen": Case(700, 200, batch=4, nheads=4, nheads_k=4),
+    "varlen": Case(
+        330, 400, nheads=24, nheads_k=12, cu_seqlens_q=(0, 5, 5, 335, 400), cu_seqlens_k=(0, 7, 300, 300, 700)
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("headdim,headdim_v", [(192, 128), (136, 40)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", NARROW_VALUES)
+def test_narrow_values(backward_kernel, shape, causal, headdim, headdim_v, dtype):
+    case = NARROW_VALUES[shape]
+    backward_kernel.check(
+        dataclasses.replace(case, headdim=headdim, headdim_v=headdim_v, causal=causal, dtype=dtype, dlse=True)
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", NARROW_VALUES)
+def test_narrow_values_in_order(backward_kernel, shape, causal):
+    """Deterministic: near the exact gradients, and the same bits again."""
+    case = dataclasses.replace(NARROW_VALUES[shape], headdim=192, headdim_v=128, causal=causal, dtype="bfloat16")
+    (*arrays, options), exact, *_ = accuracy.expected_backward(case)
+    first = backward_kernel(*arrays, case.dtype, deterministic=True, **options)
+    for x, y in zip(first, exact, strict=False):
+        np.testing.assert_allclose(x, y, atol=5e-2 * np.abs(y).max())
+    for x, y in zip(first, backward_kernel(*arrays, case.dtype, deterministic=True, **options), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
