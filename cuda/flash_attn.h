@@ -153,6 +153,10 @@ typedef struct fa_attention_args {
      * part: its rows, its keys and its number b. In the backward pass the keys of each part, also of one without keys, begin where those of
      * the part before it end, or later; rows of dk and dv that belong to no part are not written. NULL = whole sequences. */
     const fa_part* parts;
+    /* (batch, nheads) float32, contiguous: of each sequence and query head the greatest score that the softmax gets, after scale, softcap,
+     * ALiBi, bias, mask, causal and window; sinks are no scores, and dropout comes later. -inf where no row sees a key. A head with a NaN
+     * among its scores gets NaN or the greatest of some others. Part of the forward pass alone; NULL = not wanted. */
+    float* max_score;
 } fa_attention_args;
 
 /* What a call with these arguments would do. */

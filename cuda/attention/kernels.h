@@ -10,6 +10,10 @@
 
 namespace fa {
 
+// max_score = -inf, from where the kernels of the forward pass raise it; *counter = 0 where there is one. Each of these kernels calls it by
+// itself.
+cudaError_t clear_max_score(const AttentionParams& params, int* counter, cudaStream_t stream);
+
 cudaError_t forward_naive(const AttentionParams& params, cudaStream_t stream);
 size_t forward_naive_workspace(const AttentionParams& params);  // bytes: the whole S, and what the softmax leaves of it
 

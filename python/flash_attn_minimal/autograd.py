@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _modes
+from . import _modes, _statistics
 from ._checks import _flag, _integer, _number, _window
 from ._forward import attend, attend_varlen, repeated
 from ._library import BadArgument, Unsupported
@@ -59,6 +59,30 @@ def _differentiable(q, k, v, varlen, out, return_lse, options: Options):
     return tuple(results) if return_lse else results[0]
 
 
+def _with_statistics(q, k, v, varlen, out, results: _statistics.Results, options: Options) -> tuple:
+    """The same for a call with statistics: plain calls alone, with gradients of out and lse."""
+    cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "out": out, **options._asdict()}
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    watcher = _watcher(tensors)
+    if watcher:
+        raise Unsupported(f"{results.first()} is given, which attention does not take under {watcher}")
+    unserved = [name for name in ("out", *_FLOAT8) if given[name] is not None and given[name] is not False]
+    if unserved:
+        _refuse(unserved[0], tensors)
+        with _modes.unwatched():
+            return _statistics.attend(q, k, v, varlen, out, results, options)
+    _check_arrays(given)
+    arguments = (
+        q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks, cu_q, cu_k,
+        _integer("max_seqlen_q", max_q, 0, 2**63 - 1), _integer("max_seqlen_k", max_k, 0, 2**63 - 1),
+        *_packed(options),
+    )  # fmt: skip
+    _refuse_tangents(tensors)
+    out, lse, *more = _AttentionWithStatistics.apply(*arguments, results)
+    return (out, lse, *more) if results.lse else (out, *more)
+
+
 def _check_arrays(given: dict) -> None:
     """Raises unless the arrays of a call are tensors, and those that have no gradient ask for none."""
     for name in ("alibi_slopes", "mask"):
@@ -76,12 +100,17 @@ def _refuse(name: str, tensors: dict[str, torch.Tensor]) -> None:
         if float8:
             raise Unsupported(f"{name} is given, but float8 has no backward pass")
         raise Unsupported("out is given, but the call records a gradient: pass out=None, or use torch.no_grad()")
+    if watcher := _watcher(tensors):
+        raise Unsupported(f"{name} is given, which attention does not take under {watcher}")
+
+
+def _watcher(tensors: dict[str, torch.Tensor]) -> str | None:
+    """What does more with a call on these tensors than run it."""
     watcher = _modes.watcher()
     for option, x in tensors.items():
         if watcher is None and not _modes.is_plain(x):
             watcher = f"tensors like {option}, a {'meta tensor' if x.is_meta else type(x).__name__}"
-    if watcher:
-        raise Unsupported(f"{name} is given, which attention does not take under {watcher}")
+    return watcher
 
 
 def _refuse_tangents(tensors: dict[str, torch.Tensor]) -> None:
@@ -218,6 +247,25 @@ class _Attention(torch.autograd.Function):
         return results
 
     backward = staticmethod(_gradients)
+
+
+class _AttentionWithStatistics(torch.autograd.Function):
+    """The same with statistics behind out and lse."""
+
+    @staticmethod
+    def forward(ctx, *arguments_and_results):
+        *arguments, results = arguments_and_results
+        varlen = None if arguments[7] is None else tuple(arguments[7:11])
+        options = _unpacked(arguments[3:7], arguments[11:])
+        with torch.no_grad(), _modes.unwatched():
+            out, lse, *more = _statistics.attend(*arguments[:3], varlen, None, results._replace(lse=True), options)
+        _setup_context(ctx, arguments, (out, lse))
+        ctx.mark_non_differentiable(*more)
+        return out, lse, *more
+
+    @staticmethod
+    def backward(ctx, dout, dlse, *_):
+        return *_gradients(ctx, dout, dlse), None
 
 
 # ---- the operators ----

@@ -139,6 +139,7 @@ def other_values(kind):
         "alibi_slopes": make(kind, rng.random(4, f32)),
         "deterministic": True,
         "return_lse": True,
+        "return_max_score": True,
         "bias": make(kind, rng.random((5, 7), f32)),
         "mask": make(kind, rng.random((5, 7)) < 0.5),
         "sinks": make(kind, rng.random(4, f32)),
@@ -335,6 +336,7 @@ def test_fields_between_the_addresses(table):
 def test_every_address_is_filled_in():
     """The fields that hold addresses vary, but for those of calls that take the long way and the kernel's name."""
     kind, long_way = _library.AttentionArgs, ("cu_seqlens", "parts", "alibi", "bias", "mask", "sinks", "kernel")
+    long_way += ("max_score",)
     addresses = [name for name, field in kind._fields_ if field in (ct.c_void_p, ct.c_char_p)]
     varying = [name for name in addresses if not name.startswith(long_way) and "descale" not in name]
     offsets = [getattr(kind, name).offset for name in (*varying, "workspace_bytes")]

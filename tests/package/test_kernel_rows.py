@@ -34,6 +34,7 @@ ROWS = {
     "attention/backward/delta.cu": {"backward": ["simple"]},
     "attention/backward/scores.cu": "fa_attention_backward",
     "attention/decode/append.cu": "fa_kvcache_attention",
+    "attention/forward/max_score.cu": "fa_attention_forward",
     "attention/forward/merge.cu": "fa_attention_merge",
     "attention/forward/quantize_fp8.cu": "fa_quantize_fp8",
     "distributed/rows.cu": ["fa_distributed_forward", "fa_distributed_backward", "fa_distributed_decode"],

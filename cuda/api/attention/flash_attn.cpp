@@ -106,7 +106,8 @@ fa_status fa_attention_forward(const fa_attention_args* args, void* stream) {
     fa::Call<fa::Kernel, fa::AttentionParams> call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     const fa::AttentionParams& p = call.params;
-    if (p.batch == 0 || p.seqlen_q == 0 || (p.cu_seqlens_q && p.total_q == 0)) return FA_OK;
+    if (p.batch == 0) return FA_OK;
+    if (p.seqlen_q == 0 || (p.cu_seqlens_q && p.total_q == 0)) return fa::clear_statistics(p, call.device, stream);
     return call.launch(stream);
 }
 

@@ -9,6 +9,18 @@
 
 namespace fa {
 
+fa_status clear_statistics(const AttentionParams& p, const DeviceInfo& device, [[maybe_unused]] void* stream) {
+    if (!p.max_score) return FA_OK;
+    if (device.index < 0) return cpu::clear_max_score(p), FA_OK;
+#if FA_WITH_CUDA
+    const CurrentDevice scope(device.index);
+    if (scope.status() != FA_OK) return scope.status();
+    return launched("max_score", clear_max_score(p, nullptr, static_cast<cudaStream_t>(stream)));
+#else
+    return FA_UNSUPPORTED;
+#endif
+}
+
 fa_status launch_append(const AppendParams& params, const DeviceInfo& device, [[maybe_unused]] void* stream) {
     if (device.index < 0) return on_host([&] { cpu::kvcache_append(params); });
 #if FA_WITH_CUDA

@@ -23,7 +23,8 @@ const Kernel* decode_kernel_at(int index);
 int backward_kernel_count();
 const BackwardKernel* backward_kernel_at(int index);
 
-fa_status launch_append(const AppendParams&, const DeviceInfo&, void* stream);  // of a call with something to append or to turn
+fa_status clear_statistics(const AttentionParams&, const DeviceInfo&, void* stream);  // of a call without queries: no kernel runs
+fa_status launch_append(const AppendParams&, const DeviceInfo&, void* stream);        // of a call with something to append or to turn
 fa_status launch_merge(const MergeParams&, fa_device device, void* stream);
 fa_status launch_quantize(const QuantizeParams&, fa_device device, void* stream);
 

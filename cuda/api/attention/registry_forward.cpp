@@ -177,6 +177,7 @@ fa_status mla_sm90_launch(const AttentionParams& p, const DeviceInfo& device, vo
 const char* fp8_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (!is_float8(p)) return "takes float8_e4m3 only";
     const char* reason = needs_hopper(device, text, size);
+    if (!reason) reason = gives_no_statistics(p);
     if (!reason) reason = takes_head_dims(p, 16, kFp8MaxHeadDim, text, size);
     if (!reason) reason = takes_options(p, 0, text, size);
     if (!reason) reason = takes_positive_scale(p, text, size);
@@ -204,6 +205,7 @@ fa_status fp8_sm90_launch(const AttentionParams& p, const DeviceInfo& device, vo
 const char* cute_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const char* reason = needs_hopper(device, text, size);
     if (!reason) reason = takes_16_bits(p);
+    if (!reason) reason = gives_no_statistics(p);
     if (!reason && p.cu_seqlens_q) reason = "takes no packed sequences";
     if (!reason && p.cache.entries) reason = "takes no cache";
     if (!reason && (p.headdim != p.headdim_v || (p.headdim != 64 && p.headdim != 128)))

@@ -83,6 +83,7 @@ struct AttentionParams {
 
     DescaleView q_descale, k_descale, v_descale;  // fp8 only: by query head, by key head, by key head
     CacheView cache;
+    float* max_score;  // (batch, nheads); nullptr = not wanted
 
     // True when a score is more than scale * (q . k) under a window: the general instantiation of a kernel.
     FA_HOST_DEVICE bool general_scores() const { return softcap != 0 || alibi_slopes || bias.data || mask.data || dropout_threshold; }

@@ -27,8 +27,10 @@
 #include "attention/common/epilogue.cuh"
 #include "attention/common/general_scores.cuh"
 #include "attention/common/mask.h"
+#include "attention/common/max_score.cuh"
 #include "attention/common/shared_tile.cuh"
 #include "attention/common/tiles_mma_sm80.h"
+#include "attention/kernels.h"
 #include "common/constants.h"
 #include "device/launch.h"
 #include "device/mma.cuh"
@@ -210,8 +212,9 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     const bool hides = p.mask.data || p.bias.data;  // may remove keys within the window
     float O[kMmas][kTilesV][4] = {};
     float row_max[kRows], row_sum[kRows];  // the row's; this thread's share of the row's
+    float greatest[kRows];                 // of the row's scores, in the unit of S
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
+    for (int r = 0; r < kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0, greatest[r] = -INFINITY;
     uint32_t Q[kTile.q_in_registers ? kStepsD : 1][kMmas][4];
     const auto load_q_step = [&](int step) {
 #pragma unroll
@@ -326,7 +329,9 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
 #pragma unroll
                 for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
-                new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
+                x = quad_max(x);
+                greatest[r] = fmaxf(greatest[r], x);
+                new_max[r] = fmaxf(row_max[r], kGeneral ? x : x * scale);
                 moved |= new_max[r] - row_max[r] > kThreshold;
             }
             if (__any_sync(kFullWarp, moved)) {
@@ -396,6 +401,13 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     const int end_row = done.query_tile * kBlockM + warp * kWarpRows;
     T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head;
     const float sink = sink_of(p.sinks, done.head);
+    if (p.max_score) {
+        float score = -INFINITY;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+            if (end_row + 16 * (r / 2) + mma_row(lane, r % 2 * 2) < done_s.seqlen_q) score = fmaxf(score, greatest[r]);
+        raise_max_score(p, done.b, done.head, kGeneral ? score : score * p.scale);
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         const int i = end_row + 16 * (r / 2) + mma_row(lane, r % 2 * 2);
@@ -453,6 +465,8 @@ cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
     const int64_t heads = int64_t(p.nheads) * p.batch, section = heads_per_section(p.seqlen_k, (kD + kDv) * int64_t(sizeof(T)), p.group);
     params.tiles = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m;
     params.section = int(section < heads ? section : heads);
+    if (p.max_score)
+        if (const cudaError_t error = clear_max_score(p, nullptr, stream)) return error;
     return launch_kernel(attention_kernel<T, kD, kDv, kSm, kOptions, kKeyRows>, unsigned(params.tiles * heads), unsigned(kTile.warps * 32),
                          sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>), stream, params);
 }

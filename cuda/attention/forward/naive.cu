@@ -11,6 +11,7 @@
 #include "attention/common/epilogue.cuh"
 #include "attention/common/key_rows.cuh"
 #include "attention/common/mask.h"
+#include "attention/common/max_score.cuh"
 #include "attention/common/online_softmax.cuh"
 #include "attention/kernels.h"
 #include "common/element.cuh"
@@ -79,6 +80,7 @@ __global__ void __launch_bounds__(kThreads) softmax_kernel(const __grid_constant
         if (p.dropout_threshold) row[j] = dropped(p, dropout_block(p, b, head, i, j), j) ? 0.0f : row[j] * p.dropout_scale;
     }
     if (lane == 0 && p.lse) p.lse[lse_offset(p, s, head) + i] = end.lse;
+    if (p.max_score) raise_max_score(p, b, head, softmax.max);
 }
 
 template <typename T, typename KeyRows>
@@ -106,8 +108,9 @@ size_t forward_naive_workspace(const AttentionParams& p) {
 
 template <typename T, typename KeyRows>
 static cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
-    cudaError_t error = cudaSuccess;
-    if (p.seqlen_k > 0) error = launch_kernel(scores_kernel<T, KeyRows>, tiles(p.seqlen_k, p), kThreads, 0, stream, p);
+    cudaError_t error = p.max_score ? clear_max_score(p, nullptr, stream) : cudaSuccess;
+    if (error == cudaSuccess && p.seqlen_k > 0)
+        error = launch_kernel(scores_kernel<T, KeyRows>, tiles(p.seqlen_k, p), kThreads, 0, stream, p);
     const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen_q, rows_per_block = kThreads / kWarp;
     if (error == cudaSuccess)
         error = launch_kernel(softmax_kernel, unsigned((rows + rows_per_block - 1) / rows_per_block), kThreads, 0, stream, p);

@@ -234,7 +234,9 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const Attentio
                                         WgmmaSmem<T, kId>& smem, Tiles tiles) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr bool kWarpgroup = Tiles::kWalkedBy == WalkedBy::kWarpgroup;
-    uint32_t tile = 0;  // counts those of K, and of V, over all items
+    if constexpr (kPlan.gives_max_score())
+        if (p.max_score && schedule.list.counter) grid_dependency_wait();  // for clear_max_score
+    uint32_t tile = 0;                                                     // counts those of K, and of V, over all items
     const auto k_ring = [&](uint32_t count) { return Ring<kPlan.stages>(smem.k_full, smem.k_empty, count); };
     const auto v_ring = [&](uint32_t count) { return Ring<kPlan.stages>(smem.v_full, smem.v_empty, count); };
     const auto prepare = [](ForwardWork&) {};

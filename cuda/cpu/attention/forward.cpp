@@ -76,12 +76,23 @@ bool set_tile(const AttentionParams& p, int32_t b, int32_t head_k, int64_t first
     return true;
 }
 
+// *to = max(*to, score) for all threads.
+void raise_to(float& to, float score) {
+    score += 0.0f;  // one zero, not two: which of them comes first depends on the threads
+    float old;
+    __atomic_load(&to, &old, __ATOMIC_RELAXED);
+    while (score > old && !__atomic_compare_exchange(&to, &old, &score, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
 void attend(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int64_t first, int64_t rows,
             const Scratch& scratch) {
     QueryTile tile;
     if (!set_tile(p, b, head_k, first, rows, scratch, tile)) return;
     kernel.run(tile);
 
+    for (int32_t r = 0; p.max_score && r < tile.rows; ++r)
+        raise_to(p.max_score[int64_t(b) * p.nheads + tile.row[r].head], tile.greatest[r]);
     if (!p.lse) return;
     for (int32_t r = 0; r < tile.rows; ++r) {
         const float sum = tile.row_sum[r];
@@ -183,7 +194,10 @@ size_t forward_workspace(const AttentionParams& p, Isa) {
     return size_t(p.num_threads) * size_t(Layout(p).total + pieces_size(p)) * sizeof(float) + 64;
 }
 
+void clear_max_score(const AttentionParams& p) { std::fill_n(p.max_score, int64_t(p.batch) * p.nheads, -INFINITY); }
+
 void forward(const AttentionParams& p, Isa isa) {
+    if (p.max_score) clear_max_score(p);
     const TileKernel& kernel = tile_kernel(isa);
     const Layout layout(p);
     float* const workspace = static_cast<float*>(align_up(p.workspace, 64));

@@ -1,6 +1,7 @@
 // forward_naive.cpp: standard attention, with all of S in the workspace. Its three loops define attention. They are slow.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "attention/common/dropout.h"
 #include "cpu/attention/kernels.h"
@@ -65,6 +66,7 @@ void attend(const AttentionParams& p, int32_t b, int32_t head, float* scratch) {
     float *const S = scratch, *const line = scratch + size_t(p.seqlen_q) * p.seqlen_k;
     const int64_t n = s.seqlen_k;
     for (int32_t i = 0; i < s.seqlen_q; ++i) scores<dtype>(p, s, b, head, i, line, S + i * n);
+    if (p.max_score) p.max_score[int64_t(b) * p.nheads + head] = std::accumulate(S, S + s.seqlen_q * n, -INFINITY, fmaxf) + 0.0f;
     for (int32_t i = 0; i < s.seqlen_q; ++i) softmax(p, s, b, head, i, S + i * n);
     for (int32_t i = 0; i < s.seqlen_q; ++i) output<dtype>(p, s, b, head, i, S + i * n, line);
 }

@@ -41,11 +41,12 @@ struct QueryTile {
     QueryRow row[kMaxTileRows];
     float row_max[kMaxTileRows];  // written with row_sum: lse = row_max + log(row_sum)
     float row_sum[kMaxTileRows];
+    float greatest[kMaxTileRows];  // score of the row, -inf when it sees no key: row_max may be the sink's
 };
 
 struct TileKernel {
     int lanes;                     // queries per vector
-    void (*run)(QueryTile& tile);  // writes the rows of out, row_max and row_sum
+    void (*run)(QueryTile& tile);  // writes the rows of out, row_max, row_sum and greatest
 };
 
 extern const TileKernel kTilePortable, kTileAvx2, kTileAvx512, kTileNeon;

@@ -268,7 +268,7 @@ struct Tile {
     const Scratch& scratch;
     const int all_vectors, narrow_rows;  // narrow_rows: of the last vector, which goes its own way; 0 = there is none
     const int vectors;                   // the others
-    Vec row_max[kMaxVectors], row_sum[kMaxVectors];
+    Vec row_max[kMaxVectors], row_sum[kMaxVectors], greatest[kMaxVectors];
 
     explicit Tile(QueryTile& tile)
         : t(tile),
@@ -299,7 +299,7 @@ struct Tile {
 
     void start_rows() {
         for (int n = 0; n < all_vectors; ++n) {
-            row_max[n] = splat(-kInfinity), row_sum[n] = Vec{};
+            row_max[n] = greatest[n] = splat(-kInfinity), row_sum[n] = Vec{};
             if (!p.sinks) continue;
             for (int l = 0; l < L; ++l) {  // a sink counts like a key without a value
                 const float sink = p.sinks[t.row[n * L + l < t.rows ? n * L + l : 0].head];
@@ -332,14 +332,17 @@ struct Tile {
         }
     }
 
-    // Turns S of keys begin .. end - 1 into P, updates row_max and row_sum, and gives the factor by which the old O must be multiplied.
+    // Turns S of keys begin .. end - 1 into P, updates row_max, row_sum and greatest, and gives the factor by which the old O must be
+    // multiplied.
     template <int kWidth>
-    void softmax(float* s, int begin, int end, Vec* row_max, Vec* row_sum, Vec* correction) {
+    void softmax(float* s, int begin, int end, Vec* row_max, Vec* row_sum, Vec* greatest, Vec* correction) {
         Vec new_max[kWidth], shift[kWidth], sum[kWidth];
-        for (int n = 0; n < kWidth; ++n) new_max[n] = row_max[n];
+        for (int n = 0; n < kWidth; ++n) new_max[n] = greatest[n];
         for (int j = begin; j < end; ++j)
             for (int n = 0; n < kWidth; ++n) new_max[n] = max(*(const Vec*)(s + (j * kWidth + n) * L), new_max[n]);
         for (int n = 0; n < kWidth; ++n) {
+            greatest[n] = new_max[n];
+            new_max[n] = max(new_max[n], row_max[n]);
             // A row that has seen no key yet has row_max = -inf. -inf - -inf would be NaN, so such a row subtracts 0 instead.
             shift[n] = new_max[n] == -kInfinity ? Vec{} : new_max[n];
             sum[n] = Vec{};
@@ -399,7 +402,7 @@ struct Tile {
         const QueryRow* const rows = t.row + n * L;
         const auto row = [&](int r) {
             float *const q = scratch.k + r * scratch.ld_k, *const out = scratch.v + r * scratch.ld_v;  // no copy of K and V is there yet
-            return NarrowRow{t, p, rows[r], q, out, scratch.s, row_max[n][r], row_sum[n][r]};
+            return NarrowRow{t, p, rows[r], q, out, scratch.s, row_max[n][r], row_sum[n][r], greatest[n][r]};
         };
         for (int r = 0; r < narrow_rows; ++r) row(r).load_query();
         const int begin = rows[0].key_begin, end = rows[narrow_rows - 1].key_end;  // both grow with the query
@@ -415,7 +418,7 @@ struct Tile {
                 if (from >= to) continue;
                 NarrowRow one = row(r);
                 one.attend<dtype>(k, v, key, from, to);
-                row_max[n][r] = one.row_max, row_sum[n][r] = one.row_sum;
+                row_max[n][r] = one.row_max, row_sum[n][r] = one.row_sum, greatest[n][r] = one.greatest;
             }
         }
         for (int r = 0; r < narrow_rows; ++r) row(r).store_output();
@@ -449,7 +452,7 @@ struct Tile {
                 g.transform(key, begin, end);
                 if (!finite) __builtin_memcpy(scratch.seen + s0, g.s + s0, size_t(end - begin) * kWidth * L * sizeof(float));
                 Vec correction[kWidth];
-                softmax<kWidth>(g.s, begin, end, row_max + n, row_sum + n, correction);
+                softmax<kWidth>(g.s, begin, end, row_max + n, row_sum + n, greatest + n, correction);
                 if (p.dropout_threshold) g.dropout(key, begin, end);
                 output<kWidth>(v, scratch.ld_v, end - begin, p.headdim_v, g.s + s0, correction, g.out);
                 if (!finite) add_special_values(g, key, begin, end, special);
@@ -462,7 +465,8 @@ struct Tile {
 
     void store_statistics() const {
         for (int n = 0; n < all_vectors; ++n)
-            for (int l = 0; l < L; ++l) t.row_max[n * L + l] = row_max[n][l], t.row_sum[n * L + l] = row_sum[n][l];
+            for (int l = 0; l < L; ++l)
+                t.row_max[n * L + l] = row_max[n][l], t.row_sum[n * L + l] = row_sum[n][l], t.greatest[n * L + l] = greatest[n][l];
     }
 };
 
