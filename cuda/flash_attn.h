@@ -157,6 +157,10 @@ typedef struct fa_attention_args {
      * ALiBi, bias, mask, causal and window; sinks are no scores, and dropout comes later. -inf where no row sees a key. A head with a NaN
      * among its scores gets NaN or the greatest of some others. Part of the forward pass alone; NULL = not wanted. */
     float* max_score;
+    /* (batch, nheads, seqlen_k), varlen (nheads, total_k), float32, contiguous: for each key and query head the sum over the rows of the
+     * sequence of the key's probability, exp(score - lse), before dropout. Keys of no sequence are not written. A second pass over q and k;
+     * its workspace is part of the call's. Not with parts, which may share keys. Part of the forward pass alone; NULL = not wanted. */
+    float* key_sums;
 } fa_attention_args;
 
 /* What a call with these arguments would do. */

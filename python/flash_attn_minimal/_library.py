@@ -167,6 +167,7 @@ class AttentionArgs(ct.Structure):
         ("first_head", ct.c_int32),
         ("parts", ct.c_void_p),
         ("max_score", ct.c_void_p),
+        ("key_sums", ct.c_void_p),
     ]
 
 

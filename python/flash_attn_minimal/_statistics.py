@@ -22,6 +22,7 @@ class Results(NamedTuple):
 
     lse: bool
     max_score: bool
+    key_sums: bool
 
     def first(self) -> str:
         """The argument that asks for the first statistic."""
@@ -29,38 +30,48 @@ class Results(NamedTuple):
 
     def put_placeholders(self, args: AttentionArgs) -> None:
         """Into the struct of a query, which asks what is wanted, not where it goes."""
-        for name in self._fields[1:]:
+        for name in self._fields:
             if getattr(self, name):
                 setattr(args, name, _PLACEHOLDER)
 
 
-def wanted(return_lse: Any, return_max_score: Any) -> Results | None:
+def wanted(return_lse: Any, return_max_score: Any, return_key_sums: Any) -> Results | None:
     """None where a call gives out and lse alone."""
-    if return_max_score is False:
+    if return_max_score is return_key_sums is False:
         return None
-    more = bool(_flag("return_max_score", return_max_score))
-    return Results(bool(_flag("return_lse", return_lse)), more) if more else None
+    given = {"return_lse": return_lse, "return_max_score": return_max_score, "return_key_sums": return_key_sums}
+    results = Results(*(bool(_flag(name, value)) for name, value in given.items()))
+    return results if any(results[1:]) else None
 
 
 def attend(q, k, v, varlen: tuple | None, out, results: Results, options: Options) -> tuple:
     """out and the wanted results. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
     args, views = _prepare(q, k, v, varlen, options)
     qv = views[0]
-    covered = True  # whether every row belongs to a sequence; the others are not written
-    if varlen is not None:
-        cu = views[3]
-        covered = cu.device == CPU and ct.c_int32.from_address(cu.pointer + 4 * args.batch).value == args.total_q
-    shapes = {
-        "lse": (args.batch, args.nheads, args.seqlen_q) if varlen is None else (args.nheads, args.total_q),
-        "max_score": (args.batch, args.nheads),
+    if varlen is None:
+        rows, keys = (args.batch, args.nheads, args.seqlen_q), (args.batch, args.nheads, args.seqlen_k)
+    else:
+        rows, keys = (args.nheads, args.total_q), (args.nheads, args.total_k)
+    # What each result has where the library writes nothing: rows and keys of no sequence. None where all is written.
+    covered = varlen is None or _last(views[3]) == args.total_q
+    covered_k = varlen is None or _last(views[4]) == args.total_k
+    shapes: dict[str, tuple[tuple[int, ...], float | None]] = {
+        "lse": (rows, None if covered else -np.inf),
+        "max_score": ((args.batch, args.nheads), None),
+        "key_sums": (keys, None if covered_k else 0.0),
     }
     out_view = _output(args, views, out, (*qv.shape[:-1], args.headdim_v), not covered)
     given: list[View] = []
-    for name, shape in shapes.items():
+    for name, (shape, fill) in shapes.items():
         if getattr(results, name):
-            whole = covered or name != "lse"
-            given.append(qv.door.empty(qv, shape, "float32") if whole else qv.door.full(qv, shape, "float32", -np.inf))
+            empty = fill is None
+            given.append(qv.door.empty(qv, shape, "float32") if empty else qv.door.full(qv, shape, "float32", fill))
             setattr(args, name, given[-1].pointer)
     _launch(args, views, out_view, *given)
     result = out if out is not None else out_view.door.result(out_view)
     return result, *(view.door.result(view) for view in given)
+
+
+def _last(cu: View) -> int | None:
+    """The last entry of cu_seqlens, where the host can read it."""
+    return ct.c_int32.from_address(cu.pointer + 4 * (cu.shape[0] - 1)).value if cu.device == CPU else None

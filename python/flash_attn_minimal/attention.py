@@ -75,6 +75,18 @@ def flash_attn_func(
     *,
     return_lse: bool = ...,
     return_max_score: Literal[True],
+    return_key_sums: bool = ...,
+    out: Any = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, ...]: ...
+@overload
+def flash_attn_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: bool = ...,
+    return_key_sums: Literal[True],
     out: Any = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]: ...
@@ -92,6 +104,7 @@ def flash_attn_func(
     return_lse: bool = False,
     *,
     return_max_score: bool = False,
+    return_key_sums: bool = False,
     bias: Any = None,
     mask: Any = None,
     sinks: Any = None,
@@ -133,8 +146,11 @@ def flash_attn_func(
         return_lse: also return lse.
         return_max_score: also return max_score, of each batch entry and head the greatest score that the softmax gets:
             after scale, softcap, ALiBi, bias, mask, causal and window; -inf where no row sees a key. Sinks are no
-            scores. (QK-clip of Muon takes it.) It has no gradient; PyTorch's tensors get it with gradients of the rest
-            in plain calls, not under torch.compile, torch.func and modes. JAX's get it outside jit and grad.
+            scores. (Muon's QK-clip takes it.)
+        return_key_sums: also return key_sums, for each key and head the sum over the rows of the key's probability,
+            before dropout: a second pass over q and k. (H2O and SnapKV take it; sum it over the heads of a key.)
+            Neither has a gradient. PyTorch's tensors get them, beside the gradients of the rest, in plain calls, not
+            under torch.compile, torch.func and modes; JAX's outside jit and grad.
         bias: added to the scores; broadcasts to (batch, nheads, seqlen_q, seqlen_k), but the last axis is always
             seqlen_k long. Of q's dtype or float32.
         mask: bool or uint8, non-zero = attend; broadcasts the same way.
@@ -170,7 +186,8 @@ def flash_attn_func(
     Returns:
         out (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_lse the pair (out, lse), lse (batch, nheads,
         seqlen_q) float32, the natural logarithm of each row's sum of exponentials. With return_max_score a tuple of
-        what was asked for in the order out, lse, max_score; max_score (batch, nheads) float32.
+        what was asked for in the order out, lse, max_score (batch, nheads), key_sums (batch, nheads, seqlen_k), the
+        last two float32; so with return_key_sums.
 
     Raises:
         BadArgument (a ValueError): the text names the argument and quotes its value; a given `out` is untouched.
@@ -188,7 +205,7 @@ def flash_attn_func(
     sign = None
     if (
         alibi_slopes is bias is mask is sinks is dropout_seed is kernel is q_descale is k_descale is v_descale is None
-        and deterministic is top_left is allow_tf32 is fast_accum is return_max_score is False
+        and deterministic is top_left is allow_tf32 is fast_accum is return_max_score is return_key_sums is False
         and out_dtype is None and type(dropout_offset) is int and not dropout_offset
     ):  # fmt: skip
         varied = return_lse, dropout_p, softmax_scale, causal, window_size, softcap, num_threads
@@ -200,7 +217,9 @@ def flash_attn_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    return _route(q, k, v, None, out, return_lse, options, sign, _statistics.wanted(return_lse, return_max_score))
+    return _route(
+        q, k, v, None, out, return_lse, options, sign, _statistics.wanted(return_lse, return_max_score, return_key_sums)
+    )
 
 
 @overload
@@ -264,6 +283,22 @@ def flash_attn_varlen_func(
     *,
     return_lse: bool = ...,
     return_max_score: Literal[True],
+    return_key_sums: bool = ...,
+    out: Any = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, ...]: ...
+@overload
+def flash_attn_varlen_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool = ...,
+    return_key_sums: Literal[True],
     out: Any = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]: ...
@@ -285,6 +320,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     *,
     return_max_score: bool = False,
+    return_key_sums: bool = False,
     bias: Any = None,
     mask: Any = None,
     sinks: Any = None,
@@ -315,9 +351,9 @@ def flash_attn_varlen_func(
         alibi_slopes: (nheads,) or (batch, nheads).
 
     Returns:
-        out (total_q, nheads, headdim_v); with return_lse also lse (nheads, total_q), with return_max_score also
-        max_score (batch, nheads). Rows that belong to no sequence are 0 in `out` and -inf in `lse`; a given `out` keeps
-        what it holds there.
+        out (total_q, nheads, headdim_v); on request also lse (nheads, total_q), max_score (batch, nheads) and key_sums
+        (nheads, total_k). Rows that belong to no sequence are 0 in `out` and -inf in `lse`, such keys 0 in `key_sums`;
+        a given `out` keeps what it holds there.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import flash_attn_varlen_func
@@ -333,7 +369,16 @@ def flash_attn_varlen_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    return _route(q, k, v, varlen, out, return_lse, options, more=_statistics.wanted(return_lse, return_max_score))
+    return _route(
+        q,
+        k,
+        v,
+        varlen,
+        out,
+        return_lse,
+        options,
+        more=_statistics.wanted(return_lse, return_max_score, return_key_sums),
+    )
 
 
 def _route(
@@ -480,6 +525,7 @@ def query(
     *,
     return_lse: bool = False,
     return_max_score: bool = False,
+    return_key_sums: bool = False,
     out: Any = None,
     **options: Any,
 ) -> Plan:
@@ -500,7 +546,7 @@ def query(
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     args, views = _prepare(q, k, v, lengths, _options_of("query", options))
     _flag("return_lse", return_lse)
-    if more := _statistics.wanted(return_lse, return_max_score):
+    if more := _statistics.wanted(return_lse, return_max_score, return_key_sums):
         more.put_placeholders(args)
     shape = (*views[0].shape[:-1], args.headdim_v)
     if out is not None:

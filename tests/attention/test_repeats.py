@@ -140,6 +140,7 @@ def other_values(kind):
         "deterministic": True,
         "return_lse": True,
         "return_max_score": True,
+        "return_key_sums": True,
         "bias": make(kind, rng.random((5, 7), f32)),
         "mask": make(kind, rng.random((5, 7)) < 0.5),
         "sinks": make(kind, rng.random(4, f32)),
@@ -336,7 +337,7 @@ def test_fields_between_the_addresses(table):
 def test_every_address_is_filled_in():
     """The fields that hold addresses vary, but for those of calls that take the long way and the kernel's name."""
     kind, long_way = _library.AttentionArgs, ("cu_seqlens", "parts", "alibi", "bias", "mask", "sinks", "kernel")
-    long_way += ("max_score",)
+    long_way += ("max_score", "key_sums")
     addresses = [name for name, field in kind._fields_ if field in (ct.c_void_p, ct.c_char_p)]
     varying = [name for name in addresses if not name.startswith(long_way) and "descale" not in name]
     offsets = [getattr(kind, name).offset for name in (*varying, "workspace_bytes")]

@@ -1,4 +1,4 @@
-"""max_score against float64, from every kernel that gives it."""
+"""max_score and key_sums against float64, from every kernel that gives them."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from test_attention import OPTIONS
 from test_varlen import LENGTHS, varlen_case
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _arrays, _library, _pack, kvcache, reference
+from flash_attn_minimal import _arrays, _library, _options, _pack, kvcache, reference
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -50,17 +50,30 @@ def given(kernel, case: Case, **wanted):
     return [kernel.device.numpy(x) for x in results]
 
 
-def check(kernel, case: Case) -> np.ndarray:
-    (got,) = given(kernel, case, return_max_score=True)
+def exact(name: str, case: Case) -> np.ndarray:
     q, k, v, options = accuracy.inputs(case)
     if case.varlen:
-        exact = reference.varlen_max_score(q, k, v, case.cu_seqlens_q, case.cu_seqlens_k, **options)
-    else:
-        exact = reference.max_score(q, k, v, **options)
+        function = getattr(reference, f"varlen_{name}")
+        return function(q, k, v, case.cu_seqlens_q, case.cu_seqlens_k, **options)
+    return getattr(reference, name)(q, k, v, **options)
+
+
+def check(kernel, case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """max_score and key_sums, asked for together where the kernel gives both."""
+    q, k, *_ = accuracy.inputs(case)
     floor = 4 * accuracy.rounding_floor(q, k, case.softmax_scale)
-    assert got.dtype == np.float32
-    accuracy.check("max_score", got, exact, exact, "float32", floor=floor)
-    return got
+    (lse, score, sums), want = given(kernel, case, **dict.fromkeys(ALL, True)), exact("max_score", case)
+    assert score.dtype == sums.dtype == np.float32
+    accuracy.check("max_score", score, want, want, "float32", floor=floor)
+    want = exact("key_sums", case)
+    # A probability is known as well as its score and lse are, and a sum of very many float32 numbers a little worse.
+    finite = np.abs(lse[np.isfinite(lse)]).max(initial=1.0)
+    allowed = 1e-5 + 2 * (floor + 2.0**-23 * finite) * (1 + np.abs(want))
+    accuracy.within("key_sums", sums, want, allowed)
+    return score, sums
+
+
+ALL = ("return_lse", "return_max_score", "return_key_sums")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,15 +108,16 @@ def test_windows(kernel, window_size):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_packed_sequences(kernel, lengths, causal):
-    got = check(kernel, varlen_case(LENGTHS[lengths], nheads=4, nheads_k=2, causal=causal, dtype="bfloat16"))
+    got, _ = check(kernel, varlen_case(LENGTHS[lengths], nheads=4, nheads_k=2, causal=causal, dtype="bfloat16"))
     assert got.shape == (len(LENGTHS[lengths][0]), 4)
 
 
 def test_rows_without_keys(kernel):
     """No row of the first head and sequence sees a key: -inf, never NaN; a sink is no score."""
-    assert np.isneginf(check(kernel, Case(70, 133, 48, mask=(True, True, True), mask_rate=0.0, sinks=True))).all()
+    score, sums = check(kernel, Case(70, 133, 48, mask=(True, True, True), mask_rate=0.0, sinks=True))
+    assert np.isneginf(score).all() and not sums.any()
     lengths = ((70, 60, 0), (0, 33, 9))
-    got = check(kernel, varlen_case(lengths, headdim=64, causal=True, sinks=True, dtype="bfloat16"))
+    got, _ = check(kernel, varlen_case(lengths, headdim=64, causal=True, sinks=True, dtype="bfloat16"))
     assert np.isneginf(got[[0, 2]]).all() and np.isfinite(got[1]).all()
 
 
@@ -148,20 +162,41 @@ def test_hidden_keys_do_not_leak(kernel):
     arrays, options = kernel.arguments(q, k, v, case.dtype, None, options)
     k[:, 50:], v[:, 50:] = np.inf, np.nan
     poisoned, _ = kernel.arguments(q, k, v, case.dtype, None, {})
-    if fa.query(*arrays, return_max_score=True, **options).status == "FA_UNSUPPORTED":
-        pytest.skip("the kernel does not give it")
-    for want, got in zip(
-        *(fa.flash_attn_func(*x, return_max_score=True, **options) for x in (arrays, poisoned)), strict=True
-    ):
+    options |= dict.fromkeys(ALL, True)
+    if fa.query(*arrays, **options).status == "FA_UNSUPPORTED":
+        pytest.skip("the kernel does not give them")
+    for want, got in zip(*(fa.flash_attn_func(*x, **options) for x in (arrays, poisoned)), strict=True):
         assert np.array_equal(kernel.device.numpy(want), kernel.device.numpy(got))
 
 
 @pytest.mark.parametrize("seqlen_q,seqlen_k,batch", [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 5, 0)])
 def test_empty_axes(kernel, seqlen_q, seqlen_k, batch):
-    got = check(kernel, Case(seqlen_q, seqlen_k, batch=batch, nheads=4, nheads_k=2, dtype="bfloat16"))
-    assert got.shape == (batch, 4)
+    got, sums = check(kernel, Case(seqlen_q, seqlen_k, batch=batch, nheads=4, nheads_k=2, dtype="bfloat16"))
+    assert got.shape == (batch, 4) and sums.shape == (batch, 4, seqlen_k)
     if not (seqlen_q and seqlen_k):
         assert np.isneginf(got).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("seqlen_q,nheads_k", [(1, 1), (5, 2), (64, 4)])
+def test_few_rows_over_many_keys(kernel, seqlen_q, nheads_k, dtype):
+    """key_sums alone: lse lies in the workspace, and kernels for few rows serve the call, too."""
+    case = Case(seqlen_q, 1300, 128, nheads=4, nheads_k=nheads_k, causal=True, dtype=dtype)
+    (sums,), want = given(kernel, case, return_key_sums=True), exact("key_sums", case)
+    accuracy.within("key_sums", sums, want, 1e-5 * (1 + want))
+    np.testing.assert_allclose(sums.sum(axis=-1), seqlen_q, rtol=1e-5)  # a row's probabilities are 1 together
+
+
+def test_keys_of_no_sequence(device):
+    """They are 0 in a new array, and the library does not write them."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 50, 2, 16), dtype=np.float32)
+    starts = [device.array(np.array(x, np.int32)) for x in ([0, 15, 15, 30], [0, 25, 30, 40])]
+    arrays = [device.array(x) for x in (q, k, v)]
+    sums = device.numpy(fa.flash_attn_varlen_func(*arrays, *starts, 15, 25, return_key_sums=True)[1])
+    assert sums.shape == (2, 50) and not sums[:, 25:30].any() and not sums[:, 40:].any()
+    np.testing.assert_allclose(sums[:, :25].sum(1), 15, rtol=1e-5)
+    np.testing.assert_allclose(sums[:, 30:40].sum(1), 15, rtol=1e-5)
 
 
 def test_threads_agree():
@@ -169,23 +204,46 @@ def test_threads_agree():
     rng = np.random.default_rng(0)
     q, k = (rng.integers(-1, 1, (2, 700, 4, 8)).astype(np.float32) for _ in "qk")
     k[:, :, 0] = 0
-    got = [fa.flash_attn_func(q, k, k, num_threads=n, return_max_score=True)[1].tobytes() for n in (1, 2, 5)]
+    more = dict.fromkeys(ALL, True)
+    got = [[x.tobytes() for x in fa.flash_attn_func(q, k, k, num_threads=n, **more)] for n in (1, 2, 5)]
     assert got[0] == got[1] == got[2]
 
 
+def test_repeats(kernel):
+    """The same bits every time."""
+    case = Case(700, 900, 64, nheads=4, nheads_k=2, causal=True, dtype="bfloat16")
+    first = given(kernel, case, **dict.fromkeys(ALL, True))
+    for _ in range(3):
+        assert all(map(np.array_equal, given(kernel, case, **dict.fromkeys(ALL, True)), first))
+
+
 def test_what_comes_back():
-    """out, lse, max_score, in this order; a given out is returned; nothing is asked for by False."""
+    """out, lse, max_score and key_sums, in this order; a given out is returned; nothing is asked for by False."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 4, 8), dtype=np.float32)
     out, lse = fa.flash_attn_func(q, k, v, return_lse=True)
-    mine = np.empty_like(out)
-    more = fa.flash_attn_func(q, k, v, return_lse=True, return_max_score=True, out=mine)
-    assert more[0] is mine and len(more) == 3
-    for got, want in zip(more, (out, lse, reference.max_score(q, k, v)), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-6)
-    assert len(fa.flash_attn_func(q, k, v, return_max_score=True)) == 2
-    assert isinstance(fa.flash_attn_func(q, k, v, return_max_score=False), np.ndarray)
-    with pytest.raises(fa.BadArgument, match="return_max_score=3 is neither True nor False"):
-        fa.flash_attn_func(q, k, v, return_max_score=3)
+    mine, score, sums = np.empty_like(out), reference.max_score(q, k, v), reference.key_sums(q, k, v)
+    more = fa.flash_attn_func(q, k, v, **dict.fromkeys(ALL, True), out=mine)
+    assert more[0] is mine
+    for got, want in zip(more, (out, lse, score, sums), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    for asked, want in (("return_max_score", score), ("return_key_sums", sums)):
+        _, got = fa.flash_attn_func(q, k, v, **{asked: True})
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        assert isinstance(fa.flash_attn_func(q, k, v, **{asked: False}), np.ndarray)
+        with pytest.raises(fa.BadArgument, match=f"{asked}=3 is neither True nor False"):
+            fa.flash_attn_func(q, k, v, **{asked: 3})
+
+
+def test_a_query_counts_the_workspace_of_key_sums():
+    q = np.zeros((2, 100, 4, 8), np.float32)
+    plain, more, with_lse = (
+        fa.query(q, q, q, num_threads=1, **asked)
+        for asked in ({}, {"return_key_sums": True}, {"return_key_sums": True, "return_lse": True})
+    )
+    assert (
+        more.workspace_bytes >= plain.workspace_bytes + 4 * 2 * 100 * 4
+        and with_lse.workspace_bytes == plain.workspace_bytes
+    )
 
 
 def test_kernels_that_do_not_give_it_say_so(device):
@@ -197,14 +255,25 @@ def test_kernels_that_do_not_give_it_say_so(device):
     assert fa.query(q, k, k, return_max_score=True).status == "FA_OK"
 
 
-def test_a_cache_does_not_give_it():
+@pytest.mark.parametrize("name", ["max_score", "key_sums"])
+def test_a_cache_does_not_give_it(name):
     """In the C ABI, where fa_kvcache_args has a whole fa_attention_args."""
     q, cache = np.zeros((1, 1, 2, 8), np.float32), np.zeros((1, 9, 2, 8), np.float32)
-    call, args, views, _ = kvcache._prepare_step(kvcache._Step(q, cache, cache))
+    call, args, _, _ = kvcache._prepare_step(kvcache._Step(q, cache, cache))
     _pack._put_tensor(args, "out", _arrays.view(np.empty_like(q), "out"))
-    args.max_score = cache.ctypes.data
-    with pytest.raises(fa.Unsupported, match="max_score is set"):
+    setattr(args, name, cache.ctypes.data)
+    with pytest.raises(fa.Unsupported, match=f"{name} is set"):
         _library.load().fa_kvcache_attention(call, None)
+
+
+def test_parts_have_no_key_sums():
+    q = np.zeros((4, 1, 8), np.float32)
+    starts, parts = np.array([0, 4], np.int32), np.zeros(1, _library.PART_DTYPE)
+    args, _ = _options._prepare(q, q, q, (starts, starts, 4, 4), _options.Options())
+    _pack._put_tensor(args, "out", _arrays.view(np.empty_like(q), "out"))
+    args.parts, args.cu_seqlens_k, args.key_sums = parts.ctypes.data, None, q.ctypes.data
+    with pytest.raises(fa.BadArgument, match="key_sums=0x[0-9a-f]+ with parts=0x"):
+        _library.load().fa_attention_forward(args, None)
 
 
 def test_gradients_stay(device):
@@ -221,8 +290,9 @@ def test_gradients_stay(device):
     def gradients(out, lse):
         return torch.autograd.grad((out * q).sum() + lse.sum(), wants)
 
-    out, lse, score = fa.flash_attn_func(*arrays, return_lse=True, return_max_score=True, **options)
-    assert out.requires_grad and not score.requires_grad and score.shape == (2, 4)
+    out, lse, score, sums = fa.flash_attn_func(*arrays, **dict.fromkeys(ALL, True), **options)
+    assert out.requires_grad and not score.requires_grad and not sums.requires_grad
+    assert score.shape == (2, 4) and sums.shape == (2, 4, 33)
     for got, want in zip(
         gradients(out, lse), gradients(*fa.flash_attn_func(*arrays, return_lse=True, **options)), strict=True
     ):

@@ -34,6 +34,8 @@ ROWS = {
     "attention/backward/delta.cu": {"backward": ["simple"]},
     "attention/backward/scores.cu": "fa_attention_backward",
     "attention/decode/append.cu": "fa_kvcache_attention",
+    "attention/forward/key_sums.cu": "fa_attention_forward",
+    "attention/forward/key_sums_sm80.cu": "fa_attention_forward",
     "attention/forward/max_score.cu": "fa_attention_forward",
     "attention/forward/merge.cu": "fa_attention_merge",
     "attention/forward/quantize_fp8.cu": "fa_quantize_fp8",

@@ -25,7 +25,7 @@ def test_mypy_sees_what_the_functions_return(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-RETURNS = ("return_lse", "return_max_score")
+RETURNS = ("return_lse", "return_max_score", "return_key_sums")
 
 
 @pytest.mark.parametrize("function,keyword_only,every,apart", [

@@ -26,6 +26,7 @@ def attention(x: Tensor, cu: Tensor, flag: bool) -> None:
     assert_type(fa.flash_attn_varlen_func(x, x, x, cu, cu, 5, 5, return_lse=True), tuple[Tensor, Tensor])
     assert_type(fa.flash_attn_func(x, x, x, return_lse=flag, return_max_score=True), tuple[Tensor, ...])
     assert_type(fa.flash_attn_varlen_func(x, x, x, cu, cu, 5, 5, return_max_score=True), tuple[Tensor, ...])
+    assert_type(fa.flash_attn_func(x, x, x, causal=True, return_key_sums=True), tuple[Tensor, ...])
     assert_type(fa.merge(x, x, x, x), tuple[Tensor, Tensor])
     assert_type(fa.quantize_fp8(x, hadamard=True), tuple[Tensor, Tensor])
     assert_type(fa.query(x, x, x, causal=True).kernel, str)

@@ -60,6 +60,7 @@ struct Smem {
     alignas(128) T v[kTile.stages][kTile.block_n * kDv];
     KeyRange some[kTile.warps], every[kTile.warps];  // keys that some row of a warp sees, that every row sees
     int visible[kTile.block_n];                      // general scores: does any row of this block see this key?
+    float greatest[kTile.block_m];                   // for max_score: of a row's maxima so far; here it takes no register of the loop
 };
 
 // Rounds fp32 to tf32 in place, once for all warps: every thread the pieces that it loaded itself, so no barrier stands between.
@@ -167,6 +168,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
 
     const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
     const int warp_row = row0 + warp * kWarpRows;
+    if (p.max_score && threadIdx.x < kBlockM) smem.greatest[threadIdx.x] = -FLT_MAX;
     if (lane == 0) {
         const KeyRange first = key_range(p, s, warp_row), last = key_range(p, s, min(warp_row + kWarpRows, s.seqlen_q) - 1);
         smem.some[warp] = {first.begin, warp_row < s.seqlen_q ? last.end : 0};
@@ -212,9 +214,8 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     const bool hides = p.mask.data || p.bias.data;  // may remove keys within the window
     float O[kMmas][kTilesV][4] = {};
     float row_max[kRows], row_sum[kRows];  // the row's; this thread's share of the row's
-    float greatest[kRows];                 // of the row's scores, in the unit of S
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0, greatest[r] = -INFINITY;
+    for (int r = 0; r < kRows; ++r) row_max[r] = -FLT_MAX, row_sum[r] = 0;
     uint32_t Q[kTile.q_in_registers ? kStepsD : 1][kMmas][4];
     const auto load_q_step = [&](int step) {
 #pragma unroll
@@ -329,10 +330,15 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 float x = fmaxf(S[r / 2][0][r % 2 * 2], S[r / 2][0][r % 2 * 2 + 1]);
 #pragma unroll
                 for (int n = 1; n < kTilesN; ++n) x = fmaxf(x, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
-                x = quad_max(x);
-                greatest[r] = fmaxf(greatest[r], x);
-                new_max[r] = fmaxf(row_max[r], kGeneral ? x : x * scale);
+                new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
                 moved |= new_max[r] - row_max[r] > kThreshold;
+            }
+            if (p.max_score && lane % 4 == 0) {
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) {
+                    float& greatest = smem.greatest[warp * kWarpRows + 16 * (r / 2) + mma_row(lane, r % 2 * 2)];
+                    greatest = fmaxf(greatest, new_max[r]);
+                }
             }
             if (__any_sync(kFullWarp, moved)) {
 #pragma unroll
@@ -404,9 +410,12 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     if (p.max_score) {
         float score = -INFINITY;
 #pragma unroll
-        for (int r = 0; r < kRows; ++r)
-            if (end_row + 16 * (r / 2) + mma_row(lane, r % 2 * 2) < done_s.seqlen_q) score = fmaxf(score, greatest[r]);
-        raise_max_score(p, done.b, done.head, kGeneral ? score : score * p.scale);
+        for (int r = 0; r < kRows; ++r) {
+            const int row = 16 * (r / 2) + mma_row(lane, r % 2 * 2);
+            const bool sees = quad_sum(row_sum[r]) != 0;  // else its maximum is still -FLT_MAX
+            if (sees && end_row + row < done_s.seqlen_q && lane % 4 == 0) score = fmaxf(score, smem.greatest[warp * kWarpRows + row]);
+        }
+        raise_max_score(p, done.b, done.head, kGeneral ? score : score * kLn2);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

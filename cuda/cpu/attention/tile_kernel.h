@@ -270,12 +270,12 @@ struct Tile {
     const int vectors;                   // the others
     Vec row_max[kMaxVectors], row_sum[kMaxVectors], greatest[kMaxVectors];
 
-    explicit Tile(QueryTile& tile)
+    explicit Tile(QueryTile& tile, bool may_be_narrow = true)
         : t(tile),
           p(*tile.params),
           scratch(tile.scratch),
           all_vectors((tile.rows + L - 1) / L),
-          narrow_rows(is_narrow() ? t.rows - (all_vectors - 1) * L : 0),
+          narrow_rows(may_be_narrow && is_narrow() ? t.rows - (all_vectors - 1) * L : 0),
           vectors(all_vectors - (narrow_rows > 0)) {}
 
     // A vector of its own with a few rows in it. A row's arithmetic must not depend on the tile it is in, but tiles end at whole groups.
@@ -463,6 +463,34 @@ struct Tile {
         store_statistics();
     }
 
+    // P is computed a second time: it is known once a row's sum is.
+    void sum_keys() {
+        for (int n = 0; n < vectors; ++n)  // lanes past the end add nothing
+            for (int l = 0; l < L; ++l) row_max[n][l] = n * L + l < t.rows ? t.lse[n * L + l] : kInfinity;
+        for_groups([&](auto width, int n) { group(n, width.value).load_queries(); });
+        for (int64_t first = t.key_begin, next; first < t.key_end; first = next) {
+            next = (first / kTileKeys + 1) * kTileKeys;
+            const int key = int(first), keys = int((next < t.key_end ? next : t.key_end) - first);
+            copy_keys(key, keys);
+            Prefetch prefetch = {};
+            for_groups([&](auto width, int n) {
+                constexpr int kWidth = decltype(width)::value;
+                const Group g = group(n, kWidth);
+                const int begin = g.first().key_begin > key ? g.first().key_begin - key : 0;
+                const int end = g.last().key_end < key + keys ? g.last().key_end - key : keys;
+                if (begin >= end) return;
+                scores<kWidth>(scratch.k + begin * scratch.ld_k, scratch.ld_k, end - begin, g.q, p.headdim,
+                               g.s + int64_t(begin) * kWidth * L, prefetch);
+                g.transform(key, begin, end);
+                for (int j = begin; j < end; ++j) {
+                    Vec sum = {};
+                    for (int x = 0; x < kWidth; ++x) sum += exp(g.score(j, x) - row_max[n + x]);
+                    t.key_sums[key + j] += sum_from<1, 1>(&sum)[0];
+                }
+            });
+        }
+    }
+
     void store_statistics() const {
         for (int n = 0; n < all_vectors; ++n)
             for (int l = 0; l < L; ++l)
@@ -471,10 +499,11 @@ struct Tile {
 };
 
 void run_tile(QueryTile& tile) { Tile(tile).run(); }
+void sum_keys_of_tile(QueryTile& tile) { Tile(tile, false).sum_keys(); }
 
 }  // namespace
 }  // namespace fa::cpu::FA_ISA
 
 namespace fa::cpu {
-const TileKernel FA_TILE = {FA_LANES, FA_ISA::run_tile};
+const TileKernel FA_TILE = {FA_LANES, FA_ISA::run_tile, FA_ISA::sum_keys_of_tile};
 }

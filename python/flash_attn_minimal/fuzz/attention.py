@@ -103,7 +103,7 @@ class Forward(Function):
         "dropout_p": 0.0, "softmax_scale": None, "spread": 1.0, "out": False, "layouts": {}, "lens": None,
         "extra": [0, 0], "longer": [0, 0], "allow_tf32": False, "num_threads": 0, "deterministic": False, "hide": False,
         "descale": None, "fast_accum": False, "out_dtype": None, "repeats": 0, "return_lse": True, "kernel": None,
-        "max_score": False,
+        "max_score": False, "key_sums": False,
     }  # fmt: skip
     LEAST = {"nheads_k": 1, "group": 1, "headdim": 1, "headdim_v": 1}
     REQUIRED = ("q", "k", "v")
@@ -117,6 +117,7 @@ class Forward(Function):
         "allow_tf32": ("x", 5),
         "return_lse": ("no",),
         "return_max_score": (3,),
+        "return_key_sums": ("x",),
         "out_dtype": ("int8", "float64", 3),
         "fast_accum": (3,),
     }
@@ -154,7 +155,8 @@ class Forward(Function):
         rank = 3 if self.varlen else 4
         ranks = {"q": rank, "k": rank, "v": rank, "out": rank, **self._option_ranks(spec)}
         spec["layouts"] = draw.layouts(ranks, backend, outputs=("out",)) | factors_apart
-        spec["max_score"] = spec["dtype"] != E4M3 and draw.option(0.3)
+        for name in ("max_score", "key_sums"):
+            spec[name] = spec["dtype"] != E4M3 and draw.option(0.25)
         return spec
 
     def draw_shape(self, draw: Draw, backend) -> dict[str, Any]:
@@ -372,9 +374,7 @@ class Forward(Function):
                 options[name] = self.get(spec, name)
         if self.get(spec, "lens") is not None:
             options["max_seqlen_q"], options["max_seqlen_k"] = self._longest(spec)
-        if self.get(spec, "max_score"):
-            options["return_max_score"] = True
-        return options
+        return options | {f"return_{name}": True for name in ("max_score", "key_sums") if self.get(spec, name)}
 
     def query(self, spec, views, options):
         return attention.query(**views, **options)
@@ -384,7 +384,9 @@ class Forward(Function):
         wanted = {"return_lse": True} if self.get(spec, "return_lse") else {}
         wanted |= options
         got = function(**views, **wanted)
-        return results_of(got, [name for name in ("lse", "max_score") if wanted.get(f"return_{name}")], views)
+        return results_of(
+            got, [name for name in ("lse", "max_score", "key_sums") if wanted.get(f"return_{name}")], views
+        )
 
     def written(self, spec, values):
         if not self.get(spec, "out"):
@@ -458,17 +460,26 @@ class Forward(Function):
         if "lse" in results:
             judge.check("lse", results["lse"], exact_lse, lambda: plain()[1], "float32", floor=floor)
         if "max_score" in results:
-            greatest = self._max_score(spec, values)
+            greatest = self._statistic("max_score", spec, values)
             judge.check("max_score", results["max_score"], greatest, greatest, "float32", floor=2 * floor)
+        if "key_sums" in results:
+            # A probability is known as well as its score and lse are.
+            sums, largest = (
+                self._statistic("key_sums", spec, values),
+                np.abs(exact_lse[np.isfinite(exact_lse)]).max(initial=1.0),
+            )
+            judge.within(
+                "key_sums", results["key_sums"], sums, floor + 4 * (floor + 2.0**-23 * largest) * (1 + np.abs(sums))
+            )
         room = floor * max(1.0, float(np.abs(exact).max(initial=0)))  # dropout scales P up: outputs can be many times v
         room += self.noise(spec, v)
         judge.check("out", out, exact, lambda: plain()[0][:covered], epsilon, floor=room)
 
-    def _max_score(self, spec, values) -> np.ndarray:
+    def _statistic(self, name: str, spec, values) -> np.ndarray:
         arrays, scores = self._inputs(spec, values), self._scores(spec, values)
         if self.get(spec, "lens") is None:
-            return reference.max_score(*arrays, **scores)
-        return reference.varlen_max_score(*arrays, *self._cu(spec), **scores)
+            return getattr(reference, name)(*arrays, **scores)
+        return getattr(reference, f"varlen_{name}")(*arrays, *self._cu(spec), **scores)
 
     def noise(self, spec, v) -> float:
         """What the way to share the work adds to the error of out."""

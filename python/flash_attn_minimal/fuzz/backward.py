@@ -25,7 +25,7 @@ class Backward(Forward):
     BAD_OPTIONS = {
         k: v
         for k, v in Forward.BAD_OPTIONS.items()
-        if k not in ("return_lse", "return_max_score", "out_dtype", "fast_accum")
+        if k not in ("return_lse", "return_max_score", "return_key_sums", "out_dtype", "fast_accum")
     } | {"accumulate": (2, "x"), "return_dbias": (2,), "return_dsinks": ("x",)}
     queried = False  # backward_query does not get all arrays
     ALIASES = (("dq", "q"), ("dk", "k"), ("dv", "v"), ("dk", "dv"))
