@@ -91,7 +91,7 @@ __device__ __forceinline__ void transform_scores(const AttentionParams& p, const
 }
 
 template <typename T, int kD, Scores kScores>
-__global__ void __launch_bounds__(kThreads, kD <= 128 && kScores == Scores::kPlain ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, (kD == 64 || kD == 128) && kScores == Scores::kPlain ? 3 : 2)
     key_sums_kernel(const __grid_constant__ KeySumsParams params) {
     constexpr bool kGeneral = kScores == Scores::kGeneral;
     constexpr int kSteps = kD / 16, kColumns = kD <= 128 ? kBlockM : kBlockM / 2, kTiles = kColumns / 8;  // queries of one S
