@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
 
     const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
     const int warp_row = row0 + warp * kWarpRows;
-    if (p.max_score && threadIdx.x < kBlockM) smem.greatest[threadIdx.x] = -FLT_MAX;
+    if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[threadIdx.x] = -FLT_MAX;
     if (lane == 0) {
         const KeyRange first = key_range(p, s, warp_row), last = key_range(p, s, min(warp_row + kWarpRows, s.seqlen_q) - 1);
         smem.some[warp] = {first.begin, warp_row < s.seqlen_q ? last.end : 0};
@@ -333,12 +333,12 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
                 moved |= new_max[r] - row_max[r] > kThreshold;
             }
-            if (p.max_score && lane % 4 == 0) {
+            if (!kPaged && p.max_score) {  // a call with a cache does not want it
+                const int thread = opaque(threadIdx.x);
+                float* const greatest = smem.greatest + thread / 32 * kWarpRows + mma_row(thread % 32, 0);
 #pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    float& greatest = smem.greatest[warp * kWarpRows + 16 * (r / 2) + mma_row(lane, r % 2 * 2)];
-                    greatest = fmaxf(greatest, new_max[r]);
-                }
+                for (int r = 0; r < kRows; ++r)
+                    if (thread % 4 == 0) greatest[8 * r] = fmaxf(greatest[8 * r], new_max[r]);
             }
             if (__any_sync(kFullWarp, moved)) {
 #pragma unroll
@@ -402,26 +402,29 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
 
     // ---- out = O / row_sum, in 16-byte pieces; lse ----
-    const Work done = kGeneral ? work : work_of(params, opaque(blockIdx.x));  // found again rather than kept in registers through the loop
+    // What follows is found again rather than kept in registers through the loop.
+    const Work done = kGeneral ? work : work_of(params, opaque(blockIdx.x));
+    const int last_lane = opaque(threadIdx.x) % 32, last_warp = opaque(threadIdx.x) / 32;
     const Sequence done_s = sequence_of(p, opaque(done.b));
-    const int end_row = done.query_tile * kBlockM + warp * kWarpRows;
+    const int end_row = done.query_tile * kBlockM + last_warp * kWarpRows;
     T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head;
     const float sink = sink_of(p.sinks, done.head);
-    if (p.max_score) {
+    if (!kPaged && p.max_score) {
         float score = -INFINITY;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            const int row = 16 * (r / 2) + mma_row(lane, r % 2 * 2);
+            const int row = 8 * r + mma_row(last_lane, 0);
             const bool sees = quad_sum(row_sum[r]) != 0;  // else its maximum is still -FLT_MAX
-            if (sees && end_row + row < done_s.seqlen_q && lane % 4 == 0) score = fmaxf(score, smem.greatest[warp * kWarpRows + row]);
+            if (sees && end_row + row < done_s.seqlen_q && last_lane % 4 == 0)
+                score = fmaxf(score, smem.greatest[last_warp * kWarpRows + row]);
         }
         raise_max_score(p, done.b, done.head, kGeneral ? score : score * kLn2);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        const int i = end_row + 16 * (r / 2) + mma_row(lane, r % 2 * 2);
+        const int i = end_row + 16 * (r / 2) + mma_row(last_lane, r % 2 * 2);
         const RowEnd end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
-        if (p.lse && lane % 4 == 0 && i < done_s.seqlen_q)
+        if (p.lse && last_lane % 4 == 0 && i < done_s.seqlen_q)
             p.lse[lse_offset(p, done_s, done.head) + i] = kGeneral ? end.lse : end.lse * kLn2;
         const float inverse = kGeneral && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
 #pragma unroll
@@ -434,10 +437,10 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 if constexpr (sizeof(T) == 2) word[0][x] = pack_16<T>(value(x, 0), value(x, 1));
                 else word[0][x] = __float_as_uint(value(x, 0)), word[1][x] = __float_as_uint(value(x, 1));
             }
-            if (sizeof(T) == 2) transpose_quad(word[0], lane % 4);  // from two columns of each tile to the eight columns of one
+            if (sizeof(T) == 2) transpose_quad(word[0], last_lane % 4);  // from two columns of each tile to the eight columns of one
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
-                const int column = 8 * (n + lane % 4) + kPieceColumns * piece;
+                const int column = 8 * (n + last_lane % 4) + kPieceColumns * piece;
                 const int columns = i < done_s.seqlen_q ? p.headdim_v - column : 0;
                 T* to = out + i * p.out.row + column;
                 const uint32_t(&x)[4] = word[piece];
