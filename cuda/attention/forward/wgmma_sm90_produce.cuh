@@ -234,9 +234,9 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const Attentio
                                         WgmmaSmem<T, kId>& smem, Tiles tiles) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr bool kWarpgroup = Tiles::kWalkedBy == WalkedBy::kWarpgroup;
-    if constexpr (kPlan.gives_max_score())
-        if (p.max_score && schedule.list.counter) grid_dependency_wait();  // for clear_max_score
-    uint32_t tile = 0;                                                     // counts those of K, and of V, over all items
+    const bool clears = kPlan.gives_max_score() && p.max_score;
+    if (clears && schedule.list.counter) grid_dependency_wait();  // for clear_max_score, which zeroes the counter
+    uint32_t tile = 0;                                            // counts those of K, and of V, over all items
     const auto k_ring = [&](uint32_t count) { return Ring<kPlan.stages>(smem.k_full, smem.k_empty, count); };
     const auto v_ring = [&](uint32_t count) { return Ring<kPlan.stages>(smem.v_full, smem.v_empty, count); };
     const auto prepare = [](ForwardWork&) {};
@@ -256,6 +256,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const Attentio
         tiles.end_item();
     };
     for_each_item<WgmmaWorkTiles<kId>, Tiles::kWalkedBy>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load_item);
+    if (clears) grid_dependency_wait();  // of all blocks one at least does, also where no item has rows: the kernel ends last
 }
 
 }  // namespace fa
