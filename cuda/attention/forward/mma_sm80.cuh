@@ -422,7 +422,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     const Work done = kGeneral ? work : work_at(opaque(blockIdx.x));
     const int part = part_of(opaque(blockIdx.x));
     const int last_lane = opaque(threadIdx.x) % 32, last_warp = opaque(threadIdx.x) / 32;
-    const Sequence done_s = sequence_of(p, opaque(done.b));
+    const Sequence done_s = kGeneral && kInParts ? s : sequence_of(p, opaque(done.b));  // there a second one would spill
     const int end_row = done.query_tile * kBlockM + last_warp * kWarpRows;
     T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head + part * kDv;
     const float sink = sink_of(p.sinks, done.head);
