@@ -153,6 +153,14 @@ typedef struct fa_attention_args {
      * part: its rows, its keys and its number b. In the backward pass the keys of each part, also of one without keys, begin where those of
      * the part before it end, or later; rows of dk and dv that belong to no part are not written. NULL = whole sequences. */
     const fa_part* parts;
+    /* (batch, nheads) float32, contiguous: of each sequence and query head the greatest score that the softmax gets, after scale, softcap,
+     * ALiBi, bias, mask, causal and window; sinks are no scores, and dropout comes later. -inf where no row sees a key. A head with a NaN
+     * among its scores gets NaN or the greatest of some others. Part of the forward pass alone; NULL = not wanted. */
+    float* max_score;
+    /* (batch, nheads, seqlen_k), varlen (nheads, total_k), float32, contiguous: for each key and query head the sum over the rows of the
+     * sequence of the key's probability, exp(score - lse), before dropout. Keys of no sequence are not written. A second pass over q and k;
+     * its workspace is part of the call's. Not with parts, which may share keys. Part of the forward pass alone; NULL = not wanted. */
+    float* key_sums;
 } fa_attention_args;
 
 /* What a call with these arguments would do. */

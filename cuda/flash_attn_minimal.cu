@@ -22,6 +22,7 @@
 #include "attention/common/epilogue.cuh"
 #include "attention/common/key_rows.cuh"
 #include "attention/common/mask.h"
+#include "attention/common/max_score.cuh"
 #include "attention/common/online_softmax.cuh"
 #include "attention/kernels.h"
 #include "common/element.cuh"
@@ -192,6 +193,7 @@ __global__ void __launch_bounds__(kThreads, kChunksV == kFewChunks ? 2 : 1) atte
     // ---- out = O / row_sum ----
     T* out = static_cast<T*>(p.out.data) + s.out + head * p.out.head + row0 * p.out.row;
     const float sink = sink_of(p.sinks, head);
+    if (p.max_score) raise_max_score(p, b, head, fmaxf(fmaxf(row[0].max, row[1].max), fmaxf(row[2].max, row[3].max)));
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         const int i = row0 + 4 * ty + r;
@@ -212,6 +214,8 @@ template <typename T, int kChunksV>
 cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
     const int tiles = (p.seqlen_q + kTile - 1) / kTile;
     const auto kernel = p.strided_keys() ? attention_kernel<T, kChunksV, StridedRows<T>> : attention_kernel<T, kChunksV, CachedRows<T>>;
+    if (p.max_score)
+        if (const cudaError_t error = clear_max_score(p, nullptr, stream)) return error;
     return launch_kernel(kernel, unsigned(tiles * p.nheads * p.batch), kThreads, sizeof(Smem), stream, p);
 }
 

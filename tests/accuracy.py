@@ -19,6 +19,7 @@ from flash_attn_minimal.fuzz.judge import (
     plain_head,
     round_to,
     rounding_floor,
+    within,
 )
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "plain_head",
     "round_to",
     "rounding_floor",
+    "within",
 ]
 
 

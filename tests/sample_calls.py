@@ -61,14 +61,20 @@ def _rounded(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x8000) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def _forward(name: str, dtype: str, shape: tuple, tolerance: str = "", **options) -> Sample:
+STATISTICS = ("max_score", "key_sums")
+
+
+def _forward(name: str, dtype: str, shape: tuple, tolerance: str = "", statistics=STATISTICS, **options) -> Sample:
+    """statistics: those that the kernel gives, in the order of the results."""
     q, k, v = _qkv(*shape)
-    out, lse = reference.standard_attention(q, k, v, causal=True)
+    exact = list(reference.standard_attention(q, k, v, causal=True))
+    exact += [getattr(reference, name)(q, k, v, causal=True) for name in statistics]
+    options |= {f"return_{name}": True for name in statistics}
     return Sample(
         name,
         {"q": (q, dtype), "k": (k, dtype), "v": (v, dtype)},
         lambda q, k, v: list(fa.flash_attn_func(q, k, v, causal=True, return_lse=True, kernel=name, **options)),
-        [out, lse],
+        exact,
         TOLERANCE[tolerance or dtype],
     )
 
@@ -260,15 +266,16 @@ def _cuda_makers() -> Makers:
     return [
         partial(_forward, "minimal", "float32", (3, 130, 170, 4, 2, 40)),
         partial(_forward, "naive", "float32", (2, 70, 130, 4, 2, 40)),
-        partial(_forward, "float32_sm80", "float32", (3, 300, 330, 4, 2, 128)),
+        partial(_forward, "float32_sm80", "float32", (3, 300, 330, 4, 2, 128), "", ("key_sums",)),
         partial(_forward, "mma_sm80", half, (3, 300, 330, 4, 2, 128)),
         partial(_forward, "mma_tf32_sm80", "float32", (3, 300, 330, 4, 2, 64), "tf32", allow_tf32=True),
         partial(_forward, "wgmma_sm90", half, (20, 300, 330, 4, 2, 128)),
+        partial(_forward, "wgmma_sm90", half, (1, 300, 2100, 4, 2, 64)),  # a speculative maximum
         partial(_forward, "mma_sm80", half, (3, 150, 180, 4, 2, 512)),
-        partial(_forward, "wgmma_wide_sm90", half, (10, 300, 330, 6, 2, 512)),
-        partial(_forward, "wgmma_wide_sm90", half, (10, 300, 330, 6, 2, 320)),
-        *(partial(_forward, name, half, (20, 300, 330, 4, 2, 128)) for name in _built("cute_sm90")),
-        partial(_forward, "wgmma_split_sm90", half, (70, 100, 330, 4, 2, 128)),
+        partial(_forward, "wgmma_wide_sm90", half, (10, 300, 330, 6, 2, 512), "", ("key_sums",)),
+        partial(_forward, "wgmma_wide_sm90", half, (10, 300, 330, 6, 2, 320), "", ("key_sums",)),
+        *(partial(_forward, name, half, (20, 300, 330, 4, 2, 128), "", ("key_sums",)) for name in _built("cute_sm90")),
+        partial(_forward, "wgmma_split_sm90", half, (70, 100, 330, 4, 2, 128), "", ("key_sums",)),
         partial(_cache, "wgmma_split_sm90", half, LONG, 400, 6, 2, 128, new=3),
         partial(_float8, "fp8_sm90"),
         partial(_float8, "fp8_fast_sm90"),

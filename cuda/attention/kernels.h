@@ -10,10 +10,20 @@
 
 namespace fa {
 
-cudaError_t forward_naive(const AttentionParams& params, cudaStream_t stream);
-size_t forward_naive_workspace(const AttentionParams& params);  // bytes: the whole S, and what the softmax leaves of it
+// max_score = -inf, from where the kernels of the forward pass raise it; *counter = 0 where there is one. Each of these kernels calls it by
+// itself.
+cudaError_t clear_max_score(const AttentionParams& params, int* counter, cudaStream_t stream);
+
+cudaError_t forward_naive(const AttentionParams& params, cudaStream_t stream);  // gives key_sums, too
+size_t forward_naive_workspace(const AttentionParams& params);                  // bytes: the whole S, and what the softmax leaves of it
 
 cudaError_t forward_minimal(const AttentionParams& params, cudaStream_t stream);
+
+// key_sums, behind a kernel of the forward pass, from its lse. Any head dim, dtype and option; with _sm80 fp16 and bf16, head dims up to
+// 256, sm_80 and newer.
+cudaError_t key_sums(const AttentionParams& params, cudaStream_t stream);
+cudaError_t key_sums_sm80(const AttentionParams& params, cudaStream_t stream);
+int64_t key_sums_blocks(const AttentionParams& params);  // of the larger of their grids, which have at most 2^31 - 1
 
 // fp16 and bf16, head dims up to 512, sm_80 and newer. The device decides between tiles.
 cudaError_t forward_mma_sm80(const AttentionParams& params, int multiprocessors, size_t shared_memory, cudaStream_t stream);

@@ -107,6 +107,8 @@ fa_status validate(const fa_distributed_args* args, int32_t kind, int32_t rank, 
                     dtype_name(a.dtype), a.dtype);
     if (a.out_dtype && a.out_dtype != a.dtype)
         return fail(FA_UNSUPPORTED, "out_dtype=%s with dtype=%s: they are the same", dtype_name(a.out_dtype), dtype_name(a.dtype));
+    if (a.max_score) return fail(FA_UNSUPPORTED, "max_score is set: a call over ranks does not give it");
+    if (a.key_sums) return fail(FA_UNSUPPORTED, "key_sums is set: a call over ranks does not give it");
     FA_RETURN_IF_ERROR(check_layout(d.layout));
     if (d.mode < FA_MODE_AUTO || d.mode > FA_MODE_RING) return fail(FA_BAD_ARGUMENT, "mode=%d is not an fa_mode (0 .. 3)", d.mode);
     if (d.groups < 0 || d.groups > kMostPieces) return fail(FA_BAD_ARGUMENT, "groups=%d is outside 0 .. %d", d.groups, kMostPieces);

@@ -166,6 +166,8 @@ class AttentionArgs(ct.Structure):
         ("fast_accum", ct.c_int32),
         ("first_head", ct.c_int32),
         ("parts", ct.c_void_p),
+        ("max_score", ct.c_void_p),
+        ("key_sums", ct.c_void_p),
     ]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import _arrays, _modes
+from . import _arrays, _modes, _statistics
 from ._checks import _OPEN, _check_dtype, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous
 from ._forward import QKV, QKV_OUT, attend, find, present, repeats
 from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArgs, Unsupported, load, new
@@ -67,6 +67,29 @@ def flash_attn_func(
 def flash_attn_func(
     q: Array, k: Array, v: Array, *, return_lse: bool, out: Any = ..., **options: Unpack[AttentionOptions]
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def flash_attn_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: bool = ...,
+    return_max_score: Literal[True],
+    return_key_sums: bool = ...,
+    out: Any = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, ...]: ...
+@overload
+def flash_attn_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: bool = ...,
+    return_key_sums: Literal[True],
+    out: Any = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, ...]: ...
 def flash_attn_func(
     q: Array,
     k: Array,
@@ -80,6 +103,8 @@ def flash_attn_func(
     deterministic: bool = False,
     return_lse: bool = False,
     *,
+    return_max_score: bool = False,
+    return_key_sums: bool = False,
     bias: Any = None,
     mask: Any = None,
     sinks: Any = None,
@@ -119,6 +144,13 @@ def flash_attn_func(
         alibi_slopes: (nheads,) or (batch, nheads) float32: s -= slope * |i' - j|.
         deterministic: the forward pass is bitwise reproducible anyhow; here for flash-attn's signature.
         return_lse: also return lse.
+        return_max_score: also return max_score, of each batch entry and head the greatest score that the softmax gets:
+            after scale, softcap, ALiBi, bias, mask, causal and window; -inf where no row sees a key. Sinks are no
+            scores. (Muon's QK-clip takes it.)
+        return_key_sums: also return key_sums, for each key and head the sum over the rows of the key's probability,
+            before dropout: a second pass over q and k. (H2O and SnapKV take it; sum it over the heads of a key.)
+            Neither has a gradient. PyTorch's tensors get them, beside the gradients of the rest, in plain calls, not
+            under torch.compile, torch.func and modes; JAX's outside jit and grad.
         bias: added to the scores; broadcasts to (batch, nheads, seqlen_q, seqlen_k), but the last axis is always
             seqlen_k long. Of q's dtype or float32.
         mask: bool or uint8, non-zero = attend; broadcasts the same way.
@@ -153,7 +185,9 @@ def flash_attn_func(
 
     Returns:
         out (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_lse the pair (out, lse), lse (batch, nheads,
-        seqlen_q) float32, the natural logarithm of each row's sum of exponentials.
+        seqlen_q) float32, the natural logarithm of each row's sum of exponentials. With return_max_score a tuple of
+        what was asked for in the order out, lse, max_score (batch, nheads), key_sums (batch, nheads, seqlen_k), the
+        last two float32; so with return_key_sums.
 
     Raises:
         BadArgument (a ValueError): the text names the argument and quotes its value; a given `out` is untouched.
@@ -170,7 +204,10 @@ def flash_attn_func(
     """
     # What `find` does, written out: a small call consists of little else.
     sign = None
-    if dropout_seed is None and type(dropout_offset) is int and not dropout_offset:
+    if (
+        dropout_seed is None and type(dropout_offset) is int and not dropout_offset
+        and return_max_score is False and return_key_sums is False
+    ):  # fmt: skip
         if (
             bias is None and mask is None and alibi_slopes is None and sinks is None
             and q_descale is None and k_descale is None and v_descale is None
@@ -192,7 +229,8 @@ def flash_attn_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    return _route(q, k, v, None, out, return_lse, options, sign)
+    more = _statistics.wanted(return_lse, return_max_score, return_key_sums)
+    return _route(q, k, v, None, out, return_lse, options, sign, more)
 
 
 @overload
@@ -244,6 +282,37 @@ def flash_attn_varlen_func(
     out: Any = ...,
     **options: Unpack[AttentionOptions],
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def flash_attn_varlen_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool = ...,
+    return_max_score: Literal[True],
+    return_key_sums: bool = ...,
+    out: Any = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, ...]: ...
+@overload
+def flash_attn_varlen_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool = ...,
+    return_key_sums: Literal[True],
+    out: Any = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, ...]: ...
 def flash_attn_varlen_func(
     q: Array,
     k: Array,
@@ -261,6 +330,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_lse: bool = False,
     *,
+    return_max_score: bool = False,
+    return_key_sums: bool = False,
     bias: Any = None,
     mask: Any = None,
     sinks: Any = None,
@@ -291,8 +362,9 @@ def flash_attn_varlen_func(
         alibi_slopes: (nheads,) or (batch, nheads).
 
     Returns:
-        out (total_q, nheads, headdim_v); with return_lse also lse (nheads, total_q). Rows that belong to no sequence
-        are 0 in `out` and -inf in `lse`; a given `out` keeps what it holds there.
+        out (total_q, nheads, headdim_v); on request also lse (nheads, total_q), max_score (batch, nheads) and key_sums
+        (nheads, total_k). Rows that belong to no sequence are 0 in `out` and -inf in `lse`, such keys 0 in `key_sums`;
+        a given `out` keeps what it holds there.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import flash_attn_varlen_func
@@ -308,20 +380,33 @@ def flash_attn_varlen_func(
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
         q_descale, k_descale, v_descale, out_dtype, fast_accum,
     )  # fmt: skip
-    results, sign = find(q, k, v, varlen, out, return_lse, options)
-    return _route(q, k, v, varlen, out, return_lse, options, sign) if results is None else results
+    results = sign = None
+    if return_max_score is False and return_key_sums is False:
+        results, sign = find(q, k, v, varlen, out, return_lse, options)
+        if results is not None:
+            return results
+    more = _statistics.wanted(return_lse, return_max_score, return_key_sums)
+    return _route(q, k, v, varlen, out, return_lse, options, sign, more)
 
 
-def _route(q, k, v, varlen: tuple | None, out, return_lse, options: Options, sign: tuple | None):
-    """The call by the way that its framework needs: PyTorch's operators, a part of a JAX program, or at once."""
+def _route(
+    q, k, v, varlen: tuple | None, out, return_lse, options: Options, sign: tuple | None,
+    more: _statistics.Results | None,
+):  # fmt: skip
+    """The call by the way that its framework needs: PyTorch's operators, a part of a JAX program, or at once. more: the
+    results of a call that has others beside out and lse."""
     if _is_pytorch_s(q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks):
         from . import autograd
 
-        return autograd._differentiable(q, k, v, varlen, out, return_lse, options, sign)
+        return autograd._differentiable(q, k, v, varlen, out, return_lse, options, sign, more)
     if _is_traced(q, k, v, *(varlen or ()), *options):
         from . import jax
 
+        if more:
+            raise Unsupported(f"{more.first()} is given, but statistics of the scores are not served in a traced call")
         return jax._traced(q, k, v, varlen, out, return_lse, options)
+    if more:
+        return _statistics.attend(q, k, v, varlen, out, more, options)
     return attend(q, k, v, varlen, out, return_lse, options, sign)
 
 
@@ -443,6 +528,8 @@ def query(
     max_seqlen_k: int | None = None,
     *,
     return_lse: bool = False,
+    return_max_score: bool = False,
+    return_key_sums: bool = False,
     out: Any = None,
     **options: Any,
 ) -> Plan:
@@ -463,6 +550,8 @@ def query(
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     args, views = _prepare(q, k, v, lengths, _options_of("query", options))
     _flag("return_lse", return_lse)
+    if more := _statistics.wanted(return_lse, return_max_score, return_key_sums):
+        more.put_placeholders(args)
     shape = (*views[0].shape[:-1], args.headdim_v)
     if out is not None:
         _output(args, views, out, shape, False)

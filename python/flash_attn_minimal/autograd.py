@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _modes
+from . import _modes, _statistics
 from ._checks import _flag, _integer, _number, _window
 from ._forward import attend, find, given_arrays
 from ._library import BadArgument, Unsupported
@@ -28,16 +28,24 @@ _ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q
 _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 
 
-def _differentiable(q, k, v, varlen, out, return_lse, options: Options, sign: tuple | None = None):
+def _differentiable(
+    q, k, v, varlen, out, return_lse, options: Options, sign: tuple | None = None,
+    more: _statistics.Results | None = None,
+):  # fmt: skip
     """The call as PyTorch sees it. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); sign:
-    what _forward.find returned."""
+    what _forward.find returned; more: the results of a call with statistics, which have no gradient and which no
+    operator gives."""
     cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "out": out, **options._asdict()}
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     unserved = [name for name in ("out", *_FLOAT8) if given[name] is not None and given[name] is not False]
+    if more and (watcher := _watcher(tensors)):
+        raise Unsupported(f"{more.first()} is given, which attention does not take under {watcher}")
     if unserved:
         _refuse(unserved[0], tensors)
         with _modes.unwatched():
+            if more:
+                return _statistics.attend(q, k, v, varlen, out, more, options)
             return _attend(q, k, v, varlen, out, return_lse, options)
     _check_arrays(given)
     arguments = (
@@ -52,14 +60,20 @@ def _differentiable(q, k, v, varlen, out, return_lse, options: Options, sign: tu
         results = _attention_op(*arguments)
     elif _modes.transforms():
         results = _TransformedAttention.apply(*arguments)
-    elif _modes.active() or not all(map(_modes.is_plain, tensors.values())):
+    elif not more and (_modes.active() or not all(map(_modes.is_plain, tensors.values()))):
         _refuse_tangents(tensors)
         results = _attention_op(*arguments)
     else:
         q, k, v, *scores = map(_unwrapped, (q, k, v, *[given[name] for name in _OPTION_ARRAYS]))
         options = options._replace(**dict(zip(_OPTION_ARRAYS, scores, strict=True)))
         given, arrays = given_arrays(q, k, v, varlen, None, options)
-        recorder = _Recorder(given, options, varlen, bool(return_lse), arguments[len(_ARRAYS) :])
+        recorder = _Recorder(given, options, varlen, bool(more or return_lse), arguments[len(_ARRAYS) :])
+        if more:
+            _refuse_tangents(tensors)
+            with torch.no_grad(), _modes.unwatched():
+                out, lse, *statistics = _statistics.attend(q, k, v, varlen, None, more._replace(lse=True), options)
+            out, lse = recorder((out, lse), arrays)
+            return (out, lse, *statistics) if more.lse else (out, *statistics)
         with torch.no_grad():
             results = attend(q, k, v, varlen, None, True, options, sign, recorder)
         return recorder(results, arrays)
@@ -89,12 +103,17 @@ def _refuse(name: str, tensors: dict[str, torch.Tensor]) -> None:
         if float8:
             raise Unsupported(f"{name} is given, but float8 has no backward pass")
         raise Unsupported("out is given, but the call records a gradient: pass out=None, or use torch.no_grad()")
+    if watcher := _watcher(tensors):
+        raise Unsupported(f"{name} is given, which attention does not take under {watcher}")
+
+
+def _watcher(tensors: dict[str, torch.Tensor]) -> str | None:
+    """What does more with a call on these tensors than run it."""
     watcher = _modes.watcher()
     for option, x in tensors.items():
         if watcher is None and not _modes.is_plain(x):
             watcher = f"tensors like {option}, a {'meta tensor' if x.is_meta else type(x).__name__}"
-    if watcher:
-        raise Unsupported(f"{name} is given, which attention does not take under {watcher}")
+    return watcher
 
 
 def _refuse_tangents(tensors: dict[str, torch.Tensor]) -> None:

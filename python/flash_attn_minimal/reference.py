@@ -219,6 +219,35 @@ def standard_attention(q, k, v, **options):
     return _over_heads(_standard, q, k, v, options)
 
 
+def max_score(q, k, v, **options):
+    """(batch, nheads): the greatest score of each head, after every option but sinks and dropout; -inf where no row
+    sees a key.
+
+    >>> q, k = np.ones((1, 1, 1, 4)), np.arange(12.0).reshape(1, 3, 1, 4)
+    >>> max_score(q, k, k, softmax_scale=0.5)
+    array([[19.]])
+    """
+    greatest = np.full((q.shape[0], q.shape[2]), -np.inf)
+    for b, h, head in heads(q, k, v, **options):
+        greatest[b, h] = head.scores(slice(None), slice(None)).max(initial=-np.inf)
+    return greatest
+
+
+def key_sums(q, k, v, **options):
+    """(batch, nheads, seqlen_k): for each key the sum over the rows of its probability, before dropout.
+
+    >>> q, k = np.zeros((1, 6, 1, 4)), np.zeros((1, 3, 1, 4))
+    >>> key_sums(q, k, k)
+    array([[[2., 2., 2.]]])
+    """
+    sums = np.zeros((q.shape[0], q.shape[2], k.shape[1]))
+    for b, h, head in heads(q, k, v, **options):
+        _, lse = _standard(head)
+        with np.errstate(invalid="ignore"):
+            sums[b, h] = np.exp(head.scores(slice(None), slice(None)) - _or_zero(lse)[:, None]).sum(axis=0)
+    return sums
+
+
 def flash_attention_v1(q, k, v, *, block_q=32, block_k=32, **options):
     """FlashAttention as first published: keys and values outside, so each block of out is read and written once per
     block of keys.
@@ -321,6 +350,26 @@ def varlen(attention, q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
         o, l = attention(q[None, rows], k[None, columns], v[None, columns], sequence=b, **options)  # noqa: E741
         out[rows], lse[:, rows] = o[0], l[0]
     return out, lse
+
+
+def varlen_max_score(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
+    """max_score of packed sequences: (batch, nheads)."""
+    greatest = np.full((len(cu_seqlens_q) - 1, q.shape[1]), -np.inf)
+    for b in range(len(greatest)):
+        rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+        columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+        greatest[b] = max_score(q[None, rows], k[None, columns], v[None, columns], sequence=b, **options)[0]
+    return greatest
+
+
+def varlen_key_sums(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
+    """key_sums of packed sequences: (nheads, total_k), 0 for keys of no sequence."""
+    sums = np.zeros((q.shape[1], k.shape[0]))
+    for b in range(len(cu_seqlens_q) - 1):
+        rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+        columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+        sums[:, columns] = key_sums(q[None, rows], k[None, columns], v[None, columns], sequence=b, **options)[0]
+    return sums
 
 
 def heads(

@@ -122,6 +122,8 @@ BAD = [
     ("alibi_slopes", 0.5, fa.BadArgument, r"alibi_slopes is a builtins\.float"),
     ("deterministic", 3, fa.BadArgument, "deterministic=3 is neither True nor False"),
     ("return_lse", "no", fa.BadArgument, "return_lse='no' is neither True nor False"),
+    ("return_key_sums", "x", fa.BadArgument, "return_key_sums='x' is neither True nor False"),
+    ("return_max_score", 2, fa.BadArgument, "return_max_score=2 is neither True nor False"),
     (
         "bias",
         zeros((2, 4, 5, 6), f32),

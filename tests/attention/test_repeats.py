@@ -141,6 +141,8 @@ def other_values(kind):
         "alibi_slopes": make(kind, rng.random(4, f32)),
         "deterministic": True,
         "return_lse": True,
+        "return_max_score": True,
+        "return_key_sums": True,
         "bias": make(kind, rng.random((5, 7), f32)),
         "mask": make(kind, rng.random((5, 7)) < 0.5),
         "sinks": make(kind, rng.random(4, f32)),
@@ -440,13 +442,16 @@ def test_fields_between_the_addresses(table):
     assert layout.pack(*woven) == raw
 
 
+STATISTICS = ("max_score", "key_sums")
+
+
 @pytest.mark.parametrize("table,kinds,constant", [
-    (repeats, [_library.AttentionArgs], ("parts", "kernel")),
-    (gradients, [_library.AttentionArgs, _library.AttentionBackwardArgs], ("parts", "kernel", "descale")),
+    (repeats, [_library.AttentionArgs], ("parts", "kernel", *STATISTICS)),
+    (gradients, [_library.AttentionArgs, _library.AttentionBackwardArgs], ("parts", "kernel", "descale", *STATISTICS)),
     (
         kvcache._repeats,
         [_library.AttentionArgs, _library.KVCacheArgs],
-        ("parts", "kernel", "descale", "cu_", "bias", "mask"),
+        ("parts", "kernel", "descale", "cu_", "bias", "mask", *STATISTICS),
     ),
 ], ids=["forward", "backward", "kvcache"])  # fmt: skip
 def test_every_address_is_filled_in(table, kinds, constant):

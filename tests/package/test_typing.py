@@ -25,11 +25,14 @@ def test_mypy_sees_what_the_functions_return(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+RETURNS = ("return_lse", "return_max_score", "return_key_sums")
+
+
 @pytest.mark.parametrize("function,keyword_only,every,apart", [
-    (fa.flash_attn_func, _options.KeywordOptions, _options.AttentionOptions, {"q", "k", "v", "return_lse", "out"}),
+    (fa.flash_attn_func, _options.KeywordOptions, _options.AttentionOptions, {"q", "k", "v", "out", *RETURNS}),
     (
         fa.flash_attn_varlen_func, _options.KeywordOptions, _options.AttentionOptions,
-        {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "return_lse", "out"},
+        {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "out", *RETURNS},
     ),
     (
         fa.flash_attn_with_kvcache, kvcache.CacheKeywordOptions, kvcache.CacheOptions,

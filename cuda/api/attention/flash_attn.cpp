@@ -38,14 +38,53 @@ struct Call {
 
     size_t workspace() const { return kernel->workspace(params, device); }
 
+    fa_status check_workspace(size_t bytes) const {
+        if (bytes <= forward.workspace_bytes && (!bytes || forward.workspace)) return FA_OK;
+        return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
+                    forward.workspace_bytes, forward.workspace, kernel->name, bytes);
+    }
+
     fa_status launch(void* stream) const {
-        const size_t bytes = workspace();
-        if (bytes > forward.workspace_bytes || (bytes && !forward.workspace))
-            return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
-                        forward.workspace_bytes, forward.workspace, kernel->name, bytes);
+        if (const fa_status status = check_workspace(workspace()); status != FA_OK) return status;
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
         return kernel->launch(params, device, stream);
+    }
+};
+
+// Attention. Kernels that do not give key_sums by themselves are followed by one that does, from the lse of the rows. Where the caller
+// does not want lse, it stands first in the workspace, and the kernel's own workspace follows.
+struct ForwardCall : Call<Kernel, AttentionParams> {
+    using Base = Call<Kernel, AttentionParams>;
+
+    fa_status prepare(const fa_attention_args* args, Pointers pointers, Lines* why_not) {
+        if (const fa_status status = Base::prepare(args, pointers, why_not); status != FA_OK || !params.key_sums) return status;
+        char text[256];
+        const char* const reason = key_sums_refuses(params, device, text, sizeof text);
+        return reason ? fail(FA_UNSUPPORTED, "%s", reason) : FA_OK;
+    }
+
+    size_t workspace() const { return lse_bytes() + Base::workspace(); }
+
+    fa_status launch(void* stream) const {
+        if (!params.key_sums) return Base::launch(stream);
+        if (const fa_status status = check_workspace(workspace()); status != FA_OK) return status;
+        const CurrentDevice scope(device.index);
+        if (scope.status() != FA_OK) return scope.status();
+        AttentionParams p = params;
+        if (!p.lse) {
+            p.lse = static_cast<float*>(align_up(p.workspace, alignof(float)));
+            p.workspace = static_cast<char*>(p.workspace) + lse_bytes();
+        }
+        const fa_status status = kernel->launch(p, device, stream);
+        return status == FA_OK && !kernel->gives_key_sums ? launch_key_sums(p, device, stream) : status;
+    }
+
+private:
+    size_t lse_bytes() const {
+        if (!params.key_sums || params.lse) return 0;
+        const size_t rows = params.cu_seqlens_q ? size_t(params.total_q) : size_t(params.batch) * size_t(params.seqlen_q);
+        return rows * size_t(params.nheads) * sizeof(float) + 128;
     }
 };
 
@@ -103,16 +142,15 @@ private:
 extern "C" {
 
 fa_status fa_attention_forward(const fa_attention_args* args, void* stream) {
-    fa::Call<fa::Kernel, fa::AttentionParams> call;
+    fa::ForwardCall call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     const fa::AttentionParams& p = call.params;
-    if (p.batch == 0 || p.seqlen_q == 0 || (p.cu_seqlens_q && p.total_q == 0)) return FA_OK;
+    if (p.batch == 0) return FA_OK;
+    if (p.seqlen_q == 0 || (p.cu_seqlens_q && p.total_q == 0)) return fa::clear_statistics(p, call.device, stream);
     return call.launch(stream);
 }
 
-fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan) {
-    return fa::query<fa::Call<fa::Kernel, fa::AttentionParams>>(args, plan);
-}
+fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan) { return fa::query<fa::ForwardCall>(args, plan); }
 
 fa_status fa_attention_backward(const fa_attention_backward_args* args, void* stream) {
     fa::Call<fa::BackwardKernel, fa::BackwardParams> call;

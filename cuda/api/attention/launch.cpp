@@ -9,6 +9,47 @@
 
 namespace fa {
 
+const char* key_sums_refuses([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const DeviceInfo& device,
+                             [[maybe_unused]] char* text, [[maybe_unused]] size_t size) {
+#if FA_WITH_CUDA
+    if (device.index >= 0 && key_sums_blocks(p) > kMaxGrid)
+        return say(text, size, "key_sums of batch=%d x nheads=%d x seqlen_k=%d needs more blocks than a grid has", p.batch, p.nheads,
+                   p.seqlen_k);
+#endif
+    return nullptr;
+}
+
+fa_status launch_key_sums(const AttentionParams& p, [[maybe_unused]] const DeviceInfo& device, [[maybe_unused]] void* stream) {
+    if (p.seqlen_k == 0 || (p.cu_seqlens_q && p.total_k == 0)) return FA_OK;
+#if FA_WITH_CUDA
+#if FA_WITH_MMA_SM80
+    if (device.compute >= 80 && p.dtype != DType::kFloat32 && p.headdim <= 256)
+        return launched("key_sums_sm80", key_sums_sm80(p, static_cast<cudaStream_t>(stream)));
+#endif
+    return launched("key_sums", key_sums(p, static_cast<cudaStream_t>(stream)));
+#else
+    return FA_UNSUPPORTED;
+#endif
+}
+
+fa_status clear_statistics(const AttentionParams& p, const DeviceInfo& device, [[maybe_unused]] void* stream) {
+    if (device.index < 0) {
+        if (p.max_score) cpu::clear_max_score(p);
+        if (p.key_sums) cpu::clear_key_sums(p);
+        return FA_OK;
+    }
+#if FA_WITH_CUDA
+    const CurrentDevice scope(device.index);
+    if (scope.status() != FA_OK) return scope.status();
+    if (p.max_score)
+        if (const fa_status status = launched("max_score", clear_max_score(p, nullptr, static_cast<cudaStream_t>(stream))); status != FA_OK)
+            return status;
+    return p.key_sums ? launch_key_sums(p, device, stream) : FA_OK;
+#else
+    return FA_UNSUPPORTED;
+#endif
+}
+
 fa_status launch_append(const AppendParams& params, const DeviceInfo& device, [[maybe_unused]] void* stream) {
     if (device.index < 0) return on_host([&] { cpu::kvcache_append(params); });
 #if FA_WITH_CUDA

@@ -12,6 +12,9 @@ constexpr const char* kNoFloat8 = "takes no float8_e4m3: of all kernels only fp8
 constexpr const char* kNo8BitCache = "cache_dtype: it takes no 8-bit cache";
 inline bool is_float8(const AttentionParams& p) { return p.dtype == DType::kFloat8E4M3; }
 
+// What a kernel says that gives out and lse alone.
+inline const char* gives_no_max_score(const AttentionParams& p) { return p.max_score ? "gives no max_score" : nullptr; }
+
 #if FA_WITH_CUDA
 inline const char* takes_16_bits(const AttentionParams& p) {
     return p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16 ? nullptr : "takes float16 and bfloat16 only";

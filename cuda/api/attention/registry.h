@@ -13,6 +13,7 @@ struct Kernel : KernelOf<AttentionParams> {
     // A call over a cache that the kernel serves whole, appending and turning included; nullptr, or false: launch_append comes first.
     bool (*appends)(const AppendParams&, const DeviceInfo&) = nullptr;
     fa_status (*launch_whole)(const AppendParams&, const DeviceInfo&, void* stream) = nullptr;
+    bool gives_key_sums = false;  // whether its launch gives key_sums, too; else launch_key_sums follows
 };
 using BackwardKernel = KernelOf<BackwardParams>;
 
@@ -26,7 +27,10 @@ const BackwardKernel* backward_kernel_at(int index);
 // Whether wgmma_split_sm90 serves the call and takes the least time. Kernels that stand before it in the table yield to it.
 bool wgmma_split_is_best(const AttentionParams&, const DeviceInfo&);
 
-fa_status launch_append(const AppendParams&, const DeviceInfo&, void* stream);  // of a call with something to append or to turn
+const char* key_sums_refuses(const AttentionParams&, const DeviceInfo&, char* text, size_t size);
+fa_status launch_key_sums(const AttentionParams&, const DeviceInfo&, void* stream);   // from the lse of a kernel of the forward pass
+fa_status clear_statistics(const AttentionParams&, const DeviceInfo&, void* stream);  // of a call without queries: no kernel runs
+fa_status launch_append(const AppendParams&, const DeviceInfo&, void* stream);        // of a call with something to append or to turn
 fa_status launch_merge(const MergeParams&, fa_device device, void* stream);
 fa_status launch_quantize(const QuantizeParams&, fa_device device, void* stream);
 

@@ -28,6 +28,7 @@ const char* any_refuses(const AttentionParams& p, const DeviceInfo& device, char
     if (has_8bit_cache(p) && p.dtype == DType::kFloat32) return "dtype: it takes an 8-bit cache with a q of float16 or bfloat16";
     if (const char* reason = takes_head_dims(p, 1, 256, text, size)) return reason;
     if (p.cu_seqlens_q) return "takes no packed sequences";
+    if (const char* reason = gives_no_max_score(p)) return reason;
     if (const char* reason = takes_options(p, kOptionsOfDecode, text, size)) return reason;
     const int own = p.dtype == DType::kFloat32 ? 4 : 2, element = has_8bit_cache(p) ? 1 : own;
     const struct {

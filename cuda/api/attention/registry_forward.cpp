@@ -25,6 +25,12 @@ namespace {
 // What a kernel that takes every cache refuses.
 const char* general_refuses(const AttentionParams& p) { return is_float8(p) ? kNoFloat8 : nullptr; }
 
+// A kernel that gives key_sums by itself.
+constexpr Kernel with_key_sums(Kernel kernel) {
+    kernel.gives_key_sums = true;
+    return kernel;
+}
+
 // ---- CPU ----
 
 template <cpu::Isa isa>
@@ -42,7 +48,7 @@ fa_status cpu_launch(const AttentionParams& p, const DeviceInfo&, void*) {
 }
 template <cpu::Isa isa>
 constexpr Kernel cpu_kernel(const char* name, const char* summary) {
-    return {name, summary, FA_CPU, needs_isa<isa>, cpu_workspace<isa>, cpu_launch<isa>};
+    return with_key_sums({{name, summary, FA_CPU, needs_isa<isa>, cpu_workspace<isa>, cpu_launch<isa>}});
 }
 const char* cpu_naive_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
     if (const char* reason = general_refuses(p)) return reason;
@@ -65,7 +71,9 @@ const char* minimal_refuses(const AttentionParams& p, const DeviceInfo&, char* t
     return too_many_blocks(p, ceil_div(p.seqlen_q, 64) * p.nheads * p.batch, text, size);
 }
 fa_status minimal_launch(const AttentionParams& p, const DeviceInfo&, void* stream) {
-    return launched("minimal", forward_minimal(p, static_cast<cudaStream_t>(stream)));
+    cudaError_t error = forward_minimal(p, static_cast<cudaStream_t>(stream));
+    if (error == cudaSuccess && p.key_sums && p.seqlen_k > 0) error = key_sums(p, static_cast<cudaStream_t>(stream));
+    return launched("minimal", error);
 }
 
 const char* naive_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
@@ -113,6 +121,7 @@ fa_status mma_tf32_sm80_launch(const AttentionParams& p, const DeviceInfo& devic
 const char* float32_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (p.dtype != DType::kFloat32) return "takes float32 only";
     const char* reason = needs_sm80(device, text, size);
+    if (!reason) reason = gives_no_max_score(p);
     if (!reason) reason = takes_head_dims(p, 4, 256, text, size);
     if (!reason) reason = takes_options(p, kLeftEdge | kSinks, text, size);
     if (reason) return reason;
@@ -172,6 +181,7 @@ fa_status wgmma_sm90_launch(const AttentionParams& p, const DeviceInfo& device, 
 const char* wgmma_wide_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const char* reason = needs_hopper(device, text, size);
     if (!reason) reason = takes_16_bits(p);
+    if (!reason) reason = gives_no_max_score(p);
     if (!reason && p.cache.entries && p.cache.dtype != p.dtype) reason = kNo8BitCache;
     if (!reason) reason = takes_head_dims(p, 8, kWgmmaWideMaxHeadDim, text, size);
     if (!reason && p.cache.block_table && p.cache.page_size % 8)
@@ -195,6 +205,7 @@ fa_status wgmma_wide_sm90_launch(const AttentionParams& p, const DeviceInfo& dev
 const char* wgmma_split_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const char* reason = needs_hopper(device, text, size);
     if (!reason) reason = takes_16_bits(p);
+    if (!reason) reason = gives_no_max_score(p);
     if (!reason && p.cu_seqlens_q) reason = "takes no packed sequences";
     if (!reason && p.cache.entries && p.cache.dtype != p.dtype) reason = kNo8BitCache;
     if (!reason) reason = takes_head_dims(p, 8, kWgmmaMaxHeadDim, text, size);
@@ -248,6 +259,8 @@ fa_status mla_sm90_launch(const AttentionParams& p, const DeviceInfo& device, vo
 const char* fp8_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (!is_float8(p)) return "takes float8_e4m3 only";
     const char* reason = needs_hopper(device, text, size);
+    if (!reason) reason = gives_no_max_score(p);
+    if (!reason && p.key_sums) reason = "gives no key_sums";
     if (!reason) reason = takes_head_dims(p, 16, kFp8MaxHeadDim, text, size);
     if (!reason) reason = takes_options(p, 0, text, size);
     if (!reason) reason = takes_positive_scale(p, text, size);
@@ -275,6 +288,7 @@ fa_status fp8_sm90_launch(const AttentionParams& p, const DeviceInfo& device, vo
 const char* cute_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const char* reason = needs_hopper(device, text, size);
     if (!reason) reason = takes_16_bits(p);
+    if (!reason) reason = gives_no_max_score(p);
     if (!reason && p.cu_seqlens_q) reason = "takes no packed sequences";
     if (!reason && p.cache.entries) reason = "takes no cache";
     if (!reason && (p.headdim != p.headdim_v || (p.headdim != 64 && p.headdim != 128)))
@@ -320,9 +334,10 @@ constexpr Kernel kKernels[] = {
     {"float32_sm80", "CUDA cores: float32 without tf32, head dims to 256, plain, causal and windowed calls", FA_CUDA, float32_sm80_refuses,
      no_workspace, float32_sm80_launch},
 #endif
-    {"minimal", "online softmax on CUDA cores: any head dim, dtype, mask and option", FA_CUDA, minimal_refuses, no_workspace,
-     minimal_launch},
-    {"naive", "standard attention in three steps, S in the workspace", FA_CUDA, naive_refuses, naive_workspace, naive_launch},
+    with_key_sums({{"minimal", "online softmax on CUDA cores: any head dim, dtype, mask and option", FA_CUDA, minimal_refuses, no_workspace,
+                    minimal_launch}}),
+    with_key_sums(
+        {{"naive", "standard attention in three steps, S in the workspace", FA_CUDA, naive_refuses, naive_workspace, naive_launch}}),
 #if FA_WITH_WGMMA_SM90
 #if FA_WITH_CUTE
     {"cute_sm90", "Hopper: the loop of wgmma_sm90 in CuTe C++; float16, bfloat16, head dims 64 and 128, plain or causal", FA_CUDA,
@@ -338,8 +353,8 @@ constexpr Kernel kKernels[] = {
     cpu_kernel<cpu::Isa::kAvx2>("cpu_avx2", "tiled online softmax, 8 lanes"),
     cpu_kernel<cpu::Isa::kNeon>("cpu_neon", "tiled online softmax, 4 lanes"),
     cpu_kernel<cpu::Isa::kPortable>("cpu_portable", "tiled online softmax, whatever the compiler makes of it"),
-    {"cpu_naive", "standard attention in three steps, S in the workspace", FA_CPU, cpu_naive_refuses, cpu_naive_workspace,
-     cpu_naive_launch},
+    with_key_sums({{"cpu_naive", "standard attention in three steps, S in the workspace", FA_CPU, cpu_naive_refuses, cpu_naive_workspace,
+                    cpu_naive_launch}}),
 };
 
 }  // namespace

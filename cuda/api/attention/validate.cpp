@@ -155,6 +155,10 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     FA_RETURN_IF_ERROR(check_pointer("v", a.v.data, keys ? keys->element : element, has_k));
     FA_RETURN_IF_ERROR(check_pointer("out", a.out.data, dtype_size(out_dtype), has_q));
     FA_RETURN_IF_ERROR(check_pointer("lse", a.lse, 4, false));
+    FA_RETURN_IF_ERROR(check_pointer("max_score", a.max_score, 4, false));
+    FA_RETURN_IF_ERROR(check_pointer("key_sums", a.key_sums, 4, false));
+    if (parts && a.key_sums && writes_out)
+        return fail(FA_BAD_ARGUMENT, "key_sums=%p with parts=%p, which may share keys", static_cast<void*>(a.key_sums), parts);
     const int64_t batch = varlen ? 1 : a.batch;
     const Region out = region("out", a.out, batch, rows_q, a.nheads, headdim_v, dtype_size(out_dtype));
     if (writes_out) FA_RETURN_IF_ERROR(check_output(out));  // the backward pass reads it: strides of 0 are allowed
@@ -170,7 +174,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     AttentionParams& p = *params;
     p = {};
     p.q = view(a.q), p.k = view(a.k), p.v = view(a.v), p.out = view(a.out);
-    p.lse = a.lse;
+    p.lse = a.lse, p.max_score = a.max_score, p.key_sums = a.key_sums;
     p.dtype = DType(a.dtype), p.out_dtype = DType(out_dtype);
     p.batch = a.batch, p.nheads = a.nheads, p.nheads_k = a.nheads_k, p.group = a.nheads / a.nheads_k;
     p.headdim = a.headdim, p.headdim_v = headdim_v;

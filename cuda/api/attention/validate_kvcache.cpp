@@ -166,6 +166,8 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     if (f.bias.data) return fail(FA_UNSUPPORTED, "bias.data is set: a call with a cache takes no bias");
     if (f.mask.data) return fail(FA_UNSUPPORTED, "mask.data is set: a call with a cache takes no mask");
     if (f.dropout_p > 0) return fail(FA_UNSUPPORTED, "dropout_p=%g: a call with a cache has no dropout", f.dropout_p);
+    if (f.max_score) return fail(FA_UNSUPPORTED, "max_score is set: a call with a cache does not give it");
+    if (f.key_sums) return fail(FA_UNSUPPORTED, "key_sums is set: a call with a cache does not give it");
     if (f.headdim > 512 && f.headdim_v == 0) return fail(FA_BAD_ARGUMENT, "headdim_v=0 with headdim=%d: name it, 1 .. 512", f.headdim);
 
     const bool need = pointers == Pointers::kRequired && f.batch > 0;

@@ -85,7 +85,7 @@ struct ForwardCall {
         }
         fa_attention_args& a = attention;
         return Places(frame).fill(a.q.data, a.k.data, a.v.data, a.out.data, a.lse, a.cu_seqlens_q, a.cu_seqlens_k, a.alibi_slopes,
-                                  a.bias.data, a.mask.data, a.sinks, a.parts, a.workspace);
+                                  a.bias.data, a.mask.data, a.sinks, a.parts, a.max_score, a.key_sums, a.workspace);
     }
     fa_status launch(void* stream) const { return fa_attention_forward(&attention, stream); }
     fa_status query(fa_attention_plan* plan) const { return fa_attention_query(&attention, plan); }

@@ -7,9 +7,9 @@
 // tile in one fixed order and computes S and dP again for each: no atomics, and the same bits every time. Bound as simple.cu, with two
 // products instead of seven.
 #include "attention/backward/score_gradient.cuh"
-#include "attention/backward/simple_tiles.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/online_softmax.cuh"
+#include "attention/common/simple_tiles.cuh"
 #include "attention/kernels.h"
 #include "common/element.cuh"
 #include "device/launch.h"

@@ -19,9 +19,9 @@
 // CUDA cores and fp32 arithmetic, as in flash_attn_minimal.cu, with the same bound: FMAs and the shared-memory reads that feed them, 16
 // FMAs for two 16-byte reads.
 #include "attention/backward/score_gradient.cuh"
-#include "attention/backward/simple_tiles.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/online_softmax.cuh"
+#include "attention/common/simple_tiles.cuh"
 #include "attention/kernels.h"
 #include "common/element.cuh"
 #include "device/launch.h"

@@ -83,6 +83,8 @@ struct AttentionParams {
 
     DescaleView q_descale, k_descale, v_descale;  // fp8 only: by query head, by key head, by key head
     CacheView cache;
+    float* max_score;  // (batch, nheads); nullptr = not wanted
+    float* key_sums;   // (batch, nheads, seqlen_k), varlen (nheads, total_k); nullptr = not wanted. lse is there where this is wanted
 
     // True when a score is more than scale * (q . k) under a window: the general instantiation of a kernel.
     FA_HOST_DEVICE bool general_scores() const { return softcap != 0 || alibi_slopes || bias.data || mask.data || dropout_threshold; }
@@ -227,6 +229,12 @@ FA_HOST_DEVICE float cache_scale(const AttentionParams& p, const CacheScale& sca
 // Offset of lse[b, head, row 0]: rows of one head are contiguous.
 FA_HOST_DEVICE int64_t lse_offset(const AttentionParams& p, const Sequence& s, int32_t head) {
     return s.lse + int64_t(head) * (p.cu_seqlens_q ? p.total_q : p.seqlen_q);
+}
+
+// Offset of key_sums[b, head, key 0]: keys of one head are contiguous.
+FA_HOST_DEVICE int64_t key_sums_offset(const AttentionParams& p, int32_t b, int32_t head) {
+    if (p.cu_seqlens_q) return int64_t(head) * p.total_k + first_key_row(p, b);
+    return (int64_t(b) * p.nheads + head) * p.seqlen_k;
 }
 
 // What comes before attention over a cache: new keys and values join it, and the rotary embedding turns them and q.

@@ -1,6 +1,5 @@
 // mma_sm80.cu: the tensor-core kernel of mma_sm80.cuh for fp16 and bf16: mma.m16n8k16.
 #include "attention/forward/mma_sm80.cuh"
-#include "attention/kernels.h"
 
 namespace fa {
 

@@ -30,8 +30,10 @@
 #include "attention/common/epilogue.cuh"
 #include "attention/common/general_scores.cuh"
 #include "attention/common/mask.h"
+#include "attention/common/max_score.cuh"
 #include "attention/common/shared_tile.cuh"
 #include "attention/common/tiles_mma_sm80.h"
+#include "attention/kernels.h"
 #include "common/constants.h"
 #include "device/launch.h"
 #include "device/mma.cuh"
@@ -62,6 +64,7 @@ struct Smem {
     alignas(128) T v[kTile.stages][kTile.block_n * kDv];
     KeyRange some[kTile.warps], every[kTile.warps];  // keys that some row of a warp sees, that every row sees
     int visible[kTile.block_n];                      // general scores: does any row of this block see this key?
+    float greatest[kTile.block_m];                   // for max_score: of a row's maxima so far; here it takes no register of the loop
 };
 
 // Rounds fp32 to tf32 in place, once for all warps: every thread the pieces that it loaded itself, so no barrier stands between.
@@ -174,6 +177,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
 
     const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the same in all lanes, and the compiler knows
     const int warp_row = row0 + warp * kWarpRows;
+    if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[threadIdx.x] = -FLT_MAX;
     if (lane == 0) {
         const KeyRange first = key_range(p, s, warp_row), last = key_range(p, s, min(warp_row + kWarpRows, s.seqlen_q) - 1);
         smem.some[warp] = {first.begin, warp_row < s.seqlen_q ? last.end : 0};
@@ -345,6 +349,13 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 new_max[r] = fmaxf(row_max[r], kGeneral ? quad_max(x) : quad_max(x) * scale);
                 moved |= new_max[r] - row_max[r] > kThreshold;
             }
+            if (!kPaged && p.max_score) {  // a call with a cache does not want it
+                const int thread = opaque(threadIdx.x);
+                float* const greatest = smem.greatest + thread / 32 * kWarpRows + mma_row(thread % 32, 0);
+#pragma unroll
+                for (int r = 0; r < kRows; ++r)
+                    if (thread % 4 == 0) greatest[8 * r] = fmaxf(greatest[8 * r], new_max[r]);
+            }
             if (__any_sync(kFullWarp, moved)) {
 #pragma unroll
                 for (int r = 0; r < kRows; ++r) {
@@ -407,17 +418,30 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     }
 
     // ---- out = O / row_sum, in 16-byte pieces; lse ----
-    const Work done = kGeneral ? work : work_at(opaque(blockIdx.x));  // found again rather than kept in registers through the loop
+    // What follows is found again rather than kept in registers through the loop.
+    const Work done = kGeneral ? work : work_at(opaque(blockIdx.x));
     const int part = part_of(opaque(blockIdx.x));
-    const Sequence done_s = sequence_of(p, opaque(done.b));
-    const int end_row = done.query_tile * kBlockM + warp * kWarpRows;
+    const int last_lane = opaque(threadIdx.x) % 32, last_warp = opaque(threadIdx.x) / 32;
+    const Sequence done_s = kGeneral && kInParts ? s : sequence_of(p, opaque(done.b));  // there a second one would spill
+    const int end_row = done.query_tile * kBlockM + last_warp * kWarpRows;
     T* out = static_cast<T*>(p.out.data) + done_s.out + done.head * p.out.head + part * kDv;
     const float sink = sink_of(p.sinks, done.head);
+    if (!kPaged && p.max_score && part == 0) {
+        float score = -INFINITY;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const int row = 8 * r + mma_row(last_lane, 0);
+            const bool sees = quad_sum(row_sum[r]) != 0;  // else its maximum is still -FLT_MAX
+            if (sees && end_row + row < done_s.seqlen_q && last_lane % 4 == 0)
+                score = fmaxf(score, smem.greatest[last_warp * kWarpRows + row]);
+        }
+        raise_max_score(p, done.b, done.head, kGeneral ? score : score * kLn2);
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        const int i = end_row + 16 * (r / 2) + mma_row(lane, r % 2 * 2);
+        const int i = end_row + 16 * (r / 2) + mma_row(last_lane, r % 2 * 2);
         const RowEnd end = finish_row<kGeneral ? ScoreUnit::kNatural : ScoreUnit::kLog2>(row_max[r], quad_sum(row_sum[r]), sink);
-        if (p.lse && lane % 4 == 0 && i < done_s.seqlen_q && part == 0)
+        if (p.lse && last_lane % 4 == 0 && i < done_s.seqlen_q && part == 0)
             p.lse[lse_offset(p, done_s, done.head) + i] = kGeneral ? end.lse : end.lse * kLn2;
         const float inverse = kGeneral && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
 #pragma unroll
@@ -430,10 +454,10 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
                 if constexpr (sizeof(T) == 2) word[0][x] = pack_16<T>(value(x, 0), value(x, 1));
                 else word[0][x] = __float_as_uint(value(x, 0)), word[1][x] = __float_as_uint(value(x, 1));
             }
-            if (sizeof(T) == 2) transpose_quad(word[0], lane % 4);  // from two columns of each tile to the eight columns of one
+            if (sizeof(T) == 2) transpose_quad(word[0], last_lane % 4);  // from two columns of each tile to the eight columns of one
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
-                const int column = 8 * (n + lane % 4) + kPieceColumns * piece;
+                const int column = 8 * (n + last_lane % 4) + kPieceColumns * piece;
                 const int columns = i < done_s.seqlen_q ? p.headdim_v - part * kDv - column : 0;
                 T* to = out + i * p.out.row + column;
                 const uint32_t(&x)[4] = word[piece];
@@ -471,6 +495,8 @@ cudaError_t launch_tile(MmaParams& params, cudaStream_t stream) {
     params.tiles = (p.seqlen_q + kTile.block_m - 1) / kTile.block_m;
     params.section = int(section < heads ? section : heads);
     params.parts = (p.headdim_v + kDv - 1) / kDv;
+    if (p.max_score)
+        if (const cudaError_t error = clear_max_score(p, nullptr, stream)) return error;
     return launch_kernel(attention_kernel<T, kD, kDv, kSm, kOptions, kKeyRows>, unsigned(params.tiles * heads * params.parts),
                          unsigned(kTile.warps * 32), sizeof(Smem<T, kTileOf<T, kD, kDv, kSm>, kD, kDv>), stream, params);
 }

@@ -1,7 +1,7 @@
 // naive.cu: standard attention in three steps, S whole in memory. Rung one, and the yardstick of every speed-up.
 //
 //     S = scores of q k^T      one thread a score
-//     P = softmax(S)           one warp a row, in place
+//     P = softmax(S)           one warp a row, in place; key_sums, where wanted, and dropout follow in steps of their own
 //     out = P v                one thread an output element
 //
 // The workspace holds (batch, nheads, seqlen_q, seqlen_k) float32. Bound by its trips to memory: S is written once, read and
@@ -11,6 +11,7 @@
 #include "attention/common/epilogue.cuh"
 #include "attention/common/key_rows.cuh"
 #include "attention/common/mask.h"
+#include "attention/common/max_score.cuh"
 #include "attention/common/online_softmax.cuh"
 #include "attention/kernels.h"
 #include "common/element.cuh"
@@ -74,11 +75,29 @@ __global__ void __launch_bounds__(kThreads) softmax_kernel(const __grid_constant
     const float base = softmax.max == -INFINITY ? 0.0f : softmax.max;
     for (int j = lane; j < s.seqlen_k; j += kWarp) softmax.sum += row[j] = exp_nonpositive(row[j] - base);
     const RowEnd end = finish_row<ScoreUnit::kNatural>(softmax.max, reduce_sum<kWarp>(softmax.sum), sink_of(p.sinks, head));
-    for (int j = lane; j < s.seqlen_k; j += kWarp) {
-        row[j] *= end.inverse;
-        if (p.dropout_threshold) row[j] = dropped(p, dropout_block(p, b, head, i, j), j) ? 0.0f : row[j] * p.dropout_scale;
-    }
+    for (int j = lane; j < s.seqlen_k; j += kWarp) row[j] *= end.inverse;
     if (lane == 0 && p.lse) p.lse[lse_offset(p, s, head) + i] = end.lse;
+    if (p.max_score) raise_max_score(p, b, head, softmax.max);
+}
+
+// One thread a key, before dropout.
+__global__ void __launch_bounds__(kThreads) key_sums_kernel(const __grid_constant__ AttentionParams p) {
+    const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+    const int j = int(index % p.seqlen_k), head = int(index / p.seqlen_k % p.nheads), b = int(index / p.seqlen_k / p.nheads);
+    if (b >= p.batch) return;
+    const Sequence s = sequence_of(p, b);
+    if (j >= s.seqlen_k) return;
+    float sum = 0;
+    for (int i = 0; i < s.seqlen_q; ++i) sum += score_row(p, b, head, i)[j];
+    p.key_sums[key_sums_offset(p, b, head) + j] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads) dropout_kernel(const __grid_constant__ AttentionParams p) {
+    const Tile t = tile_of_block(p, p.seqlen_k);
+    const Sequence s = sequence_of(p, t.b);
+    if (t.row >= s.seqlen_q || t.column >= s.seqlen_k) return;
+    float& P = score_row(p, t.b, t.head, t.row)[t.column];
+    P = dropped(p, dropout_block(p, t.b, t.head, t.row, t.column), t.column) ? 0.0f : P * p.dropout_scale;
 }
 
 template <typename T, typename KeyRows>
@@ -106,11 +125,18 @@ size_t forward_naive_workspace(const AttentionParams& p) {
 
 template <typename T, typename KeyRows>
 static cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
-    cudaError_t error = cudaSuccess;
-    if (p.seqlen_k > 0) error = launch_kernel(scores_kernel<T, KeyRows>, tiles(p.seqlen_k, p), kThreads, 0, stream, p);
+    cudaError_t error = p.max_score ? clear_max_score(p, nullptr, stream) : cudaSuccess;
+    if (error == cudaSuccess && p.seqlen_k > 0)
+        error = launch_kernel(scores_kernel<T, KeyRows>, tiles(p.seqlen_k, p), kThreads, 0, stream, p);
     const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen_q, rows_per_block = kThreads / kWarp;
     if (error == cudaSuccess)
         error = launch_kernel(softmax_kernel, unsigned((rows + rows_per_block - 1) / rows_per_block), kThreads, 0, stream, p);
+    if (p.key_sums && p.seqlen_k > 0 && error == cudaSuccess) {
+        const int64_t keys = int64_t(p.batch) * p.nheads * p.seqlen_k;
+        error = launch_kernel(key_sums_kernel, unsigned((keys + kThreads - 1) / kThreads), kThreads, 0, stream, p);
+    }
+    if (p.dropout_threshold && p.seqlen_k > 0 && error == cudaSuccess)
+        error = launch_kernel(dropout_kernel, tiles(p.seqlen_k, p), kThreads, 0, stream, p);
     if (error == cudaSuccess) error = launch_kernel(output_kernel<T, KeyRows>, tiles(p.headdim_v, p), kThreads, 0, stream, p);
     return error;
 }

@@ -119,7 +119,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
         trace(TraceEvent::kSoftmax, n);
         k.release(me.lane);
         prepare_scores();
-        softmax_first(S, scale_log2, rows);
+        softmax_first<kId>(S, scale_log2, rows);
         drop();
         trace(TraceEvent::kRescale, n);
         pack_probabilities<T>(P, S);
@@ -147,7 +147,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
             bool done = false, moved = false;
             if (kSpeculative && (!kExactMasked || n < masked.right_tile)) {
                 if constexpr (kEarlyPack) wgmma_wait<0>(O);
-                done = softmax_speculative<T>(S, scale_log2, rows, [&] {
+                done = softmax_speculative<T, kId>(S, scale_log2, rows, [&] {
                     if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
                 });
                 if (!done) {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
                 }
             }
             if (!done) {
-                moved = softmax_lazy(S, scale_log2, rows);
+                moved = softmax_lazy<kId>(S, scale_log2, rows);
                 drop();
                 if constexpr (kEarlyPack) {
                     wgmma_wait<0>(O);
@@ -197,6 +197,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
         trace(TraceEvent::kEpilogue, first_tile);
         v.release(me.lane);
         finish_rows<T, kId>(p, w, O, rows, me);
+        if constexpr (kPlan.gives_max_score())
+            if (p.max_score) raise_max_score<kId>(p, w, rows, me);
         __syncwarp();
         if (arrives(me.lane)) mbarrier_arrive(work.empty + 8 * work_slot);
         if (!more) {
@@ -287,12 +289,17 @@ cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, 
             encode("v", p.v, p.headdim_v, batch_k, rows_k, p.nheads_k, box_rows, kPlan.columns_v(), boxes, &map_v, &schedule.v_loads))
         return error;
 
-    if (schedule.list.counter)
+    LaunchOptions options;
+    if (p.max_score) {  // what is set before is set by one kernel, under which this one starts
+        options.programmatic = true;
+        if (cudaError_t error = clear_max_score(p, schedule.list.counter, stream)) return error;
+    } else if (schedule.list.counter) {
         if (cudaError_t error = cudaMemsetAsync(schedule.list.counter, 0, sizeof(int), stream)) return cudaGetLastError(), error;
+    }
     if constexpr (kPlan.page_boxes())
         if (boxes) kernel = forward_wgmma_kernel<T, kId, KeyLoads::kPageBoxes>;
-    return launch_kernel(kernel, unsigned(schedule.list.blocks), 128 * (kPlan.warpgroups + 1), sizeof(WgmmaSmem<T, kId>), stream,
-                         LaunchOptions{}, map_q, map_k, map_v, p, schedule);
+    return launch_kernel(kernel, unsigned(schedule.list.blocks), 128 * (kPlan.warpgroups + 1), sizeof(WgmmaSmem<T, kId>), stream, options,
+                         map_q, map_k, map_v, p, schedule);
 }
 
 template <typename T, WgmmaPlanId kId>

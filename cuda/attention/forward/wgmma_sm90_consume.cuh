@@ -7,6 +7,7 @@
 
 #include "attention/common/epilogue.cuh"
 #include "attention/common/general_scores.cuh"
+#include "attention/common/max_score.cuh"
 #include "attention/common/output_fragment.cuh"
 #include "attention/common/score_fragment.cuh"
 #include "attention/forward/consumer.cuh"
@@ -122,43 +123,64 @@ struct RowStatistics {
     float row_max[2];  // of scale_log2 S: what the exponentials subtract
     float row_sum[2];  // this thread's share
     float o_scale[2];  // after a step that returned true: what O must be multiplied by
+    // For max_score. Plans that find maxima, speculative ones: this thread's greatest P. The others: the row's greatest S.
+    float greatest[2];
 };
 
 // The first tile of an item: S becomes P.
-template <int kScores>
+template <WgmmaPlanId kId, int kScores>
 __device__ __forceinline__ void softmax_first(float (&S)[kScores], float scale_log2, RowStatistics& rows) {
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     float tile_max[2], sum[2];
     tile_maximum(S, tile_max);
 #pragma unroll
     for (int r = 0; r < 2; ++r) rows.row_max[r] = tile_max[r] * scale_log2, rows.row_sum[r] = 0.0f;
     exponentials(S, scale_log2, rows.row_max, sum);
     rows.row_sum[0] += sum[0], rows.row_sum[1] += sum[1];
+    if (!kPlan.speculative()) rows.greatest[0] = tile_max[0], rows.greatest[1] = tile_max[1];
+    if (kPlan.finds_maximum) greatest_probabilities(S, rows.greatest);
 }
 
 // A later tile, under the lazy maximum: S becomes P. Returns whether O must be multiplied by o_scale.
-template <int kScores>
+template <WgmmaPlanId kId, int kScores>
 __device__ __forceinline__ bool softmax_lazy(float (&S)[kScores], float scale_log2, RowStatistics& rows) {
+    constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr float kRise = 8.0f;  // P stays below 2^8: safe in fp16, too
     float tile_max[2], sum[2];
     tile_maximum(S, tile_max);
+    if (!kPlan.speculative()) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) rows.greatest[r] = fmaxf(rows.greatest[r], tile_max[r]);
+    }
     tile_max[0] *= scale_log2, tile_max[1] *= scale_log2;
     const bool moved = raise_maximum(tile_max, kRise, rows.row_max, rows.row_sum, rows.o_scale);
     exponentials(S, scale_log2, rows.row_max, sum);
     rows.row_sum[0] += sum[0], rows.row_sum[1] += sum[1];
+    if (kPlan.finds_maximum) {
+        float greatest[2];
+        greatest_probabilities(S, greatest);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) rows.greatest[r] = fmaxf(moved ? rows.greatest[r] * rows.o_scale[r] : rows.greatest[r], greatest[r]);
+    }
     return moved;
 }
 
 // A later tile, under the maximum there is. Returns false when P or its sums came too near to overflow, or to NaN, or when a row has no
 // maximum yet: then S is lost and must be computed again. `after_exponentials` runs before the test.
-template <typename T, int kScores, typename After>
+template <typename T, WgmmaPlanId kId, int kScores, typename After>
 __device__ __forceinline__ bool softmax_speculative(float (&S)[kScores], float scale_log2, RowStatistics& rows,
                                                     const After& after_exponentials) {
     constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;  // P below 65504 in fp16; O and the sums far from 2^127 in fp32
-    float sum[2];
+    float sum[2], greatest[2];
     exponentials(S, scale_log2, rows.row_max, sum);
+    if (kWgmmaPlan<kId>.finds_maximum) greatest_probabilities(S, greatest);
     after_exponentials();
     if (!__all_sync(~0u, sum[0] < kLimit && sum[1] < kLimit && rows.row_max[0] > -INFINITY && rows.row_max[1] > -INFINITY)) return false;
     rows.row_sum[0] += sum[0], rows.row_sum[1] += sum[1];
+    if (kWgmmaPlan<kId>.finds_maximum) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) rows.greatest[r] = fmaxf(rows.greatest[r], greatest[r]);
+    }
     return true;
 }
 
@@ -210,6 +232,23 @@ template <int kOutputs>
 __device__ __forceinline__ void rescale_output(float (&O)[kOutputs], const float (&o_scale)[2]) {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) O[i] *= o_scale[i / 2 % 2];
+}
+
+// Raises max_score to the greatest score of the warp's rows.
+template <WgmmaPlanId kId>
+__device__ __forceinline__ void raise_max_score(const AttentionParams& p, const ForwardWork& w, const RowStatistics& rows,
+                                                const Consumer& me) {
+    const float unit = kWgmmaPlan<kId>.general && wgmma_scores_are_natural(p) ? 1.0f : p.scale;
+    float score = -INFINITY;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (w.row0 + me.row() + 8 * r >= w.seqlen_q) continue;
+        // P = 2^(score / ln 2 - row_max); the greatest P of a row is not far below 1, whatever row_max is.
+        const float own = kWgmmaPlan<kId>.finds_maximum ? (rows.row_max[r] + __log2f(rows.greatest[r])) * kLn2 : rows.greatest[r] * unit;
+        score = fmaxf(score, own);
+    }
+    grid_dependency_wait();  // for clear_max_score
+    raise_max_score(p, w.batch, w.head, score);
 }
 
 // out = O / row_sum; lse. The thread's two rows.

@@ -252,6 +252,8 @@ template <typename T, WgmmaPlanId kId, typename Tiles>
 __device__ __forceinline__ void produce(const CUtensorMap& map_q, const AttentionParams& p, const WgmmaSchedule& schedule,
                                         WgmmaSmem<T, kId>& smem, Tiles tiles) {
     constexpr bool kWarpgroup = Tiles::kWalkedBy == WalkedBy::kWarpgroup;
+    const bool clears = kWgmmaPlan<kId>.gives_max_score() && p.max_score;
+    if (clears && schedule.list.counter) grid_dependency_wait();  // for clear_max_score, which zeroes the counter
     uint32_t tile = 0;
     const auto prepare = [](ForwardWork&) {};
     const auto load = [&](const ForwardWork& w, uint32_t item) {
@@ -263,6 +265,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const Attentio
         });
     };
     for_each_item<WgmmaWorkTiles<kId>, Tiles::kWalkedBy>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load);
+    if (clears) grid_dependency_wait();  // of all blocks one at least does, also where no item has rows: the kernel ends last
 }
 
 }  // namespace fa

@@ -76,12 +76,23 @@ bool set_tile(const AttentionParams& p, int32_t b, int32_t head_k, int64_t first
     return true;
 }
 
+// *to = max(*to, score) for all threads.
+void raise_to(float& to, float score) {
+    score += 0.0f;  // one zero, not two: which of them comes first depends on the threads
+    float old;
+    __atomic_load(&to, &old, __ATOMIC_RELAXED);
+    while (score > old && !__atomic_compare_exchange(&to, &old, &score, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
 void attend(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int64_t first, int64_t rows,
             const Scratch& scratch) {
     QueryTile tile;
     if (!set_tile(p, b, head_k, first, rows, scratch, tile)) return;
     kernel.run(tile);
 
+    for (int32_t r = 0; p.max_score && r < tile.rows; ++r)
+        raise_to(p.max_score[int64_t(b) * p.nheads + tile.row[r].head], tile.greatest[r]);
     if (!p.lse) return;
     for (int32_t r = 0; r < tile.rows; ++r) {
         const float sum = tile.row_sum[r];
@@ -177,13 +188,50 @@ int useful_threads(const AttentionParams& p, const TileKernel& kernel) {
     return worthwhile_threads(elements * std::max(std::ceil(rows / kernel.lanes) / 5, 0.2), p.num_threads);
 }
 
+// ---- key_sums: a second pass, whose tasks own keys ----
+
+constexpr int kSumKeys = 4 * kTileKeys;  // of a task
+constexpr int kSumRows = kMaxGroupRows;  // of a tile: the order of a sum must not depend on the number of threads
+
+void sum_keys(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head, int64_t first_key, const Scratch& scratch) {
+    QueryTile tile;
+    tile.params = &p, tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b), tile.scratch = scratch;
+    tile.batch = b, tile.head_k = head / p.group;
+    const Sequence& s = tile.sequence;
+    if (first_key >= s.seqlen_k) return;
+    const int32_t begin = int32_t(first_key), end = int32_t(std::min<int64_t>(first_key + kSumKeys, s.seqlen_k));
+    tile.key_sums = p.key_sums + key_sums_offset(p, b, head);
+    const float* const lse = p.lse + lse_offset(p, s, head);
+    const int32_t end_row = query_range(p, s, end - 1).end;
+    for (int64_t row0 = query_range(p, s, begin).begin / kSumRows * kSumRows; row0 < end_row; row0 += kSumRows) {
+        tile.rows = int32_t(std::min<int64_t>(kSumRows, end_row - row0));
+        for (int32_t r = 0; r < tile.rows; ++r) {
+            const int32_t query = int32_t(row0) + r;
+            const KeyRange range = key_range(p, s, query);
+            tile.row[r] = {head, query, std::clamp(range.begin, begin, end), std::clamp(range.end, begin, end)};
+            tile.lse[r] = lse[query] == -INFINITY ? INFINITY : lse[query];
+        }
+        tile.key_begin = tile.row[0].key_begin, tile.key_end = tile.row[tile.rows - 1].key_end;
+        if (tile.key_begin < tile.key_end) kernel.sum_keys(tile);
+    }
+}
+
 }  // namespace
 
 size_t forward_workspace(const AttentionParams& p, Isa) {
     return size_t(p.num_threads) * size_t(Layout(p).total + pieces_size(p)) * sizeof(float) + 64;
 }
 
+void clear_max_score(const AttentionParams& p) { std::fill_n(p.max_score, int64_t(p.batch) * p.nheads, -INFINITY); }
+
+void clear_key_sums(const AttentionParams& p) {
+    for (int32_t b = 0; b < p.batch; ++b)
+        for (int32_t head = 0; head < p.nheads; ++head)
+            std::fill_n(p.key_sums + key_sums_offset(p, b, head), sequence_of(p, b).seqlen_k, 0.0f);
+}
+
 void forward(const AttentionParams& p, Isa isa) {
+    if (p.max_score) clear_max_score(p);
     const TileKernel& kernel = tile_kernel(isa);
     const Layout layout(p);
     float* const workspace = static_cast<float*>(align_up(p.workspace, 64));
@@ -217,6 +265,14 @@ void forward(const AttentionParams& p, Isa isa) {
         const int64_t head = task / tiles, first = (tiles - 1 - task % tiles) * rows;
         attend(p, kernel, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), first, rows,
                layout.at(workspace + thread * layout.total));
+    });
+    if (!p.key_sums) return;
+    clear_key_sums(p);
+    const int64_t tasks = (p.seqlen_k + int64_t(kSumKeys) - 1) / kSumKeys;
+    parallel_for(tasks * p.batch * p.nheads, threads, [&](int64_t task, int thread) {
+        const int64_t head = task / tasks;
+        sum_keys(p, kernel, int32_t(head / p.nheads), int32_t(head % p.nheads), task % tasks * kSumKeys,
+                 layout.at(workspace + thread * layout.total));
     });
 }
 

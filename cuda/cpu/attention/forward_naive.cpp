@@ -1,6 +1,7 @@
 // forward_naive.cpp: standard attention, with all of S in the workspace. Its three loops define attention. They are slow.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "attention/common/dropout.h"
 #include "cpu/attention/kernels.h"
@@ -25,8 +26,9 @@ void scores(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head
     }
 }
 
-// Turns a row of S into a row of P, and writes lse. A hidden key keeps its -inf, and its value is skipped later: 0 x NaN would be NaN.
-void softmax(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, float* row) {
+// Turns a row of S into a row of P, writes lse, and adds the row before dropout to key_sums, where these are wanted. A hidden key keeps its
+// -inf, and its value is skipped later: 0 x NaN would be NaN.
+void softmax(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, float* row, float* key_sums) {
     float row_max = p.sinks ? p.sinks[head] : -INFINITY;
     for (int32_t j = 0; j < s.seqlen_k; ++j) row_max = std::fmax(row_max, row[j]);
     if (row_max == -INFINITY) row_max = 0;
@@ -36,6 +38,7 @@ void softmax(const AttentionParams& p, const Sequence& s, int32_t b, int32_t hea
     for (int32_t j = 0; j < s.seqlen_k; ++j) {
         if (row[j] == -INFINITY) continue;
         row[j] /= row_sum;
+        if (key_sums) key_sums[j] += row[j];
         if (p.dropout_threshold) row[j] = dropped(p, dropout_block(p, b, head, i, j), j) ? 0 : row[j] * p.dropout_scale;
     }
     if (p.lse) p.lse[lse_offset(p, s, head) + i] = row_sum == 0 ? -INFINITY : row_max + std::log(row_sum);
@@ -65,7 +68,10 @@ void attend(const AttentionParams& p, int32_t b, int32_t head, float* scratch) {
     float *const S = scratch, *const line = scratch + size_t(p.seqlen_q) * p.seqlen_k;
     const int64_t n = s.seqlen_k;
     for (int32_t i = 0; i < s.seqlen_q; ++i) scores<dtype>(p, s, b, head, i, line, S + i * n);
-    for (int32_t i = 0; i < s.seqlen_q; ++i) softmax(p, s, b, head, i, S + i * n);
+    if (p.max_score) p.max_score[int64_t(b) * p.nheads + head] = std::accumulate(S, S + s.seqlen_q * n, -INFINITY, fmaxf) + 0.0f;
+    float* const key_sums = p.key_sums ? p.key_sums + key_sums_offset(p, b, head) : nullptr;
+    if (key_sums) std::fill_n(key_sums, n, 0.0f);
+    for (int32_t i = 0; i < s.seqlen_q; ++i) softmax(p, s, b, head, i, S + i * n, key_sums);
     for (int32_t i = 0; i < s.seqlen_q; ++i) output<dtype>(p, s, b, head, i, S + i * n, line);
 }
 

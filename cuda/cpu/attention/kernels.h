@@ -10,6 +10,9 @@
 
 namespace fa::cpu {
 
+void clear_max_score(const AttentionParams& params);  // -inf
+void clear_key_sums(const AttentionParams& params);   // 0 for the keys of all sequences
+
 void forward(const AttentionParams& params, Isa isa);  // tiled online softmax; memory: O(1) in seqlen per thread
 size_t forward_workspace(const AttentionParams& params, Isa isa);
 

@@ -149,7 +149,7 @@ struct NarrowRow {
     const QueryTile* tile;
     const QueryRow* row;
     float *q, *out, *s;  // headdim and headdim_v numbers up to whole vectors, scores of a key tile
-    float row_max, row_sum;
+    float row_max, row_sum, greatest;
 
     void load_query() const {
         const QueryTile& t = *tile;
@@ -187,15 +187,16 @@ struct NarrowRow {
         }
     }
 
-    // S becomes P: new row_max and row_sum. Returns what the old O has to be multiplied with.
+    // S becomes P: new row_max, row_sum and greatest. Returns what the old O has to be multiplied with.
     float softmax(int keys) {
         if (keys % L) {
             Vec& last = *(Vec*)(s + keys / L * L);
             last = lane_numbers() < float(keys % L) ? last : splat(-kInfinity);
         }
-        Vec highest = splat(row_max);
+        Vec highest = splat(greatest);
         for (int j = 0; j < keys; j += L) highest = max(*(const Vec*)(s + j), highest);
-        const float new_max = max_from<1>(highest)[0];
+        greatest = max_from<1>(highest)[0];
+        const float new_max = max(splat(greatest), splat(row_max))[0];
         // A row that saw nothing yet has row_max = -inf; -inf - -inf would be NaN, so it subtracts 0 instead.
         const float shift = new_max == -kInfinity ? 0 : new_max;
         Vec sum = {};

@@ -41,11 +41,16 @@ struct QueryTile {
     QueryRow row[kMaxTileRows];
     float row_max[kMaxTileRows];  // written with row_sum: lse = row_max + log(row_sum)
     float row_sum[kMaxTileRows];
+    float greatest[kMaxTileRows];  // score of the row, -inf when it sees no key: row_max may be the sink's
+    float lse[kMaxTileRows];       // read by sum_keys; +inf for a row that sees no key
+    float* key_sums;               // of key 0
 };
 
 struct TileKernel {
     int lanes;                     // queries per vector
-    void (*run)(QueryTile& tile);  // writes the rows of out, row_max and row_sum
+    void (*run)(QueryTile& tile);  // writes the rows of out, row_max, row_sum and greatest
+    // Adds to key_sums of keys key_begin .. key_end - 1 their probabilities, exp(S - lse), of all rows. They are rows of one query head.
+    void (*sum_keys)(QueryTile& tile);
 };
 
 extern const TileKernel kTilePortable, kTileAvx2, kTileAvx512, kTileNeon;

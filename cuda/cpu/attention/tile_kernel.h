@@ -263,14 +263,14 @@ struct Tile {
     const Scratch& scratch;
     const int all_vectors, narrow_rows;  // narrow_rows: of the last vector, which goes its own way; 0 = there is none
     const int vectors;                   // the others
-    Vec row_max[kMaxVectors], row_sum[kMaxVectors];
+    Vec row_max[kMaxVectors], row_sum[kMaxVectors], greatest[kMaxVectors];
 
-    explicit Tile(QueryTile& tile)
+    explicit Tile(QueryTile& tile, bool may_be_narrow = true)
         : t(tile),
           p(*tile.params),
           scratch(tile.scratch),
           all_vectors((tile.rows + L - 1) / L),
-          narrow_rows(is_narrow() ? t.rows - (all_vectors - 1) * L : 0),
+          narrow_rows(may_be_narrow && is_narrow() ? t.rows - (all_vectors - 1) * L : 0),
           vectors(all_vectors - (narrow_rows > 0)) {}
 
     // A vector of its own with a few rows in it. A row's arithmetic must not depend on the tile it is in, but tiles end at whole groups.
@@ -294,7 +294,7 @@ struct Tile {
 
     void start_rows() {
         for (int n = 0; n < all_vectors; ++n) {
-            row_max[n] = splat(-kInfinity), row_sum[n] = Vec{};
+            row_max[n] = greatest[n] = splat(-kInfinity), row_sum[n] = Vec{};
             if (!p.sinks) continue;
             for (int l = 0; l < L; ++l) {  // a sink counts like a key without a value
                 const float sink = p.sinks[t.row[n * L + l < t.rows ? n * L + l : 0].head];
@@ -327,14 +327,17 @@ struct Tile {
         }
     }
 
-    // Turns S of keys begin .. end - 1 into P, updates row_max and row_sum, and gives the factor by which the old O must be multiplied.
+    // Turns S of keys begin .. end - 1 into P, updates row_max, row_sum and greatest, and gives the factor by which the old O must be
+    // multiplied.
     template <int kWidth>
-    void softmax(float* s, int begin, int end, Vec* row_max, Vec* row_sum, Vec* correction) {
+    void softmax(float* s, int begin, int end, Vec* row_max, Vec* row_sum, Vec* greatest, Vec* correction) {
         Vec new_max[kWidth], shift[kWidth], sum[kWidth];
-        for (int n = 0; n < kWidth; ++n) new_max[n] = row_max[n];
+        for (int n = 0; n < kWidth; ++n) new_max[n] = greatest[n];
         for (int j = begin; j < end; ++j)
             for (int n = 0; n < kWidth; ++n) new_max[n] = max(*(const Vec*)(s + (j * kWidth + n) * L), new_max[n]);
         for (int n = 0; n < kWidth; ++n) {
+            greatest[n] = new_max[n];
+            new_max[n] = max(new_max[n], row_max[n]);
             // A row that has seen no key yet has row_max = -inf. -inf - -inf would be NaN, so such a row subtracts 0 instead.
             shift[n] = new_max[n] == -kInfinity ? Vec{} : new_max[n];
             sum[n] = Vec{};
@@ -395,7 +398,7 @@ struct Tile {
         NarrowRow row[kNarrowRows];
         for (int r = 0; r < narrow_rows; ++r) {
             float *const q = scratch.k + r * scratch.ld_k, *const out = scratch.v + r * scratch.ld_v;  // no copy of K and V is there yet
-            row[r] = {&t, rows + r, q, out, scratch.s + r * kTileKeys, row_max[n][r], row_sum[n][r]};
+            row[r] = {&t, rows + r, q, out, scratch.s + r * kTileKeys, row_max[n][r], row_sum[n][r], greatest[n][r]};
             row[r].load_query();
         }
         const int begin = rows[0].key_begin, end = rows[narrow_rows - 1].key_end;  // both grow with the query
@@ -431,7 +434,7 @@ struct Tile {
         }
         for (int r = 0; r < narrow_rows; ++r) {
             row[r].store_output();
-            row_max[n][r] = row[r].row_max, row_sum[n][r] = row[r].row_sum;
+            row_max[n][r] = row[r].row_max, row_sum[n][r] = row[r].row_sum, greatest[n][r] = row[r].greatest;
         }
     }
 
@@ -463,7 +466,7 @@ struct Tile {
                 g.transform(key, begin, end);
                 if (!finite) __builtin_memcpy(scratch.seen + s0, g.s + s0, size_t(end - begin) * kWidth * L * sizeof(float));
                 Vec correction[kWidth];
-                softmax<kWidth>(g.s, begin, end, row_max + n, row_sum + n, correction);
+                softmax<kWidth>(g.s, begin, end, row_max + n, row_sum + n, greatest + n, correction);
                 if (p.dropout_threshold) g.dropout(key, begin, end);
                 output<kWidth>(v, scratch.ld_v, end - begin, p.headdim_v, g.s + s0, correction, g.out);
                 if (!finite) add_special_values(g, key, begin, end, special);
@@ -474,17 +477,47 @@ struct Tile {
         store_statistics();
     }
 
+    // P is computed a second time: it is known once a row's sum is.
+    void sum_keys() {
+        for (int n = 0; n < vectors; ++n)  // lanes past the end add nothing
+            for (int l = 0; l < L; ++l) row_max[n][l] = n * L + l < t.rows ? t.lse[n * L + l] : kInfinity;
+        for_groups([&](auto width, int n) { group(n, width.value).load_queries(); });
+        for (int64_t first = t.key_begin, next; first < t.key_end; first = next) {
+            next = (first / kTileKeys + 1) * kTileKeys;
+            const int key = int(first), keys = int((next < t.key_end ? next : t.key_end) - first);
+            copy_keys(key, keys);
+            Prefetch prefetch = {};
+            for_groups([&](auto width, int n) {
+                constexpr int kWidth = decltype(width)::value;
+                const Group g = group(n, kWidth);
+                const int begin = g.first().key_begin > key ? g.first().key_begin - key : 0;
+                const int end = g.last().key_end < key + keys ? g.last().key_end - key : keys;
+                if (begin >= end) return;
+                scores<kWidth>(scratch.k + begin * scratch.ld_k, scratch.ld_k, end - begin, g.q, p.headdim,
+                               g.s + int64_t(begin) * kWidth * L, prefetch);
+                g.transform(key, begin, end);
+                for (int j = begin; j < end; ++j) {
+                    Vec sum = {};
+                    for (int x = 0; x < kWidth; ++x) sum += exp(g.score(j, x) - row_max[n + x]);
+                    t.key_sums[key + j] += sum_from<1, 1>(&sum)[0];
+                }
+            });
+        }
+    }
+
     void store_statistics() const {
         for (int n = 0; n < all_vectors; ++n)
-            for (int l = 0; l < L; ++l) t.row_max[n * L + l] = row_max[n][l], t.row_sum[n * L + l] = row_sum[n][l];
+            for (int l = 0; l < L; ++l)
+                t.row_max[n * L + l] = row_max[n][l], t.row_sum[n * L + l] = row_sum[n][l], t.greatest[n * L + l] = greatest[n][l];
     }
 };
 
 void run_tile(QueryTile& tile) { Tile(tile).run(); }
+void sum_keys_of_tile(QueryTile& tile) { Tile(tile, false).sum_keys(); }
 
 }  // namespace
 }  // namespace fa::cpu::FA_ISA
 
 namespace fa::cpu {
-const TileKernel FA_TILE = {FA_LANES, FA_ISA::run_tile};
+const TileKernel FA_TILE = {FA_LANES, FA_ISA::run_tile, FA_ISA::sum_keys_of_tile};
 }

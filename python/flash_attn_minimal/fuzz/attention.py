@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,13 +61,13 @@ def plain_e4m3_head(head: reference.Head):
     return as_dtype(p, E4M3) @ head.v / np.where(total == 0, 1, total), lse
 
 
-def results_of(got, with_lse: bool, views) -> dict[str, Any]:
-    """What a call returned by name; a given out is among the views already, and has to be what comes back."""
-    out, lse = got if with_lse else (got, None)
-    results = {} if lse is None else {"lse": lse}
+def results_of(got, more: Sequence[str], views) -> dict[str, Any]:
+    """What a call returned by name, out and `more`; a given out is among the views already, and has to be what comes
+    back."""
+    results = dict(zip(("out", *more), got if more else (got,), strict=True))
     if "out" not in views:
-        return results | {"out": out}
-    if out is not views["out"]:
+        return results
+    if results.pop("out") is not views["out"]:
         raise Wrong("the call returned another array than the given out")
     return results
 
@@ -102,6 +103,7 @@ class Forward(Function):
         "dropout_p": 0.0, "softmax_scale": None, "spread": 1.0, "out": False, "layouts": {}, "lens": None,
         "extra": [0, 0], "longer": [0, 0], "allow_tf32": False, "num_threads": 0, "deterministic": False, "hide": False,
         "descale": None, "fast_accum": False, "out_dtype": None, "repeats": 0, "return_lse": True, "kernel": None,
+        "max_score": False, "key_sums": False,
     }  # fmt: skip
     LEAST = {"nheads_k": 1, "group": 1, "headdim": 1, "headdim_v": 1}
     REQUIRED = ("q", "k", "v")
@@ -114,6 +116,8 @@ class Forward(Function):
         "top_left": (None, 7),
         "allow_tf32": ("x", 5),
         "return_lse": ("no",),
+        "return_max_score": (3,),
+        "return_key_sums": ("x",),
         "out_dtype": ("int8", "float64", 3),
         "fast_accum": (3,),
     }
@@ -151,6 +155,8 @@ class Forward(Function):
         rank = 3 if self.varlen else 4
         ranks = {"q": rank, "k": rank, "v": rank, "out": rank, **self._option_ranks(spec)}
         spec["layouts"] = draw.layouts(ranks, backend, outputs=("out",)) | factors_apart
+        for name in ("max_score", "key_sums"):
+            spec[name] = spec["dtype"] != E4M3 and draw.option(0.25)
         return spec
 
     def draw_shape(self, draw: Draw, backend) -> dict[str, Any]:
@@ -368,7 +374,7 @@ class Forward(Function):
                 options[name] = self.get(spec, name)
         if self.get(spec, "lens") is not None:
             options["max_seqlen_q"], options["max_seqlen_k"] = self._longest(spec)
-        return options
+        return options | {f"return_{name}": True for name in ("max_score", "key_sums") if self.get(spec, name)}
 
     def query(self, spec, views, options):
         return attention.query(**views, **options)
@@ -376,8 +382,11 @@ class Forward(Function):
     def call(self, spec, views, options):
         function = attention.flash_attn_func if self.get(spec, "lens") is None else attention.flash_attn_varlen_func
         wanted = {"return_lse": True} if self.get(spec, "return_lse") else {}
-        got = function(**views, **(wanted | options))
-        return results_of(got, bool(wanted), views)
+        wanted |= options
+        got = function(**views, **wanted)
+        return results_of(
+            got, [name for name in ("lse", "max_score", "key_sums") if wanted.get(f"return_{name}")], views
+        )
 
     def written(self, spec, values):
         if not self.get(spec, "out"):
@@ -450,9 +459,27 @@ class Forward(Function):
         plain = functools.cache(lambda: self.attend(spec, values, one_head))
         if "lse" in results:
             judge.check("lse", results["lse"], exact_lse, lambda: plain()[1], "float32", floor=floor)
+        if "max_score" in results:
+            greatest = self._statistic("max_score", spec, values)
+            judge.check("max_score", results["max_score"], greatest, greatest, "float32", floor=2 * floor)
+        if "key_sums" in results:
+            # A probability is known as well as its score and lse are.
+            sums, largest = (
+                self._statistic("key_sums", spec, values),
+                np.abs(exact_lse[np.isfinite(exact_lse)]).max(initial=1.0),
+            )
+            judge.within(
+                "key_sums", results["key_sums"], sums, floor + 4 * (floor + 2.0**-23 * largest) * (1 + np.abs(sums))
+            )
         room = floor * max(1.0, float(np.abs(exact).max(initial=0)))  # dropout scales P up: outputs can be many times v
         room += self.noise(spec, v)
         judge.check("out", out, exact, lambda: plain()[0][:covered], epsilon, floor=room)
+
+    def _statistic(self, name: str, spec, values) -> np.ndarray:
+        arrays, scores = self._inputs(spec, values), self._scores(spec, values)
+        if self.get(spec, "lens") is None:
+            return getattr(reference, name)(*arrays, **scores)
+        return getattr(reference, f"varlen_{name}")(*arrays, *self._cu(spec), **scores)
 
     def noise(self, spec, v) -> float:
         """What the way to share the work adds to the error of out."""

@@ -23,7 +23,9 @@ class Backward(Forward):
     REQUIRED = ("q", "k", "v", "dout", "out", "lse")
     LOOSE: dict[str, tuple[int, ...]] = {}
     BAD_OPTIONS = {
-        k: v for k, v in Forward.BAD_OPTIONS.items() if k not in ("return_lse", "out_dtype", "fast_accum")
+        k: v
+        for k, v in Forward.BAD_OPTIONS.items()
+        if k not in ("return_lse", "return_max_score", "return_key_sums", "out_dtype", "fast_accum")
     } | {"accumulate": (2, "x"), "return_dbias": (2,), "return_dsinks": ("x",)}
     queried = False  # backward_query does not get all arrays
     ALIASES = (("dq", "q"), ("dk", "k"), ("dv", "v"), ("dk", "dv"))

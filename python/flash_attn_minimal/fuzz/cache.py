@@ -340,7 +340,7 @@ class Cached(Function):
     def call(self, spec, views, options):
         wanted = {"return_softmax_lse": True} if self.get(spec, "return_softmax_lse") else {}
         got = kvcache.flash_attn_with_kvcache(**views, **(wanted | options))
-        return results_of(got, bool(wanted), views)
+        return results_of(got, ["lse"] if wanted else [], views)
 
     def appended(self, spec, values) -> tuple[np.ndarray, np.ndarray]:
         """Entries and rows that the call writes."""

@@ -34,6 +34,10 @@ def groups_of(devices: tuple) -> list[distributed.Group]:
     return distributed.thread_groups(devices=devices, timeout=TIMEOUT)
 
 
+# What calls over ranks do not have.
+UNSERVED = ("kernel", "return_max_score", "return_key_sums")
+
+
 class AcrossRanks:
     """What the two functions share; comes before Forward or Backward among the bases."""
 
@@ -56,7 +60,7 @@ class AcrossRanks:
     # ---- drawing ----
 
     def draw(self, draw, backend):
-        spec = super().draw(draw, backend)
+        spec = super().draw(draw, backend) | {"max_score": False, "key_sums": False}
         spec |= {"extra": [0, 0], "longer": [0, 0], "ranks": draw.pick((2, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8))}
         spec["cut"] = draw.pick(("zigzag", "zigzag", "contiguous", "flat"))
         spec["pieces"] = draw.pick((0, 0, 0, 0, 1, 2, 3, 16))
@@ -273,7 +277,7 @@ class DistributedForward(AcrossRanks, Forward):
     name, varlen, weight, backward = "distributed_forward", True, 2, False
     DEFAULTS = Forward.DEFAULTS | AcrossRanks.DEFAULTS
     REQUIRED = ("q0", "k0", "v0", "q1", "k1", "v1")
-    BAD_OPTIONS = {k: v for k, v in Forward.BAD_OPTIONS.items() if k != "kernel"} | AcrossRanks.MORE_BAD_OPTIONS
+    BAD_OPTIONS = {k: v for k, v in Forward.BAD_OPTIONS.items() if k not in UNSERVED} | AcrossRanks.MORE_BAD_OPTIONS
     ALIASES = tuple((f"out{rank}", f"{name}{rank}") for rank in range(8) for name in "qkv")
 
     def call_rank(self, spec, group, arrays, options):

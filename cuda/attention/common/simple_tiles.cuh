@@ -1,5 +1,5 @@
-// simple_tiles.cuh: 64 x 64 tiles of fp32 in shared memory and their products in registers, for the kernels on CUDA cores: simple.cu and
-// scores.cu.
+// simple_tiles.cuh: 64 x 64 tiles of fp32 in shared memory and their products in registers, for kernels on CUDA cores that own
+// rows and walk others.
 #pragma once
 
 #include "attention/common/mask.h"
