@@ -2,6 +2,8 @@
 // two or three consumer warpgroups. A tile is a specialisation of the kernel's table of plans; the kernel is the library's.
 #pragma once
 
+#include <utility>
+
 #include "ladder/variants/wgmma_roles.cuh"
 
 namespace fa {
@@ -24,6 +26,11 @@ void add_wgmma_tile(Variants* variants, int order) {
     };
     v.launch = launch_wgmma<Bf16, kId>;
     variants->push_back(std::move(v));
+}
+// The tiles of numbers kBase + 1, kBase + 2, ...
+template <int kBase, int... kIndex>
+void add_wgmma_tiles(Variants* variants, std::integer_sequence<int, kIndex...>) {
+    (add_wgmma_tile<WgmmaPlanId(kBase + 1 + kIndex)>(variants, 1 + kIndex), ...);
 }
 
 }  // namespace fa

@@ -21,18 +21,6 @@ FA_TILE(310, 3, 96)
 FA_TILE(311, 4, 32)
 #undef FA_TILE
 
-void add_wgmma_tile_variants_d128(Variants* variants) {
-    add_wgmma_tile<WgmmaPlanId(301)>(variants, 1);
-    add_wgmma_tile<WgmmaPlanId(302)>(variants, 2);
-    add_wgmma_tile<WgmmaPlanId(303)>(variants, 3);
-    add_wgmma_tile<WgmmaPlanId(304)>(variants, 4);
-    add_wgmma_tile<WgmmaPlanId(305)>(variants, 5);
-    add_wgmma_tile<WgmmaPlanId(306)>(variants, 6);
-    add_wgmma_tile<WgmmaPlanId(307)>(variants, 7);
-    add_wgmma_tile<WgmmaPlanId(308)>(variants, 8);
-    add_wgmma_tile<WgmmaPlanId(309)>(variants, 9);
-    add_wgmma_tile<WgmmaPlanId(310)>(variants, 10);
-    add_wgmma_tile<WgmmaPlanId(311)>(variants, 11);
-}
+void add_wgmma_tile_variants_d128(Variants* variants) { add_wgmma_tiles<300>(variants, std::make_integer_sequence<int, 11>()); }
 
 }  // namespace fa

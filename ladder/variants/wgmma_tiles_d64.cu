@@ -20,17 +20,6 @@ FA_TILE(209, 3, 128)
 FA_TILE(210, 4, 64)
 #undef FA_TILE
 
-void add_wgmma_tile_variants_d64(Variants* variants) {
-    add_wgmma_tile<WgmmaPlanId(201)>(variants, 1);
-    add_wgmma_tile<WgmmaPlanId(202)>(variants, 2);
-    add_wgmma_tile<WgmmaPlanId(203)>(variants, 3);
-    add_wgmma_tile<WgmmaPlanId(204)>(variants, 4);
-    add_wgmma_tile<WgmmaPlanId(205)>(variants, 5);
-    add_wgmma_tile<WgmmaPlanId(206)>(variants, 6);
-    add_wgmma_tile<WgmmaPlanId(207)>(variants, 7);
-    add_wgmma_tile<WgmmaPlanId(208)>(variants, 8);
-    add_wgmma_tile<WgmmaPlanId(209)>(variants, 9);
-    add_wgmma_tile<WgmmaPlanId(210)>(variants, 10);
-}
+void add_wgmma_tile_variants_d64(Variants* variants) { add_wgmma_tiles<200>(variants, std::make_integer_sequence<int, 10>()); }
 
 }  // namespace fa

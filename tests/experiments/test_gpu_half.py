@@ -10,6 +10,7 @@ from test_command import needs_matplotlib, run
 
 from flash_attn_minimal import experiments
 from flash_attn_minimal._library import LibraryNotFound
+from flash_attn_minimal.bench.report import NotAResult
 from flash_attn_minimal.bench.systems import Shape
 from flash_attn_minimal.experiments import (
     _calls,
@@ -313,7 +314,7 @@ def test_damaged_results_are_refused_or_read(tmp_path, name):
         file.write_bytes(edit_json(rng, whole))
         try:
             report.read(file)
-        except report.NotAResult as error:
+        except NotAResult as error:
             assert "result.json" in str(error)
             refused += 1
     assert 0 < refused < 150

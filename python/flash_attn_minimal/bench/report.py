@@ -64,26 +64,26 @@ def write(data: dict, folder: Path) -> list[Path]:
 
 
 class NotAResult(BenchError, BadArgument):
-    """A file is no result of `bench`; the text names the file and says why."""
+    """A file is no result of a command; the text names both and says why."""
 
 
 @contextlib.contextmanager
-def _result(file: Path) -> Iterator[None]:
+def a_result(file: Path, command: str = "bench") -> Iterator[None]:
     """Turns what goes wrong in the tables and pictures into NotAResult: they read fields that a result has."""
     try:
         yield
     except OSError as error:
         raise NotAResult(f"--plot-only {file}: {error.strerror}") from None
     except LookupError as error:
-        raise NotAResult(f"--plot-only {file}: not a result of `bench`: it lacks {error}") from None
+        raise NotAResult(f"--plot-only {file}: not a result of `{command}`: it lacks {error}") from None
     except BadArgument as error:
         raise NotAResult(f"--plot-only: {error}") from None
     except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError) as error:
-        raise NotAResult(f"--plot-only {file}: not a result of `bench`: {error}") from None
+        raise NotAResult(f"--plot-only {file}: not a result of `{command}`: {error}") from None
 
 
 def read(file: Path) -> dict:
-    with _result(file):
+    with a_result(file):
         data = parse_json(read_bytes("file", file))
         if not (isinstance(data, dict) and data.keys() >= {"suite", "machine", "date", "command", "rows"}):
             raise ValueError("it has no suite, machine, date, command and rows")
@@ -96,7 +96,7 @@ def read(file: Path) -> dict:
 def redraw(file: Path) -> list[Path]:
     """Table and pictures again, from a file."""
     data = read(file)
-    with _result(file):
+    with a_result(file):
         return draw(data, file)
 
 

@@ -3,16 +3,13 @@ that its numbers are those of the table."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from .._files import parse_json, quoted, read_bytes
-from .._library import BadArgument
 from .._report import STYLE
 from ..bench import figure
 from ..bench.machine import BenchError
-from ..bench.report import encoded, machine_parts
+from ..bench.report import a_result, encoded, machine_parts
 from ..bench.report import result as bench_result
 from .experiment import EXPERIMENTS, results, roofs
 
@@ -47,27 +44,8 @@ def save(data: dict, folder: Path) -> Path:
     return file
 
 
-class NotAResult(BenchError, BadArgument):
-    """A file is no result of `experiment`; the text names it and says why."""
-
-
-@contextlib.contextmanager
-def _result(file: Path) -> Iterator[None]:
-    """Turns what goes wrong in tables and pictures into NotAResult: they read fields that a result has."""
-    try:
-        yield
-    except OSError as error:
-        raise NotAResult(f"--plot-only {file}: {error.strerror}") from None
-    except LookupError as error:
-        raise NotAResult(f"--plot-only {file}: not a result of `experiment`: it lacks {error}") from None
-    except BadArgument as error:
-        raise NotAResult(f"--plot-only: {error}") from None
-    except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError) as error:
-        raise NotAResult(f"--plot-only {file}: not a result of `experiment`: {error}") from None
-
-
 def read(file: Path) -> dict:
-    with _result(file):
+    with a_result(file, "experiment"):
         data = parse_json(read_bytes("file", file))
         if not (isinstance(data, dict) and data.keys() >= set(FIELDS)):
             raise ValueError(f"it has no {', '.join(FIELDS[:-1])} and {FIELDS[-1]}")
@@ -79,7 +57,7 @@ def read(file: Path) -> dict:
 
 def redraw(file: Path) -> list[Path]:
     data = read(file)
-    with _result(file):
+    with a_result(file, "experiment"):
         return draw(data, file)
 
 
