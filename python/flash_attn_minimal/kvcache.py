@@ -196,8 +196,8 @@ def flash_attn_with_kvcache(
     """
     step = _Step(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, block_table, alibi_slopes, sinks, k_scale,
-        v_scale, tree_mask, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, softcap, rotary_interleaved,
-        num_splits, tree_keys, batch_invariant, programmatic, kernel, num_threads,
+        v_scale, tree_mask, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, softcap,
+        rotary_interleaved, num_splits, tree_keys, batch_invariant, programmatic, kernel, num_threads,
     )  # fmt: skip
     at_once = type(cache_seqlens) is int  # one length, which is no array
     arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
