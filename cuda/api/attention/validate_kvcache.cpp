@@ -152,14 +152,16 @@ fa_status check_tree(const fa_kvcache_args& a, const fa_attention_args& f, bool 
         return FA_OK;
     }
     FA_RETURN_IF_ERROR(check_pointer("tree_mask", a.tree_mask, 8, need && f.seqlen_q > 0));
-    if (f.causal) return fail(FA_BAD_ARGUMENT, "causal=%d with tree_keys=%d: the tree says which rows see which keys", f.causal, a.tree_keys);
+    if (f.causal)
+        return fail(FA_BAD_ARGUMENT, "causal=%d with tree_keys=%d: the tree says which rows see which keys", f.causal, a.tree_keys);
     if (f.has_window)
-        return fail(FA_BAD_ARGUMENT, "window_left=%" PRId64 ", window_right=%" PRId64 " with tree_keys=%d: a window counts positions in a row",
+        return fail(FA_BAD_ARGUMENT,
+                    "window_left=%" PRId64 ", window_right=%" PRId64 " with tree_keys=%d: a window counts positions in a row",
                     int64_t(f.window_left), int64_t(f.window_right), a.tree_keys);
-    if (f.alibi_slopes)
-        return fail(FA_UNSUPPORTED, "alibi_slopes is set with tree_keys=%d: ALiBi counts positions in a row", a.tree_keys);
+    if (f.alibi_slopes) return fail(FA_UNSUPPORTED, "alibi_slopes is set with tree_keys=%d: ALiBi counts positions in a row", a.tree_keys);
     if (a.rotary_cos)
-        return fail(FA_UNSUPPORTED, "rotary_cos is set with tree_keys=%d: the tokens of a tree stand at positions of their own", a.tree_keys);
+        return fail(FA_UNSUPPORTED, "rotary_cos is set with tree_keys=%d: the tokens of a tree stand at positions of their own",
+                    a.tree_keys);
     return FA_OK;
 }
 

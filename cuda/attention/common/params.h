@@ -93,7 +93,9 @@ struct AttentionParams {
     TreeView tree;  // with a cache only, and then without causal and window
 
     // True when a score is more than scale * (q . k) under a window: the general instantiation of a kernel.
-    FA_HOST_DEVICE bool general_scores() const { return softcap != 0 || alibi_slopes || bias.data || mask.data || tree.rows || dropout_threshold; }
+    FA_HOST_DEVICE bool general_scores() const {
+        return softcap != 0 || alibi_slopes || bias.data || mask.data || tree.rows || dropout_threshold;
+    }
     // The batch size that may decide between kernels and tiles.
     FA_HOST_DEVICE int32_t deciding_batch() const { return cache.batch_invariant ? 1 : batch; }
     // True when K and V are of q's dtype and a sequence's rows lie a stride apart: no cache, or a contiguous one.

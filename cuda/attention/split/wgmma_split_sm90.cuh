@@ -76,8 +76,8 @@ template <WgmmaPlanId kId>
 __device__ __forceinline__ MaskedTiles masked_tiles(const SplitWork& w, int wg) {
     return {clamp_to(min(w.row_of(wg, 0) / w.group + w.right + 1, w.tree_begin), 0, w.seqlen_k) / kWgmmaPlan<kId>.block_n, 0};
 }
-// Scores of the thread's rows r, whose first key is `first` keys behind the tree's: -inf where the row's bit is not set. Columns 128 and on
-// do not exist, and keys behind the sequence are hidden already.
+// -inf where the thread's row r may not see a key of the tree. The thread's first key is number `first` of the tree, or before it. Keys
+// behind the sequence are hidden already.
 template <int kScores>
 __device__ __forceinline__ void mask_tree(float (&S)[kScores], int r, uint64_t bits, int first) {
     static_assert(kScores <= 64, "128 keys of a tile");
@@ -178,13 +178,15 @@ __device__ __forceinline__ void set_work(const SplitParams& params, const Segmen
     }
 }
 
-// The keys of the tree that rows row0 .. of a block see. Whole warps.
+// The keys of the tree that rows row0 .. of a block see, if the segment has any of them. Whole warps.
 template <WgmmaPlanId kId>
-__device__ __forceinline__ uint64_t tree_seen_by(const SplitParams& params, int b, int row0) {
+__device__ __forceinline__ uint64_t tree_seen_by(const SplitParams& params, const Segment& at, int row0) {
     const AttentionParams& p = params.decode.attention;
+    const SequenceKeys keys = sequence_keys(params.decode, at.b);
+    if ((keys.first_tile + at.end) * kWgmmaPlan<kId>.block_n <= keys.count - p.tree.keys) return 0;
     const int end = min((row0 + kWgmmaPlan<kId>.warpgroups * params.slab_rows - 1) / p.group, p.seqlen_q - 1);
     uint64_t seen = 0;
-    for (int i = row0 / p.group + threadIdx.x % 32; i <= end; i += 32) seen |= __ldg(p.tree.rows + b * p.tree.batch + i * p.tree.row);
+    for (int i = row0 / p.group + threadIdx.x % 32; i <= end; i += 32) seen |= __ldg(p.tree.rows + at.b * p.tree.batch + i * p.tree.row);
     return uint64_t(__reduce_or_sync(~0u, unsigned(seen >> 32))) << 32 | __reduce_or_sync(~0u, unsigned(seen));
 }
 
@@ -218,7 +220,7 @@ __device__ __forceinline__ void produce_pieces(const CUtensorMap& map_q, const S
         const int row0 = at.unit % d.shape.row_tiles * d.shape.rows + blockIdx.y * (kWgmmaPlan<kId>.warpgroups * params.slab_rows);
         if (row0 >= d.attention.seqlen_q * d.attention.group) continue;
         SplitWork& w = smem.work[work.slot];
-        const uint64_t tree_seen = d.attention.tree.rows ? tree_seen_by<kId>(params, at.b, row0) : 0;
+        const uint64_t tree_seen = d.attention.tree.rows ? tree_seen_by<kId>(params, at, row0) : 0;
         work.wait_empty();
         if (threadIdx.x == 0) {
             set_work<kId>(params, at, row0, tree_seen, w);
