@@ -154,7 +154,7 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Spli
 
 // The keys of a segment that this block's rows see. At least one tile, so that rows without keys need no path of their own.
 template <WgmmaPlanId kId>
-__device__ __forceinline__ void set_work(const SplitParams& params, const Segment& at, int row0, uint64_t tree_seen, SplitWork& w) {
+__device__ __forceinline__ void set_work(const SplitParams& params, const Segment& at, int row0, SplitWork& w) {
     constexpr int kBlockM = kWgmmaPlan<kId>.warpgroups, kBlockN = kWgmmaPlan<kId>.block_n;
     const DecodeParams& d = params.decode;
     const AttentionParams& p = d.attention;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void set_work(const SplitParams& params, const Segmen
     const int end = clamp_to(last_row / p.group + w.right + 1, 0, w.seqlen_k);
     w.first_tile = keys.first_tile + at.begin;
     w.last_tile = max(w.first_tile, min(keys.first_tile + at.end, (end + kBlockN - 1) / kBlockN) - 1);
-    w.tree = p.tree.rows + at.b * p.tree.batch, w.tree_row = p.tree.row, w.tree_seen = tree_seen;
+    w.tree = p.tree.rows + at.b * p.tree.batch, w.tree_row = p.tree.row;
     w.tree_begin = keys.count - p.tree.keys;
     w.partial = nullptr;
     if (at.slot >= 0) {
@@ -178,16 +178,15 @@ __device__ __forceinline__ void set_work(const SplitParams& params, const Segmen
     }
 }
 
-// The keys of the tree that rows row0 .. of a block see, if the segment has any of them. Whole warps.
+// Finds the keys of the tree that some row of the block sees, where the item has any of the tree. One warp; w but for tree_seen is there.
 template <WgmmaPlanId kId>
-__device__ __forceinline__ uint64_t tree_seen_by(const SplitParams& params, const Segment& at, int row0) {
-    const AttentionParams& p = params.decode.attention;
-    const SequenceKeys keys = sequence_keys(params.decode, at.b);
-    if ((keys.first_tile + at.end) * kWgmmaPlan<kId>.block_n <= keys.count - p.tree.keys) return 0;
-    const int end = min((row0 + kWgmmaPlan<kId>.warpgroups * params.slab_rows - 1) / p.group, p.seqlen_q - 1);
+__device__ __forceinline__ void set_tree_seen(int slab_rows, SplitWork& w) {
+    if ((w.last_tile + 1) * kWgmmaPlan<kId>.block_n <= w.tree_begin) return;
+    const int end = min((w.row0 + kWgmmaPlan<kId>.warpgroups * slab_rows - 1) / w.group, w.seqlen_q - 1);
     uint64_t seen = 0;
-    for (int i = row0 / p.group + threadIdx.x % 32; i <= end; i += 32) seen |= __ldg(p.tree.rows + at.b * p.tree.batch + i * p.tree.row);
-    return uint64_t(__reduce_or_sync(~0u, unsigned(seen >> 32))) << 32 | __reduce_or_sync(~0u, unsigned(seen));
+    for (int i = w.row0 / w.group + int(threadIdx.x % 32); i <= end; i += 32) seen |= __ldg(w.tree + i * w.tree_row);
+    const unsigned low = __reduce_or_sync(~0u, unsigned(seen)), high = __reduce_or_sync(~0u, unsigned(seen >> 32));
+    if (threadIdx.x % 32 == 0) w.tree_seen = uint64_t(high) << 32 | low;
 }
 
 // Q: a box has the heads of a key head, or some of them, of one query after another. One thread.
@@ -220,12 +219,13 @@ __device__ __forceinline__ void produce_pieces(const CUtensorMap& map_q, const S
         const int row0 = at.unit % d.shape.row_tiles * d.shape.rows + blockIdx.y * (kWgmmaPlan<kId>.warpgroups * params.slab_rows);
         if (row0 >= d.attention.seqlen_q * d.attention.group) continue;
         SplitWork& w = smem.work[work.slot];
-        const uint64_t tree_seen = d.attention.tree.rows ? tree_seen_by<kId>(params, at, row0) : 0;
         work.wait_empty();
-        if (threadIdx.x == 0) {
-            set_work<kId>(params, at, row0, tree_seen, w);
-            mbarrier_arrive(work.full_barrier());
+        if (threadIdx.x == 0) set_work<kId>(params, at, row0, w);
+        if (d.attention.tree.rows && threadIdx.x < 32) {
+            __syncwarp();
+            set_tree_seen<kId>(params.slab_rows, w);
         }
+        if (threadIdx.x == 0) mbarrier_arrive(work.full_barrier());
         if (kWarpgroup) bar_sync(kProducer, 128);  // all read the item; no warp is more than one item ahead
         if (kWarpgroup || threadIdx.x == 0)
             load_item<T, kId>(w, smem, tiles, tile, [&] {
