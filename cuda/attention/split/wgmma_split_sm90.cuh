@@ -184,6 +184,7 @@ __device__ __forceinline__ void set_tree_seen(int slab_rows, SplitWork& w) {
     if ((w.last_tile + 1) * kWgmmaPlan<kId>.block_n <= w.tree_begin) return;
     const int end = min((w.row0 + kWgmmaPlan<kId>.warpgroups * slab_rows - 1) / w.group, w.seqlen_q - 1);
     uint64_t seen = 0;
+#pragma unroll 1  // the producer has few registers
     for (int i = w.row0 / w.group + int(threadIdx.x % 32); i <= end; i += 32) seen |= __ldg(w.tree + i * w.tree_row);
     const unsigned low = __reduce_or_sync(~0u, unsigned(seen)), high = __reduce_or_sync(~0u, unsigned(seen >> 32));
     if (threadIdx.x % 32 == 0) w.tree_seen = uint64_t(high) << 32 | low;
