@@ -28,6 +28,7 @@ struct SplitWork : ForwardWork {
     float *partial, *partial_lse;  // of the block's first row; nullptr: the item has all keys
     const uint64_t* tree;          // of query 0 of the sequence; read where tree_begin < seqlen_k
     int64_t tree_row;              // stride
+    int first_query, last_query;   // that the block has rows of
     int tree_begin;                // the first key of the tree; without a tree seqlen_k
     uint64_t tree_seen;            // its keys that some row of the block sees
 
@@ -171,6 +172,7 @@ __device__ __forceinline__ void set_work(const SplitParams& params, const Segmen
     w.last_tile = max(w.first_tile, min(keys.first_tile + at.end, (end + kBlockN - 1) / kBlockN) - 1);
     w.tree = p.tree.rows + at.b * p.tree.batch, w.tree_row = p.tree.row;
     w.tree_begin = keys.count - p.tree.keys;
+    w.first_query = row0 / p.group, w.last_query = last_row / p.group;
     w.partial = nullptr;
     if (at.slot >= 0) {
         const int64_t row = int64_t(at.slot) * d.shape.rows + blockIdx.y * (kBlockM * params.slab_rows);
@@ -180,12 +182,11 @@ __device__ __forceinline__ void set_work(const SplitParams& params, const Segmen
 
 // Finds the keys of the tree that some row of the block sees, where the item has any of the tree. One warp; w but for tree_seen is there.
 template <WgmmaPlanId kId>
-__device__ __forceinline__ void set_tree_seen(int slab_rows, SplitWork& w) {
+__device__ __forceinline__ void set_tree_seen(SplitWork& w) {
     if ((w.last_tile + 1) * kWgmmaPlan<kId>.block_n <= w.tree_begin) return;
-    const int end = min((w.row0 + kWgmmaPlan<kId>.warpgroups * slab_rows - 1) / w.group, w.seqlen_q - 1);
     uint64_t seen = 0;
 #pragma unroll 1  // the producer has few registers
-    for (int i = w.row0 / w.group + int(threadIdx.x % 32); i <= end; i += 32) seen |= __ldg(w.tree + i * w.tree_row);
+    for (int i = w.first_query + int(threadIdx.x % 32); i <= w.last_query; i += 32) seen |= __ldg(w.tree + i * w.tree_row);
     const unsigned low = __reduce_or_sync(~0u, unsigned(seen)), high = __reduce_or_sync(~0u, unsigned(seen >> 32));
     if (threadIdx.x % 32 == 0) w.tree_seen = uint64_t(high) << 32 | low;
 }
@@ -224,7 +225,7 @@ __device__ __forceinline__ void produce_pieces(const CUtensorMap& map_q, const S
         if (threadIdx.x == 0) set_work<kId>(params, at, row0, w);
         if (d.attention.tree.rows && threadIdx.x < 32) {
             __syncwarp();
-            set_tree_seen<kId>(params.slab_rows, w);
+            set_tree_seen<kId>(w);
         }
         if (threadIdx.x == 0) mbarrier_arrive(work.full_barrier());
         if (kWarpgroup) bar_sync(kProducer, 128);  // all read the item; no warp is more than one item ahead
