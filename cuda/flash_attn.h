@@ -264,7 +264,15 @@ typedef struct fa_kvcache_args {
      * tables of the cache, and the tables of the rotary embedding at once. So no kernel between the last plain launch and this call may
      * write them. */
     int32_t programmatic;
-    int32_t reserved;
+    int32_t tree_keys; /* draft tokens at the end of every sequence, 1 .. 64; 0 = no tree */
+    /* A tree of draft tokens (speculative decoding), in place of causal and window. With L keys in sequence b, appended ones included, row
+     * i of q sees every key before L - tree_keys, and key L - tree_keys + j if and only if bit j (1 << j) of tree_mask[b *
+     * tree_batch_stride + i * tree_row_stride] is set. Other bits, and those of keys before the first, do not matter. Neither causal,
+     * window, ALiBi nor a rotary embedding: they count positions, and the positions of a tree are not those of its rows. Read on the device
+     * by the call, not before the kernels in front of it have ended. */
+    const uint64_t* tree_mask;
+    int64_t tree_batch_stride; /* 0 = one tree for all sequences */
+    int64_t tree_row_stride;
 } fa_kvcache_args;
 
 FA_API fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream);

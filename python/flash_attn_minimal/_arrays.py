@@ -38,7 +38,7 @@ class TorchDoor(Door):
 
     def __init__(self, torch):
         self.torch = torch
-        names = "float32 float16 bfloat16 float64 bool uint8 int8 int32 int64 float8_e4m3fn"
+        names = "float32 float16 bfloat16 float64 bool uint8 int8 int32 int64 uint64 float8_e4m3fn"
         self.dtypes = {getattr(torch, t): t for t in names.split() if hasattr(torch, t)}
         self.natives = {t: dtype for dtype, t in self.dtypes.items()}
         self.plain, self.address, self.strided = torch.Tensor, torch.Tensor.data_ptr, torch.strided

@@ -101,7 +101,8 @@ class Door:
 
 # ---- NumPy, the one framework that is always there ----
 
-_NUMPY_DTYPES = {np.dtype(t): t for t in ("float32", "float16", "float64", "bool", "uint8", "int8", "int32", "int64")}
+_NUMPY_NAMES = "float32 float16 float64 bool uint8 int8 int32 int64 uint64"
+_NUMPY_DTYPES = {np.dtype(t): t for t in _NUMPY_NAMES.split()}
 
 
 def _numpy_dtype_name(dtype: Any, name: str) -> str:

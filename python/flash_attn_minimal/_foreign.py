@@ -44,6 +44,7 @@ class CudaArrayDoor(ForeignDoor):
         "i1": "int8",
         "i4": "int32",
         "i8": "int64",
+        "u8": "uint64",
     }
 
     def view(self, array, name):
@@ -134,6 +135,7 @@ class DLPackDoor(ForeignDoor):
         (2, 64): "float64",
         (6, 8): "bool",
         (1, 8): "uint8",
+        (1, 64): "uint64",
     }
     _dtypes |= {(0, 8): "int8", (0, 32): "int32", (0, 64): "int64", (10, 8): "float8_e4m3fn"}
 

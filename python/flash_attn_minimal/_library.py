@@ -218,7 +218,10 @@ class KVCacheArgs(ct.Structure):
         ("batch_invariant", ct.c_int32),
         ("num_splits", ct.c_int32),
         ("programmatic", ct.c_int32),
-        ("reserved", ct.c_int32),
+        ("tree_keys", ct.c_int32),
+        ("tree_mask", ct.c_void_p),
+        ("tree_batch_stride", ct.c_int64),
+        ("tree_row_stride", ct.c_int64),
     ]
 
 

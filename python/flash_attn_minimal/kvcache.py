@@ -33,6 +33,8 @@ class CacheKeywordOptions(TypedDict, total=False):
     sinks: Any
     k_scale: Any
     v_scale: Any
+    tree_mask: Any
+    tree_keys: int
     batch_invariant: bool
     programmatic: bool
     kernel: str | None
@@ -115,6 +117,8 @@ def flash_attn_with_kvcache(
     sinks: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    tree_mask: Any = None,
+    tree_keys: int = 0,
     batch_invariant: bool = False,
     programmatic: bool = False,
     kernel: str | None = None,
@@ -154,6 +158,10 @@ def flash_attn_with_kvcache(
             (entries, 1, nheads_k): a factor for every head, which appended values are rounded with. (entries,
             seqlen_cache, nheads_k): one for every token, written for appended tokens from their own largest value.
             With pages read (pages, page_size, nheads_k); where a page is one row, its factors are a token's.
+        tree_mask: a tree of draft tokens (speculative decoding), (batch, seqlen_q) or (seqlen_q,) for all sequences,
+            uint64 or int64: each row of q sees all keys but the last tree_keys, and of these key j, the first being 0,
+            if and only if bit j is set. Not with causal, a window, ALiBi or a rotary embedding, which count positions.
+        tree_keys: draft tokens at the end of each sequence's keys, 1 .. 64; 0 means seqlen_q, one for each row.
         batch_invariant: a sequence's result does not depend on what else is in the batch. Always true on the CPU.
         programmatic: on a Hopper GPU the call may start while the kernels before it still run, and then waits for them,
             having read cache, lengths and tables: none of those since the last plain launch may write there.
@@ -189,8 +197,8 @@ def flash_attn_with_kvcache(
     """
     step = _Step(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, block_table, alibi_slopes, sinks, k_scale,
-        v_scale, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, softcap, rotary_interleaved,
-        num_splits, batch_invariant, programmatic, kernel, num_threads,
+        v_scale, tree_mask, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, softcap,
+        rotary_interleaved, num_splits, tree_keys, batch_invariant, programmatic, kernel, num_threads,
     )  # fmt: skip
     at_once = type(cache_seqlens) is int  # one length, which is no array
     arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
@@ -265,6 +273,7 @@ class _Step(NamedTuple):
     sinks: Any = None
     k_scale: Any = None
     v_scale: Any = None
+    tree_mask: Any = None
     cache_seqlens: Any = None
     cache_leftpad: Any = None
     softmax_scale: float | None = None
@@ -273,6 +282,7 @@ class _Step(NamedTuple):
     softcap: float = 0.0
     rotary_interleaved: bool = True
     num_splits: int = 0
+    tree_keys: int = 0
     batch_invariant: bool = False
     programmatic: bool = False
     kernel: str | None = None
@@ -293,7 +303,7 @@ _repeats = Repeats(
     (
         KVCacheArgs,
         {"attention": "structs", "k_new_data": "k", "v_new_data": "v", "k_scale_data": "k_scale"}
-        | {"v_scale_data": "v_scale"}
+        | {"v_scale_data": "v_scale", "tree_mask": "tree_mask"}
         | {name: name for name in ("cache_seqlens", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin")},
     ),
 )
@@ -363,6 +373,7 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
     for name, scale in (("k_scale", step.k_scale), ("v_scale", step.v_scale)):
         if scale is not None:
             _put_scale(call, views, name, scale, (entries, rows, nheads_k))
+    _put_tree(call, args, views, step)
     call.batch_invariant = _flag("batch_invariant", step.batch_invariant)
     call.programmatic = _flag("programmatic", step.programmatic)
     call.num_splits = _integer("num_splits", step.num_splits, -(2**31), 2**31 - 1)
@@ -435,6 +446,25 @@ def _put_rotary(call: KVCacheArgs, views: list[View], cos: Any, sin: Any, interl
     call.rotary_cos, call.rotary_sin, call.rotary_dtype = cv.pointer, sv.pointer, DTYPES[cv.dtype]
     call.rotary_rows, call.rotary_dim = cv.shape[0], 2 * cv.shape[1]
     call.rotary_interleaved = _flag("rotary_interleaved", interleaved)
+
+
+def _put_tree(call: KVCacheArgs, args: AttentionArgs, views: list[View], step: _Step) -> None:
+    keys = _integer("tree_keys", step.tree_keys, -(2**31), 2**31 - 1)
+    if step.tree_mask is None:
+        if keys:
+            raise BadArgument(f"tree_keys={keys} without a tree_mask")
+        return
+    view = _option(views, "tree_mask", step.tree_mask, ("uint64", "int64"))
+    shape, strides = tuple(view.shape), tuple(view.strides)
+    rows = (args.seqlen_q,)
+    if shape not in (rows, (args.batch, *rows)):
+        raise BadArgument(f"tree_mask has shape {shape}: expected {(args.batch, *rows)} or {rows}")
+    if keys == 0:
+        keys = args.seqlen_q
+        if not 1 <= keys <= 64:
+            raise BadArgument(f"tree_keys=0 means seqlen_q={keys}, which is outside 1 .. 64: name tree_keys")
+    call.tree_mask, call.tree_keys = view.pointer, keys
+    call.tree_batch_stride, call.tree_row_stride = (0, *strides)[-2:]
 
 
 def _put_scale(call: KVCacheArgs, views: list[View], name: str, scale: Any, full: tuple[int, int, int]) -> None:

@@ -492,6 +492,17 @@ def cached_rows(cache, length, sequence, *, batch_idx=None, block_table=None, sc
     return rows * np.asarray(factors[entry, row], np.float64)[..., None]
 
 
+def tree_shows(rows, seqlen_k, tree_keys):
+    """Which of seqlen_k keys each row of a tree of draft tokens sees, (rows, seqlen_k) bool; rows: its words of bits.
+
+    >>> tree_shows([0b01, 0b10], 4, 2).astype(int).tolist()
+    [[1, 1, 1, 0], [1, 1, 0, 1]]
+    """
+    bit = np.arange(seqlen_k) - (seqlen_k - tree_keys)
+    words = np.asarray(rows).astype(np.uint64)[:, None]
+    return (bit < 0) | (words >> np.maximum(bit, 0).astype(np.uint64) & np.uint64(1)).astype(bool)
+
+
 def kvcache_attention(
     q,
     k_cache,
@@ -509,6 +520,8 @@ def kvcache_attention(
     rotary_interleaved=True,
     k_scale=None,
     v_scale=None,
+    tree_mask=None,
+    tree_keys=0,
     attention=standard_attention,
     **options,
 ):
@@ -548,6 +561,9 @@ def kvcache_attention(
                 one_q = rotary(one_q, *turn, at, rotary_interleaved)
             keys = np.concatenate([keys, new])
             values = np.concatenate([values, np.asarray(v[b], np.float64)])
+        if tree_mask is not None:
+            rows = np.broadcast_to(tree_mask, (batch, seqlen_q))[b]
+            options["mask"] = tree_shows(rows, len(keys), tree_keys or seqlen_q)
         o, l = attention(  # noqa: E741
             one_q[None], keys[None], values[None], causal=causal, window_size=window_size, sequence=b, **options
         )

@@ -12,7 +12,7 @@ struct CacheCase {
     int32_t dtype = FA_FLOAT32, cache_dtype = 0, page_size = 0, seqlen_q = 1, seqlen_new = 1;
     int32_t nheads = 4, nheads_k = 2, headdim = 40, headdim_v = 24, rotary_dim = 0;
     bool interleaved = false, token_scales = false, causal = true, rotary_float32 = false;
-    int32_t num_splits = 0;
+    int32_t num_splits = 0, tree_keys = 0;
     std::vector<int32_t> lengths = {37, -1, 0, 66};
 };
 
@@ -44,6 +44,13 @@ inline std::vector<CacheCase> cache_cases() {
         c.dtype = FA_BFLOAT16, c.page_size = 16, c.headdim = c.headdim_v = 128, c.rotary_dim = 32, c.interleaved = true, c.num_splits = 2;
     });
     add("whole step, float32", [](CacheCase& c) { c.rotary_dim = 40, c.num_splits = 16, c.lengths = {300, 1, -1}; });
+    add("tree", [](CacheCase& c) {
+        c.dtype = FA_BFLOAT16, c.seqlen_q = c.seqlen_new = 7, c.headdim = c.headdim_v = 128, c.causal = false, c.tree_keys = 7;
+    });
+    add("tree of 64, pages of 16", [](CacheCase& c) {
+        c.dtype = FA_FLOAT16, c.seqlen_q = 9, c.headdim = c.headdim_v = 64, c.causal = false, c.tree_keys = 64, c.page_size = 16;
+        c.lengths = {200, 63, -1, 127};
+    });
     add("split", [](CacheCase& c) { c.num_splits = 3, c.lengths = {300, 1, -1}; });
     return all;
 }
@@ -80,7 +87,8 @@ struct CacheProblem {
     int32_t cache_dtype, batch, rows, entries, pages;
     Array q, k, v, k_new, v_new, out, cos, sin, k_scale, v_scale;
     std::vector<int32_t> table;
-    Buffer table_device, lengths_device, lse;
+    std::vector<uint64_t> tree;  // (seqlen_q): of all sequences
+    Buffer table_device, lengths_device, tree_device, lse;
 
     CacheProblem(const CacheCase& c, const Context& context) : c(c), device(context.device) {
         Random random(context.seed + hash_name(c.name));
@@ -116,6 +124,8 @@ struct CacheProblem {
         }
         table_device = Buffer(device, table.data(), table.size() * 4);
         lengths_device = Buffer(device, c.lengths.data(), c.lengths.size() * 4);
+        for (int32_t i = 0; i < c.seqlen_q; ++i) tree.push_back(uint64_t(random.integer(0, INT32_MAX)) * 0x9E3779B97F4A7C15);
+        tree_device = Buffer(device, tree.data(), tree.size() * 8);
         k = cache(random, c.headdim, k_scale), v = cache(random, c.headdim_v, v_scale);
     }
 
@@ -154,6 +164,7 @@ struct CacheProblem {
         a.struct_size = sizeof a, a.attention = attention, a.cache_dtype = c.cache_dtype, a.cache_batch = entries;
         a.cache_seqlens = lengths_device.as<int32_t>(), a.num_splits = c.num_splits, a.seqlen_new = c.seqlen_new;
         if (c.page_size) a.block_table = table_device.as<int32_t>(), a.block_table_stride = pages, a.page_size = c.page_size;
+        if (c.tree_keys) a.tree_mask = tree_device.as<uint64_t>(), a.tree_row_stride = 1, a.tree_keys = c.tree_keys;
         if (c.seqlen_new) a.k_new = k_new.view(), a.v_new = v_new.view();
         if (c.rotary_dim) {
             a.rotary_cos = cos.device.data(), a.rotary_sin = sin.device.data(), a.rotary_dtype = cos.dtype;
@@ -196,11 +207,15 @@ struct CacheProblem {
                 for (int32_t i = 0; i < c.seqlen_q; ++i) {
                     const int32_t before = c.lengths[size_t(b)], keys = before < 0 ? 0 : before + c.seqlen_new,
                                   hk = h / (c.nheads / c.nheads_k);
-                    const int32_t visible = c.causal ? std::max(0, std::min(keys, i + keys - c.seqlen_q + 1)) : keys;
+                    std::vector<int32_t> seen;
+                    for (int32_t j = 0; j < keys; ++j) {
+                        const int32_t draft = j - (keys - c.tree_keys);
+                        if (!(c.causal && j > i + keys - c.seqlen_q) && (draft < 0 || tree[size_t(i)] >> draft & 1)) seen.push_back(j);
+                    }
                     const std::vector<double> row = turned(q, q.at(b, i, h), std::max(before, 0) + (c.causal ? i : 0));
                     std::vector<double> score, want(size_t(c.headdim_v), 0.0);
                     double top = -INFINITY, sum = 0;
-                    for (int32_t j = 0; j < visible; ++j) {
+                    for (const int32_t j : seen) {
                         double dot = 0;
                         const int64_t at = k.at(entry(b, j), j % rows, hk);
                         for (int32_t d = 0; d < c.headdim; ++d) dot += round_to(c.dtype, row[size_t(d)]) * k.value(at + d);
@@ -208,14 +223,15 @@ struct CacheProblem {
                         top = std::max(top, score.back());
                     }
                     for (const double s : score) sum += std::exp(s - top);
-                    for (int32_t j = 0; j < visible; ++j) {
-                        const double p = std::exp(score[size_t(j)] - top) / sum * factor(v_scale, entry(b, j), j % rows, hk);
+                    for (size_t x = 0; x < seen.size(); ++x) {
+                        const int32_t j = seen[x];
+                        const double p = std::exp(score[x] - top) / sum * factor(v_scale, entry(b, j), j % rows, hk);
                         for (int32_t d = 0; d < c.headdim_v; ++d) want[size_t(d)] += p * v.value(v.at(entry(b, j), j % rows, hk) + d);
                     }
-                    const double want_lse = visible ? top + std::log(sum) : -INFINITY;
+                    const double want_lse = !seen.empty() ? top + std::log(sum) : -INFINITY;
                     const float l = got_lse[size_t((b * c.nheads + h) * c.seqlen_q + i)];
-                    EXPECT(visible ? std::fabs(l - want_lse) <= tolerance : l == -INFINITY, "%s: lse[%d, %d, %d] = %g, want %g", kernel, b,
-                           h, i, l, want_lse);
+                    EXPECT(!seen.empty() ? std::fabs(l - want_lse) <= tolerance : l == -INFINITY, "%s: lse[%d, %d, %d] = %g, want %g",
+                           kernel, b, h, i, l, want_lse);
                     for (int32_t d = 0; d < c.headdim_v; ++d) {
                         const double x = out.value(out.at(b, i, h) + d), y = want[size_t(d)];
                         EXPECT(std::fabs(x - y) <= tolerance, "%s: out[%d, %d, %d, %d] = %g, want %g", kernel, b, i, h, d, x, y);
@@ -310,6 +326,9 @@ inline void refusals(const Context& context) {
         {[](K& a) { a.cache_dtype = FA_INT8; }, "an 8-bit cache needs the factors"},
         {[](K& a) { a.batch_invariant = 2; }, "batch_invariant=2"},
         {[](K& a) { a.num_splits = 257; }, "num_splits=257"},
+        {[](K& a) { a.tree_keys = 65; }, "tree_keys=65"},
+        {[](K& a) { a.tree_keys = 8; }, "tree_mask.data is NULL"},
+        {[](K& a) { a.tree_mask = reinterpret_cast<const uint64_t*>(a.k_new.data); }, "tree_mask is set with tree_keys=0"},
     };
     CacheCase c;
     c.name = "refusals", c.page_size = 16;

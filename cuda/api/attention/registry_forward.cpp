@@ -209,7 +209,7 @@ const char* wgmma_split_sm90_refuses(const AttentionParams& p, const DeviceInfo&
     if (!reason && p.cu_seqlens_q) reason = "takes no packed sequences";
     if (!reason && p.cache.entries && p.cache.dtype != p.dtype) reason = kNo8BitCache;
     if (!reason) reason = takes_head_dims(p, 8, kWgmmaMaxHeadDim, text, size);
-    if (!reason) reason = takes_options(p, kSinks, text, size);
+    if (!reason) reason = takes_options(p, kSinks | kTree, text, size);
     if (!reason) reason = takes_positive_scale(p, text, size);
     if (!reason && p.cache.block_table && p.cache.page_size % 8)
         reason = say(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);

@@ -143,6 +143,28 @@ fa_status check_rotary(const fa_kvcache_args& a, const fa_attention_args& f) {
     return check_bool("rotary_interleaved", a.rotary_interleaved);
 }
 
+fa_status check_tree(const fa_kvcache_args& a, const fa_attention_args& f, bool need) {
+    constexpr int32_t kMaxTreeKeys = 64;
+    if (a.tree_keys < 0 || a.tree_keys > kMaxTreeKeys)
+        return fail(FA_BAD_ARGUMENT, "tree_keys=%d is outside 0 .. %d, the bits of a row of tree_mask", a.tree_keys, kMaxTreeKeys);
+    if (!a.tree_keys) {
+        if (a.tree_mask) return fail(FA_BAD_ARGUMENT, "tree_mask is set with tree_keys=0: it is 1 .. %d", kMaxTreeKeys);
+        return FA_OK;
+    }
+    FA_RETURN_IF_ERROR(check_pointer("tree_mask", a.tree_mask, 8, need && f.seqlen_q > 0));
+    if (f.causal)
+        return fail(FA_BAD_ARGUMENT, "causal=%d with tree_keys=%d: the tree says which rows see which keys", f.causal, a.tree_keys);
+    if (f.has_window)
+        return fail(FA_BAD_ARGUMENT,
+                    "window_left=%" PRId64 ", window_right=%" PRId64 " with tree_keys=%d: a window counts positions in a row",
+                    int64_t(f.window_left), int64_t(f.window_right), a.tree_keys);
+    if (f.alibi_slopes) return fail(FA_UNSUPPORTED, "alibi_slopes is set with tree_keys=%d: ALiBi counts positions in a row", a.tree_keys);
+    if (a.rotary_cos)
+        return fail(FA_UNSUPPORTED, "rotary_cos is set with tree_keys=%d: the tokens of a tree stand at positions of their own",
+                    a.tree_keys);
+    return FA_OK;
+}
+
 }  // namespace
 
 fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_args* forward, AppendParams* params) {
@@ -194,6 +216,7 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
         return fail(FA_UNSUPPORTED, "v.data=%p is k.data: values that are columns of the keys join the cache neither rotated nor as 8 bits",
                     f.v.data);
     FA_RETURN_IF_ERROR(check_rotary(a, f));
+    FA_RETURN_IF_ERROR(check_tree(a, f, need));
     FA_RETURN_IF_ERROR(check_scale("k_scale", a.k_scale, quantized, need));
     FA_RETURN_IF_ERROR(check_scale("v_scale", a.v_scale, quantized, need));
     if (appends) FA_RETURN_IF_ERROR(check_appended(a, f, keys.element, p.headdim_v));
@@ -212,6 +235,11 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     c.block_table = a.block_table, c.table_row = a.block_table_stride, c.page_size = a.page_size;
     c.dtype = DType(cache_dtype), c.k_scale = view(a.k_scale), c.v_scale = view(a.v_scale);
     c.batch_invariant = a.batch_invariant, c.num_splits = a.num_splits, c.programmatic = a.programmatic;
+    if (a.tree_keys) {
+        // A query may come without addresses; the kernels are told that there is a tree all the same.
+        static const uint64_t kSomeTree = 0;
+        p.tree = {a.tree_mask ? a.tree_mask : &kSomeTree, a.tree_batch_stride, a.tree_row_stride, a.tree_keys};
+    }
     append.k_new = fa::view(a.k_new), append.v_new = fa::view(a.v_new), append.seqlen_new = a.seqlen_new;
     append.rotary_cos = a.rotary_cos, append.rotary_sin = a.rotary_sin;
     append.rotary_dtype = DType(a.rotary_dtype ? a.rotary_dtype : f.dtype);

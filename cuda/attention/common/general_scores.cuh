@@ -74,6 +74,24 @@ __device__ __forceinline__ void transform_fragment(const AttentionParams& p, con
     }
 }
 
+// -inf where the tree of draft tokens hides the pair (mask.h: tree_shows). Keys past the sequence may be any.
+template <int kCount>
+__device__ __forceinline__ void hide_by_tree(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
+    const int first = at.key - (at.seqlen_k - p.tree.keys);  // the bit of element 0
+    if (first + 2 * kCount <= 0) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const uint64_t bits = p.tree.rows[at.batch * p.tree.batch + min(at.row + 8 * r, at.seqlen_q - 1) * p.tree.row];
+#pragma unroll
+        for (int i = 2 * r; i < kCount; i += 4)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int bit = first + 2 * i - 4 * r + e;
+                if (bit >= 0 && !(bits >> (bit & 63) & 1)) S[i + e] = -INFINITY;
+            }
+    }
+}
+
 // Zeroes the dropped probabilities. One Philox call decides eight columns, two for each lane of a quad: every lane makes the call
 // of one of four neighbouring column groups, and the quad exchanges the words.
 template <int kCount>

@@ -28,6 +28,12 @@ FA_HOST_DEVICE KeyRange key_range(const AttentionParams& p, const Sequence& s, i
     return {int32_t(begin), int32_t(end)};
 }
 
+// Whether the tree of draft tokens lets row i of sequence b see key j. It hides keys inside key_range, as a mask does.
+FA_HOST_DEVICE bool tree_shows(const AttentionParams& p, const Sequence& s, int32_t b, int32_t i, int32_t j) {
+    const int32_t bit = j - (s.seqlen_k - p.tree.keys);
+    return bit < 0 || (p.tree.rows[b * p.tree.batch + i * p.tree.row] >> bit & 1);
+}
+
 struct QueryRange {
     int32_t begin, end;  // queries begin .. end - 1
 };
@@ -51,7 +57,7 @@ __device__ __forceinline__ float load_as_float(const void* data, int64_t index, 
     return static_cast<const float*>(data)[index];
 }
 
-// The score of a visible pair (i, j), natural units: scale, softcap, ALiBi, bias, mask, in the contract's order.
+// The score of a visible pair (i, j), natural units: scale, softcap, ALiBi, bias, mask, tree, in the contract's order.
 __device__ __forceinline__ float transform_score(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j,
                                                  float dot) {
     float score = dot * p.scale;
@@ -63,6 +69,7 @@ __device__ __forceinline__ float transform_score(const AttentionParams& p, const
     }
     if (p.mask.data && !static_cast<const uint8_t*>(p.mask.data)[b * p.mask.batch + head * p.mask.head + i * p.mask.row + j])
         score = -INFINITY;
+    if (p.tree.rows && !tree_shows(p, s, b, i, j)) score = -INFINITY;
     return score;
 }
 #endif

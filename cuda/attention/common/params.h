@@ -37,6 +37,13 @@ struct CacheView {
     int32_t num_splits;  // 0 = the kernel's choice
 };
 
+// A tree of draft tokens: row i of sequence b sees the last `keys` keys whose bits are set, the first of them by bit 0, and all before.
+struct TreeView {
+    const uint64_t* rows;  // nullptr = no tree
+    int64_t batch, row;    // strides
+    int32_t keys;          // 1 .. 64
+};
+
 // fa_part of flash_attn.h: what a varlen call has of a longer sequence.
 struct Part {
     int32_t key_begin, seqlen_k, shift;
@@ -85,9 +92,12 @@ struct AttentionParams {
     CacheView cache;
     float* max_score;  // (batch, nheads); nullptr = not wanted
     float* key_sums;   // (batch, nheads, seqlen_k), varlen (nheads, total_k); nullptr = not wanted. lse is there where this is wanted
+    TreeView tree;  // with a cache only, and then without causal and window
 
     // True when a score is more than scale * (q . k) under a window: the general instantiation of a kernel.
-    FA_HOST_DEVICE bool general_scores() const { return softcap != 0 || alibi_slopes || bias.data || mask.data || dropout_threshold; }
+    FA_HOST_DEVICE bool general_scores() const {
+        return softcap != 0 || alibi_slopes || bias.data || mask.data || tree.rows || dropout_threshold;
+    }
     // The batch size that may decide between kernels and tiles.
     FA_HOST_DEVICE int32_t deciding_batch() const { return cache.batch_invariant ? 1 : batch; }
     // True when K and V are of q's dtype and a sequence's rows lie a stride apart: no cache, or a contiguous one.

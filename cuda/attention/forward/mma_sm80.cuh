@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     const auto exponential = [&](float score, float max) {
         return exp2_approx(kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
     };
-    const bool hides = p.mask.data || p.bias.data;  // may remove keys within the window
+    const bool hides = p.mask.data || p.bias.data || p.tree.rows;  // may remove keys within the window
     float O[kMmas][kTilesV][4] = {};
     float row_max[kRows], row_sum[kRows];  // the row's; this thread's share of the row's
 #pragma unroll
@@ -314,6 +314,10 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
             if (kGeneral) {
 #pragma unroll
                 for (int m = 0; m < kMmas; ++m) transform_fragment<T>(p, place(m, key0), flat(S[m]));
+                if (p.tree.rows) {
+#pragma unroll
+                    for (int m = 0; m < kMmas; ++m) hide_by_tree(p, place(m, key0), flat(S[m]));
+                }
             }
             if constexpr (kFull) {
                 if (const KeyRange now = smem.every[warp]; key0 < now.begin || key0 + kBlockN > now.end)

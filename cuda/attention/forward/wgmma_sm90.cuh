@@ -123,7 +123,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
         drop();
         trace(TraceEvent::kRescale, n);
         pack_probabilities<T>(P, S);
-        zero_values_outside<kBlockN>(p, w, n, smem.v, v, me.wg);
+        if constexpr (!kPlan.pieces) zero_values_outside<kBlockN>(p, w, n, smem.v, v, me.wg);
 #pragma unroll 1
         for (--n; n >= first_tile; --n) {
             trace(TraceEvent::kWaitKeys, n);
@@ -137,6 +137,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
             trace(TraceEvent::kProduct, n + 1);
             if constexpr (kGeneral)
                 if (hides_keys) zero_values_unseen<kBlockN, kWarpgroups>(smem.v[v.slot], smem.seen, seen_slot);
+            if constexpr (kPlan.pieces)
+                if (n + 1 >= masked.right_tile) zero_values_outside<kBlockN>(p, w, n + 1, smem.v, v, me.wg);
             multiply_pv<T>(O, P, desc_v + v.slot * v_step);  // O += P(n + 1) V(n + 1)
             give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
             trace(TraceEvent::kWaitScores, n);
@@ -175,6 +177,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
         trace(TraceEvent::kWaitValues, first_tile);
         v.wait_full();
         trace(TraceEvent::kProduct, first_tile);
+        if constexpr (kPlan.pieces)
+            if (first_tile >= masked.right_tile) zero_values_outside<kBlockN>(p, w, first_tile, smem.v, v, me.wg);
         if constexpr (kGeneral) {
             if (first_tile != w.last_tile) zero_values_outside<kBlockN>(p, w, first_tile, smem.v, v, me.wg);
             if (hides_keys) zero_values_unseen<kBlockN, kWarpgroups>(smem.v[v.slot], smem.seen, seen_slot);

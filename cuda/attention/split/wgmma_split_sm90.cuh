@@ -26,6 +26,10 @@ struct SplitWork : ForwardWork {
     int group, rows;               // of the key head
     int slab_rows;                 // of a warpgroup
     float *partial, *partial_lse;  // of the block's first row; nullptr: the item has all keys
+    const uint64_t* tree;          // of query 0 of the sequence; read where tree_begin < seqlen_k
+    int64_t tree_row;              // stride
+    int tree_begin;                // the first key of the tree; without a tree seqlen_k
+    uint64_t tree_seen;            // its keys that some row of the block sees
 
     __device__ __forceinline__ int row_of(int wg, int place) const { return row0 + wg * slab_rows + place; }  // place: in the slab
 };
@@ -70,7 +74,24 @@ struct SplitParams {
 // Packed rows that do not exist see keys, too: of queries behind the last one.
 template <WgmmaPlanId kId>
 __device__ __forceinline__ MaskedTiles masked_tiles(const SplitWork& w, int wg) {
-    return {clamp_to(w.row_of(wg, 0) / w.group + w.right + 1, 0, w.seqlen_k) / kWgmmaPlan<kId>.block_n, 0};
+    return {clamp_to(min(w.row_of(wg, 0) / w.group + w.right + 1, w.tree_begin), 0, w.seqlen_k) / kWgmmaPlan<kId>.block_n, 0};
+}
+// -inf where the thread's row r may not see a key of the tree. The thread's first key is number `first` of the tree, or before it. Keys
+// behind the sequence are hidden already.
+template <int kScores>
+__device__ __forceinline__ void mask_tree(float (&S)[kScores], int r, uint64_t bits, int first) {
+    static_assert(kScores <= 64, "128 keys of a tile");
+    // The hidden keys, from the thread's first one on.
+    const uint64_t hidden = ~bits;
+    uint64_t low = 0, high = 0;
+    if (first >= 0) low = first < 64 ? hidden >> first : 0;
+    else if (first > -64) low = hidden << -first, high = hidden >> (64 + first);
+    else high = first > -128 ? hidden << (-64 - first) : 0;
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            if ((i < 8 ? low : high) >> (8 * i % 64 + e) & 1) S[4 * i + 2 * r + e] = -INFINITY;
 }
 template <WgmmaPlanId kId, int kScores>
 __device__ __forceinline__ void mask_scores(float (&S)[kScores], const SplitWork& w, const MaskedTiles& masked, int n, const Consumer& me) {
@@ -78,6 +99,25 @@ __device__ __forceinline__ void mask_scores(float (&S)[kScores], const SplitWork
     const Consumer at = me.rare();
     const int row = w.row_of(at.wg, at.row() - 64 * at.wg), key = n * kWgmmaPlan<kId>.block_n + 2 * at.quad();
     mask_right(S, min(row / w.group + w.right, w.seqlen_k - 1) - key, min((row + 8) / w.group + w.right, w.seqlen_k - 1) - key);
+    if (w.tree_begin < w.seqlen_k) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            mask_tree(S, r, __ldg(w.tree + min((row + 8 * r) / w.group, w.seqlen_q - 1) * w.tree_row), key - w.tree_begin);
+    }
+}
+
+// As for wgmma_sm90, and keys of the tree that no row of the block sees. Rows of other blocks may see them, and read their own copy.
+template <int kBlockN, typename T, int kStages, int kCount>
+__device__ __forceinline__ void zero_values_outside(const AttentionParams& p, const SplitWork& w, int n, T (&tiles)[kStages][kCount],
+                                                    const Ring<kStages>& v, int wg) {
+    const int end = clamp_to(w.seqlen_q + w.right, 0, w.seqlen_k), tree = min(w.tree_begin, end), key0 = n * kBlockN;
+    if (key0 + kBlockN <= tree || (!p.cache.entries && end == w.seqlen_k)) return;
+    v.wait_full();
+    zero_values<kBlockN>(tiles[v.slot], [&](int j) {
+        const int bit = key0 + j - w.tree_begin;
+        return key0 + j >= end || (bit >= 0 && !(w.tree_seen >> bit & 1));
+    });
+    bar_sync(kWarpgroup + wg, 128);
 }
 
 // out and lse, or this piece's part of them. The thread's two rows.
@@ -114,7 +154,7 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Spli
 
 // The keys of a segment that this block's rows see. At least one tile, so that rows without keys need no path of their own.
 template <WgmmaPlanId kId>
-__device__ __forceinline__ void set_work(const SplitParams& params, const Segment& at, int row0, SplitWork& w) {
+__device__ __forceinline__ void set_work(const SplitParams& params, const Segment& at, int row0, uint64_t tree_seen, SplitWork& w) {
     constexpr int kBlockM = kWgmmaPlan<kId>.warpgroups, kBlockN = kWgmmaPlan<kId>.block_n;
     const DecodeParams& d = params.decode;
     const AttentionParams& p = d.attention;
@@ -129,11 +169,23 @@ __device__ __forceinline__ void set_work(const SplitParams& params, const Segmen
     const int end = clamp_to(last_row / p.group + w.right + 1, 0, w.seqlen_k);
     w.first_tile = keys.first_tile + at.begin;
     w.last_tile = max(w.first_tile, min(keys.first_tile + at.end, (end + kBlockN - 1) / kBlockN) - 1);
+    w.tree = p.tree.rows + at.b * p.tree.batch, w.tree_row = p.tree.row, w.tree_seen = tree_seen;
+    w.tree_begin = keys.count - p.tree.keys;
     w.partial = nullptr;
     if (at.slot >= 0) {
         const int64_t row = int64_t(at.slot) * d.shape.rows + blockIdx.y * (kBlockM * params.slab_rows);
         w.partial = d.partial + row * p.headdim_v, w.partial_lse = d.partial_lse + row;
     }
+}
+
+// The keys of the tree that rows row0 .. of a block see. Whole warps.
+template <WgmmaPlanId kId>
+__device__ __forceinline__ uint64_t tree_seen_by(const SplitParams& params, int b, int row0) {
+    const AttentionParams& p = params.decode.attention;
+    const int end = min((row0 + kWgmmaPlan<kId>.warpgroups * params.slab_rows - 1) / p.group, p.seqlen_q - 1);
+    uint64_t seen = 0;
+    for (int i = row0 / p.group + threadIdx.x % 32; i <= end; i += 32) seen |= __ldg(p.tree.rows + b * p.tree.batch + i * p.tree.row);
+    return uint64_t(__reduce_or_sync(~0u, unsigned(seen >> 32))) << 32 | __reduce_or_sync(~0u, unsigned(seen));
 }
 
 // Q: a box has the heads of a key head, or some of them, of one query after another. One thread.
@@ -166,9 +218,10 @@ __device__ __forceinline__ void produce_pieces(const CUtensorMap& map_q, const S
         const int row0 = at.unit % d.shape.row_tiles * d.shape.rows + blockIdx.y * (kWgmmaPlan<kId>.warpgroups * params.slab_rows);
         if (row0 >= d.attention.seqlen_q * d.attention.group) continue;
         SplitWork& w = smem.work[work.slot];
+        const uint64_t tree_seen = d.attention.tree.rows ? tree_seen_by<kId>(params, at.b, row0) : 0;
         work.wait_empty();
         if (threadIdx.x == 0) {
-            set_work<kId>(params, at, row0, w);
+            set_work<kId>(params, at, row0, tree_seen, w);
             mbarrier_arrive(work.full_barrier());
         }
         if (kWarpgroup) bar_sync(kProducer, 128);  // all read the item; no warp is more than one item ahead

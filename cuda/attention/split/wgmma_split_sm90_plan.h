@@ -184,6 +184,7 @@ inline double wgmma_time(const AttentionParams& p, const DeviceInfo& device) {
 inline bool split_wins(const AttentionParams& p, const DeviceInfo& device) {
     constexpr double kOverhead = 8, kDecodeOverhead = 5;  // launch, first tile, merge
     constexpr double kDecodeRate = 2.8e6;                 // decode_split_sm80 with 17 to 64 rows; measured
+    if (p.tree.rows) return true;                         // the others that know trees give a block all keys of its rows
     const int64_t rows = rows_of_key_head(p);
     if (rows <= 16 || p.seqlen_k < 1024) return false;                              // decode_ring_sm90 reads at the speed of memory
     if (p.window_right >= 0 && p.seqlen_k < 4 * int64_t(p.seqlen_q)) return false;  // rows see different numbers of keys

@@ -185,6 +185,12 @@ struct NarrowRow {
                     if (!mask[l]) score[l] = -kInfinity;
             }
         }
+        if (!p.tree.rows) return;
+        const int first = t.sequence.seqlen_k - p.tree.keys - key;  // the key of bit 0, counted from `key`
+        if (keys <= first) return;
+        const uint64_t bits = p.tree.rows[t.batch * p.tree.batch + row.query * p.tree.row];
+        for (int j = first > 0 ? first : 0; j < keys; ++j)
+            if (!(bits >> (j - first) & 1)) s[j] = -kInfinity;
     }
 
     // S becomes P: new row_max, row_sum and greatest. Returns what the old O has to be multiplied with.

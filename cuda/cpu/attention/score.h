@@ -10,11 +10,11 @@
 namespace fa::cpu {
 
 struct Score {
-    float value;  // natural units; -inf = the pair is hidden by a boolean mask or by a bias of -inf, whatever the product was
+    float value;  // natural units; -inf = the pair is hidden by a boolean mask, a tree or a bias of -inf, whatever the product was
     float slope;  // d value / d (q . k)
 };
 
-// The score of a pair that causal and window leave visible, in the order of the contract: scale, softcap, ALiBi, bias, mask.
+// The score of a pair that causal and window leave visible, in the order of the contract: scale, softcap, ALiBi, bias, mask, tree.
 inline Score transform(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j, float dot) {
     Score score{dot * p.scale, p.scale};
     if (p.softcap != 0) {
@@ -28,6 +28,7 @@ inline Score transform(const AttentionParams& p, const Sequence& s, int32_t b, i
     }
     if (p.mask.data && !static_cast<const uint8_t*>(p.mask.data)[b * p.mask.batch + head * p.mask.head + i * p.mask.row + j])
         score.value = -INFINITY;
+    if (p.tree.rows && !tree_shows(p, s, b, i, j)) score.value = -INFINITY;
     return score;
 }
 

@@ -155,6 +155,7 @@ struct Group {
         if (p.alibi_slopes) alibi(key, begin, end);
         if (p.bias.data) bias(key, begin, end);
         if (p.mask.data) mask(key, begin, end);
+        if (p.tree.rows && key + end > t.sequence.seqlen_k - p.tree.keys) tree(key, begin, end);
         if (key + begin < last().key_begin || key + end > first().key_end) causal_and_window(key, begin, end);
     }
 
@@ -207,6 +208,17 @@ struct Group {
                 return (Vec) __builtin_convertvector(load_unaligned<ByteVec>(bytes), IVec);
             },
             [](Vec& score, Vec m) { score = (IVec)m == 0 ? splat(-kInfinity) : score; });
+    }
+
+    // mask.h: tree_shows
+    void tree(int key, int begin, int end) const {
+        const int first = t.sequence.seqlen_k - p.tree.keys - key;  // the key of bit 0, counted from `key`
+        for (int n = 0; n < width; ++n)
+            for (int l = 0; l < L; ++l) {
+                const uint64_t bits = p.tree.rows[t.batch * p.tree.batch + row(n * L + l).query * p.tree.row];
+                for (int j = begin > first ? begin : first; j < end; ++j)
+                    if (!(bits >> (j - first) & 1)) score(j, n)[l] = -kInfinity;
+            }
     }
 
     void causal_and_window(int key, int begin, int end) const {

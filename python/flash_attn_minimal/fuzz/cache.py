@@ -42,8 +42,9 @@ class Cached(Function):
         "spare": 0, "batch_idx": False, "nheads_k": 1, "group": 1, "headdim": 8, "headdim_v": None, "latent": False,
         "cache_dtype": None, "scales": "heads", "causal": False, "window_size": None, "softcap": 0.0, "alibi": 0,
         "sinks": False, "softmax_scale": None, "rotary_dim": 0, "rotary_interleaved": True, "rotary_float32": False,
-        "rotary_rows": 0, "num_splits": 0, "batch_invariant": False, "programmatic": False, "out": False,
-        "return_softmax_lse": True, "layouts": {}, "num_threads": 0, "spread": 1.0, "repeats": 0, "kernel": None,
+        "rotary_rows": 0, "num_splits": 0, "tree": 0, "trees": 1, "batch_invariant": False, "programmatic": False,
+        "out": False, "return_softmax_lse": True, "layouts": {}, "num_threads": 0, "spread": 1.0, "repeats": 0,
+        "kernel": None,
     }  # fmt: skip
     LEAST = {"nheads_k": 1, "group": 1, "headdim": 1, "headdim_v": 1, "rows": 1, "batch": 1}
     REQUIRED = ("q", "k_cache", "v_cache")
@@ -51,6 +52,7 @@ class Cached(Function):
     FREE = {"block_table": (1,)}
     BAD_OPTIONS = SCORE_OPTIONS | {
         "num_splits": (-1, 257, 1.5),
+        "tree_keys": (-1, 65, 1.5),
         "batch_invariant": (2, "x"),
         "programmatic": (3,),
         "return_softmax_lse": ("no",),
@@ -135,6 +137,8 @@ class Cached(Function):
         spec["softcap"] = draw.pick((1.0, 30.0)) if draw.option(0.1) else 0.0
         spec["alibi"] = draw.pick((1, 2)) if draw.option(0.1) else 0
         spec["sinks"] = draw.option(0.1)
+        if draw.option(0.2):
+            self._draw_tree(draw, spec)
         if draw.option(0.15):
             spec["softmax_scale"] = round(float(draw.rng.uniform(-1, 1)), 3)
         spec["num_splits"] = draw.pick((1, 2, 3, 7, 16, 100, 256)) if draw.chance(0.3) else 0
@@ -158,6 +162,13 @@ class Cached(Function):
                 spec["layouts"][name] = {"pad": [draw.below(3) for _ in range(rank)], "step": 1 + draw.below(3)}
         spec["layouts"] = {name: layout for name, layout in spec["layouts"].items() if layout}
         return spec
+
+    @staticmethod
+    def _draw_tree(draw: Draw, spec: dict[str, Any]) -> None:
+        """A tree of draft tokens, in place of what counts positions."""
+        spec["tree"], spec["trees"] = draw.pick((1, 2, 7, 8, 16, 31, 32, 33, 63, 64)), draw.pick((1, 2))
+        spec["causal"], spec["alibi"] = False, 0
+        spec.pop("window_size", None), spec.pop("rotary_dim", None)
 
     # ---- the call ----
 
@@ -238,6 +249,8 @@ class Cached(Function):
                 found[name] = array(name, shape, "float32", new > 0 and self.scales(spec) == "tokens")
         if get("alibi"):
             found["alibi_slopes"] = array("alibi_slopes", (batch, heads)[2 - get("alibi") :], "float32")
+        if get("tree"):
+            found["tree_mask"] = array("tree_mask", (batch, get("seqlen_q"))[2 - get("trees") :], "int64")
         if get("sinks"):
             found["sinks"] = array("sinks", (heads,), "float32")
         if get("out"):
@@ -288,9 +301,19 @@ class Cached(Function):
                 values[name] = round_to(function(angle), arrays[name].dtype)
         if get("alibi"):
             values["alibi_slopes"] = rng.uniform(0.01, 0.5, arrays["alibi_slopes"].shape).astype(np.float32)
+        if get("tree"):
+            values["tree_mask"] = self._tree(rng, arrays["tree_mask"].shape)
         if get("sinks"):
             values["sinks"] = rng.standard_normal(arrays["sinks"].shape, dtype=np.float32)
         return values
+
+    @staticmethod
+    def _tree(rng, shape) -> np.ndarray:
+        """Rows that see many, few, all or none of the draft tokens."""
+        words = rng.integers(-(2**63), 2**63 - 1, shape, np.int64, endpoint=True)
+        fewer = words & rng.integers(-(2**63), 2**63 - 1, shape, np.int64, endpoint=True)
+        kind = rng.integers(0, 4, shape)
+        return np.select([kind == 0, kind == 1, kind == 2], [words, fewer, np.full(shape, -1, np.int64)], 0)
 
     def _fill_caches(self, spec, values, arrays, before, rng) -> None:
         """Keys and values where a sequence has them, NaN (of int8, 127) in every other row."""
@@ -328,6 +351,8 @@ class Cached(Function):
                 options[name] = get(name)
         if get("window_size") is not None:
             options["window_size"] = tuple(get("window_size"))
+        if get("tree"):
+            options["tree_keys"] = get("tree")
         if not isinstance(get("lengths"), list) and get("lengths") is not None:
             options["cache_seqlens"] = max(self.before(spec)[0], 0)
         if self.rotary(spec) and self.new(spec):
@@ -386,7 +411,12 @@ class Cached(Function):
                     q[b] = self._turned(values, q[b], length, ordered, get("rotary_interleaved"))
             q = round_to(q.astype(np.float32), dtype)
         caches = {f"{n}_cache": after[f"{n}_cache"] for n in KEYS}
-        rest = {n: values[n] for n in ("block_table", "cache_batch_idx", "alibi_slopes", "sinks") if n in values}
+        rest = {
+            n: values[n]
+            for n in ("block_table", "cache_batch_idx", "alibi_slopes", "sinks", "tree_mask")
+            if n in values
+        }
+        rest |= {"tree_keys": get("tree")} if get("tree") else {}
         rest |= {n: after[n] for n in ("k_scale", "v_scale") if n in after}
         for name in ("causal", "softcap", "softmax_scale"):
             if get(name) != self.DEFAULTS[name]:
