@@ -161,6 +161,10 @@ typedef struct fa_attention_args {
      * sequence of the key's probability, exp(score - lse), before dropout. Keys of no sequence are not written. A second pass over q and k;
      * its workspace is part of the call's. Not with parts, which may share keys. Part of the forward pass alone; NULL = not wanted. */
     float* key_sums;
+    /* Keys come in chunks of this many, and row i sees those of the chunk that i_aligned lies in: j with floor(j / attention_chunk) =
+     * floor(i_aligned / attention_chunk), beside causal and window. Not with parts, whose keys may begin inside a chunk. 0 = off */
+    int32_t attention_chunk;
+    int32_t reserved2;
 } fa_attention_args;
 
 /* What a call with these arguments would do. */
@@ -250,8 +254,9 @@ typedef struct fa_kvcache_args {
     fa_tensor k_new, v_new; /* (batch, seqlen_new, nheads_k, dim) of dtype; they become keys cache_seqlens[b] .. of the cache */
 
     /* Rotary embedding: cosines and sines (rotary_rows, rotary_dim / 2), contiguous, row t for position t. New key t stands at position
-     * cache_seqlens[b] + t. So does row t of q when causal or a window is set; otherwise all rows of q stand at cache_seqlens[b]. */
-    const void *rotary_cos, *rotary_sin; /* NULL = off; they require seqlen_new >= 1 */
+     * cache_seqlens[b] + t. So does row t of q when causal, a window or chunks are set; otherwise all rows of q stand at cache_seqlens[b].
+     * Without new keys q alone turns. */
+    const void *rotary_cos, *rotary_sin; /* NULL = off */
     int32_t rotary_dtype;                /* fa_dtype: 0 = dtype, or FA_FLOAT32 */
     int32_t rotary_rows;                 /* positions from rotary_rows on turn by the last row */
     int32_t rotary_dim;                  /* even, 2 .. headdim */
@@ -273,6 +278,10 @@ typedef struct fa_kvcache_args {
     const uint64_t* tree_mask;
     int64_t tree_batch_stride; /* 0 = one tree for all sequences */
     int64_t tree_row_stride;
+    /* (batch) how many keys at the beginning of a sequence's entry, or of its pages, are padding: 0 .. cache_seqlens[b]. No row sees them,
+     * and alignment, ALiBi and chunks count the keys behind them. cache_seqlens and the positions of the rotary embedding count them. NULL
+     * = none */
+    const int32_t* cache_leftpad;
 } fa_kvcache_args;
 
 FA_API fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream);

@@ -109,6 +109,8 @@ fa_status validate(const fa_distributed_args* args, int32_t kind, int32_t rank, 
         return fail(FA_UNSUPPORTED, "out_dtype=%s with dtype=%s: they are the same", dtype_name(a.out_dtype), dtype_name(a.dtype));
     if (a.max_score) return fail(FA_UNSUPPORTED, "max_score is set: a call over ranks does not give it");
     if (a.key_sums) return fail(FA_UNSUPPORTED, "key_sums is set: a call over ranks does not give it");
+    if (a.attention_chunk)
+        return fail(FA_UNSUPPORTED, "attention_chunk=%d: a rank's part of a sequence may begin inside a chunk", a.attention_chunk);
     FA_RETURN_IF_ERROR(check_layout(d.layout));
     if (d.mode < FA_MODE_AUTO || d.mode > FA_MODE_RING) return fail(FA_BAD_ARGUMENT, "mode=%d is not an fa_mode (0 .. 3)", d.mode);
     if (d.groups < 0 || d.groups > kMostPieces) return fail(FA_BAD_ARGUMENT, "groups=%d is outside 0 .. %d", d.groups, kMostPieces);
@@ -217,6 +219,8 @@ fa_status validate(const fa_distributed_decode_args* args, int32_t kind, int32_t
     const char* needs = a.has_window && (a.window_left >= 0 || (!a.causal && a.window_right >= 0)) ? "window_size"
                         : a.alibi_slopes                                                           ? "alibi_slopes"
                         : p->cache.rotary_cos                                                      ? "rotary_cos"
+                        : p->cache.cache_leftpad                                                   ? "cache_leftpad"
+                        : a.attention_chunk                                                        ? "attention_chunk"
                         : a.top_left && a.causal                                                   ? "top_left"
                                                                                                    : nullptr;
     if (needs)

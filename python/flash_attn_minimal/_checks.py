@@ -59,6 +59,11 @@ def _flag(name: str, value: Any) -> int:
     raise BadArgument(f"{name}={_quoted(value)} is neither True nor False")
 
 
+def _wants_lse(return_lse: Any, return_softmax_lse: Any) -> int:
+    """Whether a call returns lse: its two names, the core's and flash-attn's, mean the same everywhere."""
+    return _flag("return_lse", return_lse) | _flag("return_softmax_lse", return_softmax_lse)
+
+
 _LEAST_FLOAT, _MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 

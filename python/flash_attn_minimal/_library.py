@@ -168,6 +168,8 @@ class AttentionArgs(ct.Structure):
         ("parts", ct.c_void_p),
         ("max_score", ct.c_void_p),
         ("key_sums", ct.c_void_p),
+        ("attention_chunk", ct.c_int32),
+        ("reserved2", ct.c_int32),
     ]
 
 
@@ -222,6 +224,7 @@ class KVCacheArgs(ct.Structure):
         ("tree_mask", ct.c_void_p),
         ("tree_batch_stride", ct.c_int64),
         ("tree_row_stride", ct.c_int64),
+        ("cache_leftpad", ct.c_void_p),
     ]
 
 

@@ -59,13 +59,17 @@ class Options(NamedTuple):
     v_descale: Any = None
     out_dtype: str | None = None
     fast_accum: bool = False
+    attention_chunk: int = 0
 
     def numbers(self) -> tuple | None:
         """The options that are no arrays, for the signature of a call: the first ones alone where the others have their
         defaults. None where the call draws from a random sequence, and so has a signature of its own."""
         if self.dropout_seed is not None or type(self.dropout_offset) is not int or self.dropout_offset:
             return None
-        others = self.deterministic, self.top_left, self.kernel, self.allow_tf32, self.out_dtype, self.fast_accum
+        others = (
+            *(self.deterministic, self.top_left, self.kernel, self.allow_tf32, self.out_dtype, self.fast_accum),
+            self.attention_chunk,
+        )
         return self[:_USUAL] if all(map(operator.is_, others, _OTHERS)) else (*self[:_USUAL], *others)
 
     def put(self, args: AttentionArgs, views: list[View]) -> None:
@@ -111,6 +115,8 @@ class Options(NamedTuple):
         if self.window_size is not _OPEN:
             args.window_left, args.window_right = _window(self.window_size)
             args.has_window = 1
+        if type(self.attention_chunk) is not int or self.attention_chunk:
+            args.attention_chunk = _integer("attention_chunk", self.attention_chunk, -(2**31), 2**31 - 1)
         if self.alibi_slopes is not None:
             view = _option(views, "alibi_slopes", self.alibi_slopes, ("float32",))
             if tuple(view.shape) not in ((nheads,), (batch, nheads)):
@@ -144,7 +150,15 @@ class Options(NamedTuple):
 
 
 _USUAL = Options._fields.index("alibi_slopes")
-_OTHERS = (False, False, None, False, None, False)  # what `numbers` leaves out; by identity, for 0.0 is no legal False
+_OTHERS = (
+    False,
+    False,
+    None,
+    False,
+    None,
+    False,
+    0,
+)  # what `numbers` leaves out; by identity, for 0.0 is no legal False
 
 
 class KeywordOptions(TypedDict, total=False):
@@ -164,6 +178,7 @@ class KeywordOptions(TypedDict, total=False):
     v_descale: Any
     out_dtype: str | None
     fast_accum: bool
+    attention_chunk: int
 
 
 class AttentionOptions(KeywordOptions, total=False):

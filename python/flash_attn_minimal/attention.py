@@ -14,7 +14,16 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _arrays, _modes, _statistics
-from ._checks import _OPEN, _check_dtype, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous
+from ._checks import (
+    _OPEN,
+    _check_dtype,
+    _check_last_axis,
+    _check_same_place,
+    _flag,
+    _integer,
+    _is_contiguous,
+    _wants_lse,
+)
 from ._forward import QKV, QKV_OUT, attend, find, present, repeats
 from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArgs, Unsupported, load, new
 from ._options import Array, AttentionOptions, KeywordOptions, Options, _lengths, _options_of, _output, _prepare
@@ -65,6 +74,16 @@ def flash_attn_func(
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_softmax_lse: Literal[True],
+    out: Any = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attn_func(
     q: Array, k: Array, v: Array, *, return_lse: bool, out: Any = ..., **options: Unpack[AttentionOptions]
 ) -> Array | tuple[Array, Array]: ...
 @overload
@@ -103,6 +122,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_lse: bool = False,
     *,
+    return_softmax_lse: bool = False,
     return_max_score: bool = False,
     return_key_sums: bool = False,
     bias: Any = None,
@@ -120,6 +140,7 @@ def flash_attn_func(
     v_descale: Any = None,
     out_dtype: str | None = None,
     fast_accum: bool = False,
+    attention_chunk: int = 0,
 ) -> Any:
     """out = softmax(softmax_scale * q k^T + ...) v, without the (seqlen_q, seqlen_k) matrix in memory.
 
@@ -143,7 +164,7 @@ def flash_attn_func(
         softcap: s = softcap * tanh(s / softcap); 0 is off.
         alibi_slopes: (nheads,) or (batch, nheads) float32: s -= slope * |i' - j|.
         deterministic: the forward pass is bitwise reproducible anyhow; here for flash-attn's signature.
-        return_lse: also return lse.
+        return_lse, return_softmax_lse: also return lse; two names of one option.
         return_max_score: also return max_score, of each batch entry and head the greatest score that the softmax gets:
             after scale, softcap, ALiBi, bias, mask, causal and window; -inf where no row sees a key. Sinks are no
             scores. (Muon's QK-clip takes it.)
@@ -168,6 +189,8 @@ def flash_attn_func(
         out_dtype: "bfloat16" or "float16" for float8_e4m3fn inputs; None means q's dtype, bfloat16 for these.
         fast_accum: float8_e4m3fn inputs may have P v summed over all keys in the tensor cores, which keep 14 bits of
             such sums: faster beyond 1024 keys, but there a mean of v fades with their number, as in FlashAttention-3.
+        attention_chunk: keys come in chunks of this many, and row i sees the chunk that i' lies in, beside causal and
+            window_size; 0 is off. (Llama 4 has such layers.)
 
     The order is: scale, softcap, ALiBi, bias, mask, causal and window, sinks, dropout.
 
@@ -202,6 +225,8 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True).ravel()  # the means of 0 1 2 3 and of 0 1 2 3 4
     array([1.5, 2. ], dtype=float32)
     """
+    if return_softmax_lse is not False:
+        return_lse = _wants_lse(return_lse, return_softmax_lse)
     # What `find` does, written out: a small call consists of little else.
     sign = None
     if (
@@ -219,15 +244,16 @@ def flash_attn_func(
         if (
             deterministic is not False or top_left is not False or kernel is not None
             or allow_tf32 is not False or out_dtype is not None or fast_accum is not False
+            or type(attention_chunk) is not int or attention_chunk
         ):  # fmt: skip
-            values += deterministic, top_left, kernel, allow_tf32, out_dtype, fast_accum
+            values += deterministic, top_left, kernel, allow_tf32, out_dtype, fast_accum, attention_chunk
         results, sign = repeats.find(given, arrays, values, window_size, None, True)
         if results is not None:
             return results
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, num_threads, alibi_slopes, deterministic,
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
-        q_descale, k_descale, v_descale, out_dtype, fast_accum,
+        q_descale, k_descale, v_descale, out_dtype, fast_accum, attention_chunk,
     )  # fmt: skip
     more = _statistics.wanted(return_lse, return_max_score, return_key_sums)
     return _route(q, k, v, None, out, return_lse, options, sign, more)
@@ -265,6 +291,20 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
+    out: Any = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attn_varlen_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_softmax_lse: Literal[True],
     out: Any = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]: ...
@@ -330,6 +370,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_lse: bool = False,
     *,
+    return_softmax_lse: bool = False,
     return_max_score: bool = False,
     return_key_sums: bool = False,
     bias: Any = None,
@@ -347,6 +388,7 @@ def flash_attn_varlen_func(
     v_descale: Any = None,
     out_dtype: str | None = None,
     fast_accum: bool = False,
+    attention_chunk: int = 0,
 ) -> Any:
     """flash_attn_func for sequences of different lengths, packed one after the other.
 
@@ -374,11 +416,13 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, q, v, cu_seqlens, cu_seqlens, 2, 2).ravel()
     array([ 2.,  2., 15., 15.], dtype=float32)
     """
+    if return_softmax_lse is not False:
+        return_lse = _wants_lse(return_lse, return_softmax_lse)
     varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, num_threads, alibi_slopes, deterministic,
         bias, mask, sinks, top_left, dropout_seed, dropout_offset, kernel, allow_tf32,
-        q_descale, k_descale, v_descale, out_dtype, fast_accum,
+        q_descale, k_descale, v_descale, out_dtype, fast_accum, attention_chunk,
     )  # fmt: skip
     results = sign = None
     if return_max_score is False and return_key_sums is False:
@@ -528,6 +572,7 @@ def query(
     max_seqlen_k: int | None = None,
     *,
     return_lse: bool = False,
+    return_softmax_lse: bool = False,
     return_max_score: bool = False,
     return_key_sums: bool = False,
     out: Any = None,
@@ -549,7 +594,7 @@ def query(
     """
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     args, views = _prepare(q, k, v, lengths, _options_of("query", options))
-    _flag("return_lse", return_lse)
+    return_lse = bool(_wants_lse(return_lse, return_softmax_lse))
     if more := _statistics.wanted(return_lse, return_max_score, return_key_sums):
         more.put_placeholders(args)
     shape = (*views[0].shape[:-1], args.headdim_v)

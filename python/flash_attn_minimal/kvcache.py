@@ -15,9 +15,9 @@ import numpy as np
 
 from . import _arrays, _record
 from ._arrays import View
-from ._checks import _OPEN, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous
+from ._checks import _OPEN, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _wants_lse
 from ._launch import _with_workspace
-from ._library import CACHE_DTYPES, DTYPES, AttentionArgs, BadArgument, KVCacheArgs, Unsupported, load, new
+from ._library import CACHE_DTYPES, DTYPES, AttentionArgs, BadArgument, KVCacheArgs, load, new
 from ._options import Array, Options
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
 from ._query import Plan, plan_from
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class CacheKeywordOptions(TypedDict, total=False):
     """For type checkers: flash_attn_with_kvcache's keyword-only arguments."""
 
+    attention_chunk: int
     sinks: Any
     k_scale: Any
     v_scale: Any
@@ -83,11 +84,17 @@ def flash_attn_with_kvcache(
     alibi_slopes: Any = ...,
     num_splits: int = ...,
     return_softmax_lse: Literal[False] = ...,
+    *,
+    return_lse: Literal[False] = ...,
     **options: Unpack[CacheKeywordOptions],
 ) -> Array: ...
 @overload
 def flash_attn_with_kvcache(
     q: Array, k_cache: Array, v_cache: Array, *, return_softmax_lse: Literal[True], **options: Unpack[CacheOptions]
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Array, k_cache: Array, v_cache: Array, *, return_lse: Literal[True], **options: Unpack[CacheOptions]
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_with_kvcache(
@@ -114,6 +121,8 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
+    return_lse: bool = False,
+    attention_chunk: int = 0,
     sinks: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -137,23 +146,25 @@ def flash_attn_with_kvcache(
         k, v: (batch, seqlen_new, nheads_k, .) of q's dtype, the keys and values to append; both or neither. An 8-bit
             cache rounds them.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), contiguous, float32 or q's dtype: turn the first rotary_dim
-            dims of k and q. Key t of the new ones stands at position cache_seqlens + t; so does row t of q with causal
-            or a window, else every row at cache_seqlens. They want k and v.
+            dims of k and q. Key t of the new ones stands at position cache_seqlens + t; so does row t of q with causal,
+            a window or chunks, else every row at cache_seqlens. Without k and v, q alone turns.
         cache_seqlens: the keys in the cache before this call: (batch,) int32 on q's device, or one integer for all,
             which costs neither memory nor a copy. Below 0 (in an array) marks an idle sequence: it appends nothing and
             returns out = 0, lse = -inf (the sink with sinks). None: the cache is full but for the last seqlen_new rows,
             which are left for k and v.
         cache_batch_idx: (batch,) int32, the entry of each sequence; None means 0, 1, 2, ... Not with block_table.
             Sequences that append to the same entry race.
-        cache_leftpad: flash-attn's name, not served: keys start at row 0 of an entry.
+        cache_leftpad: (batch,) int32, how many keys at the beginning of each sequence are padding, which no row sees:
+            0 .. cache_seqlens. cache_seqlens and the positions of the rotary embedding count them; causal, windows,
+            ALiBi and chunks count the keys behind them.
         block_table: (batch, pages of a sequence) int32: key j of sequence b is row j % page_size of page
             block_table[b, j // page_size]. Entries past a sequence's keys are never read.
-        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks: as in flash_attn_func. The last row of q is
-            aligned with the last key, appended ones included.
+        softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes, sinks: as in flash_attn_func. The
+            last row of q is aligned with the last key, appended ones included.
         rotary_interleaved: rotate pairs (2i, 2i + 1) rather than (i, i + rotary_dim / 2).
         num_splits: pieces that a sequence's keys are cut into, to occupy the whole processor with a few rows, 1 .. 256;
             0 lets the kernel choose (on the CPU by length alone). Kernels for many rows do not cut.
-        return_softmax_lse: also return lse.
+        return_softmax_lse, return_lse: also return lse; two names of one option.
         k_scale, v_scale: what the values of an 8-bit cache are multiplied by, positive float32. (nheads_k,) or
             (entries, 1, nheads_k): a factor for every head, which appended values are rounded with. (entries,
             seqlen_cache, nheads_k): one for every token, written for appended tokens from their own largest value.
@@ -174,8 +185,8 @@ def flash_attn_with_kvcache(
     of range give wrong keys but never an access outside the cache, and write nothing.
 
     Returns:
-        out (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_softmax_lse the pair (out, lse), lse (batch,
-        nheads, seqlen_q) float32, natural logarithm.
+        out (batch, seqlen_q, nheads, headdim_v) in q's dtype; with return_lse the pair (out, lse), lse (batch, nheads,
+        seqlen_q) float32, natural logarithm.
 
     Raises:
         BadArgument (a ValueError): the text names the argument and quotes its value; cache and `out` are untouched.
@@ -196,14 +207,16 @@ def flash_attn_with_kvcache(
     True
     """
     step = _Step(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, block_table, alibi_slopes, sinks, k_scale,
-        v_scale, tree_mask, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, softcap,
-        rotary_interleaved, num_splits, tree_keys, batch_invariant, programmatic, kernel, num_threads,
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
+        sinks, k_scale, v_scale, tree_mask, cache_seqlens, softmax_scale, causal, window_size, softcap,
+        rotary_interleaved, num_splits, attention_chunk, tree_keys, batch_invariant, programmatic, kernel, num_threads,
     )  # fmt: skip
     at_once = type(cache_seqlens) is int  # one length, which is no array
     arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
     there = [array is not None for array in arrays]
     given, arrays = tuple(itertools.compress(_ARRAYS, there)), tuple(itertools.compress(arrays, there))
+    if return_lse is not False:
+        return_softmax_lse = _wants_lse(return_lse, return_softmax_lse)
     values = at_once, return_softmax_lse, *step[_LENGTHS + 1 :]
     results, sign = _repeats.find(given, arrays, values, window_size, cache_seqlens)
     if results is not None:
@@ -244,7 +257,7 @@ def kvcache_query(*arrays: Any, **options: Any) -> Plan:
     """
     given = _ARGUMENTS.bind(*arrays, **options).arguments
     out = given.pop("out", None)
-    _flag("return_softmax_lse", given.pop("return_softmax_lse", False))
+    _wants_lse(given.pop("return_lse", False), given.pop("return_softmax_lse", False))
     call, args, views, _ = _prepare_step(_Step(**given))
     shape = (*views[0].shape[:3], args.headdim_v)
     if out is not None:
@@ -268,6 +281,7 @@ class _Step(NamedTuple):
     rotary_cos: Any = None
     rotary_sin: Any = None
     cache_batch_idx: Any = None
+    cache_leftpad: Any = None
     block_table: Any = None
     alibi_slopes: Any = None
     sinks: Any = None
@@ -275,13 +289,13 @@ class _Step(NamedTuple):
     v_scale: Any = None
     tree_mask: Any = None
     cache_seqlens: Any = None
-    cache_leftpad: Any = None
     softmax_scale: float | None = None
     causal: bool = False
     window_size: tuple[int, int] = _OPEN
     softcap: float = 0.0
     rotary_interleaved: bool = True
     num_splits: int = 0
+    attention_chunk: int = 0
     tree_keys: int = 0
     batch_invariant: bool = False
     programmatic: bool = False
@@ -304,7 +318,8 @@ _repeats = Repeats(
         KVCacheArgs,
         {"attention": "structs", "k_new_data": "k", "v_new_data": "v", "k_scale_data": "k_scale"}
         | {"v_scale_data": "v_scale", "tree_mask": "tree_mask"}
-        | {name: name for name in ("cache_seqlens", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin")},
+        | {name: name for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")}
+        | {name: name for name in ("rotary_cos", "rotary_sin")},
     ),
 )
 
@@ -312,8 +327,6 @@ _repeats = Repeats(
 def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], int]:
     """Everything but the outputs and the workspace. The views (q, k_cache, v_cache, then the optional ones) keep the
     memory alive; the first struct points to the second; last the keys that a sequence can hold."""
-    if step.cache_leftpad is not None:
-        raise Unsupported("cache_leftpad is set: the keys of an entry start at its row 0")
     views = [_arrays.view(step.q, "q"), _arrays.view(step.k_cache, "k_cache"), _arrays.view(step.v_cache, "v_cache")]
     qv, kv, vv = views
     for name, view in (("q", qv), ("k_cache", kv), ("v_cache", vv)):
@@ -362,6 +375,8 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
     room = args.seqlen_k
     if step.cache_batch_idx is not None:
         call.cache_batch_idx = _per_sequence(views, "cache_batch_idx", step.cache_batch_idx, batch)
+    if step.cache_leftpad is not None:
+        call.cache_leftpad = _per_sequence(views, "cache_leftpad", step.cache_leftpad, batch)
     _put_new(call, args, views, step.k, step.v)
     lengths = step.cache_seqlens
     if isinstance(lengths, (int, np.integer)) and not isinstance(lengths, bool):

@@ -32,6 +32,7 @@ class Head:
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     top_left: bool = False
+    attention_chunk: int = 0  # keys of a chunk; 0 is off
     softcap: float = 0.0
     slope: float = 0.0
     bias: np.ndarray | None = None  # broadcasts to (seqlen_q, seqlen_k)
@@ -51,6 +52,8 @@ class Head:
             seen &= j <= aligned + right
         if left >= 0:
             seen &= j >= aligned - left
+        if self.attention_chunk:
+            seen &= j // self.attention_chunk == aligned // self.attention_chunk
         if self.mask is not None:
             seen &= _broadcast(self.mask, self)[rows, columns] != 0
         if self.bias is not None:
@@ -387,6 +390,7 @@ def heads(
     mask=None,
     sinks=None,
     top_left=False,
+    attention_chunk=0,
     dropout_seed=0,
     dropout_offset=0,
     sequence=None,
@@ -420,6 +424,7 @@ def heads(
                     causal=causal,
                     window_size=window_size,
                     top_left=top_left,
+                    attention_chunk=attention_chunk,
                     softcap=softcap,
                     slope=float(slopes[index if len(slopes) > 1 else 0, h]),
                     bias=None if bias is None else np.asarray(part(bias, h), np.float64),
@@ -513,6 +518,7 @@ def kvcache_attention(
     rotary_sin=None,
     cache_seqlens=None,
     cache_batch_idx=None,
+    cache_leftpad=None,
     block_table=None,
     *,
     causal=False,
@@ -538,7 +544,8 @@ def kvcache_attention(
     seqlen_new = 0 if k is None else k.shape[1]
     room = k_cache.shape[1] if block_table is None else np.shape(block_table)[1] * k_cache.shape[1]
     lengths = np.broadcast_to(room - seqlen_new if cache_seqlens is None else cache_seqlens, batch)
-    ordered = causal or window_size[0] >= 0 or window_size[1] >= 0
+    padding = np.zeros(batch, int) if cache_leftpad is None else np.asarray(cache_leftpad)
+    ordered = causal or window_size[0] >= 0 or window_size[1] >= 0 or options.get("attention_chunk", 0) > 0
     out = np.zeros((batch, seqlen_q, nheads, v_cache.shape[-1]))
     lse = np.full((batch, nheads, seqlen_q), -np.inf)
     if options.get("sinks") is not None:
@@ -550,17 +557,18 @@ def kvcache_attention(
         one_q = np.asarray(q[b], np.float64)
         keys = cached_rows(k_cache, length, b, scale=k_scale, **where)
         values = cached_rows(v_cache, length, b, scale=v_scale, **where)
+        if rotary_cos is not None:
+            turn, last = (rotary_cos, rotary_sin), len(rotary_cos) - 1
+            at = np.minimum(length + np.arange(seqlen_q) * ordered, last)
+            one_q = rotary(one_q, *turn, at, rotary_interleaved)
         if seqlen_new:
             new = np.asarray(k[b], np.float64)
             if rotary_cos is not None:
-                last = len(rotary_cos) - 1
-                turn = (rotary_cos, rotary_sin)
                 at = np.minimum(length + np.arange(seqlen_new), last)
                 new = rotary(new, *turn, at, rotary_interleaved)
-                at = np.minimum(length + np.arange(seqlen_q) * ordered, last)
-                one_q = rotary(one_q, *turn, at, rotary_interleaved)
             keys = np.concatenate([keys, new])
             values = np.concatenate([values, np.asarray(v[b], np.float64)])
+        keys, values = keys[padding[b] :], values[padding[b] :]
         if tree_mask is not None:
             rows = np.broadcast_to(tree_mask, (batch, seqlen_q))[b]
             options["mask"] = tree_shows(rows, len(keys), tree_keys or seqlen_q)

@@ -5,6 +5,7 @@
 #include "api/attention/validate.h"
 #include "api/common/dispatch.h"
 #include "api/common/status.h"
+#include "attention/decode/append.h"
 
 #define FA_STRINGIFY_(x) #x
 #define FA_STRINGIFY(x) FA_STRINGIFY_(x)
@@ -122,7 +123,7 @@ struct CachedCall {
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
         if (whole && params.seqlen_q > 0) return kernel->launch_whole(append, device, stream);
-        if (append.seqlen_new > 0)
+        if (append_rows(append) > 0)
             if (const fa_status status = launch_append(append, device, stream); status != FA_OK) return status;
         return params.seqlen_q > 0 ? kernel->launch(params, device, stream) : FA_OK;
     }

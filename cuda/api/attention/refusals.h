@@ -27,7 +27,18 @@ inline const char* takes_head_dims(const AttentionParams& p, int step, int most,
 
 // The options of the scores, as sets. A kernel names those that it knows and refuses a call that uses another one, so a new option is
 // refused until the kernel learns it. Kernels that ask mask.h about every pair (naive, minimal, mma_sm80, simple, the CPU's) know all.
-enum ScoreOption : uint32_t { kLeftEdge = 1, kSoftcap = 2, kAlibi = 4, kBias = 8, kMask = 16, kSinks = 32, kDropout = 64, kTree = 128 };
+enum ScoreOption : uint32_t {
+    kLeftEdge = 1,
+    kSoftcap = 2,
+    kAlibi = 4,
+    kBias = 8,
+    kMask = 16,
+    kSinks = 32,
+    kDropout = 64,
+    kTree = 128,
+    kChunk = 256,
+    kLeftpad = 512
+};
 constexpr uint32_t kOptionsOfTiles = kLeftEdge | kSoftcap | kAlibi | kBias | kMask | kSinks | kDropout;  // wgmma, and the backward pass
 constexpr uint32_t kOptionsOfDecode = kLeftEdge | kSoftcap | kAlibi | kSinks;
 inline const char* takes_options(const AttentionParams& p, uint32_t known, char* text, size_t size) {
@@ -38,7 +49,8 @@ inline const char* takes_options(const AttentionParams& p, uint32_t known, char*
     } options[] = {{kLeftEdge, p.window_left >= 0, "window_left"},  {kSoftcap, p.softcap != 0, "softcap"},
                    {kAlibi, p.alibi_slopes != nullptr, "ALiBi"},    {kBias, p.bias.data != nullptr, "bias"},
                    {kMask, p.mask.data != nullptr, "mask"},         {kSinks, p.sinks != nullptr, "sinks"},
-                   {kDropout, p.dropout_threshold != 0, "dropout"}, {kTree, p.tree.rows != nullptr, "tree_mask"}};
+                   {kDropout, p.dropout_threshold != 0, "dropout"}, {kTree, p.tree.rows != nullptr, "tree_mask"},
+                   {kChunk, p.chunk != 0, "attention_chunk"},       {kLeftpad, p.cache.leftpad != nullptr, "cache_leftpad"}};
     for (const auto& o : options)
         if (o.used && !(known & o.option)) return say(text, size, "takes no %s", o.name);
     return nullptr;

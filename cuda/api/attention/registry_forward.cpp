@@ -101,6 +101,7 @@ const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device
 const char* mma_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = takes_16_bits(p)) return reason;
     if (p.cache.entries && p.cache.dtype != p.dtype) return kNo8BitCache;
+    if (p.cache.leftpad && p.cache.block_table) return "cache_leftpad is set: it takes none with pages";
     return mma_shape_refuses(p, device, 512, text, size);
 }
 fa_status mma_sm80_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {

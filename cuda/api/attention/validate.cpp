@@ -120,6 +120,8 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     if (parts && !a.cu_seqlens_q) return fail(FA_BAD_ARGUMENT, "parts=%p, but cu_seqlens_q is NULL: only a varlen call has parts", parts);
     if (parts && a.cu_seqlens_k) return fail(FA_BAD_ARGUMENT, "parts=%p and cu_seqlens_k are both set: parts name their keys", parts);
     if (parts && a.top_left) return fail(FA_BAD_ARGUMENT, "top_left=%d with parts, which have a shift of their own", a.top_left);
+    if (parts && a.attention_chunk)
+        return fail(FA_UNSUPPORTED, "attention_chunk=%d with parts, whose keys may begin inside a chunk", a.attention_chunk);
     const bool varlen = a.cu_seqlens_q || a.cu_seqlens_k;
     if (varlen) {
         if (!a.cu_seqlens_q || (!a.cu_seqlens_k && !parts))
@@ -190,6 +192,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     const auto edge = [](int64_t w) { return int32_t(std::min<int64_t>(w, INT32_MAX)); };
     p.window_left = a.has_window ? edge(a.window_left) : -1;
     p.window_right = a.causal ? 0 : a.has_window ? edge(a.window_right) : -1;
+    p.chunk = a.attention_chunk;
     p.sinks = a.sinks;
     if (a.dropout_p > 0) {
         p.dropout_threshold = uint32_t(std::lround(double(a.dropout_p) * 65536));

@@ -100,10 +100,12 @@ fa_status check_contents(const fa_kvcache_args& a, const fa_attention_args& f) {
     for (int32_t b = 0; b < f.batch; ++b) {
         const int64_t before = a.cache_seqlens ? a.cache_seqlens[b] : room;
         if (before > room)
-            return fail(FA_BAD_ARGUMENT,
-                        "cache_seqlens[%d]=%" PRId64 " and seqlen_new=%d are more than the %" PRId64 " keys of a cache entry", b, before,
-                        a.seqlen_new, f.seqlen_k);
+            return fail(FA_BAD_ARGUMENT, "cache_seqlens[%d]=%" PRId64 " and seqlen_new=%d are more than the %" PRId64 " keys of %s", b,
+                        before, a.seqlen_new, f.seqlen_k, a.block_table ? "a row of block_table" : "a cache entry");
         if (before < 0) continue;
+        if (a.cache_leftpad && (a.cache_leftpad[b] < 0 || a.cache_leftpad[b] > before))
+            return fail(FA_BAD_ARGUMENT, "cache_leftpad[%d]=%d is outside 0 .. %" PRId64 ", the keys in the cache", b, a.cache_leftpad[b],
+                        before);
         if (a.cache_batch_idx && (a.cache_batch_idx[b] < 0 || a.cache_batch_idx[b] >= a.cache_batch))
             return fail(FA_BAD_ARGUMENT, "cache_batch_idx[%d]=%d is outside 0 .. %d, the entries of the cache", b, a.cache_batch_idx[b],
                         a.cache_batch - 1);
@@ -135,8 +137,6 @@ fa_status check_rotary(const fa_kvcache_args& a, const fa_attention_args& f) {
     const size_t element = dtype_size(a.rotary_dtype ? a.rotary_dtype : f.dtype);
     FA_RETURN_IF_ERROR(check_pointer("rotary_cos", a.rotary_cos, element, true));
     FA_RETURN_IF_ERROR(check_pointer("rotary_sin", a.rotary_sin, element, true));
-    if (a.seqlen_new < 1)
-        return fail(FA_BAD_ARGUMENT, "rotary_cos is set with seqlen_new=%d: only a call that appends keys rotates", a.seqlen_new);
     if (a.rotary_rows < 1) return fail(FA_BAD_ARGUMENT, "rotary_rows=%d is below 1", a.rotary_rows);
     if (a.rotary_dim < 2 || a.rotary_dim % 2 || a.rotary_dim > f.headdim)
         return fail(FA_BAD_ARGUMENT, "rotary_dim=%d is not an even number in 2 .. headdim=%d", a.rotary_dim, f.headdim);
@@ -159,6 +159,9 @@ fa_status check_tree(const fa_kvcache_args& a, const fa_attention_args& f, bool 
                     "window_left=%" PRId64 ", window_right=%" PRId64 " with tree_keys=%d: a window counts positions in a row",
                     int64_t(f.window_left), int64_t(f.window_right), a.tree_keys);
     if (f.alibi_slopes) return fail(FA_UNSUPPORTED, "alibi_slopes is set with tree_keys=%d: ALiBi counts positions in a row", a.tree_keys);
+    if (f.attention_chunk)
+        return fail(FA_UNSUPPORTED, "attention_chunk=%d with tree_keys=%d: chunks count positions in a row", f.attention_chunk,
+                    a.tree_keys);
     if (a.rotary_cos)
         return fail(FA_UNSUPPORTED, "rotary_cos is set with tree_keys=%d: the tokens of a tree stand at positions of their own",
                     a.tree_keys);
@@ -201,6 +204,7 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     if (!a.page_size && !a.cache_batch_idx && a.cache_batch < f.batch && need)
         return fail(FA_BAD_ARGUMENT, "cache_batch=%d is below batch=%d without cache_batch_idx", a.cache_batch, f.batch);
     FA_RETURN_IF_ERROR(check_pointer("cache_seqlens", a.cache_seqlens, 4, false));
+    FA_RETURN_IF_ERROR(check_pointer("cache_leftpad", a.cache_leftpad, 4, false));
     FA_RETURN_IF_ERROR(check_pointer("cache_batch_idx", a.cache_batch_idx, 4, false));
     FA_RETURN_IF_ERROR(check_pointer("block_table", a.block_table, 4, false));
     if (a.seqlen_new < 0) return fail(FA_BAD_ARGUMENT, "seqlen_new=%d is negative", a.seqlen_new);
@@ -232,6 +236,7 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
 
     CacheView& c = p.cache;
     c.entries = a.cache_batch, c.seqlens = a.cache_seqlens, c.added = a.seqlen_new, c.batch_idx = a.cache_batch_idx;
+    c.leftpad = a.cache_leftpad;
     c.block_table = a.block_table, c.table_row = a.block_table_stride, c.page_size = a.page_size;
     c.dtype = DType(cache_dtype), c.k_scale = view(a.k_scale), c.v_scale = view(a.v_scale);
     c.batch_invariant = a.batch_invariant, c.num_splits = a.num_splits, c.programmatic = a.programmatic;

@@ -16,13 +16,24 @@ struct KeyRange {
     int32_t begin, end;  // keys begin .. end - 1
 };
 
-// Keys that row i can see through causal and window. Both ends grow with i, so a tile of rows i0 .. i1 sees
+// The first key of the chunk that position `at` lies in, which may be negative.
+FA_HOST_DEVICE int64_t chunk_begin(int64_t at, int32_t chunk) {
+    const int64_t rest = at % chunk;
+    return at - (rest < 0 ? rest + chunk : rest);
+}
+
+// Keys that row i can see through causal, window and chunks. Both ends grow with i, so a tile of rows i0 .. i1 sees
 // key_range(i0).begin .. key_range(i1).end - 1. An empty range has begin >= end.
 FA_HOST_DEVICE KeyRange key_range(const AttentionParams& p, const Sequence& s, int32_t i) {
     const int64_t aligned = int64_t(i) + s.shift;
     int64_t begin = 0, end = s.seqlen_k;
     if (p.window_left >= 0 && aligned - p.window_left > begin) begin = aligned - p.window_left;
     if (p.window_right >= 0 && aligned + p.window_right + 1 < end) end = aligned + p.window_right + 1;
+    if (p.chunk) {
+        const int64_t first = chunk_begin(aligned, p.chunk);
+        if (first > begin) begin = first;
+        if (first + p.chunk < end) end = first + p.chunk;
+    }
     if (begin > s.seqlen_k) begin = s.seqlen_k;
     if (end < 0) end = 0;
     return {int32_t(begin), int32_t(end)};
@@ -38,12 +49,17 @@ struct QueryRange {
     int32_t begin, end;  // queries begin .. end - 1
 };
 
-// The other way round: the queries that can see key j through causal and window. Both ends grow with j.
+// The other way round: the queries that can see key j through causal, window and chunks. Both ends grow with j.
 FA_HOST_DEVICE QueryRange query_range(const AttentionParams& p, const Sequence& s, int32_t j) {
     const int64_t aligned = int64_t(j) - s.shift;
     int64_t begin = 0, end = s.seqlen_q;
     if (p.window_right >= 0 && aligned - p.window_right > begin) begin = aligned - p.window_right;
     if (p.window_left >= 0 && aligned + p.window_left + 1 < end) end = aligned + p.window_left + 1;
+    if (p.chunk) {
+        const int64_t first = chunk_begin(j, p.chunk) - s.shift;
+        if (first > begin) begin = first;
+        if (first + p.chunk < end) end = first + p.chunk;
+    }
     if (begin > s.seqlen_q) begin = s.seqlen_q;
     if (end < 0) end = 0;
     return {int32_t(begin), int32_t(end)};

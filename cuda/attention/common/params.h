@@ -26,6 +26,7 @@ struct CacheView {
     int32_t entries;             // cache entries, or pages; 0 = no cache
     const int32_t* seqlens;      // (batch) keys before the call's own; below 0 = an idle sequence; nullptr = the cache is full
     int32_t added;               // keys the call itself has put behind them
+    const int32_t* leftpad;      // (batch) rows in front of a sequence's first key; nullptr = none
     const int32_t* batch_idx;    // (batch) entry of each sequence; nullptr = its own number
     const int32_t* block_table;  // (batch, pages) page of every page_size keys; nullptr = contiguous
     int64_t table_row;           // its row stride
@@ -76,6 +77,7 @@ struct AttentionParams {
     ScoreView mask;  // uint8
     bool top_left;
     int32_t window_left, window_right;  // -1 = open; causal is window_right = 0
+    int32_t chunk;                      // keys of a chunk; 0 = off
     const float* sinks;
 
     uint32_t dropout_threshold;  // an element is dropped iff its 16 random bits are below this; 0 = no dropout
@@ -118,11 +120,22 @@ struct BackwardParams {
     bool accumulate, deterministic;
 };
 
-// Keys that sequence b of a call with a cache sees. A length on the device cannot be checked before the launch: it is clamped.
-FA_HOST_DEVICE int32_t cached_keys(const AttentionParams& p, int32_t b) {
+// Rows of a cache up to the last key of sequence b. A length on the device cannot be checked before the launch: it is clamped.
+FA_HOST_DEVICE int32_t cached_rows(const AttentionParams& p, int32_t b) {
     if (!p.cache.seqlens) return p.seqlen_k;
     const int32_t before = p.cache.seqlens[b];
     return before < 0 ? 0 : clamp_to(before, 0, p.seqlen_k - p.cache.added) + p.cache.added;
+}
+
+// How many of them stand in front of its first key.
+FA_HOST_DEVICE int32_t padded_rows(const CacheView& cache, int32_t b, int32_t rows) {
+    return cache.leftpad ? clamp_to(cache.leftpad[b], 0, rows) : 0;
+}
+
+// Keys that sequence b of a call with a cache sees.
+FA_HOST_DEVICE int32_t cached_keys(const AttentionParams& p, int32_t b) {
+    const int32_t rows = cached_rows(p, b);
+    return rows - padded_rows(p.cache, b, rows);
 }
 
 // Cache entry of sequence b of a contiguous cache.
@@ -191,8 +204,13 @@ FA_HOST_DEVICE Sequence sequence_of(const AttentionParams& p, int32_t b) {
         s.seqlen_q = p.seqlen_q, s.seqlen_k = p.seqlen_k;
         s.q = b * p.q.batch, s.out = b * p.out.batch, s.lse = int64_t(b) * p.nheads * p.seqlen_q;
         int64_t entry = b;
-        if (p.cache.entries) s.seqlen_k = cached_keys(p, b), entry = p.cache.block_table ? 0 : cache_entry(p.cache, b);
-        s.k = entry * p.k.batch, s.v = entry * p.v.batch;
+        int32_t first = 0;
+        if (p.cache.entries) {
+            const int32_t rows = cached_rows(p, b), padding = padded_rows(p.cache, b, rows);
+            s.seqlen_k = rows - padding;
+            entry = p.cache.block_table ? 0 : cache_entry(p.cache, b), first = p.cache.block_table ? 0 : padding;
+        }
+        s.k = entry * p.k.batch + first * p.k.row, s.v = entry * p.v.batch + first * p.v.row;
         s.shift = p.top_left ? 0 : s.seqlen_k - s.seqlen_q;
     }
     return s;
@@ -209,11 +227,12 @@ FA_HOST_DEVICE GradientSequence gradients_of(const BackwardParams& p, int32_t b)
     return {q0 * p.dout.row, q0 * p.dq.row, k0 * p.dk.row, k0 * p.dv.row};
 }
 
-// Where key j of sequence b stands in a cache: its entry, or its page, and its row in there.
+// Where key j of sequence b, which has it, stands in a cache: its entry, or its page, and its row in there.
 struct CachePlace {
     int64_t entry, row;
 };
 FA_HOST_DEVICE CachePlace cache_place(const CacheView& cache, int32_t b, int32_t j) {
+    j += padded_rows(cache, b, INT32_MAX - j);
     if (!cache.block_table) return {cache_entry(cache, b), j};
     return {cache_page(cache, b, j / cache.page_size), j % cache.page_size};
 }

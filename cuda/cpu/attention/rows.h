@@ -98,7 +98,7 @@ FA_INLINE void for_runs(const AttentionParams& p, const TensorView& t, const Cac
         return;
     }
     for (int i = 0, run; i < rows; i += run) {  // the keys that lie in one page
-        int64_t entry = c.batch_idx ? c.batch_idx[b] : b, row = first + i;
+        int64_t entry = c.batch_idx ? c.batch_idx[b] : b, row = (c.leftpad ? c.leftpad[b] : 0) + first + i;
         run = rows - i;
         if (c.block_table) {
             entry = c.block_table[b * c.table_row + row / c.page_size], row %= c.page_size;

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _arrays
 from .._arrays import View
-from .._checks import _OPEN, _check_last_axis, _check_same_place, _flag, _is_contiguous
+from .._checks import _OPEN, _check_last_axis, _check_same_place, _is_contiguous, _wants_lse
 from .._library import DTYPES, BadArgument, new
 from .._options import Array
 from .._pack import _put_tensor
@@ -23,7 +23,10 @@ from .groups import Group
 # Where the address of each array of a step goes: into fa_attention_args, or fa_kvcache_args.
 _ATTENTION = {"q": "q_data", "k_cache": "k_data", "v_cache": "v_data", "alibi_slopes": "alibi_slopes", "sinks": "sinks"}
 _CACHE = {"k": "k_new_data", "v": "v_new_data", "k_scale": "k_scale_data", "v_scale": "v_scale_data"} | {
-    name: name for name in ("rotary_cos", "rotary_sin", "cache_batch_idx", "block_table", "cache_seqlens")
+    name: name
+    for name in (
+        *("rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table", "tree_mask", "cache_seqlens"),
+    )
 }
 
 
@@ -49,6 +52,7 @@ def decode(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
+    return_lse: bool = False,
     sinks: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -69,19 +73,22 @@ def decode(
         causal: the rank that appends hides later new tokens from earlier rows of q. Keys in the caches are seen by
             all rows.
         sinks: the same on every rank; they count once.
-        window_size, alibi_slopes, rotary_cos, rotary_sin: refused. They need positions in the whole sequence, which a
-            shard does not have: rotate q and k before.
+        window_size, alibi_slopes, rotary_cos, rotary_sin, cache_leftpad: refused. They need positions in the whole
+            sequence, which a shard does not have: rotate q and k before.
 
     Returns:
-        the whole result, on every rank: out, with return_softmax_lse the pair (out, lse).
+        the whole result, on every rank: out, with return_lse or return_softmax_lse the pair (out, lse).
 
     Raises: as `forward`.
     """
     check_group(group)
+    return_lse = _wants_lse(return_lse, return_softmax_lse)
     step = _Step(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, block_table, alibi_slopes, sinks, k_scale,
-        v_scale, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, softcap, rotary_interleaved,
-        num_splits, batch_invariant, programmatic, kernel, num_threads,
+        q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad, block_table=block_table, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale,
+        v_scale=v_scale, cache_seqlens=cache_seqlens, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, num_splits=num_splits,
+        batch_invariant=batch_invariant, programmatic=programmatic, kernel=kernel, num_threads=num_threads,
     )  # fmt: skip
     at_once = type(cache_seqlens) is int  # one length, which is no array
     arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
@@ -106,12 +113,12 @@ def decode(
         view = qv.door.empty(qv, shape, qv.dtype) if out is None else _given_out(out, views, shape)
         _put_tensor(args, "out", view)
         prepared.output(args, "out_data", view, None if out is None else len(arrays) - 1)
-        if _flag("return_softmax_lse", return_softmax_lse):
+        if return_lse:
             prepared.output(args, "lse", qv.door.empty(qv, (args.batch, args.nheads, args.seqlen_q), "float32"))
         return prepared, views
 
     def start() -> tuple[tuple | None, Any]:
-        values = "decode", at_once, return_softmax_lse, *step[_LENGTHS + 1 :]
+        values = "decode", at_once, return_lse, *step[_LENGTHS + 1 :]
         return signature(arrays, values, window_size), prepare
 
     def adjust(known: Prepared) -> None:

@@ -1,0 +1,166 @@
+"""What flash_attn's calls over caches and pages have beyond flash_attn_minimal.flash_attn_with_kvcache: packed rows of
+q, packed new keys, positions of their own for the rotary embedding, scores of q and qv, float8 rows of q. They are made
+ready here, with PyTorch's own operations, and the core does the rest. None of it has a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...kvcache import flash_attn_with_kvcache
+from ._packed import Tails, owners
+from .layers.rotary import rotate
+
+
+def attend_packed(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int,
+    lengths: Any, where: dict[str, Any], options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out (total_q, nheads, headdim_v) and lse (nheads, total_q) of packed rows over a cache. lengths: the keys of the
+    sequences; where: how they are found in the cache."""
+    tails = Tails(cu_seqlens_q, max_seqlen_q, q.shape[0])
+    if isinstance(lengths, torch.Tensor):
+        lengths = lengths.int().contiguous()
+    out, lse = flash_attn_with_kvcache(
+        tails.pad(q), k_cache, v_cache, cache_seqlens=lengths, return_lse=True, **where, **options
+    )
+    return tails.pack(out, 0.0), tails.pack(lse.transpose(1, 2), -torch.inf).T.contiguous()
+
+
+def packed_keys(
+    k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_k: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Packed keys and values, (total_k, nheads_k, .), as a cache whose pages are one row each."""
+    columns = torch.arange(max_seqlen_k, device=k.device, dtype=torch.int32)
+    table = (cu_seqlens_k[:-1, None] + columns).clamp_max(max(k.shape[0] - 1, 0))
+    return k.unsqueeze(1), v.unsqueeze(1), {"block_table": table}
+
+
+def joined(v: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of v with those of k behind them, and their first columns, which are v. No copy where they lie so: keys and
+    values of latent attention are columns of one cache."""
+    width = v.shape[-1]
+    beside = (
+        v.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        and k.storage_offset() == v.storage_offset() + width
+        and k.stride() == v.stride()
+    )
+    if beside:
+        both = v.as_strided((*v.shape[:-1], width + k.shape[-1]), v.stride())
+    else:
+        both = torch.cat([v, k], -1)
+    return both, both[..., :width]
+
+
+def append(
+    cache: torch.Tensor, new: torch.Tensor, owner: torch.Tensor, row: torch.Tensor, batch_idx: Any, table: Any
+) -> None:
+    """Writes rows `new` (tokens, nheads_k, dim) to the cache: token t is row `row[t]` of sequence `owner[t]`."""
+    if table is not None:
+        entry, row = table[owner, row // cache.shape[1]].long(), row % cache.shape[1]
+    else:
+        entry = owner if batch_idx is None else batch_idx[owner].long()
+    cache[entry, row] = new.to(cache.dtype)
+
+
+def per_head(descale: torch.Tensor | None, group: int) -> Any:
+    """Factors of key heads, (batch, nheads_k), as (batch, 1, nheads, 1) float32; 1 without."""
+    return 1.0 if descale is None else descale.float().repeat_interleave(group, -1)[:, None, :, None]
+
+
+def with_kvcache(
+    q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, leftpad, table, cu_seqlens_q,
+    cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, rotary_interleaved,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """FlashAttention-3's flash_attn_with_kvcache: out and lse, of packed rows as attend_packed has them."""
+    if table is not None and batch_idx is not None:
+        table, batch_idx = table[batch_idx.long()], None
+    rotary = rotary_cos is not None
+    rotary_seqlens = None if rotary_seqlens is cache_seqlens else rotary_seqlens
+    if (
+        cu_seqlens_q is not None
+        or cu_seqlens_k_new is not None
+        or qv is not None
+        or (rotary and rotary_seqlens is not None)
+    ):
+        # The core rotates and appends a dense batch at the positions of its keys: all else is done here before.
+        q, cache_seqlens = _rotate_and_append(
+            q, k_cache, v_cache, k, v, (rotary_cos, rotary_sin, rotary_interleaved) if rotary else None, cache_seqlens,
+            batch_idx, table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, options,
+        )  # fmt: skip
+        k = v = rotary_cos = rotary_sin = None
+    if qv is not None:
+        k_cache, v_cache = joined(v_cache, k_cache)
+        q = torch.cat([qv, q], -1)
+    where = {"cache_batch_idx": batch_idx, "cache_leftpad": leftpad, "block_table": table}
+    eight_bit = k_cache.dtype in (torch.float8_e4m3fn, torch.int8)
+    group = q.shape[-2] // k_cache.shape[-2]
+    if eight_bit:  # a sequence's factors are none of the cache's: those of q and k join q, and those of v join out
+        factor = per_head(q_descale, group) * per_head(k_descale, group)
+        if q.dtype == torch.float8_e4m3fn:
+            q = q.to(torch.bfloat16)
+        if isinstance(factor, torch.Tensor):
+            if cu_seqlens_q is not None:
+                factor = factor[owners(cu_seqlens_q, q.shape[0])[0], 0]
+            q = (q.float() * factor).to(q.dtype)
+        k, v = (None if x is None else x.to(q.dtype) for x in (k, v))
+        rotary_cos, rotary_sin = (None if x is None else x.to(q.dtype) for x in (rotary_cos, rotary_sin))
+        ones = torch.ones(k_cache.shape[-2], device=q.device)
+        options = options | {"k_scale": ones, "v_scale": ones}
+    elif not (q_descale is k_descale is v_descale is None):
+        raise RuntimeError(f"q_descale, k_descale or v_descale is given, but k_cache is {k_cache.dtype}: not of 8 bits")
+    if cu_seqlens_q is None:
+        out, lse = flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, return_lse=True,
+            rotary_interleaved=rotary_interleaved, **where, **options,
+        )  # fmt: skip
+    else:
+        lengths = (
+            k_cache.shape[1] * (1 if table is None else table.shape[1]) if cache_seqlens is None else cache_seqlens
+        )
+        out, lse = attend_packed(q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q, lengths, where, options)
+    if v_descale is not None:
+        factor = per_head(v_descale, group)
+        factor = factor if cu_seqlens_q is None else factor[owners(cu_seqlens_q, q.shape[0])[0], 0]
+        out = (out.float() * factor).to(out.dtype)
+    return out, lse
+
+
+def _rotate_and_append(
+    q, k_cache, v_cache, k, v, rotary, cache_seqlens, batch_idx, table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens,
+    options,
+):  # fmt: skip
+    """q, rotated, and the lengths of the sequences with their new keys, which are in the cache then."""
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    room = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    new = 0 if k is None else k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
+    if cache_seqlens is None:
+        before = room - torch.as_tensor(new, device=q.device).expand(batch)
+    else:
+        before = torch.as_tensor(cache_seqlens, device=q.device).expand(batch)
+    first = before if rotary_seqlens is None else rotary_seqlens
+    if rotary is not None:
+        cos, sin, interleaved = rotary
+        ordered = options["causal"] or max(options["window_size"]) >= 0 or options["attention_chunk"] > 0
+        if cu_seqlens_q is None:
+            positions = first[:, None] + torch.arange(q.shape[1], device=q.device) * ordered
+        else:
+            owner, number = owners(cu_seqlens_q, q.shape[0])
+            positions = first[owner] + number * ordered
+        q = rotate(q, cos, sin, positions, interleaved)
+    if k is None:
+        return q, None if cache_seqlens is None else before.int()
+    if cu_seqlens_k_new is None:
+        owner = torch.arange(batch, device=q.device).repeat_interleave(k.shape[1])
+        number = torch.arange(k.shape[1], device=q.device).repeat(batch)
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    else:
+        owner, number = owners(cu_seqlens_k_new, k.shape[0])
+    if rotary is not None:
+        k = rotate(k, cos, sin, first[owner] + number, interleaved)
+    row = before[owner].long() + number
+    append(k_cache, k, owner, row, batch_idx, table)
+    append(v_cache, v, owner, row, batch_idx, table)
+    return q, (before + new).int()

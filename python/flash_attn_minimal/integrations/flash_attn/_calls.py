@@ -1,0 +1,120 @@
+"""What the functions of both packages have in common: options as the core takes them, errors, dropout's seed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from ... import attention as core
+from ..._library import FlashAttnError
+
+_Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
+
+
+class Refused(RuntimeError):
+    """A call that the library does not serve; the cause is the library's own error, and the text its."""
+
+
+def refusing(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """The function with RuntimeErrors, which is what flash_attn raises."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except FlashAttnError as error:
+            if isinstance(error, RuntimeError):
+                raise
+            raise Refused(str(error)) from error
+
+    return call
+
+
+def dense_rows(*tensors: torch.Tensor | None) -> list[Any]:
+    """The tensors with a contiguous last axis."""
+    return [x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors]
+
+
+def window(window_size: Any) -> tuple[int, int]:
+    """A pair of integers, -1 for an open end: any negative number there."""
+    left, right = (max(int(edge), -1) for edge in window_size)
+    return left, right
+
+
+def score_options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) -> dict[str, Any]:
+    return {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window(window_size),
+        "softcap": max(float(softcap), 0.0),
+        "alibi_slopes": alibi_slopes,
+    }
+
+
+def draw_dropout(dropout_p: float, device: torch.device) -> dict[str, Any]:
+    """dropout_p with a seed and an offset from PyTorch's generator of the device, which moves on: torch.manual_seed
+    decides which probabilities are dropped, and activation checkpointing drops the same ones again."""
+    if not dropout_p:
+        return {}
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+        seed, offset = generator.initial_seed() % 2**64, generator.get_offset()
+        generator.set_offset(offset + 4)
+    else:
+        seed, offset = int(torch.randint(2**63 - 1, (), dtype=torch.int64)), 0
+    return {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_offset": offset}
+
+
+_COLUMNS = 256  # of a unit matrix at a time
+
+
+def _probabilities(attend: Callable[..., torch.Tensor], key: torch.Tensor, longest: int) -> torch.Tensor:
+    """P of a call, (..., nheads, longest), read off attention over values that are rows of the unit matrix: attend(v)
+    is the call with these values, of which there is one for each key; key: its number in its sequence."""
+    columns = [
+        attend((key[..., None, None] == torch.arange(first, min(first + _COLUMNS, longest), device=key.device)).float())
+        for first in range(0, longest, _COLUMNS)
+    ]
+    return torch.cat(columns, -1)
+
+
+@torch.no_grad()
+def signed_probabilities(q, k, varlen: tuple | None, options: dict[str, Any]) -> torch.Tensor:
+    """What flash_attn calls S_dmask: (batch, nheads, seqlen_q, seqlen_k), of packed sequences with the longest ones'
+    lengths. An element is exp(score - the row's greatest score), negative where dropout struck. For tests: it has the
+    memory that FlashAttention avoids, and takes a call for every 256 keys.
+
+    varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+    drops = {name: options[name] for name in ("dropout_p", "dropout_seed", "dropout_offset")}
+    scores = {name: value for name, value in options.items() if name not in drops}
+    q32, k32, nheads_k = q.detach().float(), k.detach().float(), k.shape[-2]
+    if varlen is None:
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        key = torch.arange(seqlen_k, device=q.device).expand(batch, seqlen_k)
+        p = _probabilities(
+            lambda v: core.flash_attn_func(q32, k32, v.expand(-1, -1, nheads_k, -1), **scores), key, seqlen_k
+        )
+    else:
+        cu_q, cu_k, seqlen_q, seqlen_k = varlen
+        batch = cu_q.shape[0] - 1
+        rows = torch.arange(k.shape[0], device=q.device)
+        key = rows - cu_k[torch.searchsorted(cu_k[1:].contiguous(), rows, right=True).clamp_max(batch - 1)]
+        packed = _probabilities(
+            lambda v: core.flash_attn_varlen_func(q32, k32, v.expand(-1, nheads_k, -1), *varlen, **scores),
+            key, seqlen_k,
+        )  # fmt: skip
+        p = packed.new_zeros(batch, seqlen_q, *packed.shape[1:])
+        for b, (first, last) in enumerate(zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False)):
+            p[b, : last - first] = packed[first:last]
+    p = p / p.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    # Which elements are dropped does not depend on q and k. Where all are zero, an element that stays is 1 / seqlen_k.
+    zeros = q32.new_zeros(batch, max(seqlen_q, seqlen_k), q.shape[-2], 1)
+    key = torch.arange(seqlen_k, device=q.device).expand(batch, seqlen_k)
+    kept = _probabilities(
+        lambda v: core.flash_attn_func(zeros[:, :seqlen_q], zeros[:, :seqlen_k, :1], v, **drops), key, seqlen_k
+    )
+    return torch.where(kept > 0, p, -p).transpose(1, 2).to(q.dtype)

@@ -1,0 +1,313 @@
+"""FlashAttention-3's functions: flash_attn_interface.
+
+Tensors are PyTorch's, float16, bfloat16 or float32, on a CPU or a GPU, or float8_e4m3fn. num_splits of calls without a
+cache, pack_gqa, sm_margin and scheduler_metadata are advice for FlashAttention-3's kernels: they change no result and
+are not used here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import attention as core
+from ..._library import Unsupported
+from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
+from . import _caches
+from ._calls import dense_rows, refusing, score_options
+from ._packed import Used, owners
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+_MOST_HEADDIM = 512  # of calls that are not over a cache, which take 576
+
+
+def _scale(softmax_scale: float | None, q: torch.Tensor, qv: torch.Tensor | None) -> float:
+    if softmax_scale is not None:
+        return softmax_scale
+    return (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
+
+
+def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[str, Any]) -> Any:
+    """out and lse. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+    if q.dtype == torch.float8_e4m3fn:
+        if qv is not None:
+            raise RuntimeError(f"qv is given, but q is {q.dtype}: scores of two products are served in 16 and 32 bits")
+        return _float8(q.detach(), k.detach(), v.detach(), varlen, descales, options)
+    if any(x is not None for x in descales):
+        raise RuntimeError(f"q_descale, k_descale or v_descale is given, but q is {q.dtype}: not of 8 bits")
+    q, k, v, qv = dense_rows(q, k, v, qv)
+    if qv is not None:  # q k^T + qv v^T is one product of longer rows
+        q = torch.cat([qv, q], -1)
+        if q.shape[-1] > _MOST_HEADDIM:
+            return _over_a_cache(q, k, v, varlen, options)
+        k, v = _caches.joined(v, k)
+    if varlen is None:
+        return core.flash_attn_func(q, k, v, return_lse=True, **options)
+    return core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=True, **options)
+
+
+def _over_a_cache(q, k, v, varlen, options) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of q and qv in one, beyond the head dims of other calls."""
+    options = {name: value for name, value in options.items() if name != "deterministic"}
+    q, k, v = q.detach(), k.detach(), v.detach()
+    if varlen is None:
+        k, v = _caches.joined(v, k)
+        return core_with_kvcache(q, k, v, return_lse=True, **options)
+    cu_q, cu_k, max_q, max_k = varlen
+    k, v, where = _caches.packed_keys(k, v, cu_k, max_k)
+    return _caches.attend_packed(q, *_caches.joined(v, k), cu_q, max_q, cu_k.diff(), where, options)
+
+
+def _float8(q, k, v, varlen, descales, options) -> tuple[torch.Tensor, torch.Tensor]:
+    """By a kernel of float8, or, where none serves the call, in bfloat16, which has every number of float8."""
+    group = q.shape[-2] // k.shape[-2]
+    batch = q.shape[0] if varlen is None else varlen[0].shape[0] - 1
+    ones = torch.ones(batch, k.shape[-2], device=q.device)
+    q_descale, k_descale, v_descale = (ones if x is None else x.float() for x in descales)
+    q_descale = q_descale.repeat_interleave(group, -1)
+    function, lengths = (core.flash_attn_func, ()) if varlen is None else (core.flash_attn_varlen_func, varlen)
+    try:
+        return function(
+            q, k, v, *lengths, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_lse=True, **options
+        )
+    except Unsupported:
+        pass
+    q_factor, v_factor = q_descale * k_descale.repeat_interleave(group, -1), v_descale.repeat_interleave(group, -1)
+    if varlen is None:
+        q_factor, v_factor = q_factor[:, None, :, None], v_factor[:, None, :, None]
+    else:
+        owner, _ = owners(varlen[0], q.shape[0])
+        q_factor, v_factor = q_factor[owner][..., None], v_factor[owner][..., None]
+    q, k, v = (q.float() * q_factor).bfloat16(), k.bfloat16(), v.bfloat16()
+    out, lse = function(q, k, v, *lengths, return_lse=True, **options)
+    return (out.float() * v_factor).to(out.dtype), lse
+
+
+def _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic) -> dict[str, Any]:
+    options = score_options(softmax_scale, causal, window_size, softcap)
+    return options | {"attention_chunk": int(attention_chunk), "deterministic": deterministic}
+
+
+@refusing
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention: q (batch, seqlen_q, nheads, headdim), k (batch, seqlen_k, nheads_k, headdim), v (batch, seqlen_k,
+    nheads_k, headdim_v).
+
+    qv (batch, seqlen_q, nheads, headdim_v): the scores are q k^T + qv v^T, and the default scale is (headdim +
+    headdim_v) ** -0.5; headdim + headdim_v up to 576, with gradients up to 512. q_descale, k_descale and v_descale
+    (batch, nheads_k): what the values of float8_e4m3fn inputs are multiplied by. Returns out, and with
+    return_attn_probs lse."""
+    options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, deterministic)
+    out, lse = _attend(q, k, v, qv, None, (q_descale, k_descale, v_descale), options)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func with all in one tensor: qkv (batch, seqlen, 3, nheads, headdim), or with num_heads_q (batch,
+    seqlen, num_heads_q + 2 nheads_k, headdim)."""
+    if qkv.ndim == 5:
+        q, k, v = qkv.unbind(-3)
+    elif num_heads_q is None:
+        raise RuntimeError(f"num_heads_q is None, but qkv has shape {tuple(qkv.shape)}: its heads belong to q, k and v")
+    else:
+        heads_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads_k, heads_k], 2)
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
+        deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+@refusing
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn_func of packed sequences: q (total_q, nheads, headdim), k (total_k, nheads_k, headdim), v (total_k,
+    nheads_k, headdim_v), qv (total_q, nheads, headdim_v).
+
+    seqused_q, seqused_k (batch,) int32: only so many rows of each sequence count, the first ones. The others are as if
+    they were not there: their out is 0, their lse -inf, their gradients 0."""
+    options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, deterministic)
+    rows = keys = None
+    if seqused_q is not None:
+        rows = Used(cu_seqlens_q, seqused_q, q.shape[0])
+        q, qv, cu_seqlens_q = rows.gather(q), None if qv is None else rows.gather(qv), rows.cu_seqlens
+    if seqused_k is not None:
+        keys = Used(cu_seqlens_k, seqused_k, k.shape[0])
+        k, v, cu_seqlens_k = keys.gather(k), keys.gather(v), keys.cu_seqlens
+    varlen = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    out, lse = _attend(q, k, v, qv, varlen, (q_descale, k_descale, v_descale), options)
+    if rows is not None:
+        out, lse = rows.scatter(out, 0.0), rows.scatter(lse.T, -torch.inf).T.contiguous()
+    return (out, lse) if return_attn_probs else out
+
+
+@refusing
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """flash_attn_minimal.flash_attn_with_kvcache with more arguments.
+
+    Arguments beyond those:
+        qv: as in flash_attn_func.
+        page_table: its block_table; with cache_batch_idx row cache_batch_idx[b] is that of sequence b.
+        cu_seqlens_q, max_seqlen_q: the rows of q, and of qv, are packed: (total_q, nheads, headdim).
+        cu_seqlens_k_new: so are k and v.
+        rotary_seqlens: (batch,) int32, the position of each sequence's first new row, in place of cache_seqlens.
+        q_descale, k_descale, v_descale: (batch, nheads_k), of an 8-bit cache. q may be float8_e4m3fn, too.
+
+    Returns out, and with return_softmax_lse (out, lse, nothing, nothing): the last two are empty, where
+    FlashAttention-3 has the results of its splits."""
+    if cu_seqlens_q is not None and max_seqlen_q is None:
+        raise RuntimeError(
+            "max_seqlen_q is None with cu_seqlens_q: packed rows need the length of the longest sequence"
+        )
+    options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, False)
+    del options["deterministic"]
+    q, k, v, qv, rotary_cos, rotary_sin = dense_rows(q, k, v, qv, rotary_cos, rotary_sin)
+    with torch.no_grad():
+        out, lse = _caches.with_kvcache(
+            q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
+            rotary_interleaved, options | {"num_splits": num_splits},
+        )  # fmt: skip
+    return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of disjoint sets of keys, from attention over each: out_partial (splits, batch, seqlen,
+    nheads, headdim_v) float32, lse_partial (splits, batch, seqlen, nheads), or both without batch. Returns out, in
+    out_dtype or float32, and lse. A split with lse = -inf adds nothing, whatever its out holds."""
+    lse = torch.logsumexp(lse_partial.float(), 0)
+    weight = (lse_partial - torch.where(lse == -torch.inf, 0.0, lse)).exp().unsqueeze(-1)
+    total = torch.zeros_like(out_partial[0], dtype=torch.float32)
+    for part, share in zip(out_partial, weight, strict=True):
+        total += torch.where(share == 0, 0.0, share * part)
+    if out is None:
+        return total.to(out_dtype or torch.float32), lse
+    return out.copy_(total), lse
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """An empty int32 tensor on cache_seqlens' device: kernels here plan their work themselves, from what is on the
+    device, so there is nothing to compute before a step."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

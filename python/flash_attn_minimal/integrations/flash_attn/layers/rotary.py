@@ -1,0 +1,56 @@
+"""The rotary embedding (Su et al., RoFormer, 2021) in PyTorch's own operations."""
+
+from __future__ import annotations
+
+import torch
+
+from .._packed import owners
+
+
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    """x (..., nheads, headdim) with each row turned by the angles of its position, in float32 and rounded once.
+    positions (...); those behind the tables' last row turn by that row."""
+    positions = positions.long().clamp(0, cos.shape[0] - 1)
+    c, s = cos[positions].float().unsqueeze(-2), sin[positions].float().unsqueeze(-2)
+    half = cos.shape[-1]
+    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    pair = a * c - b * s, a * s + b * c
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([turned.to(x.dtype), rest], -1)
+
+
+def apply_rotary_emb(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | torch.Tensor = 0,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> torch.Tensor:
+    """x with the first 2 * cos.shape[1] dims of each row turned by the angles of its position.
+
+    Arguments:
+        x: (batch, seqlen, nheads, headdim), or with cu_seqlens (total, nheads, headdim).
+        cos, sin: (positions, rotary_dim / 2).
+        interleaved: the pairs are (2i, 2i + 1), otherwise (i, i + rotary_dim / 2).
+        inplace: x itself is changed, and returned.
+        seqlen_offsets: the position of each sequence's first row: an integer, or (batch,).
+        cu_seqlens: (batch + 1,) int32; max_seqlen is not needed here.
+    """
+    if cu_seqlens is None:
+        offsets = seqlen_offsets.unsqueeze(-1) if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
+        positions = (torch.arange(x.shape[1], device=x.device) + offsets).expand(x.shape[:2])
+    else:
+        owner, positions = owners(cu_seqlens, x.shape[0])
+        offset = seqlen_offsets[owner] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
+        positions = positions + offset
+    turned = rotate(x, cos, sin, positions, interleaved)
+    return x.copy_(turned) if inplace else turned
+
+
+apply_rotary_emb_func = apply_rotary_emb
