@@ -54,6 +54,7 @@ class Case:
     causal: bool = False
     top_left: bool = False
     window_size: tuple[int, int] = (-1, -1)
+    attention_chunk: int = 0
     softcap: float = 0.0
     alibi: int = 0  # rank of alibi_slopes: 0 off, 1 (nheads), 2 (batch, nheads)
     bias: tuple[bool, ...] | None = (
@@ -97,7 +98,7 @@ def inputs(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, An
         return (*[size if whole else 1 for size, whole in zip(sizes, full, strict=True)], case.seqlen_k)
 
     options: dict[str, Any] = {}
-    for name in ("softmax_scale", "causal", "top_left", "window_size", "softcap", "dropout_p"):
+    for name in ("softmax_scale", "causal", "top_left", "window_size", "attention_chunk", "softcap", "dropout_p"):
         if getattr(case, name) != getattr(Case, name):
             options[name] = getattr(case, name)
     if case.dropout_p:

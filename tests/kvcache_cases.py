@@ -37,6 +37,8 @@ class Case:
     scales: str = "heads"
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
+    attention_chunk: int = 0
+    leftpads: tuple[int, ...] | None = None  # of each sequence, no more than its length
     softcap: float = 0.0
     softmax_scale: float | None = None
     alibi: int = 0
@@ -104,6 +106,8 @@ def make(case: Case) -> Call:
     entries = case.batch * max(case.pages, 1) + case.spare
     lengths = np.array([-1 if length is None else length for length in case.lengths], np.int32)
     where = {"cache_seqlens": lengths}
+    if case.leftpads:
+        where["cache_leftpad"] = np.array(case.leftpads, np.int32)
     order = rng.permutation(entries).astype(np.int32)
     if case.pages:
         table = order[: case.batch * case.pages].reshape(case.batch, case.pages)
@@ -122,7 +126,7 @@ def make(case: Case) -> Call:
         elif case.scales == "heads":
             factors[:] = rng.uniform(0.5, 2, case.nheads_k).astype(np.float32)
         for b, length in enumerate(lengths):
-            for j in range(max(length, 0)):
+            for j in range(case.leftpads[b] if case.leftpads else 0, max(length, 0)):
                 full[place(case, where, b, j)] = normal(case.nheads_k, dim)
         if case.cache_dtype is None:
             cache[f"{name}_cache"] = full
@@ -146,7 +150,7 @@ def make(case: Case) -> Call:
         turn = {f"rotary_{n}": accuracy.round_to(f(angle), dtype) for n, f in (("cos", np.cos), ("sin", np.sin))}
         turn["rotary_interleaved"] = case.rotary_interleaved
     options = {}
-    for name in ("causal", "window_size", "softcap", "softmax_scale"):
+    for name in ("causal", "window_size", "attention_chunk", "softcap", "softmax_scale"):
         if getattr(case, name) != getattr(Case, name):
             options[name] = getattr(case, name)
     if case.alibi:
@@ -223,7 +227,7 @@ def check(kernel: Kernel, case: Case) -> tuple[np.ndarray, np.ndarray]:
 
     # Attention over what the cache now holds, with q rotated and rounded as the kernels are given it.
     q = call.q.astype(np.float64)
-    ordered = case.causal or max(case.window_size) >= 0
+    ordered = case.causal or max(case.window_size) >= 0 or case.attention_chunk > 0
     for b, length in enumerate(case.lengths):
         if case.rotary_dim and length is not None:
             q[b] = rotated(case, call, q[b], length, ordered)

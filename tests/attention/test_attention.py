@@ -1,6 +1,7 @@
 """Every kernel against float64: shapes, dtypes, options one by one and combined, strides, special values."""
 
 import itertools
+from dataclasses import replace
 
 import accuracy
 import numpy as np
@@ -77,10 +78,25 @@ def test_windows(kernel, seqlen_q, seqlen_k, top_left, window_size):
     kernel.check(Case(seqlen_q, seqlen_k, 40, nheads=1, window_size=window_size, top_left=top_left, causal=True))
 
 
+CHUNKS = [1, 2, 33, 64, 1000, 2**31 - 1]
+
+
+@pytest.mark.parametrize("attention_chunk", CHUNKS)
+@pytest.mark.parametrize("top_left", [False, True])
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(113, 203), (203, 113), (1, 100)])
+def test_chunks(kernel, seqlen_q, seqlen_k, top_left, attention_chunk):
+    """Chunks are those of the keys: where rows stand in front of the first key, none is theirs."""
+    case = Case(seqlen_q, seqlen_k, 40, nheads=1, top_left=top_left, attention_chunk=attention_chunk)
+    kernel.check(case)
+    kernel.check(replace(case, causal=True, dtype="float16"))
+    kernel.check(replace(case, window_size=(20, 9)))
+
+
 OPTIONS = {
     "softmax_scale": {"softmax_scale": 0.3},
     "softmax_scale_0": {"softmax_scale": 0.0},
     "softmax_scale_negative": {"softmax_scale": -0.5},
+    "chunks": {"attention_chunk": 37},
     "softcap": {"softcap": 2.0},
     "alibi": {"alibi": 1},
     "alibi_batch": {"alibi": 2},
@@ -146,6 +162,7 @@ def test_empty_axes(kernel, seqlen_q, seqlen_k, batch, sinks):
 EMPTY_ROWS = {
     "causal": (Case(20, 5, 24, causal=True), slice(0, 15)),
     "window": (Case(100, 10, 24, window_size=(3, 3), top_left=True), slice(14, 100)),
+    "chunks": (Case(30, 10, 24, attention_chunk=5), slice(0, 20)),
     "mask": (Case(9, 70, 24, mask=(True,), mask_rate=0.0), slice(0, 9)),
 }
 
@@ -166,6 +183,7 @@ def test_masked_values_do_not_leak(kernel, bad, dtype):
     hidden = {
         "causal": (slice(50, 90), {"causal": True, "top_left": True}),
         "window": (slice(0, 30), {"window_size": (10, 0)}),
+        "chunks": (slice(0, 40), {"attention_chunk": 40}),
         "mask": (slice(40, 60), {"mask": np.r_[[True] * 40, [False] * 20, [True] * 30]}),
         "bias": (slice(40, 60), {"bias": np.r_[[0] * 40, [-np.inf] * 20, [1] * 30].astype(np.float32)}),
     }
@@ -176,6 +194,25 @@ def test_masked_values_do_not_leak(kernel, bad, dtype):
         out, lse = kernel(q, k_bad, v_bad, dtype, **options)
         np.testing.assert_array_equal(out, clean)
         np.testing.assert_array_equal(lse, clean_lse)
+
+
+def test_lse_has_two_names():
+    """return_lse and return_softmax_lse are one option, of every function that gives lse."""
+    q, cu = np.ones((1, 5, 2, 8), np.float32), np.array([0, 5], np.int32)
+    for call in (
+        lambda **on: fa.flash_attn_func(q, q, q, **on),
+        lambda **on: fa.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 5, 5, **on),
+        lambda **on: fa.flash_attn_with_kvcache(q, q, q, **on),
+    ):
+        assert isinstance(call(return_lse=False, return_softmax_lse=False), np.ndarray)
+        for name in ("return_lse", "return_softmax_lse"):
+            for _ in range(3):  # the third is a repeat of the second
+                out, lse = call(**{name: True})
+            assert out.dtype == lse.dtype == np.float32 and lse.shape[-1] == 5
+            with pytest.raises(fa.BadArgument, match=f"{name}='no' is neither True nor False"):
+                call(**{name: "no"})
+    assert fa.query(q, q, q, return_softmax_lse=True) == fa.query(q, q, q, return_lse=True)
+    assert fa.kvcache_query(q, q, q, return_softmax_lse=True) == fa.kvcache_query(q, q, q, return_lse=True)
 
 
 def test_visible_nan_arrives(kernel):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from accuracy import Case
 from conftest import CPU
-from test_attention import _SOME, ALIGNMENTS, DTYPES, HEADDIMS, OPTIONS, SEQLENS, WINDOWS
+from test_attention import _SOME, ALIGNMENTS, CHUNKS, DTYPES, HEADDIMS, OPTIONS, SEQLENS, WINDOWS
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import reference
@@ -78,6 +78,14 @@ def test_windows(backward_kernel, top_left, window_size, dtype):
     for seqlen_q, seqlen_k in ((113, 203), (203, 113)):
         case = Case(seqlen_q, seqlen_k, 40, nheads=1, window_size=window_size, top_left=top_left, dtype=dtype)
         backward_kernel.check(case)
+
+
+@pytest.mark.parametrize("attention_chunk", CHUNKS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunks(backward_kernel, causal, attention_chunk):
+    for seqlen_q, seqlen_k, top_left in ((113, 203, False), (203, 113, False), (113, 203, True)):
+        shape = {"nheads": 1, "top_left": top_left, "dtype": "float16" if causal else "float32"}
+        backward_kernel.check(Case(seqlen_q, seqlen_k, 40, attention_chunk=attention_chunk, causal=causal, **shape))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -63,6 +63,8 @@ SCORES = [
     {"window_size": (20, 0)},
     {"window_size": (0, 0), "causal": True},
     {"window_size": (7, 2)},
+    {"attention_chunk": 16, "causal": True},
+    {"attention_chunk": 5, "window_size": (7, 2), "alibi": 1},
     {"softcap": 3.0, "causal": True},
     {"alibi": 1, "causal": True},
     {"alibi": 2},
@@ -75,6 +77,41 @@ SCORES = [
 @pytest.mark.parametrize("scores", SCORES, ids=str)
 def test_scores(kernel, scores):
     check(kernel, Case(seqlen_q=6, seqlen_new=2, lengths=(37, None, 0, 71), **scores))
+
+
+@pytest.mark.parametrize("scores", [*SCORES, {}], ids=str)
+def test_left_padding(kernel, scores):
+    """Keys begin behind padding, which holds NaN; positions of the scores count them from there."""
+    case = Case(seqlen_q=6, seqlen_new=2, lengths=(37, None, 0, 71, 71, 5), leftpads=(11, 0, 0, 40, 70, 5), **scores)
+    check(kernel, case)
+    check(kernel, replace(case, dtype="float16", batch_idx=True, seqlen_new=0, seqlen_q=1))
+    check(kernel, replace(case, rows=16, pages=5, dtype="float16"))
+    check(kernel, replace(case, rows=3, pages=30, seqlen_q=70, nheads=6, nheads_k=3))
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("cache_dtype", ["int8", "float8_e4m3fn"])
+def test_left_padding_of_8_bits(kernel, cache_dtype, scales):
+    case = Case(lengths=(37, None, 71), leftpads=(11, 0, 70), dtype="float16", cache_dtype=cache_dtype, scales=scales)
+    check(kernel, case)
+    check(kernel, replace(case, rows=16, pages=5, causal=True, seqlen_q=3, seqlen_new=3))
+
+
+def test_left_padding_and_rotary(kernel):
+    """Positions of the rotary embedding are rows of an entry, those of the padding counted."""
+    case = Case(lengths=(37, 0, 71), leftpads=(11, 0, 3), rotary_dim=24, seqlen_q=4, seqlen_new=4, causal=True)
+    check(kernel, case)
+    check(kernel, replace(case, causal=False, rows=16, pages=5))
+
+
+@pytest.mark.parametrize("leftpads", [None, (3, 0, 0, 60)])
+def test_rotary_without_new_keys(kernel, leftpads):
+    """q alone turns, from the position behind the keys that are there."""
+    case = Case(lengths=(10, None, 0, 76), leftpads=leftpads, rotary_dim=24, seqlen_q=4, seqlen_new=0)
+    check(kernel, case)
+    check(kernel, replace(case, causal=True, dtype="float16", rotary_interleaved=False))
+    check(kernel, replace(case, attention_chunk=32, rows=16, pages=5))
+    check(kernel, replace(case, seqlen_q=1, window_size=(9, 3), rotary_rows=50))
 
 
 def test_append_then_attend_equals_concatenation(kernel):

@@ -25,6 +25,7 @@ SCORE_OPTIONS = {
     "softmax_scale": (float("nan"), float("inf"), 1e300, "big"),
     "window_size": (3, [1, 2, 3], [-2, 0], [0, -5], [0.5, 0], [0, 2**63]),
     "softcap": (-1.0, float("nan"), [], float("inf")),
+    "attention_chunk": (-1, 2**31, 1.5, "x"),
     "kernel": ("nonesuch", 3, ""),
     "num_threads": INT_OPTIONS,
 }
@@ -103,7 +104,7 @@ class Forward(Function):
         "dropout_p": 0.0, "softmax_scale": None, "spread": 1.0, "out": False, "layouts": {}, "lens": None,
         "extra": [0, 0], "longer": [0, 0], "allow_tf32": False, "num_threads": 0, "deterministic": False, "hide": False,
         "descale": None, "fast_accum": False, "out_dtype": None, "repeats": 0, "return_lse": True, "kernel": None,
-        "max_score": False, "key_sums": False,
+        "max_score": False, "key_sums": False, "attention_chunk": 0,
     }  # fmt: skip
     LEAST = {"nheads_k": 1, "group": 1, "headdim": 1, "headdim_v": 1}
     REQUIRED = ("q", "k", "v")
@@ -232,6 +233,8 @@ class Forward(Function):
         spec["spread"] = draw.pick((1.0, 1.0, 1.0, 1.0, 30.0)) if not fp8 else 1.0
         spec["allow_tf32"] = spec["dtype"] == "float32" and draw.chance(0.4)
         spec["hide"] = draw.chance(0.25)
+        if draw.option(0.08 * rare):
+            spec["attention_chunk"] = draw.pick((1, 64, 1 + draw.size(300)))
 
     def _option_ranks(self, spec) -> dict[str, int]:
         ranks = {"alibi_slopes": spec["alibi"]} if spec.get("alibi") else {}
@@ -353,7 +356,7 @@ class Forward(Function):
     def _scores(self, spec, values) -> dict[str, Any]:
         """The options as the reference takes them."""
         scores = {name: values[name] for name in ("alibi_slopes", "bias", "mask", "sinks") if name in values}
-        for name in ("causal", "top_left", "softcap", "softmax_scale", "dropout_p"):
+        for name in ("causal", "top_left", "softcap", "softmax_scale", "dropout_p", "attention_chunk"):
             if self.get(spec, name) != self.DEFAULTS[name]:
                 scores[name] = self.get(spec, name)
         if "dropout_p" in scores:

@@ -44,7 +44,7 @@ class Cached(Function):
         "sinks": False, "softmax_scale": None, "rotary_dim": 0, "rotary_interleaved": True, "rotary_float32": False,
         "rotary_rows": 0, "num_splits": 0, "tree": 0, "trees": 1, "batch_invariant": False, "programmatic": False,
         "out": False, "return_softmax_lse": True, "layouts": {}, "num_threads": 0, "spread": 1.0, "repeats": 0,
-        "kernel": None,
+        "kernel": None, "attention_chunk": 0, "leftpad": False,
     }  # fmt: skip
     LEAST = {"nheads_k": 1, "group": 1, "headdim": 1, "headdim_v": 1, "rows": 1, "batch": 1}
     REQUIRED = ("q", "k_cache", "v_cache")
@@ -126,7 +126,7 @@ class Cached(Function):
             spec["scales"] = draw.pick(("heads", "entries", "tokens", "tokens"))
         elif spec.get("headdim_v") and spec["headdim_v"] < spec["headdim"] and draw.chance(0.5):
             spec["latent"] = True
-        if spec["seqlen_new"] and not spec.get("latent") and draw.chance(0.4):
+        if not spec.get("latent") and draw.chance(0.4 if spec["seqlen_new"] else 0.1):
             spec["rotary_dim"] = (
                 2 * (1 + draw.below(spec["headdim"] // 2)) if draw.chance(0.5) else spec["headdim"] // 2 * 2
             )
@@ -141,6 +141,9 @@ class Cached(Function):
             self._draw_tree(draw, spec)
         if draw.option(0.15):
             spec["softmax_scale"] = round(float(draw.rng.uniform(-1, 1)), 3)
+        spec["leftpad"] = draw.option(0.12)
+        if draw.option(0.08) and not spec.get("tree"):
+            spec["attention_chunk"] = draw.pick((1, 64, 1 + draw.size(300)))
         spec["num_splits"] = draw.pick((1, 2, 3, 7, 16, 100, 256)) if draw.chance(0.3) else 0
         spec["batch_invariant"], spec["programmatic"] = draw.chance(0.2), draw.chance(0.2)
         spec["out"], spec["return_softmax_lse"] = draw.chance(0.8), draw.chance(0.7)
@@ -239,7 +242,7 @@ class Cached(Function):
             found["block_table"] = array("block_table", (batch, get("pages")), "int32")
         elif get("batch_idx"):
             found["cache_batch_idx"] = array("cache_batch_idx", (batch,), "int32")
-        if rotary and new:
+        if rotary:
             kind = "float32" if get("rotary_float32") else dtype
             for name in ("rotary_cos", "rotary_sin"):
                 found[name] = array(name, (self.rotary_rows(spec), rotary // 2), kind)
@@ -253,6 +256,8 @@ class Cached(Function):
             found["tree_mask"] = array("tree_mask", (batch, get("seqlen_q"))[2 - get("trees") :], "int64")
         if get("sinks"):
             found["sinks"] = array("sinks", (heads,), "float32")
+        if get("leftpad"):
+            found["cache_leftpad"] = array("cache_leftpad", (batch,), "int32")
         if get("out"):
             found["out"] = array("out", (batch, get("seqlen_q"), heads, wide["v"]), dtype, True)
         return found
@@ -305,6 +310,12 @@ class Cached(Function):
             values["tree_mask"] = self._tree(rng, arrays["tree_mask"].shape)
         if get("sinks"):
             values["sinks"] = rng.standard_normal(arrays["sinks"].shape, dtype=np.float32)
+        if get("leftpad"):
+            values["cache_leftpad"] = np.array([rng.integers(0, max(n, 0) + 1) for n in before], np.int32)
+            for b, padding in enumerate(values["cache_leftpad"]):  # which holds anything
+                for name in KEYS:
+                    nothing = 127 if get("cache_dtype") == "int8" else np.nan
+                    values[f"{name}_cache"][self.places(spec, values, b, 0, padding)] = nothing
         return values
 
     @staticmethod
@@ -346,6 +357,7 @@ class Cached(Function):
         options = {}
         for name in (
             "causal", "softcap", "softmax_scale", "num_splits", "batch_invariant", "programmatic", "num_threads",
+            "attention_chunk",
         ):  # fmt: skip
             if get(name) != self.DEFAULTS[name]:
                 options[name] = get(name)
@@ -355,7 +367,7 @@ class Cached(Function):
             options["tree_keys"] = get("tree")
         if not isinstance(get("lengths"), list) and get("lengths") is not None:
             options["cache_seqlens"] = max(self.before(spec)[0], 0)
-        if self.rotary(spec) and self.new(spec):
+        if self.rotary(spec):
             options["rotary_interleaved"] = get("rotary_interleaved")
         return options
 
@@ -385,13 +397,15 @@ class Cached(Function):
     def bad_contents(self, spec, values, draw):
         far = (2**31 - 1, -(2**31), 10**6)
         before, new = self.before(spec), self.new(spec)
-        names = [n for n in ("cache_seqlens", "block_table", "cache_batch_idx") if n in values]
+        names = [n for n in ("cache_seqlens", "block_table", "cache_batch_idx", "cache_leftpad") if n in values]
         busy = [b for b, n in enumerate(before) if n + new > 0 and n >= 0]
         if not names or not busy:
             return None
         name, b = draw.pick(names), draw.pick(busy)
         if name == "cache_seqlens":
             return name, b, draw.pick((self.capacity(spec) - new + 1, 2**31 - 1, 10**6))
+        if name == "cache_leftpad":
+            return name, b, draw.pick((-1, before[b] + 1, 2**31 - 1))
         if name == "cache_batch_idx":
             return name, b, draw.pick((*far, -1, self.entries(spec)))
         page = draw.below(-(-(before[b] + new) // self.get(spec, "rows")))
@@ -404,7 +418,7 @@ class Cached(Function):
         self._judge_appended(spec, values, after)
         dtype, before, new = get("dtype"), self.before(spec), self.new(spec)
         q = values["q"].astype(np.float64)
-        ordered = get("causal") or max(get("window_size") or [-1]) >= 0
+        ordered = get("causal") or max(get("window_size") or [-1]) >= 0 or get("attention_chunk") > 0
         if "rotary_cos" in values:
             for b, length in enumerate(before):
                 if length >= 0:
@@ -413,12 +427,12 @@ class Cached(Function):
         caches = {f"{n}_cache": after[f"{n}_cache"] for n in KEYS}
         rest = {
             n: values[n]
-            for n in ("block_table", "cache_batch_idx", "alibi_slopes", "sinks", "tree_mask")
+            for n in ("block_table", "cache_batch_idx", "cache_leftpad", "alibi_slopes", "sinks", "tree_mask")
             if n in values
         }
         rest |= {"tree_keys": get("tree")} if get("tree") else {}
         rest |= {n: after[n] for n in ("k_scale", "v_scale") if n in after}
-        for name in ("causal", "softcap", "softmax_scale"):
+        for name in ("causal", "softcap", "softmax_scale", "attention_chunk"):
             if get(name) != self.DEFAULTS[name]:
                 rest[name] = get(name)
         if get("window_size") is not None:
