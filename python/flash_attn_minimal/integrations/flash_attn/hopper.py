@@ -257,12 +257,11 @@ def flash_attn_with_kvcache(
     options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, False)
     del options["deterministic"]
     q, k, v, qv, rotary_cos, rotary_sin = dense_rows(q, k, v, qv, rotary_cos, rotary_sin)
-    with torch.no_grad():
-        out, lse = _caches.with_kvcache(
-            q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
-            rotary_interleaved, options | {"num_splits": num_splits},
-        )  # fmt: skip
+    out, lse = _caches.with_kvcache(
+        q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+        page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
+        rotary_interleaved, options | {"num_splits": num_splits},
+    )  # fmt: skip
     return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 
