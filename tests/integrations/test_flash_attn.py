@@ -339,7 +339,6 @@ def test_two_products(device, scores, headdim_v):
     same = hopper.flash_attn_varlen_func(*flat[:3], *cu, 23, 37, qv=flat[3], **scores)
     close(same.view_as(out), exact[0], 1e-4)
     if headdim_v == 512:
-        assert not out.requires_grad
         return
     dq, dk, dv = reference.standard_attention_backward(*numpy(weights(out)), long_q, long_k, *numpy(v), **scores)[:3]
     want = dq[..., :DIM], dk[..., :DIM], dv + dk[..., DIM:], dq[..., DIM:]
@@ -599,13 +598,22 @@ def test_errors():
 
 
 def test_no_gradient_is_lost():
-    """What has no gradient says so, instead of leaving it out."""
+    """What has no gradient says so when it is asked for, instead of leaving it out."""
     q, cache = torch.randn(1, 4, 2, 8, requires_grad=True), torch.randn(1, 9, 2, 8)
-    for function in (fa2.flash_attn_with_kvcache, hopper.flash_attn_with_kvcache):
-        with pytest.raises(RuntimeError, match="q requires a gradient, which this function does not have"):
-            function(q, cache, cache)
+    wide, cu, table = torch.randn(1, 9, 2, 512), lengths("cpu", 0, 4), torch.zeros(1, 1, dtype=torch.int32)
+    calls = {
+        "flash_attn_with_kvcache has": lambda: fa2.flash_attn_with_kvcache(q, cache, cache),
+        "kvcache has": lambda: hopper.flash_attn_with_kvcache(q, cache, cache, return_softmax_lse=True)[1],
+        "packed rows over": lambda: fa2.flash_attn_varlen_func(q[0], cache, cache, cu, cu, 4, 4, block_table=table),
+        "above 512": lambda: hopper.flash_attn_func(q, cache, wide, qv=wide[:, :4]),
+        "float8_e4m3fn": lambda: hopper.flash_attn_func(*[x.to(torch.float8_e4m3fn) for x in (q, cache, cache)]),
+    }
+    for text, call in calls.items():
+        out = call()
         with torch.no_grad():
-            function(q, cache, cache)
+            assert torch.equal(call(), out)
+        with pytest.raises(RuntimeError, match=text):
+            out.sum().backward()
 
 
 def test_last_axis_is_made_contiguous():

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from ...kvcache import flash_attn_with_kvcache
+from ._calls import without_gradient
 from ._packed import Tails, owners
 from .layers.rotary import rotate
 
 
+@without_gradient("attention of packed rows over a cache has no backward pass")
 def attend_packed(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int,
     lengths: Any, where: dict[str, Any], options: dict[str, Any],

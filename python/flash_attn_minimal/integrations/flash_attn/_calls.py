@@ -33,6 +33,41 @@ def refusing(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
     return call
 
 
+class _NoGradient(torch.autograd.Function):
+    """Results of inputs that require a gradient: the backward pass says that there is none."""
+
+    @staticmethod
+    def forward(ctx, why: str, count: int, *tensors: torch.Tensor):
+        ctx.why = why
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_: Any):
+        raise Refused(ctx.why)
+
+
+def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable[_Arguments, Any]]:
+    """The function, whose results are one tensor or several, for tensors that may require a gradient, too. A gradient
+    that is asked for is an error with the text `why`, not lost."""
+
+    def decorate(function: Callable[_Arguments, Any]) -> Callable[_Arguments, Any]:
+        @functools.wraps(function)
+        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Any:
+            inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+            if not inputs or not torch.is_grad_enabled():
+                return function(*args, **kwargs)
+            with torch.no_grad():
+                results = function(*args, **kwargs)
+            several = isinstance(results, tuple)
+            results = results if several else (results,)
+            marked = _NoGradient.apply(why, len(results), *results, *inputs)
+            return marked if several else marked[0]
+
+        return call
+
+    return decorate
+
+
 def dense_rows(*tensors: torch.Tensor | None) -> list[Any]:
     """The tensors with a contiguous last axis."""
     return [x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors]

@@ -17,7 +17,7 @@ from ... import attention as core
 from ...backward import backward
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
 from . import _caches
-from ._calls import dense_rows, draw_dropout, refusing, score_options, signed_probabilities
+from ._calls import dense_rows, draw_dropout, refusing, score_options, signed_probabilities, without_gradient
 
 __all__ = [
     "flash_attn_func",
@@ -145,6 +145,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 @refusing
+@without_gradient("flash_attn_with_kvcache has no backward pass")
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -15,7 +15,7 @@ from ... import attention as core
 from ..._library import Unsupported
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
 from . import _caches
-from ._calls import dense_rows, refusing, score_options
+from ._calls import dense_rows, refusing, score_options, without_gradient
 from ._packed import Used, owners
 
 __all__ = [
@@ -41,7 +41,7 @@ def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[st
     if q.dtype == torch.float8_e4m3fn:
         if qv is not None:
             raise RuntimeError(f"qv is given, but q is {q.dtype}: scores of two products are served in 16 and 32 bits")
-        return _float8(q.detach(), k.detach(), v.detach(), varlen, descales, options)
+        return _float8(q, k, v, varlen, descales, options)
     if any(x is not None for x in descales):
         raise RuntimeError(f"q_descale, k_descale or v_descale is given, but q is {q.dtype}: not of 8 bits")
     q, k, v, qv = dense_rows(q, k, v, qv)
@@ -55,10 +55,10 @@ def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[st
     return core.flash_attn_varlen_func(q, k, v, *varlen, return_lse=True, **options)
 
 
+@without_gradient("headdim + headdim_v is above 512 with qv: attention of such rows has no backward pass")
 def _over_a_cache(q, k, v, varlen, options) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of q and qv in one, beyond the head dims of other calls."""
     options = {name: value for name, value in options.items() if name != "deterministic"}
-    q, k, v = q.detach(), k.detach(), v.detach()
     if varlen is None:
         k, v = _caches.joined(v, k)
         return core_with_kvcache(q, k, v, return_lse=True, **options)
@@ -67,6 +67,7 @@ def _over_a_cache(q, k, v, varlen, options) -> tuple[torch.Tensor, torch.Tensor]
     return _caches.attend_packed(q, *_caches.joined(v, k), cu_q, max_q, cu_k.diff(), where, options)
 
 
+@without_gradient("q is float8_e4m3fn, which has no backward pass")
 def _float8(q, k, v, varlen, descales, options) -> tuple[torch.Tensor, torch.Tensor]:
     """By a kernel of float8, or, where none serves the call, in bfloat16, which has every number of float8."""
     group = q.shape[-2] // k.shape[-2]
@@ -206,6 +207,7 @@ def flash_attn_varlen_func(
 
 
 @refusing
+@without_gradient("flash_attn_with_kvcache has no backward pass")
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
