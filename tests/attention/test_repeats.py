@@ -141,6 +141,7 @@ def other_values(kind):
         "alibi_slopes": make(kind, rng.random(4, f32)),
         "deterministic": True,
         "return_lse": True,
+        "return_softmax_lse": True,
         "return_max_score": True,
         "return_key_sums": True,
         "bias": make(kind, rng.random((5, 7), f32)),
@@ -156,6 +157,7 @@ def other_values(kind):
         **{f"{name}_descale": factor for name, factor in factors.items()},
         "out_dtype": "float16",
         "fast_accum": True,  # refused: not float8
+        "attention_chunk": 2,
     }
 
 
@@ -451,7 +453,7 @@ STATISTICS = ("max_score", "key_sums")
     (
         kvcache._repeats,
         [_library.AttentionArgs, _library.KVCacheArgs],
-        ("parts", "kernel", "descale", "cu_", "bias", "mask", *STATISTICS),
+        ("parts", "kernel", "descale", "cu_", "bias", "mask_data", *STATISTICS),
     ),
 ], ids=["forward", "backward", "kvcache"])  # fmt: skip
 def test_every_address_is_filled_in(table, kinds, constant):

@@ -271,7 +271,7 @@ SLOPES, TABLE = np.ones(4, np.float32), np.ones((8, 8), np.float32)
             fa.Unsupported,
             "rotary_cos is set: it needs positions",
         ),
-        ({"cache_leftpad": 1}, fa.Unsupported, "cache_leftpad is set"),
+        ({"cache_leftpad": np.zeros(2, np.int32)}, fa.Unsupported, "cache_leftpad is set: it needs positions"),
         ({"cache_seqlens": 9}, fa.BadArgument, "cache_seqlens=9 and 0 new keys are more than the 8"),
         ({"cache_seqlens": np.array([3, 9], np.int32)}, fa.BadArgument, r"cache_seqlens\[1\]=9"),
         ({"k": CACHE[:, :1]}, fa.BadArgument, "v is None and k is not"),

@@ -33,6 +33,7 @@ struct Case {
     std::vector<int32_t> lengths_q, lengths_k;  // a varlen case when not empty; batch, seqlen_q and seqlen_k follow from them
     bool causal = false, top_left = false, has_window = false;
     int64_t window_left = 0, window_right = 0;
+    int32_t attention_chunk = 0;
     bool has_scale = false;
     float scale = 0, softcap = 0;
     int alibi = 0;  // 1: a slope per head, 2: per batch and head
@@ -142,6 +143,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
     const auto causal = [](Case& c) { c.causal = true; };
     const auto top_left = [](Case& c) { c.top_left = true; };
     const auto heads = [](int32_t nheads, int32_t nheads_k) { return [=](Case& c) { c.nheads = nheads, c.nheads_k = nheads_k; }; };
+    const auto chunks = [](int64_t keys) { return [=](Case& c) { c.attention_chunk = int32_t(keys); }; };
     const auto window = [](int64_t left, int64_t right) {
         return [=](Case& c) { c.has_window = true, c.window_left = left, c.window_right = right; };
     };
@@ -217,6 +219,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
             const int32_t dtype = kAllDtypes[size_t(w.q + w.k + 2) % 3];
             t.add(group, shape(n.q, n.k, 64, dtype), window(w.q, w.k));
             t.add(group + "/top_left", shape(n.q, n.k, 72, dtype), window(w.q, w.k), top_left);
+            if (w.q >= 0) t.add(group + "/chunks", shape(n.q, n.k, 40, dtype), window(w.q, w.k), chunks(1 + n.q / 3));
             if (!quick) t.add(group + "/causal", shape(n.q, n.k, 32, dtype), window(w.q, w.k), causal);
         }
     for (const int32_t dtype : kAllDtypes) {
@@ -281,6 +284,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
         t.add("varlen/causal", c, mixed, causal, heads(6, 2));
         t.add("varlen/causal/top_left", c, mixed, causal, top_left);
         t.add("varlen/window", c, mixed, window(20, 3));
+        t.add("varlen/chunks", c, mixed, chunks(30), causal);
         t.add("varlen/everything", c, mixed, everything);
         t.add("varlen/bias_one_row", c, mixed, [](Case& c) { c.bias = 3, c.mask = Mask::kFull; });
         t.add("varlen/padded", c, mixed, causal, [](Case& c) { c.layout = Layout::kPadded, c.headdim_v = 40; });

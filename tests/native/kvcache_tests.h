@@ -13,7 +13,7 @@ struct CacheCase {
     int32_t nheads = 4, nheads_k = 2, headdim = 40, headdim_v = 24, rotary_dim = 0;
     bool interleaved = false, token_scales = false, causal = true, rotary_float32 = false;
     int32_t num_splits = 0, tree_keys = 0;
-    std::vector<int32_t> lengths = {37, -1, 0, 66};
+    std::vector<int32_t> lengths = {37, -1, 0, 66}, leftpads = {};  // leftpads: empty, or as many
 };
 
 inline std::vector<CacheCase> cache_cases() {
@@ -51,6 +51,12 @@ inline std::vector<CacheCase> cache_cases() {
         c.dtype = FA_FLOAT16, c.seqlen_q = 9, c.headdim = c.headdim_v = 64, c.causal = false, c.tree_keys = 64, c.page_size = 16;
         c.lengths = {200, 63, -1, 127};
     });
+    add("left padding", [](CacheCase& c) { c.leftpads = {11, 0, 0, 66}, c.seqlen_q = c.seqlen_new = 3; });
+    add("left padding, fp16 pages of 3", [](CacheCase& c) {
+        c.dtype = FA_FLOAT16, c.page_size = 3, c.leftpads = {37, 0, 0, 13}, c.headdim = c.headdim_v = 64, c.rotary_dim = 32;
+    });
+    add("left padding, int8", [](CacheCase& c) { c.cache_dtype = FA_INT8, c.leftpads = {5, 0, 0, 40}, c.causal = false; });
+    add("rotary without new keys", [](CacheCase& c) { c.dtype = FA_BFLOAT16, c.rotary_dim = 24, c.seqlen_new = 0, c.seqlen_q = 4; });
     add("split", [](CacheCase& c) { c.num_splits = 3, c.lengths = {300, 1, -1}; });
     return all;
 }
@@ -88,7 +94,7 @@ struct CacheProblem {
     Array q, k, v, k_new, v_new, out, cos, sin, k_scale, v_scale;
     std::vector<int32_t> table;
     std::vector<uint64_t> tree;  // (seqlen_q): of all sequences
-    Buffer table_device, lengths_device, tree_device, lse;
+    Buffer table_device, lengths_device, leftpads_device, tree_device, lse;
 
     CacheProblem(const CacheCase& c, const Context& context) : c(c), device(context.device) {
         Random random(context.seed + hash_name(c.name));
@@ -124,6 +130,7 @@ struct CacheProblem {
         }
         table_device = Buffer(device, table.data(), table.size() * 4);
         lengths_device = Buffer(device, c.lengths.data(), c.lengths.size() * 4);
+        leftpads_device = Buffer(device, c.leftpads.data(), c.leftpads.size() * 4);
         for (int32_t i = 0; i < c.seqlen_q; ++i) tree.push_back(uint64_t(random.integer(0, INT32_MAX)) * 0x9E3779B97F4A7C15);
         tree_device = Buffer(device, tree.data(), tree.size() * 8);
         k = cache(random, c.headdim, k_scale), v = cache(random, c.headdim_v, v_scale);
@@ -135,7 +142,7 @@ struct CacheProblem {
         const double unit = cache_dtype == FA_INT8 ? 4.0 / 127 : cache_dtype == FA_FLOAT8_E4M3 ? 4.0 / 448 : 1;
         for (int64_t i = 0; !c.token_scales && i < c.nheads_k; ++i) scale.set(i, unit * (1 + 0.5 * double(i)));
         for (int32_t b = 0; b < batch; ++b)
-            for (int32_t j = 0; j < c.lengths[size_t(b)]; ++j)
+            for (int32_t j = padding(b); j < c.lengths[size_t(b)]; ++j)
                 for (int32_t h = 0; h < c.nheads_k; ++h) {
                     const int64_t at = a.at(entry(b, j), j % rows, h);
                     if (c.token_scales) scale.set(scale.at(entry(b, j), j % rows, h), unit * (0.5 + random.uniform()));
@@ -147,6 +154,7 @@ struct CacheProblem {
         a.place(device), scale.place(device);
         return a;
     }
+    int32_t padding(int32_t b) const { return c.leftpads.empty() ? 0 : c.leftpads[size_t(b)]; }
     int64_t entry(int32_t b, int32_t j) const { return c.page_size ? table[size_t(b * pages + j / rows)] : b; }
 
     fa_attention_args attention(const char* kernel, int32_t num_threads) const {
@@ -164,6 +172,7 @@ struct CacheProblem {
         a.struct_size = sizeof a, a.attention = attention, a.cache_dtype = c.cache_dtype, a.cache_batch = entries;
         a.cache_seqlens = lengths_device.as<int32_t>(), a.num_splits = c.num_splits, a.seqlen_new = c.seqlen_new;
         if (c.page_size) a.block_table = table_device.as<int32_t>(), a.block_table_stride = pages, a.page_size = c.page_size;
+        if (!c.leftpads.empty()) a.cache_leftpad = leftpads_device.as<int32_t>();
         if (c.tree_keys) a.tree_mask = tree_device.as<uint64_t>(), a.tree_row_stride = 1, a.tree_keys = c.tree_keys;
         if (c.seqlen_new) a.k_new = k_new.view(), a.v_new = v_new.view();
         if (c.rotary_dim) {
@@ -208,7 +217,7 @@ struct CacheProblem {
                     const int32_t before = c.lengths[size_t(b)], keys = before < 0 ? 0 : before + c.seqlen_new,
                                   hk = h / (c.nheads / c.nheads_k);
                     std::vector<int32_t> seen;
-                    for (int32_t j = 0; j < keys; ++j) {
+                    for (int32_t j = padding(b); j < keys; ++j) {
                         const int32_t draft = j - (keys - c.tree_keys);
                         if (!(c.causal && j > i + keys - c.seqlen_q) && (draft < 0 || tree[size_t(i)] >> draft & 1)) seen.push_back(j);
                     }
@@ -315,6 +324,7 @@ inline void refusals(const Context& context) {
         {[](K& a) { a.block_table = nullptr; }, "without a block_table"},
         {[](K& a) { a.cache_batch_idx = a.cache_seqlens; }, "cache_batch_idx and block_table are both set"},
         {[](K& a) { a.cache_seqlens = moved(a.cache_seqlens, 1); }, "cache_seqlens.data="},
+        {[](K& a) { a.cache_leftpad = moved(a.cache_seqlens, 1); }, "cache_leftpad.data="},
         {[](K& a) { a.seqlen_new = -1; }, "seqlen_new=-1"},
         {[](K& a) { a.seqlen_new = 100000; }, "seqlen_new=100000"},
         {[](K& a) { a.k_new.data = nullptr; }, "k_new.data is NULL"},

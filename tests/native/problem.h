@@ -148,6 +148,7 @@ public:
     bool sees(const Span& s, int64_t head, int64_t i, int64_t j) const {
         const int64_t aligned = c.top_left ? i : i + s.k_rows - s.q_rows;
         if (c.causal && j > aligned) return false;
+        if (c.attention_chunk && std::floor(double(j) / c.attention_chunk) != std::floor(double(aligned) / c.attention_chunk)) return false;
         if (c.has_window && c.window_left >= 0 && j < aligned - c.window_left) return false;
         if (c.has_window && c.window_right >= 0 && j > aligned + c.window_right) return false;
         return mask.host.empty() || mask.host[size_t(mask.at(s.index, head, i, j))];
@@ -181,7 +182,7 @@ public:
         if (c.mask != Mask::kNone) a.mask = mask.view();
         a.sinks = sinks_device.as<float>();
         a.causal = c.causal, a.top_left = c.top_left, a.has_window = c.has_window;
-        a.window_left = c.window_left, a.window_right = c.window_right;
+        a.window_left = c.window_left, a.window_right = c.window_right, a.attention_chunk = c.attention_chunk;
         a.dropout_p = c.dropout_p, a.dropout_seed = c.dropout_seed, a.dropout_offset = c.dropout_offset;
         a.allow_tf32 = c.allow_tf32, a.fast_accum = c.fast_accum;
         if (c.dtype == FA_FLOAT8_E4M3) {

@@ -92,6 +92,8 @@ inline const std::vector<Refusal>& refusals() {
         {"num_threads/huge", [](A& a) { a.num_threads = 1 << 20; }, kBad, "num_threads=1048576"},
         {"reserved0", [](A& a) { a.reserved0 = 1; }, kBad, "reserved0=1"},
         {"reserved1", [](A& a) { a.reserved1 = 1; }, kBad, "reserved1=1"},
+        {"reserved2", [](A& a) { a.reserved2 = 1; }, kBad, "reserved2=1"},
+        {"attention_chunk", [](A& a) { a.attention_chunk = -1; }, kBad, "attention_chunk=-1"},
         {"parts/dense", [](A& a) { a.parts = reinterpret_cast<const fa_part*>(odd); }, kBad, "cu_seqlens_q is NULL: only a varlen call"},
         {"first_head", [](A& a) { a.first_head = -1; }, kBad, "first_head=-1"},
         {"kernel/unknown", [](A& a) { a.kernel = "no_such_kernel"; }, kBad, "no_such_kernel"},

@@ -25,7 +25,7 @@ def test_mypy_sees_what_the_functions_return(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-RETURNS = ("return_lse", "return_max_score", "return_key_sums")
+RETURNS = ("return_lse", "return_softmax_lse", "return_max_score", "return_key_sums")
 
 
 @pytest.mark.parametrize("function,keyword_only,every,apart", [
@@ -36,7 +36,7 @@ RETURNS = ("return_lse", "return_max_score", "return_key_sums")
     ),
     (
         fa.flash_attn_with_kvcache, kvcache.CacheKeywordOptions, kvcache.CacheOptions,
-        {"q", "k_cache", "v_cache", "return_softmax_lse"},
+        {"q", "k_cache", "v_cache", "return_lse", "return_softmax_lse"},
     ),
 ])  # fmt: skip
 def test_the_declared_options_are_the_functions(function, keyword_only, every, apart):
