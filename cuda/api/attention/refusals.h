@@ -46,11 +46,11 @@ inline const char* takes_options(const AttentionParams& p, uint32_t known, char*
         uint32_t option;
         bool used;
         const char* name;
-    } options[] = {{kLeftEdge, p.window_left >= 0, "window_left"},  {kSoftcap, p.softcap != 0, "softcap"},
-                   {kAlibi, p.alibi_slopes != nullptr, "ALiBi"},    {kBias, p.bias.data != nullptr, "bias"},
-                   {kMask, p.mask.data != nullptr, "mask"},         {kSinks, p.sinks != nullptr, "sinks"},
-                   {kDropout, p.dropout_threshold != 0, "dropout"}, {kTree, p.tree.rows != nullptr, "tree_mask"},
-                   {kChunk, p.chunk != 0, "attention_chunk"},       {kLeftpad, p.cache.leftpad != nullptr, "cache_leftpad"}};
+    } options[] = {{kLeftEdge, p.window_left >= 0, "window_left"},    {kSoftcap, p.softcap != 0, "softcap"},
+                   {kAlibi, p.alibi_slopes != nullptr, "ALiBi"},      {kBias, p.bias.data != nullptr, "bias"},
+                   {kMask, p.mask.data != nullptr, "mask"},           {kSinks, p.sinks != nullptr, "sinks"},
+                   {kDropout, p.dropout_threshold != 0, "dropout"},   {kTree, p.tree.rows != nullptr, "tree_mask"},
+                   {kChunk, p.chunk.divisor != 0, "attention_chunk"}, {kLeftpad, p.cache.leftpad != nullptr, "cache_leftpad"}};
     for (const auto& o : options)
         if (o.used && !(known & o.option)) return say(text, size, "takes no %s", o.name);
     return nullptr;

@@ -192,7 +192,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     const auto edge = [](int64_t w) { return int32_t(std::min<int64_t>(w, INT32_MAX)); };
     p.window_left = a.has_window ? edge(a.window_left) : -1;
     p.window_right = a.causal ? 0 : a.has_window ? edge(a.window_right) : -1;
-    p.chunk = a.attention_chunk;
+    if (a.attention_chunk) p.chunk = divisor_of(a.attention_chunk);
     p.sinks = a.sinks;
     if (a.dropout_p > 0) {
         p.dropout_threshold = uint32_t(std::lround(double(a.dropout_p) * 65536));

@@ -16,11 +16,8 @@ struct KeyRange {
     int32_t begin, end;  // keys begin .. end - 1
 };
 
-// The first key of the chunk that position `at` lies in, which may be negative.
-FA_HOST_DEVICE int64_t chunk_begin(int64_t at, int32_t chunk) {
-    const int64_t rest = at % chunk;
-    return at - (rest < 0 ? rest + chunk : rest);
-}
+// The first key of the chunk that key j lies in.
+FA_HOST_DEVICE int32_t chunk_begin(const AttentionParams& p, int32_t j) { return p.chunk.divide(j) * int32_t(p.chunk.divisor); }
 
 // Keys that row i can see through causal, window and chunks. Both ends grow with i, so a tile of rows i0 .. i1 sees
 // key_range(i0).begin .. key_range(i1).end - 1. An empty range has begin >= end.
@@ -29,10 +26,11 @@ FA_HOST_DEVICE KeyRange key_range(const AttentionParams& p, const Sequence& s, i
     int64_t begin = 0, end = s.seqlen_k;
     if (p.window_left >= 0 && aligned - p.window_left > begin) begin = aligned - p.window_left;
     if (p.window_right >= 0 && aligned + p.window_right + 1 < end) end = aligned + p.window_right + 1;
-    if (p.chunk) {
-        const int64_t first = chunk_begin(aligned, p.chunk);
+    if (p.chunk.divisor) {
+        if (aligned < 0) return {0, 0};  // in front of the first chunk
+        const int64_t first = chunk_begin(p, int32_t(aligned));
         if (first > begin) begin = first;
-        if (first + p.chunk < end) end = first + p.chunk;
+        if (first + p.chunk.divisor < end) end = first + p.chunk.divisor;
     }
     if (begin > s.seqlen_k) begin = s.seqlen_k;
     if (end < 0) end = 0;
@@ -55,10 +53,10 @@ FA_HOST_DEVICE QueryRange query_range(const AttentionParams& p, const Sequence& 
     int64_t begin = 0, end = s.seqlen_q;
     if (p.window_right >= 0 && aligned - p.window_right > begin) begin = aligned - p.window_right;
     if (p.window_left >= 0 && aligned + p.window_left + 1 < end) end = aligned + p.window_left + 1;
-    if (p.chunk) {
-        const int64_t first = chunk_begin(j, p.chunk) - s.shift;
+    if (p.chunk.divisor) {
+        const int64_t first = int64_t(chunk_begin(p, j)) - s.shift;
         if (first > begin) begin = first;
-        if (first + p.chunk < end) end = first + p.chunk;
+        if (first + p.chunk.divisor < end) end = first + p.chunk.divisor;
     }
     if (begin > s.seqlen_q) begin = s.seqlen_q;
     if (end < 0) end = 0;

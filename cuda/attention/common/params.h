@@ -2,6 +2,7 @@
 // Inputs (batch, seqlen, heads, dim) by strides in elements; last axis contiguous. See flash_attn.h for the meaning of each option.
 #pragma once
 
+#include "common/divisor.h"
 #include "common/types.h"
 
 namespace fa {
@@ -77,7 +78,7 @@ struct AttentionParams {
     ScoreView mask;  // uint8
     bool top_left;
     int32_t window_left, window_right;  // -1 = open; causal is window_right = 0
-    int32_t chunk;                      // keys of a chunk; 0 = off
+    Divisor chunk;                      // by the keys of a chunk; its divisor is 0 without chunks
     const float* sinks;
 
     uint32_t dropout_threshold;  // an element is dropped iff its 16 random bits are below this; 0 = no dropout

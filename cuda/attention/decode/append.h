@@ -31,7 +31,7 @@ FA_HOST_DEVICE int32_t append_position(const AppendParams& a, RowOf of, int32_t 
     const AttentionParams& p = a.attention;
     if (!a.rotary_cos || of == RowOf::kValue) return -1;
     const int32_t before = p.cache.seqlens ? p.cache.seqlens[b] : p.seqlen_k - a.seqlen_new;
-    const bool ordered = p.window_left >= 0 || p.window_right >= 0 || p.chunk;  // without a mask all rows of q have one position
+    const bool ordered = p.window_left >= 0 || p.window_right >= 0 || p.chunk.divisor;  // without a mask all rows of q have one position
     return clamp_to(clamp_to(before, 0, a.rotary_rows - 1) + (of == RowOf::kKey || ordered ? i : 0), 0, a.rotary_rows - 1);
 }
 

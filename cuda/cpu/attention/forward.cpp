@@ -183,7 +183,7 @@ int useful_threads(const AttentionParams& p, const TileKernel& kernel) {
         for (int32_t b = 0; b < p.batch; ++b) keys += double(cached_keys(p, b)) / p.batch;
     }
     if (p.window_left >= 0 && p.window_right >= 0) keys = std::min(keys, double(p.window_left) + p.window_right + 1);
-    if (p.chunk) keys = std::min(keys, double(p.chunk));
+    if (p.chunk.divisor) keys = std::min(keys, double(p.chunk.divisor));
     // Many rows are bound by the multiply-adds, at 5 vectors a nanosecond; a few by K and V, at 20 bytes a nanosecond.
     const double rows = double(packed_rows(p, p.seqlen_q)), elements = p.batch * p.nheads_k * keys * (p.headdim + p.headdim_v);
     return worthwhile_threads(elements * std::max(std::ceil(rows / kernel.lanes) / 5, 0.2), p.num_threads);
