@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
         bool seen = j >= s.seqlen_k;
         for (int head = first.head; head < first.head + heads_seen; ++head)
             for (int i = rows.begin + opaque(threadIdx.x) / kBlockN; !seen && i < rows.end; i += kThreads / kBlockN) {
-                const KeyRange range = key_range(p, s, i);
+                const KeyRange range = window_range(p, s, i);
                 seen = j >= range.begin && j < range.end;
                 if (p.mask.data) {
                     const int64_t at = b * p.mask.batch + head * p.mask.head + i * p.mask.row + j;

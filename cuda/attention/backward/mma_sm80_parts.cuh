@@ -48,8 +48,8 @@ __device__ __forceinline__ int64_t workspace_tile(const MmaBackwardParams& param
 // Keys [begin, end) that some row of the sequence sees through causal and window.
 __device__ __forceinline__ KeyRange keys_seen(const AttentionParams& p, const Sequence& s) {
     if (s.seqlen_q == 0) return {0, 0};
-    const int begin = key_range(p, s, 0).begin;
-    return {begin, max(begin, key_range(p, s, s.seqlen_q - 1).end)};
+    const int begin = window_range(p, s, 0).begin;
+    return {begin, max(begin, window_range(p, s, s.seqlen_q - 1).end)};
 }
 
 // Rows [begin, end) that see some of the keys key0 .. last_key.
@@ -80,7 +80,7 @@ __device__ __forceinline__ void hide(float (&X)[kMmas][kTilesN][4], const Attent
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = row0 + 16 * m + mma_row(lane, 2 * half);
-            const KeyRange range = row < s.seqlen_q ? key_range(p, s, row) : KeyRange{0, 0};
+            const KeyRange range = row < s.seqlen_q ? window_range(p, s, row) : KeyRange{0, 0};
             const int begin = range.begin - key0 - mma_column(lane, 0), end = range.end - key0 - mma_column(lane, 0);
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n)

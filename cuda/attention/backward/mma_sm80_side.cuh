@@ -116,7 +116,8 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
     const Sequence s = sequence_of(p, b);
     if (row0 >= s.seqlen_q) return;
     const GradientSequence g = gradients_of(backward, b);
-    const int first_key = key_range(p, s, row0).begin, end_key = max(first_key, key_range(p, s, min(row0 + kDqRows, s.seqlen_q) - 1).end);
+    const int first_key = window_range(p, s, row0).begin,
+              end_key = max(first_key, window_range(p, s, min(row0 + kDqRows, s.seqlen_q) - 1).end);
     const int first_tile = first_key / kKeys, end_tile = (end_key + kKeys - 1) / kKeys;
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_row = row0 + 16 * warp;
@@ -163,8 +164,8 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
         clear(S), clear(dP);
         multiply_rows<T, TileQ, TileQ, kD / 16>(S, q_a, k_b + to_k, Nothing{});
         multiply_rows<T, TileV, TileV, kDv / 16>(dP, dout_a, v_b + to_v, Nothing{});
-        const bool cut = warp_row + 16 > s.seqlen_q || key0 + kKeys > key_range(p, s, warp_row).end ||
-                         key0 < key_range(p, s, min(warp_row + 16, s.seqlen_q) - 1).begin;
+        const bool cut = warp_row + 16 > s.seqlen_q || key0 + kKeys > window_range(p, s, warp_row).end ||
+                         key0 < window_range(p, s, min(warp_row + 16, s.seqlen_q) - 1).begin;
         if (kGeneral) {
             const int here = opaque(lane);
             const FragmentPlace at{b, head, warp_row + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};

@@ -16,25 +16,31 @@ struct KeyRange {
     int32_t begin, end;  // keys begin .. end - 1
 };
 
+// Keys that row i can see through causal and window, for kernels that take no chunks.
+FA_HOST_DEVICE KeyRange window_range(const AttentionParams& p, const Sequence& s, int32_t i) {
+    const int64_t aligned = int64_t(i) + s.shift;
+    int64_t begin = 0, end = s.seqlen_k;
+    if (p.window_left >= 0 && aligned - p.window_left > begin) begin = aligned - p.window_left;
+    if (p.window_right >= 0 && aligned + p.window_right + 1 < end) end = aligned + p.window_right + 1;
+    if (begin > s.seqlen_k) begin = s.seqlen_k;
+    if (end < 0) end = 0;
+    return {int32_t(begin), int32_t(end)};
+}
+
 // The first key of the chunk that key j lies in.
 FA_HOST_DEVICE int32_t chunk_begin(const AttentionParams& p, int32_t j) { return p.chunk.divide(j) * int32_t(p.chunk.divisor); }
 
 // Keys that row i can see through causal, window and chunks. Both ends grow with i, so a tile of rows i0 .. i1 sees
 // key_range(i0).begin .. key_range(i1).end - 1. An empty range has begin >= end.
 FA_HOST_DEVICE KeyRange key_range(const AttentionParams& p, const Sequence& s, int32_t i) {
-    const int64_t aligned = int64_t(i) + s.shift;
-    int64_t begin = 0, end = s.seqlen_k;
-    if (p.window_left >= 0 && aligned - p.window_left > begin) begin = aligned - p.window_left;
-    if (p.window_right >= 0 && aligned + p.window_right + 1 < end) end = aligned + p.window_right + 1;
-    if (p.chunk.divisor) {
-        if (aligned < 0) return {0, 0};  // in front of the first chunk
-        const int64_t first = chunk_begin(p, int32_t(aligned));
-        if (first > begin) begin = first;
-        if (first + p.chunk.divisor < end) end = first + p.chunk.divisor;
-    }
-    if (begin > s.seqlen_k) begin = s.seqlen_k;
-    if (end < 0) end = 0;
-    return {int32_t(begin), int32_t(end)};
+    KeyRange range = window_range(p, s, i);
+    if (!p.chunk.divisor) return range;
+    const int32_t aligned = i + s.shift;
+    if (aligned < 0) return {0, 0};  // in front of the first chunk
+    const int32_t first = chunk_begin(p, aligned);
+    if (first > range.begin) range.begin = first < s.seqlen_k ? first : s.seqlen_k;
+    if (int64_t(first) + p.chunk.divisor < range.end) range.end = first + int32_t(p.chunk.divisor);
+    return range;
 }
 
 // Whether the tree of draft tokens lets row i of sequence b see key j. It hides keys inside key_range, as a mask does.

@@ -82,8 +82,8 @@ __device__ __forceinline__ MlaWork mla_work(const MlaParams& params, int block) 
     MlaWork w;
     w.b = heads / p.nheads_k, w.head_k = heads % p.nheads_k, w.split = rest % params.splits, w.row0 = rows * kRows;
     w.s = sequence_of(p, w.b);
-    w.top = key_range(p, w.s, w.row0 / p.group);
-    w.bottom = key_range(p, w.s, (min(w.row0 + kRows, params.rows) - 1) / p.group);
+    w.top = window_range(p, w.s, w.row0 / p.group);
+    w.bottom = window_range(p, w.s, (min(w.row0 + kRows, params.rows) - 1) / p.group);
     const int begin = w.top.begin, end = w.bottom.end;
     const int tiles = end > begin ? (end - 1) / kKeys - begin / kKeys + 1 : 0, share = (tiles + params.splits - 1) / params.splits;
     w.first = begin / kKeys + w.split * share, w.count = max(0, min(share, tiles - w.split * share));
@@ -186,8 +186,8 @@ __device__ __forceinline__ void mask_scores(float (&S)[kKeys / 2], const Attenti
                                             int quad) {
     if (key0 >= w.bottom.begin && key0 + kKeys <= w.top.end) return;
     const int at = key0 + 2 * quad;
-    const KeyRange r0 = key_range(p, w.s, min(row / p.group, w.s.seqlen_q - 1));
-    const KeyRange r1 = key_range(p, w.s, min((row + 8) / p.group, w.s.seqlen_q - 1));
+    const KeyRange r0 = window_range(p, w.s, min(row / p.group, w.s.seqlen_q - 1));
+    const KeyRange r1 = window_range(p, w.s, min((row + 8) / p.group, w.s.seqlen_q - 1));
     mask_right(S, r0.end - 1 - at, r1.end - 1 - at);
     mask_left(S, r0.begin - at, r1.begin - at);
 }

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     const float* v = static_cast<const float*>(p.v.data) + s.v + head / p.group * p.v.head;
 
     const int tx = threadIdx.x % kLanes, ty = threadIdx.x / kLanes, last_row = min(row0 + kBlockM, s.seqlen_q) - 1;
-    const KeyRange first = key_range(p, s, row0), last = key_range(p, s, last_row);
+    const KeyRange first = window_range(p, s, row0), last = window_range(p, s, last_row);
     const int first_tile = first.begin / kBlockN, end_tile = last.end > first.begin ? (last.end - 1) / kBlockN + 1 : first_tile;
     const auto load_k = [&](int n) {
         const int key0 = n * kBlockN;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
 #pragma unroll
             for (int c = 0; c < kKeys; ++c) S[r][c] *= p.scale;
             if (cut) {
-                const KeyRange seen = key_range(p, s, min(row0 + ty + kLanes * r, last_row));
+                const KeyRange seen = window_range(p, s, min(row0 + ty + kLanes * r, last_row));
 #pragma unroll
                 for (int c = 0; c < kKeys; ++c) {
                     const int key = key0 + tx + kLanes * c;
