@@ -319,14 +319,14 @@ def test_numpy_scalars_as_options(place):
     plain = {
         "softmax_scale": 0.125, "causal": True, "softcap": 3.0, "window_size": (9, 4), "dropout_p": 0.5,
         "dropout_seed": 7, "dropout_offset": 3, "deterministic": False, "top_left": True, "num_threads": 1,
-        "allow_tf32": False, "return_lse": True, "fast_accum": False,
+        "allow_tf32": False, "return_lse": True, "fast_accum": False, "attention_chunk": 6,
     }  # fmt: skip
     numpy = {
         "softmax_scale": np.float32(0.125), "causal": np.bool_(True), "softcap": np.float64(3),
         "window_size": np.array([9, 4]), "dropout_p": np.float16(0.5), "dropout_seed": np.uint64(7),
         "dropout_offset": np.int8(3), "deterministic": np.bool_(False), "top_left": np.bool_(True),
         "num_threads": np.int32(1), "allow_tf32": np.bool_(False), "return_lse": np.bool_(True),
-        "fast_accum": np.bool_(False),
+        "fast_accum": np.bool_(False), "attention_chunk": np.int64(6),
     }  # fmt: skip
     want = jax.jit(lambda q, k, v: fa.flash_attn_func(q, k, v, **plain))(q, k, v)
     got = jax.jit(lambda q, k, v: fa.flash_attn_func(q, k, v, **numpy))(q, k, v)
@@ -340,6 +340,7 @@ def test_numpy_scalars_as_options(place):
 OPTIONS = {
     "dropout_p": 0.1, "softmax_scale": 1.0, "causal": True, "softcap": 1.0, "deterministic": True, "top_left": True,
     "dropout_seed": 1, "dropout_offset": 1, "allow_tf32": True, "num_threads": 1, "return_lse": True,
+    "attention_chunk": 4,
 }  # fmt: skip
 
 

@@ -196,6 +196,23 @@ def test_checkpointing_drops_the_same(device):
 
 @DEVICES
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_compiled(device, dropout_p):
+    """torch.compile traces a call into one graph; with dropout, around the draw of the seed, into several."""
+    pytest.importorskip("flash_attn_minimal.autograd")
+    qkv = normal(device, 2, 23, 3, HEADS, DIM)
+    compiled = torch.compile(fa2.flash_attn_qkvpacked_func, fullgraph=not dropout_p, backend="aot_eager")
+    for seed in (0, 1):
+        results = []
+        for function in (compiled, fa2.flash_attn_qkvpacked_func):
+            torch.manual_seed(seed)
+            out = function(qkv, dropout_p, causal=True)
+            results.append((out, *torch.autograd.grad(out, qkv, weights(out))))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@DEVICES
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_passes_apart(device, dropout_p):
     """_flash_attn_forward and _flash_attn_backward, and those of packed sequences, are what autograd gives."""
     (q, k, v), _ = dense(device, "")

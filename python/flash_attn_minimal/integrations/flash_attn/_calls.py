@@ -94,14 +94,19 @@ def draw_dropout(dropout_p: float, device: torch.device) -> dict[str, Any]:
     decides which probabilities are dropped, and activation checkpointing drops the same ones again."""
     if not dropout_p:
         return {}
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator = torch.cuda.default_generators[index]
-        seed, offset = generator.initial_seed() % 2**64, generator.get_offset()
-        generator.set_offset(offset + 4)
-    else:
-        seed, offset = int(torch.randint(2**63 - 1, (), dtype=torch.int64)), 0
+    seed, offset = _draw(device)
     return {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_offset": offset}
+
+
+@torch.compiler.disable  # a graph would hold the numbers that were drawn as it was traced
+def _draw(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")), 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    seed, offset = generator.initial_seed() % 2**64, generator.get_offset()
+    generator.set_offset(offset + 4)  # a multiple of 4, which it asks for
+    return seed, offset
 
 
 _COLUMNS = 256  # of a unit matrix at a time
