@@ -608,10 +608,20 @@ def test_errors():
     ):
         with pytest.raises(RuntimeError, match="cache_seqlens.*=17 .* of a row of block_table"):
             function(q, pages, pages, cache_seqlens=lengths("cpu", 17), **{table: torch.zeros(1, 1, dtype=torch.int32)})
+    new, starts = torch.randn(2, 6, 8), lengths("cpu", 0, 2)
+    with pytest.raises(RuntimeError, match=r"cache_seqlens=\[15\]: .* \[17\], more than the 16 keys of a cache entry"):
+        hopper.flash_attn_with_kvcache(
+            q[0, :2], pages[:1], pages[:1], new, new, cache_seqlens=15, cu_seqlens_q=starts, max_seqlen_q=2,
+            cu_seqlens_k_new=starts,
+        )  # fmt: skip
     with pytest.raises(RuntimeError, match="max_seqlen_q is None with cu_seqlens_q"):
         hopper.flash_attn_with_kvcache(q[0], q, q, cu_seqlens_q=lengths("cpu", 0, 4))
     with pytest.raises(RuntimeError, match="attention_chunk=-3 is negative"):
         hopper.flash_attn_func(q, q, q, attention_chunk=-3)
+    with pytest.raises(RuntimeError, match="attention_chunk=2.5 is not an integer"):
+        hopper.flash_attn_func(q, q, q, attention_chunk=2.5)
+    with pytest.raises(RuntimeError, match=r"window_size\[0\]=2.5 is not an integer"):
+        fa2.flash_attn_func(q, q, q, window_size=(2.5, 0))
 
 
 def test_no_gradient_is_lost():

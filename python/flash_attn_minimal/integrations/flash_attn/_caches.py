@@ -79,6 +79,8 @@ def with_kvcache(
     """FlashAttention-3's flash_attn_with_kvcache: out and lse, of packed rows as attend_packed has them."""
     if table is not None and batch_idx is not None:
         table, batch_idx = table[batch_idx.long()], None
+    if q.dtype == torch.float8_e4m3fn:
+        q = q.to(torch.bfloat16)
     rotary = rotary_cos is not None
     rotary_seqlens = None if rotary_seqlens is cache_seqlens else rotary_seqlens
     if (
@@ -101,8 +103,6 @@ def with_kvcache(
     group = q.shape[-2] // k_cache.shape[-2]
     if eight_bit:  # a sequence's factors are none of the cache's: those of q and k join q, and those of v join out
         factor = per_head(q_descale, group) * per_head(k_descale, group)
-        if q.dtype == torch.float8_e4m3fn:
-            q = q.to(torch.bfloat16)
         if isinstance(factor, torch.Tensor):
             if cu_seqlens_q is not None:
                 factor = factor[owners(cu_seqlens_q, q.shape[0])[0], 0]
@@ -154,6 +154,12 @@ def _rotate_and_append(
         q = rotate(q, cos, sin, positions, interleaved)
     if k is None:
         return q, None if cache_seqlens is None else before.int()
+    after = (before + new).int()
+    if q.device.type == "cpu" and after.max() > room:
+        raise RuntimeError(
+            f"cache_seqlens={before.tolist()}: with the new keys a sequence has {after.tolist()}, "
+            f"more than the {room} keys of {'a cache entry' if table is None else 'a row of page_table'}"
+        )
     if cu_seqlens_k_new is None:
         owner = torch.arange(batch, device=q.device).repeat_interleave(k.shape[1])
         number = torch.arange(k.shape[1], device=q.device).repeat(batch)
@@ -162,7 +168,7 @@ def _rotate_and_append(
         owner, number = owners(cu_seqlens_k_new, k.shape[0])
     if rotary is not None:
         k = rotate(k, cos, sin, first[owner] + number, interleaved)
-    row = before[owner].long() + number
+    row = (before[owner].long() + number).clamp(0, room - 1)  # a length on a GPU is not read: no wild address
     append(k_cache, k, owner, row, batch_idx, table)
     append(v_cache, v, owner, row, batch_idx, table)
-    return q, (before + new).int()
+    return q, after

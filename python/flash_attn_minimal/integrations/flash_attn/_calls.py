@@ -74,8 +74,8 @@ def dense_rows(*tensors: torch.Tensor | None) -> list[Any]:
 
 
 def window(window_size: Any) -> tuple[int, int]:
-    """A pair of integers, -1 for an open end: any negative number there."""
-    left, right = (max(int(edge), -1) for edge in window_size)
+    """The window with -1 for an open end, which is any negative number there."""
+    left, right = (max(edge, -1) for edge in window_size)
     return left, right
 
 

@@ -7,6 +7,7 @@ are not used here.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def _float8(q, k, v, varlen, descales, options) -> tuple[torch.Tensor, torch.Ten
 
 def _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic) -> dict[str, Any]:
     options = score_options(softmax_scale, causal, window_size, softcap)
-    return options | {"attention_chunk": int(attention_chunk), "deterministic": deterministic}
+    return options | {"attention_chunk": attention_chunk, "deterministic": deterministic}
 
 
 @refusing
@@ -199,7 +200,7 @@ def flash_attn_varlen_func(
     if seqused_k is not None:
         keys = Used(cu_seqlens_k, seqused_k, k.shape[0])
         k, v, cu_seqlens_k = keys.gather(k), keys.gather(v), keys.cu_seqlens
-    varlen = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    varlen = (cu_seqlens_q, cu_seqlens_k, operator.index(max_seqlen_q), operator.index(max_seqlen_k))
     out, lse = _attend(q, k, v, qv, varlen, (q_descale, k_descale, v_descale), options)
     if rows is not None:
         out, lse = rows.scatter(out, 0.0), rows.scatter(lse.T, -torch.inf).T.contiguous()
