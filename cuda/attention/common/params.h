@@ -92,7 +92,7 @@ struct AttentionParams {
     CacheView cache;
     float* max_score;  // (batch, nheads); nullptr = not wanted
     float* key_sums;   // (batch, nheads, seqlen_k), varlen (nheads, total_k); nullptr = not wanted. lse is there where this is wanted
-    TreeView tree;  // with a cache only, and then without causal and window
+    TreeView tree;     // with a cache only, and then without causal and window
 
     // True when a score is more than scale * (q . k) under a window: the general instantiation of a kernel.
     FA_HOST_DEVICE bool general_scores() const {

@@ -188,7 +188,7 @@ struct NarrowRow {
         if (!p.tree.rows) return;
         const int first = t.sequence.seqlen_k - p.tree.keys - key;  // the key of bit 0, counted from `key`
         if (keys <= first) return;
-        const uint64_t bits = p.tree.rows[t.batch * p.tree.batch + row.query * p.tree.row];
+        const uint64_t bits = p.tree.rows[t.batch * p.tree.batch + row->query * p.tree.row];
         for (int j = first > 0 ? first : 0; j < keys; ++j)
             if (!(bits >> (j - first) & 1)) s[j] = -kInfinity;
     }
