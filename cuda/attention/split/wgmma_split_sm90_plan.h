@@ -114,7 +114,7 @@ inline SplitShape split_shape(const AttentionParams& p, const DeviceInfo& device
     for (SplitTile tile = narrow; tile <= wide; tile = SplitTile(int(tile) + 1)) {
         const WgmmaPlan plan = split_plan(tile);
         const int block_rows = plan.warpgroups * best.slab_rows;
-        const int64_t blocks = (rows + block_rows - 1) / block_rows;
+        const int64_t blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
         const double tiles = visible_keys_on_average(p) / plan.block_n, bytes = key_bytes(p) * plan.block_n;
         int team = int(blocks < device.multiprocessors ? blocks : device.multiprocessors);
         while (team > 0) {
