@@ -91,7 +91,8 @@ bool mma_rounds_itself(const Params& p, const DeviceInfo& device) { return mma_w
 
 const char* few_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
     const bool rounds = rounds_first(p, device);
-    if (p.rows == 1 && p.programmatic) return "one row, programmatic: mma_w4 is faster between the kernels of a model";
+    const char* const tuned = std::getenv("FA_TUNE_FEW");  // tuning hook, to be dropped
+    if (p.rows == 1 && p.programmatic && !(tuned && std::atoi(tuned))) return "one row, programmatic: mma_w4 is faster between the kernels of a model";
     if (p.rows == 1 && rounds) return "one row that needs a norm or rounding: mma_w4 is faster";
     if (p.rows <= 8 && rounds && mma_rounds_itself(p, device)) {
         if (few_w4_sm90_blocks_per_sm(p, device) == 2) return nullptr;  // W is tall

@@ -3,11 +3,18 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 
 #include "transformer/w4/kernels.h"
 #include "transformer/w4/product.h"
 
 namespace fa::w4 {
+
+// Tuning hook, to be dropped: the value of an environment variable, 0 where it is not set.
+inline int tuning(const char* name) {
+    const char* const text = std::getenv(name);
+    return text ? std::atoi(text) : 0;
+}
 
 constexpr int kFewRows = 32;                                    // of x, at most
 constexpr int kFewChunk = 4;                                    // column tiles that a copy brings
@@ -65,13 +72,14 @@ inline FewPlan few_plan_of(const W4LinearParams& p, const DeviceInfo& gpu) {
     constexpr int kSystem = 1024;  // bytes of shared memory that each block takes beside its own
     const int warps = few_warps(few_tokens(p)), columns = int(column_tiles(p.in_features)), cluster = columns >= 2 ? 2 : 1;
     const int clusters = std::max(1, gpu.multiprocessors / cluster), tiles = int(ceil_div(used_row_tiles(p), clusters));
-    const bool halves = tiles > warps || (!p.programmatic && few_reads_x(p));
+    const int tuned = tuning("FA_TUNE_FEW");  // 1: halves for programmatic launches, too; 2: of which two copies come before x
+    const bool halves = tiles > warps || ((!p.programmatic || tuned) && few_reads_x(p));
     const int room = int(gpu.shared_memory) / (halves ? 2 : 1) - (halves ? kSystem : 0) - kFewStatic;
     for (int groups = warps; groups >= 1; --groups) {
         if (groups > 1 && (tiles * groups > warps || ceil_div(columns, cluster) < groups * kFewChunk)) continue;
         FewPlan plan = few_plan(p, cluster, clusters, groups, room);
         plan.blocks_per_sm = halves ? 2 : 1;
-        plan.early = halves ? plan.stages : std::min(plan.stages, 2);
+        plan.early = halves && !(tuned == 2 && p.programmatic) ? plan.stages : std::min(plan.stages, 2);
         if (plan.stages > 0) return plan;
     }
     return {};
