@@ -38,8 +38,8 @@ inline int decode_cluster_blocks(const AttentionParams& p, const DeviceInfo& dev
 }
 
 // decode_lanes_cluster_sm90 is faster than pieces of a unit, measured on an H200 by the bytes of K and V of a block: with one row up to
-// 128 KB. Up to four rows of 16 bits, which tensor cores multiply faster, up to 64 KB, and only where a key is appended, which saves a
-// launch.
+// 128 KB, and as many elements of 8 bits. Up to four rows of 16 bits, which tensor cores multiply faster, up to 64 KB, and only where a key
+// is appended, which saves a launch.
 inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     const bool tensor_cores = rows > 1 && p.dtype != DType::kFloat32;
@@ -116,7 +116,7 @@ inline DecodeShape decode_shape(DecodeKernel kernel, const AttentionParams& p, c
 // Everything but the workspace's pointers, `after_append` and the stages.
 inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParams& p) {
     DecodeParams d{};
-    d.attention = p, d.shape = shape;
+    d.attention = p, d.shape = shape, d.scaled_by_key = p.cache.scaled_by_key();
     const int widest = p.seqlen_q + p.seqlen_k;
     int32_t &left = d.attention.window_left, &right = d.attention.window_right;
     left = left < widest ? left : widest, right = right < widest ? right : widest;
@@ -132,6 +132,7 @@ cudaError_t decode_ring_sm90(const DecodeParams& d, const DeviceInfo& device, cu
 cudaError_t decode_cluster_sm90(const DecodeParams& d, cudaStream_t stream);
 // decode_lanes_sm80, or with a cluster decode_lanes_cluster_sm90; with `append` the latter also does the work of kvcache_append.
 cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t decode_lanes_8bit(const DecodeParams& d, cudaStream_t stream);
 cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
 // Merges the pieces that a kernel has left, with that many blocks at most.
 cudaError_t decode_combine(const DecodeParams& d, int64_t most_blocks, const DeviceInfo& device, cudaStream_t stream);
