@@ -67,7 +67,7 @@ const char* own_refuses(const AttentionParams& p, const DeviceInfo& device, char
             return say(text, size, "needs sm_90 or newer for clusters of blocks, this device is sm_%d", device.compute);
         }
         if (has_8bit_cache(p)) {
-            if (p.cache.scaled_by_key()) return "takes an 8-bit cache with one factor for all keys of a key head";
+            if (is_scaled_by_key(p.cache)) return "takes an 8-bit cache with one factor for all keys of a key head";
             if (decode_bucket(p) > 128)
                 return say(text, size, "headdim=%d, headdim_v=%d: up to 128 with an 8-bit cache", p.headdim, p.headdim_v);
             if (const char* reason = takes_rows(p, 1, text, size)) return reason;

@@ -92,7 +92,8 @@ bool mma_rounds_itself(const Params& p, const DeviceInfo& device) { return mma_w
 const char* few_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
     const bool rounds = rounds_first(p, device);
     const char* const tuned = std::getenv("FA_TUNE_FEW");  // tuning hook, to be dropped
-    if (p.rows == 1 && p.programmatic && !(tuned && std::atoi(tuned))) return "one row, programmatic: mma_w4 is faster between the kernels of a model";
+    if (p.rows == 1 && p.programmatic && !(tuned && std::atoi(tuned)))
+        return "one row, programmatic: mma_w4 is faster between the kernels of a model";
     if (p.rows == 1 && rounds) return "one row that needs a norm or rounding: mma_w4 is faster";
     if (p.rows <= 8 && rounds && mma_rounds_itself(p, device)) {
         if (few_w4_sm90_blocks_per_sm(p, device) == 2) return nullptr;  // W is tall
@@ -126,7 +127,7 @@ constexpr LinearKernel kKernels[] = {
     {kFew, "mma.sync, up to 32 rows of x; a ring of weights for each warp, one of x for the block", FA_CUDA, few_refuses,
      workspace_of<few_w4_sm90_workspace>, run<kFew, few_w4_sm90>, few_yields},
     {kWgmmaFew, "wgmma, tiles of up to 64 rows of x, which spare warps bring into the weight's order", FA_CUDA, wgmma_refuses,
-     workspace_of<wgmma_w4_sm90_workspace>, run<kWgmmaFew, wgmma_w4_few_sm90>, wgmma_few_yields},
+     workspace_of<wgmma_w4_few_sm90_workspace>, run<kWgmmaFew, wgmma_w4_few_sm90>, wgmma_few_yields},
     {kWgmma, "wgmma, tiles of 128 and 256 rows of x; weights widened into registers", FA_CUDA, wgmma_refuses,
      workspace_of<wgmma_w4_sm90_workspace>, run<kWgmma, wgmma_w4_sm90>, wgmma_yields},
 #endif

@@ -35,9 +35,6 @@ struct CacheView {
     bool batch_invariant;
     bool programmatic;   // the kernels before this call may still run, but write neither to the cache nor to its lengths and tables
     int32_t num_splits;  // 0 = the kernel's choice
-
-    // 8-bit elements: whether the factors may differ between the keys of a key head of one sequence.
-    FA_HOST_DEVICE bool scaled_by_key() const { return k_scale.row || v_scale.row || (block_table && (k_scale.batch || v_scale.batch)); }
 };
 
 // A tree of draft tokens: row i of sequence b sees the last `keys` keys whose bits are set, the first of them by bit 0, and all before.

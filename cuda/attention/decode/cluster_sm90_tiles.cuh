@@ -18,7 +18,7 @@ struct ClusterParams {
     bool scattered;      // the rows of a tile do not follow each other: pages of no multiple of its keys
     bool programmatic;   // the kernel before may still write q
     bool bfloat16;       // of q and out, else fp16
-    bool scaled_by_key;  // bytes: as CacheView::scaled_by_key
+    bool scaled_by_key;  // bytes: as in DecodeParams
     LaneParams lanes;
 };
 

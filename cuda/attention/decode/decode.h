@@ -18,6 +18,11 @@ inline int decode_bucket(const AttentionParams& p) {
 // The cache's elements are bytes: e4m3 or int8.
 inline bool has_8bit_cache(const AttentionParams& p) { return p.cache.entries && p.cache.dtype != p.dtype; }
 
+// 8-bit elements: the factors may differ between the keys of a key head of one sequence.
+inline bool is_scaled_by_key(const CacheView& cache) {
+    return cache.k_scale.row || cache.v_scale.row || (cache.block_table && (cache.k_scale.batch || cache.v_scale.batch));
+}
+
 // Rows of q that share a key head.
 inline int64_t rows_of_key_head(const AttentionParams& p) { return int64_t(p.seqlen_q) * p.group; }
 
@@ -116,7 +121,7 @@ inline DecodeShape decode_shape(DecodeKernel kernel, const AttentionParams& p, c
 // Everything but the workspace's pointers, `after_append` and the stages.
 inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParams& p) {
     DecodeParams d{};
-    d.attention = p, d.shape = shape, d.scaled_by_key = p.cache.scaled_by_key();
+    d.attention = p, d.shape = shape, d.scaled_by_key = is_scaled_by_key(p.cache);
     const int widest = p.seqlen_q + p.seqlen_k;
     int32_t &left = d.attention.window_left, &right = d.attention.window_right;
     left = left < widest ? left : widest, right = right < widest ? right : widest;
