@@ -281,7 +281,9 @@ def _cuda_makers() -> Makers:
         partial(_float8, "fp8_fast_sm90"),
         partial(_cache, "mla_sm90", half, (700, 1000, 3), 1000, 16, 1, 576, 512),
         partial(_cache, "decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, new=1),
+        partial(_cache, "decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, cache="int8"),
         partial(_cache, "decode_cluster_sm90", half, (700, 300, 0), 1000, 8, 2, 128),
+        partial(_cache, "decode_cluster_sm90", half, (700, 300, 0), 1000, 8, 2, 64, cache="int8"),
         partial(_cache, "decode_ring_sm90", half, LONG, 400, 8, 4, 128),
         partial(_cache, "decode_ring_sm90", half, LONG, 400, 8, 4, 128, cache="int8"),
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 256),
@@ -306,6 +308,7 @@ def _cuda_makers() -> Makers:
         partial(_w4, "few_w4_sm90", 9, 5120, 1024, programmatic=True),  # blocks of a whole one
         partial(_w4, "wgmma_w4_few_sm90", 50, 5120, 1024),
         partial(_w4, "wgmma_w4_sm90", 300, 5120, 1024),
+        partial(_w4, "wgmma_w4_sm90", 200, 2500, 5120),  # a stream of steps
         *(partial(_w4, "mma_w4", rows, 5120, 1024) for rows in (2, 9, 40)),  # its three shapes
         partial(_w4, "chain_w4_sm90", 2, 5120, 1024, chain=True),
         partial(_w4, "one_by_one", 2, 5120, 1024, chain=True),

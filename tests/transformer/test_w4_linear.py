@@ -327,6 +327,30 @@ def test_the_query_says_what_runs(monkeypatch):
 
 
 @pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows, features", [(300, (1920, 8192)), (1023, (1030, 8200))], ids=str)
+def test_streams_of_steps(format, rows, features):
+    """Tiles that several blocks of wgmma_w4_sm90 share: the answer, and the same bits again."""
+    plain, wide = weight_of(format, *features)
+    packed = packed_on(CUDA, plain, "bfloat16")
+    rng = np.random.default_rng(1)
+    x, bias, residual = (
+        accuracy.round_to(rng.standard_normal(shape, np.float32), "bfloat16")
+        for shape in ((rows, features[1]), (features[0],), (rows, features[0]))
+    )
+    on = {"x": CUDA.array(x, "bfloat16"), "weight": packed, "bias": CUDA.array(bias, "bfloat16")}
+    on["residual"] = CUDA.array(residual, "bfloat16")
+    plan = ops.linear_query(**on, kernel="wgmma_w4_sm90")
+    if plan.status != "FA_OK":
+        pytest.skip(plan.error)
+    assert plan.workspace_bytes > 0, "the blocks of a stream leave sums"
+    first, again = (CUDA.numpy(ops.linear(**on, kernel="wgmma_w4_sm90")) for _ in range(2))
+    want = x.astype(np.float64) @ wide.T + bias + residual
+    assert np.abs(first - want).max() < 2.0**-7 * np.abs(want).max()
+    np.testing.assert_array_equal(first, again)
+
+
+@pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
 @pytest.mark.parametrize(
     "kernel, rows, features, programmatic, norm",
     [
