@@ -148,10 +148,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
     float O[kTilesV][4] = {};
     float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // exponents of 2; this thread's share
     float v_unit = 1e-30f;                                         // bytes: O counts in units of V's factor, or of the largest so far
-    if (kBytes && !by_key) {
-        const float k_factor = copies.factor(p.k_scale);
-        row_scale[0] *= k_factor, row_scale[1] *= k_factor, v_unit = copies.factor(p.v_scale);
-    }
+    float k_factor = 1;                                            // needed first where q is, so that nothing waits for it here
+    if (kBytes && !by_key) k_factor = copies.factor(p.k_scale), v_unit = copies.factor(p.v_scale);
     const uint32_t k_lane = TileK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2), v_lane = TileK::offset(lane % 16, lane / 16);
 
     bool waited = !p.added;  // no other kernel puts keys into the cache
@@ -200,7 +198,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
             query.store(shared_address(q_tile));
             __syncthreads();
             load_query<kBytes, typename Plan::TileQ>(Q, shared_address(q_tile), lane);
-            if (narrows) row_scale[0] *= row_factor[lane / 4], row_scale[1] *= row_factor[lane / 4 + 8];
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (kBytes) row_scale[half] *= k_factor * (narrows ? row_factor[lane / 4 + 8 * half] : 1.0f);
         }
     }
 

@@ -144,16 +144,19 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
     LaneKeys keys = lane_keys(p, unit.b);
     const int entry = lane_entry(p, unit.b);
     const AddedKey added = cut_for_cluster<Plan>(p, unit.b, entry, rank, keys);
-    float scale = p.scale_log2, v_factor = 1;  // bytes: all keys have one factor
+    float k_factor = 1, v_factor = 1;  // bytes: of all keys
     if constexpr (Plan::kBytes) {
         const int at = p.entries ? clamp_to(entry, 0, p.entries - 1) : unit.b;
-        scale *= p.k_scale.data[at * p.k_scale.batch + unit.head_k * p.k_scale.head];
+        k_factor = p.k_scale.data[at * p.k_scale.batch + unit.head_k * p.k_scale.head];
         v_factor = p.v_scale.data[at * p.v_scale.batch + unit.head_k * p.v_scale.head];
     }
     LaneSums<Plan> sums;
     constexpr bool kAppends = !Plan::kBytes;
-    attend_to_keys<Plan, kAppends>(sums, p, place, unit, keys, added, entry, q_tile, added_k, ring,
-                                   [&] { stage_rows<Plan, kAppends>(p, unit, added, keys.before, scale, q_tile, added_k, waited); });
+    attend_to_keys<Plan, kAppends>(sums, p, place, unit, keys, added, entry, q_tile, added_k, ring, [&] {
+        float scale = p.scale_log2;
+        if (Plan::kBytes) scale *= __int_as_float(opaque(__float_as_int(k_factor)));  // opaque: the copies do not wait for the factor
+        stage_rows<Plan, kAppends>(p, unit, added, keys.before, scale, q_tile, added_k, waited);
+    });
     sums.store(place, o_tile, stat_of[place.warp], v_factor);
     __syncthreads();
 
