@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import test_kvcache
 from conftest import CUDA, NO_CUDA, Kernel, torch
+from kvcache_cases import on_device
 from test_kvcache import SCORES, Case, check
 
 import flash_attn_minimal as fa
@@ -128,9 +129,8 @@ def test_factors_by_key_are_refused():
         pytest.skip(NO_CUDA or "a build without GPU kernels")
     case = replace(LONG, cache_dtype="int8", nheads_k=8, seqlen_new=0)
     for scales, served in (("heads", True), ("entries", True), ("tokens", False)):
-        call = test_kvcache.make(replace(case, scales=scales))
-        on = {n: CUDA.array(x, "bfloat16" if n == "q" else None) for n, x in {"q": call.q, **call.arrays}.items()}
-        plan = fa.kvcache_query(**on, kernel=name)
+        changed = replace(case, scales=scales)
+        plan = fa.kvcache_query(**on_device(Kernel(CUDA, name), changed, test_kvcache.make(changed)))
         assert (plan.status == "FA_OK") == served, plan
         assert served or "one factor for all keys of a key head" in plan.error
 
