@@ -291,11 +291,10 @@ def _cuda_makers() -> Makers:
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 128, cache="int8"),
         partial(_cache, "decode_lanes_sm80", "float32", LONG, 400, 8, 4, 64),
         *(
-            partial(_backward, name, dtype, (3, 200, 260, 4, 2, *headdims), deterministic)
-            for name, dtype, *headdims in (
+            partial(_backward, name, dtype, (3, 200, 260, 4, 2, headdim), deterministic)
+            for name, dtype, headdim in (
                 ("simple", "float32", 40), ("mma_sm80", half, 128), ("wgmma_sm90", half, 128),
-                ("wgmma_split_sm90", half, 192, 128), ("wgmma_pair_sm90", half, 256),
-                ("mma_wide_sm80", half, 512), ("mma_wide_sm80", half, 321),
+                ("wgmma_pair_sm90", half, 256), ("mma_wide_sm80", half, 512), ("mma_wide_sm80", half, 321),
             )
             for deterministic in (False, True)
             if deterministic or name != "simple"

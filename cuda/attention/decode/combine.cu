@@ -17,8 +17,7 @@ namespace fa {
 namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kNeighbours = 4;  // rows of a warp of combine_rows_kernel
-FA_HOST_DEVICE int groups_of(const DecodeShape& shape) { return (shape.rows + kNeighbours - 1) / kNeighbours; }
+FA_HOST_DEVICE int groups_of(const DecodeShape& shape, int neighbours) { return (shape.rows + neighbours - 1) / neighbours; }
 
 // Row `index` of the (batch, seqlen_q, nheads) rows of out.
 struct CombinedRow {
@@ -140,32 +139,38 @@ __device__ __forceinline__ void store_columns(const AttentionParams& p, int64_t 
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out.data) + at) = pairs;
 }
 
-// kNeighbours rows of a tile of rows of a unit.
+// Neighbours in a tile of rows of a unit.
 struct Neighbours {
     int b, head_k, first_row, count;  // rows of the sequence's (seqlen_q * group) rows of a key head
     int tile_row;                     // of the first one
     UnitPieces pieces;
 
-    __device__ __forceinline__ void find(const DecodeParams& d, const Cut& cut, int groups_of_unit, int index) {
+    __device__ __forceinline__ void find(const DecodeParams& d, const Cut& cut, int most, int groups_of_unit, int index) {
         const int row_tiles = d.shape.row_tiles, of_call = index / groups_of_unit;
         b = d.units.divide(of_call);
         const int unit = of_call - b * d.heads();
-        head_k = unit / row_tiles, tile_row = (index - of_call * groups_of_unit) * kNeighbours;
+        head_k = unit / row_tiles, tile_row = (index - of_call * groups_of_unit) * most;
         first_row = (unit - head_k * row_tiles) * d.shape.rows + tile_row;
-        count = min(min(kNeighbours, d.shape.rows - tile_row), d.attention.seqlen_q * d.attention.group - first_row);
+        count = min(min(most, d.shape.rows - tile_row), d.attention.seqlen_q * d.attention.group - first_row);
         pieces = pieces_of(d, cut, b, unit);
     }
 };
 
+struct RowsParams {
+    DecodeParams decode;
+    int neighbours;  // rows of a warp
+};
 template <int kParts>  // of 128 columns
-__global__ void __launch_bounds__(kThreads) combine_rows_kernel(const __grid_constant__ DecodeParams d) {
+__global__ void __launch_bounds__(kThreads) combine_rows_kernel(const __grid_constant__ RowsParams params) {
+    const DecodeParams& d = params.decode;
     const AttentionParams& p = d.attention;
-    const int lane = threadIdx.x % 32, groups_of_unit = groups_of(d.shape), groups = p.batch * d.heads() * groups_of_unit;
+    const int lane = threadIdx.x % 32, most = params.neighbours, groups_of_unit = groups_of(d.shape, most),
+              groups = p.batch * d.heads() * groups_of_unit;
     const Cut cut(d);
     const bool all_whole = cut.tiles && !cut.of_unit;
     int x = blockIdx.x * kWarps + threadIdx.x / 32;
     Neighbours rows;
-    if (!all_whole && x < groups) rows.find(d, cut, groups_of_unit, x);
+    if (!all_whole && x < groups) rows.find(d, cut, most, groups_of_unit, x);
     grid_dependency_wait();
     if (all_whole) return;
 #pragma unroll 1
@@ -187,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) combine_rows_kernel(const __grid_con
             }
         }
         x += gridDim.x * kWarps;
-        if (x < groups) rows.find(d, cut, groups_of_unit, x);
+        if (x < groups) rows.find(d, cut, most, groups_of_unit, x);
     }
 }
 
@@ -197,10 +202,11 @@ cudaError_t decode_combine(const DecodeParams& d, int64_t most_blocks, const Dev
     const AttentionParams& p = d.attention;
     const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.nheads;
     const bool wide = p.headdim_v > 128, late = device.compute >= 90;
-    if (rows > 16 * device.multiprocessors) {
-        const int64_t groups = groups_of(d.shape) * decode_units(d.shape, p);
+    if (rows > most_blocks) {  // a block a row would take turns
+        const RowsParams params{d, int(std::clamp<int64_t>(rows / (kWarps * most_blocks), 1, 4))};
+        const int64_t groups = groups_of(d.shape, params.neighbours) * decode_units(d.shape, p);
         const unsigned blocks = unsigned(std::min((groups + kWarps - 1) / kWarps, most_blocks));
-        return launch_kernel(wide ? combine_rows_kernel<2> : combine_rows_kernel<1>, blocks, kThreads, 0, stream, d, late);
+        return launch_kernel(wide ? combine_rows_kernel<2> : combine_rows_kernel<1>, blocks, kThreads, 0, stream, params, late);
     }
     const unsigned blocks = unsigned(std::min(rows, most_blocks));
     return launch_kernel(wide ? combine_kernel<2> : combine_kernel<1>, blocks, kThreads, 0, stream, d, late);
