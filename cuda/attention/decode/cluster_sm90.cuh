@@ -135,6 +135,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
         copies.find(p, first * kKeys);
         copies.copy(params, first * kKeys, 0, p.seqlen_k, ring, kBytes ? shared_address(scale_of[0][warp]) : 0);
     }
+    float k_factor = 1, v_factor = 1;  // bytes: of all keys, or of key 0; asked for while the length is on its way, without a branch
+    if (kBytes) k_factor = copies.factor(p, p.k_scale), v_factor = copies.factor(p, p.v_scale);
 
     const VisibleKeys keys = visible_keys(p, lane_key_count(p, before));
     const int first_tile = keys.begin / kKeys, tiles = (keys.end + kKeys - 1) / kKeys - first_tile;
@@ -143,13 +145,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
     uint32_t Q[Plan::kStepsD][4];
     float row_scale[2] = {p.scale_log2, p.scale_log2};
     const bool by_key = kBytes && params.scaled_by_key;
+    float v_unit = 1e-30f;  // bytes: O counts in units of V's factor, or of the largest so far
     const auto row_of = [&](int half) { return min(lane / 4 + 8 * half, p.rows - 1); };
     const ScoreOptions options{p.softcap_log2, p.alibi_slopes, p.seqlen_q, int(p.group.divisor), p.window_left, p.window_right};
     float O[kTilesV][4] = {};
     float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // exponents of 2; this thread's share
-    float v_unit = 1e-30f;                                         // bytes: O counts in units of V's factor, or of the largest so far
-    float k_factor = 1;                                            // needed first where q is, so that nothing waits for it here
-    if (kBytes && !by_key) k_factor = copies.factor(p.k_scale), v_unit = copies.factor(p.v_scale);
     const uint32_t k_lane = TileK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2), v_lane = TileK::offset(lane % 16, lane / 16);
 
     bool waited = !p.added;  // no other kernel puts keys into the cache
@@ -200,7 +200,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
             load_query<kBytes, typename Plan::TileQ>(Q, shared_address(q_tile), lane);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                if (kBytes) row_scale[half] *= k_factor * (narrows ? row_factor[lane / 4 + 8 * half] : 1.0f);
+                if (narrows) row_scale[half] *= row_factor[lane / 4 + 8 * half];
+            if (kBytes && !by_key) row_scale[0] *= k_factor, row_scale[1] *= k_factor, v_unit = v_factor;
         }
     }
 

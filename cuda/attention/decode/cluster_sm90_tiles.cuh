@@ -107,9 +107,9 @@ public:
         found_entry_ = entry_, found_row_ = 0;
     }
 
-    // The factor of all keys.
-    __device__ __forceinline__ float factor(const CacheScale& scale) const {
-        return scale.data[entry_ * scale.batch + head_k_ * scale.head];
+    // The factor of all keys, or of the first one of the entry.
+    __device__ __forceinline__ float factor(const LaneParams& p, const CacheScale& scale) const {
+        return p.seqlen_k > 0 ? scale.data[entry_ * scale.batch + head_k_ * scale.head] : 1;
     }
 
     // Finds the rows of the tile that is copied next: lane l finds row l % kKeys.

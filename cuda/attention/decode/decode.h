@@ -43,17 +43,20 @@ inline int decode_cluster_blocks(const AttentionParams& p, const DeviceInfo& dev
 }
 
 // decode_lanes_cluster_sm90 is faster than pieces of a unit, measured on an H200 by the bytes of K and V of a block: with one row up to
-// 128 KB, and as many elements of 8 bits. Up to four rows of 16 bits, which tensor cores multiply faster, up to 64 KB, and only where a key
-// is appended, which saves a launch.
+// 128 KB. Up to four rows of 16 bits, which tensor cores multiply faster, up to 64 KB, and only where a key is appended, which saves a
+// launch. With 8-bit caches up to as many elements as of 16 bits, but with two blocks to a multiprocessor to a quarter of that: widening
+// them is the bound then.
 inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     const bool tensor_cores = rows > 1 && p.dtype != DType::kFloat32;
     if (tensor_cores && p.cache.added != 1) return false;
     if (p.cache.num_splits) return true;
-    const int64_t bytes =
-        int64_t(p.seqlen_k) * (p.headdim + p.headdim_v) * (p.dtype == DType::kFloat32 ? 4 : 2) / decode_cluster_blocks(p, device);
-    const bool one_round = int64_t(p.deciding_batch()) * p.nheads_k <= device.multiprocessors;  // of clusters of two
-    return one_round && (!tensor_cores || rows <= 4) && bytes <= (tensor_cores ? 64 : 128) * 1024;
+    const int64_t units = int64_t(p.deciding_batch()) * p.nheads_k, cluster = decode_cluster_blocks(p, device);
+    const int64_t bytes = int64_t(p.seqlen_k) * (p.headdim + p.headdim_v) * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
+    const bool one_round = units <= device.multiprocessors;  // of clusters of two
+    const bool two_blocks = units * cluster > device.multiprocessors;
+    const int most = tensor_cores ? 64 : has_8bit_cache(p) && two_blocks ? 32 : 128;
+    return one_round && (!tensor_cores || rows <= 4) && bytes <= most * 1024;
 }
 
 // decode_cluster_sm90 is faster than decode_ring_sm90 for short caches (H200), because it needs one launch. With more than 256 keys for

@@ -141,15 +141,15 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
     LaneUnit unit{0, 0, 0};  // a cluster has all rows of a key head
     const int index = blockIdx.x >> p.cluster_log;
     unit.b = p.units.divide(index), unit.head_k = p.units.remainder(index, unit.b);
-    LaneKeys keys = lane_keys(p, unit.b);
-    const int entry = lane_entry(p, unit.b);
-    const AddedKey added = cut_for_cluster<Plan>(p, unit.b, entry, rank, keys);
-    float k_factor = 1, v_factor = 1;  // bytes: of all keys
+    const int before = lane_keys_before(p, unit.b), entry = lane_entry(p, unit.b);
+    float k_factor = 1, v_factor = 1;  // bytes: of all keys; asked for while the length is on its way, without a branch
     if constexpr (Plan::kBytes) {
-        const int at = p.entries ? clamp_to(entry, 0, p.entries - 1) : unit.b;
-        k_factor = p.k_scale.data[at * p.k_scale.batch + unit.head_k * p.k_scale.head];
-        v_factor = p.v_scale.data[at * p.v_scale.batch + unit.head_k * p.v_scale.head];
+        const int at = clamp_to(entry, 0, p.entries - 1);
+        const auto factor = [&](const CacheScale& s) { return p.seqlen_k > 0 ? s.data[at * s.batch + unit.head_k * s.head] : 1; };
+        k_factor = factor(p.k_scale), v_factor = factor(p.v_scale);
     }
+    LaneKeys keys = lane_keys(p, before);
+    const AddedKey added = cut_for_cluster<Plan>(p, unit.b, entry, rank, keys);
     LaneSums<Plan> sums;
     constexpr bool kAppends = !Plan::kBytes;
     attend_to_keys<Plan, kAppends>(sums, p, place, unit, keys, added, entry, q_tile, added_k, ring, [&] {
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
 #pragma unroll 1
     for (Segment segment; segments.next(d, segment);) {
         const LaneUnit unit{segment.b, segment.unit / d.shape.row_tiles, segment.unit % d.shape.row_tiles * p.tile_rows};
-        LaneKeys keys = lane_keys(p, unit.b);
+        LaneKeys keys = lane_keys(p, lane_keys_before(p, unit.b));
         cut_to_segment(d.shape.tile_shift, segment, keys);
         LaneSums<Plan> sums;
         attend_to_keys<Plan, false>(sums, p, place, unit, keys, AddedKey{}, lane_entry(p, unit.b), q_tile, kNone, ring, [&] {

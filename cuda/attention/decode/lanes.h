@@ -29,13 +29,13 @@ struct LaneParams {
     bool rotary_interleaved, rotary_float32;
     const void *k_new, *v_new;
     int64_t k_new_batch, k_new_head, v_new_batch, v_new_head;
+    CacheScale k_scale, v_scale;  // of 8-bit elements; one line of 64 bytes in lanes.cuh
     // Where the result goes.
     TensorView out;
     float* lse;
     const float *sinks, *alibi_slopes;
     int64_t alibi_batch;
     int32_t nheads;
-    CacheScale k_scale, v_scale;  // of 8-bit elements
 };
 
 inline LaneParams lane_params(const DecodeParams& d, const AppendParams* append) {

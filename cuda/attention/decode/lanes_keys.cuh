@@ -21,10 +21,10 @@ __device__ __forceinline__ int lane_keys_before(const LaneParams& p, int b) { re
 __device__ __forceinline__ int lane_key_count(const LaneParams& p, int before) {
     return before < 0 ? 0 : min(before, p.seqlen_k - p.added) + p.added;
 }
-__device__ __forceinline__ LaneKeys lane_keys(const LaneParams& p, int b) {
+__device__ __forceinline__ LaneKeys lane_keys(const LaneParams& p, int before) {
     LaneKeys keys;
-    keys.before = lane_keys_before(p, b);
-    static_cast<VisibleKeys&>(keys) = visible_keys(p, lane_key_count(p, keys.before));
+    keys.before = before;
+    static_cast<VisibleKeys&>(keys) = visible_keys(p, lane_key_count(p, before));
     return keys;
 }
 

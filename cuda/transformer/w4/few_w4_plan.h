@@ -3,18 +3,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 
 #include "transformer/w4/kernels.h"
 #include "transformer/w4/product.h"
 
 namespace fa::w4 {
-
-// Tuning hook, to be dropped: the value of an environment variable, 0 where it is not set.
-inline int tuning(const char* name) {
-    const char* const text = std::getenv(name);
-    return text ? std::atoi(text) : 0;
-}
 
 constexpr int kFewRows = 32;                                    // of x, at most
 constexpr int kFewChunk = 4;                                    // column tiles that a copy brings
@@ -64,22 +57,21 @@ inline FewPlan few_plan(const W4LinearParams& p, int cluster, int clusters, int 
 // The copy engine brings x in boxes of whole tiles.
 inline bool few_reads_x(const W4LinearParams& p) { return fetches_x(p) && p.in_features % kTileColumns == 0; }
 
-// Measured on an H200. With one block to an SM and a row tile to each warp most weights take one round of blocks. Blocks of half an SM are
-// faster in plain launches, if x needs no launch of its own, and for a taller W, so that no second round is left half empty. Otherwise
-// blocks of a whole SM are faster: between the other kernels of a model, and behind round_x. They queue two copies of weights before they
-// ask for x, as each copy ahead of x delays it. All warps are used, as long as each has at least one whole copy of columns.
+// Measured on an H200, in plain and programmatic launches. Blocks of half an SM are faster if x needs no launch of its own, and for a
+// taller W, so that no second round is left half empty. Otherwise, behind round_x, blocks of a whole SM are faster: with a row tile to each
+// warp most weights take one round of them. They queue two copies of weights before they ask for x, as each copy ahead of x delays it. All
+// warps are used, as long as each has at least one whole copy of columns.
 inline FewPlan few_plan_of(const W4LinearParams& p, const DeviceInfo& gpu) {
     constexpr int kSystem = 1024;  // bytes of shared memory that each block takes beside its own
     const int warps = few_warps(few_tokens(p)), columns = int(column_tiles(p.in_features)), cluster = columns >= 2 ? 2 : 1;
     const int clusters = std::max(1, gpu.multiprocessors / cluster), tiles = int(ceil_div(used_row_tiles(p), clusters));
-    const int tuned = tuning("FA_TUNE_FEW");  // 1: halves for programmatic launches, too; 2: of which two copies come before x
-    const bool halves = tiles > warps || ((!p.programmatic || tuned) && few_reads_x(p));
+    const bool halves = tiles > warps || few_reads_x(p);
     const int room = int(gpu.shared_memory) / (halves ? 2 : 1) - (halves ? kSystem : 0) - kFewStatic;
     for (int groups = warps; groups >= 1; --groups) {
         if (groups > 1 && (tiles * groups > warps || ceil_div(columns, cluster) < groups * kFewChunk)) continue;
         FewPlan plan = few_plan(p, cluster, clusters, groups, room);
         plan.blocks_per_sm = halves ? 2 : 1;
-        plan.early = halves && !(tuned == 2 && p.programmatic) ? plan.stages : std::min(plan.stages, 2);
+        plan.early = halves ? plan.stages : std::min(plan.stages, 2);
         if (plan.stages > 0) return plan;
     }
     return {};

@@ -32,9 +32,8 @@ int64_t mma_w4_workspace(const W4LinearParams& params, const DeviceInfo& gpu);
 // Any number of rows, Hopper: in tiles of 32 and 64 rows of x (few), or of 128 and 256.
 cudaError_t wgmma_w4_few_sm90(const W4LinearParams& params, const DeviceInfo& gpu, cudaStream_t stream);
 cudaError_t wgmma_w4_sm90(const W4LinearParams& params, const DeviceInfo& gpu, cudaStream_t stream);
-bool wgmma_w4_few_sm90_wins(const W4LinearParams& params, const DeviceInfo& gpu);  // the small tiles are estimated to be faster
-int64_t wgmma_w4_few_sm90_workspace(const W4LinearParams& params, const DeviceInfo& gpu);
-int64_t wgmma_w4_sm90_workspace(const W4LinearParams& params, const DeviceInfo& gpu);
+bool wgmma_w4_few_sm90_wins(const W4LinearParams& params, const DeviceInfo& gpu);      // the small tiles are estimated to be faster
+int64_t wgmma_w4_sm90_workspace(const W4LinearParams& params, const DeviceInfo& gpu);  // of both
 
 // A chain of products in one launch, Hopper; needs no workspace.
 cudaError_t chain_w4_sm90(const W4ChainParams& params, const DeviceInfo& gpu, cudaStream_t stream);

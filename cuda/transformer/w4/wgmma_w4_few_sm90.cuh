@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kW4Threads, kResident) wgmma_w4_few_kernel(con
         int slot = 0, phase = 0;
         if (warp > kW4ConsumerWarps) {  // every third slot
             int steps = 0;
-            for (int i = 0; find_work<false>(all, i, w); ++i) steps += w.count;
+            for (int i = 0; find_work(all, i, w); ++i) steps += w.count;
             slot = warp - kW4ConsumerWarps - 1;
 #pragma unroll 1
             for (int step = slot; step < steps; step += 3) {
@@ -99,11 +99,11 @@ __global__ void __launch_bounds__(kW4Threads, kResident) wgmma_w4_few_kernel(con
                      w.row_block * kW4RowTiles, 0, 0, 0);
         };
         int ahead = 0;  // steps whose weights are asked for before the kernel before has ended
-        if (find_work<false>(all, 0, w))
+        if (find_work(all, 0, w))
             for (; ahead < min(kStages, w.count); ++ahead) load_weight(w, ahead, ahead);
         grid_dependency_wait();
 #pragma unroll 1
-        for (int i = 0; find_work<false>(all, i, w); ++i)
+        for (int i = 0; find_work(all, i, w); ++i)
 #pragma unroll 1
             for (int step = 0; step < w.count; ++step) {
                 if (ahead > 0) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kW4Threads, kResident) wgmma_w4_few_kernel(con
     int slot = 0, phase = 0;  // visibly the same for all threads, so that descriptors stay in uniform registers
 
 #pragma unroll 1
-    for (int i = 0; find_work<false>(all, i, w); ++i) {
+    for (int i = 0; find_work(all, i, w); ++i) {
         float sums[kTokens / 2];
 #pragma unroll
         for (int j = 0; j < kTokens / 2; ++j) sums[j] = 0.0f;

@@ -2,7 +2,6 @@
 // wgmma_w4_sm90.cuh and, with tiles of up to 64 rows of x, in wgmma_w4_few_sm90.cuh.
 #include "device/launch.h"
 #include "device/tensor_map.h"
-#include "transformer/w4/few_w4_plan.h"
 #include "transformer/w4/kernels.h"
 #include "transformer/w4/product.h"
 #include "transformer/w4/round_x.h"
@@ -20,7 +19,6 @@ struct Plan {
     int64_t whole;  // tiles that one block computes; each of the others is split among the blocks of a cluster
     int splits;     // blocks of a cluster
     int64_t blocks;
-    bool streams;  // instead, all blocks have the same number of steps
 };
 
 // Clusters that fit on the GPU at the same time. Measured on an H200, whose groups of SMs are not multiples of three or four.
@@ -29,8 +27,7 @@ int64_t clusters_of(int blocks, int resident, int64_t sms) {
     return sms * kFit[resident - 1][blocks] / 132;
 }
 
-constexpr int kFewTokens = 64;   // of a tile of the kernel for few rows, at most
-constexpr int kLeastSteps = 12;  // of a block of a stream
+constexpr int kFewTokens = 64;  // of a tile of the kernel for few rows, at most
 
 // The plan of the least estimated time, with tiles of `least_tokens` to `most_tokens`.
 Plan plan_of(const W4LinearParams& p, const DeviceInfo& gpu, int least_tokens, int most_tokens) {
@@ -38,11 +35,9 @@ Plan plan_of(const W4LinearParams& p, const DeviceInfo& gpu, int least_tokens, i
         int tokens, resident;  // of a plan
         int step, tile, part;  // a step of 64 columns; the rest of a tile; each part of a split tile
         int max_splits;        // that were measured
-        int left;              // what a block has left, for the one that adds it; 0: tiles do not stream
     };
-    constexpr Cost kCosts[] = {{32, 1, 245, 2000, 850, 4, 0}, {32, 2, 440, 3000, 150, 7, 0},    {64, 1, 283, 3800, 850, 4, 0},
-                               {64, 2, 510, 5000, 350, 7, 0}, {128, 1, 385, 5500, 500, 4, 900}, {256, 1, 620, 5500, 3000, 4, 1500}};
-    const int tuned = w4::tuning("FA_TUNE_W4_STREAM");  // -1: no streams; 128, 256: streams of such tiles
+    constexpr Cost kCosts[] = {{32, 1, 245, 2000, 850, 4}, {32, 2, 440, 3000, 150, 7},  {64, 1, 283, 3800, 850, 4},
+                               {64, 2, 510, 5000, 350, 7}, {128, 1, 385, 5500, 500, 4}, {256, 1, 620, 5500, 3000, 4}};
     const int64_t steps = w4::column_tiles(p.in_features), sms = gpu.multiprocessors;
     Plan best{};
     int64_t least = 0;
@@ -64,18 +59,9 @@ Plan plan_of(const W4LinearParams& p, const DeviceInfo& gpu, int least_tokens, i
             plan.whole = whole, plan.splits = splits, plan.blocks = rounds ? blocks : rest * splits;
             consider(plan, rounds * walk + ceil_div(steps, splits) * cost.step + cost.tile + 1000 + cost.part * splits);
         }
-        const int64_t line = tiles * steps, each = line / sms;
-        if (!cost.left || tuned < 0 || tiles % sms == 0 || each < kLeastSteps || line > INT32_MAX) continue;
-        plan.whole = tiles, plan.splits = 1, plan.blocks = sms, plan.streams = true;
-        consider(plan, tuned == cost.tokens ? 0 : (each + 1) * cost.step + cost.tile + 1500 + cost.left * ceil_div(steps, each));
     }
     return best;
 }
-
-// In front of what blocks leave.
-int64_t align_up_bytes(int64_t bytes) { return ceil_div(bytes, 128) * 128; }
-// Bytes that the blocks of a stream leave.
-int64_t left_bytes(const Plan& plan) { return plan.streams ? plan.blocks * kW4Rows * plan.tokens * int64_t(sizeof(float)) : 0; }
 
 // Rows consist of whole 16-byte pieces.
 bool by_eights(const MatrixView& x, const W4LinearParams& p) {
@@ -94,11 +80,6 @@ cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t strea
     all.whole = int32_t(plan.whole), all.rounds = int32_t(plan.whole / plan.blocks);
     all.splits = plan.splits, all.part_blocks = int32_t((int64_t(all.row_blocks) * all.token_blocks - plan.whole) * plan.splits);
     all.share = int32_t(ceil_div(all.column_tiles, plan.splits));
-    if (plan.streams) {
-        const int64_t line = int64_t(all.row_blocks) * all.token_blocks * all.column_tiles;
-        all.each = int32_t(line / plan.blocks), all.longer = int32_t(line % plan.blocks), all.of_tile = divisor_of(all.column_tiles);
-        all.left = reinterpret_cast<float4*>(static_cast<char*>(p.workspace) + (direct ? 0 : align_up_bytes(rounded_bytes(p))));
-    }
     const int64_t out_row = p.rows > 1 ? p.out.row : 0, residual_row = p.rows > 1 ? p.residual.row : 0;
     all.fours =
         by_fours(p.out.data, out_row, p.out_dtype) && (!p.residual.data || by_fours(p.residual.data, residual_row, p.residual_dtype));
@@ -126,8 +107,7 @@ cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t strea
     packed.box_words = kWords, packed.box_rows = kW4RowTiles;
     if (cudaError_t error = encode_words(packed, &all.map_weight)) return error;
     LaunchOptions options;
-    options.programmatic = !direct || p.programmatic, options.cluster = unsigned(plan.streams ? 0 : plan.splits);
-    options.cooperative = plan.streams;
+    options.programmatic = !direct || p.programmatic, options.cluster = unsigned(plan.splits);
     if constexpr (kTokens <= kFewTokens)
         return launch_kernel(wgmma_w4_few_kernel<T, kFormat, kTokens, kResident>, unsigned(plan.blocks), kW4Threads,
                              sizeof(WgmmaW4FewSmem<T, kFormat, kTokens, kResident>), stream, all, options);
@@ -153,11 +133,7 @@ cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t strea
 
 }  // namespace
 
-int64_t wgmma_w4_sm90_workspace(const W4LinearParams& p, const DeviceInfo& gpu) {
-    const Plan plan = plan_of(p, gpu, kFewTokens + 1, 256);
-    return (w4::fetches_x(p) ? 0 : plan.streams ? align_up_bytes(rounded_bytes(p)) : rounded_bytes(p)) + left_bytes(plan);
-}
-int64_t wgmma_w4_few_sm90_workspace(const W4LinearParams& p, const DeviceInfo&) { return w4::fetches_x(p) ? 0 : rounded_bytes(p); }
+int64_t wgmma_w4_sm90_workspace(const W4LinearParams& p, const DeviceInfo&) { return w4::fetches_x(p) ? 0 : rounded_bytes(p); }
 
 bool wgmma_w4_few_sm90_wins(const W4LinearParams& p, const DeviceInfo& gpu) { return plan_of(p, gpu, 1, 256).tokens <= kFewTokens; }
 

@@ -8,16 +8,10 @@
 //     producer, one thread    64 columns of x and of the weight -> ring
 //     warpgroups 0 and 1      64 rows each; they widen two steps of 16 columns while the tensor cores multiply the two steps before
 //
-// Blocks walk over the tiles of the product. Where the last tiles would leave blocks idle, there are two other ways:
-//     cluster  The last tiles are split along the columns. Each block of a cluster computes a part, and the cluster adds the parts.
-//     stream   The steps of all tiles lie on a line, which is cut into equal pieces, one for each block. Of a tile that several blocks
-//     have,
-//              the block with the first step adds up the sums. The others leave theirs in the workspace, before all else: by the time
-//              that they are asked for they are there, which one barrier of the grid makes sure of (a cooperative launch).
+// Blocks walk over the tiles of the product. Where the last tiles would leave blocks idle, these tiles are split along the columns: each
+// block of a cluster computes a part, and the cluster adds the parts.
 #pragma once
 
-#include "common/divisor.h"
-#include "device/grid.cuh"
 #include "device/ptx.cuh"
 #include "device/wgmma.cuh"
 #include "transformer/w4/params.h"
@@ -40,9 +34,6 @@ struct WgmmaW4 {
     int32_t whole, rounds;             // tiles that are not split; the full rounds in which blocks take them
     int32_t splits, part_blocks;       // blocks that share a split tile, a cluster; blocks that have a part of one
     int32_t share;                     // steps of 64 columns in a part
-    int32_t each, longer;              // stream: steps of a block, 0 = there is no stream; blocks that have one more
-    Divisor of_tile;                   // by the steps of a tile
-    float4* left;                      // what blocks leave: (blocks, kTokens / 8, 256 threads)
     bool fours;                        // load_4 and store_4 can access out and residual
     bool eights;                       // out and residual have the compute dtype, and rows of whole 16-byte pieces
 };
@@ -61,27 +52,15 @@ struct alignas(1024) WgmmaW4Smem {
 struct W4Work {
     int row_block, token_block;
     int begin, count;  // steps of 64 columns
-    bool part;         // of a tile that a cluster splits
-    bool leaves;       // stream: the tile's first step is an earlier block's
-    bool collects;     // stream: it is this one's, and the last step is not
+    bool part;
 };
 // Work number i of this block; false if there is none. Whether there is work, and its number of steps, are found without a division, so
 // that the compiler sees that they are the same for all threads and keeps the descriptors that depend on them in uniform registers.
-template <bool kStreams>
 __device__ __forceinline__ bool find_work(const WgmmaW4& all, int i, W4Work& w) {
     constexpr int kGroup = 8;
-    const bool streams = kStreams && all.each > 0;
     int index = blockIdx.x + i * gridDim.x;
-    w.part = !streams && index >= all.whole;
-    w.begin = 0, w.count = all.column_tiles, w.leaves = w.collects = false;
-    if (streams) {
-        const int block = blockIdx.x, first = block * all.each + min(block, all.longer), last = first + all.each + (block < all.longer);
-        index = all.of_tile.divide(first) + i;
-        const int at = index * all.column_tiles;
-        if (at >= last) return false;
-        w.begin = max(first - at, 0), w.count = min(last - at, all.column_tiles) - w.begin;
-        w.leaves = w.begin > 0, w.collects = w.begin == 0 && w.count < all.column_tiles;
-    }
+    w.part = index >= all.whole;
+    w.begin = 0, w.count = all.column_tiles;
     if (w.part) {
         if (i != all.rounds || int(blockIdx.x) >= all.part_blocks) return false;
         w.begin = int(cluster_rank()) * all.share;
@@ -102,28 +81,6 @@ __device__ __forceinline__ void store_sums(const WgmmaW4& all, const W4Work& w, 
     if (w.part) store_parts<kTokens>(place, sums, static_cast<float*>(ring), all.splits);
     else if (all.eights) store_fast<T, kTokens>(place, sums, shared_address(staging));
     else store_staged<kTokens>(place, sums, staging);
-}
-
-// Leaves the sums of this block, for the one that has the tile's first step.
-template <int kTokens>
-__device__ __forceinline__ void leave_sums(const WgmmaW4& all, const float (&sums)[kTokens / 2]) {
-    float4* const to = all.left + int64_t(blockIdx.x) * (32 * kTokens) + threadIdx.x;
-#pragma unroll
-    for (int j = 0; j < kTokens / 8; ++j) __stcg(to + 256 * j, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
-}
-// Adds what the blocks behind this one have left of a tile that has `steps` more steps.
-template <int kTokens>
-__device__ __forceinline__ void collect_sums(const WgmmaW4& all, int steps, float (&sums)[kTokens / 2]) {
-#pragma unroll 1
-    for (int block = blockIdx.x + 1; steps > 0; ++block) {
-        const float4* const from = all.left + int64_t(block) * (32 * kTokens) + threadIdx.x;
-#pragma unroll
-        for (int j = 0; j < kTokens / 8; ++j) {
-            const float4 x = __ldcg(from + 256 * j);
-            sums[4 * j] += x.x, sums[4 * j + 1] += x.y, sums[4 * j + 2] += x.z, sums[4 * j + 3] += x.w;
-        }
-        steps -= all.each + (block < all.longer);
-    }
 }
 
 template <typename T, w4::Format kFormat, int kTokens>
@@ -158,12 +115,12 @@ __global__ void __launch_bounds__(kW4Threads, 1) wgmma_w4_kernel(const __grid_co
         };
         W4Work w;
         int ahead = 0;  // steps whose weights are asked for before the kernel before has ended
-        if (find_work<true>(all, 0, w))
+        if (find_work(all, 0, w))
             for (; ahead < min(kStages, w.count); ++ahead) load_weight(w, ahead, ahead);
         grid_dependency_wait();
         int slot = 0, phase = 1;
 #pragma unroll 1
-        for (int i = 0; find_work<true>(all, i, w); ++i)
+        for (int i = 0; find_work(all, i, w); ++i)
 #pragma unroll 1
             for (int step = 0; step < w.count; ++step) {
                 if (ahead > 0) {
@@ -189,13 +146,8 @@ __global__ void __launch_bounds__(kW4Threads, 1) wgmma_w4_kernel(const __grid_co
     int slot = 0, phase = 0;  // visibly the same for all threads, so that descriptors stay in uniform registers
 
     W4Work w;
-    GridBarrier grid;
-    if (all.each > 0 && threadIdx.x == 0) {
-        grid.begin();
-        if (find_work<true>(all, 0, w) && !w.leaves) grid.arrive();
-    }
 #pragma unroll 1
-    for (int i = 0; find_work<true>(all, i, w); ++i) {
+    for (int i = 0; find_work(all, i, w); ++i) {
         float sums[kTokens / 2];
 #pragma unroll
         for (int j = 0; j < kTokens / 2; ++j) sums[j] = 0.0f;
@@ -241,17 +193,6 @@ __global__ void __launch_bounds__(kW4Threads, 1) wgmma_w4_kernel(const __grid_co
         wgmma_wait<0>(sums);
         release();
 
-        if (w.leaves) {
-            leave_sums<kTokens>(all, sums);
-            bar_sync(kW4Parts, 256);
-            if (threadIdx.x == 0) grid.arrive();
-            continue;
-        }
-        if (w.collects) {
-            if (threadIdx.x == 0) grid.wait();
-            bar_sync(kW4Parts, 256);
-            collect_sums<kTokens>(all, all.column_tiles - w.count, sums);
-        }
         store_sums<T, kTokens>(all, w, wg, factor, sums, smem.x, smem.staging[wg]);
     }
     if (threadIdx.x % 128 == 0) bulk_wait<0>();  // shared memory must stay until its stores are done
