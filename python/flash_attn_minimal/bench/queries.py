@@ -182,7 +182,7 @@ def table(data: dict, rows: list[dict]) -> list[str]:
     lines = ["## One to 64 queries against a cache", "", *markdown_table(head, body), ""]
     lines += [
         f"{bandwidth} are of keys and values; step is the time over that of the line before. Ours is causal, with the",
-        "last query at the last key. Peers run without a mask, because PyTorch's puts the first query at the first key;",
+        "last query at the last key. Peers run without a mask, as PyTorch's puts the first query at the first key;",
         "that costs them no more than a key in a hundred.",
     ]
     reads: dict[str, float] = {}
