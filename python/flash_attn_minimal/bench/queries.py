@@ -22,7 +22,7 @@ from .suite import Outcome, Suite, register, rounded
 from .systems import Refused
 from .timing import Protocol, interleave
 
-COUNTS = (1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 64)
+COUNTS: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 64)
 QUICK_COUNTS = (1, 4, 16, 17)
 BESIDE = (1, 4, 16, 64)  # counts at which peers run
 PAGE = 16

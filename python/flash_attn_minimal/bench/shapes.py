@@ -31,7 +31,11 @@ class Case:
     mode: str | None = None  # one of MODES, to time ours with it as well
 
 
-PEERS = {"forward": "cudnn,fa2,efficient,torch", "backward": "cudnn,fa2,efficient,torch", "float32": "efficient"}
+PEERS = {
+    "forward": "cudnn,fa2,fa3,efficient,torch",
+    "backward": "cudnn,fa2,fa3,efficient,torch",
+    "float32": "efficient",
+}
 TITLES = {"forward": "Forward", "backward": "Backward", "float32": "Forward in float32, without tf32"}
 
 
