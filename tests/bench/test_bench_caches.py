@@ -1,7 +1,7 @@
 """The suites `decode` and `queries` on the CPU: query tokens against caches."""
 
 import pytest
-from bench_run import needs_torch, run
+from bench_run import needs_matplotlib, needs_torch, run
 
 from flash_attn_minimal import bench
 from flash_attn_minimal.bench import decode, queries
@@ -67,6 +67,27 @@ def test_a_wrong_row_of_queries_is_not_timed(tmp_path, small, monkeypatch, fault
     assert "## Wrong answers" in text
     right_ones = [line for line in text.splitlines() if line.startswith("| 2 | 192")]
     assert len(right_ones) == (0 if fault == "nan" else 2)  # one query, plain and in pages
+
+
+@needs_matplotlib
+def test_the_picture_has_the_bounds():
+    """On a GPU each curve has two: the read of its cache, which is level, and its products, which double."""
+    rows = []
+    for heads in (64, 32):
+        shape = {"batch": 8, "nheads": heads, "nheads_k": 8, "headdim": 128, "headdim_v": 128, "seqlen_k": 8192}
+        shape |= {"suite": "queries", "pass": "decode", "dtype": "bfloat16"}
+        for n in (1, 2):
+            speed = {"us": 60.0 + n, "tflops": 300.0 * n * (60 + 1) / (60 + n), "tbps": 4.4}
+            rows.append(shape | speed | {"system": "ours", "kernel": "fast", "page_size": 0, "seqlen_q": n})
+        rows.append(shape | {"system": "read", "us": 55.0, "tbps": 4.8, "seqlen_q": 1})
+    data = {"suite": "queries", "machine": {"gpu": "NVIDIA H200"}, "date": "2000-01-01", "rows": rows}
+    axes = queries.picture(data, rows).axes
+    assert [axis.get_title() for axis in axes] == ["64/8 heads", "32/8 heads"]
+    for axis in axes:
+        curve, read, work = (list(line.get_ydata()) for line in axis.lines)
+        assert curve == [61, 62] and read == [55, 55] and work == pytest.approx([30.5, 61])
+    text = "\n".join(queries.table(data, rows))
+    assert "A read alone: 8 x 8192 keys 4.80 TB/s." in text and "| 8 | 8192 | 64/8 | 2 | 62.0 | 4.40 |" in text
 
 
 @needs_torch
