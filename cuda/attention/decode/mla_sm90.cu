@@ -16,6 +16,7 @@
 //
 // Bound by memory below about 64 rows, else by the products. A block of less than 64 rows multiplies zeros. When the keys are cut, every
 // share writes its own normalised O and lse, and a second kernel merges them.
+#include <cstdlib>
 #include <numeric>
 
 #include "attention/common/epilogue.cuh"
@@ -63,9 +64,10 @@ enum class MlaValues { kInKeys, kOwn };
 struct MlaParams {
     CUtensorMap map_k, map_v;
     AttentionParams attention;
-    int rows, row_blocks;   // seqlen_q x group; blocks of 64 of them
-    int splits;             // shares of a sequence's keys
-    float scale_log2;       // softmax_scale in units of log 2
+    int rows, row_blocks;  // seqlen_q x group; blocks of 64 of them
+    int splits;            // shares of a sequence's keys
+    float scale_log2;      // softmax_scale in units of log 2
+    int variant;
     int blocks;             // of a cluster: 2 where row_blocks is even, else 1
     Divisor page, group;    // by the size of a page, the query heads of a key head
     int page_rows;          // rows of a box: a divisor of the page and of the tile
@@ -191,7 +193,7 @@ struct MlaLoader {
     __device__ __forceinline__ MlaPlace find(const CUtensorMap* map, int i, MlaBox box) const {
         if (box.row < 0 || i >= w.count) return {0, 0};
         const MlaPlace place = mla_place(params, w, (w.first + i) * Smem::kKeys + box.row);
-        tma_prefetch(map, 0, place.row, box.chunk, w.head_k, place.page);
+        if (!(params.variant & (map == &params.map_k ? 32 : 16))) tma_prefetch(map, 0, place.row, box.chunk, w.head_k, place.page);
         return place;
     }
     __device__ __forceinline__ MlaPlace find_values(int i) const { return find(&params.map_v, i, v); }
@@ -357,10 +359,12 @@ __device__ __forceinline__ void compute_scores(const MlaParams& params, const Ml
         fence_proxy_async();
         __syncwarp();
         if (i + 1 < w.count) {
+            if (params.variant & 2) publish(i);
             start_scores(w, smem, i + 1, Q, S);
             wgmma_wait<1>();
-            publish(i);
+            if (!(params.variant & 6)) publish(i);
             finish_scores(i + 1);
+            if (params.variant & 4) publish(i);
         } else {
             publish(i);
         }
@@ -569,7 +573,9 @@ MlaParams mla_params(const AttentionParams& p, int multiprocessors) {
     params.scale_log2 = p.scale * kLog2e;
     params.group = divisor_of(p.group);
     params.row_blocks = (params.rows + kRows - 1) / kRows;
-    params.blocks = params.row_blocks % 2 ? 1 : 2;
+    const char* variant = std::getenv("FA_MLA");
+    params.variant = variant ? std::atoi(variant) : 0;
+    params.blocks = params.row_blocks % 2 || params.variant & 1 ? 1 : 2;
     params.splits = mla_splits(p, mla_keys(!mla_v_is_k(p)), int64_t(params.row_blocks) * p.nheads_k, multiprocessors);
     if (params.splits > 1) {
         params.partial = static_cast<float*>(align_up(p.workspace, 16));
@@ -607,7 +613,10 @@ cudaError_t launch_mla(const AttentionParams& p, int multiprocessors, cudaStream
 
 }  // namespace
 
+cudaError_t decode_mla_before(const AttentionParams& p, int multiprocessors, cudaStream_t stream);
 cudaError_t decode_mla_sm90(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
+    if (const char* variant = std::getenv("FA_MLA"))
+        if (std::atoi(variant) & 8) return decode_mla_before(p, multiprocessors, stream);
     const auto launch = [&](auto zero) {
         using T = decltype(zero);
         return mla_v_is_k(p) ? launch_mla<T, MlaValues::kInKeys>(p, multiprocessors, stream)
