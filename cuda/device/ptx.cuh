@@ -80,6 +80,12 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t shared, const CUtens
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(blocks)
         : "memory");
 }
+// cp.async.bulk.prefetch.tensor: a box to L2 alone; nobody is told when it is there.
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
+                 "r"(c4)
+                 : "memory");
+}
 // A box from shared memory; what is out of bounds is not written. Part of the thread's bulk group.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int c0, int c1, int c2, int c3, int c4) {
     asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(shared), "r"(c0),

@@ -95,7 +95,7 @@ def test_chunk_alone_equals_chunk_in_a_batch(kernel, page_size):
 
 @pytest.mark.parametrize("values", ["columns of k", "their own"])
 @pytest.mark.parametrize(
-    "nheads, page_size", [(16, 0), (16, 8), (5, 16), (3, 24), (128, 64), (16, 32), (16, 128), (70, 0)]
+    "nheads, page_size", [(16, 0), (16, 8), (5, 16), (3, 24), (128, 64), (128, 8), (16, 32), (16, 128), (70, 0)]
 )
 def test_latent_attention(kernel, nheads, page_size, values):
     """v_cache is the first 512 columns of k_cache, or an array; the rows of all heads are one matrix, cut every 64."""

@@ -37,21 +37,6 @@
 namespace fa {
 namespace {
 
-// A tile of one step, 16 columns: rows of 32 bytes in the 32-byte swizzle, which repeats after 8 rows. Its address is a multiple of 256.
-__host__ __device__ constexpr uint32_t narrow_swizzled_offset(uint32_t row, uint32_t piece) {
-    return row * 32 + ((piece ^ row / 4 % 2) << 4);
-}
-__device__ __forceinline__ uint64_t narrow_descriptor(uint32_t tile) {
-    constexpr uint32_t kSwizzle32 = 3u << 30, kGroupStride = kSwizzleRows * 32 >> 4;
-    return uint64_t(kSwizzle32 | kGroupStride) << 32 | descriptor_low(tile, 16);
-}
-// cp.async.bulk.prefetch.tensor: a box to L2 alone; nobody is told when it is there.
-__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4) {
-    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
-                 "r"(c4)
-                 : "memory");
-}
-
 constexpr int kD = 576, kDv = 512, kRows = 64;
 constexpr int kChunks = kD / kChunkColumns, kHalfChunks = kDv / 2 / kChunkColumns;
 constexpr int kSteps = kD / 16, kRegisterSteps = 31;  // of 16 columns of Q K^T; those whose Q fits in registers
