@@ -43,6 +43,20 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         "r"(parity)
         : "memory");
 }
+// Whether it has, without waiting.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
 
 // ---- named barriers: 1 .. 15, 0 is __syncthreads; `threads` counts those expected, waiting and only arriving ----
 
@@ -79,12 +93,6 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t shared, const CUtens
         "[%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(blocks)
         : "memory");
-}
-// cp.async.bulk.prefetch.tensor: a box to L2 alone; nobody is told when it is there.
-__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4) {
-    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
-                 "r"(c4)
-                 : "memory");
 }
 // A box from shared memory; what is out of bounds is not written. Part of the thread's bulk group.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int c0, int c1, int c2, int c3, int c4) {

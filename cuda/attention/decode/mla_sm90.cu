@@ -12,11 +12,11 @@
 //
 // Three warpgroups, none of which only loads: each half of O fetches what it alone frees, and `left` the keys' last 64 columns. P of tile
 // i waits until the scores of tile i + 1 are nearly done. So one softmax runs beside each P V, and the tensor cores have work all the time.
+// Where memory is the bound and tile i + 1 has not arrived, P of tile i goes at once, so that the place of tile i is free for a load.
 // Two blocks that read the same keys are a cluster: each fetches half of a tile for both.
 //
 // Bound by memory below about 64 rows, else by the products. A block of less than 64 rows multiplies zeros. When the keys are cut, every
 // share writes its own normalised O and lse, and a second kernel merges them.
-#include <cstdlib>
 #include <numeric>
 
 #include "attention/common/epilogue.cuh"
@@ -49,10 +49,9 @@ enum class MlaValues { kInKeys, kOwn };
 struct MlaParams {
     CUtensorMap map_k, map_v;
     AttentionParams attention;
-    int rows, row_blocks;  // seqlen_q x group; blocks of 64 of them
-    int splits;            // shares of a sequence's keys
-    float scale_log2;      // softmax_scale in units of log 2
-    int variant;
+    int rows, row_blocks;   // seqlen_q x group; blocks of 64 of them
+    int splits;             // shares of a sequence's keys
+    float scale_log2;       // softmax_scale in units of log 2
     int blocks;             // of a cluster: 2 where row_blocks is even, else 1
     Divisor page, group;    // by the size of a page, the query heads of a key head
     int page_rows;          // rows of a box: a divisor of the page and of the tile
@@ -111,23 +110,28 @@ __device__ __forceinline__ MlaWork mla_work(const MlaParams& params, int block) 
     return w;
 }
 
-// Q on its way to shared memory, by all threads: 12 pieces of 16 bytes each. Rows that do not exist are zeros.
+// Q on its way to shared memory, by all threads: a row a warp, in pieces of 16 bytes. Rows that do not exist are zeros.
 template <typename T, MlaValues kValues>
 __device__ __forceinline__ void load_queries(const MlaParams& params, const MlaWork& w, MlaSmem<T, kValues>& smem) {
     constexpr int kPieces = kD / 8, kStepPiece = kRegisterSteps * 2, kLastPiece = kDv / 8;
     const AttentionParams& p = params.attention;
     const T* q = static_cast<const T*>(p.q.data) + w.s.q + int64_t(w.head_k) * p.group * p.q.head;
+    const int row0 = w.row0, lane = threadIdx.x % 32;
     const uint32_t first = shared_address(smem.v[smem.kFreeSlots]), step = shared_address(smem.q_step), last = shared_address(smem.q);
-#pragma unroll 6
-    for (int x = threadIdx.x; x < kRows * kPieces; x += kThreads) {
-        const int r = x / kPieces, piece = x % kPieces, row = w.row0 + r;
+#pragma unroll 2
+    for (int r = threadIdx.x / 32; r < kRows; r += kThreads / 32) {
+        const int row = row0 + r, query = params.group.divide(row);
         const bool exists = row < params.rows;
-        const int query = params.group.divide(row);
-        const T* from = exists ? q + query * p.q.row + (row - query * p.group) * p.q.head + piece * 8 : q;
-        const uint32_t to = piece < kStepPiece   ? first + swizzled_offset(kRows, r, piece)
-                            : piece < kLastPiece ? step + narrow_swizzled_offset(r, piece - kStepPiece)
-                                                 : last + swizzled_offset(kRows, r, piece - kLastPiece);
-        cp_async_16(to, from, exists ? 16 : 0);
+        const T* from = exists ? q + query * p.q.row + (row - query * p.group) * p.q.head : q;
+#pragma unroll
+        for (int i = 0; i < (kPieces + 31) / 32; ++i) {
+            const int piece = 32 * i + lane;
+            if (piece >= kPieces) break;
+            const uint32_t to = piece < kStepPiece   ? first + swizzled_offset(kRows, r, piece)
+                                : piece < kLastPiece ? step + narrow_swizzled_offset(r, piece - kStepPiece)
+                                                     : last + swizzled_offset(kRows, r, piece - kLastPiece);
+            cp_async_16(to, from + piece * 8, exists ? 16 : 0);
+        }
     }
 }
 
@@ -174,15 +178,12 @@ struct MlaLoader {
         next_v = find_values(0), next_k = find_keys(0);
     }
 
-    // Where a box lies. A box that is the first to ask for its lines comes from far: it is on its way to L2 from here on.
-    __device__ __forceinline__ MlaPlace find(const CUtensorMap* map, int i, MlaBox box) const {
+    __device__ __forceinline__ MlaPlace find(int i, MlaBox box) const {
         if (box.row < 0 || i >= w.count) return {0, 0};
-        const MlaPlace place = mla_place(params, w, (w.first + i) * Smem::kKeys + box.row);
-        if (!(params.variant & (map == &params.map_k ? 32 : 16))) tma_prefetch(map, 0, place.row, box.chunk, w.head_k, place.page);
-        return place;
+        return mla_place(params, w, (w.first + i) * Smem::kKeys + box.row);
     }
-    __device__ __forceinline__ MlaPlace find_values(int i) const { return find(&params.map_v, i, v); }
-    __device__ __forceinline__ MlaPlace find_keys(int i) const { return find(&params.map_k, i, k); }
+    __device__ __forceinline__ MlaPlace find_values(int i) const { return find(i, v); }
+    __device__ __forceinline__ MlaPlace find_keys(int i) const { return find(i, k); }
 
     __device__ __forceinline__ void load_values(int i) const {  // of next_v
         if (warp >= params.boxes_v || i >= w.count) return;
@@ -216,6 +217,13 @@ __device__ __forceinline__ void release_values(const MlaParams& params, MlaSmem<
 #pragma unroll 1
     for (int rank = 0; rank < params.blocks; ++rank)
         if (arrives(lane)) mbarrier_arrive_cluster(cluster_address(empty, rank));
+}
+
+// Whether a half of tile i is still under way, where memory is the bound. The answer may differ between warps.
+template <typename T, MlaValues kValues>
+__device__ __forceinline__ bool memory_is_late(const MlaParams& params, MlaSmem<T, kValues>& smem, int half, int i) {
+    const Ring<kSlots> ring(smem.v_full[half], smem.v_empty[half], i);
+    return params.row_blocks == 1 && __any_sync(~0u, !mbarrier_test(ring.full_barrier(), ring.phase));
 }
 
 // ---- the warpgroup of the scores ----
@@ -344,12 +352,12 @@ __device__ __forceinline__ void compute_scores(const MlaParams& params, const Ml
         fence_proxy_async();
         __syncwarp();
         if (i + 1 < w.count) {
-            if (params.variant & 2) publish(i);
+            const bool at_once = memory_is_late(params, smem, 0, i + 1) || memory_is_late(params, smem, 1, i + 1);
+            if (at_once) publish(i);
             start_scores(w, smem, i + 1, Q, S);
             wgmma_wait<1>();
-            if (!(params.variant & 6)) publish(i);
+            if (!at_once) publish(i);
             finish_scores(i + 1);
-            if (params.variant & 4) publish(i);
         } else {
             publish(i);
         }
@@ -410,7 +418,8 @@ __device__ __forceinline__ void attend(const MlaParams& params, const MlaWork& w
         for (int x = 0; x < kKeys / 16; ++x)
             wgmma_ss<T, kDv / 2, 0, 1>(O, at_p + descriptor_k_step(x, kRows), at_v + descriptor_row_step(x), 1);
         wgmma_commit();
-        loader.load_keys(i + 2);
+        const bool late = memory_is_late(params, smem, half, i + 1);  // keys wait for the scores of tile i + 1, which are not near
+        if (!late) loader.load_keys(i + 2);
         const MlaPlace ahead = loader.find_values(i + kSlots + 1);
         wgmma_wait<0>(O);
         scores.release(lane);
@@ -419,6 +428,7 @@ __device__ __forceinline__ void attend(const MlaParams& params, const MlaWork& w
             loader.load_values(i + kSlots);
             loader.next_v = ahead;
         }
+        if (late) loader.load_keys(i + 2);
     }
     const Ring<2> scores(smem.p_full, smem.p_empty, w.count);
     scores.wait_full();
@@ -479,13 +489,14 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
         fence_mbarrier_init();
     }
     __syncwarp();
+    const bool paired = params.blocks > 1;
+    if (paired) cluster_arrive();
     {
         const MlaWork work = mla_work<Smem::kKeys>(params, blockIdx.x);
         if (threadIdx.x == 0) smem.work = work;
-        load_queries(params, work, smem);
     }
-    cluster_arrive_release();
-    cluster_wait();
+    __syncthreads();
+    if (paired) cluster_wait();
     launch_dependents();
     const MlaWork& work = smem.work;
     const int half = warp / 4 - 1;
@@ -495,14 +506,17 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
         bar_sync(kQueries, kThreads);
     };
     if (half < 0) {
+        load_queries(params, work, smem);
         join();
         setmaxnreg_inc<184>();
         compute_scores(params, work, smem, warp, lane);
     } else {
         MlaLoader<T, kValues> loader(params, work, smem, half, warp % 4, lane);
 #pragma unroll 1
-        for (int i = 0; i < Smem::kFreeSlots; ++i) loader.load_values(i), loader.next_v = loader.find_values(i + 1);
-        loader.load_keys(0);
+        for (int i = 0; i < Smem::kFreeSlots; ++i) {
+            loader.load_values(i), loader.next_v = loader.find_values(i + 1);
+            if (i == 0) loader.load_keys(0), load_queries(params, work, smem);  // the rest of the keys behind these
+        }
         join();
         setmaxnreg_dec<160>();
         float O[kDv / 4], inverse[2];
@@ -511,20 +525,33 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
         attend(params, work, smem, loader, half, lane, O, inverse);
         store_output<T>(params, work, O, inverse, half, warp % 4, lane);
     }
-    cluster_arrive();  // the other block may still send to this one
-    cluster_wait();
+    if (paired) cluster_arrive(), cluster_wait();  // the other block may still send to this one
 }
 
-// out = sum of w_i O_i, w_i = exp(lse_i - lse), lse = log sum exp(lse_i): a block for each row, four columns a thread.
-constexpr int kMergeThreads = kDv / 4;
+// out = sum of w_i O_i, w_i = exp(lse_i - lse), lse = log sum exp(lse_i): a block for each row, four columns a thread. Up to kMergeLoads
+// shares are on their way before their weights are known. Many shares are dealt to kMergeGroups groups of threads.
+constexpr int kMergeThreads = kDv / 4, kMergeGroups = 4, kMergeLoads = 16;
+constexpr int merge_groups(int splits) { return splits > kMergeLoads ? kMergeGroups : 1; }
 template <typename T>
-__global__ void __launch_bounds__(kMergeThreads) merge_shares_kernel(const __grid_constant__ MlaParams params) {
+__global__ void __launch_bounds__(kMergeGroups* kMergeThreads) merge_shares_kernel(const __grid_constant__ MlaParams params) {
     __shared__ float weight[kMostShares], lse;
+    __shared__ float4 sums[kMergeGroups][kMergeThreads];
     grid_dependency_wait();
     const AttentionParams& p = params.attention;
     const int row = blockIdx.x % params.rows, heads = blockIdx.x / params.rows, splits = params.splits;
+    const int column = threadIdx.x % kMergeThreads, group = threadIdx.x / kMergeThreads, groups = merge_groups(splits);
+    const float* from = params.partial + (int64_t(heads) * splits * params.rows + row) * kDv + 4 * column;
+    float4 x[kMergeLoads];
+    const auto load = [&](int begin) {
+#pragma unroll
+        for (int i = 0; i < kMergeLoads; ++i) {
+            const int share = begin + i * groups;
+            if (share < splits) x[i] = *reinterpret_cast<const float4*>(from + int64_t(share) * params.rows * kDv);
+        }
+    };
     const float* lses = params.lses + int64_t(heads) * splits * params.rows + row;
-    for (int i = threadIdx.x; i < splits; i += kMergeThreads) weight[i] = lses[int64_t(i) * params.rows];
+    for (int i = threadIdx.x; i < splits; i += groups * kMergeThreads) weight[i] = lses[int64_t(i) * params.rows];
+    load(group);
     __syncthreads();
     if (threadIdx.x < 32) {
         float m = -INFINITY, l = 0;
@@ -536,17 +563,30 @@ __global__ void __launch_bounds__(kMergeThreads) merge_shares_kernel(const __gri
         if (threadIdx.x == 0) lse = l == 0.0f ? -INFINITY : m + __logf(l);
     }
     __syncthreads();
-    const float* from = params.partial + (int64_t(heads) * splits * params.rows + row) * kDv + 4 * threadIdx.x;
     float4 sum{};
-#pragma unroll 8
-    for (int i = 0; i < splits; ++i) {  // a share without keys is zero
-        const float4 x = *reinterpret_cast<const float4*>(from + int64_t(i) * params.rows * kDv);
-        const float w = weight[i];
-        sum.x += w * x.x, sum.y += w * x.y, sum.z += w * x.z, sum.w += w * x.w;
+#pragma unroll 1
+    for (int begin = group; begin < splits; begin += kMergeLoads * groups) {  // a share without keys is zero
+        if (begin > group) load(begin);
+#pragma unroll
+        for (int i = 0; i < kMergeLoads; ++i) {
+            const int share = begin + i * groups;
+            if (share >= splits) continue;
+            const float w = weight[share];
+            sum.x += w * x[i].x, sum.y += w * x[i].y, sum.z += w * x[i].z, sum.w += w * x[i].w;
+        }
+    }
+    if (groups > 1) {
+        sums[group][column] = sum;
+        __syncthreads();
+        if (group > 0) return;
+        for (int i = 1; i < groups; ++i) {
+            const float4 other = sums[i][column];
+            sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+        }
     }
     const int b = heads / p.nheads_k, head = heads % p.nheads_k * p.group + row % p.group;
     const Sequence s = sequence_of(p, b);
-    T* to = static_cast<T*>(p.out.data) + s.out + row / p.group * p.out.row + head * p.out.head + 4 * threadIdx.x;
+    T* to = static_cast<T*>(p.out.data) + s.out + row / p.group * p.out.row + head * p.out.head + 4 * column;
     *reinterpret_cast<uint2*>(to) = make_uint2(pack_16<T>(sum.x, sum.y), pack_16<T>(sum.z, sum.w));
     if (p.lse && threadIdx.x == 0) p.lse[lse_offset(p, s, head) + row / p.group] = lse;
 }
@@ -558,9 +598,7 @@ MlaParams mla_params(const AttentionParams& p, int multiprocessors) {
     params.scale_log2 = p.scale * kLog2e;
     params.group = divisor_of(p.group);
     params.row_blocks = (params.rows + kRows - 1) / kRows;
-    const char* variant = std::getenv("FA_MLA");
-    params.variant = variant ? std::atoi(variant) : 0;
-    params.blocks = params.row_blocks % 2 || params.variant & 1 ? 1 : 2;
+    params.blocks = params.row_blocks % 2 ? 1 : 2;
     params.splits = mla_splits(p, mla_keys(!mla_v_is_k(p)), int64_t(params.row_blocks) * p.nheads_k, multiprocessors);
     if (params.splits > 1) {
         params.partial = static_cast<float*>(align_up(p.workspace, 16));
@@ -589,19 +627,19 @@ cudaError_t launch_mla(const AttentionParams& p, int multiprocessors, cudaStream
     if (cudaError_t error = encode("v", p.v, kDv, kHalfChunks / params.blocks, &params.map_v, &params.boxes_v)) return error;
     const int64_t heads = int64_t(p.batch) * p.nheads_k;
     LaunchOptions options;
-    options.cluster = params.blocks;
+    options.cluster = params.blocks > 1 ? unsigned(params.blocks) : 0;
     const cudaError_t error = launch_kernel(decode_mla_kernel<T, kValues>, unsigned(heads * params.row_blocks * params.splits), kThreads,
                                             sizeof(Smem), stream, params, options);
     if (error != cudaSuccess || params.splits == 1) return error;
-    return launch_kernel(merge_shares_kernel<T>, unsigned(heads * params.rows), kMergeThreads, 0, stream, params, true);
+    LaunchOptions merge;
+    merge.programmatic = merge.prefers_shared = true;  // the carveout stays as it is
+    return launch_kernel(merge_shares_kernel<T>, unsigned(heads * params.rows), unsigned(merge_groups(params.splits) * kMergeThreads), 0,
+                         stream, params, merge);
 }
 
 }  // namespace
 
-cudaError_t decode_mla_before(const AttentionParams& p, int multiprocessors, cudaStream_t stream);
 cudaError_t decode_mla_sm90(const AttentionParams& p, int multiprocessors, cudaStream_t stream) {
-    if (const char* variant = std::getenv("FA_MLA"))
-        if (std::atoi(variant) & 8) return decode_mla_before(p, multiprocessors, stream);
     const auto launch = [&](auto zero) {
         using T = decltype(zero);
         return mla_v_is_k(p) ? launch_mla<T, MlaValues::kInKeys>(p, multiprocessors, stream)
