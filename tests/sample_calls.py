@@ -280,6 +280,7 @@ def _cuda_makers() -> Makers:
         partial(_float8, "fp8_sm90"),
         partial(_float8, "fp8_fast_sm90"),
         partial(_cache, "mla_sm90", half, (700, 1000, 3), 1000, 16, 1, 576, 512),
+        partial(_cache, "mla_sm90", half, (700, 3), 720, 128, 1, 576, 512),  # pairs of blocks
         partial(_cache, "decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, new=1),
         partial(_cache, "decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, cache="int8"),
         partial(_cache, "decode_cluster_sm90", half, (700, 300, 0), 1000, 8, 2, 128),

@@ -78,10 +78,10 @@ def decode(
     Raises: as `forward`.
     """
     check_group(group)
-    step = _Step(
+    step = _Step(  # without a tree of draft tokens
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, block_table, alibi_slopes, sinks, k_scale,
-        v_scale, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, softcap, rotary_interleaved,
-        num_splits, batch_invariant, programmatic, kernel, num_threads,
+        v_scale, None, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, softcap, rotary_interleaved,
+        num_splits, 0, batch_invariant, programmatic, kernel, num_threads,
     )  # fmt: skip
     at_once = type(cache_seqlens) is int  # one length, which is no array
     arrays = (*step[:_LENGTHS], None if at_once else cache_seqlens, out)
