@@ -135,6 +135,25 @@ def test_factors_by_key_are_refused():
         assert served or "one factor for all keys of a key head" in plan.error
 
 
+@pytest.mark.parametrize(
+    "heads, headdim, rows, name",
+    [
+        (12, 64, 1024, "decode_lanes_cluster_sm90"),
+        (32, 128, 256, "decode_lanes_cluster_sm90"),
+        (32, 128, 1024, "decode_cluster_sm90"),  # more than 16 KB for each of two blocks of a multiprocessor
+    ],
+)
+def test_first_choices_of_8_bits_on_hopper(heads, headdim, rows, name):
+    if NO_CUDA or name not in NAMES:
+        pytest.skip(NO_CUDA or "a build without GPU kernels")
+    case = Case(lengths=(rows,), rows=rows, nheads=heads, nheads_k=heads, headdim=headdim, cache_dtype="int8")
+    call = test_kvcache.make(replace(case, dtype="bfloat16", seqlen_new=0))
+    on = {n: CUDA.array(x, "bfloat16" if n == "q" else None) for n, x in {"q": call.q, **call.arrays}.items()}
+    if fa.kvcache_query(**on, kernel=name).status != "FA_OK":
+        pytest.skip("not a Hopper GPU")
+    assert fa.kvcache_query(**on).kernel == name
+
+
 def outputs(kernel: Kernel, case: Case):
     return test_kvcache.run(kernel, case, test_kvcache.make(case))[:2]
 
