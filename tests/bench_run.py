@@ -18,7 +18,7 @@ FAST = ["--quick", "--rounds", "2", "--framework", "numpy"]
 ROW_TYPES = dict.fromkeys(
     "suite system kernel pass dtype mix arrays device call mode fused model cache_dtype layout weights".split(), str
 )
-ROW_TYPES |= {"language": str, "peer": bool, "lines": int, "compile_s": float}
+ROW_TYPES |= {"language": str, "part": str, "peer": bool, "lines": int, "page_size": int, "compile_s": float}
 ROW_TYPES |= dict.fromkeys("forced causal wrong tf32 deterministic fast_accum".split(), bool)
 ROW_TYPES |= dict.fromkeys(
     "headdim headdim_v seqlen_q seqlen_k batch nheads nheads_k m n k input_sets tokens position bytes".split(), int
@@ -55,9 +55,13 @@ def check_schema(data, suite):
         if suite == "llama":
             assert row["pass"] in ("step", "copy")
         elif row["system"] not in ("blas", "copy") and suite not in ("overhead", "ops", "linear"):
-            if suite != "languages":
+            if suite in ("decode", "queries"):
+                assert row["pass"] == "decode"
+            elif suite == "shapes":
+                assert row["pass"] == ("bwd" if row["part"] == "backward" else "fwd")
+            elif suite != "languages":
                 assert row["pass"] == ("bwd" if suite.startswith("backward") else "fwd")
-            assert row["headdim"] == row["headdim_v"]
+            assert row["headdim"] == row["headdim_v"] or suite == "shapes"
             if row["system"] == "ours":
                 assert ("us" in row) == (row["max_err"] <= row["err_budget"])
 

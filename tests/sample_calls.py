@@ -158,7 +158,7 @@ def _linear(name: str, rows: int, out_features: int, in_features: int, dtype: st
 
 
 def _w4(
-    name: str, rows: int, out_features: int, in_features: int, chain: bool = False, programmatic: bool = False
+    name: str, rows: int, out_features: int, in_features: int, chain: bool = False, x_type: str = "bfloat16"
 ) -> Sample:
     x = _rounded(_normal(1, rows, in_features))
     plain = W4Weight.quantize(_normal(2, out_features, in_features), "nvfp4")
@@ -173,9 +173,9 @@ def _w4(
         weight = W4Weight("nvfp4", codes, scales, factor, in_features).pack("bfloat16")
         if chain:
             return ops.linear_chain([{"x": x, "weight": weight, "out_dtype": "float32"}] * 2, kernel=name)
-        return [ops.linear(x, weight, out_dtype="float32", kernel=name, programmatic=programmatic)]
+        return [ops.linear(x, weight, out_dtype="float32", kernel=name)]
 
-    return Sample(name, {"x": (x, "bfloat16"), **parts}, call, [exact] * (2 if chain else 1), TOLERANCE["float16"])
+    return Sample(name, {"x": (x, x_type), **parts}, call, [exact] * (2 if chain else 1), TOLERANCE["float16"])
 
 
 def _small_operations() -> list[Sample]:
@@ -280,8 +280,11 @@ def _cuda_makers() -> Makers:
         partial(_float8, "fp8_sm90"),
         partial(_float8, "fp8_fast_sm90"),
         partial(_cache, "mla_sm90", half, (700, 1000, 3), 1000, 16, 1, 576, 512),
+        partial(_cache, "mla_sm90", half, (700, 3), 720, 128, 1, 576, 512),  # pairs of blocks
         partial(_cache, "decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, new=1),
+        partial(_cache, "decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, cache="int8"),
         partial(_cache, "decode_cluster_sm90", half, (700, 300, 0), 1000, 8, 2, 128),
+        partial(_cache, "decode_cluster_sm90", half, (700, 300, 0), 1000, 8, 2, 64, cache="int8"),
         partial(_cache, "decode_ring_sm90", half, LONG, 400, 8, 4, 128),
         partial(_cache, "decode_ring_sm90", half, LONG, 400, 8, 4, 128, cache="int8"),
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 256),
@@ -289,11 +292,10 @@ def _cuda_makers() -> Makers:
         partial(_cache, "decode_split_sm80", half, LONG, 400, 8, 4, 128, cache="int8"),
         partial(_cache, "decode_lanes_sm80", "float32", LONG, 400, 8, 4, 64),
         *(
-            partial(_backward, name, dtype, (3, 200, 260, 4, 2, *headdims), deterministic)
-            for name, dtype, *headdims in (
+            partial(_backward, name, dtype, (3, 200, 260, 4, 2, headdim), deterministic)
+            for name, dtype, headdim in (
                 ("simple", "float32", 40), ("mma_sm80", half, 128), ("wgmma_sm90", half, 128),
-                ("wgmma_split_sm90", half, 192, 128), ("wgmma_pair_sm90", half, 256),
-                ("mma_wide_sm80", half, 512), ("mma_wide_sm80", half, 321),
+                ("wgmma_pair_sm90", half, 256), ("mma_wide_sm80", half, 512), ("mma_wide_sm80", half, 321),
             )
             for deterministic in (False, True)
             if deterministic or name != "simple"
@@ -303,7 +305,7 @@ def _cuda_makers() -> Makers:
         partial(_linear, "linear_gemv_sm80", 3, 3000, 1000, half),
         partial(_w4, "small_w4", 1, 512, 512),
         partial(_w4, "few_w4_sm90", 9, 5120, 1024),  # blocks of half a multiprocessor
-        partial(_w4, "few_w4_sm90", 9, 5120, 1024, programmatic=True),  # blocks of a whole one
+        partial(_w4, "few_w4_sm90", 9, 5120, 1024, x_type="float32"),  # of a whole one, behind the rounding of x
         partial(_w4, "wgmma_w4_few_sm90", 50, 5120, 1024),
         partial(_w4, "wgmma_w4_sm90", 300, 5120, 1024),
         *(partial(_w4, "mma_w4", rows, 5120, 1024) for rows in (2, 9, 40)),  # its three shapes

@@ -89,8 +89,6 @@ int64_t backward_simple_blocks(const BackwardParams& params);
 // dq, dk and dv in fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; q, k, v, dout as tensor maps can describe them.
 cudaError_t backward_wgmma_sm90(const BackwardParams& params, int multiprocessors, cudaStream_t stream);
 size_t backward_wgmma_sm90_workspace(const BackwardParams& params);  // bytes: float dq, delta and lse, padded to whole tiles
-cudaError_t backward_wgmma_split_sm90(const BackwardParams& params, int multiprocessors, cudaStream_t stream);
-size_t backward_wgmma_split_sm90_workspace(const BackwardParams& params);
 
 // dbias and dsinks, where wanted, beside any kernel that gives dq, dk and dv; deterministic. `workspace` is its own.
 cudaError_t backward_scores(const BackwardParams& params, void* workspace, cudaStream_t stream);

@@ -43,6 +43,20 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         "r"(parity)
         : "memory");
 }
+// Whether it has, without waiting.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
 
 // ---- named barriers: 1 .. 15, 0 is __syncthreads; `threads` counts those expected, waiting and only arriving ----
 

@@ -42,6 +42,14 @@ __device__ __forceinline__ uint64_t descriptor_from(uint32_t low, uint64_t step)
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t tile, uint32_t chunk_stride) {
     return descriptor_from(descriptor_low(tile, chunk_stride));
 }
+// A tile of one step, 16 columns: rows of 32 bytes in the 32-byte swizzle, which repeats after 8 rows. Its address is a multiple of 256.
+__host__ __device__ constexpr uint32_t narrow_swizzled_offset(uint32_t row, uint32_t piece) {
+    return row * 32 + ((piece ^ row / 4 % 2) << 4);
+}
+__device__ __forceinline__ uint64_t narrow_descriptor(uint32_t tile) {
+    constexpr uint32_t kSwizzle32 = 3u << 30, kGroupStride = kSwizzleRows * 32 >> 4;
+    return uint64_t(kSwizzle32 | kGroupStride) << 32 | descriptor_low(tile, 16);
+}
 // What to add to a descriptor to move it by that many bytes: shared memory ends below 256 KiB, so the field never overflows.
 __device__ __forceinline__ constexpr uint64_t descriptor_step(uint32_t bytes) { return bytes >> 4; }
 // Step k16 (16 columns) of a tile read along its columns: 32 bytes inside a chunk, then the next chunk.

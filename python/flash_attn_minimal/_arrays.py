@@ -89,11 +89,13 @@ class TorchDoor(Door):
         guards = self.torch._C._dynamo.guards.TensorGuards
         check = guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         function_mode, forward_ad, grad_enabled = self.function_mode, self.forward_ad, self.grad_enabled
+        dispatch_modes = self.dispatch_modes  # the guards miss a mode in the threads of a GPU's backward pass
         recorded, graded = about[-1], any([x.requires_grad for x in arrays])
 
         def test(others):
             return (
                 check(*others)
+                and not dispatch_modes()
                 and not (graded and grad_enabled() is not recorded)
                 and not (function_mode() and _modes.overridden())
                 and forward_ad._current_level < 0

@@ -66,7 +66,7 @@ def attend(q, k, v, varlen: tuple | None, out, results: Results, options: Option
         if getattr(results, name):
             empty = fill is None
             given.append(qv.door.empty(qv, shape, "float32") if empty else qv.door.full(qv, shape, "float32", fill))
-            setattr(args, name, given[-1].pointer)
+            setattr(args, name, given[-1].pointer or _PLACEHOLDER)  # an empty array has no address
     _launch(args, views, out_view, *given)
     result = out if out is not None else out_view.door.result(out_view)
     return result, *(view.door.result(view) for view in given)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import test_kvcache
 from conftest import CUDA, NO_CUDA, Kernel, torch
+from kvcache_cases import on_device
 from test_kvcache import SCORES, Case, check
 
 import flash_attn_minimal as fa
@@ -107,6 +108,50 @@ def test_clusters(kernel, dtype, cache_dtype, splits, heads):
     check(kernel, replace(case, seqlen_q=2, rows=24, pages=42, window_size=(300, 0), sinks=True, batch_invariant=True))
     check(kernel, replace(case, seqlen_q=2, headdim=80, headdim_v=48, softcap=20.0, alibi=2, scales="tokens"))
     check(kernel, replace(case, headdim=64, seqlen_new=3, causal=True, batch_idx=True))
+
+
+@DTYPES
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("headdim", [(64, None), (128, None), (16, 48), (96, 80)], ids=str)
+def test_one_row_of_8_bits(kernel, dtype, cache_dtype, headdim):
+    """One factor for a key head, or for one of a sequence: it is no longer found key by key."""
+    case = replace(LONG, dtype=dtype, cache_dtype=cache_dtype, headdim=headdim[0], headdim_v=headdim[1], nheads_k=8)
+    for seqlen_new in (0, 1):
+        for scales in ("heads", "entries"):
+            check(kernel, replace(case, seqlen_new=seqlen_new, scales=scales, batch_idx=True, sinks=True))
+        check(kernel, replace(case, seqlen_new=seqlen_new, rows=32, pages=44, alibi=2, window_size=(400, 0)))
+
+
+def test_factors_by_key_are_refused():
+    """decode_lanes_cluster_sm90 takes an 8-bit cache with one factor for all keys of a head alone."""
+    name = "decode_lanes_cluster_sm90"
+    if NO_CUDA or name not in NAMES:
+        pytest.skip(NO_CUDA or "a build without GPU kernels")
+    case = replace(LONG, cache_dtype="int8", nheads_k=8, seqlen_new=0)
+    for scales, served in (("heads", True), ("entries", True), ("tokens", False)):
+        changed = replace(case, scales=scales)
+        plan = fa.kvcache_query(**on_device(Kernel(CUDA, name), changed, test_kvcache.make(changed)))
+        assert (plan.status == "FA_OK") == served, plan
+        assert served or "one factor for all keys of a key head" in plan.error
+
+
+@pytest.mark.parametrize(
+    "heads, headdim, rows, name",
+    [
+        (12, 64, 1024, "decode_lanes_cluster_sm90"),
+        (32, 128, 256, "decode_lanes_cluster_sm90"),
+        (32, 128, 1024, "decode_cluster_sm90"),  # more than 16 KB for each of two blocks of a multiprocessor
+    ],
+)
+def test_first_choices_of_8_bits_on_hopper(heads, headdim, rows, name):
+    if NO_CUDA or name not in NAMES:
+        pytest.skip(NO_CUDA or "a build without GPU kernels")
+    case = Case(lengths=(rows,), rows=rows, nheads=heads, nheads_k=heads, headdim=headdim, cache_dtype="int8")
+    call = test_kvcache.make(replace(case, dtype="bfloat16", seqlen_new=0))
+    on = {n: CUDA.array(x, "bfloat16" if n == "q" else None) for n, x in {"q": call.q, **call.arrays}.items()}
+    if fa.kvcache_query(**on, kernel=name).status != "FA_OK":
+        pytest.skip("not a Hopper GPU")
+    assert fa.kvcache_query(**on).kernel == name
 
 
 def outputs(kernel: Kernel, case: Case):

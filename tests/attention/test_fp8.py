@@ -263,6 +263,27 @@ def test_fast_accum(torch, headdim, causal):
             assert 0.02 * mean < (out - fast).double().mean().item() < 0.12 * mean
 
 
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("lengths", [(500, 1572), (500, 1540), (1572, 1572)])
+def test_warpgroups_pass_hidden_tiles_by(torch, headdim, lengths):
+    """In blocks of 192 rows the first 64 see fewer tiles than the last: by one tile of 128 keys at head dim 64, by one
+    or two of 96 keys at 128 (the first lengths: two). 100 equal heads keep blocks busy item after item."""
+    generator = torch.Generator("cuda").manual_seed(headdim)
+    draw = [torch.randn(1, n, 1, headdim, device="cuda", generator=generator) for n in (*lengths, lengths[1])]
+    pairs = [fa.quantize_fp8(x) for x in draw]
+    arrays = [x.expand(25, -1, 4, -1).contiguous() for x, _ in pairs]
+    factors = [d.expand(25, 4).contiguous() for _, d in pairs]
+    options = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
+    out, lse = fa.flash_attn_func(*arrays, causal=True, return_lse=True, **options)
+    assert torch.equal(out, out[:1, :, :1].expand_as(out)) and torch.equal(lse, lse[:1, :1].expand_as(lse))
+    host = [dequantised(x.float().cpu().numpy(), d.cpu().numpy()) for x, d in pairs]
+    exact, exact_lse = plain_attention(*host, True)
+    rounded, _ = plain_attention(*host, True, e4m3)
+    budget = 2 * np.abs(rounded - exact).max() + 2**-5 * np.abs(host[2]).max()
+    assert np.abs(out[:1, :, :1].double().cpu().numpy() - exact).max() <= budget
+    assert np.abs(lse[:1, :1].double().cpu().numpy() - exact_lse).max() <= 1e-2
+
+
 def test_query_names_the_kernel(torch):
     x8, descale = fa.quantize_fp8(torch.randn(1, 64, 2, 64, device="cuda"))
     good = {"q_descale": descale, "k_descale": descale, "v_descale": descale}

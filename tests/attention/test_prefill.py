@@ -95,7 +95,7 @@ def test_chunk_alone_equals_chunk_in_a_batch(kernel, page_size):
 
 @pytest.mark.parametrize("values", ["columns of k", "their own"])
 @pytest.mark.parametrize(
-    "nheads, page_size", [(16, 0), (16, 8), (5, 16), (3, 24), (128, 64), (16, 32), (16, 128), (70, 0)]
+    "nheads, page_size", [(16, 0), (16, 8), (5, 16), (3, 24), (128, 64), (128, 8), (16, 32), (16, 128), (70, 0)]
 )
 def test_latent_attention(kernel, nheads, page_size, values):
     """v_cache is the first 512 columns of k_cache, or an array; the rows of all heads are one matrix, cut every 64."""
@@ -107,6 +107,8 @@ def test_latent_attention(kernel, nheads, page_size, values):
     check_latent(kernel, replace(case, dtype="bfloat16"), of_k)
     check_latent(kernel, replace(case, dtype="float16", seqlen_q=3, causal=True, num_splits=3), of_k)
     check_latent(kernel, replace(case, dtype="bfloat16", seqlen_q=2, window_size=(70, 0), num_splits=1), of_k)
+    if nheads == 16:  # more shares than tiles, merged by several threads a column
+        check_latent(kernel, replace(case, dtype="bfloat16", num_splits=70), of_k)
 
 
 def check_latent(kernel, case, of_k):

@@ -60,8 +60,9 @@ def test_head_dims(kernel, headdim):
 @pytest.mark.parametrize("scores", [{}, {"causal": True}, {"sinks": True}, {"softmax_scale": 0.3}], ids=str)
 @pytest.mark.parametrize("new", [0, 5])
 def test_scores(kernel, scores, new):
-    check(kernel, replace(LONG, causal=False, seqlen_new=new, batch_idx=True, **scores))
-    check(kernel, replace(LONG, causal=False, seqlen_new=new, seqlen_q=20, rotary_dim=24 * bool(new), **scores))
+    case = replace(LONG, **{"causal": False, "seqlen_new": new, **scores})
+    check(kernel, replace(case, batch_idx=True))
+    check(kernel, replace(case, seqlen_q=20, rotary_dim=24 * bool(new)))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 256])
@@ -173,7 +174,7 @@ def test_choice(kernel, shape):
     seqlen_q, seqlen_k, batch, nheads, nheads_k = shape
     sizes = ((batch, seqlen_q, nheads, 128), (batch, seqlen_k, nheads_k, 128))
     on = [unwritten(kernel, size) for size in sizes]
-    plans = [fa.query(on[0], on[1], on[1], causal=True), fa.kvcache_query(on[0], on[1], on[1], cache_seqlens=5)]
+    plans = [fa.query(on[0], on[1], on[1], causal=True), fa.kvcache_query(on[0], on[1], on[1], cache_seqlens=seqlen_k)]
     for plan in plans if seqlen_q < 900 else plans[:1]:
         assert (plan.kernel == NAME) == (shape in CHOSEN), plan
         assert shape in CHOSEN or NAME not in plan.kernel

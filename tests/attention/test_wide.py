@@ -94,13 +94,9 @@ def test_the_choice():
         pytest.skip("needs a Hopper GPU")
     for headdims in ((264,), (512,), (320, 256), (64, 512), (512, 64)):
         assert chosen(*headdims).kernel == "wgmma_wide_sm90", headdims
-        assert chosen(*headdims, dropout_p=0.1).kernel == "mma_sm80", headdims
+        assert chosen(*headdims, dropout_p=0.1, dropout_seed=1).kernel == "mma_sm80", headdims
     for headdims in ((260,), (333, 301)):  # rows that are not whole pieces of 16 bytes
         assert chosen(*headdims).kernel == "mma_sm80", headdims
-    for headdims in ((576, 512), (520,)):
-        plan = chosen(*headdims)
-        assert plan.kernel == "minimal"
-        assert "up to 512" in plan.why_not["wgmma_wide_sm90"] and "at most 512" in plan.why_not["mma_sm80"]
     assert chosen(256).kernel == "wgmma_sm90"
     assert chosen(256, kernel="wgmma_wide_sm90").kernel == "wgmma_wide_sm90"
 
@@ -146,9 +142,11 @@ def test_the_choice_of_gradients():
 
     if "needs sm_80" in plan(64).why_not.get("mma_sm80", ""):
         pytest.skip("needs sm_80")
-    for headdims in ((264,), (512,), (320, 256), (64, 512), (333, 301), (576, 512), (1000,)):
+    for headdims in ((264,), (512,), (320, 256), (64, 512), (333, 301)):
         for deterministic in (False, True):
-            assert plan(*headdims, deterministic=deterministic, dropout_p=0.1).kernel == "mma_wide_sm80", headdims
+            assert (
+                plan(*headdims, deterministic=deterministic, dropout_p=0.1, dropout_seed=1).kernel == "mma_wide_sm80"
+            ), headdims
     assert plan(256).kernel != "mma_wide_sm80"
     assert plan(512, dtype="float32").kernel == "simple"
     assert plan(256, kernel="mma_wide_sm80").kernel == "mma_wide_sm80"

@@ -127,8 +127,7 @@ def test_the_check_passes_the_same_precision_and_sees_a_mask_off_by_one(dtype):
     host = machine.Numpy()
     shape = systems.Shape(2, 150, 4, 2, 24, True, dtype)
     draw = np.random.default_rng(3)
-    sizes = [shape.size(heads) for heads in (4, 2, 2)]
-    q, k, v = (check.round_to(draw.standard_normal(size).astype(np.float32), dtype) for size in sizes)
+    q, k, v = (check.round_to(draw.standard_normal(size).astype(np.float32), dtype) for size in shape.sizes[:3])
     exact = check.Exact(host, shape, q, k, v)
     rows, out, shifted = np.arange(150), np.empty_like(q), np.empty_like(q)
     for b in range(2):

@@ -97,31 +97,28 @@ void test_plans() {
 // A plan of few_w4_sm90 fits the GPU, or half of a multiprocessor, its warps have all tiles, and no ring is longer than its barriers.
 void test_few_plans() {
     for (const DeviceInfo& gpu : {DeviceInfo{0, 90, 132, 232448}, DeviceInfo{0, 90, 114, 232448}})
-        for (const bool programmatic : {false, true})
-            for (const int n : {1, 65, 768, 4096, 14336, 128256})
-                for (const int k : {16, 64, 172, 1000, 4096, 8192, 14336, 28672, 65536})
-                    for (const int rows : {1, 2, 3, 8, 9, 15, 16, 17, 24, 25, 32})
-                        for (const Format format : {Format::kNvfp4, Format::kMxfp4, Format::kInt4}) {
-                            W4LinearParams p{};
-                            p.rows = rows, p.in_features = k, p.out_features = n, p.format = format, p.programmatic = programmatic;
-                            p.x.row = k;
-                            const FewPlan plan = few_plan_of(p, gpu);
-                            const bool tall = ceil_div(plan.row_tiles, gpu.multiprocessors / plan.cluster) > few_warps(few_tokens(p));
-                            EXPECT(plan.blocks_per_sm == (tall || (!programmatic && k % kTileColumns == 0) ? 2 : 1),
-                                   "(%d, %d) rows %d: %d blocks", n, k, rows, plan.blocks_per_sm);
-                            const int room = int(gpu.shared_memory) / plan.blocks_per_sm;
-                            EXPECT(plan.stages >= 2 && plan.stages <= kFewStages && plan.early >= 1 && plan.early <= plan.stages,
-                                   "(%d, %d) rows %d: %d stages, %d early", n, k, rows, plan.stages, plan.early);
-                            EXPECT(plan.x_slots >= 1 && plan.x_slots <= kFewSlots && plan.ring_at % 1024 == 0, "(%d, %d) rows %d", n, k,
-                                   rows);
-                            EXPECT(plan.bytes + kFewStatic <= room, "(%d, %d) rows %d: %d bytes", n, k, rows, plan.bytes);
-                            const int tiles = int(ceil_div(plan.row_tiles, plan.clusters)), stage = kFewChunk * tile_bytes(format);
-                            EXPECT(plan.ring_at + plan.warps * plan.stages * stage <= plan.bytes, "(%d, %d) rows %d", n, k, rows);
-                            EXPECT(plan.warps == tiles * plan.groups && plan.warps <= few_warps(few_tokens(p)),
-                                   "(%d, %d) rows %d: %d warps", n, k, rows, plan.warps);
-                            const int columns = int(ceil_div(plan.column_tiles, plan.cluster));
-                            EXPECT(plan.groups * plan.group_columns >= columns, "(%d, %d) rows %d", n, k, rows);
-                        }
+        for (const int n : {1, 65, 768, 4096, 14336, 128256})
+            for (const int k : {16, 64, 172, 1000, 4096, 8192, 14336, 28672, 65536})
+                for (const int rows : {1, 2, 3, 8, 9, 15, 16, 17, 24, 25, 32})
+                    for (const Format format : {Format::kNvfp4, Format::kMxfp4, Format::kInt4}) {
+                        W4LinearParams p{};
+                        p.rows = rows, p.in_features = k, p.out_features = n, p.format = format, p.x.row = k;
+                        const FewPlan plan = few_plan_of(p, gpu);
+                        const bool tall = ceil_div(plan.row_tiles, gpu.multiprocessors / plan.cluster) > few_warps(few_tokens(p));
+                        EXPECT(plan.blocks_per_sm == (tall || k % kTileColumns == 0 ? 2 : 1), "(%d, %d) rows %d: %d blocks", n, k, rows,
+                               plan.blocks_per_sm);
+                        const int room = int(gpu.shared_memory) / plan.blocks_per_sm;
+                        EXPECT(plan.stages >= 2 && plan.stages <= kFewStages && plan.early >= 1 && plan.early <= plan.stages,
+                               "(%d, %d) rows %d: %d stages, %d early", n, k, rows, plan.stages, plan.early);
+                        EXPECT(plan.x_slots >= 1 && plan.x_slots <= kFewSlots && plan.ring_at % 1024 == 0, "(%d, %d) rows %d", n, k, rows);
+                        EXPECT(plan.bytes + kFewStatic <= room, "(%d, %d) rows %d: %d bytes", n, k, rows, plan.bytes);
+                        const int tiles = int(ceil_div(plan.row_tiles, plan.clusters)), stage = kFewChunk * tile_bytes(format);
+                        EXPECT(plan.ring_at + plan.warps * plan.stages * stage <= plan.bytes, "(%d, %d) rows %d", n, k, rows);
+                        EXPECT(plan.warps == tiles * plan.groups && plan.warps <= few_warps(few_tokens(p)), "(%d, %d) rows %d: %d warps", n,
+                               k, rows, plan.warps);
+                        const int columns = int(ceil_div(plan.column_tiles, plan.cluster));
+                        EXPECT(plan.groups * plan.group_columns >= columns, "(%d, %d) rows %d", n, k, rows);
+                    }
 }
 
 // One packed word, its stored scales, and the expected operands: code times scale as in a file, times 2^-factor_exponent.

@@ -27,21 +27,16 @@ SHAPES = (
     (260, 272, 1152), (513, 64, 64), (12, 300, 20480), (5, 2200, 1500), (3, 17100, 128),
     (1, 200, 768), (1, 66, 1376), (1, 40, 4096), (1, 3300, 192), (1, 3290, 2048), (1, 3280, 4096),
 )  # fmt: skip
-TWO_PLANS = {"few_w4_sm90"}  # kernels with another plan for a programmatic launch
 kernels = [
-    pytest.param(
-        (CPU if kernel["device"] == "cpu" else CUDA, kernel["name"], programmatic),
-        id=kernel["name"] + "-programmatic" * programmatic,
-    )
+    pytest.param((CPU if kernel["device"] == "cpu" else CUDA, kernel["name"]), id=kernel["name"])
     for kernel in linear_kernels()
     if kernel["device"] == "cpu" or not NO_CUDA
-    for programmatic in ([False, True] if kernel["name"] in TWO_PLANS else [False])
 ]
 
 
 @pytest.fixture(params=kernels)
 def product(request):
-    """(device, name of the kernel, whether it is launched programmatically)."""
+    """(device, name of the kernel)."""
     return request.param
 
 
@@ -69,16 +64,16 @@ def check(got, y, error):
 
 def call(product, x, packed, **options):
     """linear by this kernel into an array of NaN; skips where it does not serve the call."""
-    device, name, programmatic = product
+    device, name = product
     about = {key: options[key] for key in ("bias", "norm_weight", "residual", "swiglu") if key in options}
-    plan = ops.linear_query(x, packed, kernel=name, programmatic=programmatic, **about)
+    plan = ops.linear_query(x, packed, kernel=name, **about)
     if plan.status == "FA_UNSUPPORTED" and name != "cpu":
         pytest.skip(plan.error)
     assert (plan.status, plan.kernel) == ("FA_OK", name), plan
     columns = packed.shape[0] // (2 if packed.pair else 1)
     if options.get("out") is None:
         options["out"] = device.nans((*x.shape[:-1], columns), options.pop("out_dtype", "float32"))
-    got = ops.linear(x, packed, kernel=name, programmatic=programmatic, **options)
+    got = ops.linear(x, packed, kernel=name, **options)
     assert got is options["out"]
     return device.numpy(got)
 
@@ -222,12 +217,12 @@ def test_zeros_and_weights_of_any_size(product, format, dtype, rows):
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 24, 96, 300])
 def test_repeats_bit_for_bit_in_a_dirty_workspace(product, rows):
-    device, name, programmatic = product
+    device, name = product
     plain, _ = weight_of("mxfp4", 192, 2048)
     packed = packed_on(device, plain, "bfloat16")
     x = device.array(normal((rows, 2048), "bfloat16"), "bfloat16")
     first = call(product, x, packed)
-    size = ops.linear_query(x, packed, kernel=name, programmatic=programmatic).workspace_bytes
+    size = ops.linear_query(x, packed, kernel=name).workspace_bytes
     for fill in (0, 255):
         workspace = device.array(np.full(size + 1, fill, np.uint8))
         np.testing.assert_array_equal(call(product, x, packed, workspace=workspace[1:]), first)  # any alignment
@@ -235,7 +230,7 @@ def test_repeats_bit_for_bit_in_a_dirty_workspace(product, rows):
         if not size:
             raise WorkspaceTooSmall(f"kernel {name} needs {size}")
         workspace = device.array(np.zeros(size - 1, np.uint8))
-        ops.linear(x, packed, kernel=name, programmatic=programmatic, workspace=workspace)
+        ops.linear(x, packed, kernel=name, workspace=workspace)
 
 
 def test_threads_change_no_bit():
@@ -331,15 +326,16 @@ def test_the_query_says_what_runs(monkeypatch):
     "kernel, rows, features, programmatic, norm",
     [
         ("small_w4", 1, (4096, 4096), (False, True), (False, True)),
-        ("mma_w4", 1, (256, 5120), (True,), (False, True)),
-        ("mma_w4", 1, (256, 5120), (False,), (True,)),
-        ("few_w4_sm90", 1, (256, 5120), (False,), (False,)),
+        ("mma_w4", 1, (256, 5120), (False, True), (True,)),
+        ("few_w4_sm90", 1, (256, 5120), (False, True), (False,)),
         ("few_w4_sm90", 2, (256, 1024), (False, True), (False,)),
         ("mma_w4", 2, (256, 1024), (True,), (True,)),
         ("few_w4_sm90", 2, (256, 1024), (False,), (True,)),  # its norm is a launch of its own
         ("mma_w4", 2, (256, 2048), (False, True), (True,)),
         ("few_w4_sm90", 8, (256, 4096), (False, True), (False, True)),  # too many numbers for mma_w4 to norm
         ("few_w4_sm90", 16, (256, 1024), (False, True), (False, True)),
+        ("few_w4_sm90", 24, (7168, 1024), (False, True), (False,)),
+        ("wgmma_w4_few_sm90", 24, (7168, 1024), (True,), (True,)),  # a product of a model, behind its norm
         ("few_w4_sm90", 32, (256, 1024), (False, True), (False, True)),
         ("wgmma_w4_sm90", 300, (4096, 512), (False, True), (False, True)),
     ],

@@ -70,23 +70,6 @@ constexpr BackwardKernel with_scores() {
 }
 
 #if FA_WITH_WGMMA_SM90
-// What the Hopper kernels have in common, with the tiles of `plan`.
-const char* wgmma_tiles_refuse(const BackwardParams& b, const BackwardPlan& plan, char* text, size_t size) {
-    const AttentionParams& p = b.forward;
-    const TensorExtents t = tensor_extents(p);
-    if (p.batch == 0 || p.seqlen_q == 0 || t.rows_q == 0 || p.seqlen_k == 0 || t.rows_k == 0)
-        return "there are no queries or no keys to load";
-    const char* reason =
-        overflows(p, backward_blocks(p, plan) > kMaxGrid || query_tiles(b, plan).count() > kMaxGrid || rows_overflow(t.rows_q + t.rows_k),
-                  text, size);
-    if (!reason) reason = no_tensor_maps(p, 2, text, size);
-    if (!reason) reason = no_tensor_map("dout", b.dout, t.batch_q, t.rows_q, p.nheads, 2, text, size);
-    if (!reason) reason = no_wide_access("dout", b.dout, text, size);
-    if (!reason) reason = no_wide_access("out", p.out, text, size);
-    if (!reason) reason = no_wide_access("dq", b.dq, text, size);
-    if (!reason) reason = no_wide_access("dk", b.dk, text, size);
-    return reason ? reason : no_wide_access("dv", b.dv, text, size);
-}
 template <int blocks>  // that share keys
 const char* wgmma_sm90_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
     const AttentionParams& p = b.forward;
@@ -99,7 +82,19 @@ const char* wgmma_sm90_refuses(const BackwardParams& b, const DeviceInfo& device
     if (plan.blocks() != blocks)
         return say(text, size, "headdim=%d, headdim_v=%d: %s", p.headdim, p.headdim_v,
                    blocks > 1 ? "wgmma_sm90 serves up to 128" : "wgmma_pair_sm90 serves those above 128");
-    return wgmma_tiles_refuse(b, plan, text, size);
+    const TensorExtents t = tensor_extents(p);
+    if (p.batch == 0 || p.seqlen_q == 0 || t.rows_q == 0 || p.seqlen_k == 0 || t.rows_k == 0)
+        return "there are no queries or no keys to load";
+    reason =
+        overflows(p, backward_blocks(p, plan) > kMaxGrid || query_tiles(b, plan).count() > kMaxGrid || rows_overflow(t.rows_q + t.rows_k),
+                  text, size);
+    if (!reason) reason = no_tensor_maps(p, 2, text, size);
+    if (!reason) reason = no_tensor_map("dout", b.dout, t.batch_q, t.rows_q, p.nheads, 2, text, size);
+    if (!reason) reason = no_wide_access("dout", b.dout, text, size);
+    if (!reason) reason = no_wide_access("out", p.out, text, size);
+    if (!reason) reason = no_wide_access("dq", b.dq, text, size);
+    if (!reason) reason = no_wide_access("dk", b.dk, text, size);
+    return reason ? reason : no_wide_access("dv", b.dv, text, size);
 }
 size_t wgmma_sm90_workspace(const BackwardParams& b, const DeviceInfo&) { return backward_wgmma_sm90_workspace(b); }
 template <int blocks>
@@ -113,31 +108,6 @@ constexpr BackwardKernel kWgmmaSm90 = {"wgmma_sm90",
                                        wgmma_sm90_refuses<1>,
                                        wgmma_sm90_workspace,
                                        wgmma_sm90_launch<1>};
-const char* wgmma_split_sm90_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
-    const AttentionParams& p = b.forward;
-    const char* reason = needs_hopper(device, text, size);
-    if (!reason) reason = takes_16_bits(p);
-    if (!reason) reason = takes_head_dims(p, 8, kBackwardWgmmaMaxHeadDim, text, size);
-    if (!reason) reason = takes_options(p, kOptionsOfTiles, text, size);
-    if (reason) return reason;
-    const BackwardPlanId id = backward_choose(p);
-    if (id == BackwardPlanId::kD192V128General) return "wgmma_pair_sm90 serves the options of a score, and windows with a left edge";
-    if (id != BackwardPlanId::kD192V128)
-        return say(text, size, "headdim=%d, headdim_v=%d: it serves head dims 129 to 192 with values of at most 128", p.headdim,
-                   p.headdim_v);
-    return wgmma_tiles_refuse(b, backward_plan(BackwardPlanId::kD192V128Split), text, size);
-}
-size_t wgmma_split_sm90_workspace(const BackwardParams& b, const DeviceInfo&) { return backward_wgmma_split_sm90_workspace(b); }
-fa_status wgmma_split_sm90_launch(const BackwardParams& b, const DeviceInfo& device, void* stream) {
-    return launched("wgmma_split_sm90", backward_wgmma_split_sm90(b, device.multiprocessors, static_cast<cudaStream_t>(stream)));
-}
-constexpr BackwardKernel kWgmmaSplitSm90 = {
-    "wgmma_split_sm90",
-    "Hopper: two blocks share keys, one makes dv, the other dk and dq; headdim to 192, headdim_v to 128",
-    FA_CUDA,
-    wgmma_split_sm90_refuses,
-    wgmma_split_sm90_workspace,
-    wgmma_split_sm90_launch};
 constexpr BackwardKernel kWgmmaPairSm90 = {"wgmma_pair_sm90",
                                            "Hopper: as wgmma_sm90, two blocks share keys; head dims above 128, to 256",
                                            FA_CUDA,
@@ -209,7 +179,6 @@ constexpr BackwardKernel kKernels[] = {
 #if FA_WITH_CUDA
 #if FA_WITH_WGMMA_SM90
     with_scores<kWgmmaSm90>(),
-    with_scores<kWgmmaSplitSm90>(),
     with_scores<kWgmmaPairSm90>(),
 #endif
 #if FA_WITH_MMA_SM80

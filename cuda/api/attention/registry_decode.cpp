@@ -56,9 +56,8 @@ const char* takes_pieces(const AttentionParams& p, const DeviceInfo& device, cha
 const char* takes_tensor_cores(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = needs_hopper(device, text, size)) return reason;
     if (p.dtype == DType::kFloat32) return "takes float16 and bfloat16 only";
-    const int bucket = decode_bucket(p);
-    if (bucket <= 128 && (bucket == 128 || !has_8bit_cache(p))) return takes_rows(p, 16, text, size);
-    return say(text, size, "headdim=%d, headdim_v=%d: up to 128, above 64 with an 8-bit cache", p.headdim, p.headdim_v);
+    if (decode_bucket(p) <= 128) return takes_rows(p, 16, text, size);
+    return say(text, size, "headdim=%d, headdim_v=%d: up to 128", p.headdim, p.headdim_v);
 }
 #endif
 template <DecodeKernel kernel>
@@ -67,7 +66,12 @@ const char* own_refuses(const AttentionParams& p, const DeviceInfo& device, char
         if (device.compute < 90) {
             return say(text, size, "needs sm_90 or newer for clusters of blocks, this device is sm_%d", device.compute);
         }
-        if (has_8bit_cache(p)) return kNo8BitCache;
+        if (has_8bit_cache(p)) {
+            if (is_scaled_by_key(p.cache)) return "takes an 8-bit cache with one factor for all keys of a key head";
+            if (decode_bucket(p) > 128)
+                return say(text, size, "headdim=%d, headdim_v=%d: up to 128 with an 8-bit cache", p.headdim, p.headdim_v);
+            if (const char* reason = takes_rows(p, 1, text, size)) return reason;
+        }
         if (const char* reason = takes_rows(p, 4 * kLaneWarps, text, size)) return reason;
         return takes_pieces(p, device, text, size);
 #if FA_WITH_WGMMA_SM90
@@ -76,6 +80,8 @@ const char* own_refuses(const AttentionParams& p, const DeviceInfo& device, char
         return takes_pieces(p, device, text, size);
     } else if constexpr (kernel == DecodeKernel::kRing) {
         if (const char* reason = takes_tensor_cores(p, device, text, size)) return reason;
+        if (has_8bit_cache(p) && decode_bucket(p) == 64)
+            return say(text, size, "headdim=%d, headdim_v=%d: above 64 with an 8-bit cache", p.headdim, p.headdim_v);
         if (p.seqlen_k == 0) return "there are no keys to load";
         if (ring_box_rows(p, 64) < 16) {
             return say(text, size, "page_size=%d: it takes pages of a multiple of 16 keys", p.cache.page_size);
@@ -138,7 +144,9 @@ struct Row {
     static fa_status launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
         return launched(name_of(kernel), decode(kernel, p, nullptr, device, static_cast<cudaStream_t>(stream)));
     }
-    static bool appends(const AppendParams& append, const DeviceInfo&) { return append.seqlen_new == 1; }
+    static bool appends(const AppendParams& append, const DeviceInfo&) {
+        return append.seqlen_new == 1 && !has_8bit_cache(append.attention);
+    }
     static fa_status launch_whole(const AppendParams& append, const DeviceInfo& device, void* stream) {
         return launched(name_of(kernel), decode(kernel, append.attention, &append, device, static_cast<cudaStream_t>(stream)));
     }

@@ -2,8 +2,7 @@
 // which calls it leaves to a faster one.
 //
 //     rows of x    the first choice on Hopper
-//     1            small_w4 up to 4096 columns and some 17,000 features; else few_w4_sm90 in plain launches where x needs no norm or
-//                  rounding, and mma_w4
+//     1            small_w4 up to 4096 columns and some 17,000 features; else few_w4_sm90, and mma_w4 where x needs a norm or rounding
 //     2 .. 16      few_w4_sm90; up to 8 rows that need a norm or rounding mma_w4, where its blocks have room to do it themselves
 //     17 .. 32     few_w4_sm90 for the smaller weights, wgmma_w4_few_sm90 for the larger
 //     33 ..        wgmma_w4_few_sm90 where tiles of up to 64 rows are estimated to be faster, else wgmma_w4_sm90
@@ -91,7 +90,6 @@ bool mma_rounds_itself(const Params& p, const DeviceInfo& device) { return mma_w
 
 const char* few_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
     const bool rounds = rounds_first(p, device);
-    if (p.rows == 1 && p.programmatic) return "one row, programmatic: mma_w4 is faster between the kernels of a model";
     if (p.rows == 1 && rounds) return "one row that needs a norm or rounding: mma_w4 is faster";
     if (p.rows <= 8 && rounds && mma_rounds_itself(p, device)) {
         if (few_w4_sm90_blocks_per_sm(p, device) == 2) return nullptr;  // W is tall
@@ -101,7 +99,8 @@ const char* few_yields(const Params& p, const DeviceInfo& device, char* text, si
     if (p.rows <= 16 || p.out_features <= 4096) return nullptr;
     constexpr int64_t kMillion = 1000000;
     const int64_t weights = int64_t(p.out_features) * p.in_features;
-    if (p.rows > 24 ? weights <= 20 * kMillion : p.programmatic ? p.out_features <= 6144 : weights <= 60 * kMillion) return nullptr;
+    const bool low = p.rows <= 24 && p.programmatic && rounds;  // measured by the height of W alone
+    if (low ? p.out_features <= 6144 : weights <= (p.rows > 24 ? 20 : 60) * kMillion) return nullptr;
     return say(text, size, "rows=%lld of a %d x %d weight: wgmma_w4_few_sm90 is faster", rows_of(p), p.out_features, p.in_features);
 }
 

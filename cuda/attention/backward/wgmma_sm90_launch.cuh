@@ -1,8 +1,6 @@
 // wgmma_sm90_launch.cuh: the three launches of the Hopper backward, on the host: rows before, the main kernel of plan kId, rows after.
 #pragma once
 
-#include <algorithm>
-
 #include "attention/backward/wgmma_sm90_rows.h"
 #include "attention/backward/wgmma_sm90_work.cuh"
 #include "attention/kernels.h"
@@ -49,7 +47,7 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
         return error;
 
     int grid = schedule.blocks * kPlan.blocks();
-    if (kPlan.persistent()) grid = std::min(grid, multiprocessors / kPlan.blocks() * kPlan.blocks());
+    if (kPlan.blocks() == 1 && grid > multiprocessors) grid = multiprocessors;  // they take the remaining key blocks in turn
     if (cudaError_t error = backward_rows_before(b, schedule.tiles, stream)) return error;
     if (cudaError_t error = launch_kernel(function, unsigned(grid), kBackwardThreads, size_t(shared_bytes), stream, LaunchOptions{}, map_q,
                                           map_k, map_v, map_dout, b, schedule))

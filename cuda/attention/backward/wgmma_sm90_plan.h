@@ -6,20 +6,7 @@
 namespace fa {
 
 // General plans serve every option of a score and windows with a left edge; the others serve causal and full attention.
-// Of the split plan: wgmma_split_sm90.cuh.
-enum class BackwardPlanId {
-    kD64,
-    kD64General,
-    kD128,
-    kD128General,
-    kD192V128,
-    kD192V128General,
-    kD192V128Split,
-    kD192,
-    kD192General,
-    kD256,
-    kD256General
-};
+enum class BackwardPlanId { kD64, kD64General, kD128, kD128General, kD192V128, kD192V128General, kD192, kD192General, kD256, kD256General };
 
 // The warpgroups of a block: one copies, two are the main ones, which own 64 keys each, and one multiplies dQ.
 constexpr int kWarpgroupWarps = 4, kMainWarps = 2 * kWarpgroupWarps, kDqWarps = kWarpgroupWarps;
@@ -34,7 +21,6 @@ struct BackwardPlan {
     int stages = 2;                  // slots of Q and of dout
     int dq_stages = 0;               // slots for 64 x 64 pieces of dQ that leave through shared memory; 0: dQ leaves from registers
     bool general = false;
-    bool split = false;  // of two blocks that share keys, the second makes all of dK and dQ
 
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 63) / 64 * 64; }  // in shared memory: chunks of 64
     FA_HOST_DEVICE constexpr int columns_v() const { return (headdim_v + 63) / 64 * 64; }
@@ -43,10 +29,6 @@ struct BackwardPlan {
     FA_HOST_DEVICE constexpr int key_stages() const { return headdim <= 64 ? 2 : 1; }
     // Blocks of a cluster that share the keys.
     FA_HOST_DEVICE constexpr int blocks() const { return headdim > 128 ? 2 : 1; }
-    // They take one set of keys after another, from a counter.
-    FA_HOST_DEVICE constexpr bool persistent() const { return split || blocks() == 1; }
-    // Those that add to dQ, each to columns of its own.
-    FA_HOST_DEVICE constexpr int dq_blocks() const { return split ? 1 : blocks(); }
     // 16-key steps of K^T that dQ's warpgroup keeps in registers. In fp16 the main warpgroups need those registers.
     FA_HOST_DEVICE constexpr int held_steps(bool half) const { return headdim <= 64 && !general && !half ? 4 : 0; }
     // Registers of a thread. The register file has 64 Ki, so loader + 2 main + dQ = 512 = 4 x 128. ptxas serialises the products of the
@@ -71,7 +53,6 @@ FA_HOST_DEVICE constexpr BackwardPlan backward_plan(BackwardPlanId id) {
         // dK of 64 keys alone fills 96 or 128 registers, and K and Q fill shared memory: two blocks share the keys (wgmma_pair_sm90.cuh).
         case BackwardPlanId::kD192V128: plan.headdim = 192, plan.headdim_v = 128; break;
         case BackwardPlanId::kD192V128General: plan.headdim = 192, plan.headdim_v = 128, plan.general = true; break;
-        case BackwardPlanId::kD192V128Split: plan.headdim = 192, plan.headdim_v = 128, plan.split = true; break;
         case BackwardPlanId::kD192: plan.headdim = plan.headdim_v = 192; break;
         case BackwardPlanId::kD192General: plan.headdim = plan.headdim_v = 192, plan.general = true; break;
         case BackwardPlanId::kD256: plan.headdim = plan.headdim_v = 256; break;

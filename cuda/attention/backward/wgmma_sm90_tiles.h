@@ -45,7 +45,7 @@ struct QueryTiles {
     float* lse;    // (heads, tiles, block_m), in quad_order: exponents of 2; +inf for rows that see no key and rows past the end
     float* delta;  // (heads, tiles, block_m), in quad_order: rowsum(dout * out) - dlse
     int block_m, block_n, columns;
-    int blocks;     // of those that share keys, the ones that add to dq, each its own columns
+    int blocks;     // that share keys; each adds its own columns of dq
     bool zeroed;    // dq starts as zeros; else the first key block that reaches a tile writes it, and the others wait until it has
     int tiles;      // of a sequence; varlen: of all sequences, tile m of sequence b at cu_seqlens_q[b] / block_m + b + m
     int64_t heads;  // batch * nheads; varlen: nheads
@@ -59,7 +59,7 @@ struct QueryTiles {
 inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan) {
     const AttentionParams& p = b.forward;
     QueryTiles t{};
-    t.block_m = plan.block_m, t.block_n = plan.block_n, t.columns = plan.columns(), t.blocks = plan.dq_blocks();
+    t.block_m = plan.block_m, t.block_n = plan.block_n, t.columns = plan.columns(), t.blocks = plan.blocks();
     // Measured on an H200. Two blocks that share keys: claiming tiles, instead of writing zeros first, gains 8 % at seqlen 512, nothing at
     // 2048, and loses up to 8 % at 16384. One block at head dim 128, causal: writing zeros costs 2 % at 2048; waiting for claimed tiles
     // costs 2 % at 8192 and 7 % at 16384.

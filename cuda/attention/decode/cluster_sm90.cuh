@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ ClusterStats<Plan> stats;
     __shared__ float scale_of[kBytes ? kSlots : 1][kWarps][2][kKeys];
+    __shared__ float row_factor[kBytes ? kRows : 1];
     __shared__ __align__(8) uint64_t received_all;
     const LaneParams& p = params.lanes;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
@@ -134,6 +135,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
         copies.find(p, first * kKeys);
         copies.copy(params, first * kKeys, 0, p.seqlen_k, ring, kBytes ? shared_address(scale_of[0][warp]) : 0);
     }
+    float k_factor = 1, v_factor = 1;  // bytes: of all keys, or of key 0; asked for while the length is on its way, without a branch
+    if (kBytes) k_factor = copies.factor(p, p.k_scale), v_factor = copies.factor(p, p.v_scale);
 
     const VisibleKeys keys = visible_keys(p, lane_key_count(p, before));
     const int first_tile = keys.begin / kKeys, tiles = (keys.end + kKeys - 1) / kKeys - first_tile;
@@ -141,11 +144,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
 
     uint32_t Q[Plan::kStepsD][4];
     float row_scale[2] = {p.scale_log2, p.scale_log2};
+    const bool by_key = kBytes && params.scaled_by_key;
+    float v_unit = 1e-30f;  // bytes: O counts in units of V's factor, or of the largest so far
     const auto row_of = [&](int half) { return min(lane / 4 + 8 * half, p.rows - 1); };
     const ScoreOptions options{p.softcap_log2, p.alibi_slopes, p.seqlen_q, int(p.group.divisor), p.window_left, p.window_right};
     float O[kTilesV][4] = {};
     float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // exponents of 2; this thread's share
-    float v_unit = 1e-30f;                                         // bytes: O counts in units of the largest factor of V so far
     const uint32_t k_lane = TileK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2), v_lane = TileK::offset(lane % 16, lane / 16);
 
     bool waited = !p.added;  // no other kernel puts keys into the cache
@@ -163,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
             cp_async_wait_group<2 * kSlots - 1>();
             __syncwarp();
             multiply_keys<E, T>(S, Q, [&](int step, int i) { return TileK::advance(k_tile + k_lane, step) + 8 * i * Plan::kRowBytes; });
-            if (kBytes) scale_keys(S, scales, lane);
+            if (by_key) scale_keys(S, scales, lane);
 #pragma unroll
             for (int i = 0; i < kTilesN; ++i)
 #pragma unroll
@@ -175,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
             cp_async_wait_group<2 * kSlots - 2>();
             __syncwarp();
             if (early && key0 + kKeys > keys.end) copies.zero_values(key0, keys.end, v_tile, scales + 4 * kKeys);
-            if (kBytes) scale_values(S, scales + 4 * kKeys, lane, v_unit, O);
+            if (by_key) scale_values(S, scales + 4 * kKeys, lane, v_unit, O);
             add_values<E, T>(O, S, [&](int step, int i) { return TileK::advance(v_tile + v_lane, i) + 16 * step * Plan::kRowBytes; });
             __syncwarp();
         }
@@ -189,9 +193,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
         slot = slot + 1 == kSlots ? 0 : slot + 1;
         if (tile + step == first) {  // the first copies are on their way
             if (params.programmatic) query.load(p, b, head_k);
+            const bool narrows = kBytes && params.bfloat16;
+            if (narrows) query.narrow(row_factor);
             query.store(shared_address(q_tile));
             __syncthreads();
-            load_query<kBytes, typename Plan::TileQ>(Q, row_scale, shared_address(q_tile), lane, params.bfloat16);
+            load_query<kBytes, typename Plan::TileQ>(Q, shared_address(q_tile), lane);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (narrows) row_scale[half] *= row_factor[lane / 4 + 8 * half];
+            if (kBytes && !by_key) row_scale[0] *= k_factor, row_scale[1] *= k_factor, v_unit = v_factor;
         }
     }
 
@@ -221,7 +231,7 @@ cudaError_t launch_cluster(const DecodeParams& d, cudaStream_t stream) {
     params.lanes = lane_params(d, nullptr);
     params.scattered = p.cache.block_table && p.cache.page_size % Plan::kKeys;
     params.programmatic = d.after_append, params.bfloat16 = p.dtype == DType::kBFloat16;
-    params.k_scale = p.cache.k_scale, params.v_scale = p.cache.v_scale;
+    params.scaled_by_key = d.scaled_by_key;
     const int64_t tiles = (int64_t(p.seqlen_k) + Plan::kKeys - 1) / Plan::kKeys, at_once = int64_t(kWarps) * d.shape.cluster;
     const int slots = int(std::min<int64_t>((tiles + at_once - 1) / at_once, Plan::kSlots));  // with fewer none is used twice
     params.warp_bytes = Plan::warp_bytes(slots);

@@ -18,8 +18,8 @@ struct ClusterParams {
     bool scattered;      // the rows of a tile do not follow each other: pages of no multiple of its keys
     bool programmatic;   // the kernel before may still write q
     bool bfloat16;       // of q and out, else fp16
+    bool scaled_by_key;  // bytes: as in DecodeParams
     LaneParams lanes;
-    CacheScale k_scale, v_scale;  // of bytes
 };
 
 // Element: of the cache. kColumns: the bucket of the head dim. A tile is 16 keys.
@@ -33,13 +33,16 @@ struct ClusterPlan {
     static constexpr int kRowBytes = kD * int(sizeof(E)), kTileBytes = kKeys * kRowBytes, kSlotBytes = 2 * kTileBytes;
     using TileK = SharedTile<uint16_t, kRowBytes / 2>;
     static constexpr int kTilesN = kKeys / 8, kTilesV = kD / 8, kStepsD = kD / 16;
-    static constexpr int kSlots = 24 * 1024 / kSlotBytes;  // of a warp; with so many two blocks fit on an SM
+    static constexpr int kMostSlots = 24 * 1024 / kSlotBytes;  // of a warp; with so many two blocks fit on an SM
+    static constexpr int kSlots = kMostSlots < 4 ? kMostSlots : 4;
     static constexpr int kQuads = kD / 4, kOBytes = kRows * kD * 4;
     static constexpr int warp_bytes(int slots) { return slots * kSlotBytes > kOBytes ? slots * kSlotBytes : kOBytes; }
     static constexpr int bytes(int rows, int slots) { return kWarps * warp_bytes(slots) + kRows * kD * 2 + rows * kD * 4; }
 };
 
-// The rows of q, on their way through registers. Row r of a key head is head r % group of query r / group.
+// The rows of q, on their way through registers. Row r of a key head is head r % group of query r / group. For keys of bytes rows of bf16
+// become fp16: divided by the power of two below the row's largest magnitude, so that none overflows and what underflows is below 2^-24
+// of that. The power goes to row_factor.
 template <typename Plan>
 struct ClusterQuery {
     using TileQ = typename Plan::TileQ;
@@ -57,6 +60,28 @@ struct ClusterQuery {
             const uint16_t* const from = static_cast<const uint16_t*>(p.q.data) + b * p.q.batch + i * p.q.row +
                                          (head_k * group + r - i * group) * p.q.head + 8 * piece();
             if (r < p.rows && 8 * piece() < p.headdim) bits[x] = __ldcg(reinterpret_cast<const uint4*>(from));
+        }
+    }
+    __device__ __forceinline__ void narrow(float* row_factor) {
+#pragma unroll
+        for (int x = 0; x < kPieces; ++x) {
+            const __nv_bfloat162* const pairs = reinterpret_cast<const __nv_bfloat162*>(&bits[x]);
+            const __nv_bfloat162 most =
+                __hmax2(__hmax2(__habs2(pairs[0]), __habs2(pairs[1])), __hmax2(__habs2(pairs[2]), __habs2(pairs[3])));
+            float amax = fmaxf(__low2float(most), __high2float(most));
+#pragma unroll
+            for (int offset = 1; offset < TileQ::kPieces; offset *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, offset));
+            const uint32_t exponent = min(max(__float_as_uint(amax) >> 23, 1u), 253u);
+            const float inverse = __uint_as_float((254 - exponent) << 23);
+            uint32_t* const word = &bits[x].x;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                float two[2];
+                unpack_16<__nv_bfloat16>(two, word[w]);
+                word[w] = pack_16<__half>(two[0] * inverse, two[1] * inverse);
+            }
+            const int r = row() + x * kRowsAtOnce;
+            if (piece() == 0 && r < kRows) row_factor[r] = __uint_as_float(exponent << 23);
         }
     }
     __device__ __forceinline__ void store(uint32_t q_tile) const {
@@ -80,6 +105,11 @@ public:
         k_ = static_cast<const char*>(p.k.data) + head_k * p.k.head * kElement + 16 * piece_;
         v_ = static_cast<const char*>(p.v.data) + head_k * p.v.head * kElement + 16 * piece_;
         found_entry_ = entry_, found_row_ = 0;
+    }
+
+    // The factor of all keys, or of the first one of the entry.
+    __device__ __forceinline__ float factor(const LaneParams& p, const CacheScale& scale) const {
+        return p.seqlen_k > 0 ? scale.data[entry_ * scale.batch + head_k_ * scale.head] : 1;
     }
 
     // Finds the rows of the tile that is copied next: lane l finds row l % kKeys.
@@ -109,8 +139,8 @@ public:
                 cp_async_16(to + half * Plan::kTileBytes + TileK::offset(r, piece_), copies ? from : head, copies ? 16 : 0);
                 from += kRowsAtOnce * view.row * kElement;
             }
-            if (Plan::kBytes && lane_ < kKeys) {
-                const CacheScale& scale = half ? params.v_scale : params.k_scale;
+            if (Plan::kBytes && params.scaled_by_key && lane_ < kKeys) {
+                const CacheScale& scale = half ? p.v_scale : p.k_scale;
                 const bool copies = key0 + lane_ >= begin && key0 + lane_ < end;
                 const float* const source = scale.data + found_entry_ * scale.batch + found_row_ * scale.row + head_k_ * scale.head;
                 cp_async_4(scales + 4 * (half * kKeys + lane_), copies ? source : scale.data, copies ? 4 : 0);

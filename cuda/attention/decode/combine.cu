@@ -1,6 +1,8 @@
-// combine.cu: merges the pieces of a row: lse = log(sum exp(lse_i)), out = sum exp(lse_i - lse) out_i. One block a row; a row whose keys
-// are one piece already has its result. Bound by the latency of three dependent reads. The kernel is launched while the decode kernel runs
-// and finds its pieces in that time; then it reads all of a row's pieces at once.
+// combine.cu: merges the pieces of a row: lse = log(sum exp(lse_i)), out = sum exp(lse_i - lse) out_i. A row whose keys are one piece
+// already has its result. The kernels are launched while the one before runs and find their pieces in that time.
+//   combine_kernel       few rows of many pieces: a block a row, which reads all of a row's pieces at once. Bound by the latency of three
+//                        dependent reads
+//   combine_rows_kernel  many rows of few pieces: a warp merges neighbours of a tile one after another, which have their pieces in common
 #include "attention/common/epilogue.cuh"
 #include "attention/decode/decode.h"
 #include "common/constants.h"
@@ -8,12 +10,14 @@
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
 
+#include <algorithm>
 #include <cfloat>
 
 namespace fa {
 namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
+FA_HOST_DEVICE int groups_of(const DecodeShape& shape, int neighbours) { return (shape.rows + neighbours - 1) / neighbours; }
 
 // Row `index` of the (batch, seqlen_q, nheads) rows of out.
 struct CombinedRow {
@@ -30,23 +34,23 @@ struct CombinedRow {
     }
 };
 
-// A warp's share of a row: every kWarps-th piece. A lane has four columns of each part of 128.
-template <int kParts>
+// A warp's share of a row: every kEvery-th piece from number `begin` on. A lane has four columns of each part of 128.
+template <int kParts, int kEvery>
 struct WarpShare {
     float row_max = -FLT_MAX, row_sum = 0;
     float4 o[kParts] = {};
 
-    __device__ __forceinline__ void read(const DecodeParams& d, const CombinedRow& row, int warp, int lane) {
+    __device__ __forceinline__ void read(const DecodeParams& d, const UnitPieces& pieces, int tile_row, int begin, int lane) {
         constexpr int kAtOnce = kParts == 1 ? 4 : 2;  // pieces a warp reads at a time
         const AttentionParams& p = d.attention;
-        const int count = row.pieces.count;
-        for (int first = warp; first < count; first += kWarps * kAtOnce) {
+        const int count = pieces.count;
+        for (int first = begin; first < count; first += kEvery * kAtOnce) {
             float lse[kAtOnce];
             float4 piece_o[kAtOnce][kParts];
 #pragma unroll
             for (int j = 0; j < kAtOnce; ++j) {
-                const int piece = first + kWarps * j;
-                const int64_t at = row.pieces.slot(min(piece, count - 1)) * d.shape.rows + row.tile_row;
+                const int piece = first + kEvery * j;
+                const int64_t at = pieces.slot(min(piece, count - 1)) * d.shape.rows + tile_row;
                 lse[j] = piece < count ? d.partial_lse[at] : -INFINITY;
 #pragma unroll
                 for (int part = 0; part < kParts; ++part) {
@@ -93,8 +97,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 #pragma unroll 1
     while (true) {
         if (row.pieces.count != 1) {
-            WarpShare<kParts> share;
-            share.read(d, row, warp, lane);
+            WarpShare<kParts, kWarps> share;
+            share.read(d, row.pieces, row.tile_row, warp, lane);
 #pragma unroll
             for (int part = 0; part < kParts; ++part) o_of[warp][32 * part + lane] = share.o[part];
             if (lane == 0) max_of[warp] = share.row_max, sum_of[warp] = share.row_sum;
@@ -124,13 +128,88 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     }
 }
 
+__device__ __forceinline__ void store_columns(const AttentionParams& p, int64_t at, float4 y) {
+    if (p.dtype == DType::kFloat32) {
+        *reinterpret_cast<float4*>(static_cast<float*>(p.out.data) + at) = y;
+        return;
+    }
+    const bool half = p.dtype == DType::kFloat16;
+    const uint2 pairs = half ? make_uint2(pack_16<__half>(y.x, y.y), pack_16<__half>(y.z, y.w))
+                             : make_uint2(pack_16<__nv_bfloat16>(y.x, y.y), pack_16<__nv_bfloat16>(y.z, y.w));
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out.data) + at) = pairs;
+}
+
+// Neighbours in a tile of rows of a unit.
+struct Neighbours {
+    int b, head_k, first_row, count;  // rows of the sequence's (seqlen_q * group) rows of a key head
+    int tile_row;                     // of the first one
+    UnitPieces pieces;
+
+    __device__ __forceinline__ void find(const DecodeParams& d, const Cut& cut, int most, int groups_of_unit, int index) {
+        const int row_tiles = d.shape.row_tiles, of_call = index / groups_of_unit;
+        b = d.units.divide(of_call);
+        const int unit = of_call - b * d.heads();
+        head_k = unit / row_tiles, tile_row = (index - of_call * groups_of_unit) * most;
+        first_row = (unit - head_k * row_tiles) * d.shape.rows + tile_row;
+        count = min(min(most, d.shape.rows - tile_row), d.attention.seqlen_q * d.attention.group - first_row);
+        pieces = pieces_of(d, cut, b, unit);
+    }
+};
+
+struct RowsParams {
+    DecodeParams decode;
+    int neighbours;  // rows of a warp
+};
+template <int kParts>  // of 128 columns
+__global__ void __launch_bounds__(kThreads) combine_rows_kernel(const __grid_constant__ RowsParams params) {
+    const DecodeParams& d = params.decode;
+    const AttentionParams& p = d.attention;
+    const int lane = threadIdx.x % 32, most = params.neighbours, groups_of_unit = groups_of(d.shape, most),
+              groups = p.batch * d.heads() * groups_of_unit;
+    const Cut cut(d);
+    const bool all_whole = cut.tiles && !cut.of_unit;
+    int x = blockIdx.x * kWarps + threadIdx.x / 32;
+    Neighbours rows;
+    if (!all_whole && x < groups) rows.find(d, cut, most, groups_of_unit, x);
+    grid_dependency_wait();
+    if (all_whole) return;
+#pragma unroll 1
+    while (x < groups) {
+#pragma unroll 1
+        for (int j = 0; j < rows.count && rows.pieces.count != 1; ++j) {
+            WarpShare<kParts, 1> share;
+            share.read(d, rows.pieces, rows.tile_row + j, 0, lane);
+            const int row = rows.first_row + j, query = d.group.divide(row), head = rows.head_k * p.group + d.group.remainder(row, query);
+            const RowEnd end = finish_row<ScoreUnit::kLog2>(share.row_max, share.row_sum, sink_of(p.sinks, head));
+            if (p.lse && lane == 0) p.lse[(int64_t(rows.b) * p.nheads + head) * p.seqlen_q + query] = end.lse * kLn2;
+            const int64_t out = rows.b * p.out.batch + query * p.out.row + head * p.out.head;
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                const int column = 128 * part + 4 * lane;
+                const float4 o = share.o[part];
+                if (column < p.headdim_v)
+                    store_columns(p, out + column, make_float4(o.x * end.inverse, o.y * end.inverse, o.z * end.inverse, o.w * end.inverse));
+            }
+        }
+        x += gridDim.x * kWarps;
+        if (x < groups) rows.find(d, cut, most, groups_of_unit, x);
+    }
+}
+
 }  // namespace
 
 cudaError_t decode_combine(const DecodeParams& d, int64_t most_blocks, const DeviceInfo& device, cudaStream_t stream) {
     const AttentionParams& p = d.attention;
     const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.nheads;
-    const unsigned blocks = unsigned(rows < most_blocks ? rows : most_blocks);
-    return launch_kernel(p.headdim_v <= 128 ? combine_kernel<1> : combine_kernel<2>, blocks, kThreads, 0, stream, d, device.compute >= 90);
+    const bool wide = p.headdim_v > 128, late = device.compute >= 90;
+    if (rows > most_blocks) {  // a block a row would take turns
+        const RowsParams params{d, int(std::clamp<int64_t>(rows / (kWarps * most_blocks), 1, 4))};
+        const int64_t groups = groups_of(d.shape, params.neighbours) * decode_units(d.shape, p);
+        const unsigned blocks = unsigned(std::min((groups + kWarps - 1) / kWarps, most_blocks));
+        return launch_kernel(wide ? combine_rows_kernel<2> : combine_rows_kernel<1>, blocks, kThreads, 0, stream, params, late);
+    }
+    const unsigned blocks = unsigned(std::min(rows, most_blocks));
+    return launch_kernel(wide ? combine_kernel<2> : combine_kernel<1>, blocks, kThreads, 0, stream, d, late);
 }
 
 }  // namespace fa

@@ -18,6 +18,11 @@ inline int decode_bucket(const AttentionParams& p) {
 // The cache's elements are bytes: e4m3 or int8.
 inline bool has_8bit_cache(const AttentionParams& p) { return p.cache.entries && p.cache.dtype != p.dtype; }
 
+// 8-bit elements: the factors may differ between the keys of a key head of one sequence.
+inline bool is_scaled_by_key(const CacheView& cache) {
+    return cache.k_scale.row || cache.v_scale.row || (cache.block_table && (cache.k_scale.batch || cache.v_scale.batch));
+}
+
 // Rows of q that share a key head.
 inline int64_t rows_of_key_head(const AttentionParams& p) { return int64_t(p.seqlen_q) * p.group; }
 
@@ -39,16 +44,19 @@ inline int decode_cluster_blocks(const AttentionParams& p, const DeviceInfo& dev
 
 // decode_lanes_cluster_sm90 is faster than pieces of a unit, measured on an H200 by the bytes of K and V of a block: with one row up to
 // 128 KB. Up to four rows of 16 bits, which tensor cores multiply faster, up to 64 KB, and only where a key is appended, which saves a
-// launch.
+// launch. With 8-bit caches up to as many elements as of 16 bits, but with two blocks to a multiprocessor to a quarter of that: widening
+// them is the bound then.
 inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo& device) {
     const int64_t rows = rows_of_key_head(p);
     const bool tensor_cores = rows > 1 && p.dtype != DType::kFloat32;
     if (tensor_cores && p.cache.added != 1) return false;
     if (p.cache.num_splits) return true;
-    const int64_t bytes =
-        int64_t(p.seqlen_k) * (p.headdim + p.headdim_v) * (p.dtype == DType::kFloat32 ? 4 : 2) / decode_cluster_blocks(p, device);
-    const bool one_round = int64_t(p.deciding_batch()) * p.nheads_k <= device.multiprocessors;  // of clusters of two
-    return one_round && (!tensor_cores || rows <= 4) && bytes <= (tensor_cores ? 64 : 128) * 1024;
+    const int64_t units = int64_t(p.deciding_batch()) * p.nheads_k, cluster = decode_cluster_blocks(p, device);
+    const int64_t bytes = int64_t(p.seqlen_k) * (p.headdim + p.headdim_v) * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
+    const bool one_round = units <= device.multiprocessors;  // of clusters of two
+    const bool two_blocks = units * cluster > device.multiprocessors;
+    const int most = tensor_cores ? 64 : has_8bit_cache(p) && two_blocks ? 32 : 128;
+    return one_round && (!tensor_cores || rows <= 4) && bytes <= most * 1024;
 }
 
 // decode_cluster_sm90 is faster than decode_ring_sm90 for short caches (H200), because it needs one launch. With more than 256 keys for
@@ -116,7 +124,7 @@ inline DecodeShape decode_shape(DecodeKernel kernel, const AttentionParams& p, c
 // Everything but the workspace's pointers, `after_append` and the stages.
 inline DecodeParams decode_params(const DecodeShape& shape, const AttentionParams& p) {
     DecodeParams d{};
-    d.attention = p, d.shape = shape;
+    d.attention = p, d.shape = shape, d.scaled_by_key = is_scaled_by_key(p.cache);
     const int widest = p.seqlen_q + p.seqlen_k;
     int32_t &left = d.attention.window_left, &right = d.attention.window_right;
     left = left < widest ? left : widest, right = right < widest ? right : widest;
@@ -132,6 +140,7 @@ cudaError_t decode_ring_sm90(const DecodeParams& d, const DeviceInfo& device, cu
 cudaError_t decode_cluster_sm90(const DecodeParams& d, cudaStream_t stream);
 // decode_lanes_sm80, or with a cluster decode_lanes_cluster_sm90; with `append` the latter also does the work of kvcache_append.
 cudaError_t decode_lanes(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
+cudaError_t decode_lanes_8bit(const DecodeParams& d, cudaStream_t stream);
 cudaError_t decode_lanes_16bit(const DecodeParams& d, const AppendParams* append, const DeviceInfo& device, cudaStream_t stream);
 // Merges the pieces that a kernel has left, with that many blocks at most.
 cudaError_t decode_combine(const DecodeParams& d, int64_t most_blocks, const DeviceInfo& device, cudaStream_t stream);

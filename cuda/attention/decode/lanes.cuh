@@ -7,6 +7,7 @@
 //     the pieces are those of schedule.h, and combine.cu merges them.
 //   - A whole decode step: the blocks rotate q and the new key and value (rotary embedding) and round them. The last block of a
 //     cluster writes the new key and value to the cache and attends to them from shared memory.
+//   - 8-bit caches, for one row, where all keys of a key head have one factor: K's goes into q, V's into the sums.
 //   - With `programmatic` the keys that the cache already holds are on their way before the kernel ahead has ended.
 //
 // Bound by latency: parameters and lengths -> keys; and, after the kernel ahead, q -> scores -> result. The code and the parameters are
@@ -140,13 +141,23 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
     LaneUnit unit{0, 0, 0};  // a cluster has all rows of a key head
     const int index = blockIdx.x >> p.cluster_log;
     unit.b = p.units.divide(index), unit.head_k = p.units.remainder(index, unit.b);
-    LaneKeys keys = lane_keys(p, unit.b);
-    const int entry = lane_entry(p, unit.b);
+    const int before = lane_keys_before(p, unit.b), entry = lane_entry(p, unit.b);
+    float k_factor = 1, v_factor = 1;  // bytes: of all keys; asked for while the length is on its way, without a branch
+    if constexpr (Plan::kBytes) {
+        const int at = clamp_to(entry, 0, p.entries - 1);
+        const auto factor = [&](const CacheScale& s) { return p.seqlen_k > 0 ? s.data[at * s.batch + unit.head_k * s.head] : 1; };
+        k_factor = factor(p.k_scale), v_factor = factor(p.v_scale);
+    }
+    LaneKeys keys = lane_keys(p, before);
     const AddedKey added = cut_for_cluster<Plan>(p, unit.b, entry, rank, keys);
     LaneSums<Plan> sums;
-    attend_to_keys<Plan, true>(sums, p, place, unit, keys, added, entry, q_tile, added_k, ring,
-                               [&] { stage_rows<Plan, true>(p, unit, added, keys.before, q_tile, added_k, waited); });
-    sums.store(place, o_tile, stat_of[place.warp]);
+    constexpr bool kAppends = !Plan::kBytes;
+    attend_to_keys<Plan, kAppends>(sums, p, place, unit, keys, added, entry, q_tile, added_k, ring, [&] {
+        float scale = p.scale_log2;
+        if (Plan::kBytes) scale *= __int_as_float(opaque(__float_as_int(k_factor)));  // opaque: the copies do not wait for the factor
+        stage_rows<Plan, kAppends>(p, unit, added, keys.before, scale, q_tile, added_k, waited);
+    });
+    sums.store(place, o_tile, stat_of[place.warp], v_factor);
     __syncthreads();
 
     cluster_wait();  // all blocks have started
@@ -193,11 +204,12 @@ __global__ void __launch_bounds__(Plan::kBoundThreads, Plan::kBoundBlocks)
 #pragma unroll 1
     for (Segment segment; segments.next(d, segment);) {
         const LaneUnit unit{segment.b, segment.unit / d.shape.row_tiles, segment.unit % d.shape.row_tiles * p.tile_rows};
-        LaneKeys keys = lane_keys(p, unit.b);
+        LaneKeys keys = lane_keys(p, lane_keys_before(p, unit.b));
         cut_to_segment(d.shape.tile_shift, segment, keys);
         LaneSums<Plan> sums;
-        attend_to_keys<Plan, false>(sums, p, place, unit, keys, AddedKey{}, lane_entry(p, unit.b), q_tile, kNone, ring,
-                                    [&] { stage_rows<Plan, false>(p, unit, AddedKey{}, keys.before, q_tile, kNone, waited); });
+        attend_to_keys<Plan, false>(sums, p, place, unit, keys, AddedKey{}, lane_entry(p, unit.b), q_tile, kNone, ring, [&] {
+            stage_rows<Plan, false>(p, unit, AddedKey{}, keys.before, p.scale_log2, q_tile, kNone, waited);
+        });
         sums.store(place, o_tile, stat_of[place.warp]);
         __syncthreads();
         for_each_quad<Plan>(p, place, stat_of, o_tile, [&](int r, int c, const LaneResult& result) {
@@ -231,6 +243,13 @@ cudaError_t launch_lanes(const DecodeParams& d, const AppendParams* append, cons
     } else {
         return cudaErrorInvalidValue;  // 16 bits without a cluster are split_sm80.cuh's
     }
+}
+
+// One row of q over an 8-bit cache, in clusters.
+template <typename T, typename E>
+cudaError_t launch_lanes_8bit(const DecodeParams& d, cudaStream_t stream) {
+    return decode_bucket(d.attention) == 64 ? launch_lanes_cluster<LanePlan<T, 64, 1, E>>(d, nullptr, stream)
+                                            : launch_lanes_cluster<LanePlan<T, 128, 1, E>>(d, nullptr, stream);
 }
 
 template <typename T>

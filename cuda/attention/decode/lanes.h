@@ -29,6 +29,7 @@ struct LaneParams {
     bool rotary_interleaved, rotary_float32;
     const void *k_new, *v_new;
     int64_t k_new_batch, k_new_head, v_new_batch, v_new_head;
+    CacheScale k_scale, v_scale;  // of 8-bit elements; one line of 64 bytes in lanes.cuh
     // Where the result goes.
     TensorView out;
     float* lse;
@@ -63,6 +64,7 @@ inline LaneParams lane_params(const DecodeParams& d, const AppendParams* append)
         l.rotary_cos = a.rotary_cos, l.rotary_sin = a.rotary_sin, l.rotary_rows = a.rotary_rows, l.rotary_dim = a.rotary_dim;
         l.rotary_interleaved = a.rotary_interleaved, l.rotary_float32 = a.rotary_dtype == DType::kFloat32;
     }
+    l.k_scale = c.k_scale, l.v_scale = c.v_scale;
     l.lse = p.lse, l.sinks = p.sinks, l.alibi_slopes = p.alibi_slopes, l.alibi_batch = p.alibi_batch;
     return l;
 }

@@ -21,10 +21,10 @@ __device__ __forceinline__ int lane_keys_before(const LaneParams& p, int b) { re
 __device__ __forceinline__ int lane_key_count(const LaneParams& p, int before) {
     return before < 0 ? 0 : min(before, p.seqlen_k - p.added) + p.added;
 }
-__device__ __forceinline__ LaneKeys lane_keys(const LaneParams& p, int b) {
+__device__ __forceinline__ LaneKeys lane_keys(const LaneParams& p, int before) {
     LaneKeys keys;
-    keys.before = lane_keys_before(p, b);
-    static_cast<VisibleKeys&>(keys) = visible_keys(p, lane_key_count(p, keys.before));
+    keys.before = before;
+    static_cast<VisibleKeys&>(keys) = visible_keys(p, lane_key_count(p, before));
     return keys;
 }
 
@@ -68,8 +68,8 @@ __device__ __forceinline__ void cut_to_segment(int tile_shift, const Segment& se
 // A lane copies the columns of K and V that it will use, to places of its own in the ring: no other thread reads them, so none waits.
 template <typename Plan>
 struct LaneCopies {
-    using T = typename Plan::T;
-    const T *k, *v;              // row 0 of the key head, this lane's column
+    using E = typename Plan::E;
+    const E *k, *v;              // row 0 of the key head, this lane's column
     int b, key0, key_step, end;  // this lane's first key, the step to the next pass, the end of the block's keys
     int page[Plan::kAtOnce];     // of the group that is copied next
 
@@ -77,8 +77,8 @@ struct LaneCopies {
                                           int entry)
         : b(unit.b), key0(keys.own_begin + place.key0), key_step(place.key_step), end(keys.own_end), page{} {
         const int entry_read = p.entries ? clamp_to(entry, 0, p.entries - 1) : b;
-        k = static_cast<const T*>(p.k.data) + entry_read * p.k.batch + unit.head_k * p.k.head + place.column;
-        v = static_cast<const T*>(p.v.data) + entry_read * p.v.batch + unit.head_k * p.v.head + place.column;
+        k = static_cast<const E*>(p.k.data) + entry_read * p.k.batch + unit.head_k * p.k.head + place.column;
+        v = static_cast<const E*>(p.v.data) + entry_read * p.v.batch + unit.head_k * p.v.head + place.column;
     }
     // This lane's key in pass i of group g.
     __device__ __forceinline__ int key(int g, int i) const { return key0 + (g * Plan::kAtOnce + i) * key_step; }
@@ -94,8 +94,8 @@ struct LaneCopies {
 #pragma unroll
         for (int i = 0; i < Plan::kAtOnce; ++i) {
             const int own = key(g, i), row = p.block_table ? p.page.remainder(own, p.page.divide(own)) : own;
-            const T* const from_k = k + (page[i] * p.k.batch + row * p.k.row);
-            const T* const from_v = v + (page[i] * p.v.batch + row * p.v.row);
+            const E* const from_k = k + (page[i] * p.k.batch + row * p.k.row);
+            const E* const from_v = v + (page[i] * p.v.batch + row * p.v.row);
 #pragma unroll
             for (int x = 0; x < Plan::kParts; ++x) {
                 const int c = x * Plan::kPartColumns;

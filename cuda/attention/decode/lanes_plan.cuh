@@ -10,14 +10,16 @@ namespace {
 
 constexpr int kLaneThreads = 32 * kLaneWarps, kMostCluster = 16;
 
-// Element: of q, K, V and out. kColumns: the bucket of the head dim. kWarpRows: rows of q that a warp has, 1 or 4. With more rows,
-// neighbouring warps take the same keys, which the second one finds in L2.
-template <typename Element, int kColumns, int kWarpRows>
+// Element: of q and out; Cached: of K and V, the same or bytes. kColumns: the bucket of the head dim. kWarpRows: rows of q that a warp has,
+// 1 or 4. With more rows, neighbouring warps take the same keys, which the second one finds in L2.
+template <typename Element, int kColumns, int kWarpRows, typename Cached = Element>
 struct LanePlan {
     using T = Element;
+    using E = Cached;
+    static constexpr bool kBytes = sizeof(E) == 1;
     static constexpr int kD = kColumns, kRows = kWarpRows;
     // A row of K or V in a warp.
-    static constexpr int kVec = 16 / int(sizeof(T));                        // elements of a copy
+    static constexpr int kVec = 16 / int(sizeof(E));                        // elements of a copy
     static constexpr int kParts = kD > 32 * kVec ? kD / (32 * kVec) : 1;    // copies of a lane for a key
     static constexpr int kLanes = kD / kVec / kParts, kKeys = 32 / kLanes;  // lanes of a key, keys of a pass
     static_assert(kLanes * kKeys == 32, "lanes share keys evenly");
@@ -32,7 +34,7 @@ struct LanePlan {
     // before the products have ended. Both kernels must then ask for the same shared-memory carveout (prefers_shared). Single products do
     // not ask for it, and small models, whose heads are smaller, have these around attention: changing the carveout took up to 10 % of a
     // step of stories110M.
-    static constexpr bool kBesideChain = sizeof(T) == 2 && kD == 128 && kRows == 1;
+    static constexpr bool kBesideChain = sizeof(E) == 2 && kD == 128 && kRows == 1;
     static constexpr int kBoundThreads = kBesideChain ? 896 : kLaneThreads, kBoundBlocks = kBesideChain || kD * sizeof(T) > 512 ? 1 : 2;
 };
 

@@ -35,14 +35,14 @@ __device__ __forceinline__ LaneRotation lane_rotation(const LaneParams& p, int p
     return rotation;
 }
 
-// Writes q times scale_log2 to q_tile. kAppends: the block that has the new key writes the key and its value to added_k and to the cache,
+// Writes q times `scale` to q_tile. kAppends: the block that has the new key writes the key and its value to added_k and to the cache,
 // too.
 //
 // A thread has every kLaneThreads-th element. Where its first element lies, and how it is rotated, is known before the kernel ahead has
 // ended. `waited`: this thread has waited for that kernel.
 template <typename Plan, bool kAppends>
-__device__ __forceinline__ void stage_rows(const LaneParams& p, const LaneUnit& unit, const AddedKey& added, int before, float* q_tile,
-                                           typename Plan::T* added_k, bool& waited) {
+__device__ __forceinline__ void stage_rows(const LaneParams& p, const LaneUnit& unit, const AddedKey& added, int before, float scale,
+                                           float* q_tile, typename Plan::T* added_k, bool& waited) {
     using T = typename Plan::T;
     constexpr int kD = Plan::kD;
     const int b = unit.b, head_k = unit.head_k, slots = (p.tile_rows + (kAppends && added.here ? 2 : 0)) * kD;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void stage_rows(const LaneParams& p, const LaneUnit& 
             if (is) result = __ldcg(from + c);
             if (rotates)
                 result = from_float<T>(to_float(result) * rotation.cosine + to_float(__ldcg(from + rotation.pair)) * rotation.sine);
-            if (query) q_tile[x] = to_float(result) * p.scale_log2;
+            if (query) q_tile[x] = to_float(result) * scale;
             else added_k[x - p.tile_rows * kD] = result;
             if (!query && is) {
                 const TensorView& view = key ? p.k : p.v;

@@ -7,6 +7,7 @@
 #include "common/constants.h"
 #include "common/element.cuh"
 #include "device/mma.cuh"
+#include "device/widen.cuh"
 
 #include <cfloat>
 #include <climits>
@@ -14,13 +15,21 @@
 namespace fa {
 namespace {
 
-template <typename T>
-__device__ __forceinline__ void widen_16_bytes(float (&to)[16 / sizeof(T)], uint4 bits) {
+template <typename E>
+__device__ __forceinline__ void widen_16_bytes(float (&to)[16 / sizeof(E)], uint4 bits) {
     const uint32_t word[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-        if constexpr (sizeof(T) == 4) to[w] = __uint_as_float(word[w]);
-        else unpack_16<T>(reinterpret_cast<float(&)[2]>(to[2 * w]), word[w]);
+        if constexpr (sizeof(E) == 4) {
+            to[w] = __uint_as_float(word[w]);
+        } else if constexpr (sizeof(E) == 2) {
+            unpack_16<E>(reinterpret_cast<float(&)[2]>(to[2 * w]), word[w]);
+        } else {
+            uint32_t wide[2];
+            widen_neighbours<E>(wide, word[w]);
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) unpack_16<__half>(reinterpret_cast<float(&)[2]>(to[4 * w + 2 * pair]), wide[pair]);
+        }
     }
 }
 
@@ -79,7 +88,7 @@ __device__ __forceinline__ void multiply_keys(LaneScores<Plan>& S, LaneQuery<Pla
 #pragma unroll
         for (int i = 0; i < Plan::kAtOnce; ++i) {
             float part[Plan::kVec];
-            widen_16_bytes<typename Plan::T>(part, K[i][x]);
+            widen_16_bytes<typename Plan::E>(part, K[i][x]);
 #pragma unroll
             for (int j = 0; j < Plan::kRows; ++j) {
                 float sum = x ? S[i][j] : 0;
@@ -169,16 +178,16 @@ struct LaneSums {
 #pragma unroll
             for (int x = 0; x < Plan::kParts; ++x) {
                 float part[Plan::kVec];
-                widen_16_bytes<typename Plan::T>(part, V[i][x]);
+                widen_16_bytes<typename Plan::E>(part, V[i][x]);
 #pragma unroll
                 for (int c = 0; c < Plan::kVec; ++c)
 #pragma unroll
                     for (int j = 0; j < Plan::kRows; ++j) O[j][x * Plan::kVec + c] += P[i][j] * part[c];
             }
     }
-    // The lanes of a column add up their shares. O of the warp goes to o_tile (warp, row, column), the maximum and the sum of row j to
-    // stat_of[j].
-    __device__ __forceinline__ void store(const LanePlace<Plan>& place, float* o_tile, float2* stat_of) {
+    // The lanes of a column add up their shares. O of the warp times `unit` goes to o_tile (warp, row, column), the maximum and the sum of
+    // row j to stat_of[j].
+    __device__ __forceinline__ void store(const LanePlace<Plan>& place, float* o_tile, float2* stat_of, float unit = 1) {
 #pragma unroll
         for (int j = 0; j < Plan::kRows; ++j) {
             float max = row_max[j];
@@ -187,7 +196,7 @@ struct LaneSums {
             const float factor = exp2_approx(row_max[j] - max);
             row_sum[j] *= factor;
 #pragma unroll
-            for (int c = 0; c < Plan::kDims; ++c) O[j][c] *= factor;
+            for (int c = 0; c < Plan::kDims; ++c) O[j][c] *= factor * unit;
 #pragma unroll
             for (int offset = Plan::kLanes; offset < 32; offset *= 2) {
                 row_sum[j] += __shfl_xor_sync(~0u, row_sum[j], offset);

@@ -5,7 +5,8 @@
 //     keys and pass both on with the unit's rows of q, so that the other warps have no integer work of their own.
 //   - A tile is four parts of keys. A warp attends to its part of every second tile and meets the other warps only at the end of a segment.
 //   - A page of 16 keys or more is a box of the copy engine, or several boxes. The lanes of a loading warp look up 32 boxes at a time.
-//   - 8-bit caches as in split_sm80.cuh. The factors of the keys arrive by cp.async with their tile.
+//   - 8-bit caches as in split_sm80.cuh. Factors that differ between the keys arrive by cp.async with their tile. One factor for all
+//     keys goes into the rows' scale and into the result.
 //
 // Bound by memory, and at its ends by latency: lengths -> first keys, and last keys -> result.
 #pragma once
@@ -76,6 +77,10 @@ __device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, 
         const SequenceKeys keys = sequence_keys(d, b);
         const int first = keys.first_tile + segment.begin, end = keys.first_tile + segment.end;
         const int entry = !cache.entries ? b : cache.block_table ? 0 : cache_entry(cache, b);
+        float k_factor = 1, v_factor = 1;
+        if (Smem::kBytes && !d.scaled_by_key && !values)
+            k_factor = cache.k_scale.data[entry * cache.k_scale.batch + head_k * cache.k_scale.head],
+            v_factor = cache.v_scale.data[entry * cache.v_scale.batch + head_k * cache.v_scale.head];
         // When this kernel starts before the one that makes q has ended, the rows of q come last, when the ring is full.
         const int query_tile = d.after_append && n == 0 ? min(first + Smem::kSlots / 2, end) - 1 : first;
         // The page of box i of the segment. Keys that nobody sees may have no page: a page past the end arrives as zeros.
@@ -107,7 +112,7 @@ __device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, 
                     tma_load(to + c * box_rows * 128, map, barrier, 64 * c, row, 0, head_k, batch, kEvictFirst);
             }
             __syncwarp();
-            if (Smem::kBytes) {
+            if (Smem::kBytes && d.scaled_by_key) {
                 copy_scales<Smem>(scale, head_k, keys, key0, box_rows, batch, row, lane, smem.scales[ring.slot]);
                 cp_async_mbarrier_arrive(barrier);
             }
@@ -118,7 +123,7 @@ __device__ __forceinline__ void load_ring(const RingParams& params, RingSmem<E, 
                 copy_query<TileQ>(d, b, head_k, lane, shared_address(smem.q[buffer]));
                 cp_async_mbarrier_arrive(q_full + 8 * buffer);
                 if (lane == 0) {
-                    smem.work[buffer] = {segment, keys};
+                    smem.work[buffer] = {segment, keys, k_factor, v_factor};
                     mbarrier_arrive(q_full + 8 * buffer);
                 }
             }
@@ -142,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_ring_kernel(const __grid_c
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < Smem::kSlots; ++i)
-            mbarrier_init(shared_address(smem.full + i), Smem::kBytes ? 33 : 1),
+            mbarrier_init(shared_address(smem.full + i), Smem::kBytes && params.decode.scaled_by_key ? 33 : 1),
                 mbarrier_init(shared_address(smem.empty + i), kParts * kWarpArrivals);
         for (int i = 0; i < 2; ++i)
             mbarrier_init(shared_address(smem.q_full + i), 33), mbarrier_init(shared_address(smem.q_empty + i), kWarps * kWarpArrivals);

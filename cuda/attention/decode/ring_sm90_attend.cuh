@@ -30,6 +30,7 @@ struct RingParams {
 struct RingWork {
     Segment segment;  // b < 0: there are no more
     SequenceKeys keys;
+    float k_factor, v_factor;  // 8-bit cache, unless the factors differ between the keys
 };
 
 template <typename E, int kD>
@@ -140,11 +141,13 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
         const uint32_t q_tile = shared_address(smem.q[buffer]);
         uint32_t Q[kStepsD][4];
         float row_scale[2] = {d.scale_log2, d.scale_log2};
-        load_query<kBytes, TileQ>(Q, row_scale, q_tile, lane, p.dtype == DType::kBFloat16);
+        load_query<kBytes, TileQ>(Q, q_tile, lane);
+        if (kBytes && p.dtype == DType::kBFloat16) narrow_rows(Q, row_scale, rows);
         const auto row_of = [&](int half) { return min(lane / 4 + 8 * half, rows - 1); };
         float O[kTilesV][4] = {};
         float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // log2 units; this thread's share
-        float v_unit = 1e-30f;                                         // bytes: O counts in units of the largest factor of V so far
+        float v_unit = 1e-30f;                                         // bytes: O counts in units of V's factor, or of the largest so far
+        if (kBytes && !d.scaled_by_key) row_scale[0] *= work.k_factor, row_scale[1] *= work.k_factor, v_unit = work.v_factor;
 
         const int tiles = work.segment.end - work.segment.begin;
         // turn: tiles until this warp's next one. Turns are counted from the segment's first tile, so that the bits of a result do not
@@ -161,7 +164,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
             if (seen) {
                 const uint32_t k_part = slots + ring.slot * Smem::kSlotBytes + k_lane;
                 multiply_keys<E, T>(S, Q, [&](int step, int i) { return step_to(k_part, step) + 8 * i * 128; });
-                if (kBytes) scale_keys(S, shared_address(smem.scales[ring.slot] + part * kPartKeys), lane);
+                if (kBytes && d.scaled_by_key) scale_keys(S, shared_address(smem.scales[ring.slot] + part * kPartKeys), lane);
             }
             __syncwarp();
             if (arrives(lane)) mbarrier_arrive(empty + 8 * ring.slot);
@@ -191,7 +194,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
                     fence_proxy_async();  // the copy engine writes there next
                     __syncwarp();
                 }
-                if (kBytes) scale_values(S, shared_address(smem.scales[ring.slot] + part * kPartKeys), lane, v_unit, O);
+                if (kBytes && d.scaled_by_key) scale_values(S, shared_address(smem.scales[ring.slot] + part * kPartKeys), lane, v_unit, O);
                 add_values<E, T>(O, S, [&](int step, int i) { return step_to(v_part, i) + 16 * step * 128; });
             }
             __syncwarp();

@@ -56,6 +56,7 @@ struct DecodeParams {
     float* partial;              // (slots, rows, headdim_v): the normalised O of each piece
     float* partial_lse;          // (slots, rows): exponents of 2
     bool after_append;           // the launch is programmatic: the kernel before may still write q and append to the cache
+    bool scaled_by_key;          // 8-bit cache: the factors may differ between the keys of a head
     Balance balance;             // not uniform
 
     FA_HOST_DEVICE int heads() const { return attention.nheads_k * shape.row_tiles; }  // units of a sequence

@@ -101,11 +101,12 @@ __device__ __forceinline__ void softmax_step(float (&S)[kTilesN][4], float (&O)[
 }
 
 // Fragments of rows of q become fp16 instead of bf16. A row is divided by the power of two below its largest magnitude, so that nothing
-// overflows, and what underflows is below 2^-24 of that magnitude. The power goes into the row's scale.
+// overflows, and what underflows is below 2^-24 of that magnitude. The power goes into the row's scale. Rows from `rows` on are zeros.
 template <int kSteps>
-__device__ __forceinline__ void narrow_rows(uint32_t (&Q)[kSteps][4], float (&row_scale)[2]) {
+__device__ __forceinline__ void narrow_rows(uint32_t (&Q)[kSteps][4], float (&row_scale)[2], int rows) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+        if (8 * half >= rows) break;
         float amax = 0, x[2];
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -128,9 +129,9 @@ __device__ __forceinline__ void narrow_rows(uint32_t (&Q)[kSteps][4], float (&ro
 }
 
 // The rows of q, 16-bit values in shared memory, as A fragments. With keys of bytes, which become fp16, a lane has columns 4 (lane % 4) ..
-// + 3 of a step, as widen_neighbours gives those of K, and bf16 becomes fp16.
+// + 3 of a step, as widen_neighbours gives those of K.
 template <bool kBytes, typename TileQ, int kSteps>
-__device__ __forceinline__ void load_query(uint32_t (&Q)[kSteps][4], float (&row_scale)[2], uint32_t q_tile, int lane, bool bfloat16) {
+__device__ __forceinline__ void load_query(uint32_t (&Q)[kSteps][4], uint32_t q_tile, int lane) {
     if constexpr (kBytes) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -139,7 +140,6 @@ __device__ __forceinline__ void load_query(uint32_t (&Q)[kSteps][4], float (&row
                 const uint32_t at = q_tile + TileQ::offset(lane / 4 + 8 * half, 2 * step + lane % 4 / 2) + lane % 2 * 8;
                 Q[step][half] = load_shared_4(at), Q[step][2 + half] = load_shared_4(at + 4);
             }
-        if (bfloat16) narrow_rows(Q, row_scale);
     } else {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) ldmatrix_x4(Q[step], TileQ::advance(q_tile + TileQ::offset(lane % 16, lane / 16), step));
@@ -171,7 +171,7 @@ __device__ __forceinline__ void multiply_keys(float (&S)[kTilesN][4], const uint
     }
 }
 
-// 8-bit keys: multiplies S by the factors of its keys, floats at `scales`.
+// 8-bit keys whose factors differ: multiplies S by the factors of its keys, floats at `scales`.
 template <int kTilesN>
 __device__ __forceinline__ void scale_keys(float (&S)[kTilesN][4], uint32_t scales, int lane) {
 #pragma unroll
@@ -197,7 +197,7 @@ __device__ __forceinline__ void raise_unit(float largest, float& v_unit, float (
     }
 }
 
-// 8-bit values: multiplies P by the factors of its keys, floats at `scales`, in O's unit.
+// 8-bit values whose factors differ: multiplies P by the factors of its keys, floats at `scales`, in O's unit.
 template <int kTilesN, int kTilesV>
 __device__ __forceinline__ void scale_values(float (&P)[kTilesN][4], uint32_t scales, int lane, float& v_unit, float (&O)[kTilesV][4]) {
     float v_scale[kTilesN][2], largest = 0;

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     if (kBlockM == 128 && __CUDA_ARCH__ < 900) return;  // never launched there, for want of shared memory: leaves the code out
 #endif
     constexpr int kRows = kBlockM / kLanes, kKeys = kBlockN / kLanes, kChunks = kColumns / kChunk;
-    constexpr int kUnroll = kRows * kKeys + kRows * kColumns / kLanes > 96 ? 1 : 2;  // where S and O leave registers for it
+    constexpr int kUnroll = kRows * kKeys + kRows * kColumns / kLanes >= 96 ? 1 : 2;  // where S and O leave registers for it
     extern __shared__ __align__(16) unsigned char shared[];
     auto& smem = *reinterpret_cast<Smem<kColumns, kBlockM, kBlockN>*>(shared);
     const AttentionParams& p = params.attention;

@@ -425,6 +425,29 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Fp8W
     }
 }
 
+// How many of the block's last tiles the causal mask hides from all rows of warpgroup wg. It passes them by. One without rows passes none.
+//
+// No deadlock: each ring holds all of them, so the warpgroup comes past them however far the others are. It hands on the turns that it
+// would have taken at them as soon as its first product is on its way.
+template <Fp8PlanId kId>
+__device__ __forceinline__ int hidden_tiles(const Fp8Work& w, int wg) {
+    constexpr Fp8Plan kPlan = fp8_plan(kId);
+    static_assert(kPlan.block_m() - 64 <= kPlan.k_stages * kPlan.block_n && kPlan.block_m() - 64 <= kPlan.v_stages * kPlan.block_n,
+                  "the rings hold all tiles that the first warpgroup passes by");
+    if (!kPlan.passes_hidden_tiles()) return 0;
+    const int end = clamp_to(min(w.row0 + wg * 64 + 64, w.seqlen_q) + w.right, 0, w.seqlen_k);
+    return w.last_tile - max(w.first_tile, (end + kPlan.block_n - 1) / kPlan.block_n - 1);
+}
+template <int kSlots>
+__device__ __forceinline__ void pass_by(Ring<kSlots>& ring, int tiles, int lane) {
+#pragma unroll 1
+    for (; tiles > 0; --tiles) {
+        ring.wait_full();
+        __syncwarp();  // all lanes have seen that the buffer is full, before it may be filled again
+        ring.release(lane);
+    }
+}
+
 template <Fp8PlanId kId, bool kLse>
 __device__ __forceinline__ void consume(const AttentionParams& p, Fp8Smem<kId>& smem, const Consumer& me) {
     constexpr Fp8Plan kPlan = fp8_plan(kId);
@@ -452,7 +475,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, Fp8Smem<kId>& 
         const Fp8Work& w = smem.work[work.slot];
         if (w.state == WorkState::kEnd) return;
         const int first_tile = w.first_tile;
-        int n = w.last_tile;
+        const int hidden = hidden_tiles<kId>(w, me.wg);
+        int n = w.last_tile - hidden;
         const float scale_log2 = w.scale_log2 == 0.0f ? 0x1p-126f : w.scale_log2;  // hidden scores are -inf, and 0 x inf is NaN
         // Tiles from right_tile on need the right edge masked.
         const int right_tile = clamp_to(w.row0 + me.wg * 64 + w.right + 1, 0, w.seqlen_k) / kBlockN;
@@ -475,13 +499,20 @@ __device__ __forceinline__ void consume(const AttentionParams& p, Fp8Smem<kId>& 
             __syncwarp();
             q.release(me.lane);
         }
+        pass_by(k, hidden, me.lane);
         k.wait_full();
         multiply_qk<kId>(S, q_fragment, desc_q, desc_k + k.slot * k_step);
+#pragma unroll 1
+        for (int turns = hidden; turns > 0; --turns) {
+            take_turn<kPlan.ping_pong>(me.wg);
+            give_turn<kPlan.ping_pong, kWarpgroups>(me.wg);
+        }
         wgmma_wait<0>(S);
         k.release(me.lane);
         mask();
         softmax<kLse>(S, true, scale_log2, row_max, row_sum, o_scale);
         pack_probabilities(P, S);
+        pass_by(vt, hidden, me.lane);
 #pragma unroll 1
         for (--n; n >= first_tile; --n) {
             k.wait_full();

@@ -28,6 +28,9 @@ struct Fp8Plan {
     Fp8Sum sum = Fp8Sum::kTensorCores;
 
     FA_HOST_DEVICE constexpr int block_m() const { return 64 * warpgroups; }
+    // Whether a warpgroup passes tiles by that a causal mask hides from its own 64 rows, though not from the whole block: where the block
+    // is taller than a tile is long. +2 .. 4 % up to 4k causal, +0 .. 2 % beyond.
+    FA_HOST_DEVICE constexpr bool passes_hidden_tiles() const { return block_m() > block_n; }
     FA_HOST_DEVICE constexpr int columns() const { return (headdim + 127) / 128 * 128; }  // of Q, K, V in shared memory: chunks of 128
     FA_HOST_DEVICE constexpr int keys() const { return (block_n + 127) / 128 * 128; }     // of V^T in shared memory, likewise
     // Of the block's 64 Ki registers: 168 x 384 threads or 128 x 512. 128 keys at head dim 128 and 256 take 240, leaving the producer 24.

@@ -153,7 +153,9 @@ __global__ void __launch_bounds__(kThreads, (kD == 64 || kD == 128) && kScores =
         cp_async_wait_all();
         __syncthreads();  // Q and lse of this tile are here; nobody reads the tile before it any more
         const int row0 = tile * kBlockM;
-        const bool more = tile < last_tile, cut = row0 < last_sees.begin || min(row0 + kBlockM, end) > first_sees.end;
+        // Rows behind the last are zeros, and 0 x NaN of a key that a mask hides is NaN: only then are they cut off.
+        const bool more = tile < last_tile,
+                   cut = row0 < last_sees.begin || (kGeneral ? row0 + kBlockM : min(row0 + kBlockM, end)) > first_sees.end;
         float next_lse = 0;
         if (more) load_q(tile + 1, stage ^ 1), next_lse = lse_of(tile + 1);
 

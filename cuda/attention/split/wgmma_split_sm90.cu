@@ -24,7 +24,7 @@ Balance split_balance(int units, int pieces) {
 cudaError_t forward_wgmma_split_sm90(const AttentionParams& p, const DeviceInfo& device, cudaStream_t stream) {
     const SplitShape shape = split_shape(p, device);
     DecodeParams d = decode_params(shape.work, p);
-    if (!shape.work.uniform) d.balance = split_balance(int(decode_units(shape.work, p)), shape.work.pieces);
+    if (!shape.work.uniform && shape.work.pieces > 0) d.balance = split_balance(int(decode_units(shape.work, p)), shape.work.pieces);
     d.partial = static_cast<float*>(align_up(p.workspace, 128));
     d.partial_lse = d.partial + decode_slots(shape.work, p) * shape.work.rows * p.headdim_v;
     const unsigned teams = unsigned(split_teams(shape, p, device));

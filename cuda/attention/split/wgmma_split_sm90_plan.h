@@ -10,8 +10,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 
 #include "attention/decode/decode.h"
 #include "attention/forward/wgmma_sm90_plan.h"
@@ -73,7 +71,7 @@ inline int split_slab_rows(int group) {
     return rows;
 }
 
-// ---- time on an H200, in microseconds. Estimates from the speeds of the loops that these are made from, until they are measured ----
+// ---- time on an H200, in microseconds ----
 
 constexpr double kMemoryRate = 4.2e6, kL2Rate = 6.5e6;  // bytes
 // A tile of keys in a block: the products and the softmax, when all keys are there.
@@ -114,7 +112,7 @@ inline SplitShape split_shape(const AttentionParams& p, const DeviceInfo& device
     for (SplitTile tile = narrow; tile <= wide; tile = SplitTile(int(tile) + 1)) {
         const WgmmaPlan plan = split_plan(tile);
         const int block_rows = plan.warpgroups * best.slab_rows;
-        const int64_t blocks = (rows + block_rows - 1) / block_rows;
+        const int64_t blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
         const double tiles = visible_keys_on_average(p) / plan.block_n, bytes = key_bytes(p) * plan.block_n;
         int team = int(blocks < device.multiprocessors ? blocks : device.multiprocessors);
         while (team > 0) {
@@ -133,17 +131,6 @@ inline SplitShape split_shape(const AttentionParams& p, const DeviceInfo& device
             if (best.time < 0 || time < 0.98 * best.time) best.time = time, best.tile = tile, best.team = team;
             team = team > 8 ? 8 : team - 1;
         }
-    }
-    // TO BE REMOVED before a merge: FA_SPLIT=rows,team overrides the choice while the kernel is tuned.
-    if (const char* wish = std::getenv("FA_SPLIT")) {
-        int wished_rows = 0, wished_team = 1;
-        if (std::sscanf(wish, "%d,%d", &wished_rows, &wished_team) == 2)
-            for (SplitTile tile = narrow; tile <= wide; tile = SplitTile(int(tile) + 1))
-                if (split_plan(tile).block_m() == wished_rows) {
-                    const int block_rows = split_plan(tile).warpgroups * best.slab_rows;
-                    best.tile = tile;
-                    best.team = int(std::min<int64_t>(wished_team, (rows + block_rows - 1) / block_rows));
-                }
     }
     const WgmmaPlan plan = split_plan(best.tile);
     DecodeShape& s = best.work;
@@ -182,19 +169,20 @@ inline double wgmma_time(const AttentionParams& p, const DeviceInfo& device) {
 
 // Whether this kernel takes the least time of those that serve the call.
 inline bool split_wins(const AttentionParams& p, const DeviceInfo& device) {
-    constexpr double kOverhead = 8, kDecodeOverhead = 5;  // launch, first tile, merge
-    constexpr double kDecodeRate = 2.8e6;                 // decode_split_sm80 with 17 to 64 rows; measured
-    if (p.tree.rows) return true;                         // the others that know trees give a block all keys of its rows
+    constexpr double kOverhead = 10, kWgmmaOverhead = 6, kDecodeOverhead = 12;  // launch, first tile, merge; measured
+    constexpr double kDecodeRate = 2.8e6;                                       // decode_split_sm80 with 17 to 64 rows; measured
+    if (p.tree.rows) return true;  // the others that know trees give a block all keys of its rows
+    if (p.seqlen_k < 1024) return false;
     const int64_t rows = rows_of_key_head(p);
-    if (rows <= 16 || p.seqlen_k < 1024) return false;                              // decode_ring_sm90 reads at the speed of memory
+    // decode_ring_sm90 reads long caches at the speed of memory, and is slow to begin.
+    if (rows <= 16) return rows > 8 && int64_t(p.deciding_batch()) * p.nheads_k * p.seqlen_k < 65536;
     if (p.window_right >= 0 && p.seqlen_k < 4 * int64_t(p.seqlen_q)) return false;  // rows see different numbers of keys
     const int64_t full_blocks = int64_t(p.seqlen_q / 128) * p.nheads * p.deciding_batch();
     if (full_blocks > 4 * device.multiprocessors) return false;
-    const double wgmma = wgmma_time(p, device);
-    if (rows > 64 && wgmma < 2 * kOverhead) return false;
+    const double wgmma = kWgmmaOverhead + wgmma_time(p, device);
     const double keys = double(p.deciding_batch()) * p.nheads_k * visible_keys_on_average(p),
                  decode = rows <= 64 ? kDecodeOverhead + keys * key_bytes(p) / kDecodeRate : wgmma;
-    return split_shape(p, device).time + kOverhead < 0.9 * std::min(decode, wgmma);
+    return split_shape(p, device).time + kOverhead < 0.85 * std::min(decode, wgmma);
 }
 
 }  // namespace fa

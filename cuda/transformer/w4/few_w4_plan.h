@@ -57,15 +57,15 @@ inline FewPlan few_plan(const W4LinearParams& p, int cluster, int clusters, int 
 // The copy engine brings x in boxes of whole tiles.
 inline bool few_reads_x(const W4LinearParams& p) { return fetches_x(p) && p.in_features % kTileColumns == 0; }
 
-// Measured on an H200. With one block to an SM and a row tile to each warp most weights take one round of blocks. Blocks of half an SM are
-// faster in plain launches, if x needs no launch of its own, and for a taller W, so that no second round is left half empty. Otherwise
-// blocks of a whole SM are faster: between the other kernels of a model, and behind round_x. They queue two copies of weights before they
-// ask for x, as each copy ahead of x delays it. All warps are used, as long as each has at least one whole copy of columns.
+// Measured on an H200, in plain and programmatic launches. Blocks of half an SM are faster if x needs no launch of its own, and for a
+// taller W, so that no second round is left half empty. Otherwise, behind round_x, blocks of a whole SM are faster: with a row tile to each
+// warp most weights take one round of them. They queue two copies of weights before they ask for x, as each copy ahead of x delays it. All
+// warps are used, as long as each has at least one whole copy of columns.
 inline FewPlan few_plan_of(const W4LinearParams& p, const DeviceInfo& gpu) {
     constexpr int kSystem = 1024;  // bytes of shared memory that each block takes beside its own
     const int warps = few_warps(few_tokens(p)), columns = int(column_tiles(p.in_features)), cluster = columns >= 2 ? 2 : 1;
     const int clusters = std::max(1, gpu.multiprocessors / cluster), tiles = int(ceil_div(used_row_tiles(p), clusters));
-    const bool halves = tiles > warps || (!p.programmatic && few_reads_x(p));
+    const bool halves = tiles > warps || few_reads_x(p);
     const int room = int(gpu.shared_memory) / (halves ? 2 : 1) - (halves ? kSystem : 0) - kFewStatic;
     for (int groups = warps; groups >= 1; --groups) {
         if (groups > 1 && (tiles * groups > warps || ceil_div(columns, cluster) < groups * kFewChunk)) continue;

@@ -8,14 +8,30 @@ import sys
 from pathlib import Path
 
 from .._library import load
-from . import attention, block, decode, languages, linear, llama, overhead, prefill, profile, report, small_ops
+from . import (
+    attention,
+    block,
+    decode,
+    languages,
+    linear,
+    llama,
+    overhead,
+    prefill,
+    profile,
+    queries,
+    report,
+    shapes,
+    small_ops,
+)
 from .machine import DTYPES, SHORT, BenchError, device_slug, library_has_cuda
 from .rows import timed
 from .suite import SUITES, Suite
 from .systems import PEERS
 from .timing import QUICK, Protocol
 
-MODULES = attention, languages, profile, prefill, decode, llama, block, overhead, linear, small_ops  # of suites
+MODULES = (  # of suites
+    attention, shapes, languages, profile, prefill, decode, queries, llama, block, overhead, linear, small_ops,
+)  # fmt: skip
 
 
 def _about(suite: Suite) -> str:

@@ -196,43 +196,59 @@ def _suite(options) -> AttentionSuite:
 def timed_on(machine, options, protocol: Protocol) -> Outcome:
     suite = _suite(options)
     shapes = shapes_of(options, machine)
-    threads = options.threads or 0
-    if machine.framework == "torch" and machine.device == "cpu" and threads:
-        machine.torch.set_num_threads(threads)
+    if machine.framework == "torch" and machine.device == "cpu" and options.threads:
+        machine.torch.set_num_threads(options.threads)
     named = options.kernel or suite.kernels
     if not named:
         table = backward_kernels() if options.backward else kernels()
         named = [kernel["name"] for kernel in reversed(table) if kernel["device"] == machine.device]
     peers = peers_of(machine, options.peers, suite.peers)
     outcome = Outcome(load=load_average())
+    looks = {"mode": suite.mode, "by_time": suite.by_time}
     with Meter(machine) as meter, Progress(len(shapes), options.suite) as progress:
         outcome.rows += roofs(options, machine, protocol, meter)
         for shape in shapes:
-            progress.step(f"{shape}: {_one(shape, named, peers, options, machine, protocol, meter, threads, outcome)}")
+            text = compared(shape, named, peers, options, machine, protocol, meter, outcome, **looks)
+            progress.step(f"{shape}: {text}")
     outcome.conditions, outcome.driver = meter.between(), meter.driver
     return outcome
 
 
-def prepared(machine, shape: Shape, seed: int) -> tuple[Inputs, Inputs, Exact, Exact]:
-    """(our inputs, the peers' inputs, the exact answer to ours, that to theirs). The two differ for fp8 only."""
+def prepared(machine, shape: Shape, seed: int, kept: int | None = None) -> tuple[Inputs, Inputs, Exact, Exact]:
+    """(our inputs, the peers' inputs, the exact answer to ours, that to theirs). The two differ for fp8 only. kept:
+    see Exact."""
     given = Inputs(machine, shape.given, seed)
     q, k, v, _ = given[0]
-    exact = Exact(machine, shape.given, q, k, v, given.gradients[0][0] if shape.backward else None)
+    exact = Exact(machine, shape.given, q, k, v, given.gradients[0][0] if shape.backward else None, kept=kept)
     if shape.given == shape:
         return given, given, exact, exact
     mine, stand_for = given.quantised(machine, shape)
     return mine, given, Exact(machine, shape, *stand_for), exact
 
 
-def _one(shape, named, peers, options, machine, protocol, meter, threads, outcome: Outcome) -> str:
-    """Checks and times all systems on one shape; returns the line about it."""
-    mine, given, our_exact, peer_exact = prepared(machine, shape, options.seed or 0)
+def compared(
+    shape: Shape,
+    named,
+    peers: list[str],
+    options,
+    machine,
+    protocol: Protocol,
+    meter: Meter,
+    outcome: Outcome,
+    *,
+    mode: str | None = None,
+    by_time: bool = False,
+    kept: int | None = None,
+) -> str:
+    """Checks and times all systems on one shape; returns the line about it. mode: one of MODES, to time ours with it
+    as well. kept: see Exact."""
+    mine, given, our_exact, peer_exact = prepared(machine, shape, options.seed or 0, kept)
     of = {name: (shape, mine) if name == "fa3" else (shape.given, given) for name in peers}
     makers = []  # (name, whether --kernel gave it, more fields of its row, how to make it)
     for name in named:
         kernel = None if name == "best" else name
-        for row in [{}, {mode: True}] if (mode := _suite(options).mode) else [{}]:
-            make = functools.partial(ours, shape, mine, kernel, threads, **row)
+        for row in [{}, {mode: True}] if mode else [{}]:
+            make = functools.partial(ours, shape, mine, kernel, options.threads or 0, **row)
             makers.append((" ".join([kernel or "ours", *row]), bool(kernel), row, make))
     makers += [(name, False, {}, functools.partial(peer, name, machine, *of[name])) for name in peers]
     systems: list[tuple[System, Shape, dict[str, Any]]] = []
@@ -277,7 +293,7 @@ def _one(shape, named, peers, options, machine, protocol, meter, threads, outcom
         row = rounded(row | timing.row(shape.flops / 1e12))
         row["tbps"] = float(f"{its_shape.bytes / row['us'] * 1e-6:.5g}")
         outcome.rows.append(row)
-        speed = f"{row['us']:.1f} us" if _suite(options).by_time else speed_text(row["tflops"])
+        speed = f"{row['us']:.1f} us" if by_time else speed_text(row["tflops"])
         parts.append(
             " ".join(filter(None, [system.name, system.kernel, *(mode for mode in MODES if mode in row), speed]))
         )

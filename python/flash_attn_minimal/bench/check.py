@@ -34,8 +34,8 @@ def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def attend(q, k, v, rows, causal, dtype=None):
-    """Attention of some rows of one head: q (len(rows), headdim), k and v whole. dtype=None computes in float64, tf32
-    rounds what goes into a product."""
+    """Attention of some rows of one head: q (len(rows), headdim), k and v whole. With causal row i sees the keys up to
+    rows[i]. dtype=None computes in float64, tf32 rounds what goes into a product."""
     working = np.float32 if dtype else np.float64
     q, k, v = (x.astype(working) for x in (q, k, v))
     if dtype == "tf32":
@@ -53,7 +53,7 @@ def attend(q, k, v, rows, causal, dtype=None):
 
 def gradients(machine, q, k, v, dout, causal, dtype=None):
     """dq, dk, dv of one key head: q and dout are lists of its query heads, all (seqlen, headdim) arrays of the
-    machine, where the work is done. dtype=None computes in float64."""
+    machine, where the work is done. A causal mask ends at the last key. dtype=None computes in float64."""
     xp, working = machine.xp, "float32" if dtype else "float64"
 
     def rounded(x):
@@ -70,7 +70,7 @@ def gradients(machine, q, k, v, dout, causal, dtype=None):
             s = qb @ k.T * scale
             p = xp.exp(s - xp.amax(s, 1)[:, None])
             if causal:
-                p = xp.tril(p, start)
+                p = xp.tril(p, start + len(k) - len(qh))
             p = p / p.sum(1)[:, None]
             delta = (doutb * rounded(rounded(p) @ v)).sum(1)[:, None]
             ds = rounded(p * (doutb @ v.T - delta))
@@ -88,10 +88,11 @@ def _host64(array) -> np.ndarray:
 class Exact:
     """The float64 answer on a sample, computed once for all systems that get the same inputs."""
 
-    def __init__(self, machine, shape, q, k, v, dout=None, seed=0):
+    def __init__(self, machine, shape, q, k, v, dout=None, seed=0, kept=None):
         """q, k, v as in shape: (batch, seqlen, heads, headdim), or (total, heads, headdim) for a varlen shape. With
-        dout of q's shape the answer is (dq, dk, dv), without it the output."""
-        self.machine = machine
+        dout of the output's shape the answer is (dq, dk, dv), of which each head is judged at `kept` rows (None: at
+        all); without it the answer is the output."""
+        self.machine, self.kept = machine, kept
         self.samples = []  # (which array of the answer, where in it, rows there, exact, {precision: plain}, floors)
         sample = self._output if dout is None else self._gradients
         sample(shape, q, k, v, *([] if dout is None else [dout]), np.random.default_rng(seed))
@@ -102,15 +103,16 @@ class Exact:
         for b, h in _heads(shape.batch, shape.nheads, HEADS, draw):
             in_q, in_k = shape.where(b, h), shape.where(b, h // group)
             kh, vh = (self.machine.host(x[in_k]) for x in (k, v))
-            n = len(kh)
+            qh = self.machine.host(q[in_q])
+            n = len(qh)
             rows = np.unique(
                 np.concatenate(
                     [[0, n // 2, n - 1], draw.integers(n, size=ROWS), draw.integers(min(n, EARLY), size=ROWS // 4)]
                 )
             )
-            qh = self.machine.host(q[in_q])[rows]
-            exact = attend(qh, kh, vh, rows, shape.causal)
-            plain = {p: attend(qh, kh, vh, rows, shape.causal, p) for p in shape.precisions}
+            qh, ends = qh[rows], rows + len(kh) - n
+            exact = attend(qh, kh, vh, ends, shape.causal)
+            plain = {p: attend(qh, kh, vh, ends, shape.causal, p) for p in shape.precisions}
             if shape.dtype == "float8_e4m3fn" and n > 1:  # the largest P of the plain steps is 1, which is exact
                 floor = max(floor, FLOOR[shape.dtype] + 2**-5 * float(np.abs(vh).max()))
             self.samples.append((0, in_q, rows, exact, plain, (floor, 0.0)))
@@ -126,7 +128,11 @@ class Exact:
             pairs = zip([*exact[0], *exact[1:]], [*plain[0], *plain[1:]], strict=True)
             for (array, where), (e, p) in zip(places, pairs, strict=True):
                 floors = 0.1 * FLOOR[shape.dtype], GRADIENT_FLOOR[shape.dtype]
-                self.samples.append((array, where, np.arange(len(e)), e, {shape.dtype: p}, floors))
+                rows = np.arange(len(e))
+                if self.kept and self.kept < len(e):
+                    few = draw.integers(len(e), size=self.kept)
+                    rows = np.unique(np.concatenate([rows[:EARLY], rows[-EARLY:], few]))
+                self.samples.append((array, where, rows, e[rows], {shape.dtype: p[rows]}, floors))
 
     def judge(self, answer, precision: str) -> tuple[float, float]:
         """(max_err, err_budget) where they are furthest apart. A NaN or Inf anywhere in an array is an error of inf."""
@@ -135,7 +141,7 @@ class Exact:
             return float("inf"), self.samples[0][-1][0]
         verdicts: dict[tuple[int, bool], tuple[float, float, float]] = {}  # error, plain's error, floor
         for array, where, rows, exact, plain, (absolute, relative) in self.samples:
-            got = self.machine.host(arrays[array][where])[rows]
+            got = self.machine.host(arrays[array][where][rows])
             for early in (True, False):  # early rows and the others
                 part = (rows < EARLY) == early
                 if part.any():

@@ -6,6 +6,7 @@ Peers are PyTorch's backends on the same contiguous cache, and a kernel that onl
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from .. import flash_attn_with_kvcache, kvcache_query
 from .._progress import Progress
 from .._report import table as markdown_table
 from .figure import figure_of, set_title
-from .machine import DTYPES, SHORT, Meter, load_average, open_machine
+from .machine import DTYPES, SHORT, BenchError, Meter, load_average, open_machine
 from .rows import label
 from .suite import Outcome, Suite, register, rounded
 from .systems import LABELS, Refused, only
@@ -29,9 +30,12 @@ class Point:
     nheads: int
     nheads_k: int
     headdim: int
+    queries: int = 1  # of every sequence
 
     def __str__(self) -> str:
-        return f"batch {self.batch}, {self.seqlen} keys, heads {self.nheads}/{self.nheads_k}, headdim {self.headdim}"
+        queries = "" if self.queries == 1 else f"{self.queries} queries, "
+        heads = f"heads {self.nheads}/{self.nheads_k}, headdim {self.headdim}"
+        return f"batch {self.batch}, {queries}{self.seqlen} keys, {heads}"
 
     def bytes(self, dtype: str) -> int:
         return 2 * self.batch * self.seqlen * self.nheads_k * self.headdim * DTYPES.get(dtype, 1)
@@ -74,17 +78,28 @@ class Caches:
     def __init__(self, machine, point: Point, dtype: str, seed: int):
         torch = self.torch = machine.torch
         wanted = math.ceil(L2_FACTOR * machine.l2_bytes / point.bytes(dtype)) if machine.l2_bytes else 1
-        self.machine, self.point, self.dtype, self.sets = machine, point, dtype, max(1, min(MAX_SETS, wanted))
+        self.machine, self.dtype, self.sets = machine, dtype, max(1, min(MAX_SETS, wanted))
+        self.ask(point, seed)
         heads = point.batch, point.seqlen, point.nheads_k, point.headdim
-        self.q = machine.random((point.batch, 1, point.nheads, point.headdim), dtype, seed)
         self.kv = [machine.random((self.sets, *heads), dtype, seed + 1 + i) for i in range(2)]
         self.lengths = machine.int32([point.seqlen] * point.batch)
-        self.out = machine.nans((point.batch, 1, point.nheads, point.headdim), dtype)
         self.order = {}
         generator = torch.Generator().manual_seed(seed)
         for page in PAGES:
             pages = torch.randperm(point.batch * point.seqlen // page, generator=generator).to(self.q.device)
             self.order[page] = pages.to(torch.int32).view(point.batch, -1)
+
+    def ask(self, point: Point, seed: int) -> None:
+        """Makes q and out of the point."""
+        size = point.batch, point.queries, point.nheads, point.headdim
+        self.point = point
+        self.q, self.out = self.machine.random(size, self.dtype, seed), self.machine.nans(size, self.dtype)
+
+    def asked(self, point: Point, seed: int) -> Caches:
+        """The same K and V under the queries of another point, which has as many keys and key heads."""
+        other = copy.copy(self)
+        other.ask(point, seed)
+        return other
 
     def paged(self, x, page: int):
         return x.reshape(-1, page, *x.shape[-2:])
@@ -102,13 +117,16 @@ class Caches:
         return made, factor
 
 
-def ours(caches: Caches, kernel: str | None, page: int, cache_dtype: str) -> tuple[str, Callable[[int], Any], list]:
-    """The kernel that runs, its launch and the K and V of set 0 as float64, (batch, seqlen, nheads_k, headdim)."""
+def ours(
+    caches: Caches, kernel: str | None, page: int, cache_dtype: str, **more: Any
+) -> tuple[str, Callable[[int], Any], list]:
+    """The kernel that runs, its launch, and what `judge` wants: K and V of set 0, (batch, seqlen, nheads_k, headdim),
+    and the factor of both. more: options of the call."""
     (k, v), scales = caches.kv, {}
     if cache_dtype != caches.dtype:
         (k, v), factor = caches.eight_bit(cache_dtype)
         scales = {"k_scale": factor, "v_scale": factor}
-    options = {"cache_seqlens": caches.lengths, "out": caches.out, "kernel": kernel, **scales}
+    options = {"cache_seqlens": caches.lengths, "out": caches.out, "kernel": kernel, **scales, **more}
     seen = [x[0] for x in (k, v)]
     pairs = [tuple(caches.paged(y, page) if page else y for y in x) for x in zip(k, v, strict=True)]
     if page:
@@ -117,8 +135,12 @@ def ours(caches: Caches, kernel: str | None, page: int, cache_dtype: str) -> tup
     plan = kvcache_query(caches.q, *pairs[0], **options)
     if plan.status != "FA_OK":
         raise Refused(plan.error)
-    seen = [x.double() * (scales["k_scale"].double()[:, None] if scales else 1) for x in seen]
-    return plan.kernel, lambda i: flash_attn_with_kvcache(caches.q, *pairs[i % caches.sets], **options), seen
+    factor = scales["k_scale"][0].item() if scales else 1.0
+
+    def launch(i):
+        return flash_attn_with_kvcache(caches.q, *pairs[i % caches.sets], **options)
+
+    return plan.kernel, launch, [*seen, factor]
 
 
 def peer(caches: Caches, name: str) -> Callable[[int], Any]:
@@ -154,21 +176,34 @@ def reader(caches: Caches) -> Callable[[int], Any]:
     return launch
 
 
-def judge(caches: Caches, answer, k, v) -> tuple[float, float]:
-    """(max_err, err_budget) over the first and the last head of the first and the last sequence."""
+def judge(caches: Caches, answer, k, v, factor: float) -> tuple[float, float]:
+    """(max_err, err_budget) over the first and the last head of the first and the last sequence. The last query sees
+    all keys, the one before it all but one, and so on."""
     point, torch, worst = caches.point, caches.torch, (0.0, FLOOR)
     dtype = getattr(torch, caches.dtype)
     group = point.nheads // point.nheads_k
+    if not caches.machine.finite(answer):
+        return 1e30, FLOOR
     for b in {0, point.batch - 1}:
         for h in {0, point.nheads - 1}:
-            keys, values = k[b, :, h // group], v[b, :, h // group]
-            p = torch.softmax(keys @ caches.q[b, 0, h].double() * point.headdim**-0.5, 0)
+            keys, values = (x[b, :, h // group].double() * factor for x in (k, v))
+            s = caches.q[b, :, h].double() @ keys.T * point.headdim**-0.5
+            hidden = torch.ones_like(s, dtype=torch.bool).triu(1 + point.seqlen - point.queries)
+            p = torch.softmax(s.masked_fill_(hidden, -math.inf), 1)
             exact = p @ values
             plain = (p.to(dtype).double() @ values).to(dtype).double()
-            error = (answer[b, 0, h].double() - exact).abs().max().item()
+            error = (answer[b, :, h].double() - exact).abs().max().item()
             budget = FACTOR * (plain - exact).abs().max().item() + FLOOR
-            worst = max(worst, (error if math.isfinite(error) else 1e30, budget), key=lambda x: x[0] / x[1])
+            worst = max(worst, (error, budget), key=lambda x: x[0] / x[1])
     return worst
+
+
+def one_kernel(options) -> str | None:
+    """--kernel; None lets the library choose."""
+    named = options.kernel or ["best"]
+    if len(named) > 1:
+        raise BenchError(f"--kernel {','.join(named)}: suite {options.suite} takes one kernel")
+    return None if named[0] == "best" else named[0]
 
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
@@ -197,7 +232,7 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
     def left_out(system: str, reason: str):
         outcome.left_out.append({"system": system, "shape": str(point), "reason": reason})
 
-    [kernel] = options.kernel or [None]
+    kernel = one_kernel(options)
     variants = [(0, dtype), *((page, dtype) for page in PAGES), *((0, name) for name in EIGHT_BIT)]
     for page, cache_dtype in variants:
         name = "ours" + (f" paged {page}" if page else "") + ("" if cache_dtype == dtype else f" {cache_dtype}")

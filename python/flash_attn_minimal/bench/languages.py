@@ -112,7 +112,7 @@ class Arrays:
 
     def __init__(self, machine, shape: Shape, seed: int):
         count = math.ceil(Inputs.L2_FACTOR * machine.l2_bytes / shape.bytes) if machine.l2_bytes else 1
-        sizes = [shape.size(heads) for heads in (shape.nheads, shape.nheads_k, shape.nheads_k)]
+        sizes = shape.sizes[:3]
         self.sets = []
         for i in range(max(1, min(Inputs.MAX_SETS, count))):
             arrays = [machine.random(size, shape.dtype, seed + 4 * i + j) for j, size in enumerate(sizes)]

@@ -21,7 +21,7 @@ from .machine import DTYPES, BenchError, first_line
 @dataclass(frozen=True)
 class Shape:
     """Self-attention of `batch` sequences of `seqlen`, or, packed, of sequences of `lengths` with `seqlen` the
-    longest."""
+    longest. `seqlen_k` and `headdim_v` are 0 where keys are as many as queries, and values as wide as keys."""
 
     batch: int
     seqlen: int
@@ -34,6 +34,8 @@ class Shape:
     mix: str = ""  # the name of the distribution of the lengths
     backward: bool = False
     allow_tf32: bool = False
+    seqlen_k: int = 0  # of sequences that are not packed
+    headdim_v: int = 0
 
     @property
     def given(self) -> Shape:
@@ -51,19 +53,31 @@ class Shape:
         return sum(self.lengths) or self.batch * self.seqlen
 
     @property
+    def keys_each(self) -> int:
+        """Keys of a sequence."""
+        return self.seqlen_k or self.seqlen
+
+    @property
+    def dim_v(self) -> int:
+        return self.headdim_v or self.headdim
+
+    @property
     def flops(self) -> float:
-        """Two products of 2 S^2 D each, five in the backward pass; a causal mask counts as half of them, at any S."""
-        pairs = sum(n * n for n in self.lengths) or self.batch * self.seqlen**2
-        products = 5 if self.backward else 2
-        return 2.0 * products * pairs * self.headdim * self.nheads * (0.5 if self.causal else 1.0)
+        """Two products over all pairs of a query and a key, five in the backward pass, where three are as wide as the
+        keys. A causal mask counts as half of the square at its end, at any S."""
+        squares = sum(n * n for n in self.lengths) or self.batch * self.seqlen**2
+        pairs = squares if self.lengths else self.batch * self.seqlen * self.keys_each
+        width = 3 * self.headdim + 2 * self.dim_v if self.backward else self.headdim + self.dim_v
+        return 2.0 * width * self.nheads * (pairs - (0.5 * squares if self.causal else 0.0))
 
     @property
     def bytes(self) -> int:
         """q, k, v read once and out written once; backward: q, k, v, out, dout read and dq, dk, dv written."""
-        one, out = DTYPES[self.dtype], DTYPES[self.given.dtype]
+        one, written = DTYPES[self.dtype], DTYPES[self.given.dtype]
+        q, k, v, out = map(math.prod, self.sizes)
         if self.backward:
-            return self.tokens * self.headdim * 4 * (self.nheads + self.nheads_k) * one
-        return self.tokens * self.headdim * ((self.nheads + 2 * self.nheads_k) * one + self.nheads * out)
+            return 2 * (q + k + v + out) * one
+        return (q + k + v) * one + out * written
 
     @property
     def starts(self) -> list[int]:
@@ -77,18 +91,27 @@ class Shape:
         """The index of one head of one sequence in an array of this shape: array[where] is (seqlen, headdim)."""
         return (slice(self.starts[b], self.starts[b + 1]), h) if self.lengths else (b, slice(None), h)
 
-    def size(self, heads: int) -> tuple[int, ...]:
-        return (self.tokens, heads, self.headdim) if self.lengths else (self.batch, self.seqlen, heads, self.headdim)
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Of q, k, v and out."""
+        queries = (self.tokens,) if self.lengths else (self.batch, self.seqlen)
+        keys = queries if self.lengths else (self.batch, self.keys_each)
+        return (
+            (*queries, self.nheads, self.headdim),
+            (*keys, self.nheads_k, self.headdim),
+            (*keys, self.nheads_k, self.dim_v),
+            (*queries, self.nheads, self.dim_v),
+        )
 
     def keys(self) -> dict[str, Any]:
         """The shape's part of a benchmark row."""
         row = {
             "dtype": self.dtype,
             "headdim": self.headdim,
-            "headdim_v": self.headdim,
+            "headdim_v": self.dim_v,
             "causal": self.causal,
             "seqlen_q": self.seqlen,
-            "seqlen_k": self.seqlen,
+            "seqlen_k": self.keys_each,
             "batch": self.batch,
             "nheads": self.nheads,
             "nheads_k": self.nheads_k,
@@ -97,8 +120,10 @@ class Shape:
 
     def __str__(self) -> str:
         heads = f"{self.nheads}" if self.nheads == self.nheads_k else f"{self.nheads}/{self.nheads_k}"
-        where = f"{self.mix}: {self.batch} sequences" if self.lengths else f"batch {self.batch}, seqlen {self.seqlen}"
-        return f"headdim {self.headdim}, {'causal' if self.causal else 'full'}, {where}, heads {heads}"
+        length = f"{self.seqlen} queries, {self.seqlen_k} keys" if self.seqlen_k else f"seqlen {self.seqlen}"
+        where = f"{self.mix}: {self.batch} sequences" if self.lengths else f"batch {self.batch}, {length}"
+        dims = f"{self.headdim}/{self.headdim_v}" if self.headdim_v else f"{self.headdim}"
+        return f"headdim {dims}, {'causal' if self.causal else 'full'}, {where}, heads {heads}"
 
 
 class Inputs:
@@ -114,12 +139,11 @@ class Inputs:
             if machine.l2_bytes
             else 1
         )
-        q, kv = shape.size(shape.nheads), shape.size(shape.nheads_k)
-        sizes = (q, kv, kv)
+        *sizes, out_size = shape.sizes
         self.sets = [
             (
                 *(machine.random(size, shape.dtype, seed + 3 * i + j) for j, size in enumerate(sizes)),
-                machine.nans(q, shape.dtype),
+                machine.nans(out_size, shape.dtype),
             )
             for i in range(count)
         ]
@@ -128,8 +152,8 @@ class Inputs:
         self.gradients: list[tuple] = []
         for i, (q, k, v, out) in enumerate(self.sets if shape.backward else ()):
             _, lse = flash_attn_func(q, k, v, causal=shape.causal, out=out, return_lse=True)
-            dout = machine.random(shape.size(shape.nheads), shape.dtype, seed + 3 * count + i)
-            places = (machine.nans(shape.size(x), shape.dtype) for x in (shape.nheads, shape.nheads_k, shape.nheads_k))
+            dout = machine.random(out_size, shape.dtype, seed + 3 * count + i)
+            places = (machine.nans(size, shape.dtype) for size in sizes)
             self.gradients.append((dout, lse, *places))
 
     def __getitem__(self, i: int):
@@ -223,9 +247,20 @@ def sdpa(name: str, torch, shape: Shape, inputs: Inputs) -> System:
     heads, seqlen, headdim), and gets that as views of the same memory."""
     if shape.lengths:
         raise Refused("scaled_dot_product_attention has no packed sequences")
-    options = {"is_causal": shape.causal} | ({"enable_gqa": True} if shape.nheads != shape.nheads_k else {})
+    options: dict[str, Any] = {"is_causal": shape.causal}
+    if shape.causal and shape.keys_each != shape.seqlen:  # is_causal puts the last query's end elsewhere: top-left
+        if name == "cudnn":
+            raise Refused("its causal mask is top-left; bottom-right it takes as an array only")
+        from torch.nn.attention.bias import causal_lower_right
+
+        options = {"attn_mask": causal_lower_right(shape.seqlen, shape.keys_each)}
+    one_for_all = name == "efficient" and shape.nheads_k == 1 and not shape.backward
+    if shape.nheads != shape.nheads_k and not one_for_all:
+        options["enable_gqa"] = True
 
     def forward(q, k, v):
+        if one_for_all:  # it has no grouped heads, but takes a view that repeats the only one
+            k, v = (x.expand(-1, shape.nheads, -1, -1) for x in (k, v))
         with only(name):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
@@ -323,7 +358,7 @@ def standard(name: str, torch, shape: Shape, inputs: Inputs) -> System:
         )
     if tf32 and not shape.allow_tf32:
         raise Refused("only with --dtype fp32 --allow-tf32")
-    scores = shape.batch * shape.nheads * shape.seqlen**2
+    scores = shape.batch * shape.nheads * shape.seqlen * shape.keys_each
     needed = scores * (2 * DTYPES[shape.dtype] + 8)  # S and P, each of them in float32 for a while
     q = inputs[0][0]
     room = torch.cuda.mem_get_info()[0] if q.is_cuda else 8 << 30
@@ -331,7 +366,10 @@ def standard(name: str, torch, shape: Shape, inputs: Inputs) -> System:
         raise Refused(f"S takes {needed / 2**30:.0f} GiB")
     group = shape.nheads // shape.nheads_k
     scale = shape.headdim**-0.5
-    hidden = torch.ones(shape.seqlen, shape.seqlen, dtype=torch.bool, device=q.device).triu(1) if shape.causal else None
+    hidden = None
+    if shape.causal:
+        everything = torch.ones(shape.seqlen, shape.keys_each, dtype=torch.bool, device=q.device)
+        hidden = everything.triu(1 + shape.keys_each - shape.seqlen)
 
     def launch(i):
         q, k, v, _ = inputs[i]

@@ -116,7 +116,7 @@ def _time(
 
 def _attention(run: Run, shape: Shape, inputs: str) -> None:
     machine = run.machine
-    whole = [made(machine, shape.size(shape.nheads), run.seed + i, inputs == "outliers") for i in range(3)]
+    whole = [made(machine, shape.sizes[0], run.seed + i, inputs == "outliers") for i in range(3)]
     cases = []
     ways: list[tuple[str, str, dict[str, Any]]] = [("float32", "float32", {})]
     ways += [("tf32", "float32", {"allow_tf32": True})] * run.gpu
