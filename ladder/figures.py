@@ -386,8 +386,8 @@ def split() -> Figure:
 def budget() -> Figure:
     """Every measured answer of ours: its error as a share of what is allowed."""
     figure, axes = plot(9, 3.4, left=0.16, bottom=0.17)
-    suites = ("ladder", "forward", "mma", "fp8", "float32", "short", "varlen", "prefill", "decode", "backward",
-              "backward_mma")  # fmt: skip
+    suites = ("ladder", "forward", "mma", "fp8", "float32", "short", "varlen", "prefill", "decode", "shapes",
+              "backward", "backward_mma")  # fmt: skip
     for n, suite in enumerate(suites):
         shares = [row["max_err"] / row["err_budget"] for row in rows_of(suite)
                   if row["system"] == "ours" and row.get("err_budget")]  # fmt: skip
