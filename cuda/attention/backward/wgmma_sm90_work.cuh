@@ -37,6 +37,7 @@ struct BackwardSchedule {
     int section_heads;  // with by_section: key heads of a section
     bool by_section;    // the first blocks of all heads of a section come before their second blocks; else one head after another
     bool in_order;      // deterministic: blocks add to every query tile in the order of their keys
+    bool mixed;         // in order: short walks are mixed with the first ones of the next section (find_in_order)
     int blocks;         // of 128 keys; the grid takes them in turn
     int q_loads, k_loads, v_loads, dout_loads;  // boxes that make a tile
 };
@@ -117,7 +118,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         w.first_tile = w.q_row / kBlockM + low;
     } else {
         int sequence_head, n;
-        if (schedule.in_order) {
+        if (schedule.mixed) {
             find_in_order(index, schedule.n_blocks, p.batch * p.nheads_k, schedule.section_heads, sequence_head, n);
         } else if (schedule.by_section) {
             const int section = index / (schedule.section_heads * schedule.n_blocks), first = section * schedule.section_heads;

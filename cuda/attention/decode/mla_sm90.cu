@@ -532,12 +532,51 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
 // shares are on their way before their weights are known. Many shares are dealt to kMergeGroups groups of threads.
 constexpr int kMergeThreads = kDv / 4, kMergeGroups = 4, kMergeLoads = 16;
 constexpr int merge_groups(int splits) { return splits > kMergeLoads ? kMergeGroups : 1; }
+
+// The columns 4 * column .. + 3 of a row, whose heads come one after another in batch and key head.
+template <typename T>
+__device__ __forceinline__ void store_merged(const AttentionParams& p, int heads, int row, int column, float4 sum, float lse) {
+    const int b = heads / p.nheads_k, head = heads % p.nheads_k * p.group + row % p.group;
+    const Sequence s = sequence_of(p, b);
+    T* to = static_cast<T*>(p.out.data) + s.out + row / p.group * p.out.row + head * p.out.head + 4 * column;
+    *reinterpret_cast<uint2*>(to) = make_uint2(pack_16<T>(sum.x, sum.y), pack_16<T>(sum.z, sum.w));
+    if (p.lse && column == 0) p.lse[lse_offset(p, s, head) + row / p.group] = lse;
+}
+
+// The same of at most kFewShares: every thread reads all lses beside its columns, so that nobody waits twice. Then rows are many, and many
+// of these small blocks are on a multiprocessor.
+constexpr int kFewShares = 4;
+template <typename T>
+__global__ void __launch_bounds__(kMergeThreads, 12) merge_few_shares_kernel(const __grid_constant__ MlaParams params) {
+    grid_dependency_wait();
+    const int row = blockIdx.x % params.rows, heads = blockIdx.x / params.rows, splits = params.splits, column = threadIdx.x;
+    const int64_t first = int64_t(heads) * splits * params.rows + row;
+    float lses[kFewShares], m = -INFINITY, l = 0;
+    float4 x[kFewShares];
+#pragma unroll
+    for (int i = 0; i < kFewShares; ++i) {
+        const int64_t at = first + min(i, splits - 1) * params.rows;
+        lses[i] = i < splits ? params.lses[at] : -INFINITY;
+        x[i] = i < splits ? *reinterpret_cast<const float4*>(params.partial + at * kDv + 4 * column) : float4{};
+    }
+#pragma unroll
+    for (int i = 0; i < kFewShares; ++i) m = fmaxf(m, lses[i]);
+    float4 sum{};
+#pragma unroll
+    for (int i = 0; i < kFewShares; ++i) {  // a share without keys is zero
+        const float w = lses[i] == -INFINITY ? 0.0f : __expf(lses[i] - m);
+        l += w, sum.x += w * x[i].x, sum.y += w * x[i].y, sum.z += w * x[i].z, sum.w += w * x[i].w;
+    }
+    const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+    store_merged<T>(params.attention, heads, row, column, make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse),
+                    l == 0.0f ? -INFINITY : m + __logf(l));
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kMergeGroups* kMergeThreads) merge_shares_kernel(const __grid_constant__ MlaParams params) {
     __shared__ float weight[kMostShares], lse;
     __shared__ float4 sums[kMergeGroups][kMergeThreads];
     grid_dependency_wait();
-    const AttentionParams& p = params.attention;
     const int row = blockIdx.x % params.rows, heads = blockIdx.x / params.rows, splits = params.splits;
     const int column = threadIdx.x % kMergeThreads, group = threadIdx.x / kMergeThreads, groups = merge_groups(splits);
     const float* from = params.partial + (int64_t(heads) * splits * params.rows + row) * kDv + 4 * column;
@@ -584,11 +623,7 @@ __global__ void __launch_bounds__(kMergeGroups* kMergeThreads) merge_shares_kern
             sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
         }
     }
-    const int b = heads / p.nheads_k, head = heads % p.nheads_k * p.group + row % p.group;
-    const Sequence s = sequence_of(p, b);
-    T* to = static_cast<T*>(p.out.data) + s.out + row / p.group * p.out.row + head * p.out.head + 4 * column;
-    *reinterpret_cast<uint2*>(to) = make_uint2(pack_16<T>(sum.x, sum.y), pack_16<T>(sum.z, sum.w));
-    if (p.lse && threadIdx.x == 0) p.lse[lse_offset(p, s, head) + row / p.group] = lse;
+    store_merged<T>(params.attention, heads, row, column, sum, lse);
 }
 
 MlaParams mla_params(const AttentionParams& p, int multiprocessors) {
@@ -633,6 +668,8 @@ cudaError_t launch_mla(const AttentionParams& p, int multiprocessors, cudaStream
     if (error != cudaSuccess || params.splits == 1) return error;
     LaunchOptions merge;
     merge.programmatic = merge.prefers_shared = true;  // the carveout stays as it is
+    if (params.splits <= kFewShares)
+        return launch_kernel(merge_few_shares_kernel<T>, unsigned(heads * params.rows), kMergeThreads, 0, stream, params, merge);
     return launch_kernel(merge_shares_kernel<T>, unsigned(heads * params.rows), unsigned(merge_groups(params.splits) * kMergeThreads), 0,
                          stream, params, merge);
 }

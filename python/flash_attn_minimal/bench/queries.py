@@ -26,6 +26,7 @@ COUNTS: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 64)
 QUICK_COUNTS = (1, 4, 16, 17)
 BESIDE = (1, 4, 16, 64)  # counts at which peers run
 PAGE = 16
+AWAY = 100  # between the seeds of K and V and those of q: a q that is a row of K gives that key all the weight
 
 # Each over one cache: points of one query, and whether the cache also lies in pages for the first.
 CACHES = {
@@ -56,7 +57,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
             caches = Caches(machine, points[0], dtype, seed)
             for point in points:
                 pages = (0, PAGE) if paged and point == points[0] else (0,)
-                made = [caches.asked(replace(point, queries=n), seed + n) for n in counts]
+                made = [caches.asked(replace(point, queries=n), seed + AWAY + n) for n in counts]
                 progress.step(f"{point}: {_one(made, pages, kernel, seed, protocol, meter, outcome)}")
                 del made
             del caches
