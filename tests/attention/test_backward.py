@@ -279,8 +279,7 @@ NARROW_VALUES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("headdim,headdim_v", [(192, 128), (136, 40)])
+@pytest.mark.parametrize("headdim,headdim_v,dtype", [(192, 128, "bfloat16"), (136, 40, "float16")])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", NARROW_VALUES)
 def test_narrow_values(backward_kernel, shape, causal, headdim, headdim_v, dtype):
