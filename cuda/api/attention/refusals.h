@@ -9,9 +9,11 @@
 namespace fa {
 
 constexpr const char* kNoFloat8 = "takes no float8_e4m3: of all kernels only fp8_sm90 (Hopper) does";
-constexpr const char* kNo8BitCache = "cache_dtype: it takes no 8-bit cache";
 inline bool is_float8(const AttentionParams& p) { return p.dtype == DType::kFloat8E4M3; }
 
+inline const char* takes_no_8bit_cache(const AttentionParams& p) {
+    return p.cache.entries && p.cache.dtype != p.dtype ? "cache_dtype: it takes no 8-bit cache" : nullptr;
+}
 // What a kernel says that gives out and lse alone.
 inline const char* gives_no_max_score(const AttentionParams& p) { return p.max_score ? "gives no max_score" : nullptr; }
 
@@ -86,6 +88,12 @@ inline const char* no_tensor_maps(const AttentionParams& p, int element_bytes, c
     if (!reason && t.rows_k) reason = no_tensor_map("k", p.k, t.batch_k, t.rows_k, p.nheads_k, element_bytes, text, size);
     if (!reason && t.rows_k) reason = no_tensor_map("v", p.v, t.batch_k, t.rows_k, p.nheads_k, element_bytes, text, size);
     return reason;
+}
+
+// Pages whose boxes have whole groups of 8 rows, after which the swizzle repeats.
+inline const char* takes_pages_of_8(const AttentionParams& p, char* text, size_t size) {
+    if (!p.cache.block_table || p.cache.page_size % 8 == 0) return nullptr;
+    return say(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
 }
 
 // Rows that ordinary instructions read or write, 16 bytes each. `step`: elements of 16 bytes.

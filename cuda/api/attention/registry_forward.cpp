@@ -100,7 +100,7 @@ const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device
 }
 const char* mma_sm80_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (const char* reason = takes_16_bits(p)) return reason;
-    if (p.cache.entries && p.cache.dtype != p.dtype) return kNo8BitCache;
+    if (const char* reason = takes_no_8bit_cache(p)) return reason;
     if (p.cache.leftpad && p.cache.block_table) return "cache_leftpad is set: it takes none with pages";
     return mma_shape_refuses(p, device, 512, text, size);
 }
@@ -111,7 +111,7 @@ const char* mma_tf32_sm80_refuses(const AttentionParams& p, const DeviceInfo& de
     if (p.dtype != DType::kFloat32) return "takes float32 only, with allow_tf32";
     if (!p.allow_tf32) return "allow_tf32=0: its products are rounded to tf32, which float32 inputs must allow";
     if (p.cache.block_table) return "block_table is set: it takes no pages";
-    if (p.cache.entries && p.cache.dtype != p.dtype) return kNo8BitCache;
+    if (const char* reason = takes_no_8bit_cache(p)) return reason;
     return mma_shape_refuses(p, device, 256, text, size);
 }
 fa_status mma_tf32_sm80_launch(const AttentionParams& p, const DeviceInfo& device, void* stream) {
@@ -127,7 +127,7 @@ const char* float32_sm80_refuses(const AttentionParams& p, const DeviceInfo& dev
     if (!reason) reason = takes_options(p, kLeftEdge | kSinks, text, size);
     if (reason) return reason;
     if (p.cache.block_table) return "block_table is set: it takes no pages";
-    if (p.cache.entries && p.cache.dtype != p.dtype) return kNo8BitCache;
+    if ((reason = takes_no_8bit_cache(p))) return reason;
     for (const auto& [name, view] : {std::pair{"q", &p.q}, {"k", &p.k}, {"v", &p.v}, {"out", &p.out}})
         if ((reason = no_wide_access(name, *view, 4, text, size))) return reason;
     if (const size_t bytes = forward_float32_sm80_shared(p); bytes > device.shared_memory)
@@ -156,7 +156,7 @@ const char* hopper_memory_refuses(const AttentionParams& p, int element_bytes, c
 const char* wgmma_sm90_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     const char* reason = needs_hopper(device, text, size);
     if (!reason) reason = takes_16_bits(p);
-    if (!reason && p.cache.entries && p.cache.dtype != p.dtype) reason = kNo8BitCache;
+    if (!reason) reason = takes_no_8bit_cache(p);
     if (!reason) reason = takes_head_dims(p, 8, kWgmmaMaxHeadDim, text, size);
     if (!reason) reason = takes_options(p, kOptionsOfTiles, text, size);
     if (!reason && (p.seqlen_k == 0 || (p.cu_seqlens_q && p.total_k == 0))) reason = "there are no keys to load";
@@ -183,10 +183,9 @@ const char* wgmma_wide_sm90_refuses(const AttentionParams& p, const DeviceInfo& 
     const char* reason = needs_hopper(device, text, size);
     if (!reason) reason = takes_16_bits(p);
     if (!reason) reason = gives_no_max_score(p);
-    if (!reason && p.cache.entries && p.cache.dtype != p.dtype) reason = kNo8BitCache;
+    if (!reason) reason = takes_no_8bit_cache(p);
     if (!reason) reason = takes_head_dims(p, 8, kWgmmaWideMaxHeadDim, text, size);
-    if (!reason && p.cache.block_table && p.cache.page_size % 8)
-        reason = say(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
+    if (!reason) reason = takes_pages_of_8(p, text, size);
     if (!reason) reason = takes_options(p, kLeftEdge | kSoftcap | kAlibi | kSinks, text, size);
     if (!reason && (p.seqlen_k == 0 || (p.cu_seqlens_q && p.total_k == 0))) reason = "there are no keys to load";
     if (!reason) reason = hopper_memory_refuses(p, 2, text, size);
@@ -208,12 +207,11 @@ const char* wgmma_split_sm90_refuses(const AttentionParams& p, const DeviceInfo&
     if (!reason) reason = takes_16_bits(p);
     if (!reason) reason = gives_no_max_score(p);
     if (!reason && p.cu_seqlens_q) reason = "takes no packed sequences";
-    if (!reason && p.cache.entries && p.cache.dtype != p.dtype) reason = kNo8BitCache;
+    if (!reason) reason = takes_no_8bit_cache(p);
     if (!reason) reason = takes_head_dims(p, 8, kWgmmaMaxHeadDim, text, size);
     if (!reason) reason = takes_options(p, kSinks | kTree, text, size);
     if (!reason) reason = takes_positive_scale(p, text, size);
-    if (!reason && p.cache.block_table && p.cache.page_size % 8)
-        reason = say(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
+    if (!reason) reason = takes_pages_of_8(p, text, size);
     if (!reason && p.seqlen_k == 0) reason = "there are no keys to load";
     if (!reason) reason = overflows(p, !forward_wgmma_split_sm90_fits(p, device), text, size);
     if (!reason) reason = no_tensor_maps(p, 2, text, size);
@@ -235,9 +233,8 @@ const char* mla_sm90_refuses(const AttentionParams& p, const DeviceInfo& device,
         return say(text, size, "headdim=%d, headdim_v=%d: it serves a cache of 576 and 512", p.headdim, p.headdim_v);
     const char* reason = needs_hopper(device, text, size);
     if (!reason) reason = takes_16_bits(p);
-    if (!reason && p.cache.dtype != p.dtype) reason = kNo8BitCache;
-    if (!reason && p.cache.block_table && p.cache.page_size % 8)
-        reason = say(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
+    if (!reason) reason = takes_no_8bit_cache(p);
+    if (!reason) reason = takes_pages_of_8(p, text, size);
     if (!reason) reason = takes_options(p, kLeftEdge, text, size);
     if (!reason) reason = takes_positive_scale(p, text, size);
     if (!reason && p.seqlen_k == 0) reason = "there are no keys to load";

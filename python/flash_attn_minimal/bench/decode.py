@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,6 +206,50 @@ def one_kernel(options) -> str | None:
     return None if named[0] == "best" else named[0]
 
 
+def base_row(suite: str, caches: Caches) -> dict[str, Any]:
+    """What all rows of a point have."""
+    point = caches.point
+    row = {"suite": suite, "pass": "decode", "dtype": caches.dtype, "headdim": point.headdim}
+    row |= {"headdim_v": point.headdim, "batch": point.batch, "nheads": point.nheads, "nheads_k": point.nheads_k}
+    return row | {"input_sets": caches.sets, "seqlen_q": point.queries, "seqlen_k": point.seqlen}
+
+
+def leave_out(outcome: Outcome, system: str, point: Point, reason: str) -> None:
+    outcome.left_out.append({"system": system, "shape": str(point), "reason": reason})
+
+
+def check(
+    caches: Caches, launch: Callable[[int], Any], seen: list, row: dict[str, Any], outcome: Outcome
+) -> str | None:
+    """Judges the answer of a launch that starts with NaN, and puts error and budget into its row. A wrong answer goes
+    into the outcome; then the words for it, else None."""
+    caches.out.fill_(float("nan"))
+    err, budget = judge(caches, launch(0), *seen)
+    row |= {"max_err": err, "err_budget": budget}
+    if err <= budget:
+        return None
+    outcome.wrong += 1
+    outcome.rows.append(rounded(row | {"wrong": True}))
+    return f"error {err:.3g}, budget {budget:.3g}"
+
+
+def peers_on(machine) -> tuple[str, ...]:
+    return ("cudnn", "fa2") if machine.device == "cuda" else ("torch",)
+
+
+def others(caches: Caches, names: Iterable[str], outcome: Outcome) -> Iterator[tuple[str, Callable[[int], Any]]]:
+    """Peers and the reader, with their launches; those that refuse are left out."""
+    for name in names:
+        try:
+            launch = reader(caches) if name == "read" else peer(caches, name)
+            launch(0)
+            caches.machine.synchronize()
+        except (Refused, RuntimeError) as reason:
+            leave_out(outcome, name, caches.point, str(reason).partition("\n")[0])
+            continue
+        yield name, launch
+
+
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     machine = open_machine(options.device, "torch")
     gpu = machine.device == "cuda"
@@ -224,14 +268,8 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
     """Checks and times everything at one point; returns the line to print."""
     seed = options.seed or 0
     caches = Caches(machine, point, dtype, seed)
-    base = {"suite": "decode", "pass": "decode", "dtype": dtype, "headdim": point.headdim, "headdim_v": point.headdim}
-    base |= {"batch": point.batch, "nheads": point.nheads, "nheads_k": point.nheads_k, "input_sets": caches.sets}
-    base |= {"seqlen_q": 1, "seqlen_k": point.seqlen}
+    base = base_row("decode", caches)
     timed, notes = [], []
-
-    def left_out(system: str, reason: str):
-        outcome.left_out.append({"system": system, "shape": str(point), "reason": reason})
-
     kernel = one_kernel(options)
     variants = [(0, dtype), *((page, dtype) for page in PAGES), *((0, name) for name in EIGHT_BIT)]
     for page, cache_dtype in variants:
@@ -239,28 +277,16 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
         try:
             found, launch, seen = ours(caches, kernel, page, cache_dtype)
         except Refused as refusal:
-            left_out(name, str(refusal))
+            leave_out(outcome, name, point, str(refusal))
             continue
-        caches.out.fill_(float("nan"))
-        err, budget = judge(caches, launch(0), *seen)
-        del seen
         row = base | {"system": "ours", "kernel": found, "cache_dtype": cache_dtype, "page_size": page}
-        row |= {"max_err": err, "err_budget": budget}
-        if err > budget:
-            outcome.wrong += 1
-            outcome.rows.append(rounded(row | {"wrong": True}))
-            notes.append(f"{name} is WRONG: error {err:.3g}, budget {budget:.3g}")
+        note = check(caches, launch, seen, row, outcome)
+        del seen
+        if note:
+            notes.append(f"{name} is WRONG: {note}")
         else:
             timed.append((name, launch, row, point.bytes(cache_dtype)))
-    names = ("cudnn", "fa2") if machine.device == "cuda" else ("torch",)
-    for name in [*names, "read"]:
-        try:
-            launch = reader(caches) if name == "read" else peer(caches, name)
-            launch(0)
-            machine.synchronize()
-        except (Refused, RuntimeError) as reason:
-            left_out(name, str(reason).partition("\n")[0])
-            continue
+    for name, launch in others(caches, (*peers_on(machine), "read"), outcome):
         timed.append((name, launch, base | {"system": name}, point.bytes(dtype)))
     timings = interleave(machine, [launch for _, launch, *_ in timed], protocol, meter, seed=seed)
     parts = []

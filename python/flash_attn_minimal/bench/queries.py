@@ -14,7 +14,7 @@ from typing import Any
 
 from .._progress import Progress
 from .._report import table as markdown_table
-from .decode import Caches, Point, judge, one_kernel, ours, peer, reader
+from .decode import Caches, Point, base_row, check, leave_out, one_kernel, others, ours, peers_on
 from .figure import LINES, figure_of, plain_log, set_title
 from .machine import Meter, load_average, open_machine
 from .rows import label, number, unit
@@ -78,46 +78,24 @@ def _one(
     """Checks and times everything over one cache; returns the line to print."""
     timed: list[tuple] = []  # launch, row, point
     notes = []
-
-    def left_out(system: str, point: Point, reason: str):
-        outcome.left_out.append({"system": system, "shape": str(point), "reason": reason})
-
     for caches in asked:
-        machine, point = caches.machine, caches.point
-        base = {"suite": "queries", "pass": "decode", "dtype": caches.dtype, "headdim": point.headdim}
-        base |= {"headdim_v": point.headdim, "batch": point.batch, "nheads": point.nheads, "nheads_k": point.nheads_k}
-        base |= {"input_sets": caches.sets, "seqlen_q": point.queries, "seqlen_k": point.seqlen}
+        machine, point, base = caches.machine, caches.point, base_row("queries", caches)
         for page in pages:
             name = f"ours paged {page}" if page else "ours"
             try:
                 found, launch, seen = ours(caches, kernel, page, caches.dtype, causal=True)
             except Refused as refusal:
-                left_out(name, point, str(refusal))
+                leave_out(outcome, name, point, str(refusal))
                 continue
-            caches.out.fill_(float("nan"))
-            err, budget = judge(caches, launch(0), *seen)
-            del seen
             row = base | {"system": "ours", "kernel": found, "causal": True, "page_size": page}
-            row |= {"max_err": err, "err_budget": budget}
-            if err > budget:
-                outcome.wrong += 1
-                outcome.rows.append(rounded(row | {"wrong": True}))
-                notes.append(f"{name} is WRONG at {point.queries}: error {err:.3g}, budget {budget:.3g}")
+            note = check(caches, launch, seen, row, outcome)
+            del seen
+            if note:
+                notes.append(f"{name} is WRONG at {point.queries}: {note}")
             else:
                 timed.append((launch, row, point))
-        names: tuple[str, ...] = ()
-        if point.queries in BESIDE:
-            names = ("cudnn", "fa2") if machine.device == "cuda" else ("torch",)
-        if caches is asked[0]:
-            names += ("read",)
-        for name in names:
-            try:
-                launch = reader(caches) if name == "read" else peer(caches, name)
-                launch(0)
-                machine.synchronize()
-            except (Refused, RuntimeError) as reason:
-                left_out(name, point, str(reason).partition("\n")[0])
-                continue
+        names = (peers_on(machine) if point.queries in BESIDE else ()) + (("read",) if caches is asked[0] else ())
+        for name, launch in others(caches, names, outcome):
             timed.append((launch, base | {"system": name, "causal": False}, point))
     # All in graphs: a step from one count to the next is not to be one from a graph to plain launches.
     launches = [launch for launch, *_ in timed]
