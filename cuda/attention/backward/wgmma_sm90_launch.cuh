@@ -31,8 +31,8 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
     schedule.section_heads = int(schedule.in_order ? backward_section_heads_in_order(p) : backward_section_heads(p));
     if (const char* o = getenv("FA_ORDER"); o && schedule.in_order) {  // to be dropped
         const int x = atoi(o), all = p.batch * p.nheads_k;
-        schedule.mixed = x == 0 || x == 3;
-        if (x >= 2) schedule.section_heads = std::max(schedule.section_heads, std::min(x == 3 ? 66 : 132, all));
+        schedule.mixed = x < 0;
+        schedule.section_heads = std::max(int(backward_section_heads(p)), std::min(abs(x), all));
     }
     schedule.blocks = int(backward_blocks(p, kPlan));
 
