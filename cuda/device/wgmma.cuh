@@ -70,6 +70,8 @@ __device__ __forceinline__ void hold(float (&d)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) hold(d[i]);
 }
+// What has been written to memory is read from there again, so that no register keeps it.
+__host__ __device__ __forceinline__ void forget_registers() { asm volatile("" ::: "memory"); }
 
 // Until at most kPending of the newest products are still running. Naming the accumulators keeps the compiler from reading
 // them earlier: the instruction itself does not mention them.

@@ -81,7 +81,6 @@ void check_key_blocks(const AttentionParams& p, bool in_order) {
     schedule.n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
     schedule.section_heads = int(in_order ? backward_section_heads_in_order(p) : backward_section_heads(p));
     schedule.by_section = p.window_right >= 0 || in_order;
-    schedule.mixed = in_order;
     BackwardPlan plan;
     plan.headdim = plan.headdim_v = 64, plan.block_m = kBlockM, plan.block_n = kBlockN;
     schedule.in_order = in_order, schedule.blocks = int(backward_blocks(p, plan));

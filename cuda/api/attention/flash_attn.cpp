@@ -22,6 +22,12 @@ fa_status choose_for(const fa_attention_args& args, const BackwardParams& params
     return choose(args.kernel, args.device, params, device, backward_kernel_at, "FLASH_ATTN_BACKWARD_KERNEL", kernel, why_not);
 }
 
+// What says on which GPU a call runs. An array without elements may lie anywhere.
+const void* place_of(const fa_attention_args& a) {
+    const bool rows = a.cu_seqlens_q ? a.total_q > 0 : a.batch > 0 && a.seqlen_q > 0;
+    return rows ? a.q.data : nullptr;
+}
+
 // Everything that a launch needs, made from the arguments of a call. `forward` holds the fields that both passes have.
 template <typename Row, typename Params>
 struct Call {
@@ -33,7 +39,7 @@ struct Call {
     template <typename Args>
     fa_status prepare(const Args* args, Pointers pointers, Lines* why_not) {
         if (const fa_status status = validate(args, pointers, &forward, &params); status != FA_OK) return status;
-        if (const fa_status status = find_device(fa_device(forward.device), forward.q.data, &device); status != FA_OK) return status;
+        if (const fa_status status = find_device(fa_device(forward.device), place_of(forward), &device); status != FA_OK) return status;
         return choose_for(forward, params, device, &kernel, why_not);
     }
 
@@ -101,7 +107,7 @@ struct CachedCall {
 
     fa_status prepare(const fa_kvcache_args* args, Pointers pointers, Lines* why_not) {
         if (const fa_status status = validate(args, pointers, &forward, &append); status != FA_OK) return status;
-        if (const fa_status status = find_device(fa_device(forward.device), forward.q.data, &device); status != FA_OK) return status;
+        if (const fa_status status = find_device(fa_device(forward.device), place_of(forward), &device); status != FA_OK) return status;
         params = append.attention;
         if (append.rotary_cos) {
             const int64_t row = int64_t(params.nheads) * params.headdim;

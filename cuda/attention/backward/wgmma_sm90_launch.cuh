@@ -1,9 +1,6 @@
 // wgmma_sm90_launch.cuh: the three launches of the Hopper backward, on the host: rows before, the main kernel of plan kId, rows after.
 #pragma once
 
-#include <algorithm>
-#include <cstdlib>
-
 #include "attention/backward/wgmma_sm90_rows.h"
 #include "attention/backward/wgmma_sm90_work.cuh"
 #include "attention/kernels.h"
@@ -26,14 +23,8 @@ cudaError_t launch_backward_block(BackwardKernelPointer function, int shared_byt
     place_query_tiles(&schedule.tiles, align_up(p.workspace, 128));
     schedule.n_blocks = (p.seqlen_k + kPlan.block_n - 1) / kPlan.block_n;
     schedule.in_order = b.deterministic;
-    schedule.mixed = schedule.in_order;
     schedule.by_section = p.window_right >= 0 || schedule.in_order;
     schedule.section_heads = int(schedule.in_order ? backward_section_heads_in_order(p) : backward_section_heads(p));
-    if (const char* o = getenv("FA_ORDER"); o && schedule.in_order) {  // to be dropped
-        const int x = atoi(o), all = p.batch * p.nheads_k;
-        schedule.mixed = x < 0;
-        schedule.section_heads = std::max(int(backward_section_heads(p)), std::min(abs(x), all));
-    }
     schedule.blocks = int(backward_blocks(p, kPlan));
 
     CUtensorMap map_q, map_k, map_v, map_dout;

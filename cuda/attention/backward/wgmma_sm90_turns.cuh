@@ -7,7 +7,7 @@
 //     deterministic   blocks add in the order of their keys at every tile, each when the one before has added.
 //
 // Deterministic calls end, however few blocks run at a time and whenever they run: key blocks are numbered so that of one head those of
-// lower keys have lower numbers (find_in_order), thread blocks take the numbers from a counter, and a block waits only for lower numbers.
+// lower keys have lower numbers (find_key_block), thread blocks take the numbers from a counter, and a block waits only for lower numbers.
 // So all that it waits for have been taken by thread blocks that run, and of those that are not finished the lowest waits for nobody. What
 // a block holds back while it waits, it needs only itself: it counts each tile as added before it takes the turn four tiles on. Two
 // blocks that share keys add to different columns, and each has a counter of its own at every tile.

@@ -5,6 +5,7 @@
 #include "attention/common/params.h"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
+#include "device/wgmma.cuh"
 
 namespace fa {
 
@@ -37,7 +38,6 @@ struct BackwardSchedule {
     int section_heads;  // with by_section: key heads of a section
     bool by_section;    // the first blocks of all heads of a section come before their second blocks; else one head after another
     bool in_order;      // deterministic: blocks add to every query tile in the order of their keys
-    bool mixed;         // in order: short walks are mixed with the first ones of the next section (find_in_order)
     int blocks;         // of 128 keys; the grid takes them in turn
     int q_loads, k_loads, v_loads, dout_loads;  // boxes that make a tile
 };
@@ -62,31 +62,6 @@ FA_HOST_DEVICE Visited visited(const BackwardWork& w, int it) {
     return w.in_order ? Visited{w.end_m - 1 - it / steps, step} : Visited{step, it / steps};
 }
 
-// In order: the head and the key block of number `index`, for n_blocks of each head. The blocks of a head come in the order of their keys.
-// Sections begin half a head apart: row r of a stage has block r of a section's heads, and then block n_long + r of the section before.
-FA_HOST_DEVICE void find_in_order(int index, int n_blocks, int heads, int section_heads, int& head, int& n) {
-    const int n_long = (n_blocks + 1) / 2, n_short = n_blocks / 2, sections = (heads + section_heads - 1) / section_heads;
-    const int last = heads - (sections - 1) * section_heads, first = sections > 1 ? section_heads : last;  // heads of the first and last
-    if (index < n_long * first) {
-        n = index / first, head = index - n * first;
-        return;
-    }
-    index -= n_long * first;
-    if (sections > 1) {
-        const int stage = min(index / (n_blocks * section_heads), sections - 2);
-        const int i = index - stage * n_blocks * section_heads, front = stage + 2 == sections ? last : section_heads;
-        if (i < n_long * front + n_short * section_heads) {
-            const int width = front + section_heads, row = i / width, column = i - row * width;
-            n = column < front ? row : n_long + row;
-            head = stage * section_heads + (column < front ? section_heads + column : column - front);
-            return;
-        }
-        index = i - n_long * front - n_short * section_heads;
-    }
-    const int row = index / last;
-    n = n_long + row, head = heads - last + index - row * last;
-}
-
 // The keys of block `index` and the query tiles that see any of them. False when the block has no keys.
 //
 // Blocks of one head that run at the same time add to the same sums of dQ, so they should be at different query tiles. Under a causal mask
@@ -95,9 +70,8 @@ FA_HOST_DEVICE void find_in_order(int index, int n_blocks, int heads, int sectio
 // Deterministic blocks add to every tile in the order of their keys, and a block may wait only for blocks of lower numbers, which have
 // started before it. All begin with the last tile and go down, at every tile through all heads of the group. So a block follows the one
 // before it at the distance at which it started, about a tile, and never overtakes it: with a causal mask lower keys have more tiles, and
-// those are the ones that only they have. This also puts the longest walks first, so that thread blocks end together. A causal head's last
-// blocks are short and would begin faster than one can follow the other. They are mixed with the first blocks of the next section
-// (find_in_order). ladder/turns.py compares this with other orders.
+// those are the ones that only they have. This also puts the longest walks first, so that thread blocks end together. ladder/turns.py
+// compares this with other orders.
 template <int kBlockM, int kBlockN>
 FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSchedule& schedule, int index, BackwardWork& w) {
     if (p.cu_seqlens_q) {
@@ -118,9 +92,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         w.first_tile = w.q_row / kBlockM + low;
     } else {
         int sequence_head, n;
-        if (schedule.mixed) {
-            find_in_order(index, schedule.n_blocks, p.batch * p.nheads_k, schedule.section_heads, sequence_head, n);
-        } else if (schedule.by_section) {
+        if (schedule.by_section) {
             const int section = index / (schedule.section_heads * schedule.n_blocks), first = section * schedule.section_heads;
             const int i = index - first * schedule.n_blocks, heads = min(schedule.section_heads, p.batch * p.nheads_k - first);
             n = i / heads, sequence_head = first + i - n * heads;
@@ -137,7 +109,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
     w.left = band.left, w.right = band.right;
     const Range tiles = query_tiles_of(band, w.key0, kBlockM, kBlockN);
     w.first_m = tiles.begin, w.end_m = tiles.end;
-    asm volatile("" ::: "memory");  // what has been written stays in memory: the thread has 32 registers
+    forget_registers();  // the thread has 32
     w.in_order = schedule.in_order;
     if (w.in_order) {
         w.rounds = w.end_m - w.first_m, w.first_step = w.start_step = 0, w.end_step = w.width = p.group;

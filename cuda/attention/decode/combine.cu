@@ -81,6 +81,19 @@ struct WarpShare {
     }
 };
 
+// Four columns of a result, times a factor.
+__device__ __forceinline__ void store_columns(const AttentionParams& p, int64_t at, float4 y, float factor) {
+    y.x *= factor, y.y *= factor, y.z *= factor, y.w *= factor;
+    if (p.dtype == DType::kFloat32) {
+        *reinterpret_cast<float4*>(static_cast<float*>(p.out.data) + at) = y;
+        return;
+    }
+    const bool half = p.dtype == DType::kFloat16;
+    const uint2 pairs = half ? make_uint2(pack_16<__half>(y.x, y.y), pack_16<__half>(y.z, y.w))
+                             : make_uint2(pack_16<__nv_bfloat16>(y.x, y.y), pack_16<__nv_bfloat16>(y.z, y.w));
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out.data) + at) = pairs;
+}
+
 template <int kParts>  // of 128 columns
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ DecodeParams d) {
     const AttentionParams& p = d.attention;
@@ -111,14 +124,14 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
             const RowEnd end = finish_row<ScoreUnit::kLog2>(row_max, row_sum, sink_of(p.sinks, row.head));
             if (p.lse && threadIdx.x == 0) p.lse[(int64_t(row.b) * p.nheads + row.head) * p.seqlen_q + row.i] = end.lse * kLn2;
             const int64_t out = row.b * p.out.batch + row.i * p.out.row + row.head * p.out.head;
-            for (int column = threadIdx.x; column < p.headdim_v; column += kThreads) {
-                float y = 0;
+            if (const int column = 4 * threadIdx.x; column < p.headdim_v) {
+                float4 y{};
 #pragma unroll
-                for (int w = 0; w < kWarps; ++w) y += weight[w] * reinterpret_cast<const float*>(o_of[w])[column];
-                y *= end.inverse;
-                if (p.dtype == DType::kFloat32) static_cast<float*>(p.out.data)[out + column] = y;
-                else if (p.dtype == DType::kFloat16) static_cast<__half*>(p.out.data)[out + column] = __float2half_rn(y);
-                else static_cast<__nv_bfloat16*>(p.out.data)[out + column] = __float2bfloat16_rn(y);
+                for (int w = 0; w < kWarps; ++w) {
+                    const float4 o = o_of[w][threadIdx.x];
+                    y.x += weight[w] * o.x, y.y += weight[w] * o.y, y.z += weight[w] * o.z, y.w += weight[w] * o.w;
+                }
+                store_columns(p, out + column, y, end.inverse);
             }
             __syncthreads();
         }
@@ -126,17 +139,6 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
         if (x >= rows) return;
         row.find(d, cut, x);
     }
-}
-
-__device__ __forceinline__ void store_columns(const AttentionParams& p, int64_t at, float4 y) {
-    if (p.dtype == DType::kFloat32) {
-        *reinterpret_cast<float4*>(static_cast<float*>(p.out.data) + at) = y;
-        return;
-    }
-    const bool half = p.dtype == DType::kFloat16;
-    const uint2 pairs = half ? make_uint2(pack_16<__half>(y.x, y.y), pack_16<__half>(y.z, y.w))
-                             : make_uint2(pack_16<__nv_bfloat16>(y.x, y.y), pack_16<__nv_bfloat16>(y.z, y.w));
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out.data) + at) = pairs;
 }
 
 // Neighbours in a tile of rows of a unit.
@@ -186,9 +188,7 @@ __global__ void __launch_bounds__(kThreads) combine_rows_kernel(const __grid_con
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 const int column = 128 * part + 4 * lane;
-                const float4 o = share.o[part];
-                if (column < p.headdim_v)
-                    store_columns(p, out + column, make_float4(o.x * end.inverse, o.y * end.inverse, o.z * end.inverse, o.w * end.inverse));
+                if (column < p.headdim_v) store_columns(p, out + column, share.o[part], end.inverse);
             }
         }
         x += gridDim.x * kWarps;

@@ -16,13 +16,14 @@
 // Two blocks that read the same keys are a cluster: each fetches half of a tile for both.
 //
 // Bound by memory below about 64 rows, else by the products. A block of less than 64 rows multiplies zeros. When the keys are cut, every
-// share writes its own normalised O and lse, and a second kernel merges them.
+// share writes its own normalised O and lse, and a second kernel merges them (mla_merge.cuh).
 #include <numeric>
 
 #include "attention/common/epilogue.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/output_fragment.cuh"
 #include "attention/common/score_fragment.cuh"
+#include "attention/decode/mla_merge.cuh"
 #include "attention/decode/mla_sm90_plan.h"
 #include "attention/kernels.h"
 #include "common/constants.h"
@@ -37,11 +38,10 @@
 namespace fa {
 namespace {
 
-constexpr int kD = 576, kDv = 512, kRows = 64;
+constexpr int kD = 576, kDv = kMlaColumns, kRows = 64;
 constexpr int kChunks = kD / kChunkColumns, kHalfChunks = kDv / 2 / kChunkColumns;
 constexpr int kSteps = kD / 16, kRegisterSteps = 31;  // of 16 columns of Q K^T; those whose Q fits in registers
 constexpr int kSlots = 3;                             // tiles of V
-constexpr int kMostShares = 256;                      // as validation has it
 constexpr int kThreads = 3 * 128;
 
 enum class MlaValues { kInKeys, kOwn };
@@ -528,104 +528,6 @@ __global__ void __launch_bounds__(kThreads, 1) decode_mla_kernel(const __grid_co
     if (paired) cluster_arrive(), cluster_wait();  // the other block may still send to this one
 }
 
-// out = sum of w_i O_i, w_i = exp(lse_i - lse), lse = log sum exp(lse_i): a block for each row, four columns a thread. Up to kMergeLoads
-// shares are on their way before their weights are known. Many shares are dealt to kMergeGroups groups of threads.
-constexpr int kMergeThreads = kDv / 4, kMergeGroups = 4, kMergeLoads = 16;
-constexpr int merge_groups(int splits) { return splits > kMergeLoads ? kMergeGroups : 1; }
-
-// The columns 4 * column .. + 3 of a row, whose heads come one after another in batch and key head.
-template <typename T>
-__device__ __forceinline__ void store_merged(const AttentionParams& p, int heads, int row, int column, float4 sum, float lse) {
-    const int b = heads / p.nheads_k, head = heads % p.nheads_k * p.group + row % p.group;
-    const Sequence s = sequence_of(p, b);
-    T* to = static_cast<T*>(p.out.data) + s.out + row / p.group * p.out.row + head * p.out.head + 4 * column;
-    *reinterpret_cast<uint2*>(to) = make_uint2(pack_16<T>(sum.x, sum.y), pack_16<T>(sum.z, sum.w));
-    if (p.lse && column == 0) p.lse[lse_offset(p, s, head) + row / p.group] = lse;
-}
-
-// The same of at most kFewShares: every thread reads all lses beside its columns, so that nobody waits twice. Then rows are many, and many
-// of these small blocks are on a multiprocessor.
-constexpr int kFewShares = 4;
-template <typename T>
-__global__ void __launch_bounds__(kMergeThreads, 12) merge_few_shares_kernel(const __grid_constant__ MlaParams params) {
-    grid_dependency_wait();
-    const int row = blockIdx.x % params.rows, heads = blockIdx.x / params.rows, splits = params.splits, column = threadIdx.x;
-    const int64_t first = int64_t(heads) * splits * params.rows + row;
-    float lses[kFewShares], m = -INFINITY, l = 0;
-    float4 x[kFewShares];
-#pragma unroll
-    for (int i = 0; i < kFewShares; ++i) {
-        const int64_t at = first + min(i, splits - 1) * params.rows;
-        lses[i] = i < splits ? params.lses[at] : -INFINITY;
-        x[i] = i < splits ? *reinterpret_cast<const float4*>(params.partial + at * kDv + 4 * column) : float4{};
-    }
-#pragma unroll
-    for (int i = 0; i < kFewShares; ++i) m = fmaxf(m, lses[i]);
-    float4 sum{};
-#pragma unroll
-    for (int i = 0; i < kFewShares; ++i) {  // a share without keys is zero
-        const float w = lses[i] == -INFINITY ? 0.0f : __expf(lses[i] - m);
-        l += w, sum.x += w * x[i].x, sum.y += w * x[i].y, sum.z += w * x[i].z, sum.w += w * x[i].w;
-    }
-    const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
-    store_merged<T>(params.attention, heads, row, column, make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse),
-                    l == 0.0f ? -INFINITY : m + __logf(l));
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kMergeGroups* kMergeThreads) merge_shares_kernel(const __grid_constant__ MlaParams params) {
-    __shared__ float weight[kMostShares], lse;
-    __shared__ float4 sums[kMergeGroups][kMergeThreads];
-    grid_dependency_wait();
-    const int row = blockIdx.x % params.rows, heads = blockIdx.x / params.rows, splits = params.splits;
-    const int column = threadIdx.x % kMergeThreads, group = threadIdx.x / kMergeThreads, groups = merge_groups(splits);
-    const float* from = params.partial + (int64_t(heads) * splits * params.rows + row) * kDv + 4 * column;
-    float4 x[kMergeLoads];
-    const auto load = [&](int begin) {
-#pragma unroll
-        for (int i = 0; i < kMergeLoads; ++i) {
-            const int share = begin + i * groups;
-            if (share < splits) x[i] = *reinterpret_cast<const float4*>(from + int64_t(share) * params.rows * kDv);
-        }
-    };
-    const float* lses = params.lses + int64_t(heads) * splits * params.rows + row;
-    for (int i = threadIdx.x; i < splits; i += groups * kMergeThreads) weight[i] = lses[int64_t(i) * params.rows];
-    load(group);
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        float m = -INFINITY, l = 0;
-        for (int i = threadIdx.x; i < splits; i += 32) m = fmaxf(m, weight[i]);
-        for (int x = 16; x > 0; x /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, x));
-        for (int i = threadIdx.x; i < splits; i += 32) l += weight[i] = weight[i] == -INFINITY ? 0.0f : __expf(weight[i] - m);
-        for (int x = 16; x > 0; x /= 2) l += __shfl_xor_sync(~0u, l, x);
-        for (int i = threadIdx.x; i < splits; i += 32) weight[i] = l == 0.0f ? 0.0f : weight[i] / l;
-        if (threadIdx.x == 0) lse = l == 0.0f ? -INFINITY : m + __logf(l);
-    }
-    __syncthreads();
-    float4 sum{};
-#pragma unroll 1
-    for (int begin = group; begin < splits; begin += kMergeLoads * groups) {  // a share without keys is zero
-        if (begin > group) load(begin);
-#pragma unroll
-        for (int i = 0; i < kMergeLoads; ++i) {
-            const int share = begin + i * groups;
-            if (share >= splits) continue;
-            const float w = weight[share];
-            sum.x += w * x[i].x, sum.y += w * x[i].y, sum.z += w * x[i].z, sum.w += w * x[i].w;
-        }
-    }
-    if (groups > 1) {
-        sums[group][column] = sum;
-        __syncthreads();
-        if (group > 0) return;
-        for (int i = 1; i < groups; ++i) {
-            const float4 other = sums[i][column];
-            sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
-        }
-    }
-    store_merged<T>(params.attention, heads, row, column, sum, lse);
-}
-
 MlaParams mla_params(const AttentionParams& p, int multiprocessors) {
     MlaParams params{};
     params.attention = p;
@@ -666,12 +568,7 @@ cudaError_t launch_mla(const AttentionParams& p, int multiprocessors, cudaStream
     const cudaError_t error = launch_kernel(decode_mla_kernel<T, kValues>, unsigned(heads * params.row_blocks * params.splits), kThreads,
                                             sizeof(Smem), stream, params, options);
     if (error != cudaSuccess || params.splits == 1) return error;
-    LaunchOptions merge;
-    merge.programmatic = merge.prefers_shared = true;  // the carveout stays as it is
-    if (params.splits <= kFewShares)
-        return launch_kernel(merge_few_shares_kernel<T>, unsigned(heads * params.rows), kMergeThreads, 0, stream, params, merge);
-    return launch_kernel(merge_shares_kernel<T>, unsigned(heads * params.rows), unsigned(merge_groups(params.splits) * kMergeThreads), 0,
-                         stream, params, merge);
+    return merge_mla_shares<T>({p, params.rows, params.splits, params.partial, params.lses}, stream);
 }
 
 }  // namespace

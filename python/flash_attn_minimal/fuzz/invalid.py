@@ -83,7 +83,18 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
             loose += (0,)  # a cache may have spare entries, and a single length counts for any batch
         axes = [axis for axis, size in enumerate(shape) if size > 1 and axis not in loose]
         return [kind, name, draw.pick(axes)] if axes else None
-    fewer = ("bias", "mask", "alibi_slopes", "positions", "k_scale", "v_scale", "q_descale", "k_descale", "v_descale")
+    fewer = (
+        "bias",
+        "mask",
+        "tree_mask",
+        "alibi_slopes",
+        "positions",
+        "k_scale",
+        "v_scale",
+        "q_descale",
+        "k_descale",
+        "v_descale",
+    )
     if kind == "rank" and (function.any_rank or len(shape) < 2 or name.rstrip("0123456789") in fewer):
         return None  # one axis less may mean the same
     if kind == "foreign" and len(arrays) < 2:
