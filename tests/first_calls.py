@@ -5,7 +5,8 @@ thread, on a second stream, and captured in a graph.
 
 Each call has a process of its own, forked before anything has touched the GPU and killed after a time limit. A call
 that hangs or ends the process is a finding, as a wrong result is. --repeat N instead makes every call N times in one
-process, and compares the bits where the contract promises the same ones. --in-process makes all calls in this process,
+process, and compares the bits where the contract promises the same ones; with --load, while copies and products on a
+second stream take memory, cache and multiprocessors from it. --in-process makes all calls in this process,
 one after the other, for a memory checker."""
 
 from __future__ import annotations
@@ -57,6 +58,19 @@ class TorchSide:
 
     def wait(self) -> None:
         self.torch.cuda.synchronize()
+
+    def load(self) -> None:
+        """Queues half a millisecond of copies and products on a stream of their own."""
+        torch = self.torch
+        if not hasattr(self, "busy"):
+            self.busy, self.copied = torch.cuda.Stream(), torch.ones(1 << 26, device="cuda")
+            self.factor = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
+            self.product = torch.empty_like(self.factor)
+            self.wait()
+        with torch.cuda.stream(self.busy):
+            for _ in range(2):
+                self.copied.mul_(1.0)
+                torch.mm(self.factor, self.factor, out=self.product)
 
 
 def in_thread(work) -> None:
@@ -150,23 +164,33 @@ def forked(work, log: str) -> str:
     return f"no end after {TIME_LIMIT:.0f} s"
 
 
-def repeat(sample: sample_calls.Sample, times: int, side) -> None:
+AT_ONCE = 8  # calls that nothing waits for
+
+
+def repeat(sample: sample_calls.Sample, times: int, load: bool, side) -> None:
     on = {name: side.put(*about) for name, about in sample.arrays.items()}
     first: list[np.ndarray] = []
-    for turn in range(times):
+
+    def call():
         fresh = dict(on)
         for name in ("k_cache", "v_cache"):  # appending changes them
             if name in on:
                 fresh[name] = on[name].clone() if hasattr(on[name], "clone") else on[name].copy()
-        got = [side.get(x) for x in sample.call(**fresh)]
-        if turn == 0:
-            sample.check(got)
-            first = got
-        elif sample.repeatable:
-            for x, y in zip(first, got, strict=True):
-                assert x.tobytes() == y.tobytes(), f"{sample.name}: repetition {turn} has other bits"
-        else:
-            sample.check(got)
+        return sample.call(**fresh)
+
+    for turn in range(0, times, AT_ONCE):
+        if load:
+            side.load()
+        for results in [call() for _ in range(min(AT_ONCE, times - turn))]:
+            got = [side.get(x) for x in results]
+            if not first:
+                sample.check(got)
+                first = got
+            elif sample.repeatable:
+                for x, y in zip(first, got, strict=True):
+                    assert x.tobytes() == y.tobytes(), f"{sample.name}: a repetition after {turn} has other bits"
+            else:
+                sample.check(got)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -175,15 +199,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scenario", action="append")
     parser.add_argument("--name", action="append", help="samples of this name")
     parser.add_argument("--repeat", type=int, default=0)
+    parser.add_argument("--load", action="store_true")
     parser.add_argument("--in-process", action="store_true")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--json")
     options = parser.parse_args(argv)
+    if options.load and (options.device != "cuda" or not options.repeat):
+        parser.error("--load: with --repeat on a GPU")
     side = TorchSide() if options.device == "cuda" else NumpySide()
     samples = (sample_calls.cuda_samples if options.device == "cuda" else sample_calls.cpu_samples)(options.name)
     scenarios = options.scenario or SCENARIOS[options.device]
     if options.in_process or options.repeat:
-        scenarios = ["repeat" if options.repeat else "main"]
+        scenarios = [("load" if options.load else "repeat") if options.repeat else "main"]
     work = [(sample, scenario) for scenario in scenarios for sample in samples]
     rows: list[dict] = []
 
@@ -210,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
                 if item is None:
                     return
                 sample, scenario = item
-                one = partial(repeat, sample, options.repeat) if options.repeat else partial(run, sample, scenario)
+                one = partial(repeat, sample, options.repeat, options.load) if options.repeat else partial(run, sample, scenario)
                 found = forked(lambda one=one: one(side), f"/tmp/first_calls.{os.getpid()}.{number}")
                 with lock:
                     finish(sample, scenario, found)

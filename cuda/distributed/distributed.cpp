@@ -80,9 +80,9 @@ fa_status choose_mode(int32_t wanted, Problem* p, char* why_not, size_t size) {
     const bool even = p->a.nheads % p->size == 0 && (p->a.nheads_k % p->size == 0 || p->size % p->a.nheads_k == 0);
     const bool windowed = p->window.left >= 0;
     // All ranks have to take the same mode. Whether a bias has rows does not show on a rank with one row of it, and on a rank without rows
-    // its address may be NULL.
+    // its address may be NULL. Without keys it is NULL everywhere.
     const auto given = [](const fa_score_tensor& x) { return x.data || x.row_stride; };
-    const bool scored = given(p->a.bias) || given(p->a.mask);
+    const bool scored = p->total_k() > 0 && (given(p->a.bias) || given(p->a.mask));
     const bool all_to_all = even && !windowed && !scored && (p->backward() || group <= p->size - 1 || p->layout != FA_LAYOUT_ZIGZAG);
     const int32_t order[] = {all_to_all ? FA_MODE_ULYSSES : FA_MODE_GATHER, all_to_all ? FA_MODE_GATHER : FA_MODE_ULYSSES, FA_MODE_RING};
     for (const int32_t mode : order) {

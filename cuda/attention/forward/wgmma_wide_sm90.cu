@@ -4,8 +4,8 @@
 // blocks shares K and V.
 //
 //     block 0, rows 0 .. 63                                       block 1, rows 64 .. 127 of the same head
-//     producer, four warps     half of every slot of K and V, to both blocks (multicast)        the other half
-//                                  | ring of nine slots, 64 keys x 128 columns, 16 KB each; a slot has one reading warpgroup
+//     producers, a warp each   of K and of V: half of every slot, to both blocks (multicast)    the other half
+//                                  | nine slots, 64 keys x 128 columns, 16 KB each: a ring for K, and one for V
 //     scores warpgroup         S(n - 1) = Q K^T  under  softmax(n) -> P, o_scale: in shared memory, from each thread to its two twins
 //     output warpgroups, two   O[:, own columns] = o_scale O + P V, 256 columns each at head dim 512
 //
@@ -17,6 +17,10 @@
 //     shared memory    S reads 16 cycles of Q and 16 of K for every 32 cycles of products: 1024. P V reads V alone: 512. The copies write
 //                      128 KB: 1024. P: 192. That is 2750 cycles beside 2048 of products: it bounds the kernel at 3/4 of the peak.
 //     L2               128 KB for each 64 rows would be 64 flops a byte, 350 TFLOP/s at 5.5 TB/s. Two blocks that share them: twice that.
+//
+// A barrier knows its phase by one bit. So whoever waits for a slot has to wait for each of its phases: a slot has one warp in each block
+// that fills it and one warpgroup that reads it, always the same ones. In one ring for K and V a warpgroup that runs ahead would wait for
+// a K whose slot still expects the V before it, take the phase before that for its own, and read and release what has not come.
 //
 // The items are 128 rows of one head; block 0 of a cluster finds them and sends them to block 1. An item costs both blocks all tiles that
 // some of its rows see.
@@ -48,6 +52,7 @@ constexpr int kSlotColumns = 128, kSlots = 9;  // a slot has two chunks of 64 co
 constexpr int kMostColumns = kWgmmaWideMaxHeadDim;
 constexpr int kPSlots = 2, kWorkSlots = 3;
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
+enum ProducerWarp { kKeysWarp, kValuesWarp, kQueriesWarp };
 constexpr uint32_t kChunkBytes = kKeys * kChunkRowBytes, kSlotBytes = 2 * kChunkBytes;
 static_assert(kRows == kKeys, "chunks of Q are as large as those of K");
 
@@ -79,34 +84,37 @@ struct WideTiles {
     static constexpr bool kCaches = true;
 };
 
-// How many slots a tile of K and a tile of V take, and the ring's order: K of the first tile, then K of each next tile with V of the one
-// before, at the end V of the last. Tile t of `tiles` counts from 0 in the order of work, last keys first; `base` counts the slots of all
-// items before.
+// How many slots a tile of K and a tile of V take. The ring of K has the first kKeyRing slots; that of V has one tile or two, in the
+// others.
 template <int kOfKeys, int kOfValues>
 struct WideShape {
     static constexpr int kKeySlots = kOfKeys, kValueSlots = kOfValues;
+    static constexpr int kValueTiles = kValueSlots == 2 ? 2 : 1, kKeyRing = kSlots - kValueTiles * kValueSlots;
     // The first output warpgroup has the larger half of V.
     static constexpr int first_slot(int half) { return half ? (kValueSlots + 1) / 2 : 0; }
     static constexpr int own_slots(int half) { return (kValueSlots + 1 - half) / 2; }
-
-    static __device__ __forceinline__ uint32_t slot_of_keys(uint32_t base, int t) {
-        return base + (t ? t * kKeySlots + (t - 1) * kValueSlots : 0);
-    }
-    static __device__ __forceinline__ uint32_t slot_of_values(uint32_t base, int t, int tiles) {
-        return base + min(t + 2, tiles) * kKeySlots + t * kValueSlots;
-    }
-    static __device__ __forceinline__ uint32_t slot_behind(uint32_t base, int tiles) { return base + tiles * (kKeySlots + kValueSlots); }
 };
-template <typename T>
-__device__ __forceinline__ Ring<kSlots> slot_at(const WideSmem<T>& smem, uint32_t count) {
-    return Ring<kSlots>(smem.full, smem.empty, count);
+// A slot, and the phase of its barriers.
+struct SlotPlace {
+    uint32_t slot, phase;
+};
+// Of tile `tile` of V, over all items: its first slot.
+template <typename Shape>
+__device__ __forceinline__ SlotPlace place_of_values(uint32_t tile) {
+    return {Shape::kKeyRing + tile % Shape::kValueTiles * Shape::kValueSlots, tile / Shape::kValueTiles % 2};
 }
-// A warp has read `kCount` slots from `at` on: both blocks' copies may overwrite them. `other`: the empty barriers of the other block.
-template <int kCount>
-__device__ __forceinline__ void release_slots(Ring<kSlots> at, uint32_t other, int lane) {
-    if (!arrives(lane)) return;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i, at.next()) mbarrier_arrive(at.empty_barrier()), mbarrier_arrive_cluster(other + 8 * at.slot);
+template <typename Shape>
+__device__ __forceinline__ void next_slot(SlotPlace& keys) {
+    if (++keys.slot == Shape::kKeyRing) keys = {0, keys.phase ^ 1};
+}
+template <typename T>
+__device__ __forceinline__ void wait_full(const WideSmem<T>& smem, SlotPlace at) {
+    mbarrier_wait(shared_address(smem.full) + 8 * at.slot, at.phase);
+}
+// A warp has read a slot: both blocks' copies may overwrite it. `other`: the empty barriers of the other block.
+template <typename T>
+__device__ __forceinline__ void release_slot(const WideSmem<T>& smem, uint32_t other, uint32_t slot) {
+    mbarrier_arrive(shared_address(smem.empty) + 8 * slot), mbarrier_arrive_cluster(other + 8 * slot);
 }
 
 // ---- work: a reader waits for the next item, reads it in shared memory, and releases it in block 0 ----
@@ -122,7 +130,7 @@ __device__ __forceinline__ void release_work(Ring<kWorkSlots>& work, int lane) {
     work.next();
 }
 
-// ---- producer: four warps take the slots in turn. Its few registers keep only counts, from which the places in the rings follow ----
+// ---- producers: a warp for K, in block 0 also for the items, one for V, and one for Q ----
 
 // A thread of block 0: the next item with rows, or the end, into its own shared memory and that of block 1.
 template <typename T>
@@ -141,12 +149,11 @@ __device__ __forceinline__ void send_work(const AttentionParams& p, const Forwar
     mbarrier_arrive(work.full_barrier());
 }
 
-// This block's chunk of one of the slots of tile n of K or V: `place` counts from the tile's first. A box a lane.
-template <typename T>
-__device__ __forceinline__ void load_chunk(const CUtensorMap& map, const AttentionParams& p, int box_rows, const ForwardWork& w, int n,
-                                           uint32_t place, WideSmem<T>& smem, const Ring<kSlots>& slot) {
+// This block's chunks of the kCount slots of tile n of K or V. A box a lane. place(i): of slot i.
+template <int kCount, typename T, typename Place>
+__device__ __forceinline__ void load_tile(const CUtensorMap& map, const AttentionParams& p, int box_rows, const ForwardWork& w, int n,
+                                          WideSmem<T>& smem, const Place& place) {
     const int lane = threadIdx.x % 32, box_row = lane * box_rows;
-    const uint32_t chunk = 2 * place + cluster_rank();
     int row = w.k_row + n * kKeys + box_row, page = p.cu_seqlens_q ? 0 : w.batch;
     if (p.cache.block_table) {  // pages that the sequence does not have arrive as zeros
         page = p.cache.entries;
@@ -157,12 +164,18 @@ __device__ __forceinline__ void load_chunk(const CUtensorMap& map, const Attenti
     } else if (p.cache.entries) {
         page = cache_entry(p.cache, page);
     }
-    slot.wait_empty();
-    if (lane == 0) mbarrier_arrive_expect_tx(slot.full_barrier(), kSlotBytes);
-    if (box_row < kKeys)
-        tma_load_multicast(shared_address(smem.slots[slot.slot]) + chunk % 2 * kChunkBytes + box_row * kChunkRowBytes, &map,
-                           slot.full_barrier(), chunk * kChunkColumns, row, 0, w.head / p.group, page, (1 << kBlocks) - 1);
-    __syncwarp();
+    const int head_k = w.head / p.group;
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i) {
+        const SlotPlace at = place(i);
+        const uint32_t chunk = 2 * i + cluster_rank(), full = shared_address(smem.full) + 8 * at.slot;
+        mbarrier_wait(shared_address(smem.empty) + 8 * at.slot, at.phase ^ 1);
+        if (lane == 0) mbarrier_arrive_expect_tx(full, kSlotBytes);
+        if (box_row < kKeys)
+            tma_load_multicast(shared_address(smem.slots[at.slot]) + chunk % 2 * kChunkBytes + box_row * kChunkRowBytes, &map, full,
+                               chunk * kChunkColumns, row, 0, head_k, page, (1 << kBlocks) - 1);
+        __syncwarp();
+    }
 }
 
 // This block's rows of Q, a chunk a lane; past headdim, where K has zeros, they are zeros, too.
@@ -181,48 +194,58 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map, const Atten
 template <typename T, typename Shape>
 __device__ __forceinline__ void produce(const CUtensorMap& map_q, const CUtensorMap& map_k, const CUtensorMap& map_v,
                                         const AttentionParams& p, const WideSchedule& schedule, WideSmem<T>& smem, int warp) {
-    uint32_t slots = 0;  // of all tiles so far
+    if (warp > kQueriesWarp) return;
+    Ring<kWorkSlots> work(smem.work_full, smem.work_empty);
+    SlotPlace keys{0, 0};
+    uint32_t tile = 0;  // of V, over all items
 #pragma unroll 1
     for (uint32_t item = 0;; ++item) {
-        if (warp == 0 && cluster_rank() == 0) {
-            if (threadIdx.x == 0) send_work(p, schedule.list, smem, item);
+        if (warp == kKeysWarp && cluster_rank() == 0) {  // K of the item before is on its way: no item is taken long before its turn
+            if (threadIdx.x % 32 == 0) send_work(p, schedule.list, smem, item);
             __syncwarp();
         }
-        Ring<kWorkSlots> work(smem.work_full, smem.work_empty, item);
         const ForwardWork& w = next_work(smem, work);
         if (w.state == WorkState::kEnd) return;
-        if (warp == 0) load_queries<2 * Shape::kKeySlots>(map_q, p, w, smem, Ring<1>(smem.q_full, smem.q_empty, item));
-        const auto load = [&](const CUtensorMap& map, int n, auto count) {
-            const uint32_t place = (warp - slots) % 4;  // of the tile's slots, at most four, the one that is this warp's
-            if (place < decltype(count)::value) load_chunk(map, p, schedule.box_rows, w, n, place, smem, slot_at(smem, slots + place));
-            slots += decltype(count)::value;
-        };
-        const std::integral_constant<uint32_t, Shape::kKeySlots> of_keys{};
-        const std::integral_constant<uint32_t, Shape::kValueSlots> of_values{};
-        load(map_k, w.last_tile, of_keys);
+        if (warp == kQueriesWarp) {
+            load_queries<2 * Shape::kKeySlots>(map_q, p, w, smem, Ring<1>(smem.q_full, smem.q_empty, item));
+        } else if (warp == kKeysWarp) {
 #pragma unroll 1
-        for (int n = w.last_tile; n > w.first_tile; --n) load(map_k, n - 1, of_keys), load(map_v, n, of_values);
-        load(map_v, w.first_tile, of_values);
+            for (int n = w.last_tile; n >= w.first_tile; --n)
+                load_tile<Shape::kKeySlots>(map_k, p, schedule.box_rows, w, n, smem, [&](int) {
+                    const SlotPlace at = keys;
+                    next_slot<Shape>(keys);
+                    return at;
+                });
+        } else {
+#pragma unroll 1
+            for (int n = w.last_tile; n >= w.first_tile; --n, ++tile)
+                load_tile<Shape::kValueSlots>(map_v, p, schedule.box_rows, w, n, smem, [&](int i) {
+                    const SlotPlace first = place_of_values<Shape>(tile);
+                    return SlotPlace{first.slot + i, first.phase};
+                });
+        }
         release_work(work, threadIdx.x % 32);
     }
 }
 
 // ---- the scores warpgroup ----
 
-// S = Q K^T, of the tile of K whose slots begin at `at`. The descriptors' low halves go through opaque(): the compiler would keep those of
-// every step of Q in registers.
-template <typename T, int kKeySlots>
-__device__ __forceinline__ void multiply_qk(float (&S)[kKeys / 2], uint32_t low_q, uint32_t low_slots, Ring<kSlots> at) {
+// S = Q K^T, of the tile of K whose slots begin at `keys`, which goes on to the next tile. The descriptors' low halves go through opaque():
+// the compiler would keep those of every step of Q in registers.
+template <typename T, typename Shape>
+__device__ __forceinline__ void multiply_qk(float (&S)[kKeys / 2], uint32_t low_q, uint32_t low_slots, const WideSmem<T>& smem,
+                                            SlotPlace& at) {
     constexpr int kSteps = kSlotColumns / 16;
 #pragma unroll
-    for (int x = 0; x < kKeySlots; ++x, at.next()) {
-        at.wait_full();
+    for (int x = 0; x < Shape::kKeySlots; ++x) {
+        wait_full(smem, at);
         const uint32_t q = opaque(low_q), k = opaque(low_slots + at.slot * uint32_t(descriptor_step(kSlotBytes)));
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kSteps; ++i)
             wgmma_ss<T, kKeys>(S, descriptor_from(q, descriptor_k_step(x * kSteps + i, kRows)),
                                descriptor_from(k, descriptor_k_step(i, kKeys)), x != 0 || i != 0);
+        next_slot<Shape>(at);
     }
     wgmma_commit();
 }
@@ -238,7 +261,14 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
     const int quad = lane % 4, thread = threadIdx.x % 128;
     const bool natural = wgmma_scores_are_natural(p);
     const float scale_log2 = natural ? kLog2e : p.scale * kLog2e;
-    uint32_t base = 0;
+    SlotPlace keys{0, 0};
+    uint32_t read = 0;  // the slot behind `keys` that has not been released
+    const auto release_keys = [&] {
+        if (arrives(lane))
+#pragma unroll
+            for (int i = 0; i < Shape::kKeySlots; ++i) release_slot(smem, other, (read + i) % Shape::kKeyRing);
+        read = keys.slot;
+    };
 #pragma unroll 1
     for (;;) {
         const ForwardWork& w = next_work(smem, work);
@@ -274,21 +304,16 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
         };
 
         q.wait_full();
-        const auto multiply = [&](float(&scores)[kKeys / 2], const Ring<kSlots>& keys) {
-            multiply_qk<T, Shape::kKeySlots>(scores, low_q, low_slots, keys);
-        };
-        Ring<kSlots> keys = slot_at(smem, base);
-        multiply(S, keys);
+        multiply_qk<T, Shape>(S, low_q, low_slots, smem, keys);
         wgmma_wait<0>(S);
-        release_slots<Shape::kKeySlots>(keys, other, lane);
+        release_keys();
         // The products of tile t + 1 run under the softmax of tile t.
 #pragma unroll 1
         for (int t = 0; t + 1 < tiles; ++t) {
-            keys = slot_at(smem, Shape::slot_of_keys(base, t + 1));
-            multiply(next, keys);
+            multiply_qk<T, Shape>(next, low_q, low_slots, smem, keys);
             softmax(t);
             wgmma_wait<0>(next);
-            release_slots<Shape::kKeySlots>(keys, other, lane);
+            release_keys();
 #pragma unroll
             for (int i = 0; i < kKeys / 2; ++i) S[i] = next[i];
         }
@@ -309,7 +334,6 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
         __syncwarp();
         if (arrives(lane)) mbarrier_arrive(out.full_barrier());
         out.next();
-        base = Shape::slot_behind(base, tiles);
         release_work(work, lane);
     }
 }
@@ -319,14 +343,14 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
 // Rows of V that no row of the sequence sees have P = 0, but 0 x NaN is NaN: they are zeroed. Past the end of a dense tensor the copies
 // wrote zeros, but in a varlen call the next sequence follows, and a cache may hold anything.
 template <int kOwn, typename T>
-__device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, const ForwardWork& w, int n, WideSmem<T>& smem,
-                                                   Ring<kSlots> at, int half) {
+__device__ __forceinline__ void zero_hidden_values(const AttentionParams& p, const ForwardWork& w, int n, WideSmem<T>& smem, SlotPlace at,
+                                                   int half) {
     const int begin = clamp_to(w.left, 0, w.seqlen_k), end = clamp_to(w.seqlen_q + w.right, 0, w.seqlen_k);
     const bool hidden_end = (n + 1) * kKeys > end && (p.cu_seqlens_q || p.cache.entries || end < w.seqlen_k);
     if (!hidden_end && n * kKeys >= begin) return;
 #pragma unroll 1
-    for (int i = 0; i < kOwn; ++i, at.next()) {
-        at.wait_full();
+    for (int i = 0; i < kOwn; ++i, ++at.slot) {
+        wait_full(smem, at);
         uint4* pieces = reinterpret_cast<uint4*>(smem.slots[at.slot]);
         for (int x = opaque(int(threadIdx.x % 128)); x < int(kSlotBytes / 16); x += 128) {
             const int key = n * kKeys + x / 8 % kKeys;
@@ -345,7 +369,7 @@ __device__ __forceinline__ void compute_output(const AttentionParams& p, WideSme
     const uint32_t low_slots = descriptor_low(shared_address(smem.slots), kChunkBytes);
     const uint32_t other = cluster_address(shared_address(smem.empty), rank ^ 1);
     const int quad = lane % 4, thread = threadIdx.x % 128;
-    uint32_t base = 0;
+    uint32_t tile = 0;  // of V, over all items
 #pragma unroll 1
     for (;;) {
         const ForwardWork& w = next_work(smem, work);
@@ -361,7 +385,7 @@ __device__ __forceinline__ void compute_output(const AttentionParams& p, WideSme
             in.release(lane);
         };
 #pragma unroll 1
-        for (int t = 0; t < tiles; ++t) {
+        for (int t = 0; t < tiles; ++t, ++tile) {
             in.wait_full();
 #pragma unroll
             for (int i = 0; i < kKeys / 16; ++i) {
@@ -374,13 +398,13 @@ __device__ __forceinline__ void compute_output(const AttentionParams& p, WideSme
 #pragma unroll
                 for (int i = 0; i < kOwn * kSlotColumns / 2; ++i) O[i] *= i / 2 % 2 ? o_scale.y : o_scale.x;
             }
-            const Ring<kSlots> values = slot_at(smem, Shape::slot_of_values(base, t, tiles) + kFirst);
+            SlotPlace values = place_of_values<Shape>(tile);
+            values.slot += kFirst;
             zero_hidden_values<kOwn>(p, w, w.last_tile - t, smem, values, kHalf);
-            Ring<kSlots> at = values;
 #pragma unroll
-            for (int x = 0; x < kOwn; ++x, at.next()) {
-                at.wait_full();
-                const uint32_t v = opaque(low_slots + at.slot * uint32_t(descriptor_step(kSlotBytes)));
+            for (int x = 0; x < kOwn; ++x) {
+                wait_full(smem, SlotPlace{values.slot + x, values.phase});
+                const uint32_t v = opaque(low_slots + (values.slot + x) * uint32_t(descriptor_step(kSlotBytes)));
                 wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < kKeys / 16; ++i)
@@ -389,7 +413,9 @@ __device__ __forceinline__ void compute_output(const AttentionParams& p, WideSme
                 wgmma_commit();
             }
             wgmma_wait<0>(O);
-            release_slots<kOwn>(values, other, lane);
+            if (arrives(lane))
+#pragma unroll
+                for (int x = 0; x < kOwn; ++x) release_slot(smem, other, values.slot + x);
         }
         in.wait_full();
         const float2 inverse = read_o_scale();
@@ -403,7 +429,6 @@ __device__ __forceinline__ void compute_output(const AttentionParams& p, WideSme
             const float factor = r ? inverse.y : inverse.x;
             store_row(out + (row + 8 * r) * p.out.row, O, r, factor, factor == 0.0f, row + 8 * r < w.seqlen_q, p.headdim_v - column, quad);
         }
-        base = Shape::slot_behind(base, tiles);
         release_work(work, lane);
     }
 }
@@ -425,7 +450,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
         init(smem.q_full, 1), init(smem.q_empty, 4 * kWarpArrivals);
         init(smem.full, 1), init(smem.empty, kBlocks * 4 * kWarpArrivals);
         init(smem.p_full, 4 * kWarpArrivals), init(smem.p_empty, 8 * kWarpArrivals);
-        init(smem.work_full, 1), init(smem.work_empty, kBlocks * kWarps * kWarpArrivals);
+        init(smem.work_full, 1), init(smem.work_empty, kBlocks * (kWarps - 1) * kWarpArrivals);  // one producer warp is idle
         fence_mbarrier_init();
         smem.next_index = int(blockIdx.x) / kBlocks;
     }
@@ -446,7 +471,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
         compute_output<T, Shape, 1>(p, smem, rank, warp % 4, lane);
     }
     __syncwarp();
-    cluster_arrive(), cluster_wait();  // nobody sends to a block that has ended
+    cluster_arrive_release(), cluster_wait();  // what has been sent has come: nobody sends to a block that has ended
 }
 
 // ---- launch ----
