@@ -237,7 +237,11 @@ def main(argv: list[str] | None = None) -> int:
                 if item is None:
                     return
                 sample, scenario = item
-                one = partial(repeat, sample, options.repeat, options.load) if options.repeat else partial(run, sample, scenario)
+                one = (
+                    partial(repeat, sample, options.repeat, options.load)
+                    if options.repeat
+                    else partial(run, sample, scenario)
+                )
                 found = forked(lambda one=one: one(side), f"/tmp/first_calls.{os.getpid()}.{number}")
                 with lock:
                     finish(sample, scenario, found)
