@@ -229,8 +229,9 @@ def attention_mask(
     def array() -> torch.Tensor:
         return masking_utils.sdpa_mask(**given | skips)
 
-    form = _form_of(mask_function)
-    if form is None or form.chunk and kv_offset % form.chunk:
+    plain = mask_function is masking_utils.causal_mask_function  # a trace sees into no other function
+    form = None if _is_traced() and not plain else _form_of(mask_function)
+    if form is None or form.chunk and kv_offset:  # chunks count from the first key of a sequence
         return array()
     shape = (batch_size, 1, q_length, kv_length)
     mask = Mask(shape, form.causal, form.window, form.chunk, documents=form.documents)
@@ -238,7 +239,7 @@ def attention_mask(
     if isinstance(mask.ends, torch.Tensor):
         mask.ends = mask.ends.reshape(-1).to(torch.int32).expand(batch_size).contiguous()
     if form.documents is not None:
-        return mask if mask.full and q_length == kv_length and not _is_traced() else array()
+        return mask if mask.full and q_length == kv_length else array()
     if attention_mask is None:
         return mask
     if _is_traced() or attention_mask.ndim != 2:  # its values cannot be read
@@ -273,8 +274,9 @@ def _with_padding(mask: Mask, tokens: torch.Tensor, kv_offset: int) -> bool:
         return True
     if from_start and (in_one_piece or mask.window == (-1, -1) and not mask.chunk):
         mask.valid, mask.pack_rows = valid, True
+        mask.starts = first if in_one_piece else None
         return True
-    if in_one_piece and at_end and not (mask.chunk and kv_offset):
+    if in_one_piece and at_end:
         mask.starts = first
         return True
     return False
