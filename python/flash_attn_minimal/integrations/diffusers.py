@@ -12,9 +12,11 @@ from __future__ import annotations
 import torch
 from diffusers.models import attention_dispatch
 
+from .. import _modes, autograd  # noqa: F401  (autograd: before the first compiled call)
 from ..attention import flash_attn_func
 from .flash_attn._calls import dense_rows, draw_dropout
 
+_modes.active()  # finds PyTorch now: a trace could not
 NAME = "attn_minimal"
 
 

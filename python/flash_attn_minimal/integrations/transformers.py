@@ -23,10 +23,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
+from .. import _modes, autograd  # noqa: F401  (autograd: before the first compiled call)
 from ..attention import flash_attn_func, flash_attn_varlen_func
 from ..kvcache import flash_attn_with_kvcache
 from .flash_attn._calls import dense_rows, draw_dropout
 
+_modes.active()  # finds PyTorch now: a trace could not
 NAME = "attn_minimal"
 _TAKEN = ("flash", "sdpa", "flex_attention")  # transformers looks for these words in a name
 FEW_ROWS = 16  # queries up to which the kernels for caches are asked
