@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -362,6 +362,9 @@ def _aligned(x: torch.Tensor | None, k: torch.Tensor) -> torch.Tensor | None:
 
 def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.Tensor:
     """q, k, v: (batch, seqlen, nheads, .)."""
+    if isinstance(mask.ends, int) and mask.ends < k.shape[1] and mask.valid is None:  # a static cache that begins
+        k, v = k[:, : mask.ends], v[:, : mask.ends]
+        mask = replace(mask, shape=(*mask.shape[:3], mask.ends))
     options = options | {"causal": mask.causal, "window_size": mask.window, "attention_chunk": mask.chunk}
     random = draw_dropout(dropout, q.device)
     if mask.documents is not None and bias is None:
