@@ -471,6 +471,13 @@ def test_masks_say_what_transformers_arrays_say(form, lengths, side):
     assert torch.equal(got_again & counted if mask.pack_rows else got_again, got)
 
 
+def test_a_mask_moves_as_a_tensor_does():
+    mask = adapter.Mask((2, 1, 1, 5), ends=torch.tensor([5, 5]), starts=torch.tensor([0, 2]))
+    moved = mask.to("meta", torch.float16)
+    assert {moved.ends.device.type, moved.starts.device.type} == {"meta"} and moved.starts.dtype == torch.int64
+    assert moved.shape == mask.shape and moved.causal and mask.to(torch.float16) is mask is mask.contiguous()
+
+
 def test_unknown_masks_stay_arrays(models):
     from transformers import masking_utils
 
