@@ -256,6 +256,8 @@ def _is_traced() -> bool:
 def _with_padding(mask: Mask, tokens: torch.Tensor, kv_offset: int) -> bool:
     """Puts the padding of the keys into the mask. False where that needs an array."""
     batch, _, q_length, kv_length = mask.shape
+    if isinstance(mask.ends, int) and tokens.shape[-1] >= kv_offset + mask.ends and tokens[:, kv_offset:].all():
+        return True
     valid = F.pad(tokens.bool(), (0, max(0, kv_offset + kv_length - tokens.shape[-1])))
     valid = valid[:, kv_offset : kv_offset + kv_length]
     key = torch.arange(kv_length, device=valid.device, dtype=torch.int32)
@@ -365,18 +367,18 @@ def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.T
     if isinstance(mask.ends, int) and mask.ends < k.shape[1] and mask.valid is None:  # a static cache that begins
         k, v = k[:, : mask.ends], v[:, : mask.ends]
         mask = replace(mask, shape=(*mask.shape[:3], mask.ends))
-    options = options | {"causal": mask.causal, "window_size": mask.window, "attention_chunk": mask.chunk}
     random = draw_dropout(dropout, q.device)
+    graded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
+    if bias is None and not random and not graded and mask.documents is None and not mask.pack_rows:
+        if not mask.full or mask.starts is not None or q.shape[1] <= FEW_ROWS:
+            if mask.valid is None or mask.starts is not None:
+                return _over_cache(q, k, v, mask, options)
+    options = options | {"causal": mask.causal, "window_size": mask.window, "attention_chunk": mask.chunk}
     if mask.documents is not None and bias is None:
         _, cu_seqlens, longest = mask.document_packing
         return _packed(q, k, v, (cu_seqlens, cu_seqlens, longest, longest), options | random)
     if mask.pack_rows and bias is None:
         return _unpadded_rows(q, k, v, mask.packing, options | random)
-    graded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
-    plain = bias is None and not random and not graded
-    if plain and (not mask.full or mask.starts is not None or q.shape[1] <= FEW_ROWS):
-        if mask.valid is None or mask.starts is not None:
-            return _over_cache(q, k, v, mask, options)
     if mask.valid is not None and bias is None and not mask.positional:
         return _unpadded_keys(q, k, v, mask.packing, options | random)
     if not mask.full or mask.starts is not None or mask.documents is not None:
@@ -434,7 +436,7 @@ def _over_cache(q, k, v, mask: Mask, options: dict) -> torch.Tensor:
 
 def _over_cache_now(q, k, v, starts, ends, sinks, length, scale, softcap, causal, left, right, chunk):
     return flash_attn_with_kvcache(
-        q.detach(), k.detach(), v.detach(),
+        q, k, v,
         cache_seqlens=length if ends is None else ends, cache_leftpad=starts, sinks=sinks, softmax_scale=scale,
         softcap=softcap, causal=causal, window_size=(left, right), attention_chunk=chunk,
     )  # fmt: skip
