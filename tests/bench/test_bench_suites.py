@@ -268,3 +268,22 @@ def test_every_suite_module_registers():
     names = {module.__name__.rpartition(".")[2] for module in bench.MODULES}
     registered = {found.run.__module__.rpartition(".")[2] for found in suite.SUITES.values()}
     assert names == registered
+
+
+# ---- a model of transformers ----
+
+
+@needs_torch
+def test_transformers_suite(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")
+    options = "--suite", "transformers", "--device", "cpu", "--rounds", "1", "--seqlen", "20"
+    data = run(tmp_path, *options)
+    found = {(row["system"], row["mode"]) for row in data["rows"]}
+    assert found >= {(system, mode) for system in ("ours", "torch") for mode in ("prefill", "dynamic", "static")}
+    assert all(row["max_err"] < 1e-5 for row in data["rows"])
+    assert "| 20 | flash-attn-minimal |" in (tmp_path / "transformers.md").read_text()
+    from flash_attn_minimal.integrations import transformers as adapter
+
+    monkeypatch.setattr(adapter, "flash_attn_with_kvcache", lambda q, k, v, **_: v[:, :1].repeat(1, 1, 2, 1))
+    wrong = run(tmp_path, *options, code=1)
+    assert [row["mode"] for row in wrong["rows"] if row.get("wrong")] == ["dynamic", "static"]

@@ -35,7 +35,7 @@ def blocks(language):
 
 @pytest.mark.parametrize("code", list(blocks("python")))
 def test_python_block_runs(code, tmp_path):
-    for framework in re.findall(r"^import (torch|jax)$", code, re.MULTILINE):
+    for framework in re.findall(r"^(?:import|from) (torch|jax|transformers|diffusers)\b", code, re.MULTILINE):
         pytest.importorskip(framework)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ from . import (
     report,
     shapes,
     small_ops,
+    transformers,
 )
 from .machine import DTYPES, SHORT, BenchError, device_slug, library_has_cuda
 from .rows import timed
@@ -31,6 +32,7 @@ from .timing import QUICK, Protocol
 
 MODULES = (  # of suites
     attention, shapes, languages, profile, prefill, decode, queries, llama, block, overhead, linear, small_ops,
+    transformers,
 )  # fmt: skip
 
 
@@ -100,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         help="ours: kernels by name, or best; default: best, in the ladder all; languages: rungs",
     )
     add("--peers", metavar="NAME,...", help=f"{'; '.join(', '.join(names) for names in PEERS.values())}; all; none")
-    add("--model", metavar="NAME", help="llama: a shape that `synthetic` knows")
+    add("--model", metavar="NAME", help="llama: a shape that `synthetic` knows; transformers: 1b, tiny")
     add("--threads", type=positive, metavar="N", help="CPU threads; default: all cores")
     add("--rounds", type=positive, metavar="N", help="bursts of each system on each shape")
     add("--minutes", type=positive, metavar="N", help="languages: report what there is after so long; default: 20")

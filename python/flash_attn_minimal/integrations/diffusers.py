@@ -1,0 +1,81 @@
+"""Attention for Hugging Face diffusers: a backend beside those that diffusers.models.attention_dispatch lists.
+
+    from flash_attn_minimal.integrations import diffusers as adapter
+    pipeline.transformer.set_attention_backend(adapter.register())
+
+It serves every model that attends through `dispatch_attention_fn`. The names of backends are a closed list there, an
+Enum, which `register` makes longer by one; all else goes through the registry as diffusers' own backends do.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models import attention_dispatch
+
+from .. import _modes, autograd  # noqa: F401  (autograd: before the first compiled call)
+from ..attention import flash_attn_func
+from .flash_attn._calls import dense_rows, draw_dropout
+
+_modes.active()  # finds PyTorch now: a trace could not
+NAME = "attn_minimal"
+
+
+def register() -> str:
+    """Registers the backend, in this process, and returns its name. A second call changes nothing."""
+    names, registry = attention_dispatch.AttentionBackendName, attention_dispatch._AttentionBackendRegistry
+    member = names._value2member_map_.get(NAME)
+    if member is None:
+        member = str.__new__(names, NAME)
+        member._name_, member._value_, member.__objclass__ = NAME.upper(), NAME, names
+        member._sort_order_ = len(names._member_names_)
+        names._member_names_.append(member._name_)
+        names._member_map_[member._name_] = names._value2member_map_[NAME] = member
+    if member not in registry._backends:
+        checks = [attention_dispatch._check_device, attention_dispatch._check_shape]
+        registry.register(member, constraints=checks)(attention)
+    return NAME
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: object = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What dispatch_attention_fn asks for; all means what it means to the backend `native`.
+
+    Arguments:
+        query: (batch, seqlen_q, nheads, headdim); key, value: (batch, seqlen_k, nheads_k, .).
+        attn_mask: bool (True: attend) or float (added to the scores), that broadcasts to (batch, nheads, seqlen_q,
+            seqlen_k); or (batch, seqlen_k), which keys are no padding.
+        is_causal: row i sees keys 0 .. i.
+        scale: None means headdim ** -0.5.
+        enable_gqa: nheads_k may be fewer than nheads; without it that is an error.
+        return_lse: also return lse, (batch, seqlen_q, nheads) float32.
+
+    Raises:
+        ValueError: heads that differ without enable_gqa.
+        NotImplementedError: context parallelism (`_parallel_config`), for which diffusers cuts attention up itself.
+    """
+    if _parallel_config is not None:
+        raise NotImplementedError(f"the backend {NAME} takes no context parallelism: use 'native', or one process")
+    if query.shape[2] != key.shape[2] and not enable_gqa:
+        raise ValueError(f"query has {query.shape[2]} heads and key {key.shape[2]}: that needs enable_gqa=True")
+    q, k, v = dense_rows(query, key, value)
+    bias = mask = None
+    if attn_mask is not None:
+        if attn_mask.shape == (q.shape[0], k.shape[1]):
+            attn_mask = attn_mask[:, None, None]
+        if attn_mask.dtype == torch.bool:
+            mask = dense_rows(attn_mask)[0]
+        else:
+            bias = dense_rows(attn_mask.to(q.dtype))[0]
+    options = {"softmax_scale": scale, "causal": is_causal, "top_left": is_causal, "bias": bias, "mask": mask}
+    results = flash_attn_func(q, k, v, return_lse=return_lse, **options, **draw_dropout(dropout_p, q.device))
+    return (results[0], results[1].transpose(1, 2)) if return_lse else results

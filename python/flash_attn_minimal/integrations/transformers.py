@@ -1,0 +1,475 @@
+"""Attention for Hugging Face transformers (4.57 and newer): `register()` gives it a name that a model takes.
+
+    from flash_attn_minimal.integrations import transformers as adapter
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=adapter.register())
+
+Two functions are registered. `attention_mask` is asked once a forward pass which keys a row sees; `attention` is asked
+by every layer for the result. Between the two goes a `Mask`: edges and lengths, where transformers' own masks are
+arrays of q_length x kv_length. It is made without a look at the values of position_ids, and with one look at those of
+attention_mask.
+
+A mask whose form is not known here (prefixes, images that see themselves) stays the array that transformers makes, and
+the kernels read that.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+from .. import _modes, autograd  # noqa: F401  (autograd: before the first compiled call)
+from ..attention import flash_attn_func, flash_attn_varlen_func
+from ..kvcache import flash_attn_with_kvcache
+from .flash_attn._calls import dense_rows, draw_dropout
+
+_modes.active()  # finds PyTorch now: a trace could not
+NAME = "attn_minimal"
+_TAKEN = ("flash", "sdpa", "flex_attention")  # transformers looks for these words in a name
+FEW_ROWS = 16  # queries up to which the kernels for caches are asked
+
+
+def register(name: str = NAME) -> str:
+    """Registers attention and its masks, in this process, and returns the name for attn_implementation. A second call
+    changes nothing.
+
+    ValueError: a name that transformers gives a meaning: one with "flash" in it is a kernel to download, "sdpa" and
+    "flex_attention" ask for what these need, and |, / and @ are syntax. Or one that is another's.
+    """
+    for word in (*_TAKEN, "|", "/", "@"):
+        if word in name:
+            raise ValueError(f"name={name!r}: transformers gives a name with {word!r} in it a meaning of its own")
+    if not name or name == "eager":
+        raise ValueError(f"name={name!r} is no name for an implementation")
+    mine = {AttentionInterface: attention, AttentionMaskInterface: attention_mask}
+    for interface, function in mine.items():
+        if interface._global_mapping.get(name, function) is not function:
+            raise ValueError(f"name={name!r} is the name of another implementation")
+    for interface, function in mine.items():
+        interface.register(name, function)
+    AttentionInterface.register(f"paged|{name}", attention)  # continuous batching puts this before a name, to 5.17
+    return name
+
+
+# ---- what a row sees ----
+
+
+class Packing(NamedTuple):
+    """Rows of a flattened batch that count, one sequence behind the other."""
+
+    rows: torch.Tensor  # (total,) their numbers
+    cu_seqlens: torch.Tensor  # (batch + 1,) int32
+    longest: int
+
+
+@dataclass(eq=False)
+class Mask:
+    """Which keys a row sees. Row i stands at key ends - q_length + i.
+
+    It goes where a model expects a mask of shape (batch, 1, q_length, kv_length), and has of a tensor what
+    transformers asks for on the way."""
+
+    shape: tuple[int, int, int, int]
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    chunk: int = 0
+    ends: int | torch.Tensor | None = None  # keys of a sequence; a (batch,) int32 tensor is not read on the host
+    starts: torch.Tensor | None = None  # (batch,) int32: keys before it are padding
+    valid: torch.Tensor | None = None  # (batch, kv_length) bool: the others are padding
+    pack_rows: bool = False  # rows are the keys, so that a row of padding is none: its result is 0
+    documents: torch.Tensor | None = None  # (batch, q_length): rows and keys of one number see each other
+    ndim: int = field(default=4, init=False)
+
+    def contiguous(self) -> Mask:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Mask:
+        """On another device. A dtype, which tensors take here, has no meaning for a mask."""
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ndim"}
+        return Mask(**fields | moved) if moved and device is not None else self
+
+    @property
+    def positional(self) -> bool:
+        """Whether a row's own position decides what it sees."""
+        return self.causal or self.window != (-1, -1) or self.chunk != 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the keys end where the array does."""
+        return isinstance(self.ends, int) and self.ends == self.shape[-1]
+
+    @functools.cached_property
+    def packing(self) -> Packing:
+        """The keys that are no padding."""
+        lengths = self.valid.sum(-1, dtype=torch.int32)
+        cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return Packing(self.valid.flatten().nonzero().flatten(), cu_seqlens, int(lengths.max()))
+
+    @functools.cached_property
+    def document_packing(self) -> Packing:
+        """Every run of one number in a row of the batch is a sequence."""
+        new = torch.ones_like(self.documents, dtype=torch.bool)
+        new[:, 1:] = self.documents.diff(dim=-1) != 0
+        first = new.flatten().nonzero().flatten().int()
+        cu_seqlens = F.pad(first, (0, 1), value=self.documents.numel())
+        return Packing(first.new_empty(0), cu_seqlens, int(cu_seqlens.diff().max()))
+
+    def array(self, device: torch.device) -> torch.Tensor:
+        """The same as a bool array that broadcasts to `shape`."""
+        batch, _, q_length, kv_length = self.shape
+        key = torch.arange(kv_length, device=device)
+        ends = torch.as_tensor(self.ends, device=device).reshape(-1, 1, 1)
+        own = ends - q_length + torch.arange(q_length, device=device)[:, None]  # (batch or 1, q_length, 1)
+        sees = key < ends
+        if self.causal:
+            sees = sees & (key <= own)
+        left, right = self.window
+        if left >= 0:
+            sees = sees & (key >= own - left)
+        if right >= 0:
+            sees = sees & (key <= own + right)
+        first = 0 if self.starts is None else self.starts.reshape(-1, 1, 1)
+        if self.chunk:
+            sees = sees & ((key - first) // self.chunk == (own - first) // self.chunk)
+        if self.starts is not None:
+            sees = sees & (key >= first)
+        if self.valid is not None:
+            sees = sees & self.valid[:, None]
+        return sees[:, None]
+
+
+class _Form(NamedTuple):
+    """What a mask function of transformers says, in our options."""
+
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    chunk: int = 0
+    documents: torch.Tensor | None = None
+
+    def __and__(self, other: _Form) -> _Form:
+        def edge(a: int, b: int) -> int:
+            return max(a, b) if min(a, b) < 0 else min(a, b)
+
+        left, right = map(edge, self.window, other.window)
+        documents = self.documents if other.documents is None else other.documents
+        return _Form(self.causal or other.causal, (left, right), self.chunk or other.chunk, documents)
+
+
+def _form_of(function: Any) -> _Form | None:
+    """What the function says, or None where it is not known here. transformers builds these functions out of a few
+    parts, which are told by the names of their makers; what a part was made with is in its closure."""
+    if function is masking_utils.causal_mask_function:
+        return _Form(causal=True)
+    if function is getattr(masking_utils, "bidirectional_mask_function", None):
+        return _Form()
+    if getattr(function, "__module__", None) != masking_utils.__name__ or not inspect.isfunction(function):
+        return None
+    maker = function.__qualname__.partition(".")[0]
+    made_with = inspect.getclosurevars(function).nonlocals
+    if maker == "and_masks":
+        forms = [_form_of(part) for part in made_with["mask_functions"]]
+        if None in forms:
+            return None
+        if sum(form.documents is not None for form in forms) > 1 or sum(form.chunk > 0 for form in forms) > 1:
+            return None
+        return functools.reduce(_Form.__and__, forms)
+    if maker == "sliding_window_overlay":
+        return _Form(window=(made_with["sliding_window"] - 1, -1))
+    if maker == "sliding_window_bidirectional_overlay":
+        return _Form(window=(made_with["sliding_window"],) * 2)
+    if maker == "chunked_overlay":
+        return _Form(chunk=made_with["chunk_size"])
+    if maker == "packed_sequence_mask_function":
+        return _Form(documents=made_with["packed_sequence_mask"])
+    if maker == "remap_positions_for_packed_sequence":  # positions count from the beginning of each document
+        form = _form_of(made_with["mask_function"])
+        return None if form is None or form.chunk else form
+    return None
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | Mask | None = None,
+    cache_position: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Mask | torch.Tensor:
+    """What AttentionMaskInterface asks for.
+
+    Arguments:
+        batch_size, q_length, kv_length: of the mask. Row i stands at position q_offset + i, key j at kv_offset + j.
+        mask_function: says whether a row sees a key.
+        attention_mask: None, or (batch, kv_offset + kv_length or fewer) bool: keys that are no padding, as far as there
+            are tokens. Or a Mask that this function has made before.
+        cache_position: (q_length,), positions of the rows: what transformers 4 gives in place of q_length and q_offset.
+
+    Returns a Mask, or, where its form is not known, (batch, 1, q_length, kv_length) bool.
+    """
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    given = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function} | kwargs
+    given |= {"batch_size": batch_size, "attention_mask": attention_mask}
+    if cache_position is None:
+        given |= {"q_length": q_length, "q_offset": q_offset}
+    else:
+        given["cache_position"] = cache_position
+        q_length = cache_position.shape[0]
+        q_offset = 0 if q_length == kv_length + kv_offset else cache_position[0]
+    skips = {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip")}
+
+    def array() -> torch.Tensor:
+        return masking_utils.sdpa_mask(**given | skips)
+
+    plain = mask_function is masking_utils.causal_mask_function  # a trace sees into no other function
+    form = None if _is_traced() and not plain else _form_of(mask_function)
+    if form is None or form.chunk and kv_offset:  # chunks count from the first key of a sequence
+        return array()
+    shape = (batch_size, 1, q_length, kv_length)
+    mask = Mask(shape, form.causal, form.window, form.chunk, documents=form.documents)
+    mask.ends = q_offset + q_length - kv_offset if mask.positional else kv_length
+    if isinstance(mask.ends, torch.Tensor):
+        mask.ends = mask.ends.reshape(-1).to(torch.int32).expand(batch_size).contiguous()
+    if form.documents is not None:
+        return mask if mask.full and q_length == kv_length else array()
+    if attention_mask is None:
+        return mask
+    if _is_traced() or attention_mask.ndim != 2:  # its values cannot be read
+        return array()
+    return mask if _with_padding(mask, attention_mask, kv_offset) else array()
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def _with_padding(mask: Mask, tokens: torch.Tensor, kv_offset: int) -> bool:
+    """Puts the padding of the keys into the mask. False where that needs an array."""
+    batch, _, q_length, kv_length = mask.shape
+    if isinstance(mask.ends, int) and tokens.shape[-1] >= kv_offset + mask.ends and tokens[:, kv_offset:].all():
+        return True
+    valid = F.pad(tokens.bool(), (0, max(0, kv_offset + kv_length - tokens.shape[-1])))
+    valid = valid[:, kv_offset : kv_offset + kv_length]
+    key = torch.arange(kv_length, device=valid.device, dtype=torch.int32)
+    ends = mask.ends if isinstance(mask.ends, int) else mask.ends[:, None]
+    valid = valid & (key < ends)
+    count = valid.sum(-1, dtype=torch.int32)
+    first = torch.where(valid, key, kv_length).amin(-1)
+    last = torch.where(valid, key + 1, 0).amax(-1)
+    end = torch.as_tensor(mask.ends, device=valid.device)
+    facts = [count == end, last - first == count, last == end, (end == q_length).expand(batch)]
+    unpadded, in_one_piece, at_end, from_start = torch.stack([fact.all() for fact in facts]).tolist()
+    if unpadded:
+        return True
+    if not mask.positional:
+        mask.valid = valid
+        if in_one_piece:
+            mask.starts, mask.ends = first, last
+        return True
+    if from_start and (in_one_piece or mask.window == (-1, -1) and not mask.chunk):
+        mask.valid, mask.pack_rows = valid, True
+        mask.starts = first if in_one_piece else None
+        return True
+    if in_one_piece and at_end:
+        mask.starts = first
+        return True
+    return False
+
+
+# ---- attention ----
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What AttentionInterface asks for.
+
+    Arguments:
+        module: the layer; its `is_causal` counts where there is no mask and no `is_causal`.
+        query: (batch, nheads, q_length, headdim); key, value: (batch, nheads_k, kv_length, .).
+        attention_mask: a Mask; bool (True: attend) or float (added to the scores) that broadcasts to (batch, nheads,
+            q_length, kv_length), which then says everything; None: is_causal and sliding_window say it, and the last
+            row stands at the last key.
+        dropout: its seed comes from PyTorch's generator.
+        scaling: None means headdim ** -0.5.
+        sliding_window: keys that a row sees, its own among them.
+        s_aux: (nheads,), one more logit a head: sinks, in any float dtype.
+        position_bias: broadcasts to (batch, nheads, q_length, kv_length), added to the scores.
+        cache: of continuous batching. The tokens of all requests are then the rows of one batch entry.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: sequences packed in one batch entry.
+
+    Returns out (batch, q_length, nheads, headdim_v), and None for the probabilities, which are not kept.
+    """
+    options = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": None if s_aux is None else s_aux.float(),
+    }
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    edge = -1 if sliding_window is None else sliding_window - 1
+    window = (edge, -1 if is_causal else edge)
+    if cache is not None:
+        return _paged(module, query, key, value, cache, window, options, kwargs), None
+    q, k, v = dense_rows(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    lengths = [kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
+    if not any(x is None for x in lengths) and not isinstance(attention_mask, torch.Tensor):
+        if isinstance(attention_mask, Mask):
+            is_causal, window = attention_mask.causal, attention_mask.window
+        options |= {"causal": is_causal, "window_size": window}
+        return _packed(q, k, v, lengths, options | draw_dropout(dropout, q.device)), None
+    if isinstance(attention_mask, torch.Tensor):
+        bias = position_bias
+        if attention_mask.dtype != torch.bool:
+            bias = attention_mask if bias is None else bias + attention_mask
+            attention_mask = None
+        options |= {"bias": _aligned(bias, k), "mask": _aligned(attention_mask, k)}
+        return flash_attn_func(q, k, v, **options, **draw_dropout(dropout, q.device)), None
+    if attention_mask is None:
+        shape = (q.shape[0], 1, q.shape[1], k.shape[1])
+        attention_mask = Mask(shape, bool(is_causal), window, ends=k.shape[1])
+    return _attend(q, k, v, attention_mask, position_bias, dropout, options), None
+
+
+def _aligned(x: torch.Tensor | None, k: torch.Tensor) -> torch.Tensor | None:
+    """A bias or a mask with as many columns as there are keys. Some models make it for a whole static cache."""
+    if x is None:
+        return None
+    x = x[..., : k.shape[1]].to(k.device)
+    return x.expand(*x.shape[:-1], k.shape[1]).contiguous() if x.shape[-1] == 1 else dense_rows(x)[0]
+
+
+def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.Tensor:
+    """q, k, v: (batch, seqlen, nheads, .)."""
+    if isinstance(mask.ends, int) and mask.ends < k.shape[1] and mask.valid is None:  # a static cache that begins
+        k, v = k[:, : mask.ends], v[:, : mask.ends]
+        mask = replace(mask, shape=(*mask.shape[:3], mask.ends))
+    random = draw_dropout(dropout, q.device)
+    graded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
+    if bias is None and not random and not graded and mask.documents is None and not mask.pack_rows:
+        if not mask.full or mask.starts is not None or q.shape[1] <= FEW_ROWS:
+            if mask.valid is None or mask.starts is not None:
+                return _over_cache(q, k, v, mask, options)
+    options = options | {"causal": mask.causal, "window_size": mask.window, "attention_chunk": mask.chunk}
+    if mask.documents is not None and bias is None:
+        _, cu_seqlens, longest = mask.document_packing
+        return _packed(q, k, v, (cu_seqlens, cu_seqlens, longest, longest), options | random)
+    if mask.pack_rows and bias is None:
+        return _unpadded_rows(q, k, v, mask.packing, options | random)
+    if mask.valid is not None and bias is None and not mask.positional:
+        return _unpadded_keys(q, k, v, mask.packing, options | random)
+    if not mask.full or mask.starts is not None or mask.documents is not None:
+        sees = _documents_too(mask, mask.array(q.device))
+        options |= {"causal": False, "window_size": (-1, -1), "attention_chunk": 0, "mask": sees}
+    elif mask.valid is not None:
+        options["mask"] = mask.valid[:, None, None]
+    return flash_attn_func(q, k, v, bias=_aligned(bias, k), **options, **random)
+
+
+def _documents_too(mask: Mask, sees: torch.Tensor) -> torch.Tensor:
+    if mask.documents is None:
+        return sees
+    return sees & (mask.documents[:, None, :, None] == mask.documents[:, None, None])
+
+
+def _packed(q, k, v, lengths, options: dict) -> torch.Tensor:
+    """Sequences that lie one behind the other in the flattened batch. lengths: cu_seqlens_q, cu_seqlens_k and the
+    longest of each."""
+    cu_q, cu_k, longest_q, longest_k = lengths
+    q_, k_, v_ = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    out = flash_attn_varlen_func(q_, k_, v_, cu_q.int(), cu_k.int(), int(longest_q), int(longest_k), **options)
+    return out.view(*q.shape[:2], *out.shape[1:])
+
+
+def _unpadded_rows(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
+    """The rows of a padded batch that count, packed; where k is longer than q, it is a cache that q has begun."""
+    batch, seqlen = q.shape[:2]
+    rows, cu_seqlens, longest = packing
+    if k.shape[1] != seqlen:  # numbers in the flattened cache -> in the flattened queries
+        rows = rows // k.shape[1] * seqlen + rows % k.shape[1]
+        k, v = k[:, :seqlen], v[:, :seqlen]
+    packed = (x.reshape(-1, *x.shape[2:]).index_select(0, rows) for x in (q, k, v))
+    out = flash_attn_varlen_func(*packed, cu_seqlens, cu_seqlens, longest, longest, **options)
+    return out.new_zeros(batch * seqlen, *out.shape[1:]).index_copy(0, rows, out).unflatten(0, (batch, seqlen))
+
+
+def _unpadded_keys(q, k, v, packing: Packing, options: dict) -> torch.Tensor:
+    """All rows over the keys that count."""
+    batch, seqlen = q.shape[:2]
+    rows, cu_seqlens, longest = packing
+    k, v = (x.reshape(-1, *x.shape[2:]).index_select(0, rows) for x in (k, v))
+    cu_seqlens_q = torch.arange(0, (batch + 1) * seqlen, seqlen, device=q.device, dtype=torch.int32)
+    out = flash_attn_varlen_func(q.flatten(0, 1), k, v, cu_seqlens_q, cu_seqlens, seqlen, longest, **options)
+    return out.unflatten(0, (batch, seqlen))
+
+
+def _over_cache(q, k, v, mask: Mask, options: dict) -> torch.Tensor:
+    """Rows over keys that lie where the cache has them, some of which may be nobody's: no gradient, nothing copied."""
+    given = options["softmax_scale"], options["softcap"], mask.causal, *mask.window, mask.chunk
+    length, ends = (mask.ends, None) if isinstance(mask.ends, int) else (0, mask.ends)
+    call = _over_cache_op if torch.compiler.is_compiling() else _over_cache_now
+    return call(q, k, v, mask.starts, ends, options["sinks"], length, *given)
+
+
+def _over_cache_now(q, k, v, starts, ends, sinks, length, scale, softcap, causal, left, right, chunk):
+    return flash_attn_with_kvcache(
+        q, k, v,
+        cache_seqlens=length if ends is None else ends, cache_leftpad=starts, sinks=sinks, softmax_scale=scale,
+        softcap=softcap, causal=causal, window_size=(left, right), attention_chunk=chunk,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("flash_attn_minimal::transformers_over_cache", mutates_args=())
+def _over_cache_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tensor | None,
+    sinks: torch.Tensor | None, length: int, scale: float | None, softcap: float, causal: bool, left: int, right: int,
+    chunk: int,
+) -> torch.Tensor:  # fmt: skip
+    return _over_cache_now(q, k, v, starts, ends, sinks, length, scale, softcap, causal, left, right, chunk)
+
+
+@_over_cache_op.register_fake
+def _(q, k, v, *_):
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+def _paged(module, query, key, value, cache, window: tuple[int, int], options: dict, kwargs: dict) -> torch.Tensor:
+    """A step of continuous batching: the cache takes the new keys and gives the keys of all requests, packed."""
+    if "max_length_q" in kwargs:
+        k, v = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+        k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        longest_q, longest_k = kwargs["max_length_q"], kwargs["max_length_k"]
+    else:
+        indices = {name: kwargs[name] for name in ("read_index", "write_index")}
+        k, v = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **indices)
+        longest_q, longest_k = kwargs["max_seqlen_q"], kwargs["max_seqlen_k"]
+    cu_k = kwargs["cu_seq_lens_k"]
+    if isinstance(cu_k, dict):
+        kind = "full_attention" if window[0] < 0 else "sliding_attention"
+        cu_k, longest_k = cu_k[kind], longest_k[kind]
+    q, k, v = dense_rows(query[0].transpose(0, 1), k, v)
+    lengths = kwargs["cu_seq_lens_q"].int(), cu_k.int(), int(longest_q), int(longest_k)
+    return flash_attn_varlen_func(q, k, v, *lengths, causal=True, window_size=window, **options)[None]

@@ -1,0 +1,513 @@
+"""transformers' models with our attention: tiny ones of each family with random weights, in float32, against the
+attention that transformers takes by itself."""
+
+import copy
+import inspect
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="4.57", reason="transformers is not installed")
+
+from flash_attn_minimal.integrations import transformers as adapter  # noqa: E402
+
+NAME = adapter.register()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = SIZES | {"num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 128}
+DECODER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+V5 = int(transformers.__version__.split(".")[0]) >= 5
+
+
+def config_of(family):
+    if family == "llama":
+        return transformers.LlamaConfig(**DECODER)
+    if family == "mistral":
+        return transformers.MistralConfig(**DECODER, sliding_window=5)
+    if family == "gemma2":  # alternate layers have the window
+        return transformers.Gemma2Config(**DECODER, head_dim=8, sliding_window=5, attn_logit_softcapping=0.5)
+    if family == "gpt_oss":
+        layers = ["sliding_attention", "full_attention"]
+        sizes = {"head_dim": 8, "sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1}
+        return transformers.GptOssConfig(**DECODER, **sizes, layer_types=layers)
+    assert family == "llama4"
+    sizes = {"head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 48}
+    return transformers.Llama4TextConfig(**DECODER, **sizes, no_rope_layers=[1, 0])
+
+
+DECODERS = {  # and what transformers itself runs them with
+    "llama": ("LlamaForCausalLM", "sdpa"),
+    "mistral": ("MistralForCausalLM", "sdpa"),
+    "gemma2": ("Gemma2ForCausalLM", "eager"),  # sdpa knows no softcap
+    "gpt_oss": ("GptOssForCausalLM", "eager"),  # nor sinks
+    "llama4": ("Llama4ForCausalLM", "sdpa"),
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    """made(family): the model with our attention, and the same weights with transformers'."""
+    made = {}
+
+    def pair(family):
+        if family not in made:
+            name, other = DECODERS[family]
+            torch.manual_seed(0)
+            theirs = getattr(transformers, name)._from_config(config_of(family), attn_implementation=other)
+            with torch.no_grad():
+                for parameter in theirs.parameters():  # scores that differ, and sinks that count
+                    parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 1.0))
+            made[family] = twins(theirs)
+        return made[family]
+
+    return pair
+
+
+def twins(theirs):
+    theirs = theirs.to(DEVICE).eval()
+    ours = copy.deepcopy(theirs)
+    ours.set_attn_implementation(NAME)
+    if ours.config._attn_implementation != NAME:  # transformers has logged it
+        pytest.skip(f"the {type(ours).__name__} of this transformers asks no AttentionInterface")
+    return ours, theirs
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(3, 50, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def padding(side, lengths, longest):
+    rows = torch.zeros(len(lengths), longest, dtype=torch.long)
+    for row, length in zip(rows, lengths, strict=True):
+        row[longest - length :] = side == "left"
+        row[:length] |= side == "right"
+    return rows.to(DEVICE)
+
+
+def close(got, expected, rows=None, tolerance=2e-5):
+    if rows is not None:
+        got, expected = got[rows.bool()], expected[rows.bool()]
+    scale = float(expected.detach().abs().max())
+    assert scale > 1e-6
+    np.testing.assert_allclose(
+        got.detach().float().cpu().numpy(), expected.detach().float().cpu().numpy(), rtol=0, atol=tolerance * scale
+    )
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same_gradients(ours, theirs, losses):
+    mine, expected = (gradients(model, loss) for model, loss in zip((ours, theirs), losses, strict=True))
+    assert mine.keys() == expected.keys() and mine
+    for name, gradient in expected.items():
+        if float(gradient.abs().max()) > 1e-5:
+            close(mine[name], gradient, tolerance=2e-4)
+
+
+class Watch:
+    """What the layers of a model got for a mask."""
+
+    def __init__(self, monkeypatch):
+        self.masks = []
+        original = adapter._attend
+
+        def attend(q, k, v, mask, *rest):
+            self.masks.append(mask)
+            return original(q, k, v, mask, *rest)
+
+        monkeypatch.setattr(adapter, "_attend", attend)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    return Watch(monkeypatch)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+def test_logits_and_gradients_of_decoders(models, watch, family, side):
+    ours, theirs = models(family)
+    ids = tokens(3, 13)
+    given = None if side == "none" else padding(side, (13, 6, 9), 13)
+    counted = torch.ones_like(ids) if given is None else given
+    with torch.no_grad():
+        close(ours(ids, attention_mask=given).logits, theirs(ids, attention_mask=given).logits, counted)
+    assert watch.masks and all(mask.pack_rows == (side != "none") for mask in watch.masks)
+    losses = [
+        (torch.log_softmax(model(ids, attention_mask=given).logits, -1)[..., 7] * counted).sum()
+        for model in (ours, theirs)
+    ]
+    same_gradients(ours, theirs, losses)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_packed_documents(models, watch, family):
+    """position_ids that begin anew: each document by itself, and without an array of all pairs."""
+    ours, theirs = models(family)
+    lengths = (7, 1, 11)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(DEVICE)
+    ids = tokens(1, sum(lengths))
+    got = ours(ids, position_ids=positions, use_cache=False).logits
+    assert watch.masks and all(mask.documents is not None for mask in watch.masks)
+    close(got, theirs(ids, position_ids=positions, use_cache=False).logits)
+    first = 0
+    for n in lengths:
+        close(got[:, first : first + n], ours(ids[:, first : first + n]).logits)
+        first += n
+    losses = [
+        torch.log_softmax(model(ids, position_ids=positions, use_cache=False).logits, -1)[..., 7].sum()
+        for model in (ours, theirs)
+    ]
+    same_gradients(ours, theirs, losses)
+
+
+def test_packed_documents_by_lengths(models):
+    """What DataCollatorWithFlattening gives beside the positions."""
+    ours, theirs = models("llama")
+    ids = tokens(1, 12)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(DEVICE)
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7, "max_length_k": 7}
+    got = ours(ids, position_ids=positions, use_cache=False, **lengths).logits
+    close(got, theirs(ids, position_ids=positions, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("how", ["greedy", "beams", "static"])
+def test_generate_with_padding(models, family, how):
+    ours, theirs = models(family)
+    ids, given = tokens(3, 7), padding("left", (7, 3, 5), 7)
+    ids = ids * given
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "output_scores": True}
+    options |= {"return_dict_in_generate": True, "attention_mask": given, "disable_compile": True}
+    options |= {"beams": {"num_beams": 3}, "static": {"cache_implementation": "static"}, "greedy": {}}[how]
+    try:
+        expected = theirs.generate(ids, **options)
+    except TypeError as error:
+        pytest.skip(f"this transformers fails by itself: {error}")  # 5.17: Llama 4 with a static cache
+    got = ours.generate(ids, **options)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    if how == "static":  # what the engine of transformers makes of it without padding, too
+        options |= {"attention_mask": torch.ones_like(ids)}
+        ids = tokens(3, 7)
+        again, expected = ours.generate(ids, **options), theirs.generate(ids, **options)
+        assert again.sequences.tolist() == expected.sequences.tolist()
+    for mine, other in zip(got.scores, expected.scores, strict=True) if how == "greedy" else ():
+        close(mine, other)
+
+
+def test_a_padded_step_copies_no_keys(models, watch, monkeypatch):
+    """Steps of generate go to the cache's kernels, padding as numbers."""
+    ours, _ = models("llama")
+    calls = []
+    original = adapter.flash_attn_with_kvcache
+    monkeypatch.setattr(adapter, "flash_attn_with_kvcache", lambda *a, **k: calls.append(k) or original(*a, **k))
+    ours.generate(tokens(2, 7), attention_mask=padding("left", (7, 3), 7), max_new_tokens=3, do_sample=False)
+    assert len(calls) == 2 * 2  # layers, steps after the first
+    assert all(call["cache_leftpad"].tolist() == [0, 4] and call["causal"] for call in calls)
+    assert not any(isinstance(mask, torch.Tensor) for mask in watch.masks)
+
+
+def test_chunks_of_a_prompt(models):
+    """A prompt in two parts: rows that are neither few nor all."""
+    ours, theirs = models("mistral")
+    ids, given = tokens(2, 40), padding("left", (40, 25), 40)
+    logits = []
+    for model in (ours, theirs):
+        with torch.no_grad():
+            past = model(ids[:, :18], attention_mask=given[:, :18], use_cache=True).past_key_values
+            logits.append(model(ids[:, 18:], attention_mask=given, past_key_values=past).logits)
+    close(*logits, given[:, 18:])
+
+
+def test_padding_with_holes_and_own_masks(models):
+    ours, theirs = models("mistral")
+    ids = tokens(2, 9)
+    given = torch.tensor([[1, 0, 1, 1, 0, 1, 1, 1, 1], [1] * 9], device=DEVICE)
+    with torch.no_grad():
+        close(ours(ids, attention_mask=given).logits, theirs(ids, attention_mask=given).logits, given)
+        sees = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.5
+        sees |= torch.eye(9, dtype=torch.bool, device=DEVICE)
+        close(ours(ids, attention_mask=sees).logits, theirs(ids, attention_mask=sees).logits)
+        added = torch.where(sees, 0.0, torch.finfo(torch.float32).min)
+        close(ours(ids, attention_mask=added).logits, theirs(ids, attention_mask=added).logits)
+
+
+def test_sinks_in_the_models_dtype(models):
+    ours, theirs = (copy.deepcopy(model).to(torch.bfloat16) for model in models("gpt_oss"))
+    assert ours.model.layers[0].self_attn.sinks.dtype == torch.bfloat16
+    ids = tokens(2, 9)
+    losses = [model(ids).logits.float().square().mean() for model in (ours, theirs)]
+    close(losses[0], losses[1], tolerance=0.1)
+    mine, expected = (gradients(model, loss) for model, loss in zip((ours, theirs), losses, strict=True))
+    name = "model.layers.0.self_attn.sinks"
+    assert mine[name].dtype == torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(mine[name].float(), expected[name].float(), 0) > 0.9
+
+
+def test_dropout_is_the_generators(models):
+    ours = copy.deepcopy(models("llama")[0]).train()
+    for layer in ours.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    ids = tokens(1, 9)
+    torch.manual_seed(3)
+    first, second = ours(ids).logits, ours(ids).logits
+    torch.manual_seed(3)
+    assert torch.equal(ours(ids).logits, first) and not torch.equal(first, second)
+
+
+def test_gradient_checkpointing(models):
+    ours, theirs = (copy.deepcopy(model).train() for model in models("mistral"))
+    ours.gradient_checkpointing_enable()
+    ids, given = tokens(2, 9), padding("right", (9, 4), 9)
+    losses = [
+        (model(ids, attention_mask=given, use_cache=False).logits[..., 7] * given).sum() for model in (ours, theirs)
+    ]
+    same_gradients(ours, theirs, losses)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_compiled_whole(models, family):
+    """torch.compile, the forward pass in one graph."""
+    ours, theirs = models(family)
+    if family == "gpt_oss":
+        ours, theirs = (model.model.layers[1].self_attn for model in (ours, theirs))
+        x = torch.randn(1, 9, 32, device=DEVICE)
+        angles = torch.randn(1, 9, 4, device=DEVICE)
+        mask = adapter.Mask((1, 1, 9, 9), ends=9)
+        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        got = compiled(x, (angles.cos(), angles.sin()), attention_mask=mask)[0]
+        close(got, ours(x, (angles.cos(), angles.sin()), attention_mask=mask)[0])
+        return
+    ids = tokens(2, 9)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    close(compiled(ids, use_cache=False).logits, theirs(ids, use_cache=False).logits)
+
+
+def test_compiled_steps_over_a_static_cache(models):
+    """One graph for all steps, as generate makes it on a GPU: the mask of a step is an argument."""
+    ours, theirs = models("llama")
+    if not V5:
+        pytest.skip("the cache of transformers 4 asks for more arguments")
+    torch._dynamo.reset()
+    ids = tokens(2, 5)
+    found = []
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for model in (ours, theirs):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        with torch.no_grad():
+            steps = [model(ids, past_key_values=cache, use_cache=True).logits[:, -1]]
+            step = torch.compile(model, backend=counter, fullgraph=True) if model is ours else model
+            for i in range(4):
+                token = steps[-1].argmax(-1, keepdim=True)
+                inputs = model.prepare_inputs_for_generation(
+                    token, past_key_values=cache, attention_mask=torch.ones(2, 6 + i, dtype=torch.long, device=DEVICE)
+                )
+                inputs |= {"input_ids": token}
+                steps.append(step(**inputs).logits[:, -1])
+        found.append(torch.stack(steps))
+    close(*found)
+    assert counter.frame_count == 1
+
+
+def test_vit(watch):
+    config = transformers.ViTConfig(**SIZES, image_size=12, patch_size=4)
+    torch.manual_seed(0)
+    ours, theirs = twins(transformers.ViTModel._from_config(config, attn_implementation="sdpa"))
+    image = torch.randn(2, 3, 12, 12, device=DEVICE)
+    states = [model(image).last_hidden_state for model in (ours, theirs)]
+    assert watch.masks
+    close(*states)
+    same_gradients(ours, theirs, [(x * x.cos()).sin().sum() for x in states])
+
+
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+def test_bert(watch, side):
+    config = transformers.BertConfig(**SIZES, vocab_size=50, max_position_embeddings=32)
+    torch.manual_seed(0)
+    ours, theirs = twins(transformers.BertModel._from_config(config, attn_implementation="sdpa"))
+    ids = tokens(3, 11)
+    given = None if side == "none" else padding(side, (11, 4, 8), 11)
+    with torch.no_grad():
+        close(ours(ids, given).last_hidden_state, theirs(ids, given).last_hidden_state)
+    if V5:
+        assert watch.masks
+    states = [model(ids, given).last_hidden_state for model in (ours, theirs)]
+    same_gradients(ours, theirs, [(x * x.cos()).sin().sum() for x in states])
+
+
+def whisper():
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "vocab_size": 50}
+    sizes |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8}
+    sizes |= {"max_source_positions": 12, "max_target_positions": 32, "decoder_start_token_id": 1, "pad_token_id": 0}
+    config = transformers.WhisperConfig(**sizes, bos_token_id=1, eos_token_id=2, suppress_tokens=None)
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+    model.generation_config.update(begin_suppress_tokens=None, suppress_tokens=None)
+    return twins(model)
+
+
+def test_whisper(watch):
+    ours, theirs = whisper()
+    sound, ids = torch.randn(2, 8, 24, device=DEVICE), tokens(2, 6)
+    logits = [model(input_features=sound, decoder_input_ids=ids).logits for model in (ours, theirs)]
+    close(*logits)
+    assert {mask.causal for mask in watch.masks} == {True, False}
+    same_gradients(ours, theirs, [torch.log_softmax(x, -1)[..., 7].sum() for x in logits])
+    for options in ({}, {"num_beams": 2}, {"cache_implementation": "static", "disable_compile": True}):
+        written = [model.generate(sound, max_new_tokens=6, **options) for model in (ours, theirs)]
+        written = [x["sequences"] if isinstance(x, dict) else x for x in written]
+        assert written[0].tolist() == written[1].tolist()
+
+
+def test_t5(watch):
+    """Its bias is learned."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 50}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0)
+    kind = transformers.T5ForConditionalGeneration
+    if "attention_interface" not in inspect.getsource(transformers.models.t5.modeling_t5.T5Attention.forward):
+        pytest.skip("the T5 of this transformers asks no AttentionInterface")
+    torch.manual_seed(0)
+    theirs = kind._from_config(copy.deepcopy(config), attn_implementation="eager").to(DEVICE).eval()
+    ours = kind._from_config(copy.deepcopy(config), attn_implementation=NAME).to(DEVICE).eval()
+    ours.load_state_dict(theirs.state_dict())
+    ids, given, written = tokens(3, 9), padding("right", (9, 4, 7), 9), tokens(3, 5, seed=1)
+    logits = [model(ids, attention_mask=given, decoder_input_ids=written).logits for model in (ours, theirs)]
+    assert watch.masks
+    close(*logits)
+    losses = [torch.log_softmax(x, -1)[..., 7].sum() for x in logits]
+    same_gradients(ours, theirs, losses)
+    assert any("relative_attention_bias" in name for name, p in ours.named_parameters() if p.grad is not None)
+    options = {"attention_mask": given, "max_new_tokens": 6, "do_sample": False}
+    assert ours.generate(ids, **options).tolist() == theirs.generate(ids, **options).tolist()
+
+
+# ---- names and masks ----
+
+
+def test_a_name_with_flash_in_it_is_a_kernel_to_download(monkeypatch):
+    """Why the name is what it is: transformers looks for the package behind such a name."""
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_minimal", adapter.attention)
+    model = transformers.LlamaForCausalLM._from_config(config_of("llama"), attn_implementation="sdpa")
+    if V5:
+        with pytest.raises((ImportError, ValueError, OSError)):
+            model.set_attn_implementation("flash_minimal")
+    assert "flash" not in NAME
+
+
+@pytest.mark.parametrize("name", ["flash_minimal", "my_sdpa", "flex_attention_2", "paged|mine", "a/b", "", "eager"])
+def test_names_that_mean_something(name):
+    with pytest.raises(ValueError, match=f"name={name!r}".replace("|", r"\|")):
+        adapter.register(name)
+
+
+def test_register_twice_and_under_another_name(monkeypatch):
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+    assert adapter.register() == NAME and adapter.register("mine") == "mine"
+    transformers.AttentionInterface.register("theirs", lambda *_: None)
+    with pytest.raises(ValueError, match="name='theirs' is the name of another"):
+        adapter.register("theirs")
+
+
+FORMS = {
+    "causal": ("causal_mask_function", ()),
+    "window": ("sliding_window_causal_mask_function", (4,)),
+    "full": ("bidirectional_mask_function", ()),
+    "full window": ("sliding_window_bidirectional_mask_function", (3,)),
+    "chunks": ("chunked_causal_mask_function", (4, torch.zeros(3, dtype=torch.long))),
+}
+
+
+LENGTHS = [(9, 9, 0), (1, 9, 8), (4, 9, 5), (4, 12, 0), (3, 12, 5)]
+
+
+@pytest.mark.parametrize(
+    ("form", "lengths"), [(f, n) for f in FORMS for n in LENGTHS if "full" not in f or n[0] == n[1]]
+)
+@pytest.mark.parametrize("side", [None, "left", "right", "holes"])
+def test_masks_say_what_transformers_arrays_say(form, lengths, side):
+    """lengths: q_length, kv_length, q_offset; with 12 keys, those of a static cache."""
+    from transformers import masking_utils
+
+    name, made_with = FORMS[form]
+    if not V5:
+        pytest.skip("transformers 4 makes masks from cache_position")
+    function = getattr(masking_utils, name)
+    q_length, kv_length, q_offset = lengths
+    tokens_ = q_length + q_offset
+    rows = None if side is None else padding(side, (tokens_, tokens_ - 1, 3), tokens_).bool().cpu()
+    if side == "holes":
+        rows = torch.ones(3, tokens_, dtype=torch.bool)
+        rows[1, 2] = False
+    if form == "chunks":
+        made_with = (4, torch.zeros(3, dtype=torch.long) if rows is None else (rows.cumsum(-1) == 0).sum(-1))
+    if made_with:
+        function = function(*made_with)
+    given = {"batch_size": 3, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
+    given |= {"mask_function": function, "attention_mask": rows}
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    expected = masking_utils.sdpa_mask(**given, **skips)
+    mask = adapter.attention_mask(**given, **skips, device="cpu")
+    if isinstance(mask, torch.Tensor):
+        assert side in ("holes", "right"), "an array for a mask that has a form"
+        assert torch.equal(mask, expected)
+        return
+    assert isinstance(mask, adapter.Mask)
+    got = mask.array(torch.device("cpu")).expand(expected.shape)
+    if mask.pack_rows:  # a row of padding is none
+        counted = rows[:, None, :, None]
+        got, expected = got & counted, expected & counted
+    assert torch.equal(got, expected)
+    static = {**given, "q_offset": torch.tensor(q_offset)}  # as static caches give it
+    again = adapter.attention_mask(**static, **skips, device="cpu")
+    assert isinstance(again, adapter.Mask)
+    got_again = again.array(torch.device("cpu")).expand(got.shape)
+    assert torch.equal(got_again & counted if mask.pack_rows else got_again, got)
+
+
+def test_a_mask_moves_as_a_tensor_does():
+    mask = adapter.Mask((2, 1, 1, 5), ends=torch.tensor([5, 5]), starts=torch.tensor([0, 2]))
+    moved = mask.to("meta", torch.float16)
+    assert {moved.ends.device.type, moved.starts.device.type} == {"meta"} and moved.starts.dtype == torch.int64
+    assert moved.shape == mask.shape and moved.causal and mask.to(torch.float16) is mask is mask.contiguous()
+
+
+def test_unknown_masks_stay_arrays(models):
+    from transformers import masking_utils
+
+    ours, theirs = models("llama")
+    with torch.no_grad():
+        for model in (ours, theirs):
+            model.found = masking_utils.create_causal_mask(
+                model.config, torch.zeros(1, 6, 32), None, past_key_values=None,
+                or_mask_function=lambda b, h, q, k: k < 3, **({} if V5 else {"cache_position": torch.arange(6)}),
+            )  # fmt: skip
+    assert isinstance(ours.found, torch.Tensor) and torch.equal(ours.found, theirs.found)
+
+
+# ---- continuous batching ----
+
+
+def test_continuous_batching(models):
+    """Up to 5.17 transformers takes any name for it; from 5.23 its own, and names with "flash" in them."""
+    ours, theirs = models("llama")
+    prompts = [tokens(n, seed=n).tolist() for n in (5, 9, 3)]
+    config = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+    if not hasattr(ours, "generate_batch") or not V5:
+        pytest.skip("the continuous batching of transformers 4 knows its own implementations only")
+    try:
+        batches = ours.generate_batch(prompts, generation_config=config)
+    except ValueError as error:
+        assert f"Implementation {NAME} is not supported for continuous batching" in str(error)
+        pytest.skip(str(error))
+    finally:
+        ours.set_attn_implementation(NAME)
+    expected = [theirs.generate(torch.tensor([x], device=DEVICE), generation_config=config)[0] for x in prompts]
+    written = [batch.generated_tokens for batch in batches.values()]
+    assert written == [x[len(p) :].tolist() for x, p in zip(expected, prompts, strict=True)]
