@@ -45,9 +45,7 @@ def flash_attn_with_kvcache(
     if not (_modes.active() or not all(map(_modes.is_plain, tensors))):
         return kvcache.flash_attn_with_kvcache(**step._asdict(), return_lse=return_lse, out=out)
     if out is not None:
-        raise Unsupported(
-            "out is given, which flash_attn_with_kvcache does not take where PyTorch traces or watches it"
-        )
+        raise Unsupported("out is given, which flash_attn_with_kvcache does not take where PyTorch traces it")
     if _modes.transforms():
         raise Unsupported("flash_attn_with_kvcache is not served under a transform of torch.func")
     found, lse = _operator(step)(*_packed(step, bool(_flag("return_lse", return_lse))))

@@ -1,5 +1,5 @@
-"""What attention with a recognised score_mod and mask_mod is in this library: options of one call, or of calls on packed
-sequences. A Form may be used again and again, in compiled code too."""
+"""What attention with a recognised score_mod and mask_mod is in this library: options of one call, or of calls on
+packed sequences. A Form may be used again and again, in compiled code too."""
 
 from __future__ import annotations
 
@@ -95,9 +95,8 @@ class Form:
 
     def _check(self, query, key, value, enable_gqa: bool) -> None:
         if tuple(query.shape[:-1]) != (self.batch, self.heads, self.rows):
-            raise BadArgument(
-                f"query has shape {tuple(query.shape)}: this form is of {(self.batch, self.heads, self.rows, 'headdim')}"
-            )
+            form = (self.batch, self.heads, self.rows, "headdim")
+            raise BadArgument(f"query has shape {tuple(query.shape)}: this form is of {form}")
         for name, x in (("key", key), ("value", value)):
             if x.dim() != 4 or x.shape[0] != self.batch or x.shape[2] != self.keys:
                 raise BadArgument(

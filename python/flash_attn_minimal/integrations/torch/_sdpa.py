@@ -94,16 +94,21 @@ def _check(given: dict[str, torch.Tensor]) -> None:
     for name, x in given.items():
         if x.dim() < 2:
             raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected (..., seqlen, headdim)")
-        if x.dtype != query.dtype or x.device != query.device:
-            raise BadArgument(
-                f"{name} is {x.dtype} on {x.device}, but query is {query.dtype} on {query.device}: they must be the same"
-            )
-    if query.dtype == torch.float64:
-        raise Unsupported("query is torch.float64: expected float32, float16 or bfloat16; query.float() is one")
+    _check_alike(given)
     if key.shape[-1] != query.shape[-1]:
         raise BadArgument(f"key has shape {tuple(key.shape)}, but query {tuple(query.shape)}: headdim must agree")
     if value.shape[-2] != key.shape[-2]:
         raise BadArgument(f"value has shape {tuple(value.shape)}, but key {tuple(key.shape)}: seqlen must agree")
+
+
+def _check_alike(given: dict[str, torch.Tensor]) -> None:
+    query = given["query"]
+    for name, x in given.items():
+        if x.dtype != query.dtype or x.device != query.device:
+            here, there = (f"{y.dtype} on {y.device}" for y in (x, query))
+            raise BadArgument(f"{name} is {here}, but query is {there}: they must be the same")
+    if query.dtype == torch.float64:
+        raise Unsupported("query is torch.float64: expected float32, float16 or bfloat16; query.float() is one")
 
 
 def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> tuple[torch.Tensor, ...]:
@@ -111,9 +116,7 @@ def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) 
     heads = q.shape[1], k.shape[1], v.shape[1]
     if enable_gqa:
         if heads[1] == 0 or heads[2] == 0 or heads[0] % heads[1] or heads[0] % heads[2]:
-            raise BadArgument(
-                f"query has {heads[0]} heads, which is no multiple of key's {heads[1]} and value's {heads[2]}"
-            )
+            raise BadArgument(f"query has {heads[0]} heads, no multiple of key's {heads[1]} and value's {heads[2]}")
         if heads[1] != heads[2]:
             k, v = (x.repeat_interleave(heads[0] // x.shape[1], 1) for x in (k, v))
         return q, k, v
@@ -164,8 +167,8 @@ def _jagged(
             raise Unsupported(f"{name} is a nested tensor of layout {x.layout}: make it with layout=torch.jagged")
         if x.dim() != 4 or x._ragged_idx != 2:
             raise BadArgument(
-                f"{name} has {x.dim()} axes, number {x._ragged_idx} of them ragged: expected (batch, heads, *, headdim), "
-                "which x.unflatten(-1, (heads, headdim)).transpose(1, 2) is"
+                f"{name} has {x.dim()} axes, number {x._ragged_idx} of them ragged: expected "
+                "(batch, heads, *, headdim), which x.unflatten(-1, (heads, headdim)).transpose(1, 2) is"
             )
         if x.lengths() is not None:
             raise Unsupported(f"{name} has holes between its sequences: {name}.contiguous() has none")
@@ -173,11 +176,15 @@ def _jagged(
     offsets = query.offsets(), key.offsets()
     if value.offsets() is not key.offsets():
         raise BadArgument(
-            "key and value have other offsets: make value of key's, so that they are known to be the same"
+            "value's offsets are not those of key: make both of one tensor, or with offsets=key.offsets()"
         )
     longest = tuple(x._get_max_seqlen() for x in (query, key))
     arrays = _autocast(*(x.transpose(1, 2).values() for x in given.values()))
-    _check_packed(given, arrays, enable_gqa)
+    _check_alike(dict(zip(given, arrays, strict=True)))
+    heads = [x.shape[1] for x in arrays]
+    if heads[1] != heads[2] or (heads[0] != heads[1] and not enable_gqa):
+        need = ": that needs enable_gqa=True" if heads[1] == heads[2] else ": key and value must agree"
+        raise BadArgument(f"query has {heads[0]} heads, key {heads[1]}, value {heads[2]}{need}")
     cu_seqlens = [x.int() for x in offsets]
     out = attend(
         *dense_rows(*arrays), (*cu_seqlens, *longest), dropout_p=dropout_p, softmax_scale=scale,
@@ -185,15 +192,3 @@ def _jagged(
     )  # fmt: skip
     packed = torch.nested.nested_tensor_from_jagged(out, offsets[0], max_seqlen=longest[0])
     return packed.transpose(1, 2)
-
-
-def _check_packed(given: dict[str, Any], arrays: list[torch.Tensor], enable_gqa: bool) -> None:
-    q, k, v = arrays
-    for name, x in zip(given, arrays, strict=True):
-        if x.dtype != q.dtype or x.device != q.device:
-            raise BadArgument(
-                f"{name} is {x.dtype} on {x.device}, but query is {q.dtype} on {q.device}: they must be the same"
-            )
-    if k.shape[1] != v.shape[1] or (not enable_gqa and q.shape[1] != k.shape[1]):
-        need = "" if k.shape[1] != v.shape[1] else ": that needs enable_gqa=True"
-        raise BadArgument(f"query has {q.shape[1]} heads, key {k.shape[1]}, value {v.shape[1]}{need}")

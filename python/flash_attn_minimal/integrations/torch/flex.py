@@ -8,11 +8,13 @@ part that was not understood.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ..._library import BadArgument, Unsupported
 from ._form import Form, documents, is_finite, prefix
@@ -63,12 +65,14 @@ def flex_attention(
             raise BadArgument("score_mod is given beside a Form: recognise(score_mod, mask_mod, ...) takes both")
         form = block_mask
     else:
-        if torch.compiler.is_compiling() and (score_mod is not None or block_mask is not None):
+        if torch.compiler.is_compiling() and not (score_mod is None and block_mask is None):
             raise Unsupported(
-                "score_mod or block_mask is a function in compiled code: call recognise(score_mod, mask_mod, ...) "
-                "before, and pass the Form that it returns as block_mask"
+                "a score_mod or block_mask in compiled code: call recognise(score_mod, mask_mod, ...) before, "
+                "and pass the Form that it returns as block_mask"
             )
-        form = recognise(score_mod, block_mask, *query.shape[:3], key.shape[2], query.device)
+        sizes = *query.shape[:3], key.shape[2]
+        plain = score_mod is None and block_mask is None
+        form = Form(*sizes) if plain else recognise(score_mod, block_mask, *sizes, query.device)
     found = form(query, key, value, scale, enable_gqa, bool(return_lse) or return_aux is not None)
     if return_aux is None:
         return found
@@ -114,16 +118,34 @@ def recognise(
     device = torch.device(device)
     call = _Call(batch, heads, seqlen_q, seqlen_k, device)
     found = _Found()
-    if score_mod is not None and getattr(score_mod, "__name__", "") != "_identity":
-        score = trace(score_mod, ("score", *_ARGUMENTS), device)
-        _read_score(score, found, call)
+    if score_mod is not None:
+        with _named("score_mod"):
+            _read_score(_traced(score_mod, ("score", *_ARGUMENTS), device), found, call)
     if mask_mod is not None:
         blocks = mask_mod if hasattr(mask_mod, "mask_mod") else None
-        mask = trace(blocks.mask_mod if blocks is not None else mask_mod, _ARGUMENTS, device)
-        if blocks is not None:
-            _check_blocks(blocks, mask, call)
-        _read_mask(mask, found, call)
+        with _named("mask_mod"):
+            mask = _traced(mask_mod if blocks is None else blocks.mask_mod, _ARGUMENTS, device)
+            if blocks is not None:
+                _check_blocks(blocks, mask, call)
+            _read_mask(mask, found, call)
     return _form(found, call)
+
+
+@contextmanager
+def _named(function: str) -> Iterator[None]:
+    try:
+        yield
+    except Unsupported as error:
+        raise Unsupported(f"{function}: {error}") from None
+
+
+def _traced(function: Any, names: tuple[str, ...], device: torch.device) -> Any:
+    if not callable(function):
+        raise BadArgument(f"a {type(function).__name__} is given as score_mod or mask_mod: expected a function")
+    found = trace(function, names, device)
+    if not isinstance(found, (Term, torch.Tensor, bool, int, float)):
+        raise BadArgument(f"{function} returned a {type(found).__name__}: expected a score, or a bool")
+    return found
 
 
 class _Call(NamedTuple):
@@ -173,7 +195,8 @@ class _Found:
 
 
 class _Linear(NamedTuple):
-    """rows * q_idx + keys * kv_idx + number + others, all of them integers; others: (sign, term) without q_idx, kv_idx."""
+    """rows * q_idx + keys * kv_idx + number + the sum of others, which are (factor, term without q_idx and kv_idx); all
+    numbers are integers."""
 
     rows: int = 0
     keys: int = 0
@@ -298,13 +321,8 @@ def _read_comparison(operation: str, a: Any, b: Any, found: _Found) -> bool:
         return True
     for x, other, way in ((a, b, operation), (b, a, _FLIPPED[operation])):
         n = _number(other)
-        if (
-            isinstance(x, Term)
-            and x.operation == "abs"
-            and n is not None
-            and float(n).is_integer()
-            and way in ("lt", "le")
-        ):
+        whole = n is not None and float(n).is_integer()
+        if isinstance(x, Term) and x.operation == "abs" and whole and way in ("lt", "le"):
             inner = _linear(x.arguments[0])
             pair = inner and [_bounds(way, inner.plus(_Linear(number=-int(n))))]
             pair = pair and [*pair, _bounds(_FLIPPED[way], inner.plus(_Linear(number=int(n))))]
@@ -491,7 +509,7 @@ def _factors(x: Any) -> tuple[int, list[Any], list[Any]] | None:
 
 
 def _read_alibi(x: Term, sign: int, found: _Found, call: _Call) -> bool:
-    """Whether x is a slope of b and h times the distance of q_idx and kv_idx. The library subtracts slope * distance."""
+    """Whether x is a slope of b and h times the distance of q_idx and kv_idx. The library subtracts such a product."""
     turned, above, below = _factors(x)
     distances = [a for a in above if reads(a) & _PAIR]
     if len(distances) != 1 or any(reads(a) & _PAIR for a in below) or found.slopes is not None:
@@ -632,11 +650,9 @@ def _check_blocks(blocks: Any, mask: Any, call: _Call) -> None:
         seen = seen.view(1, 1, 1, 1) if seen.dim() == 0 else seen
         seen = seen.bool().expand(-1, -1, -1, call.keys)
         rest = columns * size_k - call.keys
-        some_seen = (
-            torch.nn.functional.pad(seen.any(2), (0, rest), value=False).unflatten(-1, (columns, size_k)).any(-1)
-        )
-        all_seen = torch.nn.functional.pad(seen.all(2), (0, rest), value=True).unflatten(-1, (columns, size_k)).all(-1)
+        some_seen = F.pad(seen.any(2), (0, rest), value=False).unflatten(-1, (columns, size_k)).any(-1)
+        all_seen = F.pad(seen.all(2), (0, rest), value=True).unflatten(-1, (columns, size_k)).all(-1)
         wrong = wrong | (some_seen & (partial[:, :, block] + full[:, :, block] == 0)).any()
         wrong = wrong | (~all_seen & (full[:, :, block] > 0)).any()
     if wrong:
-        raise Unsupported("block_mask has blocks that are not those of its mask_mod: make it with create_block_mask")
+        raise Unsupported("the blocks of block_mask are not those of this function: make it with create_block_mask")
