@@ -24,6 +24,8 @@ from ._library import BadArgument, Unsupported
 from ._options import Options
 from .backward import _differentiate, find_gradients
 
+_modes.active()  # fetches PyTorch's functions, in case PyTorch was imported after this library
+
 _ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
 _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 
