@@ -38,12 +38,13 @@ def flash_attn_with_kvcache(
         sinks, k_scale, v_scale, tree_mask, cache_seqlens, softmax_scale, causal, window_size, softcap,
         rotary_interleaved, num_splits, attention_chunk, tree_keys, batch_invariant, programmatic, kernel, num_threads,
     )  # fmt: skip
-    tensors = [x for x in (*step[: kvcache._LENGTHS + 1], out) if isinstance(x, torch.Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        name = next(n for n in _ARRAYS if isinstance(getattr(step, n), torch.Tensor) and getattr(step, n).requires_grad)
-        raise Unsupported(f"{name} requires a gradient, which a cache does not have: call it under torch.no_grad()")
-    if not (_modes.active() or not all(map(_modes.is_plain, tensors))):
+    given = {name: x for name, x in (step._asdict() | {"out": out}).items() if isinstance(x, torch.Tensor)}
+    if not (_modes.active() or not all(map(_modes.is_plain, given.values()))):
         return kvcache.flash_attn_with_kvcache(**step._asdict(), return_lse=return_lse, out=out)
+    if torch.is_grad_enabled():
+        for name, x in given.items():
+            if x.requires_grad:
+                raise Unsupported(f"{name} requires a gradient, which a cache has not: call it under torch.no_grad()")
     if out is not None:
         raise Unsupported("out is given, which flash_attn_with_kvcache does not take where PyTorch traces it")
     if _modes.transforms():
