@@ -269,6 +269,7 @@ def test_masks_that_are_refused():
         (lambda b, h, q, k: c.ids[q] == c.ids[k] + 0.0 * q, "not a window"),
         (lambda b, h, q, k: k < q, r"kv_idx - q_idx in None .. -1: a window must hold"),
         (mods.documents(split), "a document that is not in one piece"),
+        (mods.documents(torch.full((ROWS,), torch.nan)), "a document that is NaN"),
         (and_masks(mods.documents(c.ids), mods.padding(c.lengths)), "documents beside padding"),
         (and_masks(mods.prefix_lm(3), mods.sliding_window(4)), "a prefix beside another prefix or a window"),
         (branch, r"a Python `if`, `and`, `or` or `not` asks whether \(q_idx > 3\)"),
@@ -311,6 +312,9 @@ def test_scores_that_are_refused():
         (lambda s, b, h, q, k: torch.tanh(torch.where(q >= k, s, -INF)), "not a scale, softcap"),
         (lambda s, b, h, q, k: s.half(), r"half\(score\) is no operation that is known"),
         (lambda s, b, h, q, k: q * 1.0, "not a function of one score"),
+        (lambda s, b, h, q, k: q, "q_idx: a score that does not depend on the score"),
+        (lambda s, b, h, q, k: s * torch.rand(()), r"rand\(\) draws numbers"),
+        (lambda s, b, h, q, k: s * c.bias.sum(), "requires a gradient, which only a bias gets"),
     ):
         with pytest.raises(fa.Unsupported, match=text):
             flex_attention(*inputs, score_mod)

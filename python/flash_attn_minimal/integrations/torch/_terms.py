@@ -41,6 +41,12 @@ _SIGNS = {
 }  # fmt: skip
 
 
+_RANDOM = frozenset(
+    ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "normal")
+    + ("multinomial", "dropout")
+)
+
+
 class Term:
     """A symbol (`operation` is its name, without arguments), or an operation on terms, tensors and numbers."""
 
@@ -144,6 +150,8 @@ class _Watch(TorchFunctionMode):
                 places = args[1] if isinstance(args[1], tuple) else (args[1],)
                 return make("index", (args[0], *places))
             return make(function.__name__, args, kwargs)
+        if getattr(function, "__name__", "") in _RANDOM:
+            raise Unsupported(f"{function.__name__}() draws numbers, which would be the same for every place and call")
         return function(*args, **kwargs)
 
 

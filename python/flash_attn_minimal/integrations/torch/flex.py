@@ -217,7 +217,11 @@ def _number(x: Any) -> float | None:
         return None
     x = evaluate(x, {})
     if isinstance(x, torch.Tensor):
-        x = x.item() if x.numel() == 1 else None
+        if x.dim():
+            return None
+        if x.requires_grad and torch.is_grad_enabled():
+            raise Unsupported(f"{x.item()} requires a gradient, which only a bias gets: detach it")
+        x = x.item()
     return x if isinstance(x, (int, float)) and not isinstance(x, bool) else None
 
 
@@ -418,7 +422,7 @@ def _read_score(x: Any, found: _Found, call: _Call) -> None:
         else:
             found.factor, found.softcap = _scaled(x)
             return
-    if not isinstance(x, Term):
+    if not isinstance(x, Term) or x.operation != "score":
         _refuse(x, "a score that does not depend on the score")
 
 
@@ -432,8 +436,7 @@ def _read_where(x: Term, found: _Found, call: _Call) -> Any:
     if kept is yes:
         _read_mask(condition, found, call)
     else:
-        operands = [*flat(condition, "or", "logical_or")]  # not (a or b) is not a and not b
-        for operand in operands:
+        for operand in flat(condition, "or", "logical_or"):  # not (a or b) is not a and not b
             _read_condition(Term("not", (operand,)), found, call)
     return kept
 
@@ -606,7 +609,9 @@ def _packed(form: Form, found: _Found, call: _Call) -> Form:
         if found.prefixes:
             raise Unsupported("documents beside a prefix are not served")
         ids = [call.values(x)[:, 0, :, 0].expand(call.batch, -1) for x in found.same]
-        runs = documents(torch.stack([x.to(torch.promote_types(x.dtype, torch.int64)) for x in ids]))
+        if any((x != x).any() for x in ids):
+            _refuse(found.same[0], "a document that is NaN, which is not equal to itself")
+        runs = documents(torch.stack([x.unique(return_inverse=True)[1] for x in ids]))
         if runs is None:
             _refuse(found.same[0], "a document that is not in one piece")
         return replace(form, documents=runs)
