@@ -141,7 +141,9 @@ class TorchDoor(Door):
 
     def check_seen(self):
         if (self.tracing() or self.dispatch_modes()) and (watcher := _modes.watcher()):
-            raise Unsupported(f"{_modes.caller()} is not served under {watcher}: PyTorch would not see what it does")
+            name = _modes.caller()
+            hint = "; that of flash_attn_minimal.integrations.torch is" if name == "flash_attn_with_kvcache" else ""
+            raise Unsupported(f"{name} is not served under {watcher}: PyTorch would not see what it does{hint}")
 
     def empty(self, like, shape, dtype):
         if self.tracing() or self.dispatch_modes():

@@ -24,6 +24,8 @@ from ._library import BadArgument, Unsupported
 from ._options import Options
 from .backward import _differentiate, find_gradients
 
+_modes.active()  # fetches PyTorch's functions, in case PyTorch was imported after this library
+
 _ARRAYS = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")
 _FLOAT8 = ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum")
 
@@ -50,7 +52,7 @@ def _differentiable(
     _check_arrays(given)
     arguments = (
         q, k, v, options.bias, options.mask, options.alibi_slopes, options.sinks, cu_q, cu_k,
-        _integer("max_seqlen_q", max_q, 0, 2**63 - 1), _integer("max_seqlen_k", max_k, 0, 2**63 - 1),
+        _longest("max_seqlen_q", max_q), _longest("max_seqlen_k", max_k),
         *_packed(options),
     )  # fmt: skip
     return_lse = _flag("return_lse", return_lse)
@@ -78,6 +80,13 @@ def _differentiable(
             results = attend(q, k, v, varlen, None, True, options, sign, recorder)
         return recorder(results, arrays)
     return tuple(results) if return_lse else results[0]
+
+
+def _longest(name: str, length: int) -> int:
+    """A graph may have a symbol for this number, which _integer would make one number of; the operator checks again."""
+    if torch.compiler.is_compiling() and isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool):
+        return length
+    return _integer(name, length, 0, 2**63 - 1)
 
 
 def _unwrapped(array):

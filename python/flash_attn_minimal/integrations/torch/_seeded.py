@@ -1,0 +1,93 @@
+"""Attention with dropout that PyTorch's generators decide about.
+
+A plain call draws two numbers and gives them to the core. In a graph the draw has to be one of the graph's operations,
+or every run would drop the same: there, the operator attention_seeded takes what attention takes, and the seed as a
+tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import _modes, autograd
+from ..._options import Options
+from ...attention import flash_attn_func, flash_attn_varlen_func
+from ..flash_attn._calls import draw_dropout
+
+_NAME, _BACKWARD_NAME = "flash_attn_minimal::attention_seeded", "flash_attn_minimal::attention_seeded_backward"
+_SEED = 11 + list(autograd._NUMBERS).index("dropout_seed")  # its place among the operator's arguments
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: tuple | None = None, dropout_p: float = 0.0,
+    return_lse: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    """flash_attn_func, or with varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    flash_attn_varlen_func; where dropout_p is not 0, with a seed from PyTorch's generators."""
+    if not dropout_p or _modes.watcher() is None or (_modes.transforms() and not torch.compiler.is_compiling()):
+        options |= draw_dropout(dropout_p, q.device)
+        if varlen is None:
+            return flash_attn_func(q, k, v, return_lse=return_lse, **options)
+        return flash_attn_varlen_func(q, k, v, *varlen, return_lse=return_lse, **options)
+    seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+    given = Options(dropout_p=dropout_p, **options)
+    cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
+    out, lse = torch.ops.flash_attn_minimal.attention_seeded(
+        seed, q, k, v, given.bias, given.mask, given.alibi_slopes, given.sinks, cu_q, cu_k, max_q, max_k,
+        *autograd._packed(given),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _drawn(seed: torch.Tensor, arguments: tuple) -> tuple:
+    return (*arguments[:_SEED], int(seed), *arguments[_SEED + 1 :])
+
+
+def _forward(seed, *arguments):
+    return autograd._forward(*_drawn(seed, arguments))
+
+
+def _backward(seed, dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
+    return autograd._backward(dout, dlse, out, lse, want_dbias, want_dsinks, *_drawn(seed, arguments))
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:10], *output)
+    ctx.rest = inputs[10:]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse):
+    seed, *arrays, out, lse = ctx.saved_tensors
+    nothing = (None,) * (1 + len(arrays) + len(ctx.rest))
+    if dout is None and dlse is None:
+        return nothing
+    dout = torch.zeros_like(out) if dout is None else dout
+    want_dbias, want_dsinks = ctx.needs_input_grad[4], ctx.needs_input_grad[7]
+    dq, dk, dv, dbias, dsinks = torch.ops.flash_attn_minimal.attention_seeded_backward(
+        seed, dout, dlse, out, lse, want_dbias, want_dsinks, *arrays, *ctx.rest
+    )
+    return None, dq, dk, dv, dbias if want_dbias else None, None, None, dsinks if want_dsinks else None, *nothing[8:]
+
+
+torch.library.define(_NAME, f"(Tensor seed, {autograd._INPUTS}) -> (Tensor, Tensor)")
+torch.library.define(
+    _BACKWARD_NAME,
+    "(Tensor seed, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool want_dbias, bool want_dsinks, "
+    f"{autograd._INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.impl(_NAME, ("cpu", "cuda"), _forward)
+torch.library.impl(_BACKWARD_NAME, ("cpu", "cuda"), _backward)
+torch.library.register_autograd(_NAME, _gradients, setup_context=_setup_context)
+torch.library.register_autograd(_BACKWARD_NAME, autograd._refuse_double)
+
+
+@torch.library.register_fake(_NAME)
+def _(seed, *arguments):
+    return torch.ops.flash_attn_minimal.attention(*arguments)
+
+
+@torch.library.register_fake(_BACKWARD_NAME)
+def _(seed, *arguments):
+    return torch.ops.flash_attn_minimal.attention_backward(*arguments)
