@@ -24,7 +24,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,7 +71,8 @@ class Text:
         # while it is read, so `pieces` is never asked for more than there are.
         self.pieces = tokenizer.stream(itertools.chain(request.prompt[-1:], request.tokens))
         next(self.pieces)
-        self.text, self.read, self.sent, self.reason = "", 0, 0, None
+        self.text, self.read, self.sent = "", 0, 0
+        self.reason: str | None = None
 
     def news(self) -> str:
         """What has come since the last call; `reason` says whether and why it was the last. The last characters wait
@@ -111,7 +112,7 @@ class Writer:
             self.stepping = self.ask(self.engine.step)
         await asyncio.shield(self.stepping)
 
-    async def write(self, jobs: list[tuple], stops: list[str]) -> AsyncIterator[Any]:
+    async def write(self, jobs: list[tuple], stops: list[str]) -> AsyncGenerator[Any, None]:
         """First the requests, once the engine has taken all; then (number, new text, reason of the end or None)."""
         requests = []
         try:
