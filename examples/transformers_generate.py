@@ -24,15 +24,15 @@ def generate(folder: str, device: str) -> tuple[list[str], list[str]]:
     # ------------------------------------------------------------------------------------------------------------------
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from flash_attn_minimal.integrations.transformers import register
+    from flash_attn_minimal.integrations import transformers as adapter
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=register()).to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=adapter.register()).to(device)
     # ------------------------------------------------------------------------------------------------------------------
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.decode([model.config.eos_token_id])
     inputs = tokenizer(PROMPTS, padding=True, return_tensors="pt").to(device)
     texts = []
-    for attention in (register(), "sdpa"):
+    for attention in (adapter.register(), "sdpa"):
         model.set_attn_implementation(attention)
         tokens = model.generate(**inputs, max_new_tokens=30, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         texts.append(tokenizer.batch_decode(tokens, skip_special_tokens=True))
@@ -41,7 +41,7 @@ def generate(folder: str, device: str) -> tuple[list[str], list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", nargs="?", help="a causal language model (default: a random Llama of 0.3 M parameters)")
+    parser.add_argument("folder", nargs="?", help="a causal language model (default: a Llama of 0.3 M random numbers)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
