@@ -1,6 +1,6 @@
 """Attention between functions of your own that Numba compiles.
 
-    python examples/numba_arrays.py                 on a GPU if there is one: Numba's device arrays, kernels of @cuda.jit
+    python examples/numba_arrays.py                 on a GPU if there is one: device arrays, kernels of @cuda.jit
     python examples/numba_arrays.py --device cpu    NumPy arrays, functions of @njit
 
 A rotary embedding turns q and k in place, attention reads them, and a last function takes the mean over the heads. The
