@@ -37,9 +37,15 @@ def normalise(x):
 
 def make_parameters(key, width: int, layers: int, length: int) -> dict:
     """Matrices by their names; those of the layers are stacked, (layers, in, out)."""
-    shapes = {"embedding": (VOCABULARY, width), "position": (length, width), "out": (width, VOCABULARY)}
-    shapes |= {"qkv": (layers, width, 3 * width), "proj": (layers, width, width)}
-    shapes |= {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
+    shapes = {
+        "embedding": (VOCABULARY, width),
+        "position": (length, width),
+        "qkv": (layers, width, 3 * width),
+        "proj": (layers, width, width),
+        "up": (layers, width, 4 * width),
+        "down": (layers, 4 * width, width),
+        "out": (width, VOCABULARY),
+    }
     keys = jax.random.split(key, len(shapes))
     return {
         name: jax.random.normal(one, shape) * shape[-2] ** -0.5

@@ -83,7 +83,8 @@ class Text:
             self.read += 1
         if ended:
             self.text += "".join(self.pieces)
-        if found := [at for stop in self.stops if (at := self.text.find(stop)) >= 0]:
+        found = [at for stop in self.stops if (at := self.text.find(stop)) >= 0]
+        if found:
             self.text, ended = self.text[: min(found)], "stop"
         self.reason = ("stop" if ended == "stop" else "length") if ended else None
         new = self.text[self.sent :] if ended else self.text[self.sent : max(self.sent, len(self.text) - self.held)]
@@ -217,7 +218,7 @@ def main() -> None:
         writer = Writer(args.checkpoint, args.device, args.slots, args.context, args.pages)
     except FlashAttnError as error:
         parser.error(str(error))
-    uvicorn.run(make_app(writer), host=args.host, port=args.port)
+    uvicorn.run(make_app(writer), host=args.host, port=args.port, timeout_graceful_shutdown=2)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,12 @@ def server(checkpoint):
         pytest.fail(f"the server ended: {said}")
     with ThreadPoolExecutor(1) as reader:  # a full pipe would stop the server
         reader.submit(process.stderr.read)
-        yield found[1]
-        process.kill()
-    process.wait()
+        try:
+            yield found[1]
+            process.terminate()
+            process.wait(timeout=60)
+        finally:
+            process.kill()
 
 
 @pytest.fixture
