@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flash_attn_minimal import flash_attn_func
 
@@ -35,7 +36,7 @@ def normalise(x):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
-def make_parameters(key, width: int, layers: int, length: int) -> dict:
+def make_parameters(rng: np.random.Generator, width: int, layers: int, length: int) -> dict:
     """Matrices by their names; those of the layers are stacked, (layers, in, out)."""
     shapes = {
         "embedding": (VOCABULARY, width),
@@ -46,11 +47,7 @@ def make_parameters(key, width: int, layers: int, length: int) -> dict:
         "down": (layers, 4 * width, width),
         "out": (width, VOCABULARY),
     }
-    keys = jax.random.split(key, len(shapes))
-    return {
-        name: jax.random.normal(one, shape) * shape[-2] ** -0.5
-        for one, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
+    return {n: rng.standard_normal(shape, np.float32) * np.float32(shape[-2] ** -0.5) for n, shape in shapes.items()}
 
 
 def loss_of(parameters, tokens, attend, heads: int):
@@ -83,13 +80,13 @@ def train_step(parameters, moments, tokens, attend, heads: int):
 
 def train(args: argparse.Namespace, attend) -> list[float]:
     """The losses of a run. Runs with the same seed begin with the same weights and see the same tokens."""
-    parameters = make_parameters(jax.random.key(args.seed), args.width, args.layers, args.length)
-    moments = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, parameters), jax.tree.map(jnp.zeros_like, parameters))
+    rng = np.random.default_rng(args.seed)
+    parameters = jax.device_put(make_parameters(rng, args.width, args.layers, args.length))
+    moments = jax.device_put((np.float32(0), *(jax.tree.map(np.zeros_like, parameters) for _ in range(2))))
     losses = []
-    for step in range(args.steps):
-        key = jax.random.fold_in(jax.random.key(args.seed), step)
-        half = jax.random.randint(key, (args.batch, args.length // 2), 0, VOCABULARY)
-        tokens = jnp.concatenate([half, half], 1)
+    for _ in range(args.steps):
+        half = rng.integers(VOCABULARY, size=(args.batch, args.length // 2), dtype=np.int32)
+        tokens = np.concatenate([half, half], 1)
         parameters, moments, loss = train_step(parameters, moments, tokens, attend, args.heads)
         losses.append(loss)
     return [float(loss) for loss in losses]
