@@ -33,17 +33,17 @@ def exact_attention(cp, q, k, v, dout):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     for name, value in (("length", 1000), ("heads", 8), ("dim", 64), ("steps", 32)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float16")
     args = parser.parse_args()
     try:
         import cupy as cp
-
-        cp.cuda.runtime.getDeviceCount()
     except ImportError as error:
         parser.error(f"CuPy is missing (pip install flash-attn-minimal[gpu]): {error}")
+    try:
+        cp.cuda.runtime.getDeviceCount()
     except cp.cuda.runtime.CUDARuntimeError as error:
         parser.error(f"CuPy finds no GPU: {error}")
     if not 0 < args.steps < args.length:

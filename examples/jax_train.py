@@ -93,7 +93,7 @@ def train(args: argparse.Namespace, attend) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--attention", choices=(*ATTENTIONS, "both"), default="both")
     for name, value in (("steps", 100), ("batch", 16), ("length", 32), ("layers", 2), ("heads", 4), ("width", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)

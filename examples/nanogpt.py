@@ -93,7 +93,7 @@ def train(args: argparse.Namespace, text: Tensor, vocabulary: int, attend) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--attention", choices=(*ATTENTIONS, "both"), default="both")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16, as one trains on a GPU")

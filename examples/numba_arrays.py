@@ -1,6 +1,6 @@
 """Attention between functions of your own that Numba compiles.
 
-    python examples/numba_arrays.py                 on a GPU if there is one: device arrays, kernels of @cuda.jit
+    python examples/numba_arrays.py                 on a GPU if there is one: device arrays, kernels of cuda.jit
     python examples/numba_arrays.py --device cpu    NumPy arrays, functions of @njit
 
 A rotary embedding turns q and k in place, attention reads them, and a last function takes the mean over the heads. The
@@ -74,8 +74,7 @@ def on_cpu(q, k, v):
 def on_gpu(q, k, v):
     angle_of = cuda.jit(device=True)(angle)
 
-    @cuda.jit
-    def rotate(x):
+    def turn_pair(x):
         row, pair, b = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockIdx.y
         turn = angle_of(row, pair, x.shape[3] // 2)
         c, s = math.cos(turn), math.sin(turn)
@@ -84,14 +83,14 @@ def on_gpu(q, k, v):
             x[b, row, head, 2 * pair] = even * c - odd * s
             x[b, row, head, 2 * pair + 1] = even * s + odd * c
 
-    @cuda.jit
-    def mean_of_heads(x, mean):
+    def mean_of_column(x, mean):
         row, d, b = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockIdx.y
         total = 0.0
         for head in range(x.shape[2]):
             total += x[b, row, head, d]
         mean[b, row, d] = total / x.shape[2]
 
+    rotate, mean_of_heads = cuda.jit(turn_pair), cuda.jit(mean_of_column)
     q, k, v = (cuda.to_device(x) for x in (q, k, v))
     batch, rows, _, dim = q.shape
     rotate[(rows, batch), dim // 2](q)
@@ -116,7 +115,7 @@ def exact(q, k, v):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     for name, value in (("batch", 2), ("rows", 300), ("heads", 4), ("dim", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -187,7 +187,7 @@ def make_app(writer: Writer) -> FastAPI:
                     yield f"data: {json.dumps({**head, 'choices': [choice(*one)]})}\n\n"
                 yield "data: [DONE]\n\n"
             except FlashAttnError as error:
-                yield f"data: {refusal(500, str(error)).body.decode()}\n\n"
+                yield f"data: {bytes(refusal(500, str(error)).body).decode()}\n\n"
 
         if asked.stream:
             return StreamingResponse(events(), media_type="text/event-stream")
@@ -205,7 +205,7 @@ def make_app(writer: Writer) -> FastAPI:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("checkpoint", nargs="?", default=str(DEFAULT_CHECKPOINT), help="llama2.c file or a folder")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--slots", type=int, default=8, help="texts that are written at once (default 8)")
