@@ -127,6 +127,30 @@ def test_a_stop_token_ends_a_text(model):
     assert len(engine.cache.pool) == 20
 
 
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_a_cancelled_sequence_makes_room(model, page_size):
+    job = ([3, 4, 5], 30)
+    [whole] = run(Engine(model, 1), [job])
+    engine = Engine(model, 2, page_size=page_size)
+    poison(engine)
+    running, other, waiting, last = (engine.add(*job) for _ in range(4))
+    while len(running.tokens) < 6:
+        engine.step()
+    engine.cancel(running)
+    engine.cancel(waiting)
+    kept = list(running.tokens)
+    while not last.tokens:  # it joins in the place of the first, while the second still runs
+        engine.step()
+    assert not other.finished
+    engine.run()
+    assert running.finished == waiting.finished == "cancelled"
+    assert running.tokens == kept == whole[: len(kept)] and waiting.tokens == []
+    assert other.tokens == last.tokens == whole
+    engine.cancel(last)
+    assert last.finished == "length"  # it had ended
+    assert page_size is None or len(engine.cache.pool) == 20
+
+
 @pytest.mark.parametrize("prompt_tokens, new", [(1, 40), (30, 11), (39, 2), (40, 1)])
 @pytest.mark.parametrize("page_size", [None, 8])
 def test_the_context_ends_the_text(model, prompt_tokens, new, page_size):

@@ -38,7 +38,7 @@ class Request:
     cut_by_context: bool  # fewer than the wanted new tokens fit
     tokens: list[int] = field(default_factory=list)  # the new ones that the host has seen
     queued: int = 0  # how many new ones are computed or on their way
-    finished: str = ""  # "stop", "length", "context"
+    finished: str = ""  # "stop", "length", "context", "cancelled"
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
 
@@ -163,6 +163,16 @@ class Engine:
         else:
             self._waiting.append(request)
         return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a sequence that nobody waits for any more: it gives back its slot and pages, or its place in the queue.
+        It keeps the tokens that it has. One that has ended stays as it is."""
+        if request.finished:
+            return
+        request.finished = "cancelled"
+        if request in self._waiting:
+            self._waiting.remove(request)
+        self._leave(request)
 
     @property
     def busy(self) -> bool:

@@ -250,8 +250,10 @@ def save_folder(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     scaling = config.rope_scaling
+    kind = 2 if biases else 1 if config.window else 0
     fields = {
-        "architectures": [ARCHITECTURES[2 if biases else 1 if config.window else 0]],
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": ("llama", "mistral", "qwen2")[kind],  # what transformers goes by
         "hidden_size": config.dim,
         "intermediate_size": config.hidden_dim,
         "num_hidden_layers": config.n_layers,

@@ -1,0 +1,187 @@
+"""The examples run as their first lines say, and their answers are right. (The server has tests of its own.)"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import NO_CUDA, ROOT, cupy
+
+from flash_attn_minimal import _library
+
+EXAMPLES = ROOT / "examples"
+needs_gpu = pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
+
+
+def run(script, *arguments, returns=0, **environment):
+    """What the script says on standard output, or of its refusal on standard error."""
+    command = [sys.executable, EXAMPLES / script, *arguments]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=300, env={**os.environ, **environment})
+    assert done.returncode == returns, done.stderr
+    return done.stderr if returns else done.stdout
+
+
+def check_training(said, names, least, apart):
+    """Both runs fall from the same loss to the same loss."""
+    losses = re.findall(r"(\w+) +loss ([\d.]+) -> ([\d.]+)", said)
+    assert [name for name, _, _ in losses] == names
+    assert all(float(last) < least < 3 < float(first) for _, first, last in losses)
+    assert float(re.search(r"differ by (\S+) at most", said)[1]) < apart
+
+
+def test_nanogpt():
+    pytest.importorskip("torch")
+    check_training(run("nanogpt.py", "--device", "cpu"), ["pytorch", "ours"], 2.6, 1e-4)
+
+
+@needs_gpu
+def test_nanogpt_on_a_gpu():
+    pytest.importorskip("torch")
+    check_training(run("nanogpt.py", "--device", "cuda", "--bf16"), ["pytorch", "ours"], 2.6, 0.05)
+
+
+def test_jax_train():
+    pytest.importorskip("jax")
+    check_training(run("jax_train.py"), ["jax", "ours"], 0.1, 0.05 if _on_gpu("jax") else 1e-3)
+
+
+def test_transformers_generate():
+    for module in ("torch", "transformers", "flash_attn_minimal.integrations.transformers"):
+        pytest.importorskip(module)
+    said = run("transformers_generate.py", "--device", "cpu").splitlines()
+    assert [said[0].startswith("The capital of France is"), said[-1]] == [True, "PyTorch's attention writes the same"]
+
+
+@pytest.mark.skipif(bool(NO_CUDA) or cupy is None, reason=NO_CUDA or "CuPy is not installed")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_cupy_alone(dtype):
+    said = run("cupy_alone.py", "--dtype", dtype).splitlines()
+    assert len(said) == 5 and all(f" cupy {dtype} (1, " in line for line in said)
+
+
+CUPY_BY_NUMPY = """
+import types
+from numpy import *
+import numpy
+class Stream:
+    def __init__(self, non_blocking): pass
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
+    def synchronize(self): pass
+runtime = types.SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=OSError)
+cuda = types.SimpleNamespace(Stream=Stream, runtime=runtime)
+class ndarray: pass
+"""
+
+
+def test_cupy_alone_with_numpy_in_its_place(tmp_path):
+    """Without a GPU: the same script, and the same answers from the CPU backend."""
+    (tmp_path / "cupy.py").write_text(CUPY_BY_NUMPY)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    said = run("cupy_alone.py", "--length", "300", PYTHONPATH=path).splitlines()
+    assert len(said) == 5 and all(" numpy float16 (1, " in line for line in said)
+    refused = run("cupy_alone.py", "--steps", "1000", returns=2, PYTHONPATH=path)
+    assert "--steps 1000 is outside 1 .. 999" in refused
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
+def test_cupy_alone_says_what_it_needs():
+    assert "CuPy is missing (pip install flash-attn-minimal[gpu])" in run("cupy_alone.py", returns=2)
+
+
+def test_numba_on_the_cpu():
+    pytest.importorskip("numba")
+    assert run("numba_arrays.py", "--device", "cpu").startswith("NumPy arrays between jitted functions: error ")
+
+
+def test_numba_in_its_simulator():
+    """The CUDA part of the script, run by Numba in Python: its device arrays are then on the host."""
+    pytest.importorskip("numba")
+    small = ["--batch", "1", "--rows", "6", "--heads", "2", "--dim", "8"]
+    assert run("numba_arrays.py", "--device", "cuda", *small, NUMBA_ENABLE_CUDASIM="1").startswith(
+        "Numba device arrays"
+    )
+
+
+@needs_gpu
+def test_numba_on_a_gpu():
+    pytest.importorskip("numba")
+    if not _on_gpu("numba"):
+        pytest.skip("Numba finds no GPU")
+    assert run("numba_arrays.py", "--device", "cuda").startswith("Numba device arrays: error ")
+
+
+def _on_gpu(framework):
+    """Whether the framework finds a GPU in a process of its own."""
+    code = {
+        "jax": "import jax; print(jax.default_backend() == 'gpu')",
+        "numba": "from numba import cuda; print(cuda.is_available())",
+    }[framework]
+    return subprocess.run([sys.executable, "-c", code], text=True, capture_output=True).stdout.strip() == "True"
+
+
+# ---- C ----
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    """A folder with the library and its headers: installed by CMake, where the library lies in its build folder."""
+    library, folder = Path(_library.path()), tmp_path_factory.mktemp("prefix")
+    if (library.parent / "cmake_install.cmake").is_file() and shutil.which("cmake"):
+        command = ["cmake", "--install", library.parent, "--prefix", folder]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+    else:
+        (folder / "lib").mkdir()
+        (folder / "include").mkdir()
+        shutil.copy(library, folder / "lib/libflash_attn_minimal.so")
+        for header in (ROOT / "cuda").glob("flash_attn*.h"):
+            shutil.copy(header, folder / "include")
+    return folder
+
+
+def check_program(program):
+    done = subprocess.run([program], text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    at_once, cached, refused = done.stdout.splitlines()
+    assert at_once.startswith("500 tokens at once: cpu_") and cached.startswith("the last one over a cache: cpu_")
+    assert refused == "refused: nheads=8 is not a multiple of nheads_k=3"
+
+
+def test_c_by_the_command_in_its_comment(prefix, tmp_path):
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler on PATH")
+    [command] = re.findall(r"^ \*     (cc .*)$", (EXAMPLES / "c/attention.c").read_text(), re.MULTILINE)
+    command = command.replace("examples/", f"{EXAMPLES}/").replace("$HOME/fa", str(prefix)).split()
+    subprocess.run([*command, "-Wall", "-Wextra", "-Wpedantic", "-Werror"], cwd=tmp_path, check=True, timeout=120)
+    check_program(tmp_path / "a.out")
+
+
+def test_c_by_cmake(prefix, tmp_path):
+    if shutil.which("cmake") is None or not (shutil.which("ninja") or shutil.which("make")):
+        pytest.skip("no CMake, or neither Ninja nor make, on PATH")
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    commands = (
+        ["cmake", "-S", EXAMPLES / "c", "-B", tmp_path, *generator, f"-DCMAKE_PREFIX_PATH={prefix}"],
+        ["cmake", "--build", tmp_path],
+    )
+    for command in commands:
+        done = subprocess.run(command, text=True, capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+    check_program(tmp_path / "attention")
+
+
+# ---- the list of them ----
+
+
+def test_the_index_names_every_example():
+    """And each begins with the command that its line has."""
+    page = (EXAMPLES / "README.md").read_text()
+    scripts = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.*") if path.suffix in (".py", ".c")}
+    named = set(re.findall(r"(?:examples/|\]\()([\w/]+\.(?:py|c))\b", page))
+    assert named == scripts
+    for command in re.findall(r"^\| `python (examples/\S+)`", page, re.MULTILINE):
+        assert f"    python {command}" in (ROOT / command).read_text().split('"""')[1]
