@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,8 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     pieces += [c.encode() for c in characters]
     scores = [0.0] * len(pieces)
     split = {word: tuple(word) for word in words}
-    pairs, where = Counter(), {}
+    pairs: Counter[tuple[str, str]] = Counter()
+    where: dict[tuple[str, str], set[str]] = {}
     for word, parts in split.items():
         for pair in zip(parts, parts[1:], strict=False):
             pairs[pair] += words[word]
@@ -165,6 +167,8 @@ def turn(x, rope):
 
 
 class Llama(nn.Module):
+    rope: torch.Tensor  # (positions, 1, headdim / 2, 2): cosines and sines
+
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
@@ -263,17 +267,19 @@ def draw(runs: list[dict], path: Path, title: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for run, style in zip(runs, ({"lw": 2.5, "alpha": 0.5}, {"lw": 0.8, "color": "black"}), strict=False):
+    styles: tuple[dict[str, Any], ...] = {"lw": 2.5, "alpha": 0.5}, {"lw": 0.8, "color": "black"}
+    for run, style in zip(runs, styles, strict=False):
         label = {"flash": "flash-attn-minimal", "pytorch": "PyTorch"}[run["attention"]]
         axes.plot(run["losses"], label=f"{label}, training", **style)
-        axes.plot(*zip(*run["held_out"], strict=True), "o--", ms=4, lw=0.8, label=f"{label}, held out")
+        steps, checks = zip(*run["held_out"], strict=True)
+        axes.plot(steps, checks, "o--", ms=4, lw=0.8, label=f"{label}, held out")
     axes.set(xlabel="step", ylabel="loss, nats a token", title=title, yscale="log")
     axes.legend()
     figure.savefig(path, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--dtype",
@@ -308,12 +314,13 @@ def main(argv: list[str] | None = None) -> int:
         progress.advance(task)
         held_out = tokens_of([story(HELD_OUT + i) for i in range(max(200, preset.stories // 20))], tokenizer)
         progress.update(task, completed=4, loss=f"{len(tokens):,} tokens")
-        runs, model = [], None
+        runs, models = [], []
         for name in ("flash", "pytorch") if args.compare else ("flash",):
             trained, run = train(name, preset, tokens, held_out, dtype, args.device, args.seed, progress)
-            model = model or trained
+            models.append(trained)
             runs.append(run)
 
+    model = models[0]
     count = sum(p.numel() for p in model.parameters())
     print(
         f"{count:,} parameters ({preset.config}), "

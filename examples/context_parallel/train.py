@@ -85,7 +85,7 @@ def draw(report: dict, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of q, k and v")
     parser.add_argument("--preset", choices=sorted(PRESETS), help="size of the run (default: full on GPUs, else tiny)")
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[loss]}"), disable=rank != 0) as progress:
 
-        def run(name: str, *how) -> tuple[list[float], float]:
+        def run(name: str, attention, part, where) -> tuple[list[float], float]:
             task = progress.add_task(name, total=preset.steps, loss="")
 
             def advance(loss: torch.Tensor) -> None:
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
                     progress.update(task, loss=f"loss {loss.item():.3f}")
 
             started = time.perf_counter()
-            losses = train(preset, tokens, *how, dtype, device, args.seed, advance)
+            losses = train(preset, tokens, attention, part, where, dtype, device, args.seed, advance)
             return losses, time.perf_counter() - started
 
         tokens = text_of(preset)

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from . import _modes
-from ._door import NUMPY, Door, View, _element_strides, _numpy_dtype_name, _synchronize
+from ._door import NUMPY, Door, View, _element_strides, _numpy_dtype_name, _once, _synchronize
 from ._foreign import CudaArrayDoor, DLPackDoor, NumbaDoor
 from ._library import CPU, CUDA, BadArgument, Unsupported
+from ._words import pass_array
 
 # ---- PyTorch ----
 
@@ -124,9 +125,12 @@ class TorchDoor(Door):
         elif array.is_cpu:
             device, index = CPU, 0
         else:
-            raise Unsupported(f"{_modes.caller()}: {name} is on device {array.device}: only cpu and cuda are served")
+            raise Unsupported(
+                f"{_modes.caller()}: {name} is on device {array.device}: only cpu and cuda are served"
+                f"{'' if array.is_meta else f'; pass {name}.cpu()'}"
+            )
         if array.layout is not self.strided:
-            raise BadArgument(f"{name} has layout {array.layout}: only torch.strided is served")
+            raise BadArgument(f"{name} has layout {array.layout}: only torch.strided is served; pass {name}.to_dense()")
         if array.is_neg():
             raise BadArgument(f"{name} is a lazily negated view: pass {name}.resolve_neg()")
         dtype = self.dtypes.get(array.dtype) or str(array.dtype).removeprefix("torch.")
@@ -144,6 +148,12 @@ class TorchDoor(Door):
             name = _modes.caller()
             hint = "; that of flash_attn_minimal.integrations.torch is" if name == "flash_attn_with_kvcache" else ""
             raise Unsupported(f"{name} is not served under {watcher}: PyTorch would not see what it does{hint}")
+
+    def copy(self, view, shape, dtype, name):
+        if self.tracing() or self.dispatch_modes():
+            self.check_seen()
+        array = view.owner[_once(shape)].to(self.natives[dtype])
+        return self.view(array.expand(shape).contiguous(), name)
 
     def empty(self, like, shape, dtype):
         if self.tracing() or self.dispatch_modes():
@@ -234,6 +244,12 @@ class CupyDoor(Door):
         with self.cupy.cuda.Device(index):
             return self.cupy.cuda.get_current_stream().ptr or None
 
+    def copy(self, view, shape, dtype, name):
+        array = view.owner[_once(shape)]
+        with self.cupy.cuda.Device(view.index):
+            array = self.cupy.ascontiguousarray(self.cupy.broadcast_to(array, shape))
+            return self.view(array if dtype == view.dtype else array.astype(dtype), name)
+
     def empty(self, like, shape, dtype):
         return self.view(self._new(like.index, shape, like.owner.dtype if dtype == like.dtype else dtype), "out")
 
@@ -265,7 +281,10 @@ class JaxDoor(Door):
             raise Unsupported(f"{name} is a JAX tracer: call outside jax.jit, grad and vmap")
         devices = list(array.devices())
         if len(devices) != 1:
-            raise Unsupported(f"{name} is spread over {len(devices)} devices: pass an array on one device")
+            raise Unsupported(
+                f"{name} is spread over {len(devices)} devices: pass an array on one device, such as "
+                f"jax.device_put({name}, jax.devices()[0])"
+            )
         dtype = _numpy_dtype_name(array.dtype, name)
         if devices[0].platform == "cpu":
             host = np.asarray(array)  # no copy on this platform
@@ -277,6 +296,10 @@ class JaxDoor(Door):
         pointer, index = array.unsafe_buffer_pointer() if array.size else None, devices[0].local_hardware_id
         strides = tuple(int(np.prod(array.shape[axis + 1 :], dtype=np.int64)) for axis in range(array.ndim))
         return View(array, self, pointer, array.shape, strides, dtype, CUDA, index, False)
+
+    def copy(self, view, shape, dtype, name):
+        array = self.jax.numpy.broadcast_to(view.owner[_once(shape)], shape)
+        return self.view(array if dtype == view.dtype else array.astype(dtype), name)
 
     def empty(self, like, shape, dtype):
         return self.full(like, shape, dtype, 0)
@@ -315,7 +338,7 @@ def _loaded(module: str, attribute: str) -> Any:
     return getattr(sys.modules.get(module), attribute, None)
 
 
-def _find_door(array: Any, name: str) -> Door:
+def _find_door(array: Any, name: str, first: tuple[str, View] | None, dtype: str) -> Door:
     kind = type(array)
     if isinstance(array, np.ma.MaskedArray):
         raise BadArgument(
@@ -344,13 +367,24 @@ def _find_door(array: Any, name: str) -> Door:
         return CudaArrayDoor(kind)
     raise BadArgument(
         f"{name} is a {kind.__module__}.{kind.__qualname__}: expected an array of NumPy, PyTorch, CuPy, JAX or Numba, "
-        "or one with __cuda_array_interface__ or DLPack"
+        f"or one with __cuda_array_interface__ or DLPack{_advice(array, name, first, dtype)}"
     )
 
 
-def view(array: Any, name: str) -> View:
-    """The array as the library sees it; `name` is the argument's, for messages."""
+def _advice(array: Any, name: str, first: tuple[str, View] | None, dtype: str) -> str:
+    """What makes an array of numbers that are none."""
+    if isinstance(array, bool) or not isinstance(array, (list, tuple, int, float, np.generic)):
+        return ""
+    if first is None:
+        return pass_array("NumPy", name, "", dtype)
+    first_name, beside = first
+    return pass_array(beside.door.name, name, first_name, dtype or f"{first_name}.dtype")
+
+
+def view(array: Any, name: str, first: tuple[str, View] | None = None, dtype: str = "float32") -> View:
+    """The array as the library sees it. For messages alone: `name` is the argument's; `first` the name and the view of
+    one that came before it; dtype what it should be, '' what that one is."""
     door = _doors.get(type(array))
     if door is None:
-        door = _doors.setdefault(type(array), _find_door(array, name))
+        door = _doors.setdefault(type(array), _find_door(array, name, first, dtype))
     return door.view(array, name)

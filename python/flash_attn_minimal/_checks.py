@@ -10,29 +10,47 @@ from typing import Any
 import numpy as np
 
 from ._door import View
-from ._library import DTYPES, BadArgument
+from ._library import CPU, DTYPES, BadArgument
+from ._words import pass_array, pass_cast, pass_contiguous, pass_moved
 
 _OPEN = (-1, -1)  # window_size where there is none
 
 
-def _check_same_place(name: str, view: View, first_name: str, first: View) -> None:
+def _check_same_place(name: str, view: View, first_name: str, first: View, dtype: str = "") -> None:
+    """dtype: what the array is expected to be; '' is what `first` is."""
     if view.door is not first.door:
+        readable = view.device == CPU or first.device != CPU  # what is on a GPU does not become a host's array at once
+        advice = pass_array(first.door.name, name, first_name, dtype or f"{first_name}.dtype")
         raise BadArgument(
             f"{name} is a {view.door.name} array, but {first_name} is a {first.door.name} array: "
-            "use one of them for all"
+            f"use one of them for all{advice if readable else ''}"
         )
     if view.device != first.device or view.index != first.index:
-        raise BadArgument(f"{name} is on {view.place}, but {first_name} is on {first.place}")
+        advice = pass_moved(view.door.name, name, first_name)
+        raise BadArgument(f"{name} is on {view.place}, but {first_name} is on {first.place}{advice}")
 
 
 def _check_dtype(name: str, view: View) -> None:
     if view.dtype not in DTYPES:
-        raise BadArgument(f"{name} is {view.dtype}: expected float32, float16 or bfloat16 (or float8_e4m3fn)")
+        raise BadArgument(
+            f"{name} is {view.dtype}: expected float32, float16 or bfloat16 (or float8_e4m3fn)"
+            f"{pass_cast(view.door.name, name, 'float32')}"
+        )
 
 
 def _check_last_axis(name: str, view: View) -> None:
     if view.shape[-1] > 1 and view.strides[-1] != 1 and 0 not in view.shape:
-        raise BadArgument(f"{name} has stride {view.strides[-1]} along its last axis: it must be contiguous (stride 1)")
+        raise BadArgument(
+            f"{name} has stride {view.strides[-1]} along its last axis: it must be contiguous (stride 1)"
+            f"{pass_contiguous(view.door.name, name)}"
+        )
+
+
+def _check_contiguous(name: str, view: View) -> None:
+    if not _is_contiguous(view):
+        raise BadArgument(
+            f"{name} has strides {tuple(view.strides)}: it must be contiguous{pass_contiguous(view.door.name, name)}"
+        )
 
 
 def _is_contiguous(view: View) -> bool:

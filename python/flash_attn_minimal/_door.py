@@ -56,6 +56,11 @@ class Door:
         """The same, filled."""
         raise NotImplementedError
 
+    def copy(self, view: View, shape: tuple[int, ...], dtype: str, name: str) -> View | None:
+        """A dense array beside a view, with what stands in it: broadcast to `shape`, which is the view's but for axes
+        of stride 0, and for a last axis of 1. None where the door does not know how."""
+        return None
+
     def check_seen(self) -> None:
         """Raises where the framework has to see that one of its arrays is about to be written, and cannot. `empty` and
         `full` look by themselves."""
@@ -111,7 +116,10 @@ def _numpy_dtype_name(dtype: Any, name: str) -> str:
         if not dtype.itemsize:
             raise BadArgument(f"{name} has dtype {dtype}, whose elements have no bytes")
         if not dtype.isnative:
-            raise BadArgument(f"{name} has dtype {dtype.str!r}: its byte order is not this machine's")
+            raise BadArgument(
+                f"{name} has dtype {dtype.str!r}: its byte order is not this machine's; "
+                f"pass {name}.astype({name}.dtype.newbyteorder('='))"
+            )
         found = str(dtype.name)  # ml_dtypes' bfloat16 and float8 are known by theirs
     return found
 
@@ -122,6 +130,11 @@ def _element_strides(strides: tuple[int, ...], itemsize: int, name: str) -> tupl
             f"{name} has strides of {strides} bytes: not multiples of its element size of {itemsize} bytes"
         )
     return tuple([stride // itemsize for stride in strides])
+
+
+def _once(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The index of one entry along each axis that `shape` has one of."""
+    return tuple([slice(1) if size == 1 else slice(None) for size in shape])
 
 
 def _numpy_address() -> Callable[[np.ndarray], int]:
@@ -149,13 +162,21 @@ class NumpyDoor(Door):
     def view(self, array, name):
         flags = array.flags
         if not flags.aligned:
-            raise BadArgument(f"{name} is not aligned to its element size of {array.itemsize} bytes")
+            raise BadArgument(
+                f"{name} is not aligned to its element size of {array.itemsize} bytes; pass {name}.copy()"
+            )
         dtype = array.dtype
         dtype_name = _NUMPY_DTYPES.get(dtype) or _numpy_dtype_name(dtype, name)
         itemsize = dtype.itemsize
         strides = tuple([stride // itemsize for stride in array.strides])  # aligned: each is a multiple
         pointer = array.ctypes.data
         return View(array, self, pointer, array.shape, strides, dtype_name, CPU, 0, flags.writeable)
+
+    def copy(self, view, shape, dtype, name):
+        array = view.owner[_once(shape)]
+        return self.view(
+            np.ascontiguousarray(np.broadcast_to(array, shape), None if dtype == view.dtype else dtype), name
+        )
 
     def empty(self, like, shape, dtype):
         try:

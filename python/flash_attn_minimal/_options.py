@@ -7,6 +7,7 @@ flash_attn_func.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
@@ -26,7 +27,8 @@ from ._checks import (
     _window,
 )
 from ._library import DTYPES, AttentionArgs, BadArgument, new
-from ._pack import _broadcast, _destination, _option, _put_strides, _put_tensor
+from ._pack import _broadcast, _columns, _destination, _option, _put_strides, _put_tensor, _small_option
+from ._words import pass_cast
 
 _NAMES = {number: name for name, number in DTYPES.items()}
 
@@ -118,18 +120,21 @@ class Options(NamedTuple):
         if type(self.attention_chunk) is not int or self.attention_chunk:
             args.attention_chunk = _integer("attention_chunk", self.attention_chunk, -(2**31), 2**31 - 1)
         if self.alibi_slopes is not None:
-            view = _option(views, "alibi_slopes", self.alibi_slopes, ("float32",))
+            view = _small_option(views, "alibi_slopes", self.alibi_slopes)
             if tuple(view.shape) not in ((nheads,), (batch, nheads)):
                 raise BadArgument(
                     f"alibi_slopes has shape {tuple(view.shape)}: expected ({nheads},) or ({batch}, {nheads})"
+                    f"{_flat('alibi_slopes', view, nheads)}"
                 )
             _check_last_axis("alibi_slopes", view)
             args.alibi_slopes = view.pointer
             args.alibi_batch_stride = view.strides[0] if len(view.shape) == 2 else 0
         if self.sinks is not None:
-            view = _option(views, "sinks", self.sinks, ("float32",))
+            view = _small_option(views, "sinks", self.sinks)
             if tuple(view.shape) != (nheads,):
-                raise BadArgument(f"sinks has shape {tuple(view.shape)}: expected ({nheads},)")
+                raise BadArgument(
+                    f"sinks has shape {tuple(view.shape)}: expected ({nheads},){_flat('sinks', view, nheads)}"
+                )
             _check_last_axis("sinks", view)
             args.sinks = view.pointer
         if self.top_left is not False:
@@ -138,15 +143,19 @@ class Options(NamedTuple):
             if (array := getattr(self, name)) is None:
                 continue
             view = _option(views, name, array, dtypes)
-            strides = _broadcast(name, view, scores, "batch, nheads, seqlen_q, seqlen_k")
-            if view.shape[-1] != scores[-1]:
-                raise BadArgument(
-                    f"{name} has shape {tuple(view.shape)}: its last axis must have all seqlen_k={scores[-1]} columns"
-                )
-            _check_last_axis(name, view)
+            axes = "batch, nheads, seqlen_q, seqlen_k"
+            strides = _broadcast(name, view, scores, axes)
+            if strides[-1] != 1 and scores[-1] > 1 and 0 not in view.shape:
+                view = _columns(views, name, view, scores[-1])
+                strides = _broadcast(name, view, scores, axes)
             _put_strides(args, name, view.pointer, strides, ("batch", "head", "row"))
             if name == "bias":
                 args.bias_dtype = DTYPES[view.dtype]
+
+
+def _flat(name: str, view: View, heads: int) -> str:
+    """What to do about an array that has one entry for each head along axes of its own."""
+    return f"; pass {name}.reshape({heads})" if math.prod(view.shape) == heads else ""
 
 
 _USUAL = Options._fields.index("alibi_slopes")
@@ -210,19 +219,22 @@ def _put_kernel(args: Any, kernel: Any) -> None:
 def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> tuple[AttentionArgs, list[View]]:
     """Everything but the outputs and the workspace. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     max_seqlen_k). The views (q, k, v, then the optional ones) keep the memory alive."""
-    qv, kv, vv = _arrays.view(q, "q"), _arrays.view(k, "k"), _arrays.view(v, "v")
+    qv = _arrays.view(q, "q")
+    kv, vv = _arrays.view(k, "k", ("q", qv), ""), _arrays.view(v, "v", ("q", qv), "")
     views = [qv, kv, vv]
     rank = 4 if varlen is None else 3
     for name, view in (("q", qv), ("k", kv), ("v", vv)):
         if len(view.shape) != rank:
             expected = "(batch, seqlen, nheads, headdim)" if rank == 4 else "(total, nheads, headdim)"
-            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {expected}")
+            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {expected}{_batched(name, view, rank)}")
         if view.strides[-1] != 1 and view.shape[-1] > 1:
             _check_last_axis(name, view)
     _check_same_place("k", kv, "q", qv)
     _check_same_place("v", vv, "q", qv)
     if kv.dtype != qv.dtype or vv.dtype != qv.dtype:
-        raise BadArgument(f"q is {qv.dtype}, k is {kv.dtype}, v is {vv.dtype}: they must be the same")
+        name, like = ("k" if kv.dtype != qv.dtype else "v", "q") if qv.dtype in DTYPES else ("q", "k")
+        advice = pass_cast(qv.door.name, name, f"{like}.dtype")
+        raise BadArgument(f"q is {qv.dtype}, k is {kv.dtype}, v is {vv.dtype}: they must be the same{advice}")
     _check_dtype("q", qv)
 
     *batch, seqlen_q, nheads, headdim = qv.shape
@@ -245,6 +257,13 @@ def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> 
     args.nheads, args.nheads_k, args.headdim, args.headdim_v = nheads, nheads_k, headdim, vv.shape[-1]
     options.put(args, views)
     return args, views
+
+
+def _batched(name: str, view: View, rank: int) -> str:
+    """What to do about an array that has no batch, or a batch of one where there is none."""
+    if rank == 4 and len(view.shape) == 3:
+        return f"; pass {name}[None]"
+    return f"; pass {name}[0]" if rank == 3 and len(view.shape) == 4 and view.shape[0] == 1 else ""
 
 
 def _lengths(what: str, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple | None:
@@ -270,9 +289,15 @@ def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k)
             f"cu_seqlens_k has {cu_k.shape[0]} entries, but cu_seqlens_q has {cu_q.shape[0]}: both have batch + 1"
         )
     args.cu_seqlens_q, args.cu_seqlens_k = cu_q.pointer, cu_k.pointer
-    seqlen_q = _integer("max_seqlen_q", max_q, 0, 2**63 - 1)
-    seqlen_k = _integer("max_seqlen_k", max_k, 0, 2**63 - 1)
+    seqlen_q, seqlen_k = _longest("q", max_q), _longest("k", max_k)
     return [cu_q.shape[0] - 1], seqlen_q, seqlen_k
+
+
+def _longest(of: str, value: Any) -> int:
+    if value is None:
+        starts = f"cu_seqlens_{of}"
+        raise BadArgument(f"max_seqlen_{of}=None is not an integer; pass int(({starts}[1:] - {starts}[:-1]).max())")
+    return _integer(f"max_seqlen_{of}", value, 0, 2**63 - 1)
 
 
 def _output(args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, ...], zeroed: bool) -> View:

@@ -6,10 +6,11 @@ import ctypes as ct
 from collections.abc import Sequence
 from typing import Any
 
-from . import _arrays
+from . import _arrays, _record
 from ._arrays import View
 from ._checks import _check_last_axis, _check_same_place
-from ._library import BadArgument
+from ._library import BadArgument, Unsupported
+from ._words import pass_cast
 
 
 def _put_tensor(args: ct.Structure, name: str, view: View) -> None:
@@ -35,12 +36,54 @@ def _put_dense(args: ct.Structure, name: str, shape: Sequence[int]) -> None:
 
 def _option(views: list[View], name: str, array: Any, dtypes: tuple[str, ...]) -> View:
     """One more input array, of one of these dtypes, from where q comes from."""
-    view = _arrays.view(array, name)
-    _check_same_place(name, view, "q", views[0])
+    first, wanted = views[0], "float32" if "float32" in dtypes else dtypes[-1]
+    dtype = "q.dtype" if wanted == first.dtype else wanted
+    view = _arrays.view(array, name, ("q", first), dtype)
+    _check_same_place(name, view, "q", first, dtype)
     if view.dtype not in dtypes:
-        raise BadArgument(f"{name} is {view.dtype}: expected {' or '.join(dict.fromkeys(dtypes))}")
+        expected = " or ".join(dict.fromkeys(dtypes))
+        raise BadArgument(f"{name} is {view.dtype}: expected {expected}{_pass_instead(name, view, dtypes, dtype)}")
     views.append(view)
     return view
+
+
+def _pass_instead(name: str, view: View, dtypes: tuple[str, ...], dtype: str) -> str:
+    """What to do about an array of none of these dtypes."""
+    if "bool" not in dtypes:
+        return pass_cast(view.door.name, name, dtype)
+    added = f"; if it is to be added to the scores, pass it as bias={name}" if "float" in view.dtype else ""
+    return f"; pass {name} != 0{added}"
+
+
+def _small_option(views: list[View], name: str, array: Any) -> View:
+    """One more input array of float32, an entry for each head: one of 16 bits is converted."""
+    view = _option(views, name, array, ("float32", "float16", "bfloat16"))
+    return view if view.dtype == "float32" else _copied(views, name, view, tuple(view.shape), "float32")
+
+
+def _columns(views: list[View], name: str, view: View, seqlen_k: int) -> View:
+    """A bias or mask whose columns do not lie one behind the other, or stand for more than one key: copied with all
+    seqlen_k columns, and with one entry of every other axis that repeats itself."""
+    moves = zip(view.shape[:-1], view.strides[:-1], strict=True)
+    shape = *(size if stride else min(size, 1) for size, stride in moves), seqlen_k
+    return _copied(views, name, view, shape, view.dtype)
+
+
+def _copied(views: list[View], name: str, view: View, shape: tuple[int, ...], dtype: str) -> View:
+    """In the caller's framework, beside the view, which it follows in `views`."""
+    if _record.current() is not None:
+        raise Unsupported(
+            f"{name} is {view.dtype}, shape {tuple(view.shape)}, strides {tuple(view.strides)}, and would be "
+            f"copied: a recorded call reads arrays where they are; pass {dtype} of shape {shape}, contiguous"
+        )
+    copied = view.door.copy(view, shape, dtype, name)
+    if copied is None:
+        raise BadArgument(
+            f"{name} is {view.dtype}, shape {tuple(view.shape)}, strides {tuple(view.strides)}: of {view.door.name} "
+            f"arrays {dtype} of shape {shape}, contiguous, is expected"
+        )
+    views.append(copied)
+    return copied
 
 
 def _destination(name: str, array: Any, inputs: dict[str, View], shape: tuple[int, ...], dtype: str) -> View:
@@ -74,6 +117,11 @@ def _broadcast(name: str, view: View, full: tuple[int, ...], axes: str, least: i
     shape, strides = tuple(view.shape), tuple(view.strides)
     fits = all(have in (1, want) for have, want in zip(shape[::-1], full[::-1], strict=False))
     if not (least <= len(shape) <= len(full) and fits):
-        raise BadArgument(f"{name} has shape {shape}, which does not broadcast to ({axes}) = {full}")
+        columns = full[-1]
+        cut = least <= len(shape) <= len(full) and shape[-1] > columns > 0 and name in ("bias", "mask")
+        raise BadArgument(
+            f"{name} has shape {shape}, which does not broadcast to ({axes}) = {full}"
+            f"{f'; for its first columns pass {name}[..., :{columns}]' if cut else ''}"
+        )
     moves = [stride if size != 1 else 0 for size, stride in zip(shape, strides, strict=True)]
     return [0] * (len(full) - len(shape)) + moves

@@ -28,6 +28,7 @@ from ._checks import _OPEN
 from ._launch import _scratch
 from ._library import CPU, OK, WORKSPACE_TOO_SMALL, failure, load_packed
 
+_ADDRESS = struct.Struct("=Q")
 _MOST_REPEATS = 1024  # signatures kept, some 2 KB each; then the tables start afresh
 _PLAIN = frozenset({bool, int, float, str, bytes, tuple, type(None)})  # tuples: of names, and window_size
 
@@ -159,8 +160,17 @@ class Repeats:
             self.known[sign] = None
             return
         (given, *_), door, about = sign
+        if not self._reads(structs, given, arrays, door.address):
+            return
         call = self._repeat(structs, given, likes, made, keys, fits, finish)
         self.known[sign] = Repeat(door.same(arrays, about, finish is not None), call)
+
+    def _reads(self, structs, given, arrays, address) -> bool:
+        """Whether the structs hold the addresses of the arrays: a copy of one is made again at every call."""
+        filled = b"".join(map(bytes, structs))
+        places = [self.offsets[name] for name in given]
+        held = [_ADDRESS.unpack_from(filled, place)[0] for place in places]
+        return held == [*map(address, arrays)]
 
     def _repeat(self, structs, given, likes, made, keys, fits, finish) -> Callable[[tuple, Any], Any]:
         """The call on other arrays: a function of them and of the one length. It returns what the call returns, or None

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from . import _arrays, _modes, _statistics
 from ._checks import (
     _OPEN,
+    _check_contiguous,
     _check_dtype,
     _check_last_axis,
     _check_same_place,
     _flag,
     _integer,
-    _is_contiguous,
     _wants_lse,
 )
 from ._forward import QKV, QKV_OUT, attend, find, present, repeats
@@ -162,7 +162,7 @@ def flash_attn_func(
         causal: row i sees column j only if j <= i + seqlen_k - seqlen_q (bottom-right), or j <= i with top_left=True.
         window_size: (left, right): row i sees columns i' - left .. i' + right, i' being i aligned as above; -1 is open.
         softcap: s = softcap * tanh(s / softcap); 0 is off.
-        alibi_slopes: (nheads,) or (batch, nheads) float32: s -= slope * |i' - j|.
+        alibi_slopes: (nheads,) or (batch, nheads), float32 or 16 bits: s -= slope * |i' - j|.
         deterministic: the forward pass is bitwise reproducible anyhow; here for flash-attn's signature.
         return_lse, return_softmax_lse: also return lse; two names of one option.
         return_max_score: also return max_score, of each batch entry and head the greatest score that the softmax gets:
@@ -172,10 +172,10 @@ def flash_attn_func(
             before dropout: a second pass over q and k. (H2O and SnapKV take it; sum it over the heads of a key.)
             Neither has a gradient. PyTorch's tensors get them, beside the gradients of the rest, in plain calls, not
             under torch.compile, torch.func and modes; JAX's outside jit and grad.
-        bias: added to the scores; broadcasts to (batch, nheads, seqlen_q, seqlen_k), but the last axis is always
-            seqlen_k long. Of q's dtype or float32.
+        bias: added to the scores; broadcasts to (batch, nheads, seqlen_q, seqlen_k). Of q's dtype or float32. Columns
+            that do not lie one behind the other, or one for all keys, cost a copy with all columns.
         mask: bool or uint8, non-zero = attend; broadcasts the same way.
-        sinks: (nheads,) float32: one more logit per head in every row's denominator. lse includes it.
+        sinks: (nheads,), float32 or 16 bits: one more logit per head in every row's denominator. lse includes it.
         top_left: hang causal and window from the top-left corner instead of the bottom-right one.
         dropout_seed, dropout_offset: 64-bit integers that decide which probabilities are dropped, the same on every
             device.
@@ -496,10 +496,7 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array
     for name, view in (("lse_a", la), ("lse_b", lb)):
         if tuple(view.shape) != lse_shape or view.dtype != "float32":
             raise BadArgument(f"{name} is {view.dtype} {tuple(view.shape)}: expected float32 {lse_shape}")
-        if not _is_contiguous(view):
-            raise BadArgument(
-                f"{name} has strides {tuple(view.strides)} for shape {tuple(view.shape)}: it must be contiguous"
-            )
+        _check_contiguous(name, view)
     for name, view in (("out_a", a), ("out_b", b)):
         _check_last_axis(name, view)
     out, lse = a.door.empty(a, tuple(a.shape), a.dtype), a.door.empty(a, lse_shape, "float32")

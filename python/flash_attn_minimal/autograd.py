@@ -203,7 +203,7 @@ def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments, sign: t
             dout, q, k, v, out, lse, dlse, varlen, options, want_dbias, want_dsinks, sign=sign, arrays=given
         )
         dbias = rest.pop(0).to(bias.dtype) if want_dbias else dout.new_empty(0)
-        dsinks = rest.pop(0) if want_dsinks else dout.new_empty(0)
+        dsinks = rest.pop(0).to(sinks.dtype) if want_dsinks else dout.new_empty(0)
     return dq, dk, dv, dbias, dsinks
 
 
@@ -284,7 +284,7 @@ class _Recorder:
         if want_dbias:
             gradients[self.bias] = found[3].to(arrays[self.bias - _BEFORE].dtype)
         if want_dsinks:
-            gradients[self.sinks] = found[-1]
+            gradients[self.sinks] = found[-1].to(arrays[self.sinks - _BEFORE].dtype)
         return gradients
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _arrays
 from ._arrays import View
-from ._checks import _check_last_axis, _flag, _is_contiguous
+from ._checks import _check_contiguous, _check_last_axis, _flag
 from ._launch import _with_workspace
 from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, load, new
 from ._options import Array, AttentionOptions, Options, _lengths, _options_of, _prepare
@@ -127,7 +127,7 @@ def _differentiate(
     _put_tensor(call, "dout", dout_view)
     call.accumulate = _flag("accumulate", accumulate)
     inputs = {"q": qv, "k": kv, "v": vv, "out": out_view, "dout": dout_view}
-    results, made, fill = [], {}, None if lengths is None else 0
+    results, made, fill, dbias = [], {}, None if lengths is None else 0, None
     for name, array, like in zip(("dq", "dk", "dv"), given, (qv, kv, vv), strict=True):
         shape = tuple(like.shape)
         if array is not None:
@@ -144,8 +144,9 @@ def _differentiate(
     if return_dbias:
         if options.bias is None:
             raise BadArgument("return_dbias=True, but bias is None")
-        results.append(_new_dbias(call, qv, options.bias))
-        made["dbias"] = Made(results[-1], 0)
+        dbias = _new_dbias(call, qv, options.bias, args.seqlen_k)
+        results.append(dbias)
+        made["dbias"] = Made(dbias, 0)
     if return_dsinks:
         if options.sinks is None:
             raise BadArgument("return_dsinks=True, but sinks is None")
@@ -156,7 +157,9 @@ def _differentiate(
     if workspace := _launch_backward(call, args, views):
         made["workspace"] = Made(workspace)
     _repeats.remember(sign, [args, call], arrays, (qv, kv, vv), made)
-    return tuple(x.door.result(x) if isinstance(x, View) else x for x in results)
+    return tuple(
+        _summed(x, options.bias) if x is dbias else x.door.result(x) if isinstance(x, View) else x for x in results
+    )
 
 
 _repeats = Repeats(
@@ -243,17 +246,23 @@ def _input(views: list[View], name: str, array, shape: tuple[int, ...], dtype: s
 def _contiguous_input(views: list[View], name: str, array, shape: tuple[int, ...]) -> int:
     """The address of lse or of its gradient."""
     view = _input(views, name, array, shape, "float32")
-    if not _is_contiguous(view):
-        raise BadArgument(f"{name} has strides {tuple(view.strides)}: it must be contiguous")
+    _check_contiguous(name, view)
     return view.pointer
 
 
-def _new_dbias(call: AttentionBackwardArgs, qv: View, bias) -> View:
-    """A float32 array of bias's shape, put into call with stride 0 along its broadcast axes."""
-    shape = tuple(_arrays.view(bias, "bias").shape)
-    view = qv.door.full(qv, shape, "float32", 0)
+def _new_dbias(call: AttentionBackwardArgs, qv: View, bias, seqlen_k: int) -> View:
+    """A float32 array of bias's shape, put into call with stride 0 along its broadcast axes. It has all columns, also
+    where bias has one for all of them: see _summed."""
+    *rows, columns = _arrays.view(bias, "bias").shape
+    view = qv.door.full(qv, (*rows, seqlen_k if columns == 1 else columns), "float32", 0)
     _put_dbias(call, view)
     return view
+
+
+def _summed(view: View, bias) -> Any:
+    """What _new_dbias made, as the caller gets it: of bias's shape."""
+    dbias = view.door.result(view)
+    return dbias if view.shape[-1] == _arrays.view(bias, "bias").shape[-1] else dbias.sum(-1, keepdims=True)
 
 
 def _put_dbias(call: AttentionBackwardArgs, view: View) -> None:

@@ -70,6 +70,8 @@ def _traced(q, k, v, varlen, out, return_lse, options: Options):
     arrays = tuple(_array(name, array) for name, array in given.items())
     if str(arrays[0].dtype) == "float8_e4m3fn":
         raise Unsupported("q is float8_e4m3fn: float8 is not served in a traced call")
+    columns = longest[1] if varlen else arrays[1].shape[1] if arrays[1].ndim == 4 else 1
+    arrays = tuple(_served(name, array, columns) for name, array in zip(names, arrays, strict=True))
     call = _Call(names, [(x.shape, str(x.dtype)) for x in arrays], longest, options)
     arrays = _vary([jnp.asarray(array) for array in arrays], arrays)
 
@@ -141,6 +143,15 @@ def _array(name: str, array):
     door = _arrays.view(array, name).door
     if door is not _arrays.NUMPY:
         raise BadArgument(f"{name} is a {door.name} array, but the call is part of a JAX program: use JAX for all")
+    return array
+
+
+def _served(name: str, array, seqlen_k: int):
+    """The array as the library takes it: a bias or mask with all columns, what goes by heads as float32."""
+    if name in ("bias", "mask") and array.ndim and array.shape[-1] == 1 != seqlen_k:
+        return jnp.broadcast_to(array, (*array.shape[:-1], seqlen_k))
+    if name in ("alibi_slopes", "sinks") and str(array.dtype) in ("float16", "bfloat16"):
+        return jnp.asarray(array, jnp.float32)
     return array
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import _arrays, _record
 from ._arrays import View
-from ._checks import _OPEN, _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _wants_lse
+from ._checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _flag, _integer, _wants_lse
 from ._launch import _with_workspace
 from ._library import CACHE_DTYPES, DTYPES, AttentionArgs, BadArgument, KVCacheArgs, load, new
 from ._options import Array, Options
@@ -454,8 +454,7 @@ def _put_rotary(call: KVCacheArgs, views: list[View], cos: Any, sin: Any, interl
     for name, view in (("rotary_cos", cv), ("rotary_sin", sv)):
         if len(view.shape) != 2:
             raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected (positions, rotary_dim / 2)")
-        if not _is_contiguous(view):
-            raise BadArgument(f"{name} has strides {tuple(view.strides)}: it must be contiguous")
+        _check_contiguous(name, view)
     if tuple(sv.shape) != tuple(cv.shape) or sv.dtype != cv.dtype:
         raise BadArgument(f"rotary_sin is {sv.dtype} {tuple(sv.shape)}, but rotary_cos is {cv.dtype} {tuple(cv.shape)}")
     call.rotary_cos, call.rotary_sin, call.rotary_dtype = cv.pointer, sv.pointer, DTYPES[cv.dtype]

@@ -19,6 +19,7 @@ DOCUMENTS = (
     "docs/context_parallel.md",
     "docs/contract.md",
     "docs/generate.md",
+    "docs/install.md",
     "docs/integrations.md",
     "docs/quantization.md",
     "docs/reliability.md",

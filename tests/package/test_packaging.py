@@ -64,6 +64,14 @@ def test_one_version_everywhere():
     assert {library.fa_version().decode(), macros, cmake} == {project_version()}
 
 
+def test_every_extra_is_written_down():
+    project = (ROOT / "pyproject.toml").read_text()
+    table = re.search(r"^\[project.optional-dependencies\]\n(.*?)\n\n", project, re.MULTILINE | re.DOTALL)[1]
+    extras = set(re.findall(r"^([\w-]+) = \[", table, re.MULTILINE))
+    page = (ROOT / "docs/install.md").read_text().split("## Extras")[1].split("\n## ")[0]
+    assert extras == set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) and extras
+
+
 def test_script_and_wheel_take_the_same_compiler_release():
     pin = r"nvidia-[a-z-]+==[\d.]+"
     script = re.findall(pin, (ROOT / "build_and_run.sh").read_text())

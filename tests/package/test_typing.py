@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,19 +10,39 @@ from pathlib import Path
 import pytest
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _options, kvcache
+from flash_attn_minimal import _options, distributed, kvcache
+from flash_attn_minimal.transformer import ops, quantized
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ("examples/story_grammar.py", "examples/train_tiny.py", "examples/context_parallel/train.py")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_mypy_sees_what_the_functions_return(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--cache-dir", tmp_path, "tests/typing/public.py"],
+        [sys.executable, "-m", "mypy", "--cache-dir", tmp_path, "tests/typing", *EXAMPLES],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("module", [fa, distributed, ops, quantized], ids=lambda module: module.__name__)
+def test_public_functions_say_their_types(module):
+    names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    functions = [f for name in names if inspect.isfunction(f := getattr(module, name)) and name in vars(module)]
+    functions = [f for f in functions if f.__module__.startswith("flash_attn_minimal")]
+    assert len(functions) > 3
+    for function in functions:
+        signature = inspect.signature(function)
+        hints = [p.annotation for p in signature.parameters.values()] + [signature.return_annotation]
+        assert inspect.Parameter.empty not in hints, function.__name__
+
+
+@pytest.mark.skipif(shutil.which("basedpyright") is None, reason="basedpyright is not installed")
+def test_pyright_finds_nothing():
+    done = subprocess.run(["basedpyright"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

@@ -49,6 +49,8 @@ class Prepared:
         """Makes this call on the group, and keeps it for the next one of this signature. For Group.collective: what
         launches, and a function of the results."""
         self.ask(group.kind, group.rank, group.size)
+        if sign is not None and not self._reads(arrays):  # a copy of one is made again at every call
+            sign = None
         stream = None if self.on_cpu else self.door.stream(views)
         workspace = self._put_workspace(group, lambda size: views[0].door.empty(views[0], (size,), "uint8"))
 
@@ -61,6 +63,13 @@ class Prepared:
             return results
 
         return self._launcher(stream, (views, workspace, arrays)), finish
+
+    def _reads(self, arrays: tuple) -> bool:
+        """Whether the structs hold the addresses of the arrays that `again` would put into them."""
+        return all(
+            place is None or (getattr(*place) or 0) == self.door.address(array)
+            for place, array in zip(self.places, arrays, strict=True)
+        )
 
     def again(self, group: Group, arrays: tuple) -> tuple | None:
         """The same for arrays described like those of `call`; None where the long way has to look at them."""

@@ -366,7 +366,10 @@ def backward(
         if _flag("return_dbias", return_dbias):
             if chosen.bias is None:
                 raise BadArgument("return_dbias=True, but bias is None")
-            prepared.output(gradients, "dbias_data", _new_dbias(gradients, qv, chosen.bias))
+            view = _new_dbias(gradients, qv, chosen.bias, args.seqlen_k)
+            if view.shape[-1] != (shape := _arrays.view(chosen.bias, "bias").shape)[-1]:
+                raise Unsupported(f"return_dbias=True of a bias of shape {tuple(shape)}: give it all keys as columns")
+            prepared.output(gradients, "dbias_data", view)
         if _flag("return_dsinks", return_dsinks):
             if chosen.sinks is None:
                 raise BadArgument("return_dsinks=True, but sinks is None")

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _arrays
 from .._arrays import View
-from .._checks import _OPEN, _check_last_axis, _check_same_place, _is_contiguous, _wants_lse
+from .._checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _wants_lse
 from .._library import DTYPES, BadArgument, new
 from .._options import Array
 from .._pack import _put_tensor
@@ -165,8 +165,7 @@ def merge(group: Group, out: Array, lse: Array) -> tuple[Array, Array]:
             raise BadArgument(f"lse is {lv.dtype} {tuple(lv.shape)}: expected float32 {(nheads, rows)}")
         for name, view in (("out", ov), ("lse", lv)):
             view.door.check_seen()
-            if not _is_contiguous(view):
-                raise BadArgument(f"{name} has strides {tuple(view.strides)}: it must be contiguous")
+            _check_contiguous(name, view)
             if not view.writable:
                 raise BadArgument(f"{name} is a read-only {view.door.name} array: the results go there")
         args = new(DistributedMergeArgs)

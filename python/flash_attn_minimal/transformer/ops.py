@@ -228,16 +228,16 @@ def linear(
 
 
 def linear_query(
-    x,
-    weight,
-    bias=None,
-    norm_weight=None,
-    residual=None,
-    swiglu=False,
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    norm_weight: Any = None,
+    residual: Any = None,
+    swiglu: bool = False,
     *,
-    out_dtype=None,
-    programmatic=False,
-    kernel=None,
+    out_dtype: str | None = None,
+    programmatic: bool = False,
+    kernel: str | None = None,
 ) -> Plan:
     """What linear would do, without doing it: a Plan, with the kernel and its workspace.
     `programmatic` as in the call: it may be another kernel's."""
@@ -285,7 +285,7 @@ def linear_chain(
     return results
 
 
-def linear_chain_query(products: Sequence[Mapping[str, Any]], *, kernel=None) -> Plan:
+def linear_chain_query(products: Sequence[Mapping[str, Any]], *, kernel: str | None = None) -> Plan:
     """What linear_chain would do, without doing it: a Plan, with the kernel and its workspace."""
     args, _, _ = _chain_args(products, kernel)
     return plan_from(lambda plan: load().fa_w4_linear_chain_query(args, plan))

@@ -1,0 +1,60 @@
+"""What a message says to do: the call that mends an argument, in the words of the caller's own framework.
+
+Each function returns the end of a message, "; pass ...", or "" for a framework whose words are not known.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class _Words(NamedTuple):
+    """Templates over {x}, the argument's name, {first}, that of an argument which is as it should be, and {dtype}."""
+
+    module: str  # where the framework's dtypes are
+    array: str  # from a list or another framework's array, to an array of this dtype beside `first`
+    cast: str
+    contiguous: str = ""
+    move: str = ""  # to the device of `first`
+
+
+_WORDS = {
+    "NumPy": _Words("np", "np.asarray({x}, {dtype})", "{x}.astype({dtype})", "np.ascontiguousarray({x})"),
+    "PyTorch": _Words(
+        "torch",
+        "torch.as_tensor({x}, dtype={dtype}, device={first}.device)",
+        "{x}.to({dtype})",
+        "{x}.contiguous()",
+        "{x}.to({first}.device)",
+    ),
+    "CuPy": _Words("cupy", "cupy.asarray({x}, {dtype})", "{x}.astype({dtype})", "cupy.ascontiguousarray({x})"),
+    "JAX": _Words(
+        "jnp", "jnp.asarray({x}, {dtype})", "{x}.astype({dtype})", move="jax.device_put({x}, {first}.device)"
+    ),
+}
+
+
+def pass_array(framework: str, name: str, first: str, dtype: str) -> str:
+    """framework: of the array `first`, as its door is called; dtype: its name, or an expression such as q.dtype."""
+    return _say(framework, "array", name, first, dtype)
+
+
+def pass_cast(framework: str, name: str, dtype: str) -> str:
+    return _say(framework, "cast", name, dtype=dtype)
+
+
+def pass_contiguous(framework: str, name: str) -> str:
+    return _say(framework, "contiguous", name)
+
+
+def pass_moved(framework: str, name: str, first: str) -> str:
+    return _say(framework, "move", name, first)
+
+
+def _say(framework: str, what: str, name: str, first: str = "", dtype: str = "") -> str:
+    words = _WORDS.get(framework)
+    if words is None or not (template := getattr(words, what)):
+        return ""
+    if not dtype.endswith(".dtype"):
+        dtype = f"{words.module}.{dtype}"
+    return "; pass " + template.format(x=name, first=first, dtype=dtype)
