@@ -448,7 +448,7 @@ def _route(
 
         if more:
             raise Unsupported(f"{more.first()} is given, but statistics of the scores are not served in a traced call")
-        return jax._traced(q, k, v, varlen, out, return_lse, options)
+        return jax.traced(q, k, v, varlen, out, return_lse, options)
     if more:
         return _statistics.attend(q, k, v, varlen, out, more, options)
     return attend(q, k, v, varlen, out, return_lse, options, sign)
