@@ -21,7 +21,7 @@ from .._pack import _put_tensor
 from ..backward import _put_dbias
 from ._axes import vary
 from ._custom_call import address, as_array, custom_call, place, workspace_bytes
-from ._partition import Rule, partitioned
+from ._partition import Rule, is_manual, laid_like, partitioned
 
 ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
@@ -78,6 +78,7 @@ def traced(q, k, v, varlen, out, return_lse, options: Options, filled=None):
                 gradients[name] = jnp.where(covered[:, None, None], gradients[name], 0)
         if "bias" in gradients:
             gradients["bias"] = gradients["bias"].astype(by_name["bias"].dtype)
+        gradients = {name: laid_like(x, by_name[name]) for name, x in gradients.items()}
         return tuple(gradients.get(name, no_gradient(by_name[name])) for name in names)
 
     attend.defvjp(forward, backward, symbolic_zeros=True)  # most losses do not depend on lse
@@ -87,7 +88,8 @@ def traced(q, k, v, varlen, out, return_lse, options: Options, filled=None):
         return gradients_once(*inputs)
 
     gradients_of.defvjp(lambda *inputs: (gradients_once(*inputs), None), no_second_derivative)
-    out, lse = attend(*arrays)
+    # A jax.shard_map that is not in a jax.jit knows no symbolic zeros.
+    out, lse = (jax.jit(attend, inline=True) if is_manual() else attend)(*arrays)
     if varlen:  # XLA does not initialise results, and nothing writes the rows behind the last sequence
         covered = jnp.arange(out.shape[0]) < arrays[names.index("cu_seqlens_q")][-1]
         out, lse = jnp.where(covered[:, None, None], out, 0), jnp.where(covered, lse, -jnp.inf)

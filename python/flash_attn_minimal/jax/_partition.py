@@ -38,7 +38,7 @@ def partitioned(call: Callable[..., tuple], rule: Rule) -> Callable[..., tuple]:
     """The call of arrays that may be spread over devices. `call` takes arrays of any sizes that fit together."""
 
     def run(*arrays):
-        if jax.device_count() == 1 or not _HAS_RULES or _is_manual():
+        if jax.device_count() == 1 or not _HAS_RULES or is_manual():
             return call(*arrays)
         if (mesh := _explicit_mesh(arrays)) is not None:
             return _by_shard_map(call, rule, mesh, arrays)
@@ -47,8 +47,9 @@ def partitioned(call: Callable[..., tuple], rule: Rule) -> Callable[..., tuple]:
     return run
 
 
-def _is_manual() -> bool:
-    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+def is_manual() -> bool:
+    """Whether the call is inside jax.shard_map."""
+    return bool(hasattr(jax.sharding, "get_abstract_mesh") and jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _explicit_mesh(arrays) -> Any | None:
@@ -57,6 +58,13 @@ def _explicit_mesh(arrays) -> Any | None:
         if mesh.explicit_axes:
             return mesh
     return None
+
+
+def laid_like(array, other) -> Any:
+    """The array, spread as the type of `other` says, where types say so: a gradient has the type of its input."""
+    if is_manual() or _explicit_mesh([other]) is None:
+        return array
+    return jax.reshard(array, jax.typeof(other).sharding)
 
 
 # ---- which axes of the mesh cut what ----
@@ -172,19 +180,6 @@ def _everywhere(sharding) -> Any:
 
 def _for_shardy(rule: Rule, shapes) -> tuple[str, dict]:
     """The rule in Shardy's notation: "b i0 h i1, ... -> b i2 h i3". An axis that is not cut has a name of its own."""
-    whole: list[str] = []
-
-    def words(names):
-        for name in names:
-            if name is None:
-                whole.append(f"i{len(whole)}")
-                yield whole[-1]
-            else:
-                yield f"({' '.join(name)})" if isinstance(name, tuple) else name
-
-    def text(arrays) -> str:
-        return ", ".join(" ".join(words(names)) for names in arrays)
-
     sizes = {name: min(found) for name, found in _sizes(rule.operands, shapes).items()}
     inner = {
         name[1]: size // sizes[name[0]]
@@ -192,5 +187,17 @@ def _for_shardy(rule: Rule, shapes) -> tuple[str, dict]:
         for name, size in zip(names, shape, strict=True)
         if isinstance(name, tuple)
     }
+    whole: dict[str, None] = {}  # in the order in which they appear
+
+    def words(names):
+        for name in names:
+            own = name[1] if isinstance(name, tuple) else None if name else f"i{len(whole)}"
+            if own:
+                whole[own] = None
+            yield f"({' '.join(name)})" if isinstance(name, tuple) else name or own
+
+    def text(arrays) -> str:
+        return ", ".join(" ".join(words(names)) for names in arrays)
+
     notation = f"{text(rule.operands)} -> {text(rule.results)}"
-    return notation, {**inner, "need_replication_factors": (*whole, *inner)}
+    return notation, {**inner, "need_replication_factors": tuple(whole)}
