@@ -28,7 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._checks import _flag, _quoted, _window
 from .._library import BadArgument, Unsupported
 from .._options import Options
-from ..jax import Call, as_array, check_served, no_gradient, no_second_derivative, scaled, traced, vary
+from ..jax import Call, as_array, check_served, no_second_derivative, nothing, scaled, traced, vary
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # chunks of a sequence that a device holds
 MODES = ("auto", "gather", "ulysses", "ring")
@@ -79,7 +79,8 @@ def context_parallel_attention(
             keys in their natural order.
         dropout_p: the elements that one device would drop. Devices that differ along another axis of the mesh drop
             the same ones of their own arrays.
-        The other options are those of flash_attn_func. Those that are not arrays are Python values.
+        The other options are those of flash_attn_func. Those that are not arrays are Python values, but for
+            softmax_scale, which may be traced.
 
     What a mode does not serve:
         ulysses: nheads that P does not divide; nheads_k unless P divides it or is a multiple of it (key heads are
@@ -116,6 +117,7 @@ def context_parallel_attention(
     given = {name: as_array(name, x) for name, x in given.items() if x is not None}
     arrays = vary([jnp.asarray(x) for x in given.values()], [*given.values(), lax.axis_index(axis_name)])
     given = dict(zip(given, arrays, strict=True))
+    given["q"], options = scaled(given["q"], options)
     tokens = _tokens_of(given, axis_name, layout, options)
     given |= {name: _four_axes(name, given, tokens) for name in ("bias", "mask") if name in given}
     mode = _choose(mode, given, tokens, options)
@@ -332,7 +334,7 @@ def _with_gradients(mode: _Gather | _Ring, given: dict):
         if dout is None:
             (dout,) = vary([jnp.zeros_like(out)], [out])
         gradients = gradients_of(inputs, out, lse, dout, dlse)
-        return tuple(gradients.get(name, no_gradient(x)) for name, x in zip(names, inputs, strict=True))
+        return tuple(gradients.get(name, nothing(x)) for name, x in zip(names, inputs, strict=True))
 
     attend.defvjp(forward, backward, symbolic_zeros=True)  # most losses do not depend on lse
 

@@ -7,7 +7,8 @@ the workspace is one more result of the custom call, which the caller never sees
     _attention    flash_attn_func, flash_attn_varlen_func and sequences that fill their rows in part: both passes
     _functions    every other function, by calling it with placeholders: merge, attention over a cache, ops
     _gradients    of merge and rope
-    _partition    how a call is cut when its arrays are spread over devices
+    _cuts         which axes are cut when arrays are spread over devices
+    _partition    how a call is cut along them
     _axes         which axes of a mesh an array varies over, in jax.shard_map
     _custom_call  from filled structs to a custom call
 
@@ -20,19 +21,21 @@ A call that no device of this machine serves is refused while it is traced. vmap
 (1, 10, 2, 16)
 """
 
-from ._attention import Call, check_served, no_gradient, no_second_derivative, scaled, traced
+from ._attention import Call, check_served, no_second_derivative, scaled, traced
 from ._axes import vary
 from ._custom_call import as_array, ffi
-
+from ._functions import traced_function
+from ._gradients import nothing
 
 __all__ = [
     "Call",
     "as_array",
     "check_served",
     "ffi",
-    "no_gradient",
     "no_second_derivative",
+    "nothing",
     "scaled",
     "traced",
+    "traced_function",
     "vary",
 ]

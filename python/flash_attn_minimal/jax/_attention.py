@@ -20,7 +20,9 @@ from .._options import Options, _prepare
 from .._pack import _put_tensor
 from ..backward import _put_dbias
 from ._axes import vary
+from ._cuts import head_axes, own_axes
 from ._custom_call import address, as_array, custom_call, place, workspace_bytes
+from ._gradients import nothing
 from ._partition import Rule, is_manual, laid_like, partitioned
 
 ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
@@ -79,7 +81,7 @@ def traced(q, k, v, varlen, out, return_lse, options: Options, filled=None):
         if "bias" in gradients:
             gradients["bias"] = gradients["bias"].astype(by_name["bias"].dtype)
         gradients = {name: laid_like(x, by_name[name]) for name, x in gradients.items()}
-        return tuple(gradients.get(name, no_gradient(by_name[name])) for name in names)
+        return tuple(gradients.get(name, nothing(by_name[name])) for name in names)
 
     attend.defvjp(forward, backward, symbolic_zeros=True)  # most losses do not depend on lse
 
@@ -143,12 +145,6 @@ def _serve_all_dtypes(given: dict, longest) -> None:
     for name in ("bias", "mask"):
         if name in given and given[name].ndim and given[name].shape[-1] == 1 != seqlen_k is not None:
             given[name] = jnp.broadcast_to(given[name], (*given[name].shape[:-1], seqlen_k))
-
-
-def no_gradient(array):
-    if jnp.issubdtype(array.dtype, jnp.floating):
-        return jnp.zeros_like(array)
-    return np.zeros(array.shape, jax.dtypes.float0)
 
 
 def no_second_derivative(saved, cotangents):
@@ -215,19 +211,6 @@ class _Passes:
         axes["bias"] = axes["mask"] = (batch, heads, None, None)
         axes["alibi_slopes"] = (batch, heads)
         return {name: own_axes(axes[name], x.shape) for name, x in given.items()}, (axes["q"], (*rows, heads, None))
-
-
-def head_axes(nheads: int, nheads_k: int) -> tuple[Any, Any]:
-    """How the heads of q and those of k are cut (see Rule): each device has the key heads of its heads."""
-    if nheads_k == 1:
-        return "heads", None
-    return ("heads" if nheads == nheads_k else ("heads", "group")), "heads"
-
-
-def own_axes(names: tuple, shape: tuple[int, ...]) -> tuple:
-    """Those of an array that broadcasts to axes with these names."""
-    names = names[len(names) - len(shape) :]
-    return tuple(name if size != 1 else None for name, size in zip(names, shape, strict=True))
 
 
 # ---- a call, described ----

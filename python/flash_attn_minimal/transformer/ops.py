@@ -28,6 +28,7 @@ from .._library import DTYPES, BadArgument, Unsupported, new
 from .._options import Array, _put_kernel
 from .._pack import _put_tensor
 from .._query import Plan, plan_from
+from .._trace import traceable
 from ._library import (
     W4_FORMATS,
     LinearArgs,
@@ -44,6 +45,7 @@ from .quantized import PackedW4
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
+@traceable
 def rms_norm(
     x: Array,
     weight: Any,
@@ -87,6 +89,7 @@ def rms_norm(
     return _run("rms_norm", args, views, out, ov)
 
 
+@traceable
 def rope(
     x: Array,
     cos: Array,
@@ -154,6 +157,7 @@ def rope(
     return _run("rope", args, views, out, ov)
 
 
+@traceable
 def swiglu(
     gate_up: Array, *, out: Any = None, out_dtype: str | None = None, programmatic: bool = False, num_threads: int = 0
 ) -> Array:
@@ -175,6 +179,7 @@ def swiglu(
     return _run("swiglu", args, [xv], out, ov)
 
 
+@traceable
 def linear(
     x: Array,
     weight: Any,
@@ -414,6 +419,7 @@ def _linear_args(
     return args, views, ov
 
 
+@traceable
 def sample(
     logits: Array,
     temperature: float = 0.0,
