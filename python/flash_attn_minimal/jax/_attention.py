@@ -316,36 +316,36 @@ class _FilledCall:
     def forward(self, *arrays):
         out, lse = self.call.forward(*self._packed(arrays))
         out, lse = self._four_axes(out), lse.reshape(lse.shape[0], self.batch, self.rows).swapaxes(0, 1)
-        covered = self._covered(arrays, "seqlens_q", self.rows)
+        covered = jnp.arange(self.rows) < self._lengths(arrays)[0][:, None]
         return jnp.where(covered[:, :, None, None], out, 0), jnp.where(covered[:, None], lse, -jnp.inf)
 
     def backward(self, *arrays):
         inputs, (out, lse, dout, *dlse) = arrays[: len(self.names)], arrays[len(self.names) :]
-        rows = [x.swapaxes(0, 1).reshape(x.shape[1], -1) for x in (lse, *dlse)]
+        by_row = [x.swapaxes(0, 1).reshape(x.shape[1], -1) for x in (lse, *dlse)]
         out, dout = (x.reshape(-1, *x.shape[2:]) for x in (out, dout))
-        found = self.call.backward(*self._packed(inputs), out, rows[0], dout, *rows[1:])
-        gradients = [self._four_axes(x) if name in "qkv" else x for name, x in zip(self.call.wanted, found, strict=True)]
-        for i, (name, count) in enumerate((("q", self.rows), ("k", self.keys), ("k", self.keys))):
-            covered = self._covered(inputs, f"seqlens_{name}", count)[:, :, None, None]
-            gradients[i] = jnp.where(covered, gradients[i], 0)  # nothing writes the rest
-        return tuple(gradients)
+        found = self.call.backward(*self._packed(inputs), out, by_row[0], dout, *by_row[1:])
+        gradients = dict(zip(self.call.wanted, found, strict=True))
+        rows, keys = self._lengths(inputs)
+        for name, length in (("q", rows), ("k", keys), ("v", keys)):
+            x = self._four_axes(gradients[name])
+            covered = jnp.arange(x.shape[1]) < length[:, None]
+            gradients[name] = jnp.where(covered[:, :, None, None], x, 0)  # nothing writes the rest
+        return tuple(gradients.values())
 
     def _packed(self, arrays) -> list:
         given = dict(zip(self.names, arrays, strict=True))
+        rows, keys = self._lengths(arrays)
         sequence, nothing = jnp.arange(self.batch, dtype=jnp.int32), jnp.zeros(self.batch, jnp.int32)
-        begin = sequence * self.keys
-        rows, keys = (
-            jnp.clip(given.pop(name), 0, most).astype(jnp.int32)
-            for name, most in (("seqlens_q", self.rows), ("seqlens_k", self.keys))
-        )
-        keys = jnp.where(rows > 0, keys, 0)  # a part with seqlen_q 0 would have all rows
-        parts = begin, keys, nothing, nothing, nothing, sequence, rows, nothing
-        packed = [x.reshape(-1, *x.shape[2:]) if name in "qkv" else x for name, x in given.items()]
+        parts = sequence * self.keys, keys, nothing, nothing, nothing, sequence, rows, nothing
+        inner = {name: x for name, x in given.items() if not name.startswith("seqlens")}
+        packed = [x.reshape(-1, *x.shape[2:]) if name in "qkv" else x for name, x in inner.items()]
         return [*packed, jnp.arange(self.batch + 1, dtype=jnp.int32) * self.rows, jnp.stack(parts, axis=1)]
 
     def _four_axes(self, x):
         return x.reshape(self.batch, -1, *x.shape[1:])
 
-    def _covered(self, arrays, name: str, count: int):
-        lengths = dict(zip(self.names, arrays, strict=True))[name]
-        return jnp.arange(count) < lengths[:, None]
+    def _lengths(self, arrays) -> tuple:
+        """Rows and keys that count. Without rows no key does: a part whose seqlen_q is 0 has all of its rows."""
+        given = dict(zip(self.names, arrays, strict=True))
+        rows, keys = jnp.clip(given["seqlens_q"], 0, self.rows), jnp.clip(given["seqlens_k"], 0, self.keys)
+        return rows, jnp.where(rows > 0, keys, 0)

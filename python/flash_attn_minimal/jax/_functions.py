@@ -25,16 +25,22 @@ def traced_function(function: Callable[..., Any], given: Mapping[str, Any], writ
     arrays = {name: as_array(name, x) for name, x in given.items() if isinstance(x, (jax.Array, np.ndarray))}
     plain = {name: x for name, x in given.items() if name not in arrays}
     names, title = tuple(arrays), function.__name__
-    described = {}
+    wide = {name for name in _WIDE if name in arrays and _is_wide(arrays[name])}
+    buffers = {name: _words(x) if name in wide else x for name, x in arrays.items()}
+    described: dict[tuple, _Described] = {}
 
     def describe(inputs) -> _Described:
-        types = tuple((x.shape, str(x.dtype)) for x in inputs)
+        types = tuple(
+            (x.shape[:-1], _WIDE[name]) if name in wide else (x.shape, str(x.dtype))
+            for name, x in zip(names, inputs, strict=True)
+        )
         if types not in described:
             described[types] = _Described(function, names, types, plain, tuple(written))
         return described[types]
 
-    whole = describe(arrays.values())
+    whole = describe(buffers.values())
     operands, results = _cuts.of_function(title, arrays, plain, [shape for shape, _ in whole.results])
+    operands |= {name: (*operands[name], None) for name in wide}
     rule = Rule(tuple(operands.values()), (*results, *(operands[name] for name in written)))
 
     @jax.custom_batching.sequential_vmap
@@ -42,13 +48,30 @@ def traced_function(function: Callable[..., Any], given: Mapping[str, Any], writ
         return partitioned(lambda *local: describe(local).run(*local), rule)(*inputs)
 
     call = _with_gradient(once, function, names, plain)
-    inputs = vary([jnp.asarray(x) for x in arrays.values()], arrays.values())
+    inputs = vary([jnp.asarray(x) for x in buffers.values()], arrays.values())
     if title in _gradients.NONE:
         inputs = map(jax.lax.stop_gradient, inputs)
     found = (jax.jit(call, inline=True) if is_manual() else call)(*inputs)
     own, became = found[: len(results)], found[len(results) :]
     result = tuple(own) if whole.many else own[0]
     return (result, tuple(became)) if written else result
+
+
+# Arguments of 64 bits, which JAX has with jax_enable_x64 alone: of 32 bits they are widened, and lie there as words.
+_WIDE = {"seeds": "int64", "tree_mask": "uint64"}
+
+
+def _is_wide(array) -> bool:
+    """Integers of 32 bits, or of 64 that jnp.asarray would cut."""
+    return array.dtype.kind in "iu" and array.dtype.itemsize in ((4, 8) if isinstance(array, np.ndarray) else (4,))
+
+
+def _words(array) -> Any:
+    """(..., 2) words of 32 bits, the low one first."""
+    if isinstance(array, np.ndarray):
+        return array.astype(array.dtype.kind + "8", order="C").view(np.uint32).reshape(*array.shape, 2)
+    high = array >> 31 if array.dtype.kind == "i" else jnp.zeros_like(array)
+    return jnp.stack([array, high], -1).astype(jnp.uint32)
 
 
 def _with_gradient(once, function, names, plain) -> Callable[..., tuple]:
