@@ -28,8 +28,8 @@ def current() -> Recording | None:
 
 
 def run(lib: ct.CDLL, name: str, args: ct.Structure, stream: int | None, views: list[Any]) -> None:
-    """lib.fa_<name>(args, stream); part of the recording where this thread has one. The Views keep the memory alive. Where
-    their door describes calls, this one is described."""
+    """lib.fa_<name>(args, stream); part of the recording where this thread has one. The Views keep the memory alive.
+    Where their door describes calls, this one is described."""
     if launch := views[0].door.launch:
         launch(name, args)
         return

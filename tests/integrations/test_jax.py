@@ -116,9 +116,7 @@ def test_half_precision(place, dtype):
     got = both_passes(functools.partial(dot_product_attention, is_causal=True, return_residual=True), *inputs)
     assert got[0][1][1].dtype == dtype and [x.dtype for x in got[1]] == [dtype, dtype, dtype, other]
     exact = [x.astype(jnp.float32) for x in inputs]
-    want = both_passes(
-        functools.partial(jax.nn.dot_product_attention, is_causal=True, return_residual=True), *exact
-    )
+    want = both_passes(functools.partial(jax.nn.dot_product_attention, is_causal=True, return_residual=True), *exact)
     assert_close(got[0][1], want[0][1], 2e-2)
     assert_close(got[1], want[1], 4e-2)
 
@@ -141,9 +139,7 @@ def test_what_does_not_count_is_not_read(place):
     q = q.at[0].set(jnp.nan)
 
     def attend(q, k, v):
-        return dot_product_attention(
-            q, k, v, query_seq_lengths=rows, key_value_seq_lengths=keys, return_residual=True
-        )
+        return dot_product_attention(q, k, v, query_seq_lengths=rows, key_value_seq_lengths=keys, return_residual=True)
 
     (_, (out, residual)), gradients = both_passes(attend, q, k, v)
     np.testing.assert_array_equal(out, 0)
@@ -156,7 +152,9 @@ def test_a_traced_scale(place):
     """It has a gradient, and at the usual scale changes no bit."""
     inputs = [*qkv(place), place(0.4)]
     got = both_passes(lambda q, k, v, scale: dot_product_attention(q, k, v, scale=scale, is_causal=True), *inputs)
-    want = both_passes(lambda q, k, v, scale: jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True), *inputs)
+    want = both_passes(
+        lambda q, k, v, scale: jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True), *inputs
+    )
     assert_close(got, want, 5e-5)
     q, k, v = qkv(place, jnp.bfloat16)
     usual = jax.jit(lambda scale: fa.flash_attn_func(q, k, v, softmax_scale=scale, softcap=3.0))(DIM**-0.5)
@@ -228,7 +226,9 @@ def test_a_cache_in_a_loop(place):
     out, lse, k_cache, v_cache, lengths = jax.jit(generate)(q, k, v, *before)
     np.testing.assert_array_equal(lengths, np.asarray(begin) + ROWS)
     for b, start in enumerate(np.asarray(begin)):
-        keys, values = (jnp.concatenate([old[b, :start], new[b]])[None] for old, new in zip(before, (k, v), strict=True))
+        keys, values = (
+            jnp.concatenate([old[b, :start], new[b]])[None] for old, new in zip(before, (k, v), strict=True)
+        )
         want, want_lse = fa.flash_attn_func(q[b : b + 1], keys, values, causal=True, return_lse=True)
         assert_close((out[b], lse[b].T), (want[0], want_lse[0]), 2e-5)
         np.testing.assert_array_equal(k_cache[b, : start + ROWS], keys[0])
@@ -307,7 +307,9 @@ def test_a_cache_that_is_only_read(place):
     host = [np.asarray(x) for x in (q, k_cache, v_cache)]
     want = fa.flash_attn_with_kvcache(*host, cache_seqlens=np.asarray(lengths), tree_mask=tree)
     assert_close(got, want, 2e-5)
-    with pytest.raises(fa.BadArgument, match="k_cache is a read-only JAX array.*integrations.jax has a call that returns"):
+    with pytest.raises(
+        fa.BadArgument, match="k_cache is a read-only JAX array.*integrations.jax has a call that returns"
+    ):
         jax.jit(fa.flash_attn_with_kvcache)(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
     with pytest.raises(fa.BadArgument, match="out is given"):
         flash_attn_with_kvcache(q, k_cache, v_cache, out=q)

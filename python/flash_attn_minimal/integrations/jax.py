@@ -121,7 +121,9 @@ def _check_shapes(q, k, v) -> None:
         if x.dtype != q.dtype:
             raise BadArgument(f"{name} is {x.dtype}, but query is {q.dtype}: they must be the same")
     if k.shape[-1] != q.shape[-1] or v.shape[:-1] != k.shape[:-1]:
-        raise BadArgument(f"query, key and value end in {q.shape[1:]}, {k.shape[1:]} and {v.shape[1:]}: they do not fit")
+        raise BadArgument(
+            f"query, key and value have rows {q.shape[1:]}, {k.shape[1:]}, {v.shape[1:]}: they do not fit"
+        )
 
 
 def _bias(bias):
@@ -172,9 +174,9 @@ def flash_attn_with_kvcache(q: Any, k_cache: Any, v_cache: Any, *arguments: Any,
     Arguments: those of flash_attn_minimal.flash_attn_with_kvcache, but for `out`. cache_seqlens may also be a single
     number in an array. All arrays are JAX's or NumPy's.
 
-    XLA writes into the caches given where the program has no use for them any more. So a program that is called with
-    caches donates them (jax.jit's donate_argnames), and one that carries them through jax.lax.scan or while_loop need do
-    nothing: neither copies a cache. In every other case it is copied.
+    XLA writes into the caches given where the program has no use for them any more, and copies them elsewhere. So a
+    program that is called with caches donates them (jax.jit's donate_argnames); one that carries them through
+    jax.lax.scan or while_loop need do nothing.
 
     Returns:
         CacheStep(out, k_cache, v_cache, lse, k_scale, v_scale): out (batch, seqlen_q, nheads, headdim_v) in q's dtype,

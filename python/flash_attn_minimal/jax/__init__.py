@@ -1,8 +1,8 @@
 """The functions of the package on JAX's traced arrays: they work under jit, on CPU and GPU.
 
-XLA calls the library through its foreign function interface (cuda/api/xla_ffi.cpp): no Python runs in a step. Tracing a
-call fills the structs of the C ABI, with a placeholder for the address of each buffer. On a GPU the stream is XLA's, and
-the workspace is one more result of the custom call, which the caller never sees.
+XLA calls the library through its foreign function interface (cuda/api/xla_ffi.cpp): no Python runs in a step. Tracing
+a call fills the structs of the C ABI, with a placeholder for the address of each buffer. On a GPU the stream is XLA's,
+and the workspace is one more result of the custom call, which the caller never sees.
 
     _attention    flash_attn_func, flash_attn_varlen_func and sequences that fill their rows in part: both passes
     _functions    every other function, by calling it with placeholders: merge, attention over a cache, ops

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .._checks import _flag
@@ -20,8 +19,8 @@ from .._options import Options, _prepare
 from .._pack import _put_tensor
 from ..backward import _put_dbias
 from ._axes import vary
-from ._cuts import head_axes, own_axes
 from ._custom_call import address, as_array, custom_call, place, workspace_bytes
+from ._cuts import head_axes, own_axes
 from ._gradients import nothing
 from ._partition import Rule, is_manual, laid_like, partitioned
 
@@ -171,8 +170,8 @@ class _Passes:
         return self._calls[types]
 
     def on_devices(self, given: dict):
-        """Both passes as functions of arrays that may be spread over devices. vmap makes one call after the other: XLA's
-        own rule would stack the workspaces."""
+        """Both passes as functions of arrays that may be spread over devices. vmap makes one call after the other:
+        XLA's own rule would stack the workspaces."""
         operands, results = self._axes(given)
         rows = [*operands.values(), *results]  # of the backward pass, with dout and then maybe dlse behind
 
@@ -195,8 +194,8 @@ class _Passes:
         return attend, gradients
 
     def _axes(self, given: dict) -> tuple[dict[str, tuple], tuple]:
-        """By name of an argument the names of its axes (see Rule), and those of out and lse. Batch and heads are cut, in
-        a varlen call heads alone. Dropout counts the heads and sequences of the whole call: nothing is cut then."""
+        """By name of an argument the names of its axes (see Rule), and those of out and lse. Batch and heads are cut,
+        in a varlen call heads alone. Dropout counts the heads and sequences of the whole call: nothing is cut then."""
         batch, heads, heads_k = "batch", *head_axes(given["q"].shape[-2], given["k"].shape[-2])
         if self.options.dropout_p:
             batch = heads = heads_k = None
@@ -284,8 +283,8 @@ class Call:
 
 
 class _FilledCall:
-    """A call whose sequences fill their rows and keys in part, from the start: a varlen call, each of whose sequences is
-    a part (fa_part of flash_attn.h), so that a kernel skips what does not count. Its arrays have four axes."""
+    """A call whose sequences fill their rows and keys in part, from the start: a varlen call, each of whose sequences
+    is a part (fa_part of flash_attn.h), so that a kernel skips what does not count. Its arrays have four axes."""
 
     def __init__(self, names, types, longest, options):
         by_name = dict(zip(names, types, strict=True))

@@ -84,9 +84,10 @@ def custom_call(
     workspace: int | None = None,
     aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., tuple]:
-    """fa_<operation>(struct) as a function of arrays, which returns the results. results: shapes and dtypes. The buffers
-    have their `address`es in the struct; `workspace` bytes are one more result where it is not None. aliases: arguments
-    that are results too, by their numbers."""
+    """fa_<operation>(struct) as a function of arrays, which returns the results.
+
+    results: their shapes and dtypes. The struct has the `address` of each buffer. workspace: the bytes of one more
+    result, for a call that has a workspace. aliases: arguments that are results too, by their numbers."""
     _register()
     if workspace is not None:
         results = (*results, ((workspace,), "uint8"))

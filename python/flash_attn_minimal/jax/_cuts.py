@@ -1,5 +1,4 @@
-"""Which axes of a function's arrays are cut when they are spread over devices: _partition.Rule says how they are named.
-"""
+"""Which axes of a function's arrays are cut when they are spread over devices: _partition.Rule says how they are named."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every other function of the package in a JAX program: it is called once, with placeholders for its arrays, and what it
-asks of the library becomes a custom call."""
+"""Every other function of the package in a JAX program: it is called once, with placeholders for its arrays, and what
+it asks of the library becomes a custom call."""
 
 from __future__ import annotations
 

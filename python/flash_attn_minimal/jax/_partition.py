@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -159,7 +158,9 @@ def _by_partitioner(call, rule: Rule, arrays) -> tuple:
         if cut is None:
             replicated = [[_everywhere(x.sharding) for x in xs] for xs in (results, operands)]
             return mesh, call, *map(tuple, replicated)
-        shardings = [[NamedSharding(mesh, cut.spec(names)) for names in arrays] for arrays in (rule.results, rule.operands)]
+        shardings = [
+            [NamedSharding(mesh, cut.spec(names)) for names in arrays] for arrays in (rule.results, rule.operands)
+        ]
         return mesh, cut.local(call, rule), *map(tuple, shardings)
 
     def infer(mesh, operands, results):  # for XLA's partitioner before Shardy
