@@ -21,8 +21,10 @@ fa_status query(const void* args, fa_attention_plan* plan) {
 }
 
 constexpr Operation kOperations[] = {
-    {FA_OP_ATTENTION_FORWARD, "fa_attention_forward", run<fa_attention_args, fa_attention_forward>, query<fa_attention_args, fa_attention_query>},
-    {FA_OP_ATTENTION_BACKWARD, "fa_attention_backward", run<fa_attention_backward_args, fa_attention_backward>, query<fa_attention_backward_args, fa_attention_backward_query>},
+    {FA_OP_ATTENTION_FORWARD, "fa_attention_forward", run<fa_attention_args, fa_attention_forward>,
+     query<fa_attention_args, fa_attention_query>},
+    {FA_OP_ATTENTION_BACKWARD, "fa_attention_backward", run<fa_attention_backward_args, fa_attention_backward>,
+     query<fa_attention_backward_args, fa_attention_backward_query>},
     {FA_OP_KVCACHE_ATTENTION, "fa_kvcache_attention", run<fa_kvcache_args, fa_kvcache_attention>, query<fa_kvcache_args, fa_kvcache_query>},
     {FA_OP_ATTENTION_MERGE, "fa_attention_merge", run<fa_merge_args, fa_attention_merge>, nullptr},
     {FA_OP_QUANTIZE_FP8, "fa_quantize_fp8", run<fa_quantize_args, fa_quantize_fp8>, nullptr},
@@ -35,7 +37,8 @@ constexpr Operation kOperations[] = {
     {FA_OP_W4_DEQUANTIZE, "fa_w4_dequantize", run<fa_w4_dequantize_args, fa_w4_dequantize>, nullptr},
     {FA_OP_W4_PACK, "fa_w4_pack", run<fa_w4_pack_args, fa_w4_pack>, nullptr},
     {FA_OP_W4_LINEAR, "fa_w4_linear", run<fa_w4_linear_args, fa_w4_linear>, query<fa_w4_linear_args, fa_w4_linear_query>},
-    {FA_OP_W4_LINEAR_CHAIN, "fa_w4_linear_chain", run<fa_w4_linear_chain_args, fa_w4_linear_chain>, query<fa_w4_linear_chain_args, fa_w4_linear_chain_query>},
+    {FA_OP_W4_LINEAR_CHAIN, "fa_w4_linear_chain", run<fa_w4_linear_chain_args, fa_w4_linear_chain>,
+     query<fa_w4_linear_chain_args, fa_w4_linear_chain_query>},
 };
 constexpr int32_t kCount = sizeof kOperations / sizeof kOperations[0];
 
@@ -54,8 +57,7 @@ namespace {
 
 fa_status run_call(const fa_call& call, int32_t index, void* stream) {
     const Operation* const operation = find_operation(call.operation);
-    if (!operation)
-        return fail(FA_BAD_ARGUMENT, "calls[%d].operation=%d is not an fa_operation (1 .. %d)", index, call.operation, kCount);
+    if (!operation) return fail(FA_BAD_ARGUMENT, "calls[%d].operation=%d is not an fa_operation (1 .. %d)", index, call.operation, kCount);
     if (call.reserved) return fail(FA_BAD_ARGUMENT, "calls[%d].reserved=%d must be 0", index, call.reserved);
     const fa_status status = operation->run(call.args, stream);
     if (status == FA_OK) return FA_OK;

@@ -76,10 +76,8 @@ private:
         if (target >= buffers || (target < 0 && -1 - target >= bytes_))
             return fail(FA_BAD_ARGUMENT, "a link to %lld in a call of %lld buffers and %lld bytes", static_cast<long long>(target),
                         static_cast<long long>(buffers), static_cast<long long>(bytes_));
-        if (target < 0)
-            *address = base() + (-1 - target);
-        else
-            *address = (target < arguments ? frame.arguments.items[target] : frame.results.items[target - arguments])->data;
+        if (target < 0) *address = base() + (-1 - target);
+        else *address = (target < arguments ? frame.arguments.items[target] : frame.results.items[target - arguments])->data;
         return FA_OK;
     }
 

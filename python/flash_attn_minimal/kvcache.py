@@ -444,19 +444,16 @@ def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, 
         raise BadArgument(f"v has shape {tuple(vn.shape)}, but k has {tuple(kn.shape)}: seqlen_new must agree")
     for name, view in (("k_cache", kv), ("v_cache", vv)):
         if not view.writable:
-            raise BadArgument(
-                f"{name} is a read-only {view.door.name} array: k and v cannot join it" + _functional(view)
-            )
+            raise BadArgument(f"{name} is a read-only {view.door.name} array: k and v cannot join it{_advice(view)}")
     call.seqlen_new = kn.shape[1]
     if call.seqlen_new:
         _put_tensor(call, "k_new", kn)
         _put_tensor(call, "v_new", vn)
 
 
-def _functional(view: View) -> str:
-    return (
-        "; flash_attn_minimal.integrations.jax has a call that returns the new cache" if view.door.name == "JAX" else ""
-    )
+def _advice(view: View) -> str:
+    functional = "flash_attn_minimal.integrations.jax.flash_attn_with_kvcache returns the new cache"
+    return f"; {functional}" if view.door.name == "JAX" else ""
 
 
 def _put_rotary(call: KVCacheArgs, views: list[View], cos: Any, sin: Any, interleaved: Any) -> None:

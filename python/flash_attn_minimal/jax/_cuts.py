@@ -1,4 +1,4 @@
-"""Which axes of a function's arrays are cut when they are spread over devices: _partition.Rule says how they are named."""
+"""Which axes of a function's arrays are cut when they are spread over devices, named as _partition.Rule says."""
 
 from __future__ import annotations
 
