@@ -263,7 +263,9 @@ class JaxDoor(Door):
             raise Unsupported(f"{name} is a JAX tracer: call outside jax.jit, grad and vmap")
         devices = list(array.devices())
         if len(devices) != 1:
-            raise Unsupported(f"{name} is spread over {len(devices)} devices: pass an array on one device")
+            raise Unsupported(
+                f"{name} is spread over {len(devices)} devices: pass an array on one device, or call in jax.jit"
+            )
         dtype = _numpy_dtype_name(array.dtype, name)
         if devices[0].platform == "cpu":
             host = np.asarray(array)  # no copy on this platform

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import _arrays
 from .._arrays import Door, View
-from .._library import CPU, CUDA, OK, OPERATIONS, AttentionPlan, BadArgument, failure, load, new
+from .._library import CPU, CUDA, OK, OPERATIONS, AttentionPlan, BadArgument, Unsupported, failure, load, new
 from ._axes import vary
 
 try:
@@ -132,6 +132,8 @@ class _Image:
             if not value or not (kind in (ct.c_void_p, ct.c_char_p) or issubclass(kind, ct._Pointer)):
                 continue
             if kind is ct.c_void_p:
+                if value < _ADDRESS_UNIT:
+                    raise Unsupported(f"{name} is memory that XLA does not know of: not served in a traced call")
                 target = value // _ADDRESS_UNIT - 1
             else:
                 target = -1 - (self._append(value + b"\0") if kind is ct.c_char_p else self.add(value.contents))

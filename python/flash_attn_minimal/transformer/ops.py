@@ -379,6 +379,8 @@ def _linear_args(
     args = _args(W4LinearArgs if packed else LinearArgs, xv, programmatic, num_threads)
     args.rows, args.in_features = _put_matrix(args, "x", xv)
     if packed:
+        if xv.door.launch:
+            raise Unsupported("weight is a PackedW4: 4-bit weights are not served in a traced call")
         wv, shape = weight._view, weight.shape
         if wv.device != xv.device or wv.index != xv.index:
             raise BadArgument(f"weight is on {wv.place}, but x is on {xv.place}")

@@ -17,6 +17,7 @@ jnp = jax.numpy
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal.integrations.jax import dot_product_attention, flash_attn_with_kvcache  # noqa: E402
 from flash_attn_minimal.transformer import ops  # noqa: E402
+from flash_attn_minimal.transformer.quantized import W4Weight  # noqa: E402
 
 BATCH, ROWS, KEYS, HEADS, HEADS_K, DIM = 2, 19, 23, 4, 2, 16
 
@@ -346,6 +347,13 @@ def test_an_operation_in_a_program(place, name):
     assert_close(both, np.stack([want, function(-host[0], *host[1:])]), 1e-5)
 
 
+def test_quantize_fp8(place):
+    x = normal(place, BATCH, ROWS, HEADS, DIM)
+    for got, want in zip(jax.jit(fa.quantize_fp8)(x), fa.quantize_fp8(np.asarray(x)), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
 def test_gradients_of_operations(place):
     rope, (x, cos, sin, positions) = operations(place)["rope"]
     dout = jnp.cos(x)
@@ -353,6 +361,9 @@ def test_gradients_of_operations(place):
     assert_close(pull(dout), ops.rope(dout, cos, sin, positions, inverse=True), 1e-6)
     with pytest.raises(fa.Unsupported, match="swiglu is differentiated, but has no gradient"):
         jax.grad(lambda x: ops.swiglu(x).sum())(x)
+    packed = W4Weight.quantize(np.eye(64, dtype=np.float32)).pack()
+    with pytest.raises(fa.Unsupported, match="weight is a PackedW4: 4-bit weights are not served in a traced call"):
+        jax.jit(lambda x: ops.linear(x, packed))(jnp.ones((1, 64)))
     sample, (logits, seeds) = operations(place)["sample"]
     assert not jax.grad(lambda logits: logits[0, sample(logits, seeds)[0]] - logits[0, 0])(logits)[1].any()
     with pytest.raises(fa.BadArgument, match="out is a read-only JAX array"):
