@@ -142,7 +142,7 @@ def flash_attn_func(
     Arrays come from NumPy, PyTorch, CuPy, JAX, Numba, or anything with DLPack or __cuda_array_interface__, all from
     the same one and on the same device. The result is of the caller's own type; on a GPU the work goes to the caller's
     current stream. (With JAX the call waits for its inputs and for its result.) PyTorch tensors that require a gradient
-    get one (autograd.py), JAX arrays under grad and jit too (jax.py); `backward` serves everybody else.
+    get one (autograd.py), JAX arrays under grad and jit too (jax/); `backward` serves everybody else.
 
     Arguments:
         q: (batch, seqlen_q, nheads, headdim), float32, float16 or bfloat16. headdim and headdim_v from 1 to 512.

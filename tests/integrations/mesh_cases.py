@@ -1,5 +1,5 @@
-"""JAX's arrays that are spread over devices, against one device. test_jax_programs.py runs this file in a process with four:
-those of the CPU are made by a flag that has to be there before JAX is."""
+"""JAX's arrays that are spread over devices, against one device. test_jax_programs.py runs this file in a process with
+four: those of the CPU are made by a flag that has to be there before JAX is."""
 
 import jax
 import jax.numpy as jnp

@@ -52,6 +52,8 @@ def is_manual() -> bool:
 
 
 def _explicit_mesh(arrays) -> Any | None:
+    if not hasattr(jax, "typeof"):  # before JAX 0.6
+        return None
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
         if mesh.explicit_axes:
