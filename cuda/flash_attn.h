@@ -330,16 +330,6 @@ typedef struct fa_quantize_args {
 
 FA_API fa_status fa_quantize_fp8(const fa_quantize_args* args, void* stream);
 
-/* ---- XLA ---- */
-
-/* Both passes as handlers of XLA's foreign function interface (openxla.org/xla/custom_call), to be registered for the platforms cpu and
- * CUDA. A handler takes an XLA_FFI_CallFrame* and returns NULL, or an XLA_FFI_Error* with the text of fa_last_error. On a GPU the handlers
- * may be captured into a command buffer. The top of api/attention/xla_ffi.cpp says how a call is described. */
-FA_API void* fa_xla_forward_cpu(void* call_frame);
-FA_API void* fa_xla_forward_cuda(void* call_frame);
-FA_API void* fa_xla_backward_cpu(void* call_frame);
-FA_API void* fa_xla_backward_cuda(void* call_frame);
-
 /* The kernels of the forward pass in this build, best first on each device: index 0 .. fa_kernel_count() - 1. Beyond, name and summary are
  * NULL and the device is 0. */
 FA_API int32_t fa_kernel_count(void);

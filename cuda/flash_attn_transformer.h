@@ -333,6 +333,14 @@ typedef struct fa_call {
  * the list itself is wrong. On the CPU the calls share their threads. calls may be NULL when count is 0; failed_index may be NULL. */
 FA_API fa_status fa_run_calls(const fa_call* calls, int32_t count, int32_t* failed_index, void* stream);
 
+/* ---- XLA ---- */
+
+/* Any operation of fa_operation as a handler of XLA's foreign function interface (openxla.org/xla/custom_call), to be registered for the
+ * platforms cpu and CUDA. A handler takes an XLA_FFI_CallFrame* and returns NULL, or an XLA_FFI_Error* with the text of fa_last_error. On
+ * a GPU it may be captured into a command buffer. The top of api/xla_ffi.cpp says how a call is described. */
+FA_API void* fa_xla_call_cpu(void* call_frame);
+FA_API void* fa_xla_call_cuda(void* call_frame);
+
 #ifdef __cplusplus
 }
 #endif

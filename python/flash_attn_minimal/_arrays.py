@@ -282,7 +282,7 @@ class JaxDoor(Door):
         devices = list(array.devices())
         if len(devices) != 1:
             raise Unsupported(
-                f"{name} is spread over {len(devices)} devices: pass an array on one device, such as "
+                f"{name} is spread over {len(devices)} devices: call in jax.jit, or pass an array on one device, such as "
                 f"jax.device_put({name}, jax.devices()[0])"
             )
         dtype = _numpy_dtype_name(array.dtype, name)

@@ -73,6 +73,9 @@ class Door:
         """What the caller gets for an output."""
         return view.owner
 
+    launch: Callable[[str, Any], None] | None = None  # of a door whose calls are described, and made later
+    scratch: Callable[[Any, Callable], None]  # of such a door: finds the workspace of a call, by the library's query
+
     plain: type | None = None  # the framework's array class itself; subclasses take the long way
     address: Callable[[Any], int]  # of the first element; a RuntimeError when there is none
     facts: Callable[[Any], tuple]  # what `view` reads of one array but the address, for `describe`

@@ -350,8 +350,8 @@ def load() -> ct.CDLL:
         declare(lib, f"fa_{name}_query", ct.c_int, ct.POINTER(struct), ct.POINTER(AttentionPlan))
     for table in KERNEL_TABLES.values():
         declare_table(lib, table)
-    for handler in ("forward_cpu", "forward_cuda", "backward_cpu", "backward_cuda"):
-        declare(lib, f"fa_xla_{handler}", ct.c_void_p, ct.c_void_p)
+    for platform in ("cpu", "cuda"):
+        declare(lib, f"fa_xla_call_{platform}", ct.c_void_p, ct.c_void_p)
     calls = declare(lib, "fa_run_calls", ct.c_int, ct.POINTER(Call), ct.c_int32, ct.POINTER(ct.c_int32), ct.c_void_p)
     calls.errcheck = raise_on_error
     declare(lib, "fa_status_name", ct.c_char_p, ct.c_int)

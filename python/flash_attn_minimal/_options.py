@@ -1,6 +1,6 @@
 """The options of attention, one object from the argument list to the C struct, and the struct of a call with them.
 
-flash_attn_func, flash_attn_varlen_func, backward, their queries and the operators of autograd.py and jax.py all carry
+flash_attn_func, flash_attn_varlen_func, backward, their queries and the operators of autograd.py and jax/ all carry
 an Options; flash_attn_with_kvcache makes one of the options that it shares with them. What an option means is said in
 flash_attn_func.
 """

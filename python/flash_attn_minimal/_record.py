@@ -28,7 +28,11 @@ def current() -> Recording | None:
 
 
 def run(lib: ct.CDLL, name: str, args: ct.Structure, stream: int | None, views: list[Any]) -> None:
-    """lib.fa_<name>(args, stream); part of the recording where this thread has one. The Views keep the memory alive."""
+    """lib.fa_<name>(args, stream); part of the recording where this thread has one. The Views keep the memory alive.
+    Where their door describes calls, this one is described."""
+    if launch := views[0].door.launch:
+        launch(name, args)
+        return
     recording = _thread.recording
     if recording and views[0].device != CPU:
         raise Unsupported(f"a call on {views[0].place} is not recorded: a GPU has CUDA graphs for that")
@@ -46,9 +50,10 @@ class Scratch:
 
 
 class Recording:
-    """Records what its thread does inside `with`: flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache and
-    the functions of ops.py. They run while they are recorded. The recording keeps every array that they read and write,
-    and has a workspace of its own. A replay raises what the failing call would raise; the text has the call's number.
+    """Records what its thread does inside `with`: flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache,
+    merge, quantize_fp8 and the functions of ops.py. They run while they are recorded. The recording keeps every array
+    that they read and write, and has a workspace of its own. A replay raises what the failing call would raise; the
+    text has the call's number.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import _arrays, _modes, _statistics
+from . import _arrays, _modes, _record, _statistics
 from ._checks import (
     _OPEN,
     _check_contiguous,
@@ -29,6 +29,7 @@ from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArg
 from ._options import Array, AttentionOptions, KeywordOptions, Options, _lengths, _options_of, _output, _prepare
 from ._pack import _put_dense, _put_tensor
 from ._query import Plan, kernel_table, plan_of
+from ._trace import is_traced, traceable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,12 +44,6 @@ def _is_pytorch_s(*arrays: Any) -> bool:
         return False
     graded = sys.modules["torch"].is_grad_enabled()
     return any(graded and x.requires_grad or not _modes.is_plain(x) for x in tensors)
-
-
-def _is_traced(*arguments: Any) -> bool:
-    """Whether one of them belongs to a JAX program in the making."""
-    jax = sys.modules.get("jax")
-    return jax is not None and any(isinstance(x, jax.core.Tracer) for x in arguments)
 
 
 @overload
@@ -147,7 +142,7 @@ def flash_attn_func(
     Arrays come from NumPy, PyTorch, CuPy, JAX, Numba, or anything with DLPack or __cuda_array_interface__, all from
     the same one and on the same device. The result is of the caller's own type; on a GPU the work goes to the caller's
     current stream. (With JAX the call waits for its inputs and for its result.) PyTorch tensors that require a gradient
-    get one (autograd.py), JAX arrays under grad and jit too (jax.py); `backward` serves everybody else.
+    get one (autograd.py), JAX arrays under grad and jit too (jax/); `backward` serves everybody else.
 
     Arguments:
         q: (batch, seqlen_q, nheads, headdim), float32, float16 or bfloat16. headdim and headdim_v from 1 to 512.
@@ -443,17 +438,18 @@ def _route(
         from . import autograd
 
         return autograd._differentiable(q, k, v, varlen, out, return_lse, options, sign, more)
-    if _is_traced(q, k, v, *(varlen or ()), *options):
+    if is_traced(q, k, v, *(varlen or ()), *options):
         from . import jax
 
         if more:
             raise Unsupported(f"{more.first()} is given, but statistics of the scores are not served in a traced call")
-        return jax._traced(q, k, v, varlen, out, return_lse, options)
+        return jax.traced(q, k, v, varlen, out, return_lse, options)
     if more:
         return _statistics.attend(q, k, v, varlen, out, more, options)
     return attend(q, k, v, varlen, out, return_lse, options, sign)
 
 
+@traceable
 def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Merges attention over two disjoint sets of keys into attention over their union.
 
@@ -507,10 +503,11 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array
     for name, view in (("out_a", a), ("out_b", b), ("out", out)):
         _put_tensor(args, name, view)
     args.lse_a, args.lse_b, args.lse = la.pointer, lb.pointer, lse.pointer
-    load().fa_attention_merge(args, a.door.stream(views))
+    _record.run(load(), "attention_merge", args, a.door.stream(views), [*views, out, lse])
     return out.door.result(out), lse.door.result(lse)
 
 
+@traceable
 def quantize_fp8(x: Array, hadamard: bool = False, seed: int = 0) -> tuple[Array, Array]:
     """x in float8_e4m3fn with one factor for every head of every batch entry: x is about x8 * descale.
 
@@ -555,7 +552,7 @@ def quantize_fp8(x: Array, hadamard: bool = False, seed: int = 0) -> tuple[Array
     _put_tensor(args, "x", view)
     _put_tensor(args, "out", out)
     args.descale = descale.pointer
-    load().fa_quantize_fp8(args, view.door.stream([view]))
+    _record.run(load(), "quantize_fp8", args, view.door.stream([view]), [view, out, descale])
     return out.door.result(out), descale.door.result(descale)
 
 

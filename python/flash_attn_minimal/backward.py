@@ -1,7 +1,7 @@
 """The gradients of attention: backward, backward_query, backward_kernels.
 
 S is computed again tile by tile from lse instead of being kept (Dao et al. 2022, section 3.1 and appendix B.2), so
-memory is O(seqlen). autograd.py builds PyTorch's backward pass from this, jax.py JAX's.
+memory is O(seqlen). autograd.py builds PyTorch's backward pass from this, jax/ JAX's.
 """
 
 from __future__ import annotations

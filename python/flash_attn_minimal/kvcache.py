@@ -22,6 +22,7 @@ from ._options import Array, Options
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
 from ._query import Plan, plan_from
 from ._repeat import Made, Repeats
+from ._trace import is_traced
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -221,6 +222,11 @@ def flash_attn_with_kvcache(
     results, sign = _repeats.find(given, arrays, values, window_size, cache_seqlens)
     if results is not None:
         return results
+    if is_traced(*arrays):
+        from . import jax
+
+        more = {"out": out, "return_softmax_lse": return_softmax_lse}
+        return jax.traced_function(flash_attn_with_kvcache, step._asdict() | more)
     call, args, views, room = _prepare_step(step)
     qv = views[0]
     shape = (*qv.shape[:3], args.headdim_v)
@@ -438,11 +444,16 @@ def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, 
         raise BadArgument(f"v has shape {tuple(vn.shape)}, but k has {tuple(kn.shape)}: seqlen_new must agree")
     for name, view in (("k_cache", kv), ("v_cache", vv)):
         if not view.writable:
-            raise BadArgument(f"{name} is a read-only {view.door.name} array: k and v cannot join it")
+            raise BadArgument(f"{name} is a read-only {view.door.name} array: k and v cannot join it{_advice(view)}")
     call.seqlen_new = kn.shape[1]
     if call.seqlen_new:
         _put_tensor(call, "k_new", kn)
         _put_tensor(call, "v_new", vn)
+
+
+def _advice(view: View) -> str:
+    functional = "flash_attn_minimal.integrations.jax.flash_attn_with_kvcache returns the new cache"
+    return f"; {functional}" if view.door.name == "JAX" else ""
 
 
 def _put_rotary(call: KVCacheArgs, views: list[View], cos: Any, sin: Any, interleaved: Any) -> None:

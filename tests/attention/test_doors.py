@@ -169,8 +169,8 @@ def test_jax(dtype):
 @needs_jax
 def test_jax_limits():
     q = jax.numpy.zeros((1, 5, 2, 8))
-    with pytest.raises(fa.Unsupported, match="x is a JAX tracer"):
-        jax.jit(lambda x: fa.quantize_fp8(x))(q)
+    with pytest.raises(fa.Unsupported, match="k_cache is a JAX tracer"):
+        jax.jit(lambda x: fa.quantize_kvcache(x, x))(q)
     with pytest.raises(fa.BadArgument, match="out is a read-only JAX array"):
         fa.flash_attn_func(q, q, q, out=q + 1)
 

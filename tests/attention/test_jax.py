@@ -116,13 +116,13 @@ WRAPS = {"plain": lambda f: f, "jit": jax.jit, "checkpoint": jax.checkpoint, "vm
 def test_a_loss_of_out_alone_has_no_dlse(place, wrap, monkeypatch):
     """The custom call of the gradient is given dlse where the loss depends on lse, and there alone."""
     q, k, v = _inputs(place)
-    described, real = [], fa_jax._Call._describe_backward
+    described, real = [], fa_jax.Call._describe_backward
 
     def describe(self, through_lse):
         described.append(through_lse)
         return real(self, through_lse)
 
-    monkeypatch.setattr(fa_jax._Call, "_describe_backward", describe)
+    monkeypatch.setattr(fa_jax.Call, "_describe_backward", describe)
 
     def gradient(loss):
         attend = WRAPS[wrap](lambda q: fa.flash_attn_func(q[None], k[:1], v[:1], return_lse=True))
@@ -338,7 +338,7 @@ def test_numpy_scalars_as_options(place):
 
 
 OPTIONS = {
-    "dropout_p": 0.1, "softmax_scale": 1.0, "causal": True, "softcap": 1.0, "deterministic": True, "top_left": True,
+    "dropout_p": 0.1, "causal": True, "softcap": 1.0, "deterministic": True, "top_left": True,
     "dropout_seed": 1, "dropout_offset": 1, "allow_tf32": True, "num_threads": 1, "return_lse": True,
     "attention_chunk": 4,
 }  # fmt: skip

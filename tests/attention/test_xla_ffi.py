@@ -1,6 +1,7 @@
-"""The handlers that XLA calls (cuda/api/attention/xla_ffi.cpp): the ABI they are written against, their errors, and
+"""The handlers that XLA calls (cuda/api/xla_ffi.cpp): the ABI they are written against, their errors, and
 processes that end with a call in flight."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -68,7 +69,6 @@ NUMBERS = {
     "kInternal": "XLA_FFI_Error_Code_INTERNAL",
     "kInt64": "XLA_FFI_DataType_S64",
     "kArrayAttribute": "XLA_FFI_AttrType_ARRAY",
-    "kStringAttribute": "XLA_FFI_AttrType_STRING",
     "kExecuteStage": "XLA_FFI_ExecutionStage_EXECUTE",
 }
 
@@ -77,7 +77,7 @@ def test_the_abi_is_jaxlibs(tmp_path):
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         pytest.skip("no C++ compiler")
-    ours = ROOT / "cuda/api/attention/xla_ffi.h"
+    ours = ROOT / "cuda/api/xla_ffi.h"
     if not ours.is_file():
         pytest.skip("the sources are not beside the tests")
     declared = set(re.findall(r"^struct (\w+) \{", ours.read_text(), re.MULTILINE))
@@ -91,7 +91,7 @@ def test_the_abi_is_jaxlibs(tmp_path):
         if name in WHOLE:
             checks.append(f"static_assert(sizeof(fa::xla::{name}) == sizeof({theirs}));")
     source = tmp_path / "abi.cpp"
-    source.write_text('#include "api/attention/xla_ffi.h"\n#include "xla/ffi/api/c_api.h"\n' + "\n".join(checks) + "\n")
+    source.write_text('#include "api/xla_ffi.h"\n#include "xla/ffi/api/c_api.h"\n' + "\n".join(checks) + "\n")
     include = [f"-I{ROOT / 'cuda'}", f"-I{ffi.include_dir()}"]
     command = [*compiler.split(), "-std=c++17", "-fsyntax-only", "-Wno-invalid-offsetof", *include, source]
     said = subprocess.run(command, capture_output=True, text=True)
@@ -129,22 +129,30 @@ def test_lengths_are_checked_inside_a_program_on_the_cpu():
             program(q, jax.device_put(jnp.array(cu, jnp.int32), cpu)).block_until_ready()
 
 
-@pytest.mark.parametrize("target", ["forward", "backward"])
-def test_a_call_described_for_another_library_is_refused(platform, target):
-    """By the size of the structs, and by the number of its buffers."""
+def test_a_call_described_for_another_library_is_refused(platform):
     q = jax.device_put(jnp.ones((1, 5, 2, 8)), jax.devices(platform)[0])
     jax.jit(lambda q: fa.flash_attn_func(q, q, q))(q)  # registers the handlers
-    call = ffi.ffi_call(f"flash_attn_minimal_{target}", [jax.ShapeDtypeStruct(q.shape, q.dtype)])
-    words = np.frombuffer(bytes(AttentionArgs(q_data=3 << 48)), np.int64)  # the third of an argument and a result
-    for attributes, text in (
-        ({}, "attribute attention is not an array of"),
-        ({"attention": "words"}, "attribute attention is not an array of"),
-        ({"attention": words[:-1]}, "attribute attention is not an array of"),
-        ({"attention": words.astype(np.int32)}, "attribute attention is not an array of"),
-        ({"attention": words}, "buffer 2 is none of the call's 2"),
+    call = ffi.ffi_call("flash_attn_minimal_call", [jax.ShapeDtypeStruct(q.shape, q.dtype)])
+    size = ctypes.sizeof(AttentionArgs)
+    good = {
+        "call": np.array([1, -1]), "image": np.frombuffer(bytes(AttentionArgs(struct_size=size)), np.int64),
+        "links": np.array([AttentionArgs.q_data.offset, 0]), "devices": np.array([AttentionArgs.device.offset]),
+    }  # fmt: skip
+    for wrong, text in (
+        ({"call": None}, "attribute call is not an array of int64"),
+        ({"links": "words"}, "attribute links is not an array of int64"),
+        ({"image": good["image"].astype(np.int32)}, "attribute image is not an array of int64"),
+        ({"call": np.array([99, -1])}, "attribute call names no operation"),
+        ({"call": np.array([1])}, "attribute call names no operation"),
+        ({"links": np.array([8, 2])}, f"a link to 2 in a call of 2 buffers and {size} bytes"),
+        ({"links": np.array([8, -1 - size])}, f"a link to {-1 - size} in a call of 2 buffers"),
+        ({"links": np.array([size - 7, 0])}, f"byte {size - 7} is outside a call of {size} bytes"),
+        ({"devices": np.array([-1])}, f"byte -1 is outside a call of {size} bytes"),
+        ({"image": np.zeros(size // 8, np.int64)}, "struct_size"),
     ):
+        words = {name: x for name, x in {**good, **wrong}.items() if x is not None}
         with pytest.raises(Exception, match=text):
-            jax.block_until_ready(jax.jit(lambda q, attributes=attributes: call(q, **attributes))(q))
+            jax.block_until_ready(jax.jit(lambda q, words=words: call(q, **words))(q))
 
 
 # ---- processes that end ----

@@ -28,7 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._checks import _flag, _quoted, _window
 from .._library import BadArgument, Unsupported
 from .._options import Options
-from ..jax import _array, _Call, _check_served, _no_gradient, _no_second_derivative, _traced, _vary
+from ..jax import Call, as_array, check_served, no_second_derivative, nothing, scaled, traced, vary
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # chunks of a sequence that a device holds
 MODES = ("auto", "gather", "ulysses", "ring")
@@ -79,7 +79,8 @@ def context_parallel_attention(
             keys in their natural order.
         dropout_p: the elements that one device would drop. Devices that differ along another axis of the mesh drop
             the same ones of their own arrays.
-        The other options are those of flash_attn_func. Those that are not arrays are Python values.
+        The other options are those of flash_attn_func. Those that are not arrays are Python values, but for
+            softmax_scale, which may be traced.
 
     What a mode does not serve:
         ulysses: nheads that P does not divide; nheads_k unless P divides it or is a multiple of it (key heads are
@@ -110,12 +111,13 @@ def context_parallel_attention(
         num_threads=num_threads, deterministic=deterministic, top_left=top_left, dropout_seed=dropout_seed,
         dropout_offset=dropout_offset, kernel=kernel, allow_tf32=allow_tf32,
     )  # fmt: skip
-    _check_served(None, return_lse, options, ())
+    check_served(None, return_lse, options, ())
     return_lse = _flag("return_lse", return_lse)
     given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    given = {name: _array(name, x) for name, x in given.items() if x is not None}
-    arrays = _vary([jnp.asarray(x) for x in given.values()], [*given.values(), lax.axis_index(axis_name)])
+    given = {name: as_array(name, x) for name, x in given.items() if x is not None}
+    arrays = vary([jnp.asarray(x) for x in given.values()], [*given.values(), lax.axis_index(axis_name)])
     given = dict(zip(given, arrays, strict=True))
+    given["q"], options = scaled(given["q"], options)
     tokens = _tokens_of(given, axis_name, layout, options)
     given |= {name: _four_axes(name, given, tokens) for name in ("bias", "mask") if name in given}
     mode = _choose(mode, given, tokens, options)
@@ -303,7 +305,7 @@ def _ulysses(given: dict, tokens: _Tokens, options: Options, return_lse: int):
         axis = 1 if name in ("bias", "mask") else x.ndim - 1
         if x.shape[axis] > 1:
             more[name] = own_heads(x, axis)
-    results = _traced(q, k, v, None, None, return_lse, options._replace(**more))
+    results = traced(q, k, v, None, None, return_lse, options._replace(**more))
     if not return_lse:
         return own_tokens(results)
     out, lse = results
@@ -330,9 +332,9 @@ def _with_gradients(mode: _Gather | _Ring, given: dict):
         inputs, out, lse = saved
         dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
         if dout is None:
-            (dout,) = _vary([jnp.zeros_like(out)], [out])
+            (dout,) = vary([jnp.zeros_like(out)], [out])
         gradients = gradients_of(inputs, out, lse, dout, dlse)
-        return tuple(gradients.get(name, _no_gradient(x)) for name, x in zip(names, inputs, strict=True))
+        return tuple(gradients.get(name, nothing(x)) for name, x in zip(names, inputs, strict=True))
 
     attend.defvjp(forward, backward, symbolic_zeros=True)  # most losses do not depend on lse
 
@@ -341,7 +343,7 @@ def _with_gradients(mode: _Gather | _Ring, given: dict):
         given = dict(zip(names, inputs, strict=True))
         return {name: x.astype(given[name].dtype) for name, x in mode.backward(given, *more).items()}
 
-    gradients_of.defvjp(lambda *inputs: (gradients_of(*inputs), None), _no_second_derivative)
+    gradients_of.defvjp(lambda *inputs: (gradients_of(*inputs), None), no_second_derivative)
     return attend(*given.values())
 
 
@@ -409,8 +411,8 @@ class _Mode:
         given["parts"] = jnp.stack(parts, axis=1)
         types = tuple((x.shape, str(x.dtype)) for x in given.values())
         if types not in self.calls:
-            self.calls[types] = _Call(tuple(given), types, (rows, length), self.options)
-        return self.calls[types], _vary(list(given.values()), [q])
+            self.calls[types] = Call(tuple(given), types, (rows, length), self.options)
+        return self.calls[types], vary(list(given.values()), [q])
 
 
 def _options_in(given: dict) -> dict:
@@ -509,7 +511,7 @@ class _Gather(_Mode):
                 for at, pairs in routes if distance else ():
                     own[at].append(lax.ppermute(chunk, t.axis_name, [(to, source) for source, to in pairs]))
         shape = gradients[0].shape
-        (nothing,) = _vary([jnp.zeros((shape[0], t.keys, *shape[2:]), jnp.float32)], gradients)
+        (nothing,) = vary([jnp.zeros((shape[0], t.keys, *shape[2:]), jnp.float32)], gradients)
         return jnp.concatenate([_sum(x) if x else nothing for x in own], 1)
 
     def _routes(self, slot: int, low: int, high: int) -> list:
@@ -547,7 +549,7 @@ class _Ring(_Mode):
         t, (batch, rows, nheads, _) = self.tokens, given["q"].shape
         before = given["sinks"][:, None] if "sinks" in given else -jnp.inf
         out = jnp.zeros((batch, rows, nheads, given["v"].shape[3]), jnp.float32)
-        out, lse = _vary([out, jnp.full((batch, nheads, rows), before, jnp.float32)], [given["q"]])
+        out, lse = vary([out, jnp.full((batch, nheads, rows), before, jnp.float32)], [given["q"]])
         q, out, lse = t.split(given["q"]), t.split(out), t.split(lse, 2)
         for _, pairs, keys, k, v in self._walk(given):
             for a, b in pairs:
@@ -560,7 +562,7 @@ class _Ring(_Mode):
         gradients = {} if "sinks" not in given else {"sinks": _sinks_gradient(given["sinks"], out, lse, dout, dlse)}
         dlses = [None] * t.slots if dlse is None else t.split(dlse, 2)
         rows = list(zip(t.split(out), t.split(lse, 2), t.split(dout), dlses, strict=True))
-        sums = {name: t.split(*_vary([jnp.zeros(given[name].shape, jnp.float32)], [given[name]])) for name in "qkv"}
+        sums = {name: t.split(*vary([jnp.zeros(given[name].shape, jnp.float32)], [given[name]])) for name in "qkv"}
         q = t.split(given["q"])
         for step, pairs, keys, k, v in self._walk(given):
             found: dict = {}  # of the keys of a slot

@@ -28,6 +28,7 @@ from .._library import DTYPES, BadArgument, Unsupported, new
 from .._options import Array, _put_kernel
 from .._pack import _put_tensor
 from .._query import Plan, plan_from
+from .._trace import traceable
 from ._library import (
     W4_FORMATS,
     LinearArgs,
@@ -44,6 +45,7 @@ from .quantized import PackedW4
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
+@traceable
 def rms_norm(
     x: Array,
     weight: Any,
@@ -87,6 +89,7 @@ def rms_norm(
     return _run("rms_norm", args, views, out, ov)
 
 
+@traceable
 def rope(
     x: Array,
     cos: Array,
@@ -154,6 +157,7 @@ def rope(
     return _run("rope", args, views, out, ov)
 
 
+@traceable
 def swiglu(
     gate_up: Array, *, out: Any = None, out_dtype: str | None = None, programmatic: bool = False, num_threads: int = 0
 ) -> Array:
@@ -175,6 +179,7 @@ def swiglu(
     return _run("swiglu", args, [xv], out, ov)
 
 
+@traceable
 def linear(
     x: Array,
     weight: Any,
@@ -374,6 +379,8 @@ def _linear_args(
     args = _args(W4LinearArgs if packed else LinearArgs, xv, programmatic, num_threads)
     args.rows, args.in_features = _put_matrix(args, "x", xv)
     if packed:
+        if xv.door.launch:
+            raise Unsupported("weight is a PackedW4: 4-bit weights are not served in a traced call")
         wv, shape = weight._view, weight.shape
         if wv.device != xv.device or wv.index != xv.index:
             raise BadArgument(f"weight is on {wv.place}, but x is on {xv.place}")
@@ -414,6 +421,7 @@ def _linear_args(
     return args, views, ov
 
 
+@traceable
 def sample(
     logits: Array,
     temperature: float = 0.0,

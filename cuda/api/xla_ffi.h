@@ -90,7 +90,7 @@ struct Array {
     void* data;
 };
 
-enum AttributeType : int32_t { kArrayAttribute = 1, kStringAttribute = 4 };  // the value is an Array, a ByteSpan
+enum AttributeType : int32_t { kArrayAttribute = 1 };  // the value is an Array
 struct Attributes {
     size_t struct_size;
     Extension* extension;

@@ -1,0 +1,350 @@
+"""flash_attn_func and flash_attn_varlen_func in a JAX program.
+
+q, k, v, bias, sinks and a traced softmax_scale have gradients, through out and lse. There are no second derivatives.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from .._checks import _flag
+from .._library import AttentionBackwardArgs, BadArgument, Unsupported, load, new
+from .._options import Options, _prepare
+from .._pack import _put_tensor
+from ..backward import _put_dbias
+from ._axes import vary
+from ._custom_call import address, as_array, custom_call, place, workspace_bytes
+from ._cuts import head_axes, own_axes
+from ._gradients import nothing
+from ._partition import Rule, is_manual, laid_like, partitioned
+
+ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+_HALVES = ("float16", "bfloat16")
+
+
+def traced(q, k, v, varlen, out, return_lse, options: Options, filled=None):
+    """A call as part of a JAX program. Options that are not arrays are Python values, but for softmax_scale.
+
+    varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), the last two Python integers. filled: for
+    q, k and v with four axes, None or (seqlens_q, seqlens_k), (batch,) int32 each: the rows and keys from the start of
+    each sequence that count. Rows behind them are 0 in out and -inf in lse. The alignment is then that of top_left.
+    """
+    given = {"q": q, "k": k, "v": v, **{name: getattr(options, name) for name in ARRAYS}}
+    options = options._replace(**dict.fromkeys(ARRAYS))
+    longest = ()
+    if varlen:
+        given["cu_seqlens_q"], given["cu_seqlens_k"], *longest = varlen
+    elif filled:
+        given["seqlens_q"], given["seqlens_k"] = filled
+    check_served(out, return_lse, options, longest)
+    given = {name: as_array(name, array) for name, array in given.items() if array is not None}
+    if str(given["q"].dtype) == "float8_e4m3fn":
+        raise Unsupported("q is float8_e4m3fn: float8 is not served in a traced call")
+    _serve_all_dtypes(given, longest)
+    given["q"], options = scaled(given["q"], options)
+    names = tuple(given)
+    passes = _Passes(names, tuple(longest), options)
+    passes.call_of(given.values())  # says what is wrong with the call before XLA's compiler meets it
+    attend_once, gradients_once = passes.on_devices(given)
+    arrays = vary([jnp.asarray(array) for array in given.values()], given.values())
+
+    @jax.custom_vjp
+    def attend(*inputs):
+        return attend_once(*inputs)
+
+    def forward(*inputs):
+        inputs = tuple(x.value for x in inputs)
+        out, lse = attend(*inputs)
+        return (out, lse), (inputs, out, lse)
+
+    def backward(saved, cotangents):
+        inputs, out, lse = saved
+        dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+        if dout is None:
+            (dout,) = vary([jnp.zeros_like(out)], [out])
+        given = (dout,) if dlse is None else (dout, dlse)
+        gradients = dict(zip(passes.wanted, gradients_of(*inputs, out, lse, *given), strict=True))
+        by_name = dict(zip(names, inputs, strict=True))
+        if varlen:
+            for name in "qkv":
+                rows = jnp.arange(gradients[name].shape[0])
+                covered = rows < by_name["cu_seqlens_q" if name == "q" else "cu_seqlens_k"][-1]
+                gradients[name] = jnp.where(covered[:, None, None], gradients[name], 0)
+        if "bias" in gradients:
+            gradients["bias"] = gradients["bias"].astype(by_name["bias"].dtype)
+        gradients = {name: laid_like(x, by_name[name]) for name, x in gradients.items()}
+        return tuple(gradients.get(name, nothing(by_name[name])) for name in names)
+
+    attend.defvjp(forward, backward, symbolic_zeros=True)  # most losses do not depend on lse
+
+    @jax.custom_vjp
+    def gradients_of(*inputs):
+        return gradients_once(*inputs)
+
+    gradients_of.defvjp(lambda *inputs: (gradients_once(*inputs), None), no_second_derivative)
+    # A jax.shard_map that is not in a jax.jit knows no symbolic zeros.
+    out, lse = (jax.jit(attend, inline=True) if is_manual() else attend)(*arrays)
+    if varlen:  # XLA does not initialise results, and nothing writes the rows behind the last sequence
+        covered = jnp.arange(out.shape[0]) < arrays[names.index("cu_seqlens_q")][-1]
+        out, lse = jnp.where(covered[:, None, None], out, 0), jnp.where(covered, lse, -jnp.inf)
+    return (out, lse) if _flag("return_lse", return_lse) else out
+
+
+def check_served(out, return_lse, options: Options, longest) -> None:
+    """Refuses options that no traced call has, and traced values of options that have to be known when the call is
+    traced."""
+    if out is not None:
+        raise Unsupported("out is given, but a traced call has no memory to write to: pass out=None")
+    plain = options._asdict()
+    if is_tracer(plain["softmax_scale"]):
+        del plain["softmax_scale"]
+    if not is_tracer(options.fast_accum) and not _flag("fast_accum", options.fast_accum):
+        plain["fast_accum"] = None
+    for name in ("q_descale", "k_descale", "v_descale", "out_dtype", "fast_accum"):
+        if plain.pop(name) is not None:
+            raise Unsupported(f"{name} is given, but float8 is not served in a traced call")
+    lengths = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=False))
+    for name, value in {**plain, **lengths, "return_lse": return_lse}.items():
+        if any(map(is_tracer, value if isinstance(value, (tuple, list)) else (value,))):
+            raise Unsupported(f"{name} is a traced value: pass a Python one")
+
+
+def is_tracer(value) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def scaled(q, options: Options) -> tuple[Any, Options]:
+    """q and options without a traced softmax_scale: q takes it, relative to the usual scale, which a call without
+    softmax_scale multiplies by. So q keeps its magnitude, and at the usual scale its bits."""
+    scale = options.softmax_scale
+    if not is_tracer(scale):
+        return q, options
+    if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise BadArgument(f"softmax_scale is {scale.dtype} {scale.shape}: expected one floating-point number")
+    relative = scale.astype(jnp.float32) * math.sqrt(max(q.shape[-1], 1))
+    return (q.astype(jnp.float32) * relative).astype(q.dtype), options._replace(softmax_scale=None)
+
+
+def _serve_all_dtypes(given: dict, longest) -> None:
+    """Half-precision sinks and slopes as float32, a bias of the other half precision too, and all columns of a bias or
+    mask that has one."""
+    for name in ("sinks", "alibi_slopes"):
+        if name in given and str(given[name].dtype) in _HALVES:
+            given[name] = jnp.asarray(given[name]).astype(jnp.float32)
+    if "bias" in given and str(given["bias"].dtype) in _HALVES and given["bias"].dtype != given["q"].dtype:
+        given["bias"] = jnp.asarray(given["bias"]).astype(jnp.float32)
+    seqlen_k = longest[1] if longest else given["k"].shape[1] if given["k"].ndim == 4 else None
+    for name in ("bias", "mask"):
+        if name in given and given[name].ndim and given[name].shape[-1] == 1 != seqlen_k is not None:
+            given[name] = jnp.broadcast_to(given[name], (*given[name].shape[:-1], seqlen_k))
+
+
+def no_second_derivative(saved, cotangents):
+    raise Unsupported("a gradient of attention is differentiated once more: second derivatives are not served")
+
+
+# ---- a call, for arrays of any sizes ----
+
+
+class _Passes:
+    """Both passes of a call. The sizes are those of the arrays, which may be a device's share of them."""
+
+    def __init__(self, names: tuple[str, ...], longest: tuple[int, ...], options: Options):
+        self.names, self.longest, self.options = names, longest, options
+        self.wanted = [name for name in _DIFFERENTIABLE if name in names]
+        self._calls: dict[tuple, Any] = {}
+
+    def call_of(self, arrays):
+        """The call of arrays of these sizes."""
+        types = tuple((x.shape, str(x.dtype)) for x in arrays)
+        if types not in self._calls:
+            kind = _FilledCall if "seqlens_q" in self.names else Call
+            self._calls[types] = kind(self.names, types, self.longest, self.options)
+        return self._calls[types]
+
+    def on_devices(self, given: dict):
+        """Both passes as functions of arrays that may be spread over devices. vmap makes one call after the other:
+        XLA's own rule would stack the workspaces."""
+        operands, results = self._axes(given)
+        rows = [*operands.values(), *results]  # of the backward pass, with dout and then maybe dlse behind
+
+        def forward(*arrays):
+            return self.call_of(arrays).forward(*arrays)
+
+        def backward(*arrays):
+            return self.call_of(arrays[: len(self.names)]).backward(*arrays)
+
+        @jax.custom_batching.sequential_vmap
+        def attend(*arrays):
+            return partitioned(forward, Rule(tuple(operands.values()), results))(*arrays)
+
+        @jax.custom_batching.sequential_vmap
+        def gradients(*arrays):
+            more = results[: len(arrays) - len(rows)]
+            rule = Rule((*rows, *more), tuple(operands[name] for name in self.wanted))
+            return partitioned(backward, rule)(*arrays)
+
+        return attend, gradients
+
+    def _axes(self, given: dict) -> tuple[dict[str, tuple], tuple]:
+        """By name of an argument the names of its axes (see Rule), and those of out and lse. Batch and heads are cut,
+        in a varlen call heads alone. Dropout counts the heads and sequences of the whole call: nothing is cut then."""
+        batch, heads, heads_k = "batch", *head_axes(given["q"].shape[-2], given["k"].shape[-2])
+        if self.options.dropout_p:
+            batch = heads = heads_k = None
+        if self.longest:
+            batch, rows = None, ()
+        else:
+            rows = (batch,)
+        axes = {"q": (*rows, None, heads, None), "sinks": (heads,)}
+        axes["k"] = axes["v"] = (*rows, None, heads_k, None)
+        axes["seqlens_q"] = axes["seqlens_k"] = (batch,)
+        axes["cu_seqlens_q"] = axes["cu_seqlens_k"] = (None,)
+        axes["bias"] = axes["mask"] = (batch, heads, None, None)
+        axes["alibi_slopes"] = (batch, heads)
+        return {name: own_axes(axes[name], x.shape) for name, x in given.items()}, (axes["q"], (*rows, heads, None))
+
+
+# ---- a call, described ----
+
+
+class Call:
+    """Both passes of a call with these arguments: functions of its arrays, in the order of `names`."""
+
+    def __init__(self, names, types, longest, options):
+        """types: (shape, dtype) of each array. longest: () or, in a varlen call, (max_seqlen_q, max_seqlen_k). Instead
+        of cu_seqlens_k it may have `parts`, (batch, 8) int32: the fields of an fa_part (flash_attn.h) each."""
+        self.names, self.types, self.longest, self.options = names, types, longest, options
+        self.wanted = [name for name in _DIFFERENTIABLE if name in names]
+        args, q, v = self._prepare(options)
+        rows = (args.batch, args.nheads, args.seqlen_q) if not longest else (args.nheads, q.shape[0])
+        self.results = [((*q.shape[:-1], v.shape[-1]), q.dtype), (rows, "float32")]
+        out, lse = (place(len(names) + i, *result) for i, result in enumerate(self.results))
+        _put_tensor(args, "out", out)
+        args.lse = lse.pointer
+        lib = load()
+        size = workspace_bytes(args, lambda plan: lib.fa_attention_query(args, plan))
+        args.workspace, args.workspace_bytes = address(len(names) + 2), size
+        self.forward = custom_call("attention_forward", args, self.results, size)
+        self._backward: dict[bool, Any] = {}
+
+    def backward(self, *arrays):
+        """The gradients of `wanted`, that of bias as float32, of (*arrays, out, lse, dout), and dlse where the loss
+        depends on lse."""
+        through_lse = len(arrays) > len(self.names) + 3
+        if through_lse not in self._backward:
+            self._backward[through_lse] = self._describe_backward(through_lse)
+        return self._backward[through_lse](*arrays)
+
+    def _describe_backward(self, through_lse: bool):
+        types = dict(zip(self.names, self.types, strict=True))
+        inputs = [*self.types, *self.results, *self.results[: 1 + through_lse]]
+        out, lse, dout, *dlse = (place(i, *about) for i, about in enumerate(inputs) if i >= len(self.names))
+        results = [(types[name][0], "float32" if name == "bias" else types[name][1]) for name in self.wanted]
+        places = {name: place(len(inputs) + i, *results[i]) for i, name in enumerate(self.wanted)}
+        args, *_ = self._prepare(self.options._replace(kernel=None))  # `kernel` names one of the forward pass
+        _put_tensor(args, "out", out)
+        args.lse = lse.pointer
+        call = new(AttentionBackwardArgs)
+        call.forward = ct.pointer(args)
+        _put_tensor(call, "dout", dout)
+        if dlse:
+            call.dlse = dlse[0].pointer
+        for name in "qkv":
+            _put_tensor(call, f"d{name}", places[name])
+        if "bias" in places:
+            _put_dbias(call, places["bias"])
+        if "sinks" in places:
+            call.dsinks = places["sinks"].pointer
+        lib = load()
+        size = workspace_bytes(args, lambda plan: lib.fa_attention_backward_query(call, plan))
+        args.workspace, args.workspace_bytes = address(len(inputs) + len(results)), size
+        return custom_call("attention_backward", call, results, size)
+
+    def _prepare(self, options: Options):
+        """AttentionArgs without outputs, and the places of q and v."""
+        places = {name: place(i, *about) for i, (name, about) in enumerate(zip(self.names, self.types, strict=True))}
+        lengths, parts = None, places.pop("parts", None)
+        if self.longest:
+            rows = places.pop("cu_seqlens_q")
+            lengths = rows, places.pop("cu_seqlens_k", rows), *self.longest
+        q, k, v = (places.pop(name) for name in "qkv")
+        args, _ = _prepare(q, k, v, lengths, options._replace(**places))
+        if parts:
+            args.parts, args.cu_seqlens_k = parts.pointer, None  # parts name their keys
+        return args, q, v
+
+
+class _FilledCall:
+    """A call whose sequences fill their rows and keys in part, from the start: a varlen call, each of whose sequences
+    is a part (fa_part of flash_attn.h), so that a kernel skips what does not count. Its arrays have four axes."""
+
+    def __init__(self, names, types, longest, options):
+        by_name = dict(zip(names, types, strict=True))
+        (batch, rows, *_), (_, keys, *_) = self._check(by_name)
+        self.batch, self.rows, self.keys = batch, rows, keys
+        self.names = names
+        inner = tuple(name for name in names if not name.startswith("seqlens"))
+        packed = [((shape[0] * shape[1], *shape[2:]), kind) for shape, kind in (by_name[name] for name in "qkv")]
+        packed += [by_name[name] for name in inner[3:]] + [((batch + 1,), "int32"), ((batch, 8), "int32")]
+        options = options._replace(top_left=False)  # the shift of a part says it
+        self.call = Call((*inner, "cu_seqlens_q", "parts"), tuple(packed), (rows, keys), options)
+
+    @staticmethod
+    def _check(by_name: dict) -> list:
+        for name in "qkv":
+            if len(by_name[name][0]) != 4:
+                raise BadArgument(f"{name} has shape {by_name[name][0]}: expected (batch, seqlen, nheads, headdim)")
+        batch = by_name["q"][0][0]
+        for name in "kv":
+            if by_name[name][0][0] != batch:
+                raise BadArgument(f"{name} has shape {by_name[name][0]}, but q has {by_name['q'][0]}: batch must agree")
+        for name in ("seqlens_q", "seqlens_k"):
+            if by_name[name] != ((batch,), "int32"):
+                shape, kind = by_name[name]
+                raise BadArgument(f"{name} is {kind} {shape}: expected int32 {(batch,)}")
+        return [by_name[name][0] for name in "qk"]
+
+    def forward(self, *arrays):
+        out, lse = self.call.forward(*self._packed(arrays))
+        out, lse = self._four_axes(out), lse.reshape(lse.shape[0], self.batch, self.rows).swapaxes(0, 1)
+        covered = jnp.arange(self.rows) < self._lengths(arrays)[0][:, None]
+        return jnp.where(covered[:, :, None, None], out, 0), jnp.where(covered[:, None], lse, -jnp.inf)
+
+    def backward(self, *arrays):
+        inputs, (out, lse, dout, *dlse) = arrays[: len(self.names)], arrays[len(self.names) :]
+        by_row = [x.swapaxes(0, 1).reshape(x.shape[1], -1) for x in (lse, *dlse)]
+        out, dout = (x.reshape(-1, *x.shape[2:]) for x in (out, dout))
+        found = self.call.backward(*self._packed(inputs), out, by_row[0], dout, *by_row[1:])
+        gradients = dict(zip(self.call.wanted, found, strict=True))
+        rows, keys = self._lengths(inputs)
+        for name, length in (("q", rows), ("k", keys), ("v", keys)):
+            x = self._four_axes(gradients[name])
+            covered = jnp.arange(x.shape[1]) < length[:, None]
+            gradients[name] = jnp.where(covered[:, :, None, None], x, 0)  # nothing writes the rest
+        return tuple(gradients.values())
+
+    def _packed(self, arrays) -> list:
+        given = dict(zip(self.names, arrays, strict=True))
+        rows, keys = self._lengths(arrays)
+        sequence, nothing = jnp.arange(self.batch, dtype=jnp.int32), jnp.zeros(self.batch, jnp.int32)
+        parts = sequence * self.keys, keys, nothing, nothing, nothing, sequence, rows, nothing
+        inner = {name: x for name, x in given.items() if not name.startswith("seqlens")}
+        packed = [x.reshape(-1, *x.shape[2:]) if name in "qkv" else x for name, x in inner.items()]
+        return [*packed, jnp.arange(self.batch + 1, dtype=jnp.int32) * self.rows, jnp.stack(parts, axis=1)]
+
+    def _four_axes(self, x):
+        return x.reshape(self.batch, -1, *x.shape[1:])
+
+    def _lengths(self, arrays) -> tuple:
+        """Rows and keys that count. Without rows no key does: a part whose seqlen_q is 0 has all of its rows."""
+        given = dict(zip(self.names, arrays, strict=True))
+        rows, keys = jnp.clip(given["seqlens_q"], 0, self.rows), jnp.clip(given["seqlens_k"], 0, self.keys)
+        return rows, jnp.where(rows > 0, keys, 0)

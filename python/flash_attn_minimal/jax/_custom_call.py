@@ -1,0 +1,156 @@
+"""From the structs of a call to a custom call of XLA. cuda/api/xla_ffi.cpp says what one consists of."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _arrays
+from .._arrays import Door, View
+from .._library import CPU, CUDA, OK, OPERATIONS, AttentionPlan, BadArgument, Unsupported, failure, load, new
+from ._axes import vary
+
+try:
+    from jax import ffi
+except ImportError:  # before JAX 0.5
+    from jax.extend import ffi
+
+_TARGET = "flash_attn_minimal_call"
+# Placeholders are aligned, and farther apart than any buffer is long, so they pass the checks of alignment and overlap.
+_ADDRESS_UNIT = 1 << 48
+
+
+class PlaceDoor(Door):
+    """Buffers of a custom call, which have no address yet."""
+
+    name = "JAX"
+
+    def view(self, array, name):
+        return array
+
+
+_PLACES = PlaceDoor()
+_arrays._doors[View] = _PLACES  # a view is taken as it is
+
+
+def address(index: int) -> int:
+    """What stands in a struct for the address of a buffer."""
+    return _ADDRESS_UNIT * (1 + index)
+
+
+def place(index: int, shape: Sequence[int], dtype: str, door: Door = _PLACES, writable: bool = True) -> View:
+    """Buffer `index` of a custom call (arguments first, then results): a dense view."""
+    strides = tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+    return View(None, door, address(index), tuple(shape), strides, dtype, CPU, 0, writable)
+
+
+def as_array(name: str, array: Any) -> Any:
+    """An array of JAX or NumPy, not converted: its own dtype is checked, and JAX may turn float64 into float32."""
+    if isinstance(array, jax.Array):
+        return array
+    door = _arrays.view(array, name).door
+    if door is not _arrays.NUMPY:
+        raise BadArgument(f"{name} is a {door.name} array, but the call is part of a JAX program: use JAX for all")
+    return array
+
+
+def workspace_bytes(args: Any, query: Callable[[AttentionPlan], int]) -> int:
+    """Bytes of workspace on a GPU; on the CPU the handler allocates its own. Raises if no device of this machine serves
+    the call. args: the struct that has the device and q."""
+    lib, plan, size, served = load(), new(AttentionPlan), 0, False
+    q, args.q_data = args.q_data, None  # the query asks the driver which GPU q is on; NULL means the current one
+    for device in (CPU, CUDA) if lib.fa_cuda_device_count() else (CPU,):
+        args.device = device
+        status = query(plan)
+        if status == OK:
+            served = True
+            size = plan.workspace_bytes if device == CUDA else 0
+    args.q_data = q
+    if not served:
+        raise failure(status)
+    return size
+
+
+def custom_call(
+    operation: str,
+    struct: ct.Structure,
+    results: Sequence[tuple[tuple[int, ...], str]],
+    workspace: int | None = None,
+    aliases: Mapping[int, int] | None = None,
+) -> Callable[..., tuple]:
+    """fa_<operation>(struct) as a function of arrays, which returns the results.
+
+    results: their shapes and dtypes. The struct has the `address` of each buffer. workspace: the bytes of one more
+    result, for a call that has a workspace. aliases: arguments that are results too, by their numbers."""
+    _register()
+    if workspace is not None:
+        results = (*results, ((workspace,), "uint8"))
+    image = _Image()
+    image.add(struct)
+    words = {
+        "call": np.array([1 + OPERATIONS.index(operation), image.workspace], np.int64),
+        "image": np.frombuffer(bytes(image.bytes), np.int64),
+        "links": np.array(image.links, np.int64).reshape(-1),
+        "devices": np.array(image.devices, np.int64),
+    }
+    shapes = [jax.ShapeDtypeStruct(*about) for about in results]
+    more = {"input_output_aliases": dict(aliases)} if aliases else {}
+    call = ffi.ffi_call(_TARGET, shapes, **more)
+
+    def run(*arrays):
+        arrays = vary(arrays, arrays)
+        found = call(*arrays, **words)
+        return tuple(vary(found if workspace is None else found[:-1], arrays))
+
+    return run
+
+
+class _Image:
+    """A struct, those that it points to, and its texts, in one piece of memory."""
+
+    def __init__(self) -> None:
+        self.bytes = bytearray()
+        self.links: list[tuple[int, int]] = []
+        self.devices: list[int] = []
+        self.workspace = -1
+
+    def add(self, struct: ct.Structure) -> int:
+        """Returns the byte where it begins."""
+        begin = self._append(bytes(struct))
+        for name, kind in struct._fields_:
+            at, value = begin + getattr(type(struct), name).offset, getattr(struct, name)
+            if name == "device":
+                self.devices.append(at)
+            elif name == "workspace":
+                self.workspace = at
+            if not value or not (kind in (ct.c_void_p, ct.c_char_p) or issubclass(kind, ct._Pointer)):
+                continue
+            if kind is ct.c_void_p:
+                if value < _ADDRESS_UNIT:
+                    raise Unsupported(f"{name} is memory that XLA does not know of: not served in a traced call")
+                target = value // _ADDRESS_UNIT - 1
+            else:
+                target = -1 - (self._append(value + b"\0") if kind is ct.c_char_p else self.add(value.contents))
+            self.links.append((at, target))
+            self.bytes[at : at + 8] = bytes(8)  # no program has an address of this process in it
+        return begin
+
+    def _append(self, data: bytes) -> int:
+        begin = len(self.bytes)
+        self.bytes += data + bytes(-len(data) % 8)
+        return begin
+
+
+@functools.cache
+def _register() -> None:
+    """Tells XLA about the handlers, once."""
+    lib = load()
+    for platform in ("cpu", "CUDA"):
+        handler = getattr(lib, f"fa_xla_call_{platform.lower()}")
+        ffi.register_ffi_target(_TARGET, ffi.pycapsule(handler), platform=platform)

@@ -1,0 +1,91 @@
+"""Which axes of a function's arrays are cut when they are spread over devices, named as _partition.Rule says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def head_axes(nheads: int, nheads_k: int) -> tuple[Any, Any]:
+    """How the heads of q and those of k are cut: each device has the key heads of its heads."""
+    if nheads_k == 1:
+        return "heads", None
+    return ("heads" if nheads == nheads_k else ("heads", "group")), "heads"
+
+
+def own_axes(names: tuple, shape: tuple[int, ...]) -> tuple:
+    """Those of an array that broadcasts to axes with these names."""
+    names = names[len(names) - len(shape) :]
+    return tuple(name if size != 1 else None for name, size in zip(names, shape, strict=True))
+
+
+def of_function(title: str, arrays: dict, plain: dict, results: list) -> tuple[dict[str, tuple], list[tuple]]:
+    """The names of the axes of each array and of each result, whose shapes `results` has."""
+    names, out = _NAMES[title](arrays, plain) if title in _NAMES else ({}, [])
+    named = {name: names.get(name, (None,) * x.ndim) for name, x in arrays.items()}
+    return named, out or [(None,) * len(shape) for shape in results]
+
+
+def _leading(array) -> tuple:
+    return tuple(f"axis{i}" for i in range(array.ndim - 1))
+
+
+def _merge(arrays, plain):
+    rows = ("batch", "rows", "heads", None)[4 - arrays["out_a"].ndim :]
+    lse = ("batch", "heads", "rows")[3 - arrays["lse_a"].ndim :]
+    return {"out_a": rows, "out_b": rows, "lse_a": lse, "lse_b": lse}, [rows, lse]
+
+
+def _row_by_row(name):
+    def names(arrays, plain):
+        axes = (*_leading(arrays[name]), None)
+        return {name: axes}, [axes]
+
+    return names
+
+
+def _rope(arrays, plain):
+    by_token = "positions" in arrays and arrays["positions"].ndim == 2
+    axes = ("batch", "rows" if by_token else None, "heads", None)
+    return {"x": axes, "positions": ("batch", "rows")[: 1 + by_token]}, [axes]
+
+
+def _linear(arrays, plain):
+    rows, columns = _leading(arrays["x"]), None if plain.get("swiglu") else "columns"
+    out = (*rows, columns)
+    return {"x": (*rows, None), "weight": (columns, None), "bias": (columns,), "residual": out}, [out]
+
+
+def _sample(arrays, plain):
+    """Rows that have a seed do not depend on their number."""
+    if "seeds" not in arrays or arrays["logits"].ndim != 2:
+        return {}, []
+    names = {"logits": ("rows", None), "seeds": ("rows",)}
+    if "step" in arrays:
+        names["step"] = own_axes(("rows",), arrays["step"].shape)
+    return names, [("rows",)]
+
+
+def _cache(arrays, plain):
+    """Heads are cut, and sequences where each has a cache entry of its own."""
+    heads, heads_k = head_axes(arrays["q"].shape[2], arrays["k_cache"].shape[2])
+    batch = "batch" if arrays.keys().isdisjoint(("block_table", "cache_batch_idx")) else None
+    if arrays["k_cache"].shape[0] != arrays["q"].shape[0]:
+        batch = None
+    q, k = (batch, None, heads, None), (batch, None, heads_k, None)
+    names = {"q": q, "k_cache": k, "v_cache": k, "k": k, "v": k, "sinks": (heads,), "alibi_slopes": (batch, heads)}
+    names |= dict.fromkeys(("cache_seqlens", "cache_leftpad", "cache_batch_idx"), (batch,))
+    names |= {"k_scale": (batch, None, heads_k), "v_scale": (batch, None, heads_k), "tree_mask": (batch, None)}
+    names = {name: own_axes(axes, arrays[name].shape) for name, axes in names.items() if name in arrays}
+    lse = [(batch, heads, None)] if plain.get("return_softmax_lse") or plain.get("return_lse") else []
+    return names, [q, *lse]
+
+
+_NAMES = {
+    "merge": _merge,
+    "rms_norm": _row_by_row("x"),
+    "swiglu": _row_by_row("gate_up"),
+    "rope": _rope,
+    "linear": _linear,
+    "sample": _sample,
+    "flash_attn_with_kvcache": _cache,
+}
