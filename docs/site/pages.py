@@ -18,7 +18,10 @@ from ladder.symbols import NotFound, line_of
 
 # The sidebar: below each page its groups, (caption, patterns of page names). A page that no pattern names comes last.
 CONTENTS = {
-    "docs/api/index": [("Python", ["docs/api/attention", "docs/api/[!c]*"]), ("C", ["docs/api/c/flash_attn", "docs/api/c/*"])],
+    "docs/api/index": [
+        ("", [f"docs/api/{name}" for name in ("attention", "backward", "kvcache", "transformer", "distributed")]),
+        ("", ["docs/api/[!c]*", "docs/api/c/flash_attn", "docs/api/c/*"]),
+    ],
     "docs/learn/index": [("", ["docs/learn/*"])],
     "docs/benchmarks/index": [("", ["docs/benchmarks/h200/*", "docs/benchmarks/*"])],
     "docs/experiments/index": [("", ["docs/experiments/h200/*", "docs/experiments/*"])],
@@ -131,7 +134,8 @@ def source_pages(app):
             before, after = (start + tag, rest) if tag else ("", start)
             lines[at - 1] = f'{before}<span class="symbol" id="{html.escape(symbol)}"></span>{after}'
         title = html.escape(path)
-        body = f'<h1>{title.replace("/", "/<wbr>")}</h1>\n' + "\n".join(lines)
+        breakable = re.sub(r"([/_])", r"\1<wbr>", title)
+        body = "\n".join([f"<h1>{breakable}</h1>", *lines])
         yield path, {"title": title, "body": body}, "page.html"
 
 

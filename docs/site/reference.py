@@ -88,11 +88,11 @@ def formatted(lines: list[str], known: dict[str, str]) -> list[str]:
     out: list[str] = []
     at = 0
 
-    def block(more) -> list[str]:
-        """The lines from `at` on, with the empty ones between them, for which `more` holds."""
+    def block(more, empty: bool = True) -> list[str]:
+        """The lines from `at` on for which `more` holds, and the empty ones between them."""
         nonlocal at
         begin = at
-        while at < len(lines) and (not lines[at].strip() or more(lines[at])):
+        while at < len(lines) and (empty and not lines[at].strip() or more(lines[at])):
             at += 1
         return [line.rstrip() for line in lines[begin:at]]
 
@@ -120,8 +120,9 @@ def formatted(lines: list[str], known: dict[str, str]) -> list[str]:
                 at += 1
             out.append("")
         else:
-            out.append(plain(line))
-            at += 1
+            text = block(lambda line: line.strip() and not indented(line) and not SECTION.fullmatch(line), empty=False)
+            aligned = any(re.search(r"\S {3,}\S", line) for line in text)
+            out += ["", ".. code-block:: none", "", *("    " + line for line in text), ""] if aligned else map(plain, text)
     return out
 
 
@@ -206,7 +207,7 @@ def integrations(app, page, source):
 
 DECLARED = re.compile(r"^FA_API[^(]*?\b(fa_\w+)\(|^\} (fa_\w+);|^typedef [^{;]*\{[^}]*\} (fa_\w+);|^typedef [^{}]*?\b(fa_\w+);", re.MULTILINE)
 HEADING = re.compile(r"/\* ---- (.+?) ----")
-NO_REFERENCE = re.compile(r"#(?!define FA_[A-Z0-9_]+ \d)|extern \"C\"|\}$")
+NOT_C = re.compile(r"^#(?:ifdef __cplusplus|if defined\(__GNUC__\))\n(?:.*\n)*?#endif$|^#(?!define FA_\w+ \S).*$", re.MULTILINE)
 
 
 def paragraphs(text: str) -> list[str]:
@@ -230,13 +231,11 @@ class Header(SphinxDirective):
         self.env.note_dependency(str(path))
         found: list[nodes.Node] = []
         section = None
-        for part in paragraphs(path.read_text()):
+        for part in paragraphs(NOT_C.sub("", path.read_text())):
             heading = HEADING.match(part)
             if heading:
                 section = self.section(heading[1][:1].upper() + heading[1][1:])
                 found.append(section)
-            if NO_REFERENCE.match(part) and not DECLARED.search(part):
-                continue
             names = list(dict.fromkeys(next(filter(None, match)) for match in DECLARED.findall(part)))
             code = nodes.literal_block(part, part, language="c")
             place = section if section is not None else found
