@@ -1,6 +1,6 @@
-"""python docs/site/build.py [FOLDER]: makes the documentation site (default: build/site) and checks its links. No network.
+"""python docs/site/build.py [FOLDER]: makes the documentation site (in build/site) and checks its links.
 
-Needs `pip install flash-attn-minimal[docs]`, or Sphinx, furo, myst-parser and NumPy. Every warning is an error.
+Needs Sphinx, furo, myst-parser (`pip install flash-attn-minimal[docs]`) and NumPy; no network. Warnings are errors.
 """
 
 import argparse

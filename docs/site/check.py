@@ -1,4 +1,4 @@
-"""What is wrong with a folder of HTML: links to what is not there, and anything that a page would fetch from elsewhere."""
+"""What is wrong with a folder of HTML: links to what is not there, and anything that pages fetch from elsewhere."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def problems(folder: Path) -> list[str]:
     for path in sorted(folder.rglob("*.html")):
         found += [f"{path.relative_to(folder)}: {why}" for why in wrong(path, page_of(path).addresses, folder, page_of)]
     for path in sorted(folder.rglob("*.css")):
-        found += [f"{path.relative_to(folder)}: {why}" for why in wrong(path, styled(path.read_text()), folder, page_of)]
+        found += [
+            f"{path.relative_to(folder)}: {why}" for why in wrong(path, styled(path.read_text()), folder, page_of)
+        ]
     return found
 
 

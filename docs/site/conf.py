@@ -1,7 +1,7 @@
 """Sphinx's configuration of the documentation: python docs/site/build.py.
 
-Sphinx, because its source folder can be the repository itself: the pages stay where GitHub shows them, and their links mean
-the same in both places. The pages of a link's target (a document, a heading, a symbol of a source file) are checked.
+Sphinx, because its source folder can be the repository itself: the pages stay where GitHub shows them, and a link means
+the same in both places.
 """
 
 import re
@@ -21,7 +21,7 @@ root_doc = "index"  # README.md: pages.py gives every README the name that a fol
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 include_patterns = ["*.md", "docs/**.md", "docs/api/**.rst", "ladder/**.md", "cuda/**.md", "examples/**.md"]
 
-# ---- Markdown as on GitHub: its headings' anchors, and nothing of MyST's own syntax that a page could meet by accident ----
+# ---- Markdown as on GitHub: its anchors, and nothing of MyST's own syntax that a page could meet by accident ----
 myst_heading_anchors = 4
 myst_url_schemes = ["http", "https", "mailto", "repository"]  # the last: a file that is no page, see pages.py
 myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_target", "myst_role"]
@@ -39,6 +39,7 @@ html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = False
 html_show_sphinx = False
+html_use_index = html_domain_indices = False  # the search does what they do
 html_last_updated_fmt = None
 pygments_style, pygments_dark_style = "friendly", "monokai"
 highlight_language = "none"  # a fenced block without a language is a drawing or a command's output

@@ -10,11 +10,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from docutils import nodes
+from ladder.symbols import NotFound, line_of
 from pygments.lexers import get_lexer_for_filename
 from sphinx.project import Project
 from sphinx.util import logging
-
-from ladder.symbols import NotFound, line_of
 
 # The sidebar: below each page its groups, (caption, patterns of page names). A page that no pattern names comes last.
 CONTENTS = {
@@ -29,14 +28,21 @@ CONTENTS = {
     "docs/reliability": [("", ["docs/reliability/*"])],
     "ladder/index": [("", ["ladder/*"])],
     "index": [
-        ("Use", [f"docs/{name}" for name in ("integrations", "generate", "quantization", "context_parallel")] + ["examples/*"]),
+        (
+            "Use",
+            [f"docs/{name}" for name in ("integrations", "generate", "quantization", "context_parallel")]
+            + ["examples/*"],
+        ),
         ("Reference", ["QUICK_REFERENCE", "docs/contract", "docs/api/index"]),
         ("Performance", ["docs/benchmarks/index", "docs/experiments/index"]),
         ("Learn", ["docs/learn/index", "ladder/index", "ARCHITECTURE", "cuda/*"]),
         ("More", ["docs/reliability", "*"]),
     ],
 }
-HEADERS = {f"cuda/{name}.h": f"docs/api/c/{name}" for name in ("flash_attn", "flash_attn_transformer", "flash_attn_distributed")}
+HEADERS = {
+    f"cuda/{name}.h": f"docs/api/c/{name}"
+    for name in ("flash_attn", "flash_attn_transformer", "flash_attn_distributed")
+}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)(#[^)\s]+)?(?=\))")
 SCHEME = "repository:"  # of links to files that are no pages
 log = logging.getLogger(__name__)
@@ -59,7 +65,7 @@ def use_pages(app):
 
 
 def placed(pages: set[str]) -> dict[str, list[tuple[str, list[str]]]]:
-    """For each page with pages below it its groups, (caption, pages). Each page stands below one other, but for `index`."""
+    """The groups, (caption, pages), below each page. A page stands below one other, or none (`index`)."""
     left = sorted(pages - {"index"})
     tree: dict[str, list[tuple[str, list[str]]]] = {}
     for parent, groups in CONTENTS.items():
@@ -93,7 +99,7 @@ def read(app, page, source):
     source[0] = text
 
 
-# ---- files that are no pages: what lies below docs is copied, a source file gets a page, at the path that it has here ----
+# ---- files that are no pages: what lies below docs is copied, a source file gets a page; both keep their path ----
 
 
 def address_of(path: str) -> str:
@@ -116,7 +122,7 @@ def link_files(app, doctree, page):
 
 
 def source_pages(app):
-    """(name, context, template) of a page for each source file that another page links to, with the symbols as anchors."""
+    """(name, context, template) of a page for each source file that others link to, with the symbols as anchors."""
     for path, symbols in sorted(app.env.repository_links.items()):
         if path in HEADERS or address_of(path) == path:
             continue
@@ -135,7 +141,7 @@ def source_pages(app):
             lines[at - 1] = f'{before}<span class="symbol" id="{html.escape(symbol)}"></span>{after}'
         title = html.escape(path)
         breakable = re.sub(r"([/_])", r"\1<wbr>", title)
-        body = "\n".join([f"<h1>{breakable}</h1>", *lines])
+        body = "\n".join([f'<h1 class="source">{breakable}</h1>', *lines])
         yield path, {"title": title, "body": body}, "page.html"
 
 

@@ -41,7 +41,9 @@ def annotations_of(obj) -> dict[str, str]:
             known[name] = inspect.formatannotation(parameter.annotation).strip("'")
     for dictionary in re.findall(r"Unpack\[(\w+)\]", " ".join(known.values())):
         for base in reversed(getattr(vars(module).get(dictionary), "__mro__", ())):
-            known |= {name: _text(hint) for name, hint in vars(base).get("__annotations__", {}).items() if name not in known}
+            known |= {
+                name: _text(hint) for name, hint in vars(base).get("__annotations__", {}).items() if name not in known
+            }
     return known
 
 
@@ -122,7 +124,9 @@ def formatted(lines: list[str], known: dict[str, str]) -> list[str]:
         else:
             text = block(lambda line: line.strip() and not indented(line) and not SECTION.fullmatch(line), empty=False)
             aligned = any(re.search(r"\S {3,}\S", line) for line in text)
-            out += ["", ".. code-block:: none", "", *("    " + line for line in text), ""] if aligned else map(plain, text)
+            out += (
+                ["", ".. code-block:: none", "", *("    " + line for line in text), ""] if aligned else map(plain, text)
+            )
     return out
 
 
@@ -205,9 +209,14 @@ def integrations(app, page, source):
 
 # ---- docs/api/c: a header, a section for each of its declarations ----
 
-DECLARED = re.compile(r"^FA_API[^(]*?\b(fa_\w+)\(|^\} (fa_\w+);|^typedef [^{;]*\{[^}]*\} (fa_\w+);|^typedef [^{}]*?\b(fa_\w+);", re.MULTILINE)
+DECLARED = re.compile(
+    r"^FA_API[^(]*?\b(fa_\w+)\(|^\} (fa_\w+);|^typedef [^{;]*\{[^}]*\} (fa_\w+);|^typedef [^{}]*?\b(fa_\w+);",
+    re.MULTILINE,
+)
 HEADING = re.compile(r"/\* ---- (.+?) ----")
-NOT_C = re.compile(r"^#(?:ifdef __cplusplus|if defined\(__GNUC__\))\n(?:.*\n)*?#endif$|^#(?!define FA_\w+ \S).*$", re.MULTILINE)
+NOT_C = re.compile(
+    r"^#(?:ifdef __cplusplus|if defined\(__GNUC__\))\n(?:.*\n)*?#endif$|^#(?!define FA_\w+ \S).*$", re.MULTILINE
+)
 
 
 def paragraphs(text: str) -> list[str]:
