@@ -33,6 +33,7 @@ python_use_unqualified_type_names = True
 add_module_names = False
 
 # ---- HTML: system fonts, no address outside the site ----
+smartquotes = False  # an option is --suite, not a dash
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_static_path = ["site.css"]
