@@ -30,7 +30,7 @@ CONTENTS = {
     "index": [
         (
             "Use",
-            [f"docs/{name}" for name in ("integrations", "generate", "quantization", "context_parallel")]
+            [f"docs/{name}" for name in ("install", "integrations", "generate", "quantization", "context_parallel")]
             + ["examples/*"],
         ),
         ("Reference", ["QUICK_REFERENCE", "docs/contract", "docs/api/index"]),

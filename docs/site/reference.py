@@ -159,19 +159,24 @@ class SourceModule(SphinxDirective):
         self.env.note_dependency(str(path))
         module = ast.parse(path.read_text())
         lines = [f".. py:module:: {name}", "", *formatted((ast.get_docstring(module) or "").splitlines(), {}), ""]
-        for node in [*module.body, *self.from_private_files(path, module)]:
+        for node in public(path, module):
             lines += described(node)
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
-    @staticmethod
-    def from_private_files(path, module):
-        """What a package imports from a file of its own that has no page: its definition there."""
-        for node in module.body:
-            if isinstance(node, ast.ImportFrom) and node.level == 1 and (node.module or "").startswith("_"):
-                names = {alias.name for alias in node.names}
-                for there in ast.parse((path.parent / f"{node.module}.py").read_text()).body:
-                    if getattr(there, "name", None) in names:
-                        yield there
+
+def public(path: Path, module: ast.Module):
+    """The definitions that __all__ names, or else all; also those that a package takes from a file without a page."""
+    exported = None
+    for node in module.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            exported = ast.literal_eval(node.value)
+    found = list(module.body)
+    for node in module.body if path.name == "__init__.py" else ():
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and (node.module or "").startswith("_"):
+            names = {alias.name for alias in node.names}
+            there = ast.parse((path.parent / f"{node.module}.py").read_text()).body
+            found += [one for one in there if getattr(one, "name", None) in names]
+    return [one for one in found if exported is None or getattr(one, "name", None) in exported]
 
 
 def described(node: ast.stmt, kind: str = "function") -> list[str]:

@@ -65,7 +65,8 @@ def test_every_public_function_has_its_entry(site):
         assert {f"{module.__name__}.{name}" for name in module.__all__} <= entries
     for name in ("transformer.ops.rms_norm", "transformer.ops.linear", "integrations.flash_attn.install"):
         assert f"flash_attn_minimal.{name}" in entries
-    assert "flash_attn_minimal.integrations.flash_attn.hopper.flash_attn_combine" in entries
+    hopper = "flash_attn_minimal.integrations.flash_attn.hopper"
+    assert f"{hopper}.flash_attn_combine" in entries and f"{hopper}.refusing" not in entries  # it imports the second
 
 
 def test_arguments_have_their_types(site):
