@@ -30,6 +30,15 @@ def has_symbol(path: Path, symbol: str) -> bool:
     return bool(_spans(path, path.read_text(), symbol))
 
 
+def line_of(path: Path, symbol: str) -> int:
+    """The line, from 1, on which the definition of a symbol begins, or the comment above it; the first of several."""
+    text = path.read_text()
+    spans = _spans(path, text, symbol)
+    if not spans:
+        raise NotFound(f"{path.name} has no definition of {symbol}")
+    return text.count("\n", 0, spans[0][0]) + 1
+
+
 def between(path: Path, first: str, last: str) -> str:
     """The lines from the only one that contains `first` to the next one, or the same, that contains `last`."""
     lines = path.read_text().splitlines()
