@@ -282,8 +282,8 @@ class JaxDoor(Door):
         devices = list(array.devices())
         if len(devices) != 1:
             raise Unsupported(
-                f"{name} is spread over {len(devices)} devices: call in jax.jit, or pass an array on one device, such as "
-                f"jax.device_put({name}, jax.devices()[0])"
+                f"{name} is spread over {len(devices)} devices: call in jax.jit, or pass an array on one device, "
+                f"such as jax.device_put({name}, jax.devices()[0])"
             )
         dtype = _numpy_dtype_name(array.dtype, name)
         if devices[0].platform == "cpu":
