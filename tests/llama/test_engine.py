@@ -131,7 +131,7 @@ def test_a_stop_token_ends_a_text(model):
 def test_a_cancelled_sequence_makes_room(model, page_size):
     job = ([3, 4, 5], 30)
     [whole] = run(Engine(model, 1), [job])
-    engine = Engine(model, 2, page_size=page_size)
+    engine = Engine(model, 2, page_size=page_size, ahead=1)  # so that the tokens are seen while others are made
     poison(engine)
     running, other, waiting, last = (engine.add(*job) for _ in range(4))
     while len(running.tokens) < 6:
