@@ -37,22 +37,30 @@ def outcomes() -> dict[tuple[str, str], Counter]:
     return found
 
 
+def rows(name: str, *key: str) -> list[dict]:
+    """Of a report, with those of the kernels that have changed since in their place."""
+    newer = report(f"{name}_changed_kernels")["rows"]
+    known = {tuple(row[k] for k in key) for row in newer}
+    return newer + [row for row in report(name)["rows"] if tuple(row[k] for k in key) not in known]
+
+
 def marks(rows: list[str]) -> str:
     return "-" if not rows else "ok" if set(rows) == {"ok"} else "findings"
 
 
 def table() -> str:
-    first, again, tools = report("first_calls")["rows"], report("repeats")["rows"], report("sanitizers")["rows"]
+    first, again, load = rows("first_calls", "call"), report("repeats")["rows"], report("load")["rows"]
+    tools = rows("sanitizers", "call", "tool")
     lines = [
-        "| table | kernel | right | refused by name | wrong calls refused | first calls | 1000 times | "
+        "| table | kernel | right | refused by name | wrong calls refused | first calls | 1000 times | under load | "
         + " | ".join(TOOLS)
         + " |",
-        "|" + "---|" * (7 + len(TOOLS)),
+        "|" + "---|" * (8 + len(TOOLS)),
     ]
     for (kind, name), found in sorted(outcomes().items()):
         of = lambda rows, name=name: [row["outcome"] for row in rows if row["call"] == name]  # noqa: E731
         cells = [kind, f"`{name}`", *(str(found[key]) for key in ("passed", "refused", "rejected"))]
-        cells += [marks(of(first)), marks(of(again))]
+        cells += [marks(of(first)), marks(of(again)), marks(of(load))]
         for tool in TOOLS:
             errors = [row["errors"] for row in tools if row["call"] == name and row["tool"] == tool]
             cells.append("-" if not errors else "clean" if errors == [0] else f"{errors[0] or 'see'} reports")

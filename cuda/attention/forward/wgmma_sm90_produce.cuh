@@ -107,6 +107,9 @@ struct WarpgroupBoxes {
     }
     __device__ __forceinline__ PageRow find(const ForwardWork& w, int n) const { return page_row(p, w, n * kBlockN + box_row); }
     __device__ __forceinline__ void begin_item(const ForwardWork& w) { head = w.head / p.group, rows.next = find(w, w.last_tile); }
+    // Whether this warp copies anything of a tile. One that does not must not wait for the buffer either: nobody waits for that warp, so the
+    // buffer might be filled and read again before it looks.
+    __device__ __forceinline__ bool has_boxes(int chunks) const { return __any_sync(~0u, chunk < chunks); }
     __device__ __forceinline__ void load(const CUtensorMap& map, int chunks, uint32_t tile, uint32_t barrier, const PageRow& at) {
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, chunks * kBlockN * kChunkRowBytes);
         const int page = at.row < 0 ? p.cache.entries : clamp_to(at.page, 0, p.cache.entries - 1);  // past the sequence: zeros
@@ -116,12 +119,12 @@ struct WarpgroupBoxes {
     }
     __device__ __forceinline__ void load_k(const ForwardWork& w, int n, const Ring<kPlan.stages>& k) {
         rows.step(n);
-        k.wait_empty();
+        if (has_boxes(kChunks)) k.wait_empty();
         load(map_k, kChunks, shared_address(smem.k[k.slot]), k.full_barrier(), rows.k);
         rows.next = find(w, n - 1);
     }
     __device__ __forceinline__ void load_v(const ForwardWork&, int n, const Ring<kPlan.stages>& v) {
-        v.wait_empty();
+        if (has_boxes(kChunksV)) v.wait_empty();
         load(map_v, kChunksV, shared_address(smem.v[v.slot]), v.full_barrier(), rows.of_v(n));
     }
     __device__ __forceinline__ void end_item() const {}
@@ -259,8 +262,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const Attentio
     const auto load = [&](const ForwardWork& w, uint32_t item) {
         load_item<T, kId>(w, smem, tiles, tile, [&] {
             const Ring<1> q(smem.q_full, smem.q_empty, item);
-            q.wait_empty();
-            if (!kWarpgroup || threadIdx.x == 0) load_q(map_q, p, schedule, w, smem, q.full_barrier());
+            if (!kWarpgroup || threadIdx.x == 0) q.wait_empty(), load_q(map_q, p, schedule, w, smem, q.full_barrier());
             if (kWarpgroup) __syncwarp();
         });
     };

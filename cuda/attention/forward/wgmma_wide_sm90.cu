@@ -170,6 +170,7 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, const Attentio
         const SlotPlace at = place(i);
         const uint32_t chunk = 2 * i + cluster_rank(), full = shared_address(smem.full) + 8 * at.slot;
         mbarrier_wait(shared_address(smem.empty) + 8 * at.slot, at.phase ^ 1);
+        __syncwarp();  // no lane still waits when the slot is filled
         if (lane == 0) mbarrier_arrive_expect_tx(full, kSlotBytes);
         if (box_row < kKeys)
             tma_load_multicast(shared_address(smem.slots[at.slot]) + chunk % 2 * kChunkBytes + box_row * kChunkRowBytes, &map, full,
@@ -184,6 +185,7 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map, const Atten
                                              const Ring<1>& q) {
     const int lane = threadIdx.x % 32;
     q.wait_empty();
+    __syncwarp();
     if (lane == 0) mbarrier_arrive_expect_tx(q.full_barrier(), kChunks * kChunkBytes);
     if (lane < kChunks)
         tma_load(shared_address(smem.q) + lane * kChunkBytes, &map, q.full_barrier(), lane * kChunkColumns,

@@ -228,8 +228,7 @@ __device__ __forceinline__ void produce_pieces(const CUtensorMap& map_q, const S
         if (kWarpgroup || threadIdx.x == 0)
             load_item<T, kId>(w, smem, tiles, tile, [&] {
                 const Ring<1> q(smem.q_full, smem.q_empty, item);
-                q.wait_empty();
-                if (threadIdx.x == 0) load_packed_q(map_q, params, w, smem, q.full_barrier());
+                if (threadIdx.x == 0) q.wait_empty(), load_packed_q(map_q, params, w, smem, q.full_barrier());
                 if (kWarpgroup) __syncwarp();
             });
         __syncwarp();
