@@ -8,9 +8,9 @@
 
 namespace fa {
 
-// The threads that fill a ring and those that empty it start at slot 0, phase 0, and never reset. A barrier knows its phase by one bit, so a
-// thread that waits for a buffer has to wait for each of its phases, and the phase after the next must not end without that thread's part:
-// its arrival, or its copy. Otherwise it takes one phase for another, or waits for one that has passed.
+// The threads that fill a ring and those that empty it start at slot 0, phase 0, and never reset. A barrier knows its phase by one bit, so
+// a thread that waits for a buffer has to wait for each of its phases, and the phase after the next must not end without that thread's
+// part: its arrival, or its copy. Otherwise it takes one phase for another, or waits for one that has passed.
 template <int kSlots>
 struct Ring {
     uint32_t full, empty;  // shared addresses of the barriers of slot 0

@@ -381,6 +381,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
                     main_warpgroup_sync(own / 128);
                     drop_gradients<kBlockM>(values.keep + 8 * (own / 128), p.dropout_scale, d);
                 }
+            // The other block sends P of this tile after it has had dS of the tile two before: that copy has left the slot of dS, too.
             mbarrier_wait(p_full + own / 128 * 8 + 16 * p_slot, it / kPSlots & 1);
             const auto receive = [&](uint32_t from, uint32_t(&P)[kBlockM / 4]) {
 #pragma unroll

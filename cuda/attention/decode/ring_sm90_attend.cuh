@@ -40,9 +40,9 @@ struct RingSmem {
     static_assert(kRowBytes % 128 == 0, "a row is whole chunks");
     static constexpr int kSlotBytes = kKeys * kRowBytes, kScales = kBytes ? kKeys : 0;
     static constexpr int kRest = 2 * kRows * kD * 2 + kWarps * 8 * kD * 4 + 2 * kWarps * kRows * 4 + 1024;
-    // A multiple of the slots that all groups need for a tile each, so that within a segment a slot always belongs to the same group. A
-    // barrier's parity tells only two phases apart: a group that had missed one phase would take an older one for its own. The memory that
-    // is left is for blocks of combine.cu, which wait on the same SMs.
+    // A multiple of the slots that all groups need for a tile each, so that within a segment a slot always belongs to the same group;
+    // between segments all groups meet. A barrier's parity tells only two phases apart: a group that had missed one phase would take an
+    // older one for its own. The memory that is left is for blocks of combine.cu, which wait on the same SMs.
     static constexpr int kSlots = ((222 << 10) - kRest) / (kSlotBytes + 4 * kScales) / (2 * kGroups) * (2 * kGroups);
     alignas(1024) unsigned char slots[kSlots][kSlotBytes];  // K of a tile, its V, K of the next tile ..; chunks of 128 bytes, swizzled
     float scales[kSlots][kBytes ? kScales : 1];             // bytes: the factors of the keys

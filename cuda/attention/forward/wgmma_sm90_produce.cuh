@@ -107,8 +107,8 @@ struct WarpgroupBoxes {
     }
     __device__ __forceinline__ PageRow find(const ForwardWork& w, int n) const { return page_row(p, w, n * kBlockN + box_row); }
     __device__ __forceinline__ void begin_item(const ForwardWork& w) { head = w.head / p.group, rows.next = find(w, w.last_tile); }
-    // Whether this warp copies anything of a tile. One that does not must not wait for the buffer either: nobody waits for that warp, so the
-    // buffer might be filled and read again before it looks.
+    // Whether this warp copies anything of a tile. One that does not must not wait for the buffer either: nobody waits for that warp, so
+    // the buffer might be filled and read again before it looks.
     __device__ __forceinline__ bool has_boxes(int chunks) const { return __any_sync(~0u, chunk < chunks); }
     __device__ __forceinline__ void load(const CUtensorMap& map, int chunks, uint32_t tile, uint32_t barrier, const PageRow& at) {
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, chunks * kBlockN * kChunkRowBytes);
