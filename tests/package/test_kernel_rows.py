@@ -30,6 +30,7 @@ ROWS = {
     "attention/decode/lanes.cuh": {"forward": ["decode_lanes_sm80", "decode_lanes_cluster_sm90"]},
     "attention/decode/combine.cu": {"forward": ["decode_split_sm80", "decode_ring_sm90", "decode_lanes_sm80"]},
     "attention/decode/mla_sm90.cu": {"forward": ["mla_sm90"]},
+    "attention/decode/mla_merge.cuh": {"forward": ["mla_sm90"]},
     "attention/backward/mma_sm80_side.cuh": {"backward": ["mma_sm80"]},
     "attention/backward/wgmma_sm90_rows.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
     "attention/backward/delta.cu": {"backward": ["simple", "mma_wide_sm80"]},

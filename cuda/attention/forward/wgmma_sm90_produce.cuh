@@ -262,7 +262,9 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const Attentio
     const auto load = [&](const ForwardWork& w, uint32_t item) {
         load_item<T, kId>(w, smem, tiles, tile, [&] {
             const Ring<1> q(smem.q_full, smem.q_empty, item);
-            if (!kWarpgroup || threadIdx.x == 0) q.wait_empty(), load_q(map_q, p, schedule, w, smem, q.full_barrier());
+            q.wait_empty();
+            if (kWarpgroup) bar_sync(kProducer, 128);  // no warp still waits for this phase when Q comes
+            if (!kWarpgroup || threadIdx.x == 0) load_q(map_q, p, schedule, w, smem, q.full_barrier());
             if (kWarpgroup) __syncwarp();
         });
     };

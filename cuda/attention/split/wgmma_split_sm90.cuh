@@ -228,7 +228,9 @@ __device__ __forceinline__ void produce_pieces(const CUtensorMap& map_q, const S
         if (kWarpgroup || threadIdx.x == 0)
             load_item<T, kId>(w, smem, tiles, tile, [&] {
                 const Ring<1> q(smem.q_full, smem.q_empty, item);
-                if (threadIdx.x == 0) q.wait_empty(), load_packed_q(map_q, params, w, smem, q.full_barrier());
+                q.wait_empty();
+                if (kWarpgroup) bar_sync(kProducer, 128);  // no warp still waits for this phase when Q comes
+                if (threadIdx.x == 0) load_packed_q(map_q, params, w, smem, q.full_barrier());
                 if (kWarpgroup) __syncwarp();
             });
         __syncwarp();
