@@ -21,15 +21,15 @@ bool has_wide_rows(const char* name, const TensorView& t, int columns, int eleme
         static_cast<long long>(t.batch), static_cast<long long>(t.row), static_cast<long long>(t.head));
     return false;
 }
-// What all decode kernels refuse.
-const char* any_refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
+// What all decode kernels refuse, but for options that some of them know.
+const char* any_refuses(const AttentionParams& p, const DeviceInfo& device, uint32_t options, char* text, size_t size) {
     if (const char* reason = needs_sm80(device, text, size)) return reason;
     if (is_float8(p)) return kNoFloat8;
     if (has_8bit_cache(p) && p.dtype == DType::kFloat32) return "dtype: it takes an 8-bit cache with a q of float16 or bfloat16";
     if (const char* reason = takes_head_dims(p, 1, 256, text, size)) return reason;
     if (p.cu_seqlens_q) return "takes no packed sequences";
     if (const char* reason = gives_no_max_score(p)) return reason;
-    if (const char* reason = takes_options(p, kOptionsOfDecode, text, size)) return reason;
+    if (const char* reason = takes_options(p, options, text, size)) return reason;
     const int own = p.dtype == DType::kFloat32 ? 4 : 2, element = has_8bit_cache(p) ? 1 : own;
     const struct {
         const char* name;
@@ -128,7 +128,9 @@ constexpr const char* name_of(DecodeKernel kernel) {
 template <DecodeKernel kernel>
 struct Row {
     static const char* refuses(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
-        if (const char* reason = any_refuses(p, device, text, size)) return reason;
+        constexpr bool kByTiles = kernel == DecodeKernel::kRing || kernel == DecodeKernel::kSplit;
+        constexpr uint32_t kOptions = kByTiles ? kOptionsOfDecode | kLeftpad : kOptionsOfDecode;
+        if (const char* reason = any_refuses(p, device, kOptions, text, size)) return reason;
         if (const char* reason = own_refuses<kernel>(p, device, text, size)) return reason;
         return overflows(p, !decode_fits(kernel, p, device), text, size);
     }

@@ -64,18 +64,19 @@ struct DecodeParams {
 
 #if defined(__CUDACC__)
 
-// The keys of a sequence that some row sees. Every block computes this first, so it is short, and in 32 bits.
+// The keys of a sequence that some row sees. Every block computes this first, so it is short, and in 32 bits. Padding in front of the first
+// key counts as keys that no row sees.
 struct VisibleKeys {
     int count;       // keys of the sequence
     int shift;       // row i is aligned with key i + shift
     int begin, end;  // those that some row sees
 };
 template <typename Params>  // AttentionParams or LaneParams
-__device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int count) {
+__device__ __forceinline__ VisibleKeys visible_keys(const Params& p, int count, int padding = 0) {
     VisibleKeys k;
     k.count = count;
-    k.shift = p.top_left ? 0 : k.count - p.seqlen_q;
-    k.begin = p.window_left >= 0 ? min(max(k.shift - p.window_left, 0), k.count) : 0;
+    k.shift = p.top_left ? padding : k.count - p.seqlen_q;
+    k.begin = p.window_left >= 0 ? min(max(k.shift - p.window_left, padding), k.count) : padding;
     k.end = max(p.window_right >= 0 ? min(p.seqlen_q + k.shift + p.window_right, k.count) : k.count, k.begin);
     return k;
 }
@@ -87,7 +88,8 @@ struct SequenceKeys : VisibleKeys {
 __device__ __forceinline__ SequenceKeys sequence_keys(const DecodeParams& d, int b) {
     const AttentionParams& p = d.attention;
     SequenceKeys k;
-    static_cast<VisibleKeys&>(k) = visible_keys(p, p.cache.entries ? cached_keys(p, b) : p.seqlen_k);
+    const int rows = p.cache.entries ? cached_rows(p, b) : p.seqlen_k;
+    static_cast<VisibleKeys&>(k) = visible_keys(p, rows, padded_rows(p.cache, b, rows));
     k.first_tile = k.begin >> d.shape.tile_shift;
     k.tiles = max(((k.end - 1) >> d.shape.tile_shift) + 1 - k.first_tile, 1);
     return k;
