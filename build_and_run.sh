@@ -8,7 +8,7 @@ usage: ./build_and_run.sh [VERB] [OPTION ...] [-- ARGUMENT ...]
 
 verbs     run      build, native checks, benchmark against standard attention, summary (the default)
           build    the library and the native test program alone
-          test     build, then CTest and pytest            (arguments after -- go to pytest; -n 0: in one process)
+          test     build, then CTest and pytest            (arguments after -- go to pytest)
           bench    build, then the benchmark alone          (arguments after -- go to test_flash_attn --bench)
           clean    remove build/ and .venv/
 
@@ -142,7 +142,7 @@ gpu=$(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null 
 # ---- what it needs, and from where ----
 need=(cmake) want=(ninja numpy)
 if [[ $verb == test ]]; then
-    need+=(numpy pytest) want=(ninja ml_dtypes hypothesis rich matplotlib xdist)
+    need+=(numpy pytest) want=(ninja ml_dtypes hypothesis rich matplotlib)
     # tests/ladder/test_page.py drives a browser where there is one
     ! command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null || want+=(playwright)
 fi
@@ -172,7 +172,6 @@ install() { # into the virtual environment, which is made here and sees what the
         case $name in
             nvcc) "${pip[@]}" --no-deps --ignore-installed "${nvcc_wheels[@]}" || return ;; # all in one folder, whatever the base has
             cmake) packages+=('cmake>=3.24') ;;
-            xdist) packages+=(pytest-xdist) ;;
             *) packages+=("$name") ;;
         esac
     done
@@ -235,11 +234,7 @@ export FLASH_ATTN_LIBRARY=$build/libflash_attn_minimal.so PYTHONPATH=$root/pytho
 if [[ $verb == test ]]; then
     step CTest everything "${cmake%cmake}ctest" --test-dir "$build" --no-tests=error --output-on-failure || exit
     cd "$root"
-    workers=$jobs
-    ((workers <= 8)) || workers=8 # each has a context on the GPU
-    parallel=()
-    ((workers == 1)) || ! "$python" -c 'import xdist' 2>/dev/null || parallel=(-n "$workers")
-    step pytest everything "$python" -m pytest ${parallel[@]+"${parallel[@]}"} --durations=15 ${rest[@]+"${rest[@]}"} || exit
+    step pytest everything "$python" -m pytest --durations=15 ${rest[@]+"${rest[@]}"} || exit
     exit 0
 fi
 devices=$("$python" -c 'import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).fa_cuda_device_count())' "$FLASH_ATTN_LIBRARY")
