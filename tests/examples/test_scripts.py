@@ -131,7 +131,8 @@ def _on_gpu(framework):
 def prefix(tmp_path_factory):
     """A folder with the library and its headers: installed by CMake, where the library lies in its build folder."""
     library, folder = Path(_library.path()), tmp_path_factory.mktemp("prefix")
-    if (library.parent / "cmake_install.cmake").is_file() and shutil.which("cmake"):
+    cache = library.parent / "CMakeCache.txt"
+    if cache.is_file() and "SKBUILD:" not in cache.read_text() and shutil.which("cmake"):  # not a wheel's folder
         command = ["cmake", "--install", library.parent, "--prefix", folder]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     else:

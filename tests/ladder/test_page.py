@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, SEED
+from headless import chromium
 
 SOURCES = ROOT / "ladder/page"
 PAGE = ROOT / "docs/learn/flash_attention.html"
@@ -167,15 +168,8 @@ def test_a_wrong_recording_is_refused_by_its_field(change, said):
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if not found:
-        pytest.skip(f"no browser here: none of {', '.join(names)}")
-    with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

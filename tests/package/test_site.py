@@ -6,7 +6,6 @@ $FLASH_ATTN_SITE is a site that docs/site/build.py has made; without it the test
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zlib
@@ -23,6 +22,7 @@ if not (ROOT / "docs/site").is_dir():
 sys.path.append(str(ROOT / "docs/site"))
 
 import check  # noqa: E402
+from headless import chromium  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -150,17 +150,8 @@ def test_check_reads_style_sheets(tmp_path):
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if not found:
-        pytest.skip(f"no browser here: none of {', '.join(names)}")
-    with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(
-            executable_path=found, args=["--no-sandbox", "--blink-settings=imagesEnabled=false"]
-        )
+    with chromium("--blink-settings=imagesEnabled=false") as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

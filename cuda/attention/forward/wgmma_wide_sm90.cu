@@ -232,7 +232,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const CUtensor
 
 // ---- the scores warpgroup ----
 
-// S = Q K^T, of the tile of K whose slots begin at `keys`, which goes on to the next tile. The descriptors' low halves go through opaque():
+// S = Q K^T, of the tile of K whose slots begin at `at`, which goes on to the next tile. The descriptors' low halves go through opaque():
 // the compiler would keep those of every step of Q in registers.
 template <typename T, typename Shape>
 __device__ __forceinline__ void multiply_qk(float (&S)[kKeys / 2], uint32_t low_q, uint32_t low_slots, const WideSmem<T>& smem,
