@@ -412,5 +412,13 @@ def test_wrong_usage(arguments, says):
     assert done.returncode in (1, 2) and says in done.stderr
 
 
+def test_a_number_takes_the_place_of_an_array():
+    """cache_leftpad is an int32 array; an option of its name is the fault, and comes instead of the array."""
+    spec = {"function": "flash_attn_with_kvcache", "headdim": 8, "leftpad": True, "seed": 1}
+    for kernel in (None, "cpu_naive"):
+        outcome = reproduce({**spec, "kernel": kernel, "mutation": ["option", "cache_leftpad", 0]})
+        assert outcome.kind == function.REJECTED, outcome
+
+
 def test_reproduce():
     assert reproduce(SPEC).kind == function.PASSED

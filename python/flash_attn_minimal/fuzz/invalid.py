@@ -108,6 +108,7 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
 def _apply(spec, arena: Arena, views, options) -> None:
     kind, name, *more = spec["mutation"]
     if kind in ("option", "keyword"):
+        views.pop(name, None)  # an argument that takes an array or a number
         options[name] = more[0] if more else 1
         if name.startswith("dropout_"):
             options |= {n: v for n, v in (("dropout_p", 0.5), ("dropout_seed", 1)) if n not in options}
