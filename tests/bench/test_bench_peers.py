@@ -8,12 +8,12 @@ from bench_run import FAST, attention_rows, needs_torch, run
 
 from flash_attn_minimal.bench import check, curves, machine, systems, timing
 
-# ---- FlashAttention-3 ----
+# ---- FlashAttention's own packages ----
 
 
 @needs_torch
-@pytest.mark.parametrize("suite", ["cpu", "backward"])
-def test_flash_attention_3_where_it_is_installed(tmp_path, monkeypatch, suite):
+@pytest.mark.parametrize("suite,name", [("cpu", "fa3"), ("backward", "fa3"), ("backward", "fa4")])
+def test_flash_attention_where_it_is_installed(tmp_path, monkeypatch, suite, name):
     """Through the functions of its package, here a stand-in."""
     import torch
 
@@ -21,15 +21,17 @@ def test_flash_attention_3_where_it_is_installed(tmp_path, monkeypatch, suite):
         views = (x.transpose(1, 2) for x in (q, k, v))
         return torch.nn.functional.scaled_dot_product_attention(*views, is_causal=causal).transpose(1, 2)
 
-    monkeypatch.setitem(systems.PEERS["cpu"], "fa3", systems.flash_attention_3)
-    options = ["--quick", "--rounds", "1", "--seqlen", "40", "--headdim", "16", "--mask", "causal", "--peers", "fa3"]
+    package = systems.PACKAGES[name]
+    monkeypatch.setitem(systems.PEERS["cpu"], name, systems.flash_attention)
+    options = ["--quick", "--rounds", "1", "--seqlen", "40", "--headdim", "16", "--mask", "causal", "--peers", name]
     options += ["--device", "cpu"] if suite == "backward" else []
     data = run(tmp_path, "--suite", suite, *options)
-    assert data["left_out"][-1]["reason"] == "flash_attn_interface is not installed"
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", type(sys)("flash_attn_interface"))
-    sys.modules["flash_attn_interface"].flash_attn_func = attention
+    assert data["left_out"][-1]["reason"] == f"{package} is not installed"
+    for module in (package.partition(".")[0], package):
+        monkeypatch.setitem(sys.modules, module, type(sys)(module))
+    sys.modules[package].flash_attn_func = attention
     data = run(tmp_path, "--suite", suite, *options)
-    assert "fa3" in {row["system"] for row in attention_rows(data)}
+    assert name in {row["system"] for row in attention_rows(data)}
 
 
 def test_a_speed_over_flash_attention_3_is_of_rows_of_the_same_run():

@@ -407,7 +407,7 @@ _register(
     "dq, dk, dv on the shapes of forward (on the CPU of cpu), plain and deterministic",
     backward_shapes,
     PROTOCOL | {"dtype", "batch"},
-    peers="cudnn,fa2,fa3,torch",
+    peers="cudnn,fa2,fa3,fa4,torch",
     mode="deterministic",
     backward=True,
 )
@@ -450,7 +450,7 @@ _register(
     one_shape,
     SHAPE | TIMED | {"dtype", "device", "batch"},
     kernels=(),
-    peers="cudnn,fa2,fa3",
+    peers="cudnn,fa2,fa3,fa4",
     backward=True,
     table=curves.ladder_table,
     pictures={"": curves.ladder},

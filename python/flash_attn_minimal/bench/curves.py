@@ -8,7 +8,7 @@ import math
 from .._report import table as markdown_table
 from .figure import MASKS, MINE, figure_of, legend, looks_of, plain_log, set_title
 from .rows import device_name, label, number, order_of, series, unit
-from .systems import MODES
+from .systems import LABELS, MODES, PACKAGES
 
 PASSES = {"fwd": "forward", "bwd": "backward"}
 # Data-sheet peaks without sparsity: TFLOP/s by dtype, TB/s.
@@ -44,8 +44,9 @@ def table(data: dict, rows: list[dict], axis: str = "seqlen_q", by_time: bool = 
     against = {"the best peer": lambda row: row["system"] != "ours"}
     if by_time:
         against["standard attention"] = lambda row: row["system"] == "standard"
-    if any(row["system"] == "fa3" for row in rows):
-        against["FlashAttention-3"] = lambda row: row["system"] == "fa3"
+    for package in PACKAGES:
+        if any(row["system"] == package for row in rows):
+            against[LABELS[package]] = lambda row, package=package: row["system"] == package
 
     # Ours by mode. A deterministic pass is shown for what it costs, and takes no part in the ratios.
     plain = [row for row in rows if row["system"] == "ours" and not any(mode in row for mode in MODES)]

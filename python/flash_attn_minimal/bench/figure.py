@@ -8,7 +8,7 @@ import importlib.util
 from .rows import device_name, dtypes, order_of
 
 COLOURS = {"cudnn": "#0072B2", "fa2": "#009E73", "torch": "#0072B2", "standard": "#7F7F7F"}
-COLOURS |= {"fa3": "#000000", "efficient": "#0072B2", "standard_tf32": "#333333"}
+COLOURS |= {"fa3": "#000000", "fa4": "#7B3294", "efficient": "#0072B2", "standard_tf32": "#333333"}
 MINE = ("#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#F0E442")
 LINES = (*MINE, "#0072B2", "#009E73", "#000000")
 MARKERS = {
@@ -17,6 +17,7 @@ MARKERS = {
     "torch": "s",
     "standard": "v",
     "fa3": "d",
+    "fa4": "p",
     "efficient": "s",
     "standard_tf32": "<",
 }

@@ -32,8 +32,8 @@ class Case:
 
 
 PEERS = {
-    "forward": "cudnn,fa2,fa3,efficient,torch",
-    "backward": "cudnn,fa2,fa3,efficient,torch",
+    "forward": "cudnn,fa2,fa3,fa4,efficient,torch",
+    "backward": "cudnn,fa2,fa3,fa4,efficient,torch",
     "float32": "efficient",
 }
 TITLES = {"forward": "Forward", "backward": "Backward", "float32": "Forward in float32, without tf32"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import importlib.util
 import inspect
 import math
@@ -329,14 +330,18 @@ def torch_loop(name: str, torch, shape: Shape, inputs: Inputs) -> System:
     return System(name, None, launch)
 
 
-def flash_attention_3(name: str, torch, shape: Shape, inputs: Inputs) -> System:
-    """FlashAttention-3 through its own Python package."""
+PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+
+
+def flash_attention(name: str, torch, shape: Shape, inputs: Inputs) -> System:
+    """FlashAttention-3 or -4 through its own Python package. FlashAttention-4 compiles a kernel at its first call."""
+    package = PACKAGES[name]
     try:
-        from flash_attn_interface import flash_attn_func as attention
+        attention = importlib.import_module(package).flash_attn_func
     except ImportError:
-        raise Refused("flash_attn_interface is not installed") from None
+        raise Refused(f"{package} is not installed") from None
     if shape.lengths:
-        raise Refused("flash_attn_interface is not timed with packed sequences")
+        raise Refused(f"{package} is not timed with packed sequences")
 
     def forward(i, *arrays):
         out = attention(*arrays, causal=shape.causal, **inputs.options[i % len(inputs)])
@@ -400,17 +405,23 @@ PEERS = {
     "cuda": {
         "cudnn": sdpa,
         "fa2": torch_varlen,
-        "fa3": flash_attention_3,
+        "fa3": flash_attention,
+        "fa4": flash_attention,
         "efficient": sdpa,
         "standard": standard,
         "standard_tf32": standard,
     },
     "cpu": {"torch": torch_loop, "standard": standard},
 }
-USUAL_PEERS = {"cuda": "cudnn,fa2,fa3,standard", "cpu": "torch"}  # on the CPU the naive rung plays standard attention
+# On the CPU the naive rung plays standard attention.
+USUAL_PEERS = {
+    "cuda": "cudnn,fa2,fa3,fa4,standard",
+    "cpu": "torch",
+}
 LABELS = {
     "ours": "flash-attn-minimal",
     "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
     "cudnn": "cuDNN (PyTorch)",
     "fa2": "FlashAttention-2 (PyTorch)",
     "efficient": "memory-efficient attention (PyTorch)",
@@ -440,17 +451,23 @@ def peer(name: str, machine, shape: Shape, inputs: Inputs) -> System:
     return system
 
 
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
+
+
 def peers_of(machine, asked: str | None, usual: str | None = None) -> list[str]:
     """The names behind --peers: `none`, `all` or a list; by default the usual ones of the suite or of the device, with
-    FlashAttention-3 where it is installed."""
+    FlashAttention-3 and -4 where they are installed."""
     known = list(PEERS[machine.device])
     if asked == "none" or (asked in (None, "all") and machine.framework != "torch"):
         return []
     if asked == "all":
         return known
     if asked is None:
-        if importlib.util.find_spec("flash_attn_interface") is None:
-            known = [name for name in known if name != "fa3"]
+        known = [name for name in known if name not in PACKAGES or _installed(PACKAGES[name])]
         return [name for name in (usual or USUAL_PEERS[machine.device]).split(",") if name in known]
     names = asked.split(",")
     for name in names:
