@@ -126,8 +126,8 @@ def make(case: Case) -> Call:
         elif case.scales == "heads":
             factors[:] = rng.uniform(0.5, 2, case.nheads_k).astype(np.float32)
         for b, length in enumerate(lengths):
-            for j in range(case.leftpads[b] if case.leftpads else 0, max(length, 0)):
-                full[place(case, where, b, j)] = normal(case.nheads_k, dim)
+            keys = np.arange(case.leftpads[b] if case.leftpads else 0, max(length, 0))
+            full[place(case, where, b, keys)] = normal(len(keys), case.nheads_k, dim)
         if case.cache_dtype is None:
             cache[f"{name}_cache"] = full
             continue

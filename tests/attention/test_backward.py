@@ -279,11 +279,20 @@ NARROW_VALUES = {
 }
 
 
+def narrow_values(kernel, shape) -> Case:
+    """On a CPU with few heads and sequences: no kernel there shares its work by them."""
+    case = NARROW_VALUES[shape]
+    if kernel.device.name != "cpu":
+        return case
+    group = case.nheads // case.nheads_k
+    return dataclasses.replace(case, batch=case.batch and min(case.batch, 2), nheads=2 * group, nheads_k=2)
+
+
 @pytest.mark.parametrize("headdim,headdim_v,dtype", [(192, 128, "bfloat16"), (136, 40, "float16")])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", NARROW_VALUES)
 def test_narrow_values(backward_kernel, shape, causal, headdim, headdim_v, dtype):
-    case = NARROW_VALUES[shape]
+    case = narrow_values(backward_kernel, shape)
     backward_kernel.check(
         dataclasses.replace(case, headdim=headdim, headdim_v=headdim_v, causal=causal, dtype=dtype, dlse=True)
     )
@@ -293,7 +302,8 @@ def test_narrow_values(backward_kernel, shape, causal, headdim, headdim_v, dtype
 @pytest.mark.parametrize("shape", NARROW_VALUES)
 def test_narrow_values_in_order(backward_kernel, shape, causal):
     """Deterministic: near the exact gradients, and the same bits again."""
-    case = dataclasses.replace(NARROW_VALUES[shape], headdim=192, headdim_v=128, causal=causal, dtype="bfloat16")
+    case = narrow_values(backward_kernel, shape)
+    case = dataclasses.replace(case, headdim=192, headdim_v=128, causal=causal, dtype="bfloat16")
     cu_seqlens = (case.cu_seqlens_q, case.cu_seqlens_k, case.seqlen_q, case.seqlen_k) if case.varlen else None
     (*arrays, options), exact, *_ = accuracy.expected_backward(case)
     first, again = (backward_kernel(*arrays, case.dtype, cu_seqlens, deterministic=True, **options) for _ in range(2))
