@@ -156,7 +156,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_ring_kernel(const __grid_c
     const bool loads = threadIdx.x / 32 >= kWarps;
     SegmentsOf<UnitOrder::kEveryNth> segments;
     if (loads) {  // finds its work while the other warps clear the rows of q
-        if (threadIdx.x % 32 == 0) prefetch_tensormap(threadIdx.x / 32 > kWarps ? &params.v_map : &params.k_map);
+        // Each by its own address: of one that depends on the warp, ptxas 12.4 forgets where the parameters begin.
+        if (threadIdx.x == 32 * kWarps) prefetch_tensormap(&params.k_map), prefetch_tensormap(&params.v_map);
         segments = SegmentsOf<UnitOrder::kEveryNth>(params.decode);
     } else {
         for (int x = threadIdx.x; x < int(sizeof(smem.q)) / 16; x += 32 * kWarps) store_shared_16(shared_address(smem.q) + 16 * x, uint4{});
