@@ -38,10 +38,14 @@ def outcomes() -> dict[tuple[str, str], Counter]:
 
 
 def rows(name: str, *key: str) -> list[dict]:
-    """Of a report, with those of the kernels that have changed since in their place."""
-    newer = report(f"{name}_changed_kernels")["rows"]
-    known = {tuple(row[k] for k in key) for row in newer}
-    return newer + [row for row in report(name)["rows"] if tuple(row[k] for k in key) not in known]
+    """Of a report, with those of the kernels that have changed since in their place: the last campaign counts."""
+    found: dict[tuple, list[dict]] = {}
+    for campaign in (report(name), *report(f"{name}_changed_kernels")["campaigns"]):
+        newer: dict[tuple, list[dict]] = {}
+        for row in campaign["rows"]:
+            newer.setdefault(tuple(row[k] for k in key), []).append(row)
+        found |= newer
+    return [row for of_key in found.values() for row in of_key]
 
 
 def marks(rows: list[str]) -> str:
@@ -49,7 +53,7 @@ def marks(rows: list[str]) -> str:
 
 
 def table() -> str:
-    first, again, load = rows("first_calls", "call"), report("repeats")["rows"], report("load")["rows"]
+    first, again, load = rows("first_calls", "call"), report("repeats")["rows"], rows("load", "call")
     tools = rows("sanitizers", "call", "tool")
     lines = [
         "| table | kernel | right | refused by name | wrong calls refused | first calls | 1000 times | under load | "
