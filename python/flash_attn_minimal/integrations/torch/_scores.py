@@ -1,0 +1,150 @@
+"""Reads a score_mod: scale and softcap, then what is added (ALiBi, a bias) and what is hidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._form import is_finite
+from ._found import Call, Found, refuse
+from ._linear import PAIR, difference_of, linear_of, number_of
+from ._masks import in_memory, read_condition, read_mask
+from ._terms import Term, flat, reads
+
+
+def read_score(x: Any, found: Found, call: Call) -> None:
+    """Reads a score from its outermost operation inwards. Scaling and softcap come first, then what is added; a hidden
+    score stays hidden, whatever is added."""
+    while isinstance(x, Term) and x.arguments:
+        if x.options:
+            refuse(x, f"{x.operation} with {', '.join(x.options)} is not known here")
+        inner = [a for a in x.arguments if "score" in reads(a)]
+        if len(inner) != 1:
+            refuse(x, "not a function of one score that recognise knows")
+        if x.operation == "where":
+            x = _read_where(x, found, call)
+        elif x.operation in ("float", "double"):
+            (x,) = inner
+        elif x.operation in ("add", "sub"):
+            a, b = x.arguments
+            if inner[0] is a:
+                _read_added(b, 1 if x.operation == "add" else -1, found, call)
+            elif x.operation == "add":
+                _read_added(a, 1, found, call)
+            else:
+                refuse(x, "a score that is subtracted")
+            (x,) = inner
+        else:
+            found.factor, found.softcap = _scaled(x)
+            return
+    if not isinstance(x, Term) or x.operation != "score":
+        refuse(x, "a score that does not depend on the score")
+
+
+def _read_where(x: Term, found: Found, call: Call) -> Any:
+    condition, yes, no = x.arguments
+    if "score" in reads(condition):
+        refuse(x, "a mask that depends on the score")
+    kept, hidden = (yes, no) if "score" in reads(yes) else (no, yes)
+    if number_of(hidden) != -torch.inf:
+        refuse(x, f"hides scores with {hidden}: expected -inf")
+    if kept is yes:
+        read_mask(condition, found, call)
+    else:
+        for operand in flat(condition, "or", "logical_or"):  # not (a or b) is not a and not b
+            read_condition(Term("not", (operand,)), found, call)
+    return kept
+
+
+def _scaled(x: Any) -> tuple[float, float]:
+    """(factor, softcap) of a * tanh(b * score), or (factor, 0) of a * score."""
+    outer, inside, softcap = 1.0, None, 0.0
+    whole = x
+    while isinstance(x, Term) and x.arguments:
+        (inner,) = [a for a in x.arguments if "score" in reads(a)] or [None]
+        others = [number_of(a) for a in x.arguments if a is not inner]
+        if x.options or None in others:
+            refuse(x, "not a scale, softcap, ALiBi or bias that recognise knows")
+        if x.operation == "mul":
+            outer *= others[0]
+        elif x.operation == "truediv" and inner is x.arguments[0] and others[0]:
+            outer /= others[0]
+        elif x.operation == "neg":
+            outer = -outer
+        elif x.operation == "tanh" and inside is None:
+            inside, outer = outer, 1.0
+        elif x.operation not in ("float", "double"):
+            refuse(x, "not a scale, softcap, ALiBi or bias that recognise knows")
+        x = inner
+    if inside is None:
+        factor = outer
+    else:  # softcap * tanh(factor * score / softcap)
+        factor, softcap = inside * outer, inside
+        if softcap <= 0:
+            refuse(whole, f"a softcap of {softcap}: expected one above 0")
+    if not is_finite(factor, softcap):
+        refuse(whole, f"a factor of {factor} and a softcap of {softcap}")
+    return factor, softcap
+
+
+def _read_added(x: Any, sign: int, found: Found, call: Call) -> None:
+    """What is added to a score, or subtracted."""
+    if isinstance(x, Term) and x.operation in ("add", "sub") and not x.options:
+        difference = difference_of(*x.arguments) if x.operation == "sub" else None
+        if difference is None or not difference.rows:
+            a, b = x.arguments
+            _read_added(a, sign, found, call)
+            _read_added(b, sign if x.operation == "add" else -sign, found, call)
+            return
+    if not reads(x) & {"q_idx"}:
+        values = call.values(x)
+        if not values.is_floating_point():
+            values = values.float()
+        found.biases.append(values if sign > 0 else -values)
+    elif x.operation == "index" and (stored := in_memory(x, call)) is not None and stored.is_floating_point():
+        found.biases.append(stored if sign > 0 else -stored)
+    elif not _read_alibi(x, sign, found, call):
+        refuse(
+            x, "not ALiBi, a bias in memory or one of b, h and kv_idx alone, which can be added to a score; "
+            "flex_attention of PyTorch serves it"
+        )  # fmt: skip
+
+
+def _factors(x: Any) -> tuple[int, list[Any], list[Any]] | None:
+    """x as a sign, factors above and factors below the line."""
+    if isinstance(x, Term) and not x.options and x.reads & PAIR:
+        if x.operation == "neg":
+            inner = _factors(x.arguments[0])
+            return inner and (-inner[0], inner[1], inner[2])
+        if x.operation in ("mul", "truediv"):
+            one, other = map(_factors, x.arguments)
+            if x.operation == "truediv":
+                other = (other[0], other[2], other[1])
+            return one[0] * other[0], one[1] + other[1], one[2] + other[2]
+        if x.operation in ("float", "double"):
+            return _factors(x.arguments[0])
+    return 1, [x], []
+
+
+def _read_alibi(x: Term, sign: int, found: Found, call: Call) -> bool:
+    """Whether x is a slope of b and h times the distance of q_idx and kv_idx. The library subtracts such a product."""
+    turned, above, below = _factors(x)
+    distances = [a for a in above if reads(a) & PAIR]
+    if len(distances) != 1 or any(reads(a) & PAIR for a in below) or found.slopes is not None:
+        return False
+    distance = distances[0]
+    absolute = distance.operation == "abs"
+    linear = linear_of(distance.arguments[0] if absolute else distance)
+    if linear is None or linear.others or (linear.rows, linear.keys) not in ((1, -1), (-1, 1)):
+        return False
+    slopes: Any = torch.tensor(float(-sign * turned), device=call.device)
+    for a in above:
+        slopes = slopes if a is distance else slopes * call.values(a)
+    for a in below:
+        slopes = slopes / call.values(a)
+    slopes = slopes.float().expand(*slopes.shape[-4:-3] or (1,), call.heads, 1, 1)[..., 0, 0]
+    found.slopes = (slopes[0] if slopes.shape[0] == 1 else slopes).contiguous()
+    found.distance = (0 if absolute else linear.keys, linear.number * linear.keys)
+    found.alibi = str(x)
+    return True
