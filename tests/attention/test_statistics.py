@@ -139,8 +139,6 @@ LONG = {
 def test_long(kernel, long, signs, dtype, monkeypatch):
     """Also where no score is positive, and where they grow along the keys, or towards the first ones, by far more than
     a speculative maximum bears."""
-    if kernel.name in ("naive", "cpu_naive") and signs != "both":
-        pytest.skip("takes the maximum of all scores first")
     inputs = accuracy.inputs
 
     def changed(case):

@@ -414,10 +414,7 @@ PEERS = {
     "cpu": {"torch": torch_loop, "standard": standard},
 }
 # On the CPU the naive rung plays standard attention.
-USUAL_PEERS = {
-    "cuda": "cudnn,fa2,fa3,fa4,standard",
-    "cpu": "torch",
-}
+USUAL_PEERS = {"cuda": "cudnn,fa2,fa3,fa4,standard", "cpu": "torch"}
 LABELS = {
     "ours": "flash-attn-minimal",
     "fa3": "FlashAttention-3",
@@ -454,7 +451,7 @@ def peer(name: str, machine, shape: Shape, inputs: Inputs) -> System:
 def _installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
+    except ImportError:  # the package that it would be in is not there, or cannot be imported
         return False
 
 

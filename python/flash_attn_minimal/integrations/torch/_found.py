@@ -62,6 +62,7 @@ class Found:
 
 
 def form_of(found: Found, call: Call) -> Form:
+    """Raises: Unsupported where no options say it."""
     rows, keys = call.rows, call.keys
     form = Form(call.batch, call.heads, rows, keys, factor=found.factor, softcap=found.softcap)
     if found.same or found.prefixes:

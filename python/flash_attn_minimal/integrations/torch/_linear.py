@@ -10,6 +10,8 @@ from ..._library import Unsupported
 from ._terms import Term, evaluate
 
 PAIR = frozenset(("q_idx", "kv_idx"))
+FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
+INVERTED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 
 class Linear(NamedTuple):
@@ -68,10 +70,6 @@ def linear_of(x: Any) -> Linear | None:
             if one == Linear(number=one.number):
                 return other.times(one.number)
     return None
-
-
-FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
-INVERTED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 
 def bounds_of(operation: str, x: Linear) -> tuple[int | None, int | None] | None:
