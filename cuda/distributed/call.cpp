@@ -44,11 +44,16 @@ void Parts::add(const Problem& p, const Segment& segment, Interval keys, int64_t
 }
 
 fa_status Parts::put(Walk& w, const Problem& p) {
-    std::vector<int32_t> rows;
-    rows.insert(rows.end(), row.begin(), row.end());
-    rows.push_back(int32_t(p.rows_q()));
-    FA_RETURN_IF_ERROR(w.table(rows, &rows_table));
-    return w.table(part, &part_table);
+    static_assert(sizeof(fa_part) % sizeof(int32_t) == 0, "parts, then rows, are one table of words");
+    const size_t words = part.size() * sizeof(fa_part) / sizeof(int32_t);
+    std::vector<int32_t> all(words);
+    if (words) std::memcpy(all.data(), part.data(), part.size() * sizeof(fa_part));
+    all.insert(all.end(), row.begin(), row.end());
+    all.push_back(int32_t(p.rows_q()));
+    const int32_t* table = nullptr;
+    FA_RETURN_IF_ERROR(w.table(all, &table));
+    part_table = reinterpret_cast<const fa_part*>(table), rows_table = table + words;
+    return FA_OK;
 }
 
 Walk::Walk(const Problem& problem, Needs* counted)
@@ -63,28 +68,31 @@ Walk::Walk(const Problem& problem, const Needs& needs, Transport& transport, Mee
     : problem_(problem),
       transport_(&transport),
       meeting_(&meeting),
-      stream_(stream),
-      side_(transport.side_stream()),
       pushes_(problem.kind == FA_GROUP_NCCL),
       stages_(transport.stages()),
       scratch_base_(static_cast<char*>(align_up(problem.a.workspace, kAlign))),
       shared_base_(transport.shared()),
-      nested_bytes_(needs.nested),
       own_(kMostPublished),
       published_(size_t(problem.size) * kMostPublished) {
     char* end = scratch_base_ + needs.workspace - kAlign;  // the launches' own workspaces lie at the end
-    nested_[0] = end - needs.nested, nested_[1] = nested_[0] - needs.nested;
+    for (int64_t i = 0; i < kStreams; ++i) {
+        streams_[i] = i ? transport.side_stream(i) : stream;
+        nested_bytes_[i] = needs.nested[i], nested_[i] = end -= needs.nested[i];
+    }
+    transport.begin();
     if (pushes_) transport.stage_at(shared_base_ + needs.shared);
 }
 
 char* Walk::take(size_t& used, int64_t bytes) {
     char* at = (&used == &shared_ ? shared_base_ : scratch_base_) + used;
     used += size_t((bytes + kAlign - 1) / kAlign * kAlign);
-    if (counted_) {
-        counted_->workspace = scratch_ + size_t(counted_->streams) * counted_->nested + kAlign;
-        counted_->shared = shared_;
-    }
+    if (counted_) count_memory();
     return at;
+}
+
+void Walk::count_memory() {
+    counted_->workspace = scratch_ + kAlign, counted_->shared = shared_;
+    for (const size_t bytes : counted_->nested) counted_->workspace += bytes;
 }
 
 fa_status Walk::publish(Array array, void* data, int64_t pitch, int64_t width, int64_t rows) {
@@ -93,7 +101,7 @@ fa_status Walk::publish(Array array, void* data, int64_t pitch, int64_t width, i
                                   : reinterpret_cast<uintptr_t>(first) >= kCountedShared;
     char* staging = stages_ && !in_shared ? shared(width * rows) : nullptr;
     if (!runs()) return FA_OK;
-    return transport_->publish({data, pitch, width, rows}, staging, stream_, &own_[size_t(array)]);
+    return transport_->publish({data, pitch, width, rows}, staging, stream(), &own_[size_t(array)]);
 }
 
 void Walk::add(std::vector<Copy>& copies, int source, int target, Array array, int64_t row, int64_t column, char* to, int64_t to_pitch,
@@ -111,8 +119,7 @@ void Walk::add(std::vector<Copy>& copies, int source, int target, Array array, i
     copies.push_back({source, target, array, from, to, to_pitch, width, rows});
 }
 
-fa_status Walk::move(const std::vector<Copy>& copies, int32_t after, Which which) {
-    if (runs()) return transport_->move(copies, after, which);
+void Walk::count(const std::vector<Copy>& copies, Which which) {
     size_t staging = 0;
     for (const Copy& c : copies) {
         if (!is_among(which, c)) continue;
@@ -120,13 +127,37 @@ fa_status Walk::move(const std::vector<Copy>& copies, int32_t after, Which which
         if (pushes_ && c.source != c.target) staging += size_t(c.width * c.rows + kAlign);
     }
     counted_->transfer = std::max(counted_->transfer, staging);
+}
+
+fa_status Walk::move(const std::vector<Copy>& copies, int32_t after, Which which) {
+    if (runs()) return transport_->move(copies, after, which);
+    count(copies, which);
+    return FA_OK;
+}
+
+fa_status Walk::fetch(const std::vector<Copy>& copies, int32_t after, int64_t i, Hidden hidden) {
+    if (runs()) return transport_->fetch(copies, after, stream(i), hidden);
+    count(copies, Which::kAll);
+    return FA_OK;
+}
+
+fa_status Walk::fork() {
+    for (int64_t i = 1; runs() && i < kStreams; ++i)
+        if (streams_[i]) FA_RETURN_IF_ERROR(transport_->join(streams_[0], streams_[i]));
+    return FA_OK;
+}
+
+fa_status Walk::join() {
+    for (int64_t i = 1; runs() && i < kStreams; ++i)
+        if (streams_[i]) FA_RETURN_IF_ERROR(transport_->join(streams_[i], streams_[0]));
     return FA_OK;
 }
 
 template <typename Run, typename Query>
 fa_status Walk::launch(fa_attention_args& args, int64_t i, const Run& run, const Query& query) {
     if (runs()) {
-        args.workspace = nested_bytes_ ? nested_[i % 2] : nullptr, args.workspace_bytes = nested_bytes_;
+        const size_t bytes = nested_bytes_[i % kStreams];
+        args.workspace = bytes ? nested_[i % kStreams] : nullptr, args.workspace_bytes = bytes;
         return run(stream(i));
     }
     if (!counted_->own) return FA_OK;
@@ -135,9 +166,9 @@ fa_status Walk::launch(fa_attention_args& args, int64_t i, const Run& run, const
     hide_counted(args.q.data), hide_counted(args.k.data), hide_counted(args.v.data), hide_counted(args.out.data), hide_counted(args.lse);
     args.workspace = nullptr, args.workspace_bytes = 0;
     FA_RETURN_IF_ERROR(query(&plan));
-    counted_->streams = std::max<int64_t>(counted_->streams, i % 2 + 1);
-    counted_->nested = std::max(counted_->nested, (plan.workspace_bytes + kAlign - 1) / kAlign * kAlign);
-    counted_->workspace = scratch_ + size_t(counted_->streams) * counted_->nested + kAlign;
+    size_t& nested = counted_->nested[i % kStreams];
+    nested = std::max(nested, (plan.workspace_bytes + kAlign - 1) / kAlign * kAlign);
+    count_memory();
     ++counted_->calls;
     return FA_OK;
 }
@@ -252,8 +283,7 @@ fa_status sum_sinks(Walk& w, const Problem& p, int32_t count) {
     std::vector<Copy> copies;
     w.each_pair(
         [&](int source, int target) { w.add(copies, source, target, kSinks, 0, 0, parts + source * count * width, width, width, count); });
-    FA_RETURN_IF_ERROR(w.move(copies, kTotals));
-    FA_RETURN_IF_ERROR(w.arrive());
+    FA_RETURN_IF_ERROR(w.fetch(copies, kTotals));
     if (!w.runs()) return FA_OK;
     RowsShape shape = p.rows(1, 1, p.a.nheads);
     shape.dtype = DType::kFloat32;

@@ -60,9 +60,8 @@ enum Array : int32_t { kQ, kK, kV, kDout, kLse, kDelta, kResult, kResultLse, kDk
 struct Needs {
     bool own = true;  // launches of attention are counted
     size_t workspace = 0, shared = 0;
-    size_t nested = 0;    // of the workspace: of one launch of attention, for each stream
-    int64_t streams = 1;  // that launches of attention go to
-    size_t transfer = 0;  // shared memory behind `shared` that transfers pass through
+    size_t nested[kStreams] = {};  // of the workspace: of one launch of attention on each stream
+    size_t transfer = 0;           // shared memory behind `shared` that transfers pass through
     int64_t received = 0;
     int32_t calls = 0, groups = 1;
 };
@@ -101,7 +100,7 @@ public:
     bool runs() const { return transport_ != nullptr; }
     enum class Stage { kBefore, kMet, kAgreed };  // of `begin`: the ranks have met, and all go on
     Stage stage() const { return stage_; }
-    void* stream(int64_t i = 0) const { return i % 2 && side_ ? side_ : stream_; }
+    void* stream(int64_t i = 0) const { return streams_[i % kStreams]; }
 
     // Memory until the end of the call: of the caller's workspace, and of the memory that other ranks can read.
     char* scratch(int64_t bytes) { return take(scratch_, bytes); }
@@ -112,7 +111,7 @@ public:
         char* place = scratch(int64_t(values.size() * sizeof(T)));
         *found = reinterpret_cast<const T*>(place);
         if (!runs() || values.empty()) return FA_OK;
-        return launch_store(problem_.device(), place, values.data(), values.size() * sizeof(T), stream_);
+        return launch_store(problem_.device(), place, values.data(), values.size() * sizeof(T), stream());
     }
 
     // Arrays for the other ranks: all of them before `begin`, the collective start of the call.
@@ -133,14 +132,16 @@ public:
     void add(std::vector<Copy>& copies, int source, int target, Array array, int64_t row, int64_t column, char* to, int64_t to_pitch,
              int64_t width, int64_t rows) const;
     fa_status move(const std::vector<Copy>& copies, int32_t after, Which which = Which::kAll);
+    // All of them for work on the i-th stream, which waits for them.
+    fa_status fetch(const std::vector<Copy>& copies, int32_t after, int64_t i = 0, Hidden hidden = Hidden::kNot);
     fa_status arrive(int64_t i = 0) { return runs() ? transport_->arrive(stream(i)) : FA_OK; }
     fa_status follow(int64_t i = 0) { return runs() ? transport_->follow(stream(i)) : FA_OK; }
     fa_status signal(int32_t signal, int64_t i) { return runs() ? transport_->signal(signal, stream(i)) : FA_OK; }
     fa_status fence() { return runs() ? transport_->fence() : FA_OK; }
-    // The side stream waits for the main one, or the other way round.
-    fa_status fork() { return runs() && side_ ? transport_->join(stream_, side_) : FA_OK; }
-    fa_status join() { return runs() && side_ ? transport_->join(side_, stream_) : FA_OK; }
-    fa_status finish() { return runs() ? transport_->finish(stream_) : FA_OK; }
+    // The other streams wait for the caller's, or the other way round.
+    fa_status fork();
+    fa_status join();
+    fa_status finish() { return runs() ? transport_->finish(stream()) : FA_OK; }
 
     // One launch of attention, of either pass; i chooses the stream. The struct needs no workspace.
     fa_status attend(fa_attention_args args, int64_t i = 0);
@@ -149,6 +150,8 @@ public:
 
 private:
     char* take(size_t& used, int64_t bytes);
+    void count(const std::vector<Copy>& copies, Which which);
+    void count_memory();
     template <typename Run, typename Query>
     fa_status launch(fa_attention_args& args, int64_t i, const Run& run, const Query& query);
 
@@ -156,15 +159,38 @@ private:
     Needs* counted_ = nullptr;
     Transport* transport_ = nullptr;
     Meeting* meeting_ = nullptr;
-    void *stream_ = nullptr, *side_ = nullptr;
+    void* streams_[kStreams] = {};  // the caller's first; on the CPU all NULL
     Stage stage_ = Stage::kBefore;
     bool pushes_, stages_;
     size_t scratch_ = 0, shared_ = 0;
     char *scratch_base_, *shared_base_;
-    char* nested_[2] = {};
-    size_t nested_bytes_ = 0;
+    char* nested_[kStreams] = {};
+    size_t nested_bytes_[kStreams] = {};
     std::vector<Published> own_, published_;
 };
+
+// Heads come in pieces, piece i on the i-th stream: list(i, copies) says what has to be fetched for the pieces i of all ranks, and work(i)
+// launches the attention of this rank's, `mine` of them. Nothing hides the first transfer, so the others leave the link to it. Those that
+// are kernels are launched before the first attention, which would hold every SM.
+template <typename List, typename Work>
+fa_status each_piece(Walk& w, size_t count, size_t mine, const List& list, const Work& work) {
+    const auto fetch = [&](size_t i) -> fa_status {
+        if (i >= count) return FA_OK;
+        std::vector<Copy> copies;
+        list(i, copies);
+        FA_RETURN_IF_ERROR(w.fetch(copies, kReady, int64_t(i),
+                                   i == 0   ? Hidden::kNot
+                                   : i == 1 ? Hidden::kBehindLittle
+                                            : Hidden::kBehindMuch));
+        return i == 0 ? w.follow() : FA_OK;
+    };
+    for (size_t i = 0; i < size_t(kStreams); ++i) FA_RETURN_IF_ERROR(fetch(i));
+    for (size_t i = 0; i < count; ++i) {
+        if (i < mine) FA_RETURN_IF_ERROR(work(i));
+        FA_RETURN_IF_ERROR(fetch(i + kStreams));
+    }
+    return FA_OK;
+}
 
 // Launches attention for heads first .. first + count - 1 over parts.
 struct Heads {

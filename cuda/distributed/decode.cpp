@@ -21,15 +21,13 @@ fa_status merge_ranks(Walk& w, const Problem& p, const Part& part) {
     FA_RETURN_IF_ERROR(w.publish(kResult, part.out, part.out_bytes, part.out_bytes, 1));
     FA_RETURN_IF_ERROR(w.publish(kResultLse, part.lse, part.lse_bytes, part.lse_bytes, 1));
     FA_RETURN_IF_ERROR(w.begin());
-    FA_RETURN_IF_ERROR(w.follow());
     char *outs = w.scratch(p.size * part.out_bytes), *lses = w.scratch(p.size * part.lse_bytes);
     std::vector<Copy> copies;
     w.each_pair([&](int source, int target) {
         w.add(copies, source, target, kResult, 0, 0, outs + source * part.out_bytes, part.out_bytes, part.out_bytes, 1);
         w.add(copies, source, target, kResultLse, 0, 0, lses + source * part.lse_bytes, part.lse_bytes, part.lse_bytes, 1);
     });
-    FA_RETURN_IF_ERROR(w.move(copies, kReady));
-    FA_RETURN_IF_ERROR(w.arrive());
+    FA_RETURN_IF_ERROR(w.fetch(copies, kReady));
     if (w.runs())
         FA_RETURN_IF_ERROR(launch_merge_parts(p.rows(part.rows, p.a.nheads, p.headdim_v), view(p.a.out), p.a.lse, p.a.seqlen_q, outs,
                                               part.out_bytes / p.element, reinterpret_cast<const float*>(lses), part.lse_bytes / 4, p.size,

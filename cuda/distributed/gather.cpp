@@ -2,14 +2,16 @@
 // parts of ordinary calls: no partial results, and any option of one device's call.
 //
 // Forward: key heads come in pieces, so that all but the first arrive while attention works on those before.
-// Backward: the gradients of keys are parts, one from each rank, or two where a rank has two segments of a sequence. Their owner adds them
-// up in float32, in the order of the ranks.
+// Backward: nothing hides the transfers. The gradients of keys are parts, one from each rank, or two where a rank has two segments of a
+// sequence. Their owner adds them up in float32, in the order of the ranks.
 #include <algorithm>
 
 #include "distributed/call.h"
 
 namespace fa::distributed {
 namespace {
+
+constexpr int64_t kManyRows = 1 << 15;  // of queries and heads of a rank that share a row of keys
 
 const char* no_refusal(const Problem&, char*, size_t) { return ""; }
 
@@ -30,9 +32,8 @@ std::vector<std::vector<Interval>> visible_keys(const Problem& p, int rank) {
     return found;
 }
 
-// The sequences' visible keys, for heads first .. first + heads - 1, to (total_k, heads, dim) at k and v.
-fa_status fetch(Walk& w, const Problem& p, int32_t first, int32_t heads, char* k, char* v, Which which) {
-    std::vector<Copy> copies;
+// Puts on a list: the sequences' visible keys, for heads first .. first + heads - 1, to (total_k, heads, dim) at k and v.
+void list_keys(Walk& w, const Problem& p, int32_t first, int32_t heads, char* k, char* v, std::vector<Copy>& copies) {
     const int64_t width_k = heads * p.a.headdim * p.element, width_v = heads * p.headdim_v * p.element;
     const struct {
         Array array;
@@ -52,7 +53,6 @@ fa_status fetch(Walk& w, const Problem& p, int32_t first, int32_t heads, char* k
                     w.add(copies, source, target, x.array, s.row + begin - s.begin, x.column, to, x.width, x.width, end - begin);
                 }
     });
-    return w.move(copies, kReady, which);
 }
 
 fa_status publish_keys(Walk& w, const Problem& p) {
@@ -63,7 +63,8 @@ fa_status publish_keys(Walk& w, const Problem& p) {
     return publish(kV, p.a.v, p.headdim_v);
 }
 
-// How many key heads each piece has. The first is small: nothing hides its transfer.
+// How many key heads each piece has. The first is small: nothing hides its transfer. But it has to hide that of the second, which takes
+// longer beside few queries.
 std::vector<int32_t> pieces_of(const Problem& p) {
     const int32_t heads = p.a.nheads_k;
     if (p.groups > 0) {
@@ -71,14 +72,14 @@ std::vector<int32_t> pieces_of(const Problem& p) {
         for (int32_t i = 0, n = std::min({p.groups, heads, kMostPieces}); i < n; ++i) even.push_back((i + 1) * heads / n - i * heads / n);
         return even;
     }
-    const int32_t first = std::max(1, heads / 8);
+    const bool few = p.total_q() / p.size * (p.a.nheads / heads) < kManyRows;
+    const int32_t first = std::max(1, heads / (few ? 4 : 8));
     return first < heads ? std::vector<int32_t>{first, heads - first} : std::vector<int32_t>{heads};
 }
 
 fa_status forward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(publish_keys(w, p));
     FA_RETURN_IF_ERROR(w.begin());
-    FA_RETURN_IF_ERROR(w.follow());
     Parts parts;
     for (const Segment& s : p.q[size_t(p.rank)]) {
         const Interval keys = p.keys_of(s);
@@ -97,20 +98,20 @@ fa_status forward(Walk& w, const Problem& p) {
         pieces.push_back({first, heads, w.scratch(p.total_k() * heads * p.a.headdim * p.element),
                           w.scratch(p.total_k() * heads * p.headdim_v * p.element)});
     }
-    FA_RETURN_IF_ERROR(fetch(w, p, 0, pieces[0].heads, pieces[0].k, pieces[0].v, Which::kRemote));
-    for (const Piece& x : pieces) FA_RETURN_IF_ERROR(fetch(w, p, x.first, x.heads, x.k, x.v, Which::kLocal));
-    for (size_t i = 0; i < pieces.size(); ++i) {
+    const auto list = [&](size_t i, std::vector<Copy>& copies) {
+        const Piece& x = pieces[i];
+        list_keys(w, p, x.first, x.heads, x.k, x.v, copies);
+    };
+    FA_RETURN_IF_ERROR(each_piece(w, pieces.size(), pieces.size(), list, [&](size_t i) {
         const auto [first, heads, k, v] = pieces[i];
-        if (i > 0) FA_RETURN_IF_ERROR(fetch(w, p, first, heads, k, v, Which::kRemote));
-        FA_RETURN_IF_ERROR(w.arrive(int64_t(i)));
         PartArrays arrays{};
         arrays.q = p.a.q, arrays.out = p.a.out;
         arrays.q.data = forward_by(p.a.q.data, first * group * p.a.headdim * p.element);
         arrays.out.data = forward_by(p.a.out.data, first * group * p.headdim_v * p.element);
         arrays.k = packed(k, heads, p.a.headdim), arrays.v = packed(v, heads, p.headdim_v), arrays.total_k = p.total_k();
         arrays.lse = p.a.lse ? p.a.lse + first * group * p.rows_q() : nullptr;
-        FA_RETURN_IF_ERROR(attend_parts(w, p, parts, arrays, {first * group, heads * group, heads}, true, int64_t(i)));
-    }
+        return attend_parts(w, p, parts, arrays, {first * group, heads * group, heads}, true, int64_t(i));
+    }));
     FA_RETURN_IF_ERROR(w.join());
     return w.finish();
 }
@@ -125,9 +126,10 @@ fa_status backward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(w.publish(kDv, dv, width_v, width_v, rounds * total));
     if (dsinks) FA_RETURN_IF_ERROR(w.publish(kSinks, dsinks, int64_t(p.a.nheads) * 4, int64_t(p.a.nheads) * 4, rounds));
     FA_RETURN_IF_ERROR(w.begin());
-    FA_RETURN_IF_ERROR(w.follow());
     char *k = w.scratch(total * width_k), *v = w.scratch(total * width_v);
-    FA_RETURN_IF_ERROR(fetch(w, p, 0, heads_k, k, v, Which::kAll));
+    std::vector<Copy> copies;
+    list_keys(w, p, 0, heads_k, k, v, copies);
+    FA_RETURN_IF_ERROR(w.fetch(copies, kReady));
     // A launch for each part adds to dq, so dq begins with zeros; else every row is written once.
     const int64_t dq_bytes = p.parts_stand_alone() ? p.rows_q() * p.a.nheads * p.a.headdim * p.element : 0;
     const fa_tensor dq = p.parts_stand_alone() ? packed(w.scratch(dq_bytes), p.a.nheads, p.a.headdim) : p.g.dq;
@@ -137,7 +139,6 @@ fa_status backward(Walk& w, const Problem& p) {
         if (dq_bytes) FA_RETURN_IF_ERROR(launch_zero(p.device(), dq.data, size_t(dq_bytes), w.stream()));
         if (dsinks) FA_RETURN_IF_ERROR(launch_zero(p.device(), dsinks, size_t(rounds) * size_t(p.a.nheads) * 4, w.stream()));
     }
-    FA_RETURN_IF_ERROR(w.arrive());
     for (int32_t round = 0; round < rounds; ++round) {
         Parts parts;
         for (const Segment& s : p.q[size_t(p.rank)])
@@ -164,7 +165,7 @@ fa_status backward(Walk& w, const Problem& p) {
     // The parts of this rank's keys, from every rank.
     const int64_t rows = p.rows_k();
     char *parts_k = w.scratch(p.size * rounds * rows * width_k), *parts_v = w.scratch(p.size * rounds * rows * width_v);
-    std::vector<Copy> copies;
+    copies.clear();
     w.each_pair([&](int source, int target) {
         const int64_t target_rows = Problem::rows_of(p.k[size_t(target)]);
         for (int32_t round = 0; round < rounds; ++round)
@@ -175,8 +176,7 @@ fa_status backward(Walk& w, const Problem& p) {
                 w.add(copies, source, target, kDv, from, 0, parts_v + to * width_v, width_v, width_v, s.length());
             }
     });
-    FA_RETURN_IF_ERROR(w.move(copies, kTotals));
-    FA_RETURN_IF_ERROR(w.arrive());
+    FA_RETURN_IF_ERROR(w.fetch(copies, kTotals));
     if (w.runs()) {
         FA_RETURN_IF_ERROR(launch_sum(p.rows(rows, heads_k, p.a.headdim), {p.g.dk.data, p.g.dk.row_stride, p.g.dk.head_stride}, parts_k,
                                       rows * heads_k * p.a.headdim, p.size * rounds, w.stream()));

@@ -192,7 +192,7 @@ fa_status agree(const Problem& p, fa_status status, const std::vector<Published>
 
 fa_status Walk::begin() {
     if (!runs()) return FA_OK;
-    const fa_status ready = transport_->signal(kReady, stream_);
+    const fa_status ready = transport_->signal(kReady, stream());
     stage_ = Stage::kMet;
     FA_RETURN_IF_ERROR(agree(problem_, ready, own_, *transport_, *meeting_, &published_));
     stage_ = Stage::kAgreed;

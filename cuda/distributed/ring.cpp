@@ -209,8 +209,7 @@ fa_status backward(Walk& w, const Problem& p) {
             w.add(copies, source, target, kDv, from, 0, parts_v + to * width_v, width_v, width_v, count);
         }
     });
-    FA_RETURN_IF_ERROR(w.move(copies, kTotals));
-    FA_RETURN_IF_ERROR(w.arrive());
+    FA_RETURN_IF_ERROR(w.fetch(copies, kTotals));
     if (w.runs()) {
         FA_RETURN_IF_ERROR(launch_sum(p.rows(own, heads_k, d), {p.g.dk.data, p.g.dk.row_stride, p.g.dk.head_stride}, parts_k,
                                       own * heads_k * d, p.size * rounds, w.stream()));

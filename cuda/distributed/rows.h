@@ -4,9 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "common/types.h"
-#include "distributed/transport.h"
 #include "flash_attn.h"
 
 namespace fa::distributed {
@@ -53,8 +53,15 @@ fa_status launch_store(fa_device device, void* to, const void* from, size_t byte
 fa_status launch_zero(fa_device device, void* to, size_t bytes, void* stream);
 
 #if FA_WITH_CUDA
-// A copy of rows within a GPU's memory, as a kernel of all SMs.
-fa_status launch_copy(const Rows& to, const void* from, int64_t from_pitch, void* stream);
+// `rows` pieces of `width` bytes, from_pitch and to_pitch bytes apart, in memory that this GPU can read and write.
+struct RowsCopy {
+    char* to;
+    const char* from;
+    int64_t to_pitch, from_pitch, width, rows;
+};
+// All of them by one kernel (several, where there are very many): of all SMs, or of a few that it takes from the attention beside it.
+enum class Beside { kNothing, kAttention };
+fa_status launch_copies(const std::vector<RowsCopy>& copies, Beside beside, void* stream);
 
 namespace cuda {
 fa_status negative_delta(const RowsShape& s, HeadRows out, HeadRows dout, const float* dlse, float* to, void* stream);

@@ -4,8 +4,9 @@
 // The reader copies. A rank publishes arrays before the first meeting of a call; all ranks then know where they lie. Work on a stream and
 // copies are ordered by signals: a rank marks a point of its stream, and copies from that rank wait for the mark. On GPUs copies from other
 // ranks are made by copy engines on streams of the group, because a copy that is a kernel would wait behind an attention kernel that holds
-// every SM. Copies within a rank's memory are kernels, so a mode makes those of all its pieces first, while it waits for the first piece
-// from other ranks. On the CPU everything is done when a function returns, and a meeting is all the order there is.
+// every SM. But a copy engine takes 8 us for each message, so small ones are the work of kernels that the reader launches before its
+// first attention: of all SMs where nothing runs beside it, else of a few. Copies within a rank's memory are kernels, too. On the CPU
+// everything is done when a function returns, and a meeting is all the order there is.
 #pragma once
 
 #include <cstddef>
@@ -23,6 +24,9 @@ namespace fa::distributed {
 // might wait for each other.
 enum Signal : int32_t { kReady, kDone, kTotals, kPiece };
 constexpr int kMostPieces = 16, kSignals = kPiece + kMostPieces;
+
+// Streams of a call. Pieces take turns on them: the next one's copies run beside the work on a piece, and kernels overlap at their ends.
+constexpr int64_t kStreams = 3;
 
 // An array of rows that other ranks read: `rows` rows of `width` bytes, `pitch` bytes apart.
 struct Rows {
@@ -52,6 +56,9 @@ struct Copy {
 enum class Which { kAll, kRemote, kLocal };
 inline bool is_among(Which which, const Copy& c) { return which == Which::kAll || (which == Which::kLocal) == (c.source == c.target); }
 
+// Whether other work runs beside a transfer, and how long that takes.
+enum class Hidden { kNot, kBehindLittle, kBehindMuch };
+
 class Transport {
 public:
     virtual ~Transport() = default;
@@ -61,6 +68,8 @@ public:
     size_t shared_bytes() const { return shared_bytes_; }
     char* shared() const { return shared_; }
 
+    // The start of a call on this rank: what is left of one that broke off is forgotten.
+    virtual void begin() {}
     // Makes an array readable for the others. Where a rank cannot read another's arrays, it is copied to `staging`, a place in the shared
     // memory. The signal kReady has to follow.
     virtual fa_status publish(const Rows& array, char* staging, void* stream, Published* published) = 0;
@@ -74,13 +83,17 @@ public:
     // Copies of this list of which this rank is the source or the target; each waits for `after` of its source. Every rank gives a list
     // that holds at least its own ones, in the same order.
     virtual fa_status move(const std::vector<Copy>& copies, int32_t after, Which which) = 0;
-    virtual size_t staging_of(const std::vector<Copy>&) const { return 0; }  // bytes of shared memory that move needs besides
+    // The same copies for work on `stream`, which goes on when all of them are done.
+    virtual fa_status fetch(const std::vector<Copy>& copies, int32_t after, void* stream, Hidden) {
+        const fa_status status = move(copies, after, Which::kAll);
+        return status == FA_OK ? arrive(stream) : status;
+    }
     void stage_at(char* place) { staging_ = place; }
     // The stream waits for all copies so far; copies from here on wait for the stream.
     virtual fa_status arrive(void* stream) = 0;
     virtual fa_status follow(void* stream) = 0;
-    // A second stream for the work of a call: kernels of two pieces overlap at their ends. On the CPU NULL.
-    virtual void* side_stream() { return nullptr; }
+    // Streams for the work of a call besides the caller's: i = 1 .. kStreams - 1. On the CPU NULL.
+    virtual void* side_stream(int64_t i) { return i ? nullptr : nullptr; }
     virtual fa_status join(void* from, void*) { return from ? FA_OK : FA_OK; }  // the second stream waits for the first
     // The end of a call: collective. The stream waits until all ranks have read what this rank published.
     virtual fa_status finish(void* stream) = 0;

@@ -5,6 +5,7 @@
 
 #include "api/common/device.h"
 #include "api/common/status.h"
+#include "distributed/rows.h"
 #include "distributed/transport.h"
 
 namespace fa::distributed {
@@ -25,14 +26,16 @@ public:
     fa_status open();  // collective: streams, events, access to the peers
 
     fa_status reserve(size_t bytes) override;
+    void begin() override { staged_.clear(); }
     fa_status publish(const Rows& array, char* staging, void* stream, Published* published) override;
     void adopt(const Published* published) override;
     fa_status signal(int32_t signal, void* stream) override;
     fa_status fence() override;
     fa_status move(const std::vector<Copy>& copies, int32_t after, Which which) override;
+    fa_status fetch(const std::vector<Copy>& copies, int32_t after, void* stream, Hidden hidden) override;
     fa_status arrive(void* stream) override;
     fa_status follow(void* stream) override;
-    void* side_stream() override { return side_; }
+    void* side_stream(int64_t i) override { return sides_[i - 1]; }
     fa_status join(void* from, void* to) override;
     fa_status finish(void* stream) override;
     void drain() override;
@@ -48,7 +51,10 @@ protected:
     fa_status exchange_events();
     fa_status share(size_t bytes);
     void close_memory();
-    fa_status copy(const Copy& c, cudaStream_t stream);
+    std::vector<const Copy*> to_this_rank(const std::vector<Copy>& copies, Which which) const;
+    RowsCopy rows_of(const Copy& c) const;
+    fa_status wait_for(const std::vector<const Copy*>& copies, int32_t after, cudaStream_t stream);
+    fa_status by_engine(const std::vector<const Copy*>& copies);
 
     Meeting& meeting_;
     int rank_, size_, device_;
@@ -57,8 +63,9 @@ protected:
     std::vector<Peer> peers_;
     std::vector<char*> addresses_;
     std::vector<Published> published_;
+    std::vector<RowsCopy> staged_;  // copies to this rank's shared memory that are to be made before it signals kReady
     cudaStream_t copies_[kCopyStreams] = {};
-    cudaStream_t side_ = nullptr;
+    cudaStream_t sides_[kStreams - 1] = {};
     cudaEvent_t events_[kSignals] = {};  // this rank's marks
     cudaEvent_t arrived_[kCopyStreams] = {}, fork_ = nullptr;
 };

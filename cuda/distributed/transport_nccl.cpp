@@ -63,12 +63,6 @@ public:
 
     fa_status fence() override { return FA_OK; }  // the stream's order, and NCCL's, are enough
 
-    size_t staging_of(const std::vector<Copy>& copies) const override {
-        size_t bytes = 0;
-        for (const Copy& c : copies) bytes += size_t(c.width * c.rows + kAlign);
-        return bytes;
-    }
-
     fa_status move(const std::vector<Copy>& copies, int32_t after, Which which) override {
         char* place = staging_;
         const auto take = [&](int64_t bytes) {
@@ -84,11 +78,12 @@ public:
             char* data;
         };
         std::vector<Part> sends, receives;
+        std::vector<RowsCopy> own;
         for (const Copy& c : copies) {
             if (c.width == 0 || c.rows == 0 || !is_among(which, c)) continue;
             const size_t at = size_t(rank_) * kMostPublished + size_t(c.array);
             if (c.source == rank_ && c.target == rank_) {
-                FA_RETURN_IF_ERROR(copy(c, copies_[kLocal]));
+                own.push_back(rows_of(c));
             } else if (c.source == rank_) {
                 char* from = addresses_[at] + c.from;
                 if (c.rows > 1 && published_[at].pitch != c.width) {
@@ -104,6 +99,7 @@ public:
                 receives.push_back({&c, to});
             }
         }
+        FA_RETURN_IF_ERROR(launch_copies(own, Beside::kNothing, copies_[kLocal]));
         if (!sends.empty() || !receives.empty()) {
             FA_RETURN_IF_ERROR(check("ncclGroupStart", nccl_.group_start()));
             for (const Part& s : sends)
@@ -121,6 +117,9 @@ public:
         return FA_OK;
     }
 
+    fa_status fetch(const std::vector<Copy>& copies, int32_t after, void* stream, Hidden hidden) override {
+        return Transport::fetch(copies, after, stream, hidden);
+    }
     fa_status finish(void* stream) override { return arrive(stream); }  // what this rank published has been sent by then
 
 private:

@@ -10,6 +10,8 @@
 namespace fa::distributed {
 namespace {
 
+constexpr int64_t kSmall = 1 << 19;  // bytes of a message of results: copy engines are at least 8 us away from the next one
+
 // Query heads q0 .. q1 - 1 and their key heads k0 .. k1 - 1, all query heads of each, or some of one.
 struct Piece {
     int32_t q0, q1, k0, k1;
@@ -87,6 +89,12 @@ std::vector<Share> shares_of(const Problem& p) {
     return shares;
 }
 
+size_t most_pieces(const std::vector<Share>& shares) {
+    size_t most = 0;
+    for (const Share& s : shares) most = std::max(most, s.pieces.size());
+    return most;
+}
+
 // An array of tokens on its way to those who have the heads.
 struct Arriving {
     Array array;
@@ -100,10 +108,9 @@ struct ArrivingRows {
     char* to;  // (heads, total_q) here
 };
 
-// Fetches what piece i of this rank needs: its query heads, and those of its key heads that no piece before it has fetched.
-fa_status fetch(Walk& w, const Problem& p, const std::vector<Share>& shares, size_t i, const std::vector<Arriving>& arrays,
-                const std::vector<ArrivingRows>& rows, Which which) {
-    std::vector<Copy> copies;
+// Puts on a list what piece i of a rank needs: its query heads, and those of its key heads that no piece before it has fetched.
+void list_piece(Walk& w, const Problem& p, const std::vector<Share>& shares, size_t i, const std::vector<Arriving>& arrays,
+                const std::vector<ArrivingRows>& rows, std::vector<Copy>& copies) {
     w.each_pair([&](int source, int target) {
         const Share& share = shares[size_t(target)];
         if (i >= share.pieces.size()) return;
@@ -124,7 +131,23 @@ fa_status fetch(Walk& w, const Problem& p, const std::vector<Share>& shares, siz
                       x.to + ((piece.q0 - share.q0) * p.total_q() + p.cu_q[size_t(s.sequence)] + s.begin) * 4, p.total_q() * 4,
                       s.length() * 4, piece.q1 - piece.q0);
     });
-    return w.move(copies, kReady, which);
+}
+
+// Brings back the results of all pieces: list(i, copies) says what of piece i. Only the last piece's transfers are hidden by nothing.
+template <typename List>
+fa_status each_result(Walk& w, const std::vector<Share>& shares, const List& list) {
+    const size_t most = most_pieces(shares);
+    FA_RETURN_IF_ERROR(w.fence());
+    std::vector<std::vector<Copy>> small(most);
+    for (size_t i = 0; i < most; ++i) {
+        std::vector<Copy> copies, large;
+        list(i, copies);
+        for (const Copy& c : copies) (i + 1 < most && c.width * c.rows >= kSmall ? large : small[i]).push_back(c);
+        FA_RETURN_IF_ERROR(w.move(large, kPiece + int32_t(i)));
+    }
+    FA_RETURN_IF_ERROR(w.join());
+    for (size_t i = 0; i < most; ++i) FA_RETURN_IF_ERROR(w.fetch(small[i], kPiece + int32_t(i)));
+    return w.arrive();
 }
 
 // The other way: rows of (total, heads, dim) arrays of those who had the heads, to the rows of this rank at `to`.
@@ -170,12 +193,6 @@ fa_status publish_inputs(Walk& w, const Problem& p) {
     return publish(kV, p.a.v, p.a.nheads_k, p.headdim_v, p.rows_k());
 }
 
-size_t most_pieces(const std::vector<Share>& shares) {
-    size_t most = 0;
-    for (const Share& s : shares) most = std::max(most, s.pieces.size());
-    return most;
-}
-
 fa_status forward(Walk& w, const Problem& p) {
     const std::vector<Share> shares = shares_of(p);
     const Share& own = shares[size_t(p.rank)];
@@ -188,7 +205,6 @@ fa_status forward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(w.publish(kResult, out, own.heads * dv * p.element, own.heads * dv * p.element, total_q));
     if (lse) FA_RETURN_IF_ERROR(w.publish(kResultLse, lse, total_q * 4, total_q * 4, own.heads));
     FA_RETURN_IF_ERROR(w.begin());
-    FA_RETURN_IF_ERROR(w.follow());
     WholeSequences whole{nullptr, nullptr, own};
     if (p.batch > 1) {
         FA_RETURN_IF_ERROR(w.table(p.cu_q, &whole.cu_q));
@@ -198,38 +214,29 @@ fa_status forward(Walk& w, const Problem& p) {
     char* q = w.scratch(total_q * own.heads * d * p.element);
     char *k = w.scratch(total_k * own.heads_k * d * p.element), *v = w.scratch(total_k * own.heads_k * dv * p.element);
     const std::vector<Arriving> arrays = {{kQ, false, d, q}, {kK, true, d, k}, {kV, true, dv, v}};
-    const size_t most = most_pieces(shares);
-    FA_RETURN_IF_ERROR(fetch(w, p, shares, 0, arrays, {}, Which::kRemote));
-    for (size_t i = 0; i < most; ++i) FA_RETURN_IF_ERROR(fetch(w, p, shares, i, arrays, {}, Which::kLocal));
-    for (size_t i = 0; i < most; ++i) {
-        if (i > 0) FA_RETURN_IF_ERROR(fetch(w, p, shares, i, arrays, {}, Which::kRemote));
-        if (i >= own.pieces.size()) continue;
+    const auto inputs = [&](size_t i, std::vector<Copy>& copies) { list_piece(w, p, shares, i, arrays, {}, copies); };
+    FA_RETURN_IF_ERROR(each_piece(w, most_pieces(shares), own.pieces.size(), inputs, [&](size_t i) -> fa_status {
         const Piece& piece = own.pieces[i];
-        FA_RETURN_IF_ERROR(w.arrive(int64_t(i)));
         fa_attention_args args = whole.args(p, piece);
         args.q = whole.at(q, p, piece, false, d), args.k = whole.at(k, p, piece, true, d), args.v = whole.at(v, p, piece, true, dv);
         args.out = whole.at(out, p, piece, false, dv);
         args.lse = lse ? reinterpret_cast<float*>(lse) + (piece.q0 - own.q0) * total_q : nullptr;
         FA_RETURN_IF_ERROR(w.attend(args, int64_t(i)));
-        FA_RETURN_IF_ERROR(w.signal(kPiece + int32_t(i), int64_t(i)));
-    }
-    FA_RETURN_IF_ERROR(w.fence());
-    for (size_t i = 0; i < most; ++i) {
-        std::vector<Copy> copies;
+        return w.signal(kPiece + int32_t(i), int64_t(i));
+    }));
+    FA_RETURN_IF_ERROR(each_result(w, shares, [&](size_t i, std::vector<Copy>& copies) {
         bring_back(w, p, shares, copies, i, kResult, false, dv, p.a.out);
-        if (makes_lse)
-            w.each_pair([&](int source, int target) {
-                const Share& share = shares[size_t(source)];
-                if (i >= share.pieces.size() || !w.has(target, kResultLse)) return;
-                const Piece& piece = share.pieces[i];
-                const int64_t rows = Problem::rows_of(p.q[size_t(target)]);
-                for (const Segment& s : p.q[size_t(target)])
-                    w.add(copies, source, target, kResultLse, piece.q0 - share.q0, (p.cu_q[size_t(s.sequence)] + s.begin) * 4,
-                          reinterpret_cast<char*>(p.a.lse) + (piece.q0 * rows + s.row) * 4, rows * 4, s.length() * 4, piece.q1 - piece.q0);
-            });
-        FA_RETURN_IF_ERROR(w.move(copies, kPiece + int32_t(i)));
-    }
-    FA_RETURN_IF_ERROR(w.join());
+        if (!makes_lse) return;
+        w.each_pair([&](int source, int target) {
+            const Share& share = shares[size_t(source)];
+            if (i >= share.pieces.size() || !w.has(target, kResultLse)) return;
+            const Piece& piece = share.pieces[i];
+            const int64_t rows = Problem::rows_of(p.q[size_t(target)]);
+            for (const Segment& s : p.q[size_t(target)])
+                w.add(copies, source, target, kResultLse, piece.q0 - share.q0, (p.cu_q[size_t(s.sequence)] + s.begin) * 4,
+                      reinterpret_cast<char*>(p.a.lse) + (piece.q0 * rows + s.row) * 4, rows * 4, s.length() * 4, piece.q1 - piece.q0);
+        });
+    }));
     return w.finish();
 }
 
@@ -280,7 +287,23 @@ fa_status backward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(w.publish(kDv, dvalues, slots * dv * e, slots * dv * e, total_k));
     if (dsinks) FA_RETURN_IF_ERROR(w.publish(kSinks, dsinks, int64_t(p.a.nheads) * 4, int64_t(p.a.nheads) * 4, 1));
     FA_RETURN_IF_ERROR(w.begin());
-    FA_RETURN_IF_ERROR(w.follow());
+    // dk and dv: one part of each head goes to its place; several are added up here. Heads with fewer parts than others have zeros.
+    const auto who = contributors(p, shares);
+    size_t parts = 1, fewest = SIZE_MAX;
+    for (const auto& each : who) parts = std::max(parts, each.size()), fewest = std::min(fewest, each.size());
+    const int64_t rows_k = p.rows_k();
+    struct Gradient {
+        Array array;
+        int64_t dim, width;
+        const fa_tensor& to;
+        char* staged;
+    } gradients[] = {{kDk, d, d * e, p.g.dk, nullptr}, {kDv, dv, dv * e, p.g.dv, nullptr}};
+    for (Gradient& x : gradients) {
+        if (parts == 1) continue;
+        x.staged = w.scratch(int64_t(parts) * rows_k * heads_k * x.width);
+        if (w.runs() && fewest < parts)
+            FA_RETURN_IF_ERROR(launch_zero(p.device(), x.staged, parts * size_t(rows_k * heads_k * x.width), w.stream()));
+    }
     WholeSequences whole{nullptr, nullptr, own};
     if (p.batch > 1) {
         FA_RETURN_IF_ERROR(w.table(p.cu_q, &whole.cu_q));
@@ -297,14 +320,9 @@ fa_status backward(Walk& w, const Problem& p) {
     char *lse = w.scratch(total_q * own.heads * 4), *sums = w.scratch(total_q * own.heads * 4);
     const std::vector<Arriving> arrays = {{kQ, false, d, q}, {kK, true, d, k}, {kV, true, dv, v}, {kDout, false, dv, dout}};
     const std::vector<ArrivingRows> rows = {{kLse, lse}, {kDelta, sums}};
-    const size_t most = most_pieces(shares);
-    FA_RETURN_IF_ERROR(fetch(w, p, shares, 0, arrays, rows, Which::kRemote));
-    for (size_t i = 0; i < most; ++i) FA_RETURN_IF_ERROR(fetch(w, p, shares, i, arrays, rows, Which::kLocal));
-    for (size_t i = 0; i < most; ++i) {
-        if (i > 0) FA_RETURN_IF_ERROR(fetch(w, p, shares, i, arrays, rows, Which::kRemote));
-        if (i >= own.pieces.size()) continue;
+    const auto inputs = [&](size_t i, std::vector<Copy>& copies) { list_piece(w, p, shares, i, arrays, rows, copies); };
+    FA_RETURN_IF_ERROR(each_piece(w, most_pieces(shares), own.pieces.size(), inputs, [&](size_t i) -> fa_status {
         const Piece& piece = own.pieces[i];
-        FA_RETURN_IF_ERROR(w.arrive(int64_t(i)));
         fa_attention_args args = whole.args(p, piece);
         args.q = whole.at(q, p, piece, false, d), args.k = whole.at(k, p, piece, true, d), args.v = whole.at(v, p, piece, true, dv);
         args.out = {zeros, 0, 0, 0};
@@ -316,43 +334,25 @@ fa_status backward(Walk& w, const Problem& p) {
         g.dlse = reinterpret_cast<float*>(sums) + (piece.q0 - own.q0) * total_q;
         g.dsinks = dsinks ? reinterpret_cast<float*>(dsinks) + piece.q0 : nullptr;
         FA_RETURN_IF_ERROR(w.differentiate(args, g, int64_t(i)));
-        FA_RETURN_IF_ERROR(w.signal(kPiece + int32_t(i), int64_t(i)));
+        return w.signal(kPiece + int32_t(i), int64_t(i));
+    }));
+    if (dsinks) {
+        FA_RETURN_IF_ERROR(w.join());
+        FA_RETURN_IF_ERROR(w.signal(kTotals, 0));
     }
-    FA_RETURN_IF_ERROR(w.join());
-    if (dsinks) FA_RETURN_IF_ERROR(w.signal(kTotals, 0));
-    FA_RETURN_IF_ERROR(w.fence());
-    for (size_t i = 0; i < most; ++i) {
-        std::vector<Copy> copies;
+    FA_RETURN_IF_ERROR(each_result(w, shares, [&](size_t i, std::vector<Copy>& copies) {
         bring_back(w, p, shares, copies, i, kResult, false, d, p.g.dq);
-        FA_RETURN_IF_ERROR(w.move(copies, kPiece + int32_t(i)));
-    }
-    // dk and dv: one part of each head goes to its place; several are added up here.
-    const auto who = contributors(p, shares);
-    size_t parts = 1;
-    for (const auto& each : who) parts = std::max(parts, each.size());
-    const int64_t rows_k = p.rows_k();
-    const struct {
-        Array array;
-        int64_t dim;
-        const fa_tensor& to;
-    } gradients[] = {{kDk, d, p.g.dk}, {kDv, dv, p.g.dv}};
-    for (const auto& x : gradients) {
-        const int64_t width = x.dim * e;
-        char* staged = parts > 1 ? w.scratch(int64_t(parts) * rows_k * heads_k * width) : nullptr;
-        if (staged && w.runs())  // heads with fewer parts than others
-            FA_RETURN_IF_ERROR(launch_zero(p.device(), staged, parts * size_t(rows_k * heads_k * width), w.stream()));
-        if (staged) FA_RETURN_IF_ERROR(w.follow());
-        for (size_t i = 0; i < most; ++i) {
-            std::vector<Copy> copies;
+        for (const Gradient& x : gradients)
             w.each_pair([&](int source, int target) {
                 const Share& share = shares[size_t(source)];
                 if (i >= share.pieces.size()) return;
                 const Piece& piece = share.pieces[i];
                 const int64_t target_rows = Problem::rows_of(p.k[size_t(target)]);
-                if (!staged) {
+                if (!x.staged) {
                     for (const Segment& s : p.k[size_t(target)])
-                        w.add(copies, source, target, x.array, p.cu_k[size_t(s.sequence)] + s.begin, first_slot(share, i) * width,
-                              at_row(x.to, s.row, e) + piece.k0 * width, x.to.row_stride * e, (piece.k1 - piece.k0) * width, s.length());
+                        w.add(copies, source, target, x.array, p.cu_k[size_t(s.sequence)] + s.begin, first_slot(share, i) * x.width,
+                              at_row(x.to, s.row, e) + piece.k0 * x.width, x.to.row_stride * e, (piece.k1 - piece.k0) * x.width,
+                              s.length());
                     return;
                 }
                 for (int32_t h = piece.k0; h < piece.k1; ++h) {
@@ -360,18 +360,16 @@ fa_status backward(Walk& w, const Problem& p) {
                     while (who[size_t(h)][part].rank != source || who[size_t(h)][part].piece != i) ++part;
                     for (const Segment& s : p.k[size_t(target)])
                         w.add(copies, source, target, x.array, p.cu_k[size_t(s.sequence)] + s.begin,
-                              (first_slot(share, i) + h - piece.k0) * width,
-                              staged + ((int64_t(part) * target_rows + s.row) * heads_k + h) * width, heads_k * width, width, s.length());
+                              (first_slot(share, i) + h - piece.k0) * x.width,
+                              x.staged + ((int64_t(part) * target_rows + s.row) * heads_k + h) * x.width, heads_k * x.width, x.width,
+                              s.length());
                 }
             });
-            FA_RETURN_IF_ERROR(w.move(copies, kPiece + int32_t(i)));
-        }
-        if (!staged) continue;
-        FA_RETURN_IF_ERROR(w.arrive());
-        if (w.runs())
-            FA_RETURN_IF_ERROR(launch_sum(p.rows(rows_k, heads_k, x.dim), {x.to.data, x.to.row_stride, x.to.head_stride}, staged,
+    }));
+    for (const Gradient& x : gradients)
+        if (x.staged && w.runs())
+            FA_RETURN_IF_ERROR(launch_sum(p.rows(rows_k, heads_k, x.dim), {x.to.data, x.to.row_stride, x.to.head_stride}, x.staged,
                                           rows_k * heads_k * x.dim, int32_t(parts), w.stream()));
-    }
     FA_RETURN_IF_ERROR(sum_sinks(w, p, 1));
     return w.finish();
 }
