@@ -30,7 +30,7 @@ def run(*arguments, code=0):
 
 def read(file):
     data = json.loads(file.read_text())
-    assert data.keys() >= {"machine", "date", "commit", "command", "ranks", "devices", "rows"}
+    assert data.keys() >= {"machine", "date", "commit", "command", "ranks", "gpus", "rows"}
     assert data["machine"].keys() >= {"host", "library"}
     assert data["command"].startswith("python -m flash_attn_minimal context-parallel")
     assert "--json" not in data["command"] and str(file) not in data["command"]
@@ -40,7 +40,7 @@ def read(file):
 def check_row(row):
     """A row of ours with a time."""
     assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["rounds"] >= 1 and row["calls"] >= 3
-    assert len(row["one_each_ms"]) == row["ranks"] and row["single_ms"] > 0
+    assert len(row["one_each_ms"]) == row["ranks"] == row["devices"] and row["single_ms"] > 0
     assert row["one_ms"] == pytest.approx(np.mean(row["one_each_ms"]), rel=1e-3)
     assert row["one_slowest_ms"] == max(row["one_each_ms"])
     assert row["efficiency"] == pytest.approx(row["one_ms"] / row["ms"] / row["ranks"], rel=1e-3)
@@ -58,7 +58,7 @@ def test_quick_run(tmp_path):
     ]
     said = run("--ranks", "2", "--device", "cpu", "--quick", *outputs)
     data, text = read(files[0]), files[1].read_text()
-    assert (data["ranks"], data["devices"], "interrupted" in data) == (2, 2, False)
+    assert (data["ranks"], data["gpus"], "interrupted" in data) == ([2], 0, False)
     assert [row["case"] for row in data["rows"]] == ["forward-512", "backward-512"]
     for row in data["rows"]:
         check_row(row)
@@ -71,6 +71,30 @@ def test_quick_run(tmp_path):
     assert files[2].read_bytes().startswith(b"\x89PNG")
     assert re.search(r"^\[1/2\] forward-512: one alone .* ms, 2 ranks .* ms, .*%", said.stdout, re.MULTILINE)
     assert "2 rows timed, 0 wrong answers" in said.stdout
+
+
+@needs_matplotlib
+def test_groups_of_several_sizes(tmp_path):
+    """One run, a table with the ranks of each row, a picture over ranks."""
+    files = [tmp_path / name for name in ("cp.json", "cp.md", "cp.png")]
+    outputs = [
+        word for file, name in zip(files, ("--json", "--md", "--png"), strict=True) for word in (name, str(file))
+    ]
+    chosen = "--cases", "forward-512,backward-512", "--kinds", "threads", "--rounds", "1"
+    said = run("--ranks", "4,2", "--device", "cpu", *chosen, *outputs)
+    data, text = read(files[0]), files[1].read_text()
+    assert data["ranks"] == [2, 4]
+    found = [(row["case"], row["ranks"]) for row in data["rows"]]
+    assert found == [("forward-512", 2), ("backward-512", 2), ("forward-512", 4), ("backward-512", 4)]
+    for row in data["rows"]:
+        check_row(row)
+    assert text.startswith("# Context parallelism on 2 and 4 ranks of the CPU") and "![efficiency over ranks](" in text
+    lines = [[cell.strip() for cell in line.split("|")[1:4]] for line in text.splitlines() if line.startswith("| ")]
+    assert lines[0][:2] == ["case", "ranks"]
+    table = [line for line in lines[2:] if line[2].endswith("threads")]
+    assert [line[:2] for line in table] == [["forward-512", "2"], ["", "4"], ["backward-512", "2"], ["", "4"]]
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"forward-512: one alone .* ms, 4 ranks ", said.stdout)
 
 
 def test_modes_kinds_and_named_cases(tmp_path):
@@ -161,6 +185,10 @@ def _parent(pid):
         (["--device", "cpu", "--modes", "gather,star"], "'star' is none of auto, gather, ulysses, ring"),
         (["--device", "cpu", "--kinds", "fibres"], "'fibres' is none of processes, threads"),
         (["--device", "cpu", "--ranks", "0"], "0 is not positive"),
+        (["--device", "cpu", "--ranks", "2,x"], "invalid numbers value: '2,x'"),
+        (["--device", "cpu", "--ranks", "1,4"], "1 rank: context parallelism is for 2 or more"),
+        (["--device", "cpu", "--trace", "timelines"], "--trace timelines: timelines are of GPUs"),
+        (["--device", "cpu", "--trace", "/nowhere/lines"], "cannot write /nowhere/lines: /nowhere is no folder"),
         (["--device", "cpu", "--json", "/nowhere/cp.json"], "cannot write /nowhere/cp.json: /nowhere is no folder"),
     ],
 )
@@ -175,10 +203,14 @@ def devices(arguments, gpus):
 
 @needs_torch
 def test_devices_of_the_ranks():
-    assert devices([], 0) == ("cpu", "cpu") and devices(["--ranks", "3"], 0) == ("cpu",) * 3
-    assert devices([], 4) == (0, 1, 2, 3) and devices(["--gpus", "2"], 4) == (0, 1)
-    assert devices(["--gpus", "2", "--ranks", "4"], 2) == (0, 1, 0, 1)
-    assert devices(["--device", "cpu"], 8) == ("cpu", "cpu")
+    assert devices([], 0) == [("cpu", "cpu")] and devices(["--ranks", "3"], 0) == [("cpu",) * 3]
+    assert devices([], 4) == [(0, 1), (0, 1, 2, 3)] and devices(["--gpus", "2"], 4) == [(0, 1)]
+    assert [len(group) for group in devices([], 8)] == [2, 4, 8]
+    assert [len(group) for group in devices(["--gpus", "6"], 8)] == [2, 4, 6]
+    assert devices(["--gpus", "2", "--ranks", "4"], 2) == [(0, 1, 0, 1)]
+    assert devices(["--ranks", "4,2"], 3) == [(0, 1), (0, 1, 2, 0)]
+    assert devices(["--device", "cpu"], 8) == [("cpu", "cpu")]
+    assert crew.Spec("processes", (0, 1, 0, 1, 1), 1).turns == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +237,7 @@ def test_gpus_without_a_gpu():
 
 
 def tasks(*arguments, gpus=2):
-    return command.tasks_of(command._parser().parse_args(arguments), tuple(range(gpus)))
+    return command.tasks_of(command._parser().parse_args(arguments), [tuple(range(gpus))])
 
 
 def test_the_usual_run_on_gpus():
@@ -246,14 +278,16 @@ def test_bursts():
 def test_efficiency():
     assert report.efficiency(10.0, 5.0, 2) == 1.0
     assert report.efficiency(10.0, 10.0, 4) == 0.25
-    row = cases.known("cpu")["forward-512"].row() | {"flops": 1e12, "ranks": 4}
+    row = cases.known("cpu")["forward-512"].row() | {"flops": 1e12, "ranks": 4, "devices": 4}
     ours = row | {"system": "ours", "kind": "processes", "ms": 4.0, "one_ms": 12.0, "one_slowest_ms": 13.0}
     peer = row | {"system": "torch_allgather", "ms": 6.0, "one_ms": 20.0, "one_slowest_ms": 21.0}
-    mine, theirs = report.completed([ours, peer], devices=4)
+    mine, theirs = report.completed([ours, peer])
     assert (mine["efficiency"], mine["efficiency_slowest"], mine["tflops"]) == (0.75, 0.8125, 250.0)
     assert theirs["efficiency"] == 0.5, "a peer is judged by our time on one device"
     assert (theirs["own_one_ms"], theirs["own_efficiency"]) == (20.0, 0.83333) and "one_ms" not in theirs
-    assert "efficiency" not in report.completed([peer], devices=4)[0]
+    assert "efficiency" not in report.completed([peer])[0]
+    other = peer | {"ranks": 2, "devices": 2}
+    assert "efficiency" not in report.completed([ours, other])[1], "one device is measured in each group"
 
 
 def test_difference():
@@ -275,13 +309,14 @@ def test_difference():
 def test_a_wrong_answer_is_a_failure(monkeypatch, capsys, tmp_path):
     case = cases.known("cpu")["forward-512"]
     right = case.row() | {"system": "ours", "kind": "processes", "asked": "auto", "mode": "gather", "flops": 1.0}
-    right |= {"ms": 1.0, "ms_min": 1.0, "ms_max": 1.0, "single_ms": 1.0, "err": 0.0}
+    right |= {"ranks": 2, "devices": 2, "ms": 1.0, "ms_min": 1.0, "ms_max": 1.0, "single_ms": 1.0, "err": 0.0}
     wrong = right | rank.verdict([(0.5, 0.5)], "float32")
     for rows, code in (([right], 0), ([right, wrong], 1), ([wrong | {"system": "ring"}, right], 0), ([], 1)):
         monkeypatch.setattr(command, "_measure", lambda tasks, machine, rows=rows: iter([(rows, 0.0)] if rows else []))
         assert command.main(["--device", "cpu", "--quick", "--md", str(tmp_path / "cp.md")]) == code
         assert ("WRONG: error 5.00e-01" in capsys.readouterr().out) == any(row.get("wrong") for row in rows)
     lost = case.row() | {"system": "ours", "kind": "processes", "asked": "auto", "error": "no answer", "flops": 1.0}
+    lost |= {"ranks": 2, "devices": 2}
     monkeypatch.setattr(command, "_measure", lambda tasks, machine: iter([([right], 0.0), ([lost], 0.0)]))
     assert command.main(["--device", "cpu", "--quick"]) == 1
 
@@ -361,7 +396,7 @@ def test_after_lost_ranks_the_others_go_on(monkeypatch):
     monkeypatch.setattr(command, "Crew", Crew)
     names = "forward-512,backward-512,full-1k,forward-1k"
     asked = command._parser().parse_args(["--device", "cpu", "--cases", names, "--peers", "torch_allgather,ring"])
-    rows = [row for found, _ in command._measure(command.tasks_of(asked, ("cpu", "cpu")), {}) for row in found]
+    rows = [row for found, _ in command._measure(command.tasks_of(asked, [("cpu", "cpu")]), {}) for row in found]
     assert log == ["processes", "processes", "threads", "torch_allgather", "ring"]
     errors = [row.get("error", "") for row in rows]
     assert errors[:4] == ["", "it dies", "it dies", "left out, after: it dies"] and errors[4:8] == [""] * 4

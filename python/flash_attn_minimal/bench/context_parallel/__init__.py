@@ -3,6 +3,7 @@
 cases.py    what is timed, how often
 crew.py     processes for the ranks, which may hang or crash
 rank.py     what a rank does: arrays, the answer of one device, bursts in turns
+timeline.py what the GPU of a rank does in a call, and when
 peers.py    PyTorch's context_parallel, a ring over NCCL
 report.py   efficiency, tables, the picture
 """
@@ -29,7 +30,7 @@ from ...distributed._structs import MODES
 from .. import figure
 from ..machine import BenchError, cores
 from ..report import encoded
-from . import cases, peers, rank, report
+from . import cases, peers, rank, report, timeline
 from .crew import Crew, Lost, Spec
 
 MOST_LOST = 2  # crews of a kind; then its other cases are left out
@@ -46,12 +47,15 @@ class Task:
     def seconds(self) -> float:
         """A guess."""
         order, device = self.order, "cpu" if self.spec.devices[0] == "cpu" else "cuda"
-        return order.case.seconds(device, self.spec.size, order.protocol, max(1, len(order.modes)))
+        turns = max(self.spec.turns) + 1
+        return order.case.seconds(device, self.spec.size, turns, order.protocol, max(1, len(order.modes)))
 
     def labelled(self, rows: list[dict]) -> list[dict]:
         """The rows of the ranks with what they do not know."""
-        who = {"system": self.spec.kind} if self.spec.peer else {"system": "ours", "kind": self.spec.kind}
-        return [row | who | {"ranks": self.spec.size, "flops": self.order.case.flops} for row in rows]
+        spec = self.spec
+        who = {"system": spec.kind} if spec.peer else {"system": "ours", "kind": spec.kind}
+        who |= {"ranks": spec.size, "devices": spec.size if spec.devices[0] == "cpu" else len(set(spec.devices))}
+        return [row | who | {"flops": self.order.case.flops} for row in rows]
 
     def failed(self, reason: str) -> list[dict]:
         return self.labelled(
@@ -65,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         if number < 1:
             raise argparse.ArgumentTypeError(f"{text} is not positive")
         return number
+
+    def numbers(text: str) -> list[int]:
+        return sorted({positive(word) for word in text.split(",")})
 
     def words(known) -> Any:
         def parsed(text: str) -> list[str]:
@@ -87,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="default: all")
-    add("--ranks", type=positive, metavar="N", help="default: one for each GPU, 2 on the CPU; ranks may share a GPU")
+    add("--ranks", type=numbers, metavar="N,...",
+        help="how many take part; several numbers are groups of these sizes, one after another; ranks may share a GPU; "
+        "default: 2, 4, 8, ... as far as there are GPUs, 2 on the CPU")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one, else cpu")
     add("--threads", type=positive, metavar="N", help="of a rank on the CPU; default: its share of the cores")
     add("--cases", metavar="NAME,...", help="default: the usual ones")
@@ -103,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE")
     add("--md", type=Path, metavar="FILE")
     add("--png", type=Path, metavar="FILE", help="a picture; needs matplotlib")
+    add("--trace", type=Path, metavar="FOLDER",
+        help="where timelines go, of what the GPU of rank 0 does in a call of each case: JSON, and a picture where "
+        "there is matplotlib")  # fmt: skip
     return parser
 
 
@@ -118,34 +130,37 @@ def main(argv: list[str]) -> int:
         return 2
 
 
-def devices_of(options, gpus: int, built: str) -> tuple[int | str, ...]:
-    """The device of each rank, of so many GPUs that the library sees."""
+def devices_of(options, gpus: int, built: str) -> list[tuple[int | str, ...]]:
+    """The device of each rank of each group, of so many GPUs that the library sees."""
     on_gpus = options.device == "cuda" or (options.device is None and (options.gpus is not None or gpus > 0))
     if options.device == "cpu" and options.gpus is not None:
         raise BenchError(f"--gpus {options.gpus} with --device cpu: give --ranks {options.gpus}")
     if not on_gpus:
-        size = options.ranks or 2
-        devices: tuple[int | str, ...] = ("cpu",) * size
+        groups: list[tuple[int | str, ...]] = [("cpu",) * size for size in options.ranks or [2]]
     else:
         asked = f"--gpus {options.gpus}" if options.gpus else "--device cuda"
         if not gpus:
-            ranks = options.ranks or options.gpus or 2
+            ranks = ",".join(map(str, options.ranks or [options.gpus or 2]))
             raise BenchError(f"{asked}: the library sees no GPU ({built}): give --ranks {ranks} --device cpu")
         if options.gpus and options.gpus > gpus:
             raise BenchError(f"--gpus {options.gpus}: this machine has {gpus} GPU{'s' * (gpus > 1)}")
         used = options.gpus or gpus
-        size = options.ranks or used
-        devices = tuple(r % used for r in range(size))
+        groups = [tuple(r % used for r in range(size)) for size in options.ranks or _sizes(used)]
         if importlib.util.find_spec("torch") is None:
             raise BenchError(f"{asked}: PyTorch holds the arrays on GPUs, and it is not installed")
-    if size < 2:
-        raise BenchError(f"{size} rank: context parallelism is for 2 or more; --ranks 2 may share a device")
-    return devices
+    if min(map(len, groups)) < 2:
+        raise BenchError("1 rank: context parallelism is for 2 or more; --ranks 2 may share a device")
+    return groups
 
 
-def tasks_of(options, devices: tuple[int | str, ...]) -> list[Task]:
-    """What runs: ours by processes, ours by threads, then each peer."""
-    device = "cpu" if devices[0] == "cpu" else "cuda"
+def _sizes(gpus: int) -> list[int]:
+    """2, 4, 8, ... and all of them."""
+    return [2**i for i in range(1, gpus.bit_length()) if 2**i < gpus] + [gpus]
+
+
+def tasks_of(options, groups: list[tuple[int | str, ...]]) -> list[Task]:
+    """What runs, for each group: ours by processes, ours by threads, then each peer."""
+    device = "cpu" if groups[0][0] == "cpu" else "cuda"
     names = options.cases.split(",") if options.cases else None
     for name in names or ():
         if name not in cases.known(device):
@@ -153,21 +168,22 @@ def tasks_of(options, devices: tuple[int | str, ...]) -> list[Task]:
     found = cases.chosen(device, names, options.quick, options.long)
     protocol = cases.CPU if device == "cpu" else cases.Protocol()
     rounds = options.rounds or (cases.QUICK_ROUNDS if options.quick else protocol.rounds)
-    order = rank.Order(found[0], tuple(options.modes), replace(protocol, rounds=rounds))
-    threads = options.threads or max(1, cores() // len(devices))
-    tasks = []
-    for kind in options.kinds:
-        if kind == "threads" and options.quick and len(options.kinds) > 1:
-            continue
-        mine = [case for case in found if kind == "processes" or case.widely or len(options.kinds) == 1]
-        tasks += [Task(Spec(kind, devices, threads), replace(order, case=case)) for case in mine]
-    of_peers = replace(order, modes=(), protocol=replace(order.protocol, rounds_alone=1))
-    for name in _peers(options, device):
-        asked = options.peers is not None and names is not None
-        tasks += [
-            Task(Spec(name, devices, threads, peer=True), replace(of_peers, case=case))
-            for case in found if case.widely or asked
-        ]  # fmt: skip
+    order = rank.Order(found[0], tuple(options.modes), replace(protocol, rounds=rounds), bool(options.trace))
+    of_peers = replace(order, modes=(), traced=False, protocol=replace(order.protocol, rounds_alone=1))
+    known, tasks = _peers(options, device), []
+    for devices in groups:
+        threads = options.threads or max(1, cores() // len(devices))
+        for kind in options.kinds:
+            if kind == "threads" and options.quick and len(options.kinds) > 1:
+                continue
+            mine = [case for case in found if kind == "processes" or case.widely or len(options.kinds) == 1]
+            tasks += [Task(Spec(kind, devices, threads), replace(order, case=case)) for case in mine]
+        for name in known:
+            asked = options.peers is not None and names is not None
+            tasks += [
+                Task(Spec(name, devices, threads, peer=True), replace(of_peers, case=case))
+                for case in found if case.widely or asked
+            ]  # fmt: skip
     return tasks
 
 
@@ -185,22 +201,30 @@ def _peers(options, device: str) -> tuple[str, ...]:
 
 def _run(options, argv: list[str]) -> int:
     lib = load()
-    devices = devices_of(options, lib.fa_cuda_device_count(), lib.fa_build_info().decode())
-    tasks = tasks_of(options, devices)
+    groups = devices_of(options, lib.fa_cuda_device_count(), lib.fa_build_info().decode())
+    tasks = tasks_of(options, groups)
     if options.png and not figure.available():
         raise BenchError(f"--png {options.png} needs matplotlib (pip install matplotlib)")
-    for file in filter(None, (options.json, options.md, options.png)):
+    for file in filter(None, (options.json, options.md, options.png, options.trace)):
         if not file.parent.is_dir():
             raise BenchError(f"cannot write {file}: {file.parent} is no folder")
-    data, measured, started = _document(options, devices, argv), [], time.monotonic()
-    unit = f"{len(devices)} {'ranks' if devices[0] == 'cpu' else 'GPUs'}"
+    if options.trace:
+        if groups[0][0] == "cpu":
+            raise BenchError(f"--trace {options.trace}: timelines are of GPUs, and the ranks are on the CPU")
+        with _writing(options.trace):
+            options.trace.mkdir(exist_ok=True)
+    data, measured, started = _document(groups, argv), [], time.monotonic()
+
+    def unit(row: dict) -> str:
+        return f"{row['ranks']} {'GPUs' if groups[0][0] != 'cpu' and row['devices'] == row['ranks'] else 'ranks'}"
+
     with Progress(len(tasks), "context-parallel") as progress:
         try:
             for rows, left in _measure(tasks, data["machine"]):
-                measured += rows
-                data["rows"] = report.completed(measured, data["devices"])
+                measured += [_traced(row, options.trace) for row in rows]
+                data["rows"] = report.completed(measured)
                 data["seconds"] = round(time.monotonic() - started)
-                said = report.sentence(data["rows"][-len(rows) :], unit)
+                said = report.sentence(data["rows"][-len(rows) :], unit(rows[0]))
                 progress.step(said + (f" (about {_clock(left)} left)" if left >= 1 else ""))
                 _write(options, data)
         except KeyboardInterrupt:
@@ -241,14 +265,30 @@ def _measure(tasks: list[Task], machine: dict[str, Any]) -> Iterator[tuple[list[
             crew.kill()
 
 
+def _traced(row: dict, folder: Path | None) -> dict:
+    """The row with a summary in the place of its timeline, which goes into files of their own."""
+    if "timeline" not in row or folder is None:
+        return row
+    found = row.pop("timeline")
+    row["trace"] = timeline.summary(found)
+    name = "_".join([row["case"], row["asked"], str(row["ranks"]), *["threads"] * (row["kind"] == "threads")])
+    about = f"{row['case']}, {report.label(row)}, {row['ranks']} ranks: the GPU of rank 0"
+    with _writing(folder / name):
+        (folder / f"{name}.json").write_text(encoded(found))
+        if figure.available():
+            timeline.picture(found, about, folder / f"{name}.png")
+            row["trace"]["picture"] = f"{folder.name}/{name}.png"
+    return row
+
+
 def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def _document(options, devices, argv: list[str]) -> dict[str, Any]:
+def _document(groups: list[tuple[int | str, ...]], argv: list[str]) -> dict[str, Any]:
     """The object that goes into the file, without rows."""
     about = {"host": f"{cpu_model()}, {cores()} cores", "library": f"{__version__}, {load().fa_build_info().decode()}"}
-    outputs = ("--json", "--md", "--png")  # where results go does not change them
+    outputs = ("--json", "--md", "--png", "--trace")  # where results go does not change them
     kept, skip = [], False
     for word in argv:
         if not skip and not word.startswith(tuple(f"{name}=" for name in outputs)) and word not in outputs:
@@ -259,8 +299,8 @@ def _document(options, devices, argv: list[str]) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "command": shlex.join(["python", "-m", "flash_attn_minimal", "context-parallel", *kept]),
-        "ranks": len(devices),
-        "devices": len(devices) if devices[0] == "cpu" else len(set(devices)),
+        "ranks": [len(devices) for devices in groups],
+        "gpus": 0 if groups[0][0] == "cpu" else len({device for devices in groups for device in devices}),
         "rows": [],
     }
 

@@ -71,12 +71,12 @@ class Case:
             row["cache_bytes"] = self.cache_bytes
         return row | ({"line": True} if self.line else {})
 
-    def seconds(self, device: str, ranks: int, protocol: Protocol, modes: int) -> float:
-        """A guess of how long the case takes."""
+    def seconds(self, device: str, ranks: int, turns: int, protocol: Protocol, modes: int) -> float:
+        """A guess of how long the case takes; `turns`: how many ranks share a device."""
         once = self.flops / _RATE[device][self.of == "backward"] + self.cache_bytes / _BYTES[device]
         alone, together = (n * t for n, t in ((protocol.count(t), t) for t in (once, once / ranks)))
         rounds = protocol.turns(once)
-        return 1.0 + 4 * once + min(rounds, protocol.rounds_alone) * ranks * alone + rounds * modes * together
+        return 1.0 + 4 * once + min(rounds, protocol.rounds_alone) * turns * alone + rounds * modes * together
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,11 @@ class Spec:
     def size(self) -> int:
         return len(self.devices)
 
+    @property
+    def turns(self) -> list[int]:
+        """When each rank works alone: ranks on devices of their own at once, ranks that share one in turns."""
+        return [self.devices[:rank].count(device) for rank, device in enumerate(self.devices)]
+
 
 class Meeting:
     """Where ranks meet, processes or threads: every rank gives a message and gets those of all."""

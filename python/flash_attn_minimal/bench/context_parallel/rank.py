@@ -2,9 +2,10 @@
 
 All ranks run these functions together, in the same order. For each case one device alone and all ranks take turns:
 
-    round   device 0 alone, device 1 alone, ...; all ranks with mode A, all ranks with mode B, ...
+    round   every device alone; all ranks with mode A, all ranks with mode B, ...
 
-so that a device that grows warm, or a busy neighbour, meets each of them alike.
+so that a device that grows warm, or a busy neighbour, meets each of them alike. Devices work alone at the same time,
+none of them with another; ranks that share a device do so in turns.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ... import distributed, flash_attn_func, flash_attn_varlen_func, flash_attn
 from ...backward import backward
 from ..machine import BenchError, Meter, Numpy, TorchCuda
 from ..suite import rounded
+from . import timeline
 from .cases import Case, Protocol
 from .crew import Meeting, Spec
 
@@ -43,6 +45,7 @@ class Order:
     case: Case
     modes: tuple[str, ...]  # of ours; a peer has none
     protocol: Protocol
+    traced: bool = False  # ours with timelines
 
 
 # ---- devices ----
@@ -104,6 +107,7 @@ class Here:
     def __init__(self, spec: Spec, rank: int, meeting: Meeting, on_host: type = Host):
         """on_host: what makes the arrays of a rank on the CPU."""
         self.rank, self.size, self.threads, self.meeting = rank, spec.size, spec.threads, meeting
+        self.turns = spec.turns
         device = spec.devices[rank]
         self.machine = on_host() if device == "cpu" else Gpu(int(device))
 
@@ -351,6 +355,10 @@ def measure(here: Here, group: distributed.Group, order: Order) -> list[dict[str
         if not row.get("wrong"):
             systems.append((row, ours))
     race(here, order.protocol, work.alone, systems)
+    if order.traced and isinstance(here.machine, Gpu):
+        for row, system in systems:
+            if (recorded := timeline.record(here, system.launch, here.machine.index)) is not None:
+                row["timeline"] = recorded
     found = [rounded(case.row() | row) for row in rows]
     del work, systems, ours
     here.machine.release()
@@ -377,10 +385,9 @@ def race(here: Here, protocol: Protocol, alone: Callable | None, systems: list[t
         runs.append((row, system, protocol.count(median(single)), []))
     rounds = protocol.turns(max(once_alone, *(row["single_ms"] * 1e-3 for row, *_ in runs)))
     for number in range(rounds):
-        for rank, found in enumerate(each if alone and number < protocol.rounds_alone else ()):
-            here.gather(None)
-            mine = _alone(here.machine, alone, count_alone, once_alone < WARM_S) if rank == here.rank else None
-            found.append(here.gather(mine)[rank])
+        if alone and number < protocol.rounds_alone:
+            for rank, seconds in enumerate(_each_alone(here, alone, count_alone, once_alone < WARM_S)):
+                each[rank].append(seconds)
         for row, system, count, found in runs:
             last = number + 1 == rounds
             if last:
@@ -421,6 +428,16 @@ def _alone(machine, launch: Callable, count: int, warm: bool) -> float:
         launch()
     machine.synchronize()
     return (time.perf_counter() - start) / count
+
+
+def _each_alone(here: Here, launch: Callable, count: int, warm: bool) -> list[float]:
+    """The same of every rank's device."""
+    mine = 0.0
+    for turn in range(max(here.turns) + 1):
+        here.gather(None)
+        if here.turns[here.rank] == turn:
+            mine = _alone(here.machine, launch, count, warm)
+    return here.gather(mine)
 
 
 def _all_together(here: Here, launch: Callable, count: int) -> float:

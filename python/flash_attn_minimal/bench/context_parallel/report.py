@@ -21,22 +21,22 @@ def efficiency(one_ms: float, all_ms: float, devices: int) -> float:
     return one_ms / (devices * all_ms)
 
 
-def completed(rows: list[dict], devices: int) -> list[dict]:
-    """The rows with efficiencies. One device is always one with this library's attention, so rows of a case compare;
-    what a peer takes on one device is kept as own_one_ms."""
+def completed(rows: list[dict]) -> list[dict]:
+    """The rows with efficiencies. One device is always one with this library's attention, so rows of a case and a group
+    compare; what a peer takes on one device is kept as own_one_ms."""
     ours = {}
     for row in rows:
         if row["system"] == "ours" and "one_ms" in row:
-            ours.setdefault(row["case"], row)  # processes come first
+            ours.setdefault((row["case"], row["ranks"]), row)  # processes come first
     found = []
     for row in rows:
-        row = dict(row)
+        row, devices = dict(row), row["devices"]
         if row["system"] != "ours":
             own = {key: row.pop(key) for key in ONE if key in row}
             if own:
                 row["own_one_ms"] = own["one_ms"]
         if "ms" in row:
-            one = row if "one_ms" in row else ours.get(row["case"])
+            one = row if "one_ms" in row else ours.get((row["case"], row["ranks"]))
             row["tflops"] = row["flops"] / row["ms"] * 1e-9
             if "cache_bytes" in row:
                 row["tbps"] = row["cache_bytes"] / row["ms"] * 1e-9
@@ -92,17 +92,31 @@ def unit(data: dict) -> tuple[str, float]:
 def columns(data: dict, wide: bool) -> tuple[list[str], list[list[str]]]:
     """Head and cells of the table, one line for each row with a time. wide: with all columns."""
     name, scale = unit(data)
-    head = ["case", "system", "one, ms", "all, ms", "efficiency", "to slowest", name, "error", "memory"]
+    several = len(data["ranks"]) > 1
+    head = [
+        "case",
+        *["ranks"] * several,
+        "system",
+        "one, ms",
+        "all, ms",
+        "efficiency",
+        "to slowest",
+        name,
+        "error",
+        "memory",
+    ]
     more = ["call, ms", "fastest, ms", "slowest, ms", "received", "its own one, ms"] if wide else []
-    lines, last = [], None
+    lines, last = [], (None, None)
     for row in by_case(row for row in data["rows"] if "ms" in row):
+        here = row["case"], row["ranks"]
         cells = [
-            row["case"] if row["case"] != last else "", label(row) + " WRONG" * row.get("wrong", False),
+            row["case"] if row["case"] != last[0] else "", *[str(row["ranks"]) if here != last else ""] * several,
+            label(row) + " WRONG" * row.get("wrong", False),
             cell(row, "one_ms"), number(row["ms"]), percent(row, "efficiency"), percent(row, "efficiency_slowest"),
             number(row["tflops"] * scale), error_text(row),
             size_text(row, "rank_bytes"),
         ]  # fmt: skip
-        last = row["case"]
+        last = here
         if wide:
             cells += [number(row[key]) for key in ("single_ms", "ms_min", "ms_max")]
             cells += [size_text(row, "received_bytes"), cell(row, "own_one_ms")]
@@ -122,31 +136,40 @@ def untimed(data: dict) -> list[str]:
     """A line for each reason why rows have no time, wrong answers first."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in sorted(data["rows"], key=lambda row: not row.get("wrong")):
+        where = row["case"] + f" on {row['ranks']}" * (len(data["ranks"]) > 1)
         if row.get("wrong"):
-            reasons.setdefault((label(row), f"WRONG: {row['why']}"), []).append(row["case"])
+            reasons.setdefault((label(row), f"WRONG: {row['why']}"), []).append(where)
         elif "ms" not in row:
-            reasons.setdefault((label(row), row["error"]), []).append(row["case"])
+            reasons.setdefault((label(row), row["error"]), []).append(where)
     return [f"{name} ({', '.join(dict.fromkeys(where))}): {reason}" for (name, reason), where in reasons.items()]
 
 
 def by_case(rows: Iterable[dict]) -> list[dict]:
-    """Rows of a case next to each other, cases in the order in which they first came."""
+    """Rows of a case next to each other, small groups first, cases in the order in which they first came."""
     rows = list(rows)
     order = {case: i for i, case in enumerate(dict.fromkeys(row["case"] for row in rows))}
-    return sorted(rows, key=lambda row: order[row["case"]])
+    return sorted(rows, key=lambda row: (order[row["case"]], row["ranks"]))
+
+
+def listed(numbers: list[int]) -> str:
+    """2, 4 and 8"""
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def title(data: dict) -> str:
-    machine, ranks = data["machine"], data["ranks"]
+    machine, ranks = data["machine"], listed(data["ranks"])
     if "gpu" in machine:
-        shared = "" if data["devices"] == ranks else f", {ranks} ranks"
-        return f"Context parallelism on {data['devices']} x {machine['gpu']}{shared}, {data['date']}"
+        gpus = sorted({min(size, data["gpus"]) for size in data["ranks"]})
+        shared = "" if gpus == data["ranks"] else f", {ranks} ranks"
+        return f"Context parallelism on {listed(gpus)} x {machine['gpu']}{shared}, {data['date']}"
     return f"Context parallelism on {ranks} ranks of the CPU, {machine['host']}, {data['date']}"
 
 
 EXPLAINED = """\
-* one: the same call on one device, the mean over the devices. Each is measured by itself, in turns with all.
-  Its own one: what a peer takes on one device, where it is another attention than this library's.
+* one: the same call on one device, the mean over the devices: all of them make it at the same time, each by itself, in
+  turns with the calls of all together. Its own one: what a peer takes on one device, where it is another attention
+  than this library's.
 * all: from the start to the end of the last rank, a call of a burst without a pause; the median of the bursts.
 * efficiency: one / (devices x all), with this library's one in every row; to slowest: with the slowest device's one.
 * call: a single call from start to end.
@@ -154,6 +177,23 @@ EXPLAINED = """\
 * memory: what a rank holds in the call: its rows of all arrays, workspace, and what other ranks read.
 * received: bytes that the rank that gets the most gets from others.
 """
+
+
+TRACED = """\
+What the GPU of rank 0 does in one call, from a start with all GPUs idle, as PyTorch's profiler records it, which makes
+the host slower. before: until the first kernel of attention begins. attention: while at least one of them runs. behind:
+after the last one. copy engines: while they are at work, beside attention or not. host: how long the call keeps it.
+"""
+
+
+def _traced(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    head = ["case", "ranks", "system", "call, us", "before", "attention", "behind", "copy engines", "host", "picture"]
+    names = ("call_us", "before_us", "attention_us", "behind_us", "copy_us", "host_us")
+    return head, [
+        [row["case"], str(row["ranks"]), label(row), *(f"{row['trace'][name]:.0f}" for name in names),
+         f"[{row['trace']['picture']}]({row['trace']['picture']})" if "picture" in row["trace"] else ""]
+        for row in rows
+    ]  # fmt: skip
 
 
 def markdown(data: dict, picture: str | None) -> str:
@@ -168,7 +208,8 @@ def markdown(data: dict, picture: str | None) -> str:
     if data.get("interrupted"):
         lines += ["The run was interrupted: rows are missing.", ""]
     if picture:
-        lines += [f"![efficiency over tokens]({picture})", ""]
+        over = "ranks" if len(data["ranks"]) > 1 else "tokens"
+        lines += [f"![efficiency over {over}]({picture})", ""]
     lines += table(*columns(data, wide=True))
     shapes = {row["case"]: shape(row) for row in rows}
     lines += ["", *(f"* `{case}`: {row}" for case, row in shapes.items())]
@@ -177,42 +218,44 @@ def markdown(data: dict, picture: str | None) -> str:
         if "note" in row:
             notes.setdefault(f"{label(row)}: {row['note']}", []).append(row["case"])
     lines += ["", *(f"* {note} ({', '.join(where)})" for note, where in notes.items())] if notes else []
+    if traced := [row for row in by_case(rows) if "trace" in row]:
+        lines += ["", "## Timelines", "", *TRACED.splitlines(), "", *table(*_traced(traced))]
     if reasons := untimed(data):
         lines += ["", "## Left out", "", *(f"* {reason}" for reason in reasons)]
     return "\n".join(lines) + "\n"
 
 
 def picture(data: dict, file: Path) -> bool:
-    """Efficiency over tokens, forward and backward; whether there was anything to draw."""
+    """Efficiency, forward and backward: over ranks where there are groups of several sizes, a line for each number of
+    tokens; else over tokens, a line for each system. Returns whether there was anything to draw."""
     import matplotlib
 
     rows = [row for row in data["rows"] if row.get("line") and "efficiency" in row]
     if not rows:
         return False
-    names = list(dict.fromkeys(map(series, sorted(rows, key=lambda row: row["system"] != "ours"))))
-    colours = {name: figure.LINES[i % len(figure.LINES)] for i, name in enumerate(names)}
+    if len({row["ranks"] for row in rows}) > 1:
+        over, lines = "ranks", _by_tokens(rows)
+    else:
+        over, lines = "tokens", _by_system(rows)
+    names = list(dict.fromkeys(name for name, *_ in lines))
     passes = list(dict.fromkeys(row["pass"] for row in rows))
     with matplotlib.rc_context(STYLE):
         drawn, axes = figure.figure_of(1, len(passes), 4.6 * len(passes) + 0.4, 4.2, sharey=True)
         for axis, which in zip(axes.flat, passes, strict=True):
-            for i, name in enumerate(names):
-                points = sorted(
-                    (row["tokens"], 100 * row["efficiency"]) for row in rows
-                    if row["pass"] == which and series(row) == name
-                )  # fmt: skip
-                if points:
-                    mine = name not in LABELS.values()
+            for name, of, looks, points in lines:
+                found = sorted((row[over], 100 * row["efficiency"]) for row in points if row["pass"] == which)
+                if of == which and found:
                     axis.plot(
-                        *zip(*points, strict=True), label=name, color=colours[name], marker="oDP*Xs^v"[i % 8],
-                        linewidth=2.2 if mine else 1.4, markersize=5, zorder=3 if mine else 2,
+                        *zip(*found, strict=True), label=name, marker="oDP*Xs^v"[names.index(name) % 8], markersize=5,
+                        **looks,
                     )  # fmt: skip
             axis.axhline(100, color="#7F7F7F", linewidth=0.8, linestyle=":")
             axis.set_xscale("log", base=2)
-            axis.set_xticks(sorted({row["tokens"] for row in rows if row["pass"] == which}))
-            axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
+            axis.set_xticks(sorted({row[over] for row in rows if row["pass"] == which}))
+            axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if over == "tokens" else f"{x:g}")
             axis.minorticks_off()
             axis.set_title(which)
-            axis.set_xlabel("tokens")
+            axis.set_xlabel(over)
             axis.set_ylim(bottom=0)
         axes.flat[0].set_ylabel("% of perfect scaling")
         figure.legend(drawn, axes)
@@ -220,6 +263,46 @@ def picture(data: dict, file: Path) -> bool:
         drawn.suptitle(f"{title(data)}\n{shape(first).split(', ', 1)[1]}, {first['dtype']}", fontsize=11)
         drawn.savefig(file, metadata={"Software": None})
     return True
+
+
+Line = tuple[str, str, dict, list[dict]]  # its name, the pass, how it looks, its rows
+
+
+def _by_system(rows: list[dict]) -> list[Line]:
+    """A line for each system, ours first."""
+    names = list(dict.fromkeys(map(series, sorted(rows, key=lambda row: row["system"] != "ours"))))
+    lines = []
+    for i, name in enumerate(names):
+        mine = name not in LABELS.values()
+        looks = {
+            "color": figure.LINES[i % len(figure.LINES)],
+            "linewidth": 2.2 if mine else 1.4,
+            "zorder": 3 if mine else 2,
+        }
+        found = [row for row in rows if series(row) == name]
+        lines += [(name, which, looks, found) for which in dict.fromkeys(row["pass"] for row in found)]
+    return lines
+
+
+def _by_tokens(rows: list[dict]) -> list[Line]:
+    """A line for each number of tokens, of the first system of ours; a thin one of the best peer."""
+    first = next((series(row) for row in rows if row["system"] == "ours"), "")
+    lines = []
+    for i, tokens in enumerate(sorted({row["tokens"] for row in rows})):
+        of = [row for row in rows if row["tokens"] == tokens]
+        best: dict[tuple, dict] = {}
+        for row in of:
+            if (
+                row["system"] != "ours"
+                and row["efficiency"] > best.get((row["pass"], row["ranks"]), row)["efficiency"] - 1e-9
+            ):
+                best[row["pass"], row["ranks"]] = row
+        looks, name = {"color": figure.LINES[i % len(figure.LINES)]}, f"{tokens / 1024:g}k tokens"
+        systems = ((name, [row for row in of if series(row) == first], {"linewidth": 2.2, "zorder": 3}),
+                   (f"{name}, best peer", list(best.values()), {"linewidth": 1.2, "linestyle": "--"}))  # fmt: skip
+        for label_, found, more in systems:
+            lines += [(label_, which, looks | more, found) for which in dict.fromkeys(row["pass"] for row in found)]
+    return lines
 
 
 def sentence(rows: list[dict], ranks: str) -> str:

@@ -1,0 +1,144 @@
+"""What the GPU of rank 0 does in one call over ranks, and when: kernels and copies, as PyTorch's profiler records them.
+
+record()   a call on all ranks, recorded on rank 0
+summary()  how long attention ran, what it waited for
+picture()  a line for each stream
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..._report import STYLE
+from .. import figure
+
+if TYPE_CHECKING:
+    from .rank import Here
+
+CALLS = 3  # recorded; the last one counts, the profiler is at work from the first one on
+BETWEEN = ("copies_kernel", "store_kernel", "negative_delta_kernel", "sum_kernel", "merge_parts_kernel",
+           "add_part_kernel", "add_kernel", "round_kernel")  # of cuda/distributed/rows.cu  # fmt: skip
+KINDS = {"attention": "#D55E00", "copy engine": "#0072B2", "copy kernel": "#56B4E9", "other kernel": "#7F7F7F"}
+
+
+def record(here: Here, launch: Callable[[], Any], index: int) -> dict[str, Any] | None:
+    """One call of all ranks on a device that is idle before. Collective. On rank 0 the timeline of its GPU, `index`:
+
+        call_us   from the start of the call on the host to the end of the last kernel or copy
+        host_us   how long the call kept the host
+        rows      in the order of their starts: {"kind": one of KINDS, "name", "stream", "start_us", "us", "bytes"}
+
+    elsewhere None."""
+    import torch
+
+    if here.rank:
+        for _ in range(CALLS):
+            here.together()
+            launch()
+            here.machine.synchronize()
+        here.gather(None)
+        return None
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA], acc_events=True) as profiler:
+        for _ in range(CALLS):
+            here.together()
+            start = time.time_ns()
+            launch()
+            host_us = (time.time_ns() - start) / 1e3
+            here.machine.synchronize()
+    here.gather(None)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        trace = json.loads(file.read_text())
+    began = start / 1e3 - trace.get("baseTimeNanoseconds", 0) / 1e3
+    return {"host_us": host_us, **_timeline(trace["traceEvents"], began, index)}
+
+
+def _timeline(events: Iterable[dict], began: float, index: int) -> dict[str, Any]:
+    """Of a trace of Chrome's format: what the GPU `index` began after `began`, in microseconds."""
+    found = []
+    for event in events:
+        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        about = event["args"]
+        if event["ts"] < began or index not in (about.get("device"), about.get("context device", about.get("device"))):
+            continue
+        name = _short(event["name"])
+        if event["cat"] == "gpu_memcpy":
+            kind = "copy engine"
+        elif event["cat"] == "kernel" and name not in BETWEEN:
+            kind = "attention"
+        else:
+            kind = "copy kernel" if name == "copies_kernel" else "other kernel"
+        found.append(
+            {"kind": kind, "name": name, "stream": about.get("stream", 0), "start_us": round(event["ts"] - began, 2),
+             "us": round(event["dur"], 2), "bytes": int(about.get("bytes", 0))}
+        )  # fmt: skip
+    found.sort(key=lambda event: event["start_us"])
+    end = max((event["start_us"] + event["us"] for event in found), default=0.0)
+    return {"call_us": end, "rows": found}
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its namespaces, template arguments and parameters."""
+    name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    return name.partition("<")[0].partition("(")[0].rpartition("::")[2].strip() or name
+
+
+def summary(timeline: dict[str, Any]) -> dict[str, Any]:
+    """Microseconds: of the call, and of the host in it; before the first kernel of attention, in which at least one of
+    them runs, in which a copy engine is at work, and behind the last kernel of attention."""
+    spans = {
+        kind: [(e["start_us"], e["start_us"] + e["us"]) for e in timeline["rows"] if e["kind"] == kind]
+        for kind in ("attention", "copy engine")
+    }
+    attention = spans["attention"] or [(timeline["call_us"],) * 2]
+    return {
+        "call_us": timeline["call_us"],
+        "host_us": round(timeline["host_us"], 1),
+        "before_us": min(start for start, _ in attention),
+        "attention_us": round(_covered(attention), 2),
+        "copy_us": round(_covered(spans["copy engine"]), 2),
+        "behind_us": round(timeline["call_us"] - max(end for _, end in attention), 2),
+    }
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def picture(timeline: dict[str, Any], title: str, file: Path) -> None:
+    """A bar for each kernel and copy, a line for each stream."""
+    import matplotlib
+    from matplotlib.patches import Patch
+
+    events = timeline["rows"]
+    streams = list(dict.fromkeys(event["stream"] for event in events))
+    with matplotlib.rc_context(STYLE):
+        drawn, axes = figure.figure_of(1, 1, 9.0, 1.5 + 0.42 * len(streams))
+        axis = axes.flat[0]
+        for event in events:
+            axis.broken_barh(
+                [(event["start_us"] / 1e3, max(event["us"], timeline["call_us"] / 2000) / 1e3)],
+                (len(streams) - streams.index(event["stream"]) - 0.9, 0.8), facecolors=KINDS[event["kind"]],
+            )  # fmt: skip
+        axis.set_yticks([len(streams) - i - 0.5 for i in range(len(streams))])
+        axis.set_yticklabels([f"stream {stream}" for stream in streams])
+        axis.set_ylim(0, len(streams))
+        axis.set_xlim(0, timeline["call_us"] / 1e3)
+        axis.set_xlabel("ms since the call")
+        shown = [kind for kind in KINDS if any(event["kind"] == kind for event in events)]
+        drawn.legend([Patch(color=KINDS[kind]) for kind in shown], shown, loc="outside lower center", ncols=4)
+        drawn.suptitle(title, fontsize=10)
+        drawn.savefig(file, metadata={"Software": None})
