@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,9 @@ from conftest import CPU, CUDA, CUDA_DEVICES, NO_CUDA, Device
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import distributed as fad
+
+# FLASH_ATTN_TEST_RANKS=8: every group of the tests has at least so many ranks, which may share GPUs.
+LEAST = int(os.environ.get("FLASH_ATTN_TEST_RANKS") or 1)
 
 LAYOUTS = ("contiguous", "zigzag", "flat")
 MODES = ("gather", "ulysses", "ring")
@@ -69,6 +73,9 @@ class Split:
     mode: str = "auto"
     groups: int = 0
     dense: bool = False  # arrays (batch, rows, heads, dim), for a case of equal lengths
+
+    def __post_init__(self):
+        object.__setattr__(self, "size", max(self.size, LEAST))
 
 
 def lengths_of(case: accuracy.Case) -> tuple[np.ndarray, np.ndarray]:
@@ -278,9 +285,10 @@ def one_call(case: accuracy.Case, device: Device = CPU) -> tuple[np.ndarray, np.
 
 
 def small(**fields: Any) -> accuracy.Case:
-    """A case of three sequences of odd lengths."""
+    """A case of three sequences of odd lengths, and of a head for each rank."""
     defaults = {"cu_seqlens_q": (0, 37, 50, 113), "cu_seqlens_k": (0, 37, 50, 113), "nheads": 4, "nheads_k": 2}
     case = accuracy.Case(**{**defaults, "headdim": 16, **fields})
+    case = replace(case, nheads=case.nheads * -(-LEAST // case.nheads))
     if not case.varlen:
         return case
     longest = [int(np.diff(cu).max()) for cu in (case.cu_seqlens_q, case.cu_seqlens_k)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import ranks
 from accuracy import Case
-from ranks import LAYOUTS, MODES, Split, check_case, compute, devices, one_call, small
+from ranks import LAYOUTS, LEAST, MODES, Split, check_case, compute, devices, one_call, small
 
 LONGER_K = {"cu_seqlens_q": (0, 5, 21, 60), "cu_seqlens_k": (0, 41, 57, 130)}
 LONGER_Q = {"cu_seqlens_q": (0, 41, 57, 130), "cu_seqlens_k": (0, 5, 21, 60)}
@@ -78,7 +78,11 @@ def test_bias_and_mask_without_rows(options):
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (30, 0)}, {"alibi": 2}])
 @pytest.mark.parametrize("mode", MODES)
 def test_dropout_drops_what_one_device_drops(mode, options, device):
-    lengths = {"cu_seqlens_q": (0, 64, 80, 208), "cu_seqlens_k": (0, 128, 160, 256)}  # ring: a rank's keys begin at 8 n
+    fill = -(-max(2, LEAST) // 2)  # ring: a rank's keys begin at 8 n
+    lengths = {
+        f"cu_seqlens_{x}": tuple(fill * end for end in ends)
+        for x, ends in (("q", (0, 64, 80, 208)), ("k", (0, 128, 160, 256)))
+    }
     case = small(dropout_p=0.3, **(lengths if mode == "ring" else LONGER_K), **options)
     got = check_case(case, Split(2, "zigzag", mode), device)
     out, _ = one_call(case, device)

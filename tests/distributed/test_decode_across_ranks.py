@@ -7,7 +7,7 @@ import kvcache_cases
 import numpy as np
 import pytest
 from conftest import CPU, Device, torch
-from ranks import devices, on, shared_groups, watchdog
+from ranks import LEAST, devices, on, shared_groups, watchdog
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import distributed as fad
@@ -35,6 +35,9 @@ class Step:
     sinks: bool = False
     softcap: float = 0.0
     seed: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "size", max(self.size, LEAST))
 
 
 class Whole:
@@ -216,7 +219,7 @@ def test_a_growing_cache(device):
 def test_merge(dense, dtype, device):
     """Each rank has attention over a third of the keys; one rank over none, with nonsense in its out."""
     rng = np.random.default_rng(0)
-    rows, heads, dim, size = 24, 3, 16, 4
+    rows, heads, dim, size = 24, 3, 16, max(4, LEAST)
     q = accuracy.round_to(rng.standard_normal((1, rows, heads, dim), dtype=np.float32), dtype)
     k, v = (accuracy.round_to(rng.standard_normal((1, 60, heads, dim), dtype=np.float32), dtype) for _ in "kv")
     exact = reference.standard_attention(q, k, v)

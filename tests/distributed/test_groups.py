@@ -9,7 +9,20 @@ import time
 import numpy as np
 import pytest
 from conftest import CPU
-from ranks import OPTIONS, Q, Split, attend, each, new_groups, rank_of, shared_groups, small, still_works, watchdog
+from ranks import (
+    OPTIONS,
+    Q,
+    Split,
+    attend,
+    each,
+    new_groups,
+    one_call,
+    rank_of,
+    shared_groups,
+    small,
+    still_works,
+    watchdog,
+)
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import _record
@@ -269,13 +282,13 @@ def test_close_waits_for_the_call_of_another_thread():
 
 
 def test_two_groups_at_once():
-    pairs = [new_groups(2), new_groups(2)]
-    case = small(causal=True)
-    alone = rank_of(shared_groups(1)[0], case, Split(1), CPU)
+    case, split = small(causal=True), Split(2)
+    pairs = [new_groups(split.size), new_groups(split.size)]
+    alone, _ = one_call(case)
     found = [None, None]
 
     def many(i: int) -> None:
-        found[i] = [fad.run(pairs[i], rank_of, case, Split(2), CPU) for _ in range(10)]
+        found[i] = [fad.run(pairs[i], rank_of, case, split, CPU) for _ in range(10)]
 
     threads = [threading.Thread(target=many, args=(i,)) for i in range(2)]
     with watchdog(30, pairs[0] + pairs[1]):
@@ -285,14 +298,14 @@ def test_two_groups_at_once():
             thread.join()
 
     def both(first: fad.Group) -> list:  # a rank in two groups, with calls that alternate
-        return [rank_of(pairs[i % 2][first.rank], case, Split(2), CPU) for i in range(4)]
+        return [rank_of(pairs[i % 2][first.rank], case, split, CPU) for i in range(4)]
 
     with watchdog(30, pairs[0] + pairs[1]):
         mixed = fad.run(pairs[0], both)
     for parts in [*found[0], *found[1], *zip(*mixed, strict=True)]:
-        rows = [fad.indices("zigzag", rank, 2, case.cu_seqlens_q) for rank in range(2)]
+        rows = [fad.indices("zigzag", rank, split.size, case.cu_seqlens_q) for rank in range(split.size)]
         out = np.concatenate([part["out"] for part in parts])[np.argsort(np.concatenate(rows))]
-        np.testing.assert_allclose(out, alone["out"], atol=1e-6)
+        np.testing.assert_allclose(out, alone, atol=1e-6)
 
 
 def test_a_rank_that_closes_while_another_calls():

@@ -1,23 +1,23 @@
-"""Groups that an NCCL communicator connects: two GPUs, one thread for each. NCCL comes from PyTorch's wheels."""
+"""Groups that an NCCL communicator connects: two GPUs or more, a thread for each. NCCL comes from PyTorch's wheels."""
 
 import ctypes as ct
 import threading
 
 import numpy as np
 import pytest
-from ranks import CUDA, CUDA_DEVICES, MODES, NO_CUDA, Split, check_results, compute, small
+from ranks import CUDA, CUDA_DEVICES, LEAST, MODES, NO_CUDA, Split, check_results, compute, small
 
 import flash_attn_minimal.distributed as fad
 from flash_attn_minimal import BadArgument
 
-SIZE = 2
+SIZE = max(2, LEAST)
 
 
 @pytest.fixture(scope="module")
 def communicators():
-    """The addresses of two ncclComm_t of this process."""
+    """The addresses of the ncclComm_t of this process's ranks."""
     if NO_CUDA or CUDA.framework != "torch" or CUDA_DEVICES < SIZE:
-        pytest.skip(NO_CUDA or "needs PyTorch and two GPUs")
+        pytest.skip(NO_CUDA or f"needs PyTorch and {SIZE} GPUs")
     try:
         nccl = ct.CDLL("libnccl.so.2")  # loaded by torch
     except OSError as error:
@@ -83,7 +83,7 @@ def test_a_communicator_of_other_ranks(communicators):
     said, gathers = [None] * SIZE, all_gathers(SIZE)
 
     def make(rank):
-        other = communicators[1 - rank]
+        other = communicators[(rank + 1) % SIZE]
         try:
             fad.create_group(rank, SIZE, gathers[rank], kind="nccl", device=rank, nccl_comm=other)
         except (BadArgument, RuntimeError) as error:

@@ -10,10 +10,11 @@ import pytest
 import ranks
 from conftest import CPU, CUDA, NO_CUDA, torch
 from process_calls import X, comes_late, decodes, dies, disagrees, grows, several_calls, stopped
-from ranks import MODES, Shards, Split, small
+from ranks import LEAST, MODES, Shards, Split, small
 
 import flash_attn_minimal as fa
 
+SIZES = sorted({max(size, LEAST) for size in (2, 3)})
 CASES = [
     (small(causal=True, sinks=True, alibi=1), "zigzag"),
     (small(cu_seqlens_q=(0, 5, 21, 60), cu_seqlens_k=(0, 41, 57, 130), window_size=(20, 3), dlse=True), "contiguous"),
@@ -25,7 +26,7 @@ CASES = [
 @pytest.mark.parametrize(
     "on_gpu", [False, pytest.param(True, marks=pytest.mark.skipif(bool(NO_CUDA) or torch is None, reason=NO_CUDA))]
 )
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_processes_give_the_bits_of_threads(size, on_gpu):
     found = processes.run(size, several_calls, on_gpu)
     device = CUDA if on_gpu else CPU
@@ -54,7 +55,7 @@ ENDED = r"rank 1 \(process \d+\) has ended"
 @pytest.mark.parametrize(
     "how, text", [("killed", ENDED), ("exits", ENDED), ("dropped", "rank 1 dropped its group without closing it")]
 )
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_a_process_that_ends(size, how, text):
     ranks_of = processes.Ranks(size, dies, how)
     pids = [process.pid for process in ranks_of.processes]
