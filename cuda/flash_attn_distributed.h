@@ -108,7 +108,8 @@ typedef struct fa_distributed_args {
     /* The rank's part of the call: device, dtype, heads and head dims, q, k, v, out, lse, the options, the workspace. total_q and total_k
      * are rows_q and rows_k; batch, seqlen_q, seqlen_k, cu_seqlens and parts are not read: the fields below say them. Bias, mask: row i of
      * sequence b is the rank's i-th row of this sequence; row_stride 0 says that all ranks share one row; columns count all keys of the
-     * sequence. */
+     * sequence. Where a rank has no rows, data may be NULL, and a row_stride other than 0 says that there is a bias, or a mask, all the
+     * same. */
     const fa_attention_args* attention;
     const int32_t* cu_seqlens_q; /* (batch + 1) in host memory: the whole sequences, the same on every rank */
     const int32_t* cu_seqlens_k; /* NULL = cu_seqlens_q */

@@ -141,15 +141,18 @@ fa_status Walk::fetch(const std::vector<Copy>& copies, int32_t after, int64_t i,
     return FA_OK;
 }
 
+fa_status Walk::chain(int64_t from, int64_t to) {
+    if (!runs() || stream(from) == stream(to)) return FA_OK;
+    return transport_->join(stream(from), stream(to));
+}
+
 fa_status Walk::fork() {
-    for (int64_t i = 1; runs() && i < kStreams; ++i)
-        if (streams_[i]) FA_RETURN_IF_ERROR(transport_->join(streams_[0], streams_[i]));
+    for (int64_t i = 1; i < kStreams; ++i) FA_RETURN_IF_ERROR(chain(0, i));
     return FA_OK;
 }
 
 fa_status Walk::join() {
-    for (int64_t i = 1; runs() && i < kStreams; ++i)
-        if (streams_[i]) FA_RETURN_IF_ERROR(transport_->join(streams_[i], streams_[0]));
+    for (int64_t i = 1; i < kStreams; ++i) FA_RETURN_IF_ERROR(chain(i, 0));
     return FA_OK;
 }
 

@@ -2,6 +2,7 @@
 // either counts the memory that they take, or makes them. So a plan and a call cannot disagree.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -141,6 +142,8 @@ public:
     // The other streams wait for the caller's, or the other way round.
     fa_status fork();
     fa_status join();
+    // Stream `to` waits for what stream `from` has been given so far.
+    fa_status chain(int64_t from, int64_t to);
     fa_status finish() { return runs() ? transport_->finish(stream()) : FA_OK; }
 
     // One launch of attention, of either pass; i chooses the stream. The struct needs no workspace.
@@ -170,19 +173,17 @@ private:
 };
 
 // Heads come in pieces, piece i on the i-th stream: list(i, copies) says what has to be fetched for the pieces i of all ranks, and work(i)
-// launches the attention of this rank's, `mine` of them. Nothing hides the first transfer, so the others leave the link to it. Those that
-// are kernels are launched before the first attention, which would hold every SM.
+// launches the attention of this rank's, `mine` of them, which may use what was fetched for the pieces before, too. Nothing hides the first
+// transfer, so the others leave the link to it. Those that are kernels are launched before the first attention, which would hold every SM.
 template <typename List, typename Work>
 fa_status each_piece(Walk& w, size_t count, size_t mine, const List& list, const Work& work) {
+    constexpr Hidden hidden[] = {Hidden::kNot, Hidden::kBehindLittle, Hidden::kBehindMuch};
     const auto fetch = [&](size_t i) -> fa_status {
         if (i >= count) return FA_OK;
         std::vector<Copy> copies;
         list(i, copies);
-        FA_RETURN_IF_ERROR(w.fetch(copies, kReady, int64_t(i),
-                                   i == 0   ? Hidden::kNot
-                                   : i == 1 ? Hidden::kBehindLittle
-                                            : Hidden::kBehindMuch));
-        return i == 0 ? w.follow() : FA_OK;
+        FA_RETURN_IF_ERROR(w.fetch(copies, kReady, int64_t(i), hidden[std::min<size_t>(i, 2)]));
+        return i == 0 ? w.follow() : w.chain(int64_t(i) - 1, int64_t(i));
     };
     for (size_t i = 0; i < size_t(kStreams); ++i) FA_RETURN_IF_ERROR(fetch(i));
     for (size_t i = 0; i < count; ++i) {

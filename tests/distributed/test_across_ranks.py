@@ -6,6 +6,8 @@ import ranks
 from accuracy import Case
 from ranks import LAYOUTS, LEAST, MODES, Split, check_case, compute, devices, one_call, small
 
+from flash_attn_minimal import distributed as fad
+
 LONGER_K = {"cu_seqlens_q": (0, 5, 21, 60), "cu_seqlens_k": (0, 41, 57, 130)}
 LONGER_Q = {"cu_seqlens_q": (0, 41, 57, 130), "cu_seqlens_k": (0, 5, 21, 60)}
 OPTIONS = {
@@ -65,7 +67,19 @@ def test_bias_and_mask(options, layout, device):
 def test_bias_of_ranks_with_a_row_or_none(layout, device):
     """A rank with one row of a bias cannot tell that others have more."""
     case = small(cu_seqlens_q=(0, 5, 5, 8), cu_seqlens_k=(0, 5, 9, 20), bias=(True, True, True), dtype="float16")
-    check_case(case, Split(4, layout, "auto"), device)
+    for size in (4, 8):
+        check_case(case, Split(size, layout, "auto"), device)
+
+
+@pytest.mark.parametrize("score", ["bias", "mask"])
+def test_an_array_without_rows_is_an_array(score):
+    """PyTorch may give one without elements neither an address nor strides. The rank takes the mode that others do."""
+    torch = pytest.importorskip("torch")
+    q, k = torch.zeros(0, 8, 16), torch.zeros(1, 4, 16)
+    rows = torch.tensor(np.zeros((1, 1, 0, 9), bool if score == "mask" else np.float32))
+    assert not rows.data_ptr() and not any(rows.stride())
+    plan = fad.plan((0, 8), q, k, k, cu_seqlens_q=[0, 5], cu_seqlens_k=[0, 9], layout="contiguous", **{score: rows})
+    assert (plan.mode, plan.error) == ("gather", "")
 
 
 @pytest.mark.parametrize("options", ["bias_columns", "bias_of_rank_1", "mask_columns"])

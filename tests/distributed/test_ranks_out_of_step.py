@@ -13,19 +13,20 @@ from flash_attn_minimal import distributed as fad
 
 pytestmark = pytest.mark.skipif(bool(NO_CUDA) or torch is None, reason=NO_CUDA or "needs PyTorch")
 
-TOKENS, HEADS, HEADS_K, DIM = 12345, 16, 8, 128
+TOKENS, DIM = 12345, 128
 CALLS, LATEST = 20, 3_000_000  # cycles that a GPU is held up before a call, at most: 2 ms
 
 
-def arrays(seed: int, device: str) -> list:
+def arrays(seed: int, heads: int, heads_k: int, device: str) -> list:
     generator = torch.Generator(device).manual_seed(seed)
-    shapes = [(1, TOKENS, heads, DIM) for heads in (HEADS, HEADS_K, HEADS_K, HEADS)]
+    shapes = [(1, TOKENS, n, DIM) for n in (heads, heads_k, heads_k, heads)]
     return [torch.randn(x, generator=generator, device=device, dtype=torch.bfloat16) for x in shapes]
 
 
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 @pytest.mark.parametrize("size", sorted({max(size, LEAST) for size in (2, 3)}))
-def test_ranks_out_of_step(size, mode):
+@pytest.mark.parametrize("heads", [(16, 8), (12, 1)], ids=["16_8", "12_1"])  # with 1, all pieces share the keys
+def test_ranks_out_of_step(heads, size, mode):
     groups = new_groups(size, CUDA, timeout=60)
     options = {"causal": True, "layout": "zigzag", "mode": mode, "seqlen_q": TOKENS}
 
@@ -34,7 +35,7 @@ def test_ranks_out_of_step(size, mode):
         torch.cuda.set_device(device)
         rng, wrong = np.random.default_rng(group.rank), []
         with torch.cuda.stream(torch.cuda.Stream(device)):
-            whole = [arrays(seed, device) for seed in (1, 2)]
+            whole = [arrays(seed, *heads, device) for seed in (1, 2)]
             mine = [[fad.shard(x, "zigzag", group.rank, size) for x in one] for one in whole]
 
             def call(q, k, v, dout) -> list:

@@ -184,6 +184,9 @@ def _prepare(q: Any, k: Any, v: Any, whole: _Whole, options: Options, rank: int,
     lengths = whole.put(call, args, views, rank, size)
     options.put(args, views)
     scores = [name for name in ("bias", "mask") if getattr(options, name) is not None]
+    for name in scores:  # frameworks give an array without elements no address and no strides
+        if not getattr(args, f"{name}_data"):
+            setattr(args, f"{name}_row_stride", max(1, getattr(args, f"{name}_row_stride")))
     if whole.mode == "ulysses" and scores and not _shows_rows(call, lengths[0], size):
         for name in scores:
             if len(shape := _arrays.view(getattr(options, name), name).shape) > 1:

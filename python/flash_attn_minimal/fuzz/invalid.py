@@ -99,8 +99,8 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
         return None  # one axis less may mean the same
     if kind == "foreign" and len(arrays) < 2:
         return None  # a lone array decides where the call runs: on another device it is valid
-    if kind == "last" and (not shape or shape[-1] < 2 or 0 in shape or "scale" in name or name == "tree_mask"):
-        # factors and the rows of a tree may have gaps
+    gaps = "scale" in name or name.rstrip("0123456789") in ("bias", "mask", "tree_mask")  # may be between its elements
+    if kind == "last" and (gaps or not shape or shape[-1] < 2 or 0 in shape):
         return None
     return [kind, name]
 
