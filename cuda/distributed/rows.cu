@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads) store_kernel(const __grid_constant__
 }
 
 // Copies that travel as an argument, cut into tiles: a block copies one tile after another.
-// To fill an NVLink takes about 1 MB in flight: 16 blocks of 64 KB reach 260 GB/s, 32 and more 310 to 330 (H100).
+// To fill an NVLink takes more than 1 MB in flight: 16 blocks of 64 KB reach 190 to 280 GB/s, 32 and more 230 to 330 (H100).
 constexpr int kMostCopies = 80, kCopyThreads = 512, kWordsOfThread = 8, kWordsOfTile = kCopyThreads * kWordsOfThread;
 constexpr unsigned kBlocksBesideNothing = 132 * 2, kBlocksBesideAttention = 16;
 struct Copies {

@@ -267,8 +267,8 @@ fa_status CudaTransport::move(const std::vector<Copy>& copies, int32_t after, Wh
 }
 
 fa_status CudaTransport::fetch(const std::vector<Copy>& copies, int32_t after, void* stream, Hidden hidden) {
-    // A message costs a copy engine 8 us besides its bytes: 28 messages of 256 KB, 1 MB, 1.75 MB and 7 MB move at 33, 93, 143 and 278 GB/s,
-    // by a kernel at 254, 300, 319 and 331 (H100). The kernel takes SMs from the attention beside it.
+    // A message costs a copy engine 8 us besides its bytes: 28 messages of 256 KB, 1 MB, 1.75 MB and 7 MB move at 30, 91, 143 and 276 GB/s,
+    // by a kernel at 229, 301, 316 and 332 (H100; docs/context_parallel/peer_copies.cu). The kernel takes SMs from the attention beside it.
     const int64_t large = hidden == Hidden::kNot ? INT64_MAX : hidden == Hidden::kBehindLittle ? 2 << 20 : 1 << 19;
     std::vector<const Copy*> by_kernel, others;
     for (const Copy* c : to_this_rank(copies, Which::kAll))

@@ -188,12 +188,14 @@ after the last one. copy engines: while they are at work, beside attention or no
 
 def _traced(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     head = ["case", "ranks", "system", "call, us", "before", "attention", "behind", "copy engines", "host", "picture"]
-    names = ("call_us", "before_us", "attention_us", "behind_us", "copy_us", "host_us")
-    return head, [
-        [row["case"], str(row["ranks"]), label(row), *(f"{row['trace'][name]:.0f}" for name in names),
-         f"[{row['trace']['picture']}]({row['trace']['picture']})" if "picture" in row["trace"] else ""]
-        for row in rows
-    ]  # fmt: skip
+    lines = []
+    for row in rows:
+        found = row["trace"]
+        names = ("call_us", "before_us", "attention_us", "behind_us", "copy_us", "host_us")
+        times = [f"{found[name]:.0f}" if name in found else "" for name in names]
+        link = f"[{found['picture']}]({found['picture']})" if "picture" in found else ""
+        lines.append([row["case"], str(row["ranks"]), label(row), *times, link])
+    return head, lines
 
 
 def markdown(data: dict, picture: str | None) -> str:

@@ -67,7 +67,8 @@ def _timeline(events: Iterable[dict], began: float, index: int) -> dict[str, Any
         if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
         about = event["args"]
-        if event["ts"] < began or index not in (about.get("device"), about.get("context device", about.get("device"))):
+        device = about.get("device", about.get("inDevice"))  # a copy between GPUs has the one whose engine makes it
+        if event["ts"] < began or device != index:
             continue
         name = _short(event["name"])
         if event["cat"] == "gpu_memcpy":
