@@ -119,25 +119,24 @@ void Walk::add(std::vector<Copy>& copies, int source, int target, Array array, i
     copies.push_back({source, target, array, from, to, to_pitch, width, rows});
 }
 
-void Walk::count(const std::vector<Copy>& copies, Which which) {
+void Walk::count(const std::vector<Copy>& copies) {
     size_t staging = 0;
     for (const Copy& c : copies) {
-        if (!is_among(which, c)) continue;
         if (c.target == problem_.rank && c.source != problem_.rank) counted_->received += c.width * c.rows;
         if (pushes_ && c.source != c.target) staging += size_t(c.width * c.rows + kAlign);
     }
     counted_->transfer = std::max(counted_->transfer, staging);
 }
 
-fa_status Walk::move(const std::vector<Copy>& copies, int32_t after, Which which) {
-    if (runs()) return transport_->move(copies, after, which);
-    count(copies, which);
+fa_status Walk::move(const std::vector<Copy>& copies, int32_t after) {
+    if (runs()) return transport_->move(copies, after);
+    count(copies);
     return FA_OK;
 }
 
 fa_status Walk::fetch(const std::vector<Copy>& copies, int32_t after, int64_t i, Hidden hidden) {
     if (runs()) return transport_->fetch(copies, after, stream(i), hidden);
-    count(copies, Which::kAll);
+    count(copies);
     return FA_OK;
 }
 

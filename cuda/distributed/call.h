@@ -132,7 +132,7 @@ public:
     // are to_pitch bytes apart. Copies that continue the last one join it.
     void add(std::vector<Copy>& copies, int source, int target, Array array, int64_t row, int64_t column, char* to, int64_t to_pitch,
              int64_t width, int64_t rows) const;
-    fa_status move(const std::vector<Copy>& copies, int32_t after, Which which = Which::kAll);
+    fa_status move(const std::vector<Copy>& copies, int32_t after);
     // All of them for work on the i-th stream, which waits for them.
     fa_status fetch(const std::vector<Copy>& copies, int32_t after, int64_t i = 0, Hidden hidden = Hidden::kNot);
     fa_status arrive(int64_t i = 0) { return runs() ? transport_->arrive(stream(i)) : FA_OK; }
@@ -153,7 +153,7 @@ public:
 
 private:
     char* take(size_t& used, int64_t bytes);
-    void count(const std::vector<Copy>& copies, Which which);
+    void count(const std::vector<Copy>& copies);
     void count_memory();
     template <typename Run, typename Query>
     fa_status launch(fa_attention_args& args, int64_t i, const Run& run, const Query& query);

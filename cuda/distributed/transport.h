@@ -52,10 +52,6 @@ struct Copy {
     int64_t width, rows;
 };
 
-// Which copies of a list: those from other ranks, and those within this rank's memory.
-enum class Which { kAll, kRemote, kLocal };
-inline bool is_among(Which which, const Copy& c) { return which == Which::kAll || (which == Which::kLocal) == (c.source == c.target); }
-
 // Whether other work runs beside a transfer, and how long that takes.
 enum class Hidden { kNot, kBehindLittle, kBehindMuch };
 
@@ -82,19 +78,19 @@ public:
     virtual fa_status fence() = 0;
     // Copies of this list of which this rank is the source or the target; each waits for `after` of its source. Every rank gives a list
     // that holds at least its own ones, in the same order.
-    virtual fa_status move(const std::vector<Copy>& copies, int32_t after, Which which) = 0;
+    virtual fa_status move(const std::vector<Copy>& copies, int32_t after) = 0;
     // The same copies for work on `stream`, which goes on when all of them are done.
     virtual fa_status fetch(const std::vector<Copy>& copies, int32_t after, void* stream, Hidden) {
-        const fa_status status = move(copies, after, Which::kAll);
+        const fa_status status = move(copies, after);
         return status == FA_OK ? arrive(stream) : status;
     }
     void stage_at(char* place) { staging_ = place; }
     // The stream waits for all copies so far; copies from here on wait for the stream.
     virtual fa_status arrive(void* stream) = 0;
     virtual fa_status follow(void* stream) = 0;
-    // Streams for the work of a call besides the caller's: i = 1 .. kStreams - 1. On the CPU NULL.
-    virtual void* side_stream(int64_t i) { return i ? nullptr : nullptr; }
-    virtual fa_status join(void* from, void*) { return from ? FA_OK : FA_OK; }  // the second stream waits for the first
+    // Streams for the work of a call besides the caller's: number 1 .. kStreams - 1. On the CPU NULL.
+    virtual void* side_stream(int64_t) { return nullptr; }
+    virtual fa_status join(void*, void*) { return FA_OK; }  // the second stream waits for the first
     // The end of a call: collective. The stream waits until all ranks have read what this rank published.
     virtual fa_status finish(void* stream) = 0;
     // Waits on the host for everything.

@@ -222,10 +222,10 @@ RowsCopy CudaTransport::rows_of(const Copy& c) const {
 }
 
 // Starting with the next rank, so that no rank is read by all others at once.
-std::vector<const Copy*> CudaTransport::to_this_rank(const std::vector<Copy>& copies, Which which) const {
+std::vector<const Copy*> CudaTransport::to_this_rank(const std::vector<Copy>& copies) const {
     std::vector<const Copy*> found;
     for (const Copy& c : copies)
-        if (c.target == rank_ && is_among(which, c) && c.width && c.rows) found.push_back(&c);
+        if (c.target == rank_ && c.width && c.rows) found.push_back(&c);
     const auto turn = [&](const Copy* c) { return (c->source - rank_ + size_) % size_; };
     std::stable_sort(found.begin(), found.end(), [&](const Copy* a, const Copy* b) { return turn(a) < turn(b); });
     return found;
@@ -253,10 +253,10 @@ fa_status CudaTransport::by_engine(const std::vector<const Copy*>& copies) {
     return FA_OK;
 }
 
-fa_status CudaTransport::move(const std::vector<Copy>& copies, int32_t after, Which which) {
+fa_status CudaTransport::move(const std::vector<Copy>& copies, int32_t after) {
     std::vector<const Copy*> others;
     std::vector<RowsCopy> own;
-    for (const Copy* c : to_this_rank(copies, which)) {
+    for (const Copy* c : to_this_rank(copies)) {
         if (c->source == rank_) own.push_back(rows_of(*c));
         else others.push_back(c);
     }
@@ -271,8 +271,7 @@ fa_status CudaTransport::fetch(const std::vector<Copy>& copies, int32_t after, v
     // by a kernel at 229, 301, 316 and 332 (H100; docs/context_parallel/peer_copies.cu). The kernel takes SMs from the attention beside it.
     const int64_t large = hidden == Hidden::kNot ? INT64_MAX : hidden == Hidden::kBehindLittle ? 2 << 20 : 1 << 19;
     std::vector<const Copy*> by_kernel, others;
-    for (const Copy* c : to_this_rank(copies, Which::kAll))
-        (c->source != rank_ && c->width * c->rows >= large ? others : by_kernel).push_back(c);
+    for (const Copy* c : to_this_rank(copies)) (c->source != rank_ && c->width * c->rows >= large ? others : by_kernel).push_back(c);
     FA_RETURN_IF_ERROR(wait_for(by_kernel, after, cuda_stream(stream)));
     std::vector<RowsCopy> rows;
     for (const Copy* c : by_kernel) rows.push_back(rows_of(*c));

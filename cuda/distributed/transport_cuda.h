@@ -31,7 +31,7 @@ public:
     void adopt(const Published* published) override;
     fa_status signal(int32_t signal, void* stream) override;
     fa_status fence() override;
-    fa_status move(const std::vector<Copy>& copies, int32_t after, Which which) override;
+    fa_status move(const std::vector<Copy>& copies, int32_t after) override;
     fa_status fetch(const std::vector<Copy>& copies, int32_t after, void* stream, Hidden hidden) override;
     fa_status arrive(void* stream) override;
     fa_status follow(void* stream) override;
@@ -51,7 +51,7 @@ protected:
     fa_status exchange_events();
     fa_status share(size_t bytes);
     void close_memory();
-    std::vector<const Copy*> to_this_rank(const std::vector<Copy>& copies, Which which) const;
+    std::vector<const Copy*> to_this_rank(const std::vector<Copy>& copies) const;
     RowsCopy rows_of(const Copy& c) const;
     fa_status wait_for(const std::vector<const Copy*>& copies, int32_t after, cudaStream_t stream);
     fa_status by_engine(const std::vector<const Copy*>& copies);

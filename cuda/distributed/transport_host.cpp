@@ -106,9 +106,9 @@ public:
         std::vector<char> all(static_cast<size_t>(size_));
         return meeting_.meet(&mine, all.data(), 1);
     }
-    fa_status move(const std::vector<Copy>& copies, int32_t, Which which) override {
+    fa_status move(const std::vector<Copy>& copies, int32_t) override {
         for (const Copy& c : copies) {
-            if (c.target != rank_ || !is_among(which, c)) continue;
+            if (c.target != rank_) continue;
             const size_t at = size_t(c.source) * kMostPublished + size_t(c.array);
             copy_rows(c.to, c.to_pitch, addresses_[at] + c.from, published_[at].pitch, c.width, c.rows);
         }

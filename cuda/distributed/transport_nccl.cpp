@@ -63,7 +63,7 @@ public:
 
     fa_status fence() override { return FA_OK; }  // the stream's order, and NCCL's, are enough
 
-    fa_status move(const std::vector<Copy>& copies, int32_t after, Which which) override {
+    fa_status move(const std::vector<Copy>& copies, int32_t after) override {
         char* place = staging_;
         const auto take = [&](int64_t bytes) {
             char* at = place;
@@ -80,7 +80,7 @@ public:
         std::vector<Part> sends, receives;
         std::vector<RowsCopy> own;
         for (const Copy& c : copies) {
-            if (c.width == 0 || c.rows == 0 || !is_among(which, c)) continue;
+            if (c.width == 0 || c.rows == 0) continue;
             const size_t at = size_t(rank_) * kMostPublished + size_t(c.array);
             if (c.source == rank_ && c.target == rank_) {
                 own.push_back(rows_of(c));
