@@ -12,18 +12,26 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..._report import STYLE
 from .. import figure
-
-if TYPE_CHECKING:
-    from .rank import Here
 
 CALLS = 3  # recorded; the last one counts, the profiler is at work from the first one on
 BETWEEN = ("copies_kernel", "store_kernel", "negative_delta_kernel", "sum_kernel", "merge_parts_kernel",
            "add_part_kernel", "add_kernel", "round_kernel")  # of cuda/distributed/rows.cu  # fmt: skip
 KINDS = {"attention": "#D55E00", "copy engine": "#0072B2", "copy kernel": "#56B4E9", "other kernel": "#7F7F7F"}
+
+
+class Here(Protocol):
+    """A rank, and its way to the others: rank.Here."""
+
+    rank: int
+    machine: Any
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+    def together(self) -> float: ...
 
 
 def record(here: Here, launch: Callable[[], Any], index: int) -> dict[str, Any] | None:
