@@ -10,7 +10,8 @@
 namespace fa::distributed {
 namespace {
 
-constexpr int64_t kSmall = 1 << 19;  // bytes of a message of results: copy engines are at least 8 us away from the next one
+constexpr int64_t kManyRows = 1 << 15;  // of a launch: two blocks for each SM
+constexpr int64_t kSmall = 1 << 19;     // bytes of a message of results: copy engines are at least 8 us away from the next one
 
 // Query heads q0 .. q1 - 1 and their key heads k0 .. k1 - 1, all query heads of each, or some of one.
 struct Piece {
@@ -19,7 +20,8 @@ struct Piece {
 };
 
 // Rank r has query heads r H / P .. (r + 1) H / P - 1. The first and the last piece are small: nothing hides the transfers of the first, or
-// those of the last's result.
+// those of the last's result. But a launch of few blocks ends with its longest ones, beside idle SMs, unless the next has as many: two
+// halves are better there.
 std::vector<Piece> pieces_of(const Problem& p, int rank) {
     const int32_t group = p.a.nheads / p.a.nheads_k;
     const auto first_head = [&](int64_t r) { return int32_t(r * p.a.nheads / p.size); };
@@ -39,9 +41,11 @@ std::vector<Piece> pieces_of(const Problem& p, int rank) {
         for (int32_t i = 0, n = std::min({p.groups, units, kMostPieces}); i < n; ++i) bounds.push_back(int32_t(int64_t(i) * units / n));
     } else {
         const int32_t edge = std::max(1, units / 8);
-        bounds = units >= 3   ? std::vector<int32_t>{0, edge, units - edge}
-                 : units == 2 ? std::vector<int32_t>{0, 1}
-                              : std::vector<int32_t>{0};
+        // A block has 128 keys of a key head in the backward pass, and rows of a query head in the forward pass.
+        const int64_t rows = p.backward() ? p.total_k() * (split ? 1 : edge) : p.total_q() * edge * (split ? 1 : group);
+        bounds = units >= 3 && rows >= kManyRows ? std::vector<int32_t>{0, edge, units - edge}
+                 : units >= 2                    ? std::vector<int32_t>{0, units / 2}
+                                                 : std::vector<int32_t>{0};
     }
     bounds.push_back(units);
     std::vector<Piece> pieces;

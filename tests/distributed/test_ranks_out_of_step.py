@@ -26,9 +26,10 @@ def arrays(seed: int, heads: int, heads_k: int, device: str) -> list:
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 @pytest.mark.parametrize("size", sorted({max(size, LEAST) for size in (2, 3)}))
 @pytest.mark.parametrize("heads", [(16, 8), (12, 1)], ids=["16_8", "12_1"])  # with 1, all pieces share the keys
-def test_ranks_out_of_step(heads, size, mode):
+@pytest.mark.parametrize("pieces", [0, 3])
+def test_ranks_out_of_step(pieces, heads, size, mode):
     groups = new_groups(size, CUDA, timeout=60)
-    options = {"causal": True, "layout": "zigzag", "mode": mode, "seqlen_q": TOKENS}
+    options = {"causal": True, "layout": "zigzag", "mode": mode, "groups": pieces, "seqlen_q": TOKENS}
 
     def rank(group: fad.Group) -> list[str]:
         device = f"cuda:{group.rank % CUDA_DEVICES}"
