@@ -101,7 +101,7 @@ fa_status Walk::publish(Array array, void* data, int64_t pitch, int64_t width, i
                                   : reinterpret_cast<uintptr_t>(first) >= kCountedShared;
     char* staging = stages_ && !in_shared ? shared(width * rows) : nullptr;
     if (!runs()) return FA_OK;
-    return transport_->publish({data, pitch, width, rows}, staging, stream(), &own_[size_t(array)]);
+    return transport_->publish({data, pitch, width, rows}, staging, &own_[size_t(array)]);
 }
 
 void Walk::add(std::vector<Copy>& copies, int source, int target, Array array, int64_t row, int64_t column, char* to, int64_t to_pitch,

@@ -68,7 +68,7 @@ public:
     virtual void begin() {}
     // Makes an array readable for the others. Where a rank cannot read another's arrays, it is copied to `staging`, a place in the shared
     // memory. The signal kReady has to follow.
-    virtual fa_status publish(const Rows& array, char* staging, void* stream, Published* published) = 0;
+    virtual fa_status publish(const Rows& array, char* staging, Published* published) = 0;
     bool stages() const { return stages_; }
     // What all ranks published: [rank * kMostPublished + array].
     virtual void adopt(const Published* published) = 0;

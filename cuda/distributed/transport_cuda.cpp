@@ -177,7 +177,7 @@ fa_status CudaTransport::reserve(size_t bytes) {
     return FA_OK;
 }
 
-fa_status CudaTransport::publish(const Rows& array, char* staging, void*, Published* published) {
+fa_status CudaTransport::publish(const Rows& array, char* staging, Published* published) {
     *published = {uint64_t(reinterpret_cast<uintptr_t>(array.data)), array.pitch, 0, 1};
     if (!stages_) return FA_OK;
     char* data = static_cast<char*>(array.data);

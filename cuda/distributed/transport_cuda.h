@@ -27,7 +27,7 @@ public:
 
     fa_status reserve(size_t bytes) override;
     void begin() override { staged_.clear(); }
-    fa_status publish(const Rows& array, char* staging, void* stream, Published* published) override;
+    fa_status publish(const Rows& array, char* staging, Published* published) override;
     void adopt(const Published* published) override;
     fa_status signal(int32_t signal, void* stream) override;
     fa_status fence() override;

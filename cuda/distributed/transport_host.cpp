@@ -77,7 +77,7 @@ public:
         return FA_OK;
     }
 
-    fa_status publish(const Rows& array, char* staging, void*, Published* published) override {
+    fa_status publish(const Rows& array, char* staging, Published* published) override {
         *published = {uint64_t(reinterpret_cast<uintptr_t>(array.data)), array.pitch, 0, 1};
         if (!processes_) return FA_OK;
         const bool there = static_cast<char*>(array.data) >= shared_ && static_cast<char*>(array.data) < shared_ + shared_bytes_;

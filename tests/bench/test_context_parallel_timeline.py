@@ -17,25 +17,18 @@ def event(category, name, ts, dur, stream=7, device=0, **args):
             "args": {"stream": stream, "device": device, **args}}  # fmt: skip
 
 
+def between_gpus(source, target, ts):
+    """A copy that the engine of its target makes."""
+    args = {"fromDevice": source, "inDevice": target, "toDevice": target, "stream": 16, "bytes": 4096}
+    name = "Memcpy PtoP (Device -> Device)"
+    return {"ph": "X", "cat": "gpu_memcpy", "name": name, "ts": ts, "dur": 300.0, "args": args}
+
+
 ATTENTION = "void fa::(anonymous namespace)::forward_wgmma_kernel<__nv_bfloat16, (fa::WgmmaPlanId)3>(fa::Arguments)"
 EVENTS = [
     event("kernel", ATTENTION, 900.0, 50.0),  # of the call before
-    {
-        "ph": "X",
-        "cat": "gpu_memcpy",
-        "name": "Memcpy PtoP (Device -> Device)",
-        "ts": 1040.0,
-        "dur": 300.0,
-        "args": {"fromDevice": 1, "inDevice": 0, "toDevice": 0, "stream": 16, "bytes": 4096},
-    },
-    {
-        "ph": "X",
-        "cat": "gpu_memcpy",
-        "name": "Memcpy PtoP (Device -> Device)",
-        "ts": 1045.0,
-        "dur": 300.0,
-        "args": {"fromDevice": 0, "inDevice": 1, "toDevice": 1, "stream": 16, "bytes": 4096},
-    },
+    between_gpus(1, 0, 1040.0),
+    between_gpus(0, 1, 1045.0),
     event("kernel", "void fa::distributed::(anonymous namespace)::copies_kernel<uint4>(fa::Copies)", 1010.0, 20.0),
     event("kernel", ATTENTION, 1050.0, 100.0),
     event("kernel", ATTENTION, 1120.0, 200.0, stream=17),

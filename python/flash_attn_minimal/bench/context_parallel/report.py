@@ -93,18 +93,8 @@ def columns(data: dict, wide: bool) -> tuple[list[str], list[list[str]]]:
     """Head and cells of the table, one line for each row with a time. wide: with all columns."""
     name, scale = unit(data)
     several = len(data["ranks"]) > 1
-    head = [
-        "case",
-        *["ranks"] * several,
-        "system",
-        "one, ms",
-        "all, ms",
-        "efficiency",
-        "to slowest",
-        name,
-        "error",
-        "memory",
-    ]
+    head = ["case", "ranks", "system"] if several else ["case", "system"]
+    head += ["one, ms", "all, ms", "efficiency", "to slowest", name, "error", "memory"]
     more = ["call, ms", "fastest, ms", "slowest, ms", "received", "its own one, ms"] if wide else []
     lines, last = [], (None, None)
     for row in by_case(row for row in data["rows"] if "ms" in row):
@@ -239,14 +229,14 @@ def picture(data: dict, file: Path) -> bool:
         over, lines = "ranks", _by_tokens(rows)
     else:
         over, lines = "tokens", _by_system(rows)
-    names = list(dict.fromkeys(name for name, *_ in lines))
+    names = [name for name, _, points in lines if points]
     passes = list(dict.fromkeys(row["pass"] for row in rows))
     with matplotlib.rc_context(STYLE):
         drawn, axes = figure.figure_of(1, len(passes), 4.6 * len(passes) + 0.4, 4.2, sharey=True)
         for axis, which in zip(axes.flat, passes, strict=True):
-            for name, of, looks, points in lines:
+            for name, looks, points in lines:
                 found = sorted((row[over], 100 * row["efficiency"]) for row in points if row["pass"] == which)
-                if of == which and found:
+                if found:
                     axis.plot(
                         *zip(*found, strict=True), label=name, marker="oDP*Xs^v"[names.index(name) % 8], markersize=5,
                         **looks,
@@ -267,7 +257,7 @@ def picture(data: dict, file: Path) -> bool:
     return True
 
 
-Line = tuple[str, str, dict, list[dict]]  # its name, the pass, how it looks, its rows
+Line = tuple[str, dict, list[dict]]  # its name, how it looks, its rows
 
 
 def _by_system(rows: list[dict]) -> list[Line]:
@@ -276,13 +266,8 @@ def _by_system(rows: list[dict]) -> list[Line]:
     lines = []
     for i, name in enumerate(names):
         mine = name not in LABELS.values()
-        looks = {
-            "color": figure.LINES[i % len(figure.LINES)],
-            "linewidth": 2.2 if mine else 1.4,
-            "zorder": 3 if mine else 2,
-        }
-        found = [row for row in rows if series(row) == name]
-        lines += [(name, which, looks, found) for which in dict.fromkeys(row["pass"] for row in found)]
+        looks = {"color": figure.LINES[i % len(figure.LINES)], "linewidth": 2.2 if mine else 1.4, "zorder": 2 + mine}
+        lines.append((name, looks, [row for row in rows if series(row) == name]))
     return lines
 
 
@@ -292,18 +277,12 @@ def _by_tokens(rows: list[dict]) -> list[Line]:
     lines = []
     for i, tokens in enumerate(sorted({row["tokens"] for row in rows})):
         of = [row for row in rows if row["tokens"] == tokens]
-        best: dict[tuple, dict] = {}
-        for row in of:
-            if (
-                row["system"] != "ours"
-                and row["efficiency"] > best.get((row["pass"], row["ranks"]), row)["efficiency"] - 1e-9
-            ):
-                best[row["pass"], row["ranks"]] = row
-        looks, name = {"color": figure.LINES[i % len(figure.LINES)]}, f"{tokens / 1024:g}k tokens"
-        systems = ((name, [row for row in of if series(row) == first], {"linewidth": 2.2, "zorder": 3}),
-                   (f"{name}, best peer", list(best.values()), {"linewidth": 1.2, "linestyle": "--"}))  # fmt: skip
-        for label_, found, more in systems:
-            lines += [(label_, which, looks | more, found) for which in dict.fromkeys(row["pass"] for row in found)]
+        peers = sorted((row for row in of if row["system"] != "ours"), key=lambda row: row["efficiency"])
+        best = {(row["pass"], row["ranks"]): row for row in peers}  # of each the last one, which is the best
+        colour, name = {"color": figure.LINES[i % len(figure.LINES)]}, f"{tokens / 1024:g}k tokens"
+        mine = [row for row in of if series(row) == first]
+        lines.append((name, colour | {"linewidth": 2.2, "zorder": 3}, mine))
+        lines.append((f"{name}, best peer", colour | {"linewidth": 1.2, "linestyle": "--"}, list(best.values())))
     return lines
 
 

@@ -7,6 +7,7 @@ picture()  a line for each stream
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 import time
@@ -44,15 +45,9 @@ def record(here: Here, launch: Callable[[], Any], index: int) -> dict[str, Any] 
     elsewhere None."""
     import torch
 
-    if here.rank:
-        for _ in range(CALLS):
-            here.together()
-            launch()
-            here.machine.synchronize()
-        here.gather(None)
-        return None
-    activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA], acc_events=True) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    profiler = None if here.rank else torch.profiler.profile(activities=activities, acc_events=True)
+    with profiler or contextlib.nullcontext():
         for _ in range(CALLS):
             here.together()
             start = time.time_ns()
@@ -60,6 +55,8 @@ def record(here: Here, launch: Callable[[], Any], index: int) -> dict[str, Any] 
             host_us = (time.time_ns() - start) / 1e3
             here.machine.synchronize()
     here.gather(None)
+    if profiler is None:
+        return None
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
