@@ -141,7 +141,10 @@ template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKey
 __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T, kD, kDv, kSm>.blocks_per_sm)
     attention_kernel(const __grid_constant__ MmaParams params) {
 #if defined(__CUDA_ARCH__)
-    if (kSm == MmaSm::k228 && __CUDA_ARCH__ < 900) return;  // never launched there: leaves the code out
+    if (kSm == MmaSm::k228 && !takes_more_than_sm80(__CUDA_ARCH__)) {
+        __trap();
+        return;
+    }
 #endif
     constexpr MmaTile kTile = kTileOf<T, kD, kDv, kSm>;
     constexpr bool kGeneral = kOptions == Options::kAll, kPaged = kKeyRows == KeyRows::kInPages;
