@@ -35,7 +35,8 @@ struct CacheView {
     DType dtype;                  // of K and V: that of q, or 8-bit
     CacheScale k_scale, v_scale;  // of 8-bit elements
     bool batch_invariant;
-    bool programmatic;   // the kernels before this call may still run, but write neither to the cache nor to its lengths and tables
+    bool programmatic;   // the kernels before this call may still run, but write neither to the cache nor to its lengths and tables; true
+                         // only where the device has programmatic dependent launch (sm_90)
     int32_t num_splits;  // 0 = the kernel's choice
 };
 
