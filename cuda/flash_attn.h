@@ -263,7 +263,7 @@ typedef struct fa_kvcache_args {
     int32_t rotary_interleaved;          /* pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2) */
 
     fa_cache_scale k_scale, v_scale; /* both with an 8-bit cache, otherwise NULL */
-    int32_t batch_invariant;         /* 1 = a sequence's result does not depend on what else is in the batch */
+    int32_t batch_invariant;         /* 1 = the bits of a sequence follow from its own keys, not from the batch or the capacity */
     int32_t num_splits;              /* pieces that the keys of a sequence are cut into, 1 .. 256; 0 = the kernel chooses */
     /* As in flash_attn_transformer.h. This call may read the cache (except the rows that it appends itself), the factors, lengths and
      * tables of the cache, and the tables of the rotary embedding at once. So no kernel between the last plain launch and this call may
