@@ -92,8 +92,8 @@ class Kernels:
         return x
 
     def advance(self, tokens, active, ring, count, lengths):
-        ring[count[0] % len(ring)] = tokens[:, 0]
-        count += 1
+        ring[count[0]] = tokens[:, 0]
+        count[...] = (count + 1) % len(ring)
         lengths += active
 
     def round_bfloat16(self, bits):
@@ -140,9 +140,8 @@ def test_golden_texts(cuda, fused_rows, dtype, cache_dtype, attention, page_size
     model = Llama(load_checkpoint(model_file("stories260K.bin")), cuda(attention, dtype, cache_dtype))
     assert model.embedding.dtype == dtype and model.layers[0].rms_att.dtype == np.float32
     engine = Engine(model, 3, page_size=page_size)
-    if attention == "flash" or page_size:
-        for array in (*engine.cache.k, *engine.cache.v):
-            array[...] = np.nan
+    for array in (*engine.cache.k, *engine.cache.v):
+        array[...] = np.nan
     assert engine.cache.k[0].dtype == (cache_dtype or dtype)
     longest = 1000 if (dtype, cache_dtype) == ("float32", None) else 20
     requests = [engine.add(case["prompt_ids"], min(longest, case["n_positions"] - 20)) for case in cases]
