@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import random
 import time
@@ -67,10 +66,8 @@ class Text:
 
     def __init__(self, request: Any, tokenizer: Any, stops: list[str]):
         self.request, self.stops, self.held = request, stops, max(map(len, stops), default=1) - 1
-        # The prompt's last token comes first: what a token adds depends on the one before. The list of new tokens grows
-        # while it is read, so `pieces` is never asked for more than there are.
-        self.pieces = tokenizer.stream(itertools.chain(request.prompt[-1:], request.tokens))
-        next(self.pieces)
+        # The list of new tokens grows while it is read, so `pieces` is never asked for more than there are.
+        self.pieces = tokenizer.stream(request.tokens, after=request.prompt)
         self.text, self.read, self.sent = "", 0, 0
         self.reason: str | None = None
 
