@@ -10,7 +10,7 @@ A sequence joins when a slot is free, and with it the pages for its prompt and a
 stops a sequence.
 
 A failure belongs to one sequence where it can: a pass over its prompt that raises, or a NaN in its logits. That
-sequence ends with `finished == "error"`, the others go on with the tokens that they have alone. A step that fails as a
+sequence ends with `finished == "error"`. The others go on with the tokens that they have alone. A step that fails as a
 whole ends all that run. `step` itself raises neither; `run` raises the first of them at its end.
 """
 

@@ -400,8 +400,8 @@ class JsonTokenizer:
         yield text[shown:]
 
     def _ending(self, tokens: list[int]) -> list[int]:
-        """The last tokens of a text. What the next token adds depends on these alone. They begin with a whole character:
-        where a run of bytes begins with a part of one, decoding may take all of them for damaged."""
+        """The last tokens of a text. What the next token adds depends on these alone. They begin with a whole
+        character: where a run of bytes begins with a part of one, decoding may take all of them for damaged."""
         for count in range(CONTEXT, CONTEXT + 4):  # a character has at most 4 bytes
             ending = self.decode(tokens[-count:])
             if ending and not ending.startswith("\ufffd"):
