@@ -312,6 +312,28 @@ def test_a_text_that_fails_ends_alone(serve, writer, alone, error, message):
     assert good[2].text.endswith("data: [DONE]\n\n")
 
 
+def test_a_step_that_fails_is_told_to_all_and_the_server_goes_on(serve, writer, alone):
+    body = writer.engine._body
+
+    def failing(*arguments):
+        writer.engine._body = body
+        raise MemoryError
+
+    writer.engine._body = failing
+    asked = {"model": "tiny", "max_tokens": 20, "temperature": 0, "prompt": "the sea"}
+
+    async def ask(client):
+        post = lambda **more: client.post("/v1/completions", json={**asked, **more})  # noqa: E731
+        first = await asyncio.gather(post(), post(stream=True))
+        return [*first, await post()]
+
+    whole, streamed, after = visit(serve, writer, ask)
+    assert (whole.status_code, whole.json()["error"]["message"]) == (500, "text 0: out of memory")
+    *pieces, last, end = streamed.text.split("\n\n")
+    assert json.loads(last[6:])["error"]["message"] == "text 0: out of memory" and len(pieces) < 3 and not end
+    assert after.json()["choices"][0]["text"] == alone("the sea", 20)[0]
+
+
 def test_a_text_that_cannot_be_decoded_ends_alone(serve, writer, alone):
     stream = writer.tokenizer.stream
 

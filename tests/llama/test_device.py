@@ -170,6 +170,23 @@ def test_biases_and_a_window(cuda, fused_rows, attention, tmp_path):
         assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_standard_attention_reads_nothing_of_a_slot_s_last_owner(cuda, dtype, tmp_path):
+    """It multiplies the values at unfilled positions of a contiguous cache by 0, and 0 * NaN is NaN."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
+    write_folder(tmp_path, Config(48, 56, 2, 6, 2, 70, 40, rope_interleaved=False), "float32")
+    texts = []
+    for filling in (0, np.nan):
+        engine = Engine(Llama(load_checkpoint(tmp_path), cuda("standard", dtype)), 2)
+        for array in (*engine.cache.k, *engine.cache.v):
+            array[...] = filling
+        requests = [engine.add(prompt, 20) for prompt in ([3, 4, 5, 6, 7, 8, 9], [10], [11, 12])]
+        engine.run()
+        texts.append([request.tokens for request in requests])
+    assert texts[0] == texts[1] and all(len(tokens) == 20 for tokens in texts[0])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("attention", ["flash", "standard"])
 def test_4_bit_weights(cuda, fused_rows, attention, dtype):
