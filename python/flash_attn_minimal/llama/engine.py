@@ -133,6 +133,7 @@ class Engine:
         self._table = np.full((max_batch, max_pages), self.cache.scratch_page, np.int32)
         self._stale = True  # the device's copies differ
         self._recount = False  # the device's count may differ, too
+        self._held: np.ndarray | None = None  # the lengths on the device, where they are those of a held step
         self.tokens = xp.zeros((max_batch, 1), np.int32)
         self.lengths, self.active, self.idle, self.zero = (xp.zeros(max_batch, np.int32) for _ in range(4))
         self.table = None if page_size is None else xp.zeros((max_batch, max_pages), np.int32)
@@ -230,14 +231,16 @@ class Engine:
             raise BadArgument(f"batch={batch}, position={position} cannot be held: {where}")
         lengths, kept = np.full(self.max_batch, -1, np.int32), []
         lengths[:batch] = position
-        with self.device.scope():
+
+        def place() -> None:
             self.device.upload(self.lengths, lengths)
             self.device.upload(self.active, np.zeros(self.max_batch, np.int32))
             if self.table is not None:
                 last = self.cache.scratch_page - 1
                 pages = np.minimum(np.arange(self._table.size, dtype=np.int32), last).reshape(self._table.shape)
                 self.device.upload(self.table, pages)
-        self._stale = self._recount = True
+            self._stale, self._held = True, lengths
+
         longest = self.device.longest_bucket(position + 1, self.context)
 
         def body() -> None:
@@ -246,12 +249,16 @@ class Engine:
         def run() -> Array:
             if self.busy:
                 raise BadArgument(f"batch={batch}, position={position} cannot be held while sequences run")
-            self._stale = self._recount = True  # the step advances the device's state and not the host's
+            self._recount = True  # the step advances the device's count and not the host's
             with self.device.scope():
+                if self._held is not lengths:  # sequences have run since, or other steps were held
+                    place()
                 step()
             return kept[0]
 
+        self._recount = True
         with self.device.scope():
+            place()
             body()
         step = self.device.once(body)
         return run
@@ -327,6 +334,7 @@ class Engine:
             self.device.upload(self.active, self._active)
             if self.table is not None:
                 self.device.upload(self.table, self._table)
+            self._held = None
             self._rules = self.sampler.synchronise([slot for slot, request in enumerate(self._slots) if request])
             self._stale = False
 
