@@ -178,7 +178,9 @@ class Host:
 
         def step() -> None:
             ring[count[0]] = tokens[:, 0]
-            np.copyto(count, (count + 1) % len(ring))
+            np.add(count, 1, count)
+            if count[0] == len(ring):
+                count.fill(0)
             np.add(lengths, active, lengths)
 
         self.do(step)
