@@ -173,9 +173,10 @@ class Writer:
             self.stepping = self.ask(self.engine.step)
         await asyncio.shield(self.stepping)
 
-    async def write(self, jobs: list[tuple], stops: list[str]) -> AsyncGenerator[Any, None]:
+    async def write(self, jobs: list[tuple], stops: list[str], gone: Any = None) -> AsyncGenerator[Any, None]:
         """First the requests, once the engine has taken all; then (number, new text, reason of the end or None). Raises
-        where one of the texts fails, which ends the others of these."""
+        where one of the texts fails, which ends the others of these. Ends early once `await gone()` is true, in line
+        too."""
         requests: list[Any] = []
 
         def add() -> None:
@@ -192,6 +193,8 @@ class Writer:
             texts = [Text(request, self.tokenizer, stops) for request in requests]
             while not all(text.reason for text in texts):
                 await self.step()
+                if gone and await gone():
+                    return
                 for number, text in enumerate(texts):
                     if text.reason is not None:
                         continue
@@ -283,7 +286,8 @@ def make_app(writer: Writer) -> FastAPI:
         for number, prompt in enumerate([asked.prompt] if isinstance(asked.prompt, str) else asked.prompt):
             sampling = Sampling(asked.temperature, 0, asked.top_p, seed + number)
             jobs.append((await writer.encode(prompt), asked.max_tokens, sampling, stops))
-        news = writer.write(jobs, [asked.stop] if isinstance(asked.stop, str) else asked.stop)
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        news = writer.write(jobs, stop, None if asked.stream else http.is_disconnected)
         requests = await anext(news)  # a refusal comes here, while there is no answer yet
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         head["model"] = writer.name
@@ -308,12 +312,12 @@ def make_app(writer: Writer) -> FastAPI:
 
         if asked.stream:
             return StreamingResponse(events(), media_type="text/event-stream")
-        texts, reasons = [""] * len(jobs), [""] * len(jobs)
+        texts, reasons = [""] * len(jobs), [None] * len(jobs)
         async with contextlib.aclosing(news):
             async for number, text, reason in news:
                 texts[number], reasons[number] = texts[number] + text, reason
-                if await http.is_disconnected():
-                    return Response(status_code=499)
+        if not all(reasons):
+            return Response(status_code=499)  # to nobody
         return {**head, "choices": list(map(choice, range(len(jobs)), texts, reasons)), "usage": usage()}
 
     app.add_middleware(Limited)

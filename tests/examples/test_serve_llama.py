@@ -405,6 +405,31 @@ def test_a_client_that_goes_away_while_its_text_is_added(serve, writer):
     assert asyncio.run(asyncio.wait_for(run(), 60)) is False
 
 
+def test_a_client_that_leaves_the_line_gets_no_slot(serve, writer):
+    job = (writer.tokenizer.encode("Why?"), 100, Sampling(), frozenset())
+    left = []
+
+    async def gone():
+        return bool(left)
+
+    async def run():
+        running = [writer.write([job], []) for _ in range(SLOTS)]
+        for text in running:
+            await anext(text)
+        waiting = writer.write([job], [], gone)
+        [request] = await anext(waiting)
+        left.append("the line")
+        with pytest.raises(StopAsyncIteration):
+            await anext(waiting)
+        await writer.ask(lambda: None)  # what was submitted before is done
+        assert request.finished == "cancelled" and request.tokens == [] and not writer.engine._waiting
+        for text in running:
+            await text.aclose()
+        await writer.ask(lambda: None)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_long_prompt_holds_nobody_up(serve, writer, alone):
     """Its tokens are sought in another thread, here for as long as it takes to serve everybody else."""
     done, encode = threading.Event(), writer.tokenizer.encode
