@@ -138,7 +138,7 @@ class Group:
             try:
                 launch, result = prepare()
             except Exception as error:
-                self._refuse(error)
+                self.refuse(error)
                 raise
             launch(self._handle)
             return result
@@ -148,7 +148,8 @@ class Group:
             error._everybodys = True  # type: ignore[attr-defined]
             raise
 
-    def _refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception) -> None:
+        """Tells the other ranks, which wait for this one's call, that it does not come."""
         status = next((number for number, kind in _ERRORS.items() if isinstance(error, kind)), 1)
         text = str(error) if isinstance(error, FlashAttnError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(FlashAttnError):  # its own error is the one to raise
