@@ -139,16 +139,13 @@ class Prepared:
         def launch(handle: int, kept: Any = kept) -> None:
             with contextlib.suppress(WorkspaceTooSmall):  # on all ranks or on none
                 return function(handle, outer, stream)
-            refused = None
             try:
                 self.ask(group.kind, group.rank, group.size)
                 kept = kept, self._new_workspace(group, _arrays.view(arrays[0], "q"))
             except Exception as error:
-                refused = error
+                group.refuse(error)
+                raise
             lib.fa_group_reserve(handle, self.plan.shared_bytes)
-            if refused:
-                group.refuse(refused)
-                raise refused
             function(handle, outer, stream)
 
         return launch
