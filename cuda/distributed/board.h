@@ -27,7 +27,7 @@ public:
     // A rank reads the memory of others from `enter`, which comes before the meeting where they say where it lies, to `leave`.
     virtual void enter() {}
     virtual void leave() {}
-    // For a rank whose call has failed: waits, at most the timeout, until no other rank reads. The group is aborted, so no rank begins to.
+    // Of an aborted group, where no rank begins to read: waits, at most the timeout, until no other rank reads.
     virtual void wait_for_readers() {}
 };
 

@@ -382,7 +382,9 @@ fa_status fa_group_create(const fa_group_args* args, fa_group** group) {
 void fa_group_destroy(fa_group* group) {
     if (!group) return;
     group->transport->drain();
-    if (group->meeting->check() == FA_OK) group->transport->fence();  // nobody frees memory that another rank still reads
+    // Nobody frees memory that another rank still reads.
+    if (group->meeting->check() == FA_OK) group->transport->fence();
+    else group->meeting->wait_for_readers();
     delete group;
 }
 

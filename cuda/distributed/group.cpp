@@ -320,7 +320,8 @@ fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream)
     bool broke = false;
     status = walk_and_leave(running, p, group, stream, &broke);
     if (broke) {
-        group->meeting->wait_for_readers();  // the caller may give back what it gave once this returns
+        // Once this returns the caller may give back its arrays. The others read them, unless there are copies of the group.
+        if (!group->transport->stages()) group->meeting->wait_for_readers();
         return status;
     }
     if (status == FA_OK || running.stage() == Walk::Stage::kMet) return status;

@@ -9,10 +9,13 @@ import time
 
 import numpy as np
 import pytest
-from ranks import attend, each, new_groups, still_works, watchdog
+from conftest import CUDA, CUDA_DEVICES, NO_CUDA, torch
+from ranks import MODES, attend, each, new_groups, still_works, watchdog
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import distributed as fad
+
+needs_cuda = pytest.mark.skipif(bool(NO_CUDA) or torch is None, reason=NO_CUDA or "needs PyTorch")
 
 # ---- programs ----
 
@@ -195,6 +198,61 @@ def test_a_call_that_breaks_off_returns_after_the_others_have_read():
     assert min(took) > 0.8 * max(took), took
 
 
+@needs_cuda
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_of_a_call_that_broke_off_on_a_gpu(mode):
+    """What is given back in the order of the caller's stream is not written any more by the group's own streams."""
+    for i in range(20):
+        groups = new_groups(2, CUDA)
+
+        def rank(group):
+            device = f"cuda:{group.rank % CUDA_DEVICES}"
+            torch.cuda.set_device(device)
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                rows = torch.ones((1, 2048, 8, 128), device=device, dtype=torch.bfloat16)
+                out = None
+                try:
+                    for _ in range(1000):
+                        torch.cuda._sleep(20_000_000 * group.rank)  # 10 ms: hosts are ahead of the GPUs
+                        out = fad.forward(group, rows, rows, rows, mode=mode, causal=True)
+                except fa.RankLost:
+                    shape = rows.shape
+                    del out, rows
+                    again = [torch.full(shape, 7.0, device=device, dtype=torch.bfloat16) for _ in range(20)]
+                    torch.cuda.synchronize(device)
+                    return all(bool((x == 7).all()) for x in again)
+            return False
+
+        threading.Timer(0.002 * i, lambda groups=groups: groups[i % 2].abort("enough")).start()
+        with watchdog(60, groups):
+            assert fad.run(groups, rank) == [True, True]
+
+
+@needs_cuda
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_that_are_closed_while_a_gpu_works(mode):
+    """Nothing that a rank's GPU reads goes away before it has read."""
+    rows = torch.randn((1, 4096, 8, 128), dtype=torch.bfloat16)
+    wanted = fa.flash_attn_func(*[rows.to("cuda:0")] * 3, causal=True).cpu()
+    for late in (0, 1):
+        groups = new_groups(2, CUDA)
+
+        def rank(group, late=late):
+            device = f"cuda:{group.rank % CUDA_DEVICES}"
+            torch.cuda.set_device(device)
+            mine = fad.shard(rows, "zigzag", group.rank, 2).to(device)
+            if group.rank == late:
+                torch.cuda._sleep(200_000_000)
+            return fad.forward(group, mine, mine, mine, mode=mode, causal=True)
+
+        with watchdog(60, groups):
+            outs = fad.run(groups, rank)
+        for group in groups:
+            group.close()
+        out = fad.unshard([out.cpu() for out in outs], "zigzag")
+        torch.testing.assert_close(out, wanted, atol=2e-2, rtol=2e-2)
+
+
 def test_the_first_to_close_ends_the_group():
     for closing in range(3):
         groups = new_groups(3, timeout=60)
@@ -223,6 +281,36 @@ def test_ranks_that_close_at_once_after_the_last_call():
 
         with watchdog(30, groups):
             assert fad.run(groups, rank) == [8 + 8 * i] * 3
+
+
+# ---- one row a rank ----
+
+
+@pytest.mark.parametrize("tokens", [4, 5])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("mode", ["auto", "gather", "ulysses"])
+def test_rows_of_a_mask_are_not_taken_for_one_that_all_share(mode, name, layout, tokens):
+    """Four ranks with a row each, or two: the axis of one row is a rank's own."""
+    rng, groups = np.random.default_rng(0), new_groups(4)
+    q, k, v = (rng.standard_normal((1, n, 4, 8), dtype=np.float32) for n in (tokens, 8, 8))
+    scores = rng.standard_normal((1, 1, tokens, 8), dtype=np.float32)
+    scores = scores > 0 if name == "mask" else scores
+    wanted = fa.flash_attn_func(q, k, v, **{name: scores})
+
+    def rank(group):
+        rows = fad.positions(layout, group.rank, 4, [0, tokens])
+        keys = [fad.shard(x, layout, group.rank, 4) for x in (k, v)]
+        where = {"layout": layout, "mode": mode, "seqlen_q": tokens, "seqlen_k": 8}
+        out = fad.forward(group, np.ascontiguousarray(q[:, rows]), *keys, **where, **{name: scores[:, :, rows]})
+        np.testing.assert_allclose(out, wanted[:, rows], atol=1e-5)
+
+    with watchdog(30, groups):
+        if mode == "ulysses":
+            with pytest.raises(fa.Unsupported, match=f"{name} has rows"):
+                fad.run(groups, rank)
+        else:
+            fad.run(groups, rank)
 
 
 # ---- locks ----
