@@ -90,7 +90,8 @@ class Group:
 
     def close(self) -> None:
         """Frees what the group holds on this rank. Collective: it waits for the other ranks, at most the timeout,
-        unless the group is over. Groups of thread_groups do not wait: the last one to be closed frees all of them."""
+        unless the group is over. Groups of thread_groups do not wait: the first that is closed ends them all, and the
+        last frees them."""
         if self._handle is None:
             return
         if os.getpid() != self._process:  # the copy of a fork, where other threads hold their locks for ever
