@@ -217,6 +217,23 @@ def test_grouped_heads_scale_and_aux(device):
         flex_attention(q, k, v)
 
 
+def test_autocast_casts_as_it_does_for_pytorch(device):
+    c = Captured(device)
+    inputs = [normal(device, BATCH, HEADS, ROWS, DIM, grad=True) for _ in range(3)]
+    want = flex_attention(*[x.bfloat16() for x in inputs], mods.bias(c.bias))
+    with torch.autocast(device, torch.bfloat16):
+        assert theirs(*(x.detach() for x in inputs)).dtype == torch.bfloat16
+        out, lse = flex_attention(*inputs, mods.bias(c.bias), return_lse=True)
+        mixed = flex_attention(*inputs[:2], inputs[2].bfloat16(), mods.bias(c.bias))
+        form = recognise(mods.bias(c.bias), None, BATCH, HEADS, ROWS, ROWS, device)
+        called = form(*inputs)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    for got in (out, mixed, called):
+        assert torch.equal(got, want)
+    gradients = torch.autograd.grad(out.float().square().sum(), (*inputs, c.bias))
+    assert all(x.dtype == torch.float32 and x.abs().sum() > 0 for x in gradients)
+
+
 @pytest.mark.parametrize("mask", ["causal documents", "prefixes", "padding", "window", None])
 def test_a_form_in_compiled_code(device, mask):
     c = Captured(device)

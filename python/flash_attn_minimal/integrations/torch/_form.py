@@ -11,7 +11,7 @@ import torch
 
 from ..._library import BadArgument
 from ...attention import flash_attn_func, flash_attn_varlen_func
-from ..flash_attn._calls import dense_rows
+from ..flash_attn._calls import autocast, dense_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +70,7 @@ class Form:
         """query (batch, heads, rows, headdim), key and value (batch, heads_k, keys, .), as flex_attention takes them.
         Returns out (batch, heads, rows, headdim_v), with return_lse also lse (batch, heads, rows), float32."""
         self._check(query, key, value, enable_gqa)
+        query, key, value = autocast(query, key, value)
         scale = (query.shape[-1] ** -0.5 if scale is None else scale) * self.factor
         options: dict[str, Any] = {
             "softmax_scale": scale, "softcap": self.softcap, "alibi_slopes": self.alibi_slopes, "bias": self.bias,

@@ -39,7 +39,8 @@ def flex_attention(
     """flex_attention of torch.nn.attention.flex_attention: its arguments, layout, meaning and gradients.
 
     Arguments:
-        query: (batch, heads, seqlen_q, headdim); key, value: (batch, heads_k, seqlen_k, .); headdims up to 512.
+        query: (batch, heads, seqlen_q, headdim); key, value: (batch, heads_k, seqlen_k, .); headdims up to 512. Under
+            torch.autocast they become its dtype; captured tensors stay as they are.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score. See recognise.
         block_mask: a mask_mod(b, h, q_idx, kv_idx) -> bool; a BlockMask, whose mask_mod is taken and whose blocks are
             compared with it, which reads as many places as making it did; or what recognise returned for both
