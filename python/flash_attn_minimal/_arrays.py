@@ -21,11 +21,12 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from . import _modes
+from . import _modes, _record
 from ._door import NUMPY, Door, View, _element_strides, _numpy_dtype_name, _once, _synchronize
 from ._foreign import CudaArrayDoor, DLPackDoor, NumbaDoor
 from ._library import CPU, CUDA, BadArgument, Unsupported
@@ -50,6 +51,7 @@ class TorchDoor(Door):
             torch.autograd.forward_ad, torch.is_grad_enabled, _modes.transforms,
         )  # fmt: skip
         self.parameter = torch.nn.Parameter
+        self.wrote = _version_counter(torch)
         # 0.1 us; current_stream() builds a Stream object first. Only builds with CUDA have it.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -60,6 +62,7 @@ class TorchDoor(Door):
             or (self.function_mode() and _modes.overridden())
             or self.forward_ad._current_level >= 0
             or _modes.compiling()
+            or _record.current() is not None
         ):
             return None
         plain, parameter = self.plain, self.parameter
@@ -92,6 +95,7 @@ class TorchDoor(Door):
         function_mode, forward_ad, grad_enabled = self.function_mode, self.forward_ad, self.grad_enabled
         dispatch_modes = self.dispatch_modes  # the guards miss a mode in the threads of a GPU's backward pass
         recorded, graded = about[-1], any([x.requires_grad for x in arrays])
+        recordings = _record.open_recordings
 
         def test(others):
             return (
@@ -100,6 +104,7 @@ class TorchDoor(Door):
                 and not (graded and grad_enabled() is not recorded)
                 and not (function_mode() and _modes.overridden())
                 and forward_ad._current_level < 0
+                and not recordings
             )
 
         return test
@@ -158,12 +163,17 @@ class TorchDoor(Door):
     def empty(self, like, shape, dtype):
         if self.tracing() or self.dispatch_modes():
             self.check_seen()
-        return self.view(like.owner.new_empty(shape, dtype=self.natives[dtype]), "out")
+        return self._new(like.owner.new_empty(shape, dtype=self.natives[dtype]))
 
     def full(self, like, shape, dtype, value):
         if self.tracing() or self.dispatch_modes():
             self.check_seen()
-        return self.view(like.owner.new_full(shape, value, dtype=self.natives[dtype]), "out")
+        return self._new(like.owner.new_full(shape, value, dtype=self.natives[dtype]))
+
+    def _new(self, array):
+        view = self.view(array, "out")
+        view.written = True  # by every replay of a recording
+        return view
 
     def stream(self, views):
         first = views[0]
@@ -186,6 +196,23 @@ def _guards_hold(torch: Any) -> bool:
         return check(x, x.clone()) and not any([check(x, other) for other in others])
     except (RuntimeError, TypeError):
         return False
+
+
+def _version_counter(torch: Any) -> Callable[[Sequence[Any]], None]:
+    """Raises the version counters of tensors: autograd then knows that what it saved of them is no more, as it does
+    after PyTorch's own operations in place. Tensors of the inference mode have none."""
+    increment = torch.autograd.graph.increment_version
+    try:
+        increment([])
+    except (TypeError, RuntimeError):  # a release that takes one tensor, which has a counter
+
+        def each(arrays):
+            for array in arrays:
+                if not array.is_inference():
+                    increment(array)
+
+        return each
+    return increment
 
 
 class TorchSubclassDoor(TorchDoor):

@@ -44,6 +44,7 @@ tracing: Callable[[], bool] = _no  # torch.jit.trace
 dispatch_modes: Callable[[], int] = _no
 function_mode: Callable[[], bool] = _no
 transforms: Callable[[], bool] = _no  # grad, vmap, jvp, ... of torch.func
+deterministic_algorithms: Callable[[], bool] = _no  # torch.use_deterministic_algorithms, with warn_only too
 forward_ad: Any = None  # its module; _current_level is -1 outside
 
 
@@ -59,7 +60,7 @@ def active() -> bool:
 
 def _connect() -> bool:
     """Fetches PyTorch's functions. False while PyTorch is not imported, or its import has not finished."""
-    global Tensor, compiling, tracing, dispatch_modes, function_mode, transforms, forward_ad
+    global Tensor, compiling, tracing, dispatch_modes, function_mode, transforms, deterministic_algorithms, forward_ad
     torch = sys.modules.get("torch")
     if not hasattr(torch, "export"):
         return False
@@ -69,6 +70,7 @@ def _connect() -> bool:
     dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", _no)
     function_mode = getattr(torch._C, "_is_torch_function_mode_enabled", _no)
     transforms = getattr(torch._C, "_are_functorch_transforms_active", _no)
+    deterministic_algorithms = torch.are_deterministic_algorithms_enabled
     Tensor = torch.Tensor
     return True
 
@@ -80,6 +82,13 @@ def overridden() -> bool:
         return False
     modes: Callable = getattr(sys.modules["torch"].overrides, "_get_current_function_mode_stack", lambda: [None])
     return any(type(mode).__module__ != "torch.utils._device" for mode in modes())
+
+
+def deterministic(array: Any) -> bool:
+    """Whether torch.use_deterministic_algorithms asks for a backward pass of this tensor that gives the same bits every
+    time. PyTorch's own operators read it as the backward pass runs, and so do all that call this."""
+    active()  # makes the acquaintance of PyTorch, where this tensor is the first
+    return isinstance(array, Tensor) and deterministic_algorithms()
 
 
 def is_plain(array: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes as ct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ._library import CPU, OPERATIONS, Call, Unsupported, load
@@ -20,6 +20,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+open_recordings: list[Recording] = []  # those of all threads, for a test that costs nothing where there are none
 
 
 def current() -> Recording | None:
@@ -28,8 +29,9 @@ def current() -> Recording | None:
 
 
 def run(lib: ct.CDLL, name: str, args: ct.Structure, stream: int | None, views: list[Any]) -> None:
-    """lib.fa_<name>(args, stream); part of the recording where this thread has one. The Views keep the memory alive.
-    Where their door describes calls, this one is described."""
+    """lib.fa_<name>(args, stream); part of the recording where this thread has one. The Views, some of which may be
+    None, keep the memory alive, and all that the call writes is among them. Where their door describes calls, this one
+    is described."""
     if launch := views[0].door.launch:
         launch(name, args)
         return
@@ -37,9 +39,19 @@ def run(lib: ct.CDLL, name: str, args: ct.Structure, stream: int | None, views: 
     if recording and views[0].device != CPU:
         raise Unsupported(f"a call on {views[0].place} is not recorded: a GPU has CUDA graphs for that")
     getattr(lib, f"fa_{name}")(args, stream)
+    wrote(views)
     if recording:
         recording._calls.append((name, args))
         recording._kept.append(views)
+        if views[0].door.wrote:
+            recording._counted.append(views)
+
+
+def wrote(views: Iterable[Any]) -> None:
+    """After a call on these Views (or None) that the library has made: tells frameworks that count writes."""
+    for view in views:
+        if view is not None and view.written and view.door.wrote:
+            view.door.wrote([view.owner])
 
 
 class Scratch:
@@ -60,16 +72,19 @@ class Recording:
         self._parts: list[Callable[[], Any]] = []
         self._calls: list[tuple[str, ct.Structure]] = []  # those behind the last part
         self._kept: list[Any] = []
+        self._counted: list[list[Any]] = []  # the Views of calls whose frameworks count writes
         self.scratch = Scratch()
 
     def __enter__(self) -> Recording:
         if _thread.recording:
             raise Unsupported("a recording inside a recording")
         _thread.recording = self
+        open_recordings.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         _thread.recording = None
+        open_recordings.remove(self)
         self._close_calls()
 
     def function(self, function: Callable[[], Any]) -> None:
@@ -84,6 +99,8 @@ class Recording:
     def __call__(self) -> None:
         for part in self._parts:
             part()
+        for views in self._counted:
+            wrote(views)
 
     def _close_calls(self) -> None:
         if not self._calls:

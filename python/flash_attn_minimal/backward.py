@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes as ct
 from typing import TYPE_CHECKING, Any
 
-from . import _arrays
+from . import _arrays, _modes, _record
 from ._arrays import View
 from ._checks import _check_contiguous, _check_last_axis, _flag
 from ._launch import _with_workspace
-from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, load, new
+from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, load, new
 from ._options import Array, AttentionOptions, Options, _lengths, _options_of, _prepare
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._query import Plan, kernel_table, plan_from
@@ -58,7 +58,8 @@ def backward(
         lse: (batch, nheads, seqlen_q) float32, varlen (nheads, total_q), contiguous.
         dlse: like lse, the gradient of the loss through lse; None is zero.
         deterministic: equal arguments give bitwise equal results. Without it the fast GPU kernels add to dq in
-            whatever order their blocks finish. The CPU backend always is.
+            whatever order their blocks finish. The CPU backend always is. torch.use_deterministic_algorithms(True),
+            with warn_only too, means it for PyTorch's tensors, here and in every backward pass of autograd's.
         return_dbias: also return the gradient of bias: float32, of bias's shape, summed over its broadcast axes.
         return_dsinks: also return the gradient of sinks, (nheads,) float32.
         dq, dk, dv: where to put the results, shaped as q, k, v, of their dtype; returned again.
@@ -111,7 +112,11 @@ def _differentiate(
 ) -> tuple:
     """`backward` with its options in one object; lengths: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     max_seqlen_k); given: dq, dk and dv where the results are to go; sign: what find_gradients returned for `arrays`."""
+    if _record.current() is not None:
+        raise Unsupported("a backward pass is not recorded: make it outside the recording")
     args, views = _prepare(q, k, v, lengths, options)
+    if _modes.deterministic(q):
+        args.deterministic = 1
     qv, kv, vv = views[:3]
     out_shape = (*qv.shape[:-1], vv.shape[-1])
     rows = (args.batch, args.nheads, args.seqlen_q) if lengths is None else (args.nheads, qv.shape[0])
@@ -156,6 +161,7 @@ def _differentiate(
         made["dsinks"] = Made(view, 0)
     if workspace := _launch_backward(call, args, views):
         made["workspace"] = Made(workspace)
+    _record.wrote(inputs.values())
     _repeats.remember(sign, [args, call], arrays, (qv, kv, vv), made)
     return tuple(
         _summed(x, options.bias) if x is dbias else x.door.result(x) if isinstance(x, View) else x for x in results
@@ -215,6 +221,8 @@ def backward_query(
     """
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     args, views = _prepare(q, k, v, lengths, _options_of("backward_query", options))
+    if _modes.deterministic(q):
+        args.deterministic = 1
     call = new(AttentionBackwardArgs)
     call.forward = ct.pointer(args)
     q_shape, k_shape, v_shape = (view.shape for view in views[:3])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as ct
 from typing import Any
 
-from . import _arrays
+from . import _arrays, _record
 from ._arrays import View
 from ._checks import _check_last_axis, _check_same_place, _integer, _name
 from ._launch import _with_workspace
@@ -72,6 +72,8 @@ def quantize_kvcache(
     >>> bool(np.abs(out - exact).max() < 0.02)
     True
     """
+    if _record.current() is not None:
+        raise Unsupported("quantize_kvcache is not recorded: call it outside the recording")
     kv, vv = _arrays.view(k_cache, "k_cache"), _arrays.view(v_cache, "v_cache")
     for name, view in (("k_cache", kv), ("v_cache", vv)):
         if len(view.shape) != 4:

@@ -30,6 +30,7 @@ class Prepared:
         self.name, self.outer, self.inner, self.kept = name, outer, inner, kept
         self.door, self.on_cpu, self.index = like.door, like.device == CPU, like.index
         self.places: list[tuple[ct.Structure, str] | None] = []  # of the address of each array that the caller gives
+        self.written: list[int] = []  # which of these arrays the call writes to, and the caller's framework counts it
         self.outputs: list[tuple] = []  # (struct, field, its View; then what makes one) or (where it is among arrays,)
         self.plan = new(DistributedPlan)
         self._new_workspace: Callable | None = None
@@ -54,7 +55,13 @@ class Prepared:
         stream = None if self.on_cpu else self.door.stream(views)
         workspace = self._put_workspace(group, lambda size: views[0].door.empty(views[0], (size,), "uint8"))
 
+        if self.door.wrote:
+            given = {output[0] for output in self.outputs if len(output) == 1}
+            owners = [view.owner for view in views if view.written]
+            self.written = [i for i, x in enumerate(arrays) if i in given or any(x is owner for owner in owners)]
+
         def finish() -> list[Any]:
+            self._wrote(arrays)
             results = [
                 arrays[output[0]] if len(output) == 1 else output[2].door.result(output[2]) for output in self.outputs
             ]
@@ -91,7 +98,16 @@ class Prepared:
             return None
         make_workspace = self._new_workspace
         workspace = self._put_workspace(group, lambda size: make_workspace and make_workspace(arrays[0]))
-        return self._launcher(stream, workspace), lambda: results
+
+        def finish() -> list[Any]:
+            self._wrote(arrays)
+            return results
+
+        return self._launcher(stream, workspace), finish
+
+    def _wrote(self, arrays: tuple) -> None:
+        if self.written:
+            self.door.wrote([arrays[i] for i in self.written])
 
     def _keep(self, group: Group, sign: tuple, like: View, workspace: Any) -> None:
         maker = self.door.maker
