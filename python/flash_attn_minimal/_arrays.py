@@ -47,8 +47,8 @@ class TorchDoor(Door):
         self.tracing, self.dispatch_modes, self.function_mode = (
             _modes.tracing, _modes.dispatch_modes, _modes.function_mode,
         )  # fmt: skip
-        self.forward_ad, self.grad_enabled, self.transforms = (
-            torch.autograd.forward_ad, torch.is_grad_enabled, _modes.transforms,
+        self.forward_ad, self.records, self.transforms = (
+            torch.autograd.forward_ad, _modes.records, _modes.transforms,
         )  # fmt: skip
         self.parameter = torch.nn.Parameter
         self.wrote = _version_counter(torch)
@@ -79,7 +79,7 @@ class TorchDoor(Door):
                     about += type(x), x.dtype, x.shape, x.stride(), x.device, wants
         except RuntimeError:  # no strides; a layout that has them and is not strided has no address
             return None
-        recorded = graded and self.grad_enabled()
+        recorded = graded and self.records()
         if recorded and (not gradients or self.transforms()):
             return None
         about.append(recorded)
@@ -92,7 +92,9 @@ class TorchDoor(Door):
             return super().same(arrays, about, gradients)
         guards = self.torch._C._dynamo.guards.TensorGuards
         check = guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        function_mode, forward_ad, grad_enabled = self.function_mode, self.forward_ad, self.grad_enabled
+        # Which of the two modes is the inference mode, the guards ask.
+        function_mode, forward_ad, grad_enabled = self.function_mode, self.forward_ad, _modes.grad_enabled
+        inference = _modes.inference()
         dispatch_modes = self.dispatch_modes  # the guards miss a mode in the threads of a GPU's backward pass
         recorded, graded = about[-1], any([x.requires_grad for x in arrays])
         recordings = _record.open_recordings
@@ -101,7 +103,7 @@ class TorchDoor(Door):
             return (
                 check(*others)
                 and not dispatch_modes()
-                and not (graded and grad_enabled() is not recorded)
+                and not (graded and (grad_enabled() and not inference) is not recorded)
                 and not (function_mode() and _modes.overridden())
                 and forward_ad._current_level < 0
                 and not recordings
@@ -120,7 +122,7 @@ class TorchDoor(Door):
         return lambda array: empty_strided(shape, strides, dtype=dtype, device=device)
 
     def view(self, array, name):
-        if array.requires_grad and self.torch.is_grad_enabled():
+        if array.requires_grad and self.records():
             raise Unsupported(
                 f"{name} requires a gradient, which this function does not have: "
                 f"call under torch.no_grad(), or pass {name}.detach()"

@@ -70,7 +70,7 @@ def sdpa(
     q, k, v = dense_rows(*(x.transpose(1, 2) for x in (q, k, v)))
     out = attend(
         q, k, v, dropout_p=dropout_p, softmax_scale=scale, causal=bool(is_causal),
-        top_left=bool(is_causal) and rows != keys, **options,
+        top_left=bool(is_causal) and bool(rows != keys), **options,
     ).transpose(1, 2)  # fmt: skip
     if rank == 2:
         return out[0, 0]
