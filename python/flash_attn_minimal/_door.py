@@ -76,6 +76,9 @@ class Door:
 
     # Of a framework that counts the writes to an array: counts one for each of these, which the library has written.
     wrote: Callable[[Sequence[Any]], None] | None = None
+    # Of a framework whose arrays come with streams: after a call on the stream of the first of these Views, makes what
+    # is queued on the others' streams later wait for it.
+    join: Callable[[list[View]], None] | None = None
     launch: Callable[[str, Any], None] | None = None  # of a door whose calls are described, and made later
     scratch: Callable[[Any, Callable], None]  # of such a door: finds the workspace of a call, by the library's query
 

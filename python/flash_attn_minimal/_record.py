@@ -48,17 +48,20 @@ def run(lib: ct.CDLL, name: str, args: ct.Structure, stream: int | None, views: 
 
 
 def wrote(views: Iterable[Any]) -> None:
-    """After a call on these Views (or None) that the library has made: tells frameworks that count writes."""
-    for view in views:
-        if view is not None and view.written and view.door.wrote:
+    """After a call on these Views (or None) that the library has made, on the stream of the first: tells frameworks
+    that count writes, and orders the call before what is queued on other streams."""
+    given = [view for view in views if view is not None]
+    for view in given:
+        if view.written and view.door.wrote:
             view.door.wrote([view.owner])
+    if given and given[0].door.join:
+        given[0].door.join(given)
 
 
 class Scratch:
     """Memory for workspaces on the CPU; it grows when a call needs more."""
 
-    buffer = None
-    place = 0, 0  # address and size
+    place: tuple[Any, int, int] = None, 0, 0  # the buffer, its address and size: who uses the address holds the buffer
 
 
 class Recording:

@@ -216,7 +216,8 @@ class Repeats:
                     results.append(array)
                     varying.append(address(array))
                 if on_cpu:
-                    varying += _scratch.place
+                    held, *place = _scratch.place  # held: see _with_workspace
+                    varying += place
                 else:
                     stream = current_stream(index)
             except RuntimeError:
@@ -259,7 +260,7 @@ class Repeats:
             except RuntimeError:
                 return None
             if on_cpu:
-                workspace, size = _scratch.place
+                held, workspace, size = _scratch.place  # held: see _with_workspace
                 packed = pack(
                     parts[0], at_q, parts[2], at_k, parts[4], at_v, parts[6], at_out,
                     parts[8], workspace, parts[10], size, parts[12],

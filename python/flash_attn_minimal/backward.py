@@ -161,7 +161,7 @@ def _differentiate(
         made["dsinks"] = Made(view, 0)
     if workspace := _launch_backward(call, args, views):
         made["workspace"] = Made(workspace)
-    _record.wrote(inputs.values())
+    _record.wrote([*views, *inputs.values()])
     _repeats.remember(sign, [args, call], arrays, (qv, kv, vv), made)
     return tuple(
         _summed(x, options.bias) if x is dbias else x.door.result(x) if isinstance(x, View) else x for x in results

@@ -157,6 +157,7 @@ def _largest(name: str, view: View, into: View, factors: str, dtype: str) -> Any
         _put_strides(args, tensor, data, strides, ("batch", "row", "head"))
     args.descale = descale.pointer
     load().fa_quantize_fp8(args, view.door.stream([view]))
+    _record.wrote([view, into, descale])
     scale = view.door.result(descale)
     return scale if dtype == "float8_e4m3fn" else scale * (_E4M3_MAX / _INT8_MAX)
 
@@ -191,3 +192,4 @@ def _round(
         lambda stream: lib.fa_kvcache_attention(call, stream),
         lambda plan: lib.fa_kvcache_query(call, plan),
     )
+    _record.wrote([*views, *caches, *scales])

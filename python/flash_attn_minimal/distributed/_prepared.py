@@ -62,6 +62,8 @@ class Prepared:
 
         def finish() -> list[Any]:
             self._wrote(arrays)
+            if self.door.join:
+                self.door.join([*views, *[output[2] for output in self.outputs if len(output) > 1]])
             results = [
                 arrays[output[0]] if len(output) == 1 else output[2].door.result(output[2]) for output in self.outputs
             ]

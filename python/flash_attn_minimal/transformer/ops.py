@@ -489,6 +489,7 @@ def sample(
             raise BadArgument(f"out has shape {tuple(ov.shape)}: expected {shape}")
         if not ov.writable:
             raise BadArgument(f"out is a read-only {ov.door.name} array")
+        lv.door.stream([lv, ov])  # waits for a stream of its own
         ov.written = True
     args.out = ov.pointer
     return _run("sample", args, views, out, ov)
@@ -553,6 +554,7 @@ def _output(array: Any, first_name: str, first: View, shape: tuple[int, ...], dt
     _check_last_axis("out", view)
     if not view.writable:
         raise BadArgument(f"out is a read-only {view.door.name} array")
+    first.door.stream([first, view])  # waits for a stream of its own
     view.written = True
     return view
 
