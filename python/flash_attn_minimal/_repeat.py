@@ -216,8 +216,8 @@ class Repeats:
                     results.append(array)
                     varying.append(address(array))
                 if on_cpu:
-                    held, *place = _scratch.place  # held: see _with_workspace
-                    varying += place
+                    held, workspace, size = _scratch.place  # held: see _with_workspace
+                    varying += workspace, size
                 else:
                     stream = current_stream(index)
             except RuntimeError:

@@ -32,7 +32,8 @@ def sdpa(
         attn_mask: bool, True = attend, or float (of query's dtype, or float32), added to the scores; broadcasts to
             (..., heads, seqlen_q, seqlen_k). A float mask that requires a gradient gets one.
         dropout_p: always applied, as there. The seed is PyTorch's: torch.manual_seed decides, and activation
-            checkpointing drops the same probabilities again.
+            checkpointing drops the same probabilities again. torch.vmap's `randomness` holds. No call with dropout can
+            be captured in a CUDA graph, whose replays would drop the same; torch.compile leaves it out of its graphs.
         is_causal: row i sees key j if j <= i: the mask hangs from the top left corner. Not with attn_mask.
         scale: None means headdim ** -0.5.
         enable_gqa: heads may be a multiple of heads_k.
