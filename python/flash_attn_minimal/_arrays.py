@@ -12,8 +12,8 @@ the only place where we look.
     CuPy        CUDA       cupy.cuda.get_current_stream of the array's device
     JAX         CPU, CUDA  the legacy default stream; inputs are waited for before the launch, the result after it
     Numba       CUDA       the array's own stream, else the default stream
-    CUDA array  CUDA       the `stream` entry of __cuda_array_interface__, else the default stream; where a call's arrays,
-                           `out` among them, have different ones, they are waited for, and then the call
+    CUDA array  CUDA       the `stream` entry of __cuda_array_interface__, else the default stream; where a call's
+                           arrays, `out` among them, have different ones, they are waited for, and then the call
     DLPack      CPU, CUDA  the legacy default stream, which the producer was told to make wait for its own work; the
                            call is waited for
 """
