@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
 
 def _on_axes(x: Any, device: torch.device) -> torch.Tensor:
-    found = torch.as_tensor(x, device=device)
+    found = x if isinstance(x, torch.Tensor) and x.device == device else torch.as_tensor(x, device=device)
     return found.view(1, 1, 1, 1) if found.dim() == 0 else found
 
 
@@ -128,7 +128,8 @@ def _joined(parts: list[Step], join: Callable, call: Call) -> Step | None:
 
 
 def _with_keys(x: torch.Tensor, keys: int) -> torch.Tensor:
-    x = x.expand(*x.shape[:3], keys)
+    if x.shape[3] != keys:
+        x = x.expand(*x.shape[:3], keys)
     return x if x.stride(-1) == 1 or keys <= 1 else x.contiguous()
 
 

@@ -120,12 +120,19 @@ def in_memory(x: Term, call: Call) -> Step | None:
         size = call[ARGUMENTS.index(name)]
         if tensor.shape[axis] < size:
             raise BadArgument(f"{x}: the tensor has {tensor.shape[axis]} places for {name}, the call {size}")
-    return Step(_view, (tensor, tuple(names), tuple(call[:4])))
+    order = tuple(names.index(name) for name in ARGUMENTS if name in names)
+    sizes = tuple(size if name in names else None for name, size in zip(ARGUMENTS, call[:4], strict=True))
+    return Step(_view, (tensor, order, sizes))
 
 
-def _view(tensor: torch.Tensor, names: tuple[str, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    """names: what each axis of the tensor is."""
-    tensor = tensor.permute([names.index(name) for name in ARGUMENTS if name in names])
-    for axis, (name, size) in enumerate(zip(ARGUMENTS, sizes, strict=True)):
-        tensor = tensor.narrow(axis, 0, size) if name in names else tensor.unsqueeze(axis)
+def _view(tensor: torch.Tensor, order: tuple[int, ...], sizes: tuple[int | None, ...]) -> torch.Tensor:
+    """order: the axes of the tensor in the order of ARGUMENTS; sizes: of these, None for an axis that it has not. Few
+    operations, for every call makes them."""
+    if order != tuple(sorted(order)):
+        tensor = tensor.permute(order)
+    for axis, size in enumerate(sizes):
+        if size is None:
+            tensor = tensor.unsqueeze(axis)
+        elif tensor.shape[axis] != size:
+            tensor = tensor.narrow(axis, 0, size)
     return tensor
