@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _modes, _record
+from . import _modes
 from ._door import NUMPY, Door, View, _element_strides, _numpy_dtype_name, _once, _synchronize
 from ._foreign import CudaArrayDoor, DLPackDoor, NumbaDoor
 from ._library import CPU, CUDA, BadArgument, Unsupported
@@ -64,7 +64,6 @@ class TorchDoor(Door):
             or (self.function_mode() and _modes.overridden())
             or self.forward_ad._current_level >= 0
             or _modes.compiling()
-            or _record.current() is not None
         ):
             return None
         plain, parameter = self.plain, self.parameter
@@ -99,7 +98,6 @@ class TorchDoor(Door):
         inference = _modes.inference()
         dispatch_modes = self.dispatch_modes  # the guards miss a mode in the threads of a GPU's backward pass
         recorded, graded = about[-1], any([x.requires_grad for x in arrays])
-        recordings = _record.open_recordings
 
         def test(others):
             return (
@@ -108,7 +106,6 @@ class TorchDoor(Door):
                 and not (graded and (grad_enabled() and not inference) is not recorded)
                 and not (function_mode() and _modes.overridden())
                 and forward_ad._current_level < 0
-                and not recordings
             )
 
         return test

@@ -20,7 +20,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-open_recordings: list[Recording] = []  # those of all threads, for a test that costs nothing where there are none
 
 
 def current() -> Recording | None:
@@ -66,9 +65,9 @@ class Scratch:
 
 class Recording:
     """Records what its thread does inside `with`: flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache,
-    merge, quantize_fp8 and the functions of ops.py. They run while they are recorded; a backward pass and
-    quantize_kvcache are refused. The recording keeps every array that they read and write, and has a workspace of its
-    own. A replay raises what the failing call would raise; the text has the call's number.
+    backward, merge, quantize_fp8 and the functions of ops.py. They run while they are recorded. The recording keeps
+    every array that they read and write, and has a workspace of its own. A replay raises what the failing call would
+    raise; the text has the call's number.
     """
 
     def __init__(self) -> None:
@@ -82,12 +81,10 @@ class Recording:
         if _thread.recording:
             raise Unsupported("a recording inside a recording")
         _thread.recording = self
-        open_recordings.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         _thread.recording = None
-        open_recordings.remove(self)
         self._close_calls()
 
     def function(self, function: Callable[[], Any]) -> None:

@@ -13,7 +13,7 @@ from . import _arrays, _modes, _record
 from ._arrays import View
 from ._checks import _check_contiguous, _check_last_axis, _flag
 from ._launch import _with_workspace
-from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, load, new
+from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, load, new
 from ._options import Array, AttentionOptions, Options, _lengths, _options_of, _prepare
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._query import Plan, kernel_table, plan_from
@@ -112,8 +112,6 @@ def _differentiate(
 ) -> tuple:
     """`backward` with its options in one object; lengths: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     max_seqlen_k); given: dq, dk and dv where the results are to go; sign: what find_gradients returned for `arrays`."""
-    if _record.current() is not None:
-        raise Unsupported("a backward pass is not recorded: make it outside the recording")
     args, views = _prepare(q, k, v, lengths, options)
     if _modes.deterministic(q):
         args.deterministic = 1
@@ -159,9 +157,9 @@ def _differentiate(
         call.dsinks = view.pointer
         results.append(view)
         made["dsinks"] = Made(view, 0)
-    if workspace := _launch_backward(call, args, views):
+    written = [*inputs.values(), *[one.view for one in made.values()]]
+    if workspace := _launch_backward(call, args, views, written):
         made["workspace"] = Made(workspace)
-    _record.wrote([*views, *inputs.values()])
     _repeats.remember(sign, [args, call], arrays, (qv, kv, vv), made)
     return tuple(
         _summed(x, options.bias) if x is dbias else x.door.result(x) if isinstance(x, View) else x for x in results
@@ -190,13 +188,15 @@ def find_gradients(given: tuple[str, ...], arrays: tuple, values: tuple, window_
     return _repeats.find(given, arrays, values, window_size, None, True)
 
 
-def _launch_backward(call: AttentionBackwardArgs, args: AttentionArgs, views: list[View]) -> View | None:
-    """Runs a filled struct; see _with_workspace. args is the one that call.forward points to."""
+def _launch_backward(
+    call: AttentionBackwardArgs, args: AttentionArgs, views: list[View], written: list[View]
+) -> View | None:
+    """Runs a filled struct; see _with_workspace. args is the one that call.forward points to; written: the outputs."""
     lib = load()
     return _with_workspace(
         args,
         views,
-        lambda stream: lib.fa_attention_backward(call, stream),
+        lambda stream: _record.run(lib, "attention_backward", call, stream, [*views, *written]),
         lambda plan: lib.fa_attention_backward_query(call, plan),
     )
 

@@ -33,9 +33,9 @@ def asked(monkeypatch):
     """Whether each backward pass that reached the library was asked to be deterministic."""
     seen, launch, load_packed = [], backward._launch_backward, _repeat.load_packed
 
-    def launched(call, args, views):
+    def launched(call, args, *views):
         seen.append(bool(args.deterministic))
-        return launch(call, args, views)
+        return launch(call, args, *views)
 
     def packed(name, alone):
         function = load_packed(name, alone)

@@ -230,10 +230,11 @@ def test_recordings(guarded):
     check(recording, out, made, untouched=(q, k, v))
 
 
-def test_a_backward_pass_is_not_recorded():
-    q, k, v = (x.requires_grad_() for x in qkv("cpu"))
-    out = fa.flash_attn_func(q, k, v)
-    for _ in range(CALLS):
-        out.sum().backward(retain_graph=True)
-    with Recording(), pytest.raises(fa.Unsupported, match="backward pass is not recorded"):
-        out.sum().backward()
+def test_a_recorded_backward_pass():
+    q, k, v = qkv("cpu")
+    out, lse = fa.flash_attn_func(q, k, v, return_lse=True)
+    dq = torch.zeros_like(q)
+    recording = Recording()
+    with recording:
+        _, dk, dv = fa.backward(out, q, k, v, out, lse, dq=dq)
+    check(recording, dq, dk, dv, untouched=(q, k, v, out, lse))
