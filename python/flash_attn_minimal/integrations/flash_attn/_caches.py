@@ -33,18 +33,25 @@ def attend_packed(
 def packed_keys(
     k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_k: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Packed keys and values, (total_k, nheads_k, .), as a cache whose pages are one row each."""
-    columns = torch.arange(max_seqlen_k, device=k.device, dtype=torch.int32)
+    """Packed keys and values, (total_k, nheads_k, .), as a cache whose pages are one row each. It has a row at least: no
+    sequence reaches it where there are no keys."""
+    if not k.shape[0]:
+        k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
+    columns = torch.arange(max(max_seqlen_k, 1), device=k.device, dtype=torch.int32)
     table = (cu_seqlens_k[:-1, None] + columns).clamp_max(max(k.shape[0] - 1, 0))
     return k.unsqueeze(1), v.unsqueeze(1), {"block_table": table}
 
 
 def joined(v: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of v with those of k behind them, and their first columns, which are v. No copy where they lie so: keys and
-    values of latent attention are columns of one cache."""
+    values of latent attention are columns of one cache. Where a gradient is wanted they are copied: autograd sees of
+    such a view that it is one of v, and the gradient of k would be lost."""
     width = v.shape[-1]
     beside = (
-        v.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        not (torch.is_grad_enabled() and (v.requires_grad or k.requires_grad))
+        and k.dtype == v.dtype
+        and k.shape[:-1] == v.shape[:-1]
+        and v.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
         and k.storage_offset() == v.storage_offset() + width
         and k.stride() == v.stride()
     )
