@@ -33,8 +33,8 @@ def attend_packed(
 def packed_keys(
     k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_k: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Packed keys and values, (total_k, nheads_k, .), as a cache whose pages are one row each. It has a row at least: no
-    sequence reaches it where there are no keys."""
+    """Packed keys and values, (total_k, nheads_k, .), as a cache whose pages are one row each. It has one row at least,
+    which no sequence reaches where there are no keys."""
     if not k.shape[0]:
         k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
     columns = torch.arange(max(max_seqlen_k, 1), device=k.device, dtype=torch.int32)
