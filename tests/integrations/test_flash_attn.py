@@ -648,6 +648,21 @@ def test_errors():
         )  # fmt: skip
     with pytest.raises(RuntimeError, match="max_seqlen_q is None with cu_seqlens_q"):
         hopper.flash_attn_with_kvcache(q[0], q, q, cu_seqlens_q=lengths("cpu", 0, 4))
+    rows, cache, table, two = torch.randn(1, 2, 6, 8), torch.zeros(1, 16, 6, 8), torch.randn(9, 4), lengths("cpu", 2)
+    for more in ({}, {"qv": rows}):  # what is made ready here, and what is not
+        for name, pair in (("v", "k and v"), ("rotary_sin", "rotary_cos and rotary_sin")):
+            given = {"k": rows, "v": rows, "rotary_cos": table, "rotary_sin": table, **more, name: None}
+            with pytest.raises(RuntimeError, match=f"{name} is None, but {pair} come together"):
+                hopper.flash_attn_with_kvcache(rows, cache, cache, cache_seqlens=two, **given)
+    turns = {"rotary_cos": table, "rotary_sin": table, "rotary_seqlens": lengths("cpu", 8), "cache_seqlens": two}
+    with pytest.raises(RuntimeError, match="cos has 9 rows, but a row of x stands at position 9"):
+        hopper.flash_attn_with_kvcache(rows, cache, cache, rows, rows, causal=True, **turns)
+    with pytest.raises(RuntimeError, match="cos has 9 rows, but a row of x stands at position 10"):
+        fa2.layers.rotary.apply_rotary_emb(torch.randn(1, 11, 6, 8), table, table)
+    packed = torch.randn(11, 6, 8)  # rows of no sequence stand nowhere
+    assert (
+        fa2.layers.rotary.apply_rotary_emb(packed, table, table, cu_seqlens=lengths("cpu", 0, 9)).shape == packed.shape
+    )
     with pytest.raises(RuntimeError, match="attention_chunk=-3 is negative"):
         hopper.flash_attn_func(q, q, q, attention_chunk=-3)
     with pytest.raises(RuntimeError, match="attention_chunk=2.5 is not an integer"):

@@ -526,6 +526,14 @@ def test_autocast_is_that_of_sdpa(models, side):
     assert torch.nn.functional.cosine_similarity(mine[name].flatten(), other[name].flatten(), 0) > 0.98
 
 
+def test_a_float_mask_of_another_dtype():
+    mask = torch.randn(2, 1, 5, 7, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0)).half()
+    torch.manual_seed(0)
+    want = call(mask.float())
+    torch.manual_seed(0)
+    assert torch.equal(call(mask), want)
+
+
 # ---- names and masks ----
 
 

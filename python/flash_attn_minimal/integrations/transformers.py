@@ -449,6 +449,8 @@ def _aligned(x: torch.Tensor | None, k: torch.Tensor) -> torch.Tensor | None:
     if x is None:
         return None
     x = x[..., : k.shape[1]].to(k.device)
+    if x.is_floating_point() and x.dtype not in (k.dtype, torch.float32):  # of a model in another dtype than autocast's
+        x = x.float()
     return x.expand(*x.shape[:-1], k.shape[1]).contiguous() if x.shape[-1] == 1 else dense_rows(x)[0]
 
 

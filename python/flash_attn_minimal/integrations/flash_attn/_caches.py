@@ -10,7 +10,7 @@ import torch
 
 from ...kvcache import flash_attn_with_kvcache
 from ._calls import without_gradient
-from ._packed import Tails, owners
+from ._packed import Tails, inside, owners
 from .layers.rotary import rotate
 
 
@@ -84,6 +84,9 @@ def with_kvcache(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """FlashAttention-3's flash_attn_with_kvcache: out and lse, of packed rows as attend_packed has them."""
+    for pair in ({"k": k, "v": v}, {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}):
+        if len(missing := [name for name, x in pair.items() if x is None]) == 1:
+            raise RuntimeError(f"{missing[0]} is None, but {' and '.join(pair)} come together")
     if table is not None and batch_idx is not None:
         table, batch_idx = table[batch_idx.long()], None
     if q.dtype == torch.float8_e4m3fn:
@@ -155,10 +158,11 @@ def _rotate_and_append(
         ordered = options["causal"] or max(options["window_size"]) >= 0 or options["attention_chunk"] > 0
         if cu_seqlens_q is None:
             positions = first[:, None] + torch.arange(q.shape[1], device=q.device) * ordered
+            counts = None
         else:
             owner, number = owners(cu_seqlens_q, q.shape[0])
-            positions = first[owner] + number * ordered
-        q = rotate(q, cos, sin, positions, interleaved)
+            positions, counts = first[owner] + number * ordered, inside(cu_seqlens_q, q.shape[0])
+        q = rotate(q, cos, sin, positions, interleaved, counts)
     if k is None:
         return q, None if cache_seqlens is None else before.int()
     after = (before + new).int()
@@ -174,7 +178,8 @@ def _rotate_and_append(
     else:
         owner, number = owners(cu_seqlens_k_new, k.shape[0])
     if rotary is not None:
-        k = rotate(k, cos, sin, first[owner] + number, interleaved)
+        counts = None if cu_seqlens_k_new is None else inside(cu_seqlens_k_new, k.shape[0])
+        k = rotate(k, cos, sin, first[owner] + number, interleaved, counts)
     row = (before[owner].long() + number).clamp(0, room - 1)  # a length on a GPU is not read: no wild address
     append(k_cache, k, owner, row, batch_idx, table)
     append(v_cache, v, owner, row, batch_idx, table)
