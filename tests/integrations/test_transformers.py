@@ -437,6 +437,15 @@ def test_layers_that_append_columns_to_their_mask(kind, side):
     close(got, expected, given)
 
 
+@pytest.mark.parametrize("side", [None, "left"])
+def test_layers_that_calculate_with_their_mask(side):
+    ours, theirs = sparse("doge", "DogeModel")
+    ids, given = tokens(2, 9), padding(side, (9, 6), 9) if side else None
+    with torch.no_grad():
+        got, expected = (model(ids, attention_mask=given).last_hidden_state for model in (ours, theirs))
+    close(got, expected, given)
+
+
 def call(mask=None, rows=5, keys=7, **options):
     module = torch.nn.Module()
     q, k = torch.randn(2, 4, rows, 8, device=DEVICE), torch.randn(2, 2, keys, 8, device=DEVICE)

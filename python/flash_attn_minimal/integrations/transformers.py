@@ -56,8 +56,14 @@ _WITHOUT_EFFECT = frozenset(
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Continuous batching: which rows of the cache its update writes and reads. And what else its step has.
 _PAGED = frozenset((*_PACKED, "read_index", "write_index", "max_seqlen_q", "max_seqlen_k", "logits_indices"))
-# Layers of these models append columns to their mask, as numbers to add: eager attention's arrays are such.
-_NUMBERS_FOR_MASKS = ("deepseek_v4",)
+# Layers of these models calculate with their mask as eager attention has it, numbers to add: they append columns, or
+# hide more keys. (The sparse ones among them are refused later, for what else they give.)
+_NUMBERS_FOR_MASKS = frozenset(
+    {
+        *("deepseek_v4", "doge", "bigbird_pegasus"),
+        *("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "hy_v4_vl_text", "dots3_note_text", "mistral_large4_text"),
+    }
+)
 
 
 def register(name: str = NAME) -> str:

@@ -17,8 +17,8 @@ def rotate(
 ) -> torch.Tensor:
     """x (..., nheads, headdim) with each row turned by the angles of its position, in float32 and rounded once.
 
-    positions (...); those behind the tables' last row are refused on a CPU. On a GPU nothing reads them, and they turn by
-    that row. counts (...) bool: rows that do not count may have any position."""
+    positions (...); those behind the tables' last row are refused on a CPU. On a GPU they are not read: such rows turn
+    by the tables' last row. counts (...) bool: rows that do not count may have any position."""
     if positions.device.type == "cpu" and not torch.compiler.is_compiling():
         seen = positions if counts is None else positions[counts]
         if seen.numel() and not 0 <= (worst := int(seen.min() if seen.min() < 0 else seen.max())) < cos.shape[0]:
