@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -47,6 +47,15 @@ class _NoGradient(torch.autograd.Function):
         raise Refused(ctx.why)
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, and in their tuples and dicts."""
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, (tuple, list, dict)):
+            yield from _tensors(x.values() if isinstance(x, dict) else x)
+
+
 def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable[_Arguments, Any]]:
     """The function, whose results are one tensor or several, for tensors that may require a gradient, too. A gradient
     that is asked for is an error with the text `why`, not lost."""
@@ -54,7 +63,7 @@ def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable
     def decorate(function: Callable[_Arguments, Any]) -> Callable[_Arguments, Any]:
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Any:
-            inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+            inputs = [x for x in _tensors((*args, *kwargs.values())) if x.requires_grad]
             if not inputs or not _modes.records():
                 return function(*args, **kwargs)
             with torch.no_grad():
