@@ -466,7 +466,7 @@ def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.T
         k, v = k[:, : mask.ends], v[:, : mask.ends]
         mask = replace(mask, shape=(*mask.shape[:3], mask.ends))
     random = draw_dropout(dropout, q.device)
-    graded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
+    graded = _modes.records() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
     if bias is None and not random and not graded and mask.documents is None and not mask.pack_rows:
         if not mask.full or mask.starts is not None or q.shape[1] <= FEW_ROWS:
             if mask.valid is None or mask.starts is not None:
