@@ -300,13 +300,25 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--shrink-tries", type=int, default=40, help="smaller cases to try for a finding (default 40)")
     parser.add_argument("--readers", action="store_true", help="also damaged files, for the readers of files")
+    parser.add_argument("--programs", type=int, help="so many programs of 5 to 50 calls in place of single calls")
+    parser.add_argument("--ranks", action="store_true", help="with --programs: calls over ranks")
+    parser.add_argument("--devices", help="with --device cuda: the GPUs to use, such as 0,1 (default: all)")
     parser.add_argument("--json", type=Path, help="write a report there")
     options = parser.parse_args(argv)
+    if options.devices:  # before anything has asked the driver
+        os.environ["CUDA_VISIBLE_DEVICES"] = options.devices
     options.device = options.device or ("cuda" if load().fa_cuda_device_count() else "cpu")
-    for name, least in (("cases", 0), ("workers", 1), ("first", 0)):
+    for name, least in (("cases", 0), ("programs", 0), ("workers", 1), ("first", 0)):
         if getattr(options, name) is not None and getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)} is below {least}")
     _check(options)
+    if options.ranks and options.programs is None:
+        parser.error("--ranks: with --programs")
+    if options.programs is not None:
+        from .programs import command
+
+        options.workers = options.workers or len(os.sched_getaffinity(0))
+        return command.run(options, argv, Progress(options.programs, every=5))
     one = options.case is not None
     cases, first = (1, options.case) if one else (options.cases, options.first)
     result = campaign(
