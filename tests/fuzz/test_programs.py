@@ -153,10 +153,8 @@ def test_a_write_behind_a_workspace(monkeypatch, judge):
             return real(args, stream)
 
         monkeypatch.setitem(exact._real, name, writes)
-    monkeypatch.setattr(exact, "FUNCTIONS", exact.FUNCTIONS)
-    program = {"function": "program", "steps": [{"spec": {
-        "function": "flash_attn_with_kvcache", "headdim": 64, "rows": 64, "lengths": [40], "seed": 1}, "way": "exact"}]}  # fmt: skip
-    outcome = judge.outcome(program)
+    spec = {"function": "flash_attn_with_kvcache", "headdim": 64, "rows": 64, "lengths": [40], "seed": 1}
+    outcome = judge.outcome({"function": "program", "steps": [{"spec": spec, "way": "exact"}]})
     assert outcome.kind == function.WRONG and "bytes changed around its workspace" in outcome.message
     assert "0 bytes behind" in outcome.message
 

@@ -266,13 +266,18 @@ def _check(options) -> None:
     """Names that no case could be drawn for are refused here, before any process starts."""
     if options.device == "cuda" and not load().fa_cuda_device_count():
         raise Unsupported(f"--device cuda: this library sees no CUDA device ({load().fa_build_info().decode()})")
-    if options.function and options.function not in functions():
-        raise BadArgument(f"--function {options.function!r} is none of {', '.join(map(repr, functions()))}")
+    known = functions()
+    if options.programs is not None:
+        from .programs.steps import functions as functions_of_programs
+
+        known = functions_of_programs()
+    if options.function and options.function not in known:
+        raise BadArgument(f"--function {options.function!r} is none of {', '.join(map(repr, known))}")
     if options.kernel:
-        wanted = [functions()[options.function]] if options.function else functions().values()
-        known = dict.fromkeys(name for function in wanted for name in function.kernels(options))
-        if options.kernel not in known:
-            raise BadArgument(f"--kernel {options.kernel!r} is none of {', '.join(known)}")
+        wanted = [known[options.function]] if options.function else known.values()
+        kernels = dict.fromkeys(name for function in wanted for name in function.kernels(options))
+        if options.kernel not in kernels:
+            raise BadArgument(f"--kernel {options.kernel!r} is none of {', '.join(kernels)}")
 
 
 def main(argv: list[str]) -> int:

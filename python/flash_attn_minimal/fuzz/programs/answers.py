@@ -26,17 +26,17 @@ class Answer:
     trouble: str = ""  # what the campaign itself found wrong while it made the call
 
 
-def set_variables(env: dict[str, str]) -> None:
-    for name in VARIABLES:
-        if name in env:
-            os.environ[name] = env[name]
-        elif name in os.environ and (name.endswith("KERNEL") or env is not _AT_START):
-            del os.environ[name]
-    if "FLASH_ATTN_NUM_THREADS" not in env and "FLASH_ATTN_NUM_THREADS" in _AT_START:
-        os.environ["FLASH_ATTN_NUM_THREADS"] = _AT_START["FLASH_ATTN_NUM_THREADS"]
-
-
 _AT_START = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def set_variables(env: dict[str, str]) -> None:
+    """Those of a program; the others are what they were when the process began."""
+    for name in VARIABLES:
+        value = env.get(name, _AT_START.get(name))
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def said(error: BaseException) -> str:

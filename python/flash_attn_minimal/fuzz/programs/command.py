@@ -103,7 +103,7 @@ def campaign(
     result, until = ProgramReport(about), time.monotonic() + seconds
     limit = 60 + 3 * program_seconds  # the worker watches its children; this watches the worker
     if device == "cuda":
-        limit = program_seconds
+        limit = program_seconds + 30  # a new process, where answers differ
     with progress or Silent() as bar:
         try:
             for number, spec, message in outcomes(about, range(first, first + programs), workers, limit, until):

@@ -62,6 +62,7 @@ class Drawer:
         self.steps: list[dict[str, Any]] = []
         self.sessions: list[Session] = []
         self.kept: list[dict[str, Any]] = []  # steps that keep a recording
+        self.recordings = 0
 
     def program(self) -> dict[str, Any]:
         draw = self.draw
@@ -150,7 +151,8 @@ class Drawer:
         elif kind < 0.25:
             step["way"] = "record"
         elif kind < 0.35 and spec["function"] in KEPT and not spec.get("dropout_p") and "mutation" not in spec:
-            step = {n: x for n, x in step.items() if n not in ("memory", "times")} | {"keep": len(self.kept)}
+            step = {n: x for n, x in step.items() if n not in ("memory", "times")} | {"keep": self.recordings}
+            self.recordings += 1
             self.kept.append(step)
         elif kind < 0.38 and not self.cuda and self.threads == 1 and session is None:
             step["way"] = "fork"

@@ -7,7 +7,6 @@ with memory of our own. `Guards.check` looks at it when the work is done.
 from __future__ import annotations
 
 import contextlib
-import ctypes as ct
 import threading
 from collections.abc import Iterator
 from typing import Any

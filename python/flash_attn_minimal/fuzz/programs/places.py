@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,7 @@ class TorchGpu(Place):
     def __init__(self, backend: Torch, index: int = 0):
         super().__init__(backend)
         self.torch, self.index, self.graphs = backend.torch, index, True
+        self.capturing = threading.Lock()
         self.streams: dict[int, Any] = {}
 
     def empty(self, size):
@@ -95,7 +97,7 @@ class TorchGpu(Place):
         before, stream = torch.cuda.current_stream(self.index), torch.cuda.Stream(self.index)
         stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
+        with self.capturing, torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 results = call()

@@ -8,7 +8,7 @@ thread   who makes the call; 0 is the program's own thread. With `beside` nobody
 memory   the number of a piece of memory that later calls use, too; without it the call has memory of its own
 way      "call"    as anybody would
          "exact"   in a workspace of exactly the size that the query tells, among guards
-         "record"  recorded, and replayed after all contents are put back (a Recording on the CPU, a CUDA graph on a GPU)
+         "record"  recorded, and replayed after all contents are put back: a Recording on the CPU, a CUDA graph on a GPU
          "fork"    in a process that is forked at this point (CPU)
          "later"   begun at this point, and ended when all other steps are done: autograd
 times    how often the call is made, with all contents put back in between

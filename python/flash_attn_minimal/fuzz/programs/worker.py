@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from ..._library import load
-from ..function import BROKEN, CRASH, EXCEPTION, HANG, PASSED, STICKY, WRONG, Outcome, World
+from ..function import BROKEN, CRASH, HANG, PASSED, STICKY, WRONG, Outcome, World
 from ..judge import Wrong
 from . import exact
 from .alone import Alone
 from .answers import Answer, alone, difference
-from .children import DONE, RAISED, in_child
+from .children import RAISED, in_child
 from .draw import generate
 from .places import Places
 from .run import Runner
@@ -47,6 +47,12 @@ class Judge:
     def __exit__(self, *_: object) -> None:
         if self.other:
             self.other.close()
+
+    def start(self) -> None:
+        """The second process, on a GPU; it takes seconds."""
+        if self.other is None and self.device == "cuda":
+            self.other = Alone(self.device, self.framework)
+            self.other.answers([])
 
     def outcome(self, program: dict[str, Any]) -> Outcome:
         prepared = prepare_all(program, self.places.graphs)
@@ -114,9 +120,14 @@ class Judge:
 
     def _second(self, calls: list[tuple[int, Prepared, list[Answer]]]) -> Outcome:
         """In the second process, in another order; where an answer differs, in a new one."""
-        self.other = self.other or Alone(self.device, self.framework)
+        self.start()
         order = np.random.default_rng(len(calls)).permutation(len(calls))
-        fresh = dict(zip(order, self.other.answers([self._order(calls[j]) for j in order]), strict=True))
+        try:
+            fresh = dict(zip(order, self.other.answers([self._order(calls[j]) for j in order]), strict=True))
+        except (EOFError, BrokenPipeError):
+            self.other.close()
+            self.other = None
+            return Outcome(CRASH, "", "the process that makes the calls of this program alone has ended")
         for j, (i, prepared, answers) in enumerate(calls):
             found = self._differ(prepared, answers, fresh[j])
             if found:
@@ -157,6 +168,7 @@ def main() -> int:
     exact.install()
     if about["device"] == "cuda" and not judge.places.backend.alive():  # creates the context
         sys.exit("the device takes no work")
+    judge.start()
     say(ready=judge.places.backend.framework)
     with judge:
         for line in sys.stdin:
