@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from . import _record
 from ._library import CPU, DEVICES, BadArgument, CudaError, OutOfMemory
 
 
@@ -154,9 +153,6 @@ class NumpyDoor(Door):
     plain = np.ndarray
     address = staticmethod(_numpy_address())
     facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
-
-    def describe(self, arrays, gradients=False):
-        return None if _record.current() is not None else super().describe(arrays)
 
     def maker(self, like, result, fill=None):
         shape, dtype = result.shape, result.owner.dtype

@@ -22,7 +22,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import _arrays, _modes
+from . import _arrays, _modes, _record
 from ._arrays import View
 from ._checks import _OPEN
 from ._launch import _scratch
@@ -37,7 +37,7 @@ def signature(arrays: tuple, values: tuple, window_size: Any, gradients: bool = 
     """All that decides about a call but the addresses, or None for a call that takes the long way. Some of `arrays` may
     be None, but not the first; `values` are the other arguments that may differ, window_size among them. gradients:
     the function has them, so that the call may be one that PyTorch records."""
-    if _modes.compiling():
+    if _modes.compiling() or _record.current() is not None:
         return None
     types = tuple(map(type, values))
     door = _are_plain(types, window_size) and _arrays._doors.get(type(arrays[0]))
@@ -108,7 +108,7 @@ class Repeats:
         """The results of a call like one before, or None; and where there are none, the call's signature, if it has
         one. arrays: those that are given, q first; given: their names, which the structs know them by. `length` is the
         one length of all sequences, where there is one. For the others see signature."""
-        if _modes.compiling():
+        if _modes.compiling() or _record.current() is not None:  # a recording takes every call down
             return None, None
         types = tuple(map(type, values))
         kind = given, values, types

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes as ct
 from typing import TYPE_CHECKING, Any
 
-from . import _arrays
+from . import _arrays, _record
 from ._arrays import View
 from ._checks import _check_contiguous, _check_last_axis, _flag
 from ._launch import _with_workspace
@@ -154,7 +154,8 @@ def _differentiate(
         call.dsinks = view.pointer
         results.append(view)
         made["dsinks"] = Made(view, 0)
-    if workspace := _launch_backward(call, args, views):
+    written = [*inputs.values(), *[one.view for one in made.values()]]
+    if workspace := _launch_backward(call, args, views, written):
         made["workspace"] = Made(workspace)
     _repeats.remember(sign, [args, call], arrays, (qv, kv, vv), made)
     return tuple(
@@ -184,13 +185,15 @@ def find_gradients(given: tuple[str, ...], arrays: tuple, values: tuple, window_
     return _repeats.find(given, arrays, values, window_size, None, True)
 
 
-def _launch_backward(call: AttentionBackwardArgs, args: AttentionArgs, views: list[View]) -> View | None:
-    """Runs a filled struct; see _with_workspace. args is the one that call.forward points to."""
+def _launch_backward(
+    call: AttentionBackwardArgs, args: AttentionArgs, views: list[View], written: list[View]
+) -> View | None:
+    """Runs a filled struct; see _with_workspace. args is the one that call.forward points to; written: the outputs."""
     lib = load()
     return _with_workspace(
         args,
         views,
-        lambda stream: lib.fa_attention_backward(call, stream),
+        lambda stream: _record.run(lib, "attention_backward", call, stream, [*views, *written]),
         lambda plan: lib.fa_attention_backward_query(call, plan),
     )
 

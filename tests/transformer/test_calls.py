@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import CUDA_DEVICES, NO_CUDA, ROOT, cupy
+from conftest import CUDA_DEVICES, NO_CUDA, ROOT, cupy, torch
 
 import flash_attn_minimal as fa
 from flash_attn_minimal import _library, _record
@@ -329,6 +329,35 @@ def test_functions_between_the_calls():
     recording()
     recording()
     assert seen == [8.0, 32.0] and x[0, 0] == 64
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_call_like_those_before_is_recorded(framework, before):
+    """The shortcut for such calls makes them, and would leave them out of the recording."""
+    if framework == "torch" and torch is None:
+        pytest.skip("no PyTorch here")
+    arrays = np.random.default_rng(0).standard_normal((4, 1, 6, 2, 16)).astype(np.float32)
+    q, k, v, dout = arrays if framework == "numpy" else torch.from_numpy(arrays)
+    out, dq, dk, dv, step = (x * 0 for x in (q, q, k, v, q))
+    lengths = q.reshape(-1)[:1].astype("i4") * 0 + 6 if framework == "numpy" else torch.tensor([6], dtype=torch.int32)
+
+    def calls():
+        _, lse = fa.flash_attn_func(q, k, v, out=out, return_lse=True)
+        fa.backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv)
+        fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, out=step)
+
+    for _ in range(before):
+        calls()
+    with _record.Recording() as recording:
+        calls()
+    want = [np.asarray(x).copy() for x in (out, dq, dk, dv, step)]
+    assert all(x.any() for x in want)
+    for x in (out, dq, dk, dv, step):
+        x[:] = np.nan
+    recording()
+    for x, y in zip((out, dq, dk, dv, step), want, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), y)
 
 
 def test_recordings_do_not_nest_and_end_with_an_error():

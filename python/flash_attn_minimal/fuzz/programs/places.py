@@ -21,7 +21,7 @@ class Place:
     # What a Recording records. A weight is packed when it is recorded, not when it is replayed.
     RECORDED = {
         "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "merge", "quantize_fp8", "rms_norm",
-        "rope", "swiglu", "linear", "sample", "linear (4 bits)", "linear_chain",
+        "rope", "swiglu", "linear", "sample", "linear (4 bits)", "linear_chain", "backward",
     }  # fmt: skip
 
     def __init__(self, backend: Any):
