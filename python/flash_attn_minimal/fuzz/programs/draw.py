@@ -25,6 +25,7 @@ KEPT = {
     "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "merge", "quantize_fp8", "rms_norm", "rope",
     "swiglu", "linear",
 }  # fmt: skip
+GENERAL = ("naive", "minimal", "simple", "mma_sm80", "cpu_naive", "cpu_portable")  # kernels of most calls
 MOST_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}  # of the arrays of a call
 
 
@@ -37,6 +38,9 @@ class Small(Draw):
 
     def size(self, high: int, low: int = 0) -> int:
         return super().size(min(high, max(low, self.most)), low)
+
+    def headdim(self, most: int = 512) -> int:
+        return self.pick((8, 16, 32, 33, 64, 64)) if self.chance(0.5) else super().headdim(most)
 
     def budget(self, large: float = 0.02) -> tuple[float, float]:
         part = float(np.exp(self.rng.uniform(np.log(0.05), 0)))
@@ -55,7 +59,7 @@ class Drawer:
         rng = np.random.default_rng([seed, number, 0xF00D])
         self.world, self.backend, self.ranks = world, world.backend, ranks
         self.cuda = self.backend.device == "cuda"
-        sizes = ((128, 2e4), (600, 6e4), (5000, 3e5)) if self.cuda else ((64, 3e3), (128, 6e3), (200, 1e4))
+        sizes = ((128, 1e5), (600, 3e5), (5000, 6e5)) if self.cuda else ((64, 2e4), (128, 5e4), (200, 1e5))
         self.draw = Small(rng, *sizes[int(rng.integers(len(sizes)))])
         self.known = functions()
         self.specs: list[dict[str, Any]] = []
@@ -90,13 +94,16 @@ class Drawer:
 
     def _step(self) -> None:
         draw, kind = self.draw, self.draw.rng.random()
-        if kind < 0.05:
+        if self.steps and "env" in self.steps[-1] and self.specs and draw.chance(0.7):
+            spec = draw.pick(self.specs[-3:])  # a call like one before the change, whose kernel is free
+            forced = ("mutation",) if self.ranks else ("mutation", "kernel")
+            self._add({n: x for n, x in spec.items() if n not in forced} | {"seed": draw.seed()})
+        elif kind < (0.12 if self.ranks else 0.06):
             if not self.later and not self.world.kernel:  # the gradients of a later step have its variables
                 self.steps.append({"env": self._env()})
-        elif kind < 0.09:
-            if self.ranks:
-                size = draw.pick((2, 3, 4))
-                self.steps.append({"leave": draw.below(size), "ranks": size})
+        elif self.ranks and kind < 0.15:
+            size = draw.pick((2, 3, 4))
+            self.steps.append({"leave": draw.below(size), "ranks": size})
         elif kind < 0.25 and self.kept:
             kept = draw.pick(self.kept)
             spec = self._other_contents(kept["spec"])
@@ -119,9 +126,11 @@ class Drawer:
         for name, function in tables.items():
             kernels = self.known[function].kernels(self.backend)
             used = any(self.known[n].kernels(self.backend) == kernels for n in self.theme)
-            if draw.chance(0.7 if used or (self.ranks and "LINEAR" not in name) else 0.1):
-                general = [k for k in kernels if k in ("naive", "minimal", "simple", "mma_sm80")] or kernels
-                found[name] = None if draw.chance(0.45) else draw.pick(general if draw.chance(0.6) else kernels)
+            if draw.chance(0.8 if used or (self.ranks and function in ("flash_attn_func", "backward")) else 0.1):
+                general = [k for k in kernels if k in GENERAL]
+                found[name] = (
+                    None if draw.chance(0.3) else draw.pick(general if general and draw.chance(0.7) else kernels)
+                )
         if not self.cuda and draw.chance(0.4):
             found["FLASH_ATTN_NUM_THREADS"] = draw.pick((None, "1", "2", "3", "5"))
         return found or {"FLASH_ATTN_KERNEL": None}
