@@ -44,7 +44,7 @@ class Small(Draw):
 
     def budget(self, large: float = 0.02) -> tuple[float, float]:
         part = float(np.exp(self.rng.uniform(np.log(0.05), 0)))
-        return 40 * self.elements * part, self.elements * part
+        return min(400 * self.elements, 4e7) * part, self.elements * part
 
 
 def generate(seed: int, number: int, world: World, ranks: bool = False) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Drawer:
             return False
         if name == "autograd backward" and self.backend.framework != "torch":
             return False
-        return ("distributed" in name) == self.ranks or (self.ranks and name == "flash_attn_func")
+        return ("distributed" in name) == self.ranks
 
     # ---- steps ----
 
