@@ -134,7 +134,7 @@ def test_a_workspace_of_the_size_of_an_earlier_call(monkeypatch, judge):
 
     monkeypatch.setattr(kvcache, "_with_workspace", keeps)
     kvcache._repeats.clear()
-    monkeypatch.setattr(_launch._scratch, "place", (0, 0))
+    monkeypatch.setattr(_launch._scratch, "place", _record.Scratch.place)
     _, outcome = first_finding(judge, name="flash_attn_with_kvcache")
     assert outcome and "WorkspaceTooSmall" in outcome.message, outcome
 
