@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pprint
 import re
 import time
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..._library import BadArgument, Unsupported
-from ..._progress import Silent
-from ..campaign import Shrinker, outcomes
+from ..._progress import Progress, Silent
+from ..campaign import Shrinker, check_names, outcomes
 from ..report import Report
 from .shrink import shrink
+from .steps import functions
 
 
 class ProgramReport(Report):
@@ -125,8 +127,9 @@ def campaign(
     return result
 
 
-def run(options: Any, argv: list[str], progress: Any) -> int:
+def run(options: Any, argv: list[str]) -> int:
     """`fuzz --programs N`, with the options of `fuzz`."""
+    check_names(options, functions())
     if options.ranks and options.kernel:
         raise BadArgument(f"--kernel {options.kernel!r} with --ranks: the kernels of ranks are drawn")
     if options.framework == "cupy" and options.ranks:
@@ -134,8 +137,10 @@ def run(options: Any, argv: list[str], progress: Any) -> int:
     one = options.case is not None
     result = campaign(
         options.device, options.seed, 1 if one else options.programs, options.case if one else options.first,
-        options.seconds, options.kernel, options.function, options.framework, 1 if one else options.workers,
-        options.case_seconds, options.shrink_seconds, options.shrink_tries, options.ranks, progress,
+        options.seconds, options.kernel, options.function, options.framework,
+        1 if one else options.workers or len(os.sched_getaffinity(0)),
+        options.case_seconds, options.shrink_seconds, options.shrink_tries or 200, options.ranks,
+        Progress(options.programs, every=5),
     )  # fmt: skip
     result.command = " ".join(["python -m flash_attn_minimal fuzz", *argv])
     print(result.text())
