@@ -55,6 +55,7 @@ class Prepared:
     layout: Layout
     before: np.ndarray
     env: dict[str, str]  # of VARIABLES, when the call is made
+    moved: bool = False  # a replay, under other variables than the recording
     cache: Layout | None = None  # of a session: its arrays lie elsewhere
     cache_before: np.ndarray | None = None  # when the session begins
 
@@ -119,10 +120,10 @@ def prepare_all(program: Mapping[str, Any], graphs: bool) -> list[Prepared | Non
         if "spec" not in step:
             found.append(None)
             continue
-        here = env
-        if graphs and "replay" in step:
-            here = captured.get(step["replay"], env)
-        elif "keep" in step:
+        if "keep" in step:
             captured[step["keep"]] = dict(env)
-        found.append(prepare(step, here))
+        then = captured.get(step.get("replay", -1), env)
+        prepared = prepare(step, then if graphs else env)
+        prepared.moved = then != env and not graphs
+        found.append(prepared)
     return found
