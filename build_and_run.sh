@@ -1,5 +1,11 @@
 #!/usr/bin/env bash
 # From a clone to a tested library with one command. Needs Python 3.10+ and a C++ compiler; ./build_and_run.sh --help says the rest.
+if [ -z "${BASH_VERSION:-}" ]; then # sh reads as far as here: what follows is bash
+    command -v bash >/dev/null 2>&1 && exec bash -- "$0" "$@"
+    echo "build_and_run.sh: this is a bash script, and there is no bash on PATH" >&2
+    exit 1
+fi
+set +o posix # bash under the name sh
 set -euo pipefail
 
 usage() {
@@ -10,12 +16,12 @@ verbs     run      build, native checks, benchmark against standard attention, s
           build    the library and the native test program alone
           test     build, then CTest and pytest            (arguments after -- go to pytest)
           bench    build, then the benchmark alone          (arguments after -- go to test_flash_attn --bench)
-          clean    remove build/ and .venv/
+          clean    remove the build folder and the environment, if this script has made them
 
 options   --cpu-only     leave the GPU kernels out
           --with-cuda    compile the GPU kernels even where there is no GPU (nvcc comes from PyPI when it is not installed)
           --arch LIST    GPU targets, e.g. 90 or 80,86,90, or all; default: the GPU at hand, or 90 (Hopper) alone where there is none
-          --clean        throw the old build away first
+          --clean        throw the old build away first, if this script has made its folder
           --jobs N       compile N files at once; default: all cores
           -DNAME=VALUE   passed to CMake
           --help
@@ -23,6 +29,8 @@ options   --cpu-only     leave the GPU kernels out
 What is missing (CMake, Ninja, NumPy, for tests pytest, without nvcc NVIDIA's compiler) is installed into .venv/ from PyPI.
 What is installed already is used as it is, so a machine without network works too when it has the tools.
 environment: PYTHON (the Python to start from), FLASH_ATTN_VENV (default .venv), FLASH_ATTN_BUILD (default build), CXX, CUDACXX
+A folder that is there already must be empty, or an environment, or a build of this checkout. Only folders with the file
+.made_by_build_and_run are ever deleted.
 EOF
 }
 
@@ -30,7 +38,7 @@ say() { printf '%s\n' "$*"; }
 die() { printf 'build_and_run.sh: %s\n' "$1" >&2; exit "${2:-1}"; }
 
 # ---- arguments ----
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 build=${FLASH_ATTN_BUILD:-$root/build}
 venv=${FLASH_ATTN_VENV:-$root/.venv}
 [[ $build == /* ]] || build=$PWD/$build
@@ -54,18 +62,68 @@ while (($#)); do
 done
 verb=${verb:-run}
 [[ -z $arch || $cuda != off ]] || die "--arch and --cpu-only exclude each other" 2
-if [[ $verb == clean ]]; then
-    rm -rf -- "$root/build" "$root/.venv"
-    say "removed build/ and .venv/"
-    exit 0
+
+# ---- folders: what is not this script's stays ----
+mark=.made_by_build_and_run # in each folder that this script has made, or found empty
+holds() {                   # holds FOLDER PATH: the folder is PATH, or one of those above it
+    local at
+    at=$(CDPATH='' cd -P -- "$2" 2>/dev/null && pwd -P) || at=$2
+    until [[ $1 -ef $at || $1 == "$at" ]]; do
+        [[ $at == */* && $at != / ]] || return 1
+        at=${at%/*} at=${at:-/}
+    done
+}
+empty() { [[ ! -e $1 ]] || { [[ -d $1 ]] && [[ -z $(ls -A -- "$1") ]]; }; }
+ours() {
+    [[ -f $1/$mark ]] || { [[ $1 == "$build" && -f $1/made_by ]] && [[ $(<"$1/made_by") == "$root "* ]]; } # so marked before
+}
+starts() { "$1/bin/python" -c '' 2>/dev/null; }
+make() { # make FOLDER: with the mark, if it is new or empty
+    ! empty "$1" || { mkdir -p -- "$1" && say "build_and_run.sh has made this folder, and deletes it with clean" >"$1/$mark"; }
+}
+clear_out() { # clear_out FOLDER: all that is in one of ours. The folder stays: a link may lead to it, a shell may stand in it.
+    local folder
+    folder=$(CDPATH='' cd -P -- "$1" && pwd -P)
+    [[ $folder -ef $1 ]] && ours "$1" && ! holds "$folder" "$root" || die "$1 is not deleted: it is not a folder of this script's"
+    find "$folder" -mindepth 1 -maxdepth 1 -exec rm -rf -- {} +
+}
+while [[ $build == *?/ ]]; do build=${build%/}; done
+while [[ $venv == *?/ ]]; do venv=${venv%/}; done
+for setting in "FLASH_ATTN_BUILD=$build" "FLASH_ATTN_VENV=$venv"; do
+    folder=${setting#*=}
+    ! holds "$folder" "$root" || die "$setting is the checkout $root, or holds it" 2
+    [[ -d $folder || $folder/ != */../* ]] || die "$setting does not exist, so its '..' leads nowhere" 2
+done
+! holds "$venv" "$build" || die "FLASH_ATTN_VENV=$venv is FLASH_ATTN_BUILD=$build, or holds it" 2
+
+if [[ $verb == clean || $clean ]]; then
+    kept=''
+    for folder in "$build" "$venv"; do
+        [[ $verb == clean || $folder == "$build" ]] && ! empty "$folder" || continue
+        why=''
+        ! holds "$folder" "$venv" || empty "$venv" || ours "$venv" || why="it holds $venv, which this script has not made"
+        ours "$folder" || why="this script has not made it (it has no $mark)"
+        if [[ $why ]]; then
+            say "kept $folder: $why" >&2
+            kept=yes
+        else
+            clear_out "$folder"
+            [[ $verb != clean || -L $folder ]] || rmdir -- "$folder"
+            say "removed $folder"
+        fi
+    done
+    [[ ! $kept ]] || die "delete it yourself, if nothing in it is wanted"
+    [[ $verb != clean ]] || exit 0
 fi
-if [[ $clean ]]; then
-    [[ $build == "$root/build" || -e $build/CMakeCache.txt || ! -e $build ]] || die "--clean: $build does not look like a build folder"
-    rm -rf -- "$build"
-fi
+home=$(sed -n 's/^CMAKE_HOME_DIRECTORY:INTERNAL=//p' "$build/CMakeCache.txt" 2>/dev/null) || home=''
+empty "$build" || ours "$build" || [[ -d $build && ($build -ef $root/build || $home -ef $root) ]] ||
+    die "FLASH_ATTN_BUILD=$build is neither empty nor a build of $root: name another folder" 2
+empty "$venv" || ours "$venv" || starts "$venv" ||
+    die "FLASH_ATTN_VENV=$venv is neither empty nor an environment whose Python starts: name another folder, or delete it" 2
 jobs=${jobs:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)}
 logs=$build/logs
-mkdir -p "$logs"
+make "$build"
+mkdir -p -- "$logs"
 
 # ---- running a step: its output goes to a log, the screen shows all of it (everything), the compiler's counter and pip's downloads (progress) ----
 everything() { sed 's/^/    /'; }
@@ -162,10 +220,12 @@ nvcc_wheels=(nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.
 
 install() { # into the virtual environment, which is made here and sees what the base Python has
     local name packages=()
-    if ! "$venv/bin/python" -c '' 2>/dev/null; then
+    if ! starts "$venv"; then
+        empty "$venv" || clear_out "$venv"
+        make "$venv" || return
         # Without ensurepip (Debian without python3-venv) the base Python's own pip serves the environment.
-        "$base" -m venv --clear --system-site-packages "$venv" ||
-            "$base" -m venv --clear --system-site-packages --without-pip "$venv" || return
+        "$base" -m venv --system-site-packages "$venv" ||
+            "$base" -m venv --system-site-packages --without-pip "$venv" || return
     fi
     local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --retries 1 --timeout 15)
     for name in "$@"; do

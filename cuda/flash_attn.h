@@ -243,7 +243,7 @@ typedef struct fa_kvcache_args {
      * call that appends has neither a rotary embedding nor an 8-bit cache. The workspace is that of the whole call. */
     const fa_attention_args* attention;
     int32_t cache_dtype;            /* fa_dtype of the cache: 0 = dtype, FA_FLOAT8_E4M3 or FA_INT8 */
-    int32_t cache_batch;            /* entries of the cache, or pages */
+    int32_t cache_batch;            /* entries of the cache, or pages; with 0 every sequence is empty */
     const int32_t* cache_seqlens;   /* (batch) keys in the cache before this call, at most seqlen_k - seqlen_new. Below 0: an idle
                                        sequence, which appends nothing and whose rows are empty. NULL = seqlen_k - seqlen_new */
     const int32_t* cache_batch_idx; /* (batch) entry of each sequence, for a contiguous cache; NULL = 0, 1, ... */
@@ -258,12 +258,12 @@ typedef struct fa_kvcache_args {
      * Without new keys q alone turns. */
     const void *rotary_cos, *rotary_sin; /* NULL = off */
     int32_t rotary_dtype;                /* fa_dtype: 0 = dtype, or FA_FLOAT32 */
-    int32_t rotary_rows;                 /* positions from rotary_rows on turn by the last row */
+    int32_t rotary_rows;                 /* more than every position: the CPU refuses others, a GPU turns them by the last row */
     int32_t rotary_dim;                  /* even, 2 .. headdim */
     int32_t rotary_interleaved;          /* pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2) */
 
     fa_cache_scale k_scale, v_scale; /* both with an 8-bit cache, otherwise NULL */
-    int32_t batch_invariant;         /* 1 = a sequence's result does not depend on what else is in the batch */
+    int32_t batch_invariant;         /* 1 = the bits of a sequence follow from its own keys, not from the batch or the capacity */
     int32_t num_splits;              /* pieces that the keys of a sequence are cut into, 1 .. 256; 0 = the kernel chooses */
     /* As in flash_attn_transformer.h. This call may read the cache (except the rows that it appends itself), the factors, lengths and
      * tables of the cache, and the tables of the rotary embedding at once. So no kernel between the last plain launch and this call may

@@ -19,7 +19,7 @@
  *     on the host until all ranks have called, at most the group's timeout, and compares what they ask for. Its GPU work is asynchronous.
  *   - Where one rank cannot go on, all ranks return a status other than FA_OK, and fa_last_error() names the rank and the reason. Before
  *     any work was enqueued the group stays usable. After a timeout, a lost rank or a CUDA error it does not: every call returns the
- * reason.
+ *     reason. A call that breaks off waits until no other rank reads its arrays, at most the timeout once more.
  *   - FA_WORKSPACE_TOO_SMALL comes to all ranks or to none: they make more room, call fa_group_reserve, and call again.
  *   - The same arguments give the same bits on the same number of ranks. (dq of a GPU: with `deterministic`.)
  */

@@ -12,6 +12,9 @@
 
 Needs `pip install flash-attn-minimal[serve]`. It runs on a GPU where CuPy finds one, else on the CPU. Up to --slots
 texts are written at once; more wait in line and join where one has ended. A client that goes away frees its slots.
+
+A text that fails ends with an error, in a stream as an event. The others go on. Bodies, prompts and lists have limits,
+so no client makes the others wait.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import random
+import reprlib
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -33,23 +36,54 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.exceptions import HTTPException
 
-from flash_attn_minimal import FlashAttnError
+from flash_attn_minimal import BadArgument, FlashAttnError
 from flash_attn_minimal.llama.engine import Engine
 from flash_attn_minimal.llama.generate import open_device
 from flash_attn_minimal.llama.model import Llama
 from flash_attn_minimal.llama.sampling import Sampling
 from flash_attn_minimal.llama.weights import DEFAULT_CHECKPOINT, find_tokenizer, load_checkpoint
 
+MAX_BODY = 4 << 20  # bytes of a request
+MAX_DRAIN = 64 << 20  # bytes of a refused body that are read, so that its client comes to reading the refusal
+MAX_ENTRIES = {"prompt": 256, "stop": 16}  # of a list
+MAX_FIELDS = 64
+
 Words = Annotated[str, Field(min_length=1)]
+Zero = Annotated[float, Field(ge=0, le=0)]
 
 
-class Completion(BaseModel):
-    """What is understood of OpenAI's request. Another field is refused by its name."""
+short = reprlib.Repr()  # of what a client sent
+short.maxstring = short.maxother = 100
+
+
+class Body(BaseModel):
+    """Fields that are not here are refused by their names. `null` is the default: clients send it for what they leave
+    out."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        if len(body) > MAX_FIELDS:
+            raise ValueError(f"{len(body)} fields are more than {MAX_FIELDS}")
+        return {name: value for name, value in body.items() if value is not None}
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding of events; there is none
+
+
+class Completion(Body):
+    """What is understood of OpenAI's request. Fields from `n` on are not served: they take the value that asks for
+    nothing."""
+
     model: str
     prompt: str | Annotated[list[str], Field(min_length=1)] = ""
     max_tokens: int = Field(16, ge=0)
@@ -58,8 +92,25 @@ class Completion(BaseModel):
     seed: int | None = None
     stop: Words | list[Words] = []
     stream: bool = False
-    n: Literal[1] = 1
+    stream_options: StreamOptions = StreamOptions()
     user: str | None = None
+    n: Literal[1] = 1
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    frequency_penalty: Zero = 0.0
+    presence_penalty: Zero = 0.0
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
+    logprobs: None = None
+    suffix: Literal[""] = ""
+
+    @field_validator(*MAX_ENTRIES, mode="before")
+    @classmethod
+    def short(cls, value: Any, field: Any) -> Any:
+        """A long list is refused before each of its entries is looked at."""
+        most = MAX_ENTRIES[field.field_name]
+        if isinstance(value, list) and len(value) > most:
+            raise ValueError(f"{len(value)} entries are more than {most}")
+        return value
 
 
 class Text:
@@ -67,10 +118,8 @@ class Text:
 
     def __init__(self, request: Any, tokenizer: Any, stops: list[str]):
         self.request, self.stops, self.held = request, stops, max(map(len, stops), default=1) - 1
-        # The prompt's last token comes first: what a token adds depends on the one before. The list of new tokens grows
-        # while it is read, so `pieces` is never asked for more than there are.
-        self.pieces = tokenizer.stream(itertools.chain(request.prompt[-1:], request.tokens))
-        next(self.pieces)
+        # The list of new tokens grows while it is read, so `pieces` is never asked for more than there are.
+        self.pieces = tokenizer.stream(request.tokens, after=request.prompt)
         self.text, self.read, self.sent = "", 0, 0
         self.reason: str | None = None
 
@@ -83,10 +132,10 @@ class Text:
             self.read += 1
         if ended:
             self.text += "".join(self.pieces)
-        found = [at for stop in self.stops if (at := self.text.find(stop)) >= 0]
+        found = [at for stop in self.stops if (at := self.text.find(stop, self.sent)) >= 0]
         if found:
             self.text, ended = self.text[: min(found)], "stop"
-        self.reason = ("stop" if ended == "stop" else "length") if ended else None
+        self.reason = (ended if ended in ("stop", "error") else "length") if ended else None
         new = self.text[self.sent :] if ended else self.text[self.sent : max(self.sent, len(self.text) - self.held)]
         self.sent += len(new)
         return new
@@ -102,10 +151,21 @@ class Writer:
         model = Llama(opened, open_device(device, stored=opened.dtype))
         self.engine = Engine(model, slots, context, page_size=16, num_pages=pages)
         self.thread = ThreadPoolExecutor(1)
+        self.encoders = ThreadPoolExecutor(2)  # a long prompt holds up neither the steps nor the event loop
+        # Each token stands for at most `longest` characters, so a longer prompt does not fit.
+        self.most_characters = self.engine.context * self.tokenizer.longest
         self.stepping: asyncio.Future | None = None
 
     def ask(self, function, *arguments) -> asyncio.Future:
         return asyncio.get_running_loop().run_in_executor(self.thread, function, *arguments)
+
+    async def encode(self, prompt: str) -> list[int]:
+        if len(prompt) > self.most_characters:
+            what = f"prompt={prompt[:20]!r}... has {len(prompt)} characters, more than {self.most_characters}"
+            raise BadArgument(
+                f"{what}: a context of {self.engine.context} tokens, each of at most {self.tokenizer.longest}"
+            )
+        return await asyncio.get_running_loop().run_in_executor(self.encoders, self.tokenizer.encode, prompt)
 
     async def step(self) -> None:
         """Waits until the engine has made a step: all who wait share it, and the engine rests when nobody waits."""
@@ -113,29 +173,82 @@ class Writer:
             self.stepping = self.ask(self.engine.step)
         await asyncio.shield(self.stepping)
 
-    async def write(self, jobs: list[tuple], stops: list[str]) -> AsyncGenerator[Any, None]:
-        """First the requests, once the engine has taken all; then (number, new text, reason of the end or None)."""
-        requests = []
-        try:
+    async def write(self, jobs: list[tuple], stops: list[str], gone: Any = None) -> AsyncGenerator[Any, None]:
+        """First the requests, once the engine has taken all; then (number, new text, reason of the end or None). Raises
+        where one of the texts fails, which ends the others of these. Ends early once `await gone()` is true, in line
+        too."""
+        requests: list[Any] = []
+
+        def add() -> None:
             for job in jobs:
-                requests.append(await self.ask(self.engine.add, *job))
+                requests.append(self.engine.add(*job))
+
+        def cancel() -> None:
+            for request in requests:
+                self.engine.cancel(request)
+
+        try:
+            await self.ask(add)
             yield requests
             texts = [Text(request, self.tokenizer, stops) for request in requests]
             while not all(text.reason for text in texts):
                 await self.step()
+                if gone and await gone():
+                    return
                 for number, text in enumerate(texts):
-                    if text.reason is None and ((new := text.news()) or text.reason):
-                        if text.reason:
-                            self.thread.submit(self.engine.cancel, text.request)  # a stop of the client's
-                        yield number, new, text.reason
+                    if text.reason is not None:
+                        continue
+                    try:
+                        new = text.news()
+                    except Exception as error:  # of the tokenizer
+                        raise FlashAttnError(f"text {number}: {described(error)}") from error
+                    failed = text.reason == "error"
+                    if text.reason:
+                        self.thread.submit(self.engine.cancel, text.request)  # a stop of the client's
+                    if new or (text.reason and not failed):
+                        yield number, new, None if failed else text.reason
+                    if failed:
+                        raise FlashAttnError(f"text {number}: {described(text.request.error)}")
         finally:
-            for request in requests:
-                self.thread.submit(self.engine.cancel, request)
+            self.thread.submit(cancel)  # after `add`, whether or not somebody still waited for it
+
+
+def described(error: BaseException) -> str:
+    name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
+    return str(error) if isinstance(error, FlashAttnError) else f"{name}: {error}".removesuffix(": ")
 
 
 def refusal(status: int, message: str, param: str | None = None) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status)
+
+
+class Limited:
+    """An application that gets no body above MAX_BODY."""
+
+    def __init__(self, app: Any):
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        messages, size, more = [], 0, True
+        while more and size <= MAX_DRAIN:
+            messages.append(await receive())
+            size += len(messages[-1].get("body", b""))
+            more = messages[-1].get("more_body", False)
+            if size > MAX_BODY:
+                messages.clear()
+        if size > MAX_BODY:
+            refused = refusal(413, f"the body has more than {MAX_BODY} bytes")
+            return await refused(scope, receive, send)
+        waiting = iter(messages)
+
+        async def received() -> Any:
+            message = next(waiting, None)
+            return await receive() if message is None else message
+
+        await self.app(scope, received, send)
 
 
 def make_app(writer: Writer) -> FastAPI:
@@ -147,9 +260,9 @@ def make_app(writer: Writer) -> FastAPI:
         first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])
         if first["type"] == "json_invalid":
             return refusal(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
-        name = str(first["loc"][-1] if len(first["loc"]) < 3 else first["loc"][1])
-        given = "" if first["type"] == "missing" else f"={first['input']!r:.100}"
-        return refusal(400, f"{name}{given}: {first['msg']}", name)
+        name = str(first["loc"][min(1, len(first["loc"]) - 1)])  # "body", then the field
+        given = "" if first["type"] == "missing" else f"={short.repr(first['input'])}"
+        return refusal(400, f"{name}{given}: {first['msg'].removeprefix('Value error, ')}", name)
 
     @app.exception_handler(FlashAttnError)
     async def bad_argument(_, error):
@@ -167,13 +280,14 @@ def make_app(writer: Writer) -> FastAPI:
     async def completions(asked: Completion, http: Request):
         if asked.model != writer.name:
             raise HTTPException(404, f"model={asked.model!r} is not served, only {writer.name!r}")
-        seed, encode, stops = asked.seed, writer.tokenizer.encode, writer.tokenizer.stops
+        seed, stops = asked.seed, writer.tokenizer.stops
         seed = random.getrandbits(32) if seed is None else seed
         jobs = []
         for number, prompt in enumerate([asked.prompt] if isinstance(asked.prompt, str) else asked.prompt):
             sampling = Sampling(asked.temperature, 0, asked.top_p, seed + number)
-            jobs.append((encode(prompt), asked.max_tokens, sampling, stops))
-        news = writer.write(jobs, [asked.stop] if isinstance(asked.stop, str) else asked.stop)
+            jobs.append((await writer.encode(prompt), asked.max_tokens, sampling, stops))
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        news = writer.write(jobs, stop, None if asked.stream else http.is_disconnected)
         requests = await anext(news)  # a refusal comes here, while there is no answer yet
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         head["model"] = writer.name
@@ -181,26 +295,32 @@ def make_app(writer: Writer) -> FastAPI:
         def choice(number: int, text: str, reason: str | None) -> dict:
             return {"index": number, "text": text, "logprobs": None, "finish_reason": reason}
 
+        def usage() -> dict:
+            read, written = sum(len(r.prompt) for r in requests), sum(len(r.tokens) for r in requests)
+            return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
         async def events():
-            try:
-                async for one in news:
-                    yield f"data: {json.dumps({**head, 'choices': [choice(*one)]})}\n\n"
-                yield "data: [DONE]\n\n"
-            except FlashAttnError as error:
-                yield f"data: {bytes(refusal(500, str(error)).body).decode()}\n\n"
+            async with contextlib.aclosing(news):
+                try:
+                    async for one in news:
+                        yield f"data: {json.dumps({**head, 'choices': [choice(*one)]})}\n\n"
+                    if asked.stream_options.include_usage:
+                        yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage()})}\n\n"
+                    yield "data: [DONE]\n\n"
+                except Exception as error:
+                    yield f"data: {bytes(refusal(500, described(error)).body).decode()}\n\n"
 
         if asked.stream:
             return StreamingResponse(events(), media_type="text/event-stream")
-        texts, reasons = [""] * len(jobs), [""] * len(jobs)
+        texts, reasons = [""] * len(jobs), [None] * len(jobs)
         async with contextlib.aclosing(news):
             async for number, text, reason in news:
                 texts[number], reasons[number] = texts[number] + text, reason
-                if await http.is_disconnected():
-                    return Response(status_code=499)
-        read, written = sum(len(r.prompt) for r in requests), sum(len(r.tokens) for r in requests)
-        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        return {**head, "choices": list(map(choice, range(len(jobs)), texts, reasons)), "usage": usage}
+        if not all(reasons):
+            return Response(status_code=499)  # to nobody
+        return {**head, "choices": list(map(choice, range(len(jobs)), texts, reasons)), "usage": usage()}
 
+    app.add_middleware(Limited)
     return app
 
 

@@ -46,7 +46,7 @@ class Case:
     rotary_dim: int = 0
     rotary_interleaved: bool = True
     rotary_float32: bool = False
-    rotary_rows: int = 0  # 0: as many as the cache can hold
+    rotary_rows: int = 0  # 0: one for each position that a row can have
     num_splits: int = 0
     batch_invariant: bool = False
     seed: int = 0
@@ -58,6 +58,14 @@ class Case:
     @property
     def batch(self) -> int:
         return len(self.lengths)
+
+    @property
+    def turns_beyond_tables(self) -> bool:
+        """Whether a row stands at a position that the tables of the rotary embedding do not have."""
+        in_order = self.causal or max(self.window_size) >= 0 or self.attention_chunk > 0
+        rows = max(self.seqlen_q if in_order else min(self.seqlen_q, 1), self.seqlen_new)
+        lengths = [length for length in self.lengths if length is not None]
+        return bool(self.rotary_dim and self.rotary_rows) and max(lengths, default=-rows) + rows > self.rotary_rows
 
 
 @dataclass
@@ -144,7 +152,7 @@ def make(case: Case) -> Call:
         scales[f"{name}_scale"] = np.ascontiguousarray(shape[case.scales])
     turn = {}
     if case.rotary_dim:
-        positions = case.rotary_rows or case.capacity
+        positions = case.rotary_rows or case.capacity + case.seqlen_q
         angle = np.outer(np.arange(positions), 100.0 ** -np.linspace(0, 1, case.rotary_dim // 2))
         dtype = "float32" if case.rotary_float32 else case.dtype
         turn = {f"rotary_{n}": accuracy.round_to(f(angle), dtype) for n, f in (("cos", np.cos), ("sin", np.sin))}
@@ -219,9 +227,13 @@ def run(kernel: Kernel, case: Case, call: Call):
     return kernel.device.numpy(out), kernel.device.numpy(lse), {n: from_device(kernel, arrays[n]) for n in names}
 
 
-def check(kernel: Kernel, case: Case) -> tuple[np.ndarray, np.ndarray]:
+def check(kernel: Kernel, case: Case) -> tuple[np.ndarray, np.ndarray] | None:
     """Runs a case: what joined the cache is right and the rest of it untouched, and the attention is that over it."""
     call = make(case)
+    if case.turns_beyond_tables and kernel.device.framework == "numpy":  # the CPU refuses; a GPU turns by the last row
+        with pytest.raises(fa.BadArgument, match=f"rotary_rows={case.rotary_rows}: sequence . turns by the positions"):
+            run(kernel, case, call)
+        return None
     out, lse, after = run(kernel, case, call)
     check_cache(case, call, after)
 

@@ -80,9 +80,10 @@ def _forward(name: str, dtype: str, shape: tuple, tolerance: str = "", statistic
 
 
 def _cache(
-    name: str, dtype: str, lengths, rows, nheads, nheads_k, headdim, headdim_v=None, new=0, cache=None
+    name: str, dtype: str, lengths, rows, nheads, nheads_k, headdim, headdim_v=None, new=0, cache=None, splits=0
 ) -> Sample:
-    """Sequences of unequal lengths, keys appended or not, the kernel forced."""
+    """Sequences of unequal lengths, keys appended or not, the kernel forced. splits: pieces of a sequence's keys; 0
+    leaves them to the kernel."""
     batch, lengths = len(lengths), np.array(lengths, np.int32)
     q, k, v = _qkv(batch, max(new, 1), rows, nheads, nheads_k, headdim, headdim_v)
     arrays = {"q": (q, dtype), "k_cache": (k, dtype), "v_cache": (v, dtype), "cache_seqlens": (lengths, "int32")}
@@ -106,7 +107,8 @@ def _cache(
     out, lse = reference.kvcache_attention(q, k, v, cache_seqlens=lengths, causal=True, **more)
 
     def call(**on):
-        return list(fa.flash_attn_with_kvcache(**on, causal=True, return_softmax_lse=True, kernel=name))
+        options = {"causal": True, "return_softmax_lse": True, "num_splits": splits, "kernel": name}
+        return list(fa.flash_attn_with_kvcache(**on, **options))
 
     return Sample(name, arrays, call, [out, lse], TOLERANCE[dtype])
 
@@ -322,6 +324,8 @@ def _cuda_makers() -> Makers:
         partial(_float8, "fp8_fast_sm90"),
         partial(_cache, "mla_sm90", half, (700, 1000, 3), 1000, 16, 1, 576, 512),
         partial(_cache, "mla_sm90", half, (700, 3), 720, 128, 1, 576, 512),  # pairs of blocks
+        partial(_cache, "mla_sm90", half, (700, 3), 720, 16, 1, 576, 512, splits=1),  # many tiles of a block
+        partial(_cache, "mla_sm90", half, (700, 3), 720, 128, 1, 576, 512, splits=1),
         partial(_cache, "decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, new=1),
         partial(_cache, "decode_lanes_cluster_sm90", half, (150, 70, 0), 160, 4, 4, 64, cache="int8"),
         partial(_cache, "decode_cluster_sm90", half, (700, 300, 0), 1000, 8, 2, 128),

@@ -4,6 +4,8 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+
 namespace fa {
 
 // The driver's function of that name as CUDA 12 has it; nullptr without a driver. `Function` is its type.
@@ -19,5 +21,21 @@ Function* driver_function(const char* name) {
     if (error != cudaSuccess) cudaGetLastError();
     return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(function) : nullptr;
 }
+
+// The same, looked for until it is found, and then remembered: a driver does not leave the process again. A static object.
+template <typename Function>
+class DriverFunction {
+public:
+    constexpr explicit DriverFunction(const char* name) : name_(name) {}
+    Function* get() {
+        Function* function = found_.load(std::memory_order_acquire);
+        if (!function) found_.store(function = driver_function<Function>(name_), std::memory_order_release);
+        return function;
+    }
+
+private:
+    const char* name_;
+    std::atomic<Function*> found_{nullptr};
+};
 
 }  // namespace fa

@@ -8,20 +8,17 @@
 namespace fa {
 namespace {
 
-const auto encoder = [] {
-    static const auto encode = driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
-    return encode;
-};
+DriverFunction<decltype(cuTensorMapEncodeTiled)> encoder("cuTensorMapEncodeTiled");
+DriverFunction<decltype(cuGetErrorName)> error_name("cuGetErrorName");
+DriverFunction<decltype(cuGetErrorString)> error_string("cuGetErrorString");
 
 thread_local char failure[192] = "";
 
 cudaError_t encoded(const char* name, const void* data, CUresult result) {
     if (result == CUDA_SUCCESS) return cudaSuccess;
-    static const auto error_name = driver_function<decltype(cuGetErrorName)>("cuGetErrorName");
-    static const auto error_string = driver_function<decltype(cuGetErrorString)>("cuGetErrorString");
     const char *code = nullptr, *text = nullptr;
-    if (error_name) error_name(result, &code);
-    if (error_string) error_string(result, &text);
+    if (const auto name_of = error_name.get()) name_of(result, &code);
+    if (const auto text_of = error_string.get()) text_of(result, &text);
     std::snprintf(failure, sizeof failure, "the tensor map of %s (data=%p): %s (%s)", name, data, text ? text : "the driver refused",
                   code ? code : std::to_string(int(result)).c_str());
     return cudaErrorInvalidValue;
@@ -38,7 +35,8 @@ const char* tensor_map_failure() {
 
 cudaError_t encode_tiles(const TensorTiles& t, CUtensorMap* map, int* loads) {
     constexpr cuuint64_t kChunk = 64, kChunkBytes = 128;
-    if (!encoder()) return cudaErrorNotSupported;
+    const auto encode = encoder.get();
+    if (!encode) return cudaErrorNotSupported;
     // Chunks as an axis of their own let one copy fetch a whole tile; but then nothing is out of bounds inside a chunk.
     const bool whole = t.box_chunks || (t.columns == t.padded_columns && !t.by_chunk);
     const cuuint64_t chunks = whole ? t.columns / kChunk : 1;
@@ -57,21 +55,22 @@ cudaError_t encode_tiles(const TensorTiles& t, CUtensorMap* map, int* loads) {
     const cuuint64_t strides[4] = {axes[0].stride, axes[1].stride, axes[2].stride, axes[3].stride};
     const cuuint32_t box[5] = {cuuint32_t(kChunk), axes[0].box, axes[1].box, axes[2].box, axes[3].box}, ones[5] = {1, 1, 1, 1, 1};
     *loads = whole ? 1 : int(t.padded_columns / int64_t(kChunk));
-    const CUresult result = encoder()(map, t.half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
-                                      const_cast<void*>(t.data), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result = encode(map, t.half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
+                                   const_cast<void*>(t.data), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return encoded(t.name, t.data, result);
 }
 
 cudaError_t encode_words(const WordTiles& t, CUtensorMap* map) {
-    if (!encoder()) return cudaErrorNotSupported;
+    const auto encode = encoder.get();
+    if (!encode) return cudaErrorNotSupported;
     constexpr cuuint64_t kUnused = 16;
     const cuuint64_t dims[5] = {cuuint64_t(t.words), cuuint64_t(t.rows), 1, 1, 1};
     const cuuint64_t strides[4] = {cuuint64_t(t.row_stride), kUnused, kUnused, kUnused};
     const cuuint32_t box[5] = {cuuint32_t(t.box_words), cuuint32_t(t.box_rows), 1, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
-    const CUresult result = encoder()(map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 5, const_cast<void*>(t.data), dims, strides, box, ones,
-                                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 5, const_cast<void*>(t.data), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return encoded(t.name, t.data, result);
 }
 

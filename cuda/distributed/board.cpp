@@ -28,6 +28,7 @@ using Clock = std::chrono::steady_clock;
 // have come to meeting n + 1, and so have read those of meeting n.
 struct Place {
     alignas(64) std::atomic<uint64_t> meetings;  // that the rank has come to
+    std::atomic<uint32_t> reads;                 // 1 while the rank may read the memory of others
     int32_t pid;
     uint32_t bytes[2];  // of the two messages: meetings of different kinds are of different sizes
     alignas(64) char message[2][kMessageBytes];
@@ -109,9 +110,8 @@ public:
                     sched_yield();
                     continue;
                 }
-                const timespec nap = {0, 50000};
-                nanosleep(&nap, nullptr);
-                const int64_t waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+                nap();
+                const int64_t waited = milliseconds_since(begin);
                 if (watches_ && looks % 64 == 0 && has_ended(places[r].pid) &&
                     places[r].meetings.load(std::memory_order_acquire) < meeting) {
                     char reason[128];
@@ -126,8 +126,8 @@ public:
             }
             if (places[r].bytes[meeting % 2] != bytes) {
                 char reason[160];
-                std::snprintf(reason, sizeof reason, "ranks %d and %d called different functions: one reserves memory or leaves the group",
-                              std::min(r, rank_), std::max(r, rank_));
+                std::snprintf(reason, sizeof reason, "ranks %d and %d called different functions: one leaves the group", std::min(r, rank_),
+                              std::max(r, rank_));
                 abort(reason);
                 return check();
             }
@@ -144,12 +144,35 @@ public:
     }
 
     fa_status check() override {
-        if (!board_->aborted.load(std::memory_order_acquire)) return FA_OK;
+        if (!board_->aborted.load()) return FA_OK;
         for (int i = 0; i < 1000 && board_->aborted.load(std::memory_order_acquire) == 1; ++i) sched_yield();
-        return fail(FA_RANK_LOST, "the group has ended: %s", board_->reason);
+        const bool stands = board_->aborted.load(std::memory_order_acquire) == 2;
+        return fail(FA_RANK_LOST, "the group has ended: %s", stands ? board_->reason : "a rank broke off");
+    }
+
+    // Either this rank sees that the group was aborted when it meets the others, or the rank that fails sees this one read: both write
+    // before they look, in one order of all.
+    void enter() override { board_->places()[rank_].reads.store(1); }
+    void leave() override { board_->places()[rank_].reads.store(0, std::memory_order_release); }
+
+    void wait_for_readers() override {
+        const Clock::time_point begin = Clock::now();
+        for (int r = 0; r < size_; ++r)
+            for (int64_t looks = 1; r != rank_ && board_->places()[r].reads.load(); ++looks) {
+                if (milliseconds_since(begin) > timeout_ms_) return;
+                if (watches_ && looks % 64 == 0 && has_ended(board_->places()[r].pid)) break;
+                nap();
+            }
     }
 
 private:
+    static void nap() {
+        const timespec time = {0, 50000};
+        nanosleep(&time, nullptr);
+    }
+    static int64_t milliseconds_since(Clock::time_point begin) {
+        return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+    }
     static constexpr int64_t kSpins = 2000;
     Board* board_;
     SharedMemory memory_;

@@ -23,6 +23,12 @@ public:
     virtual void abort(const char* reason) = 0;
     // FA_OK, or FA_RANK_LOST with the reason once the group was aborted.
     virtual fa_status check() = 0;
+
+    // A rank reads the memory of others from `enter`, which comes before the meeting where they say where it lies, to `leave`.
+    virtual void enter() {}
+    virtual void leave() {}
+    // Of an aborted group, where no rank begins to read: waits, at most the timeout, until no other rank reads.
+    virtual void wait_for_readers() {}
 };
 
 // Ranks that share memory: threads of a process, or processes of a host, for which `name` is a new name of POSIX shared memory. Collective:

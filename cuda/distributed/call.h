@@ -14,7 +14,7 @@
 
 namespace fa::distributed {
 
-enum class Operation : int32_t { kForward = 1, kBackward, kDecode, kMerge };
+enum class Operation : int32_t { kForward = 1, kBackward, kDecode, kMerge, kReserve };
 
 // A checked call. Byte strides are those of the rank's own arrays.
 struct Problem {
@@ -26,6 +26,7 @@ struct Problem {
     int32_t batch, rank, size, kind, mode, groups;
     fa_layout layout;
     bool wants_dbias;
+    size_t reserve;  // bytes of shared memory: of kReserve
     int64_t element, headdim_v;
     std::vector<std::vector<Segment>> q, k;  // of every rank
     Window window;

@@ -305,20 +305,30 @@ fa_status guarded(const Body& body) {
     }
 }
 
+// Where it runs out in a collective function, the others may wait already.
+template <typename Body>
+fa_status together(fa_group* group, const Body& body) {
+    try {
+        return body();
+    } catch (const std::bad_alloc&) {
+        group->meeting->abort("a rank has no host memory left");
+        return fail(FA_OUT_OF_MEMORY, "no host memory left");
+    }
+}
+
 // A collective call: a rank whose arguments are wrong tells the others so.
 template <typename Validate>
 fa_status collective(fa_group* group, void* stream, const Validate& validate) {
     if (!group) return fail(FA_BAD_ARGUMENT, "group is NULL");
-    try {
+    return together(group, [&] {
         Problem p{};
         p.rank = group->args.rank, p.size = group->args.size, p.kind = group->args.kind;
         fa_status status = validate(&p);
         if (status == FA_OK) status = check_group(group, p.a.device);
+        // Asked once, so that what is counted and what is launched have as many.
+        if (p.a.device == FA_CPU && !p.a.num_threads) p.a.num_threads = default_threads();
         return run(group, p, status, stream);
-    } catch (const std::bad_alloc&) {  // anywhere in the call: the others may wait already
-        group->meeting->abort("a rank has no host memory left");
-        return fail(FA_OUT_OF_MEMORY, "no host memory left");
-    }
+    });
 }
 
 }  // namespace
@@ -372,34 +382,22 @@ fa_status fa_group_create(const fa_group_args* args, fa_group** group) {
 void fa_group_destroy(fa_group* group) {
     if (!group) return;
     group->transport->drain();
-    if (group->meeting->check() == FA_OK) group->transport->fence();  // nobody frees memory that another rank still reads
+    // Nobody frees memory that another rank still reads.
+    if (group->meeting->check() == FA_OK) group->transport->fence();
+    else group->meeting->wait_for_readers();
     delete group;
 }
 
 fa_status fa_group_reserve(fa_group* group, size_t bytes) {
     if (!group) return fail(FA_BAD_ARGUMENT, "group is NULL");
-    return fa::distributed::guarded([&]() -> fa_status {
-        bool idle = false;
-        if (!group->busy.compare_exchange_strong(idle, true))
-            return fail(FA_BAD_ARGUMENT, "group=%p is in another call of this rank: a rank makes one call at a time",
-                        static_cast<void*>(group));
-        struct Release {
-            std::atomic<bool>& busy;
-            ~Release() { busy = false; }
-        } release{group->busy};
-        std::vector<size_t> all(size_t(group->args.size));
-        FA_RETURN_IF_ERROR(group->meeting->meet(&bytes, all.data(), sizeof bytes));
-        const size_t most = *std::max_element(all.begin(), all.end());
-        if (most <= group->transport->shared_bytes()) return FA_OK;
-        return group->transport->reserve(most);
-    });
+    return fa::distributed::together(group, [&] { return fa::distributed::reserve(group, bytes); });
 }
 
 fa_status fa_group_refuse(fa_group* group, fa_status status, const char* reason) {
     if (!group) return fail(FA_BAD_ARGUMENT, "group is NULL");
     if (status <= FA_OK || status > FA_RANK_LOST || status == FA_WORKSPACE_TOO_SMALL) status = FA_BAD_ARGUMENT;
     if (!reason || !*reason) reason = "fa_group_refuse was called";
-    return fa::distributed::guarded([&] {
+    return fa::distributed::together(group, [&] {
         Problem p{};
         p.rank = group->args.rank, p.size = group->args.size;
         return fa::distributed::run(group, p, fail(status, "%s", reason), nullptr);

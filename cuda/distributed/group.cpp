@@ -1,7 +1,9 @@
 #include "distributed/group.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstring>
+#include <new>
 
 #include "api/common/device.h"
 
@@ -11,7 +13,8 @@ namespace {
 // What ranks tell each other at the start of a call. They all have to ask for the same.
 struct Announcement {
     int32_t status;
-    int32_t appends;  // decode: new tokens of this rank
+    int32_t appends;   // decode: new tokens of this rank
+    uint64_t reserve;  // bytes of shared memory
     char text[320];
     enum Field {
         kOperation,
@@ -85,6 +88,9 @@ constexpr struct {
                                         {"sinks set", false},
                                         {"dsinks wanted", false}};
 
+constexpr const char* kCallNames[] = {
+    "", "fa_distributed_forward", "fa_distributed_backward", "fa_distributed_decode", "fa_distributed_merge", "fa_group_reserve"};
+
 int64_t bits(float x) {
     uint32_t word;
     std::memcpy(&word, &x, sizeof word);
@@ -115,6 +121,7 @@ void describe(const Problem& p, Announcement* said) {
     f[A::kHasBias] = a.bias.data != nullptr, f[A::kHasMask] = a.mask.data != nullptr, f[A::kHasAlibi] = a.alibi_slopes != nullptr;
     f[A::kHasSinks] = a.sinks != nullptr, f[A::kWantsDsinks] = p.backward() && p.g.dsinks;
     if (p.operation == Operation::kDecode) said->appends = p.cache.seqlen_new;
+    said->reserve = p.reserve;
     // The address of an array without rows may be NULL or not.
     if (!p.cu_q.empty() && p.rows_q() == 0)
         for (const A::Field field : {A::kWantsLse, A::kHasBias, A::kHasMask}) f[field] = kAnyValue;
@@ -144,6 +151,11 @@ fa_status compare(const std::vector<Announcement>& all) {
         for (size_t r = first + 1; r < all.size(); ++r) {
             const int64_t x = all[r].field[f], expected = all[first].field[f];
             if (x == expected || x == kAnyValue) continue;
+            if (f == Announcement::kOperation)
+                return fail(FA_BAD_ARGUMENT,
+                            "the operation=%" PRId64 " on rank %zu, but %" PRId64
+                            " on rank %zu: all ranks make the same call, and these are %s and %s",
+                            x, r, expected, first, kCallNames[x], kCallNames[expected]);
             if (kFieldNames[f].real)
                 return fail(FA_BAD_ARGUMENT, "%s=%g on rank %zu, but %g on rank %zu: all ranks make the same call", kFieldNames[f].name,
                             value(x), r, value(expected), first);
@@ -166,21 +178,23 @@ fa_status check_causal_step(const Problem& p, const std::vector<Announcement>& a
 
 // The collective start of a call: FA_OK on all ranks or on none.
 fa_status agree(const Problem& p, fa_status status, const std::vector<Published>& own, Transport& transport, Meeting& meeting,
-                std::vector<Published>* published) {
+                std::vector<Published>* published, uint64_t* reserve = nullptr) {
     Announcement mine{};
     mine.status = status;
+    const auto refuses = [](fa_status s) { return s != FA_OK && s != FA_WORKSPACE_TOO_SMALL; };
     if (status != FA_OK) std::snprintf(mine.text, sizeof mine.text, "%s", fa_last_error());
-    else describe(p, &mine);
+    if (!refuses(status)) describe(p, &mine);
     if (!own.empty()) std::memcpy(mine.published, own.data(), sizeof mine.published);
     std::vector<Announcement> all(size_t(p.size));
     const std::string text = status == FA_OK ? "" : fa_last_error();
     FA_RETURN_IF_ERROR(meeting.meet(&mine, all.data(), sizeof mine));
-    const fa_status others = failure_of_others(all, p.rank);
-    const bool theirs = others != FA_OK && others != FA_WORKSPACE_TOO_SMALL;
-    if (status != FA_OK && !(status == FA_WORKSPACE_TOO_SMALL && theirs)) return fail(status, "%s", text.c_str());
-    FA_RETURN_IF_ERROR(others);
-    FA_RETURN_IF_ERROR(compare(all));
+    if (refuses(status)) return fail(status, "%s", text.c_str());
+    if (const fa_status others = failure_of_others(all, p.rank); refuses(others)) return others;
+    FA_RETURN_IF_ERROR(compare(all));  // also where room is wanting: no rank makes more for a call that the others do not make
+    if (status != FA_OK) return fail(status, "%s", text.c_str());
+    FA_RETURN_IF_ERROR(failure_of_others(all, p.rank));
     FA_RETURN_IF_ERROR(check_causal_step(p, all));
+    for (size_t r = 0; reserve && r < all.size(); ++r) *reserve = std::max(*reserve, all[r].reserve);
     published->resize(size_t(p.size) * kMostPublished);
     for (int r = 0; r < p.size; ++r)
         std::memcpy(published->data() + size_t(r) * kMostPublished, all[size_t(r)].published, sizeof mine.published);
@@ -213,16 +227,81 @@ fa_status count(const Problem& p, Needs* needs, bool own) {
     return walk(counting, p);
 }
 
+namespace {
+
+// A rank makes one call at a time.
+class Turn {
+public:
+    explicit Turn(fa_group* group) : group_(group) {
+        bool idle = false;
+        mine_ = group->busy.compare_exchange_strong(idle, true);
+    }
+    ~Turn() {
+        if (mine_) group_->busy = false;
+    }
+    fa_status check() const {
+        if (!mine_)
+            return fail(FA_BAD_ARGUMENT, "group=%p is in another call of this rank: a rank makes one call at a time",
+                        static_cast<void*>(group_));
+        return group_->meeting->check();
+    }
+
+private:
+    fa_group* group_;
+    bool mine_;
+};
+
+// From here on this rank may read the memory of the others.
+class Reading {
+public:
+    explicit Reading(Meeting& meeting) : meeting_(meeting) { meeting_.enter(); }
+    ~Reading() { meeting_.leave(); }
+
+private:
+    Meeting& meeting_;
+};
+
+// The walk, after which this rank reads no other's memory. `broke`: it ended where the ranks cannot tell each other.
+fa_status walk_and_leave(Walk& running, const Problem& p, fa_group* group, void* stream, bool* broke) {
+    const Reading reading(*group->meeting);
+    fa_status status;
+    bool threw = false;
+    try {
+        status = walk(running, p);
+    } catch (const std::bad_alloc&) {
+        threw = true, status = fail(FA_OUT_OF_MEMORY, "no host memory left");
+    }
+    const Walk::Stage stage = running.stage();
+    *broke = status == FA_RANK_LOST || (stage == Walk::Stage::kMet && threw) || (stage == Walk::Stage::kAgreed && status != FA_OK);
+    if (!*broke) return status;
+    char text[512];
+    std::snprintf(text, sizeof text, "%s", fa_last_error());
+    if (status != FA_RANK_LOST) {
+        char reason[sizeof text + 32];
+        std::snprintf(reason, sizeof reason, "rank %d: %s", p.rank, text);
+        group->meeting->abort(reason);
+    }
+    group->transport->retreat(stream);
+    return fail(status, "%s", text);
+}
+
+}  // namespace
+
+fa_status reserve(fa_group* group, size_t bytes) {
+    const Turn turn(group);
+    FA_RETURN_IF_ERROR(turn.check());
+    Problem p{};
+    p.operation = Operation::kReserve, p.rank = group->args.rank, p.size = group->args.size, p.kind = group->args.kind;
+    p.reserve = bytes;
+    std::vector<Published> none;
+    uint64_t most = 0;
+    FA_RETURN_IF_ERROR(agree(p, FA_OK, {}, *group->transport, *group->meeting, &none, &most));
+    return most <= group->transport->shared_bytes() ? FA_OK : group->transport->reserve(most);
+}
+
 fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream) {
-    bool idle = false;
-    if (!group->busy.compare_exchange_strong(idle, true))
-        return fail(FA_BAD_ARGUMENT, "group=%p is in another call of this rank: a rank makes one call at a time",
-                    static_cast<void*>(group));
-    struct Release {
-        std::atomic<bool>& busy;
-        ~Release() { busy = false; }
-    } release{group->busy};
-    FA_RETURN_IF_ERROR(group->meeting->check());
+    const Turn turn(group);
+    FA_RETURN_IF_ERROR(turn.check());
     const CurrentDevice scope(group->args.device == FA_CUDA ? group->args.device_index : -1);
     Needs needs;
     if (status == FA_OK) status = group->args.device == FA_CUDA ? scope.status() : FA_OK;
@@ -238,15 +317,16 @@ fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream)
         return agree(p, status, {}, *group->transport, *group->meeting, &none);
     }
     Walk running(p, needs, *group->transport, *group->meeting, stream);
-    status = walk(running, p);
-    if (status == FA_OK || running.stage() == Walk::Stage::kMet) return status;
-    if (running.stage() == Walk::Stage::kBefore) {  // the others are still to be told
-        std::vector<Published> none;
-        return agree(p, status, {}, *group->transport, *group->meeting, &none);
+    bool broke = false;
+    status = walk_and_leave(running, p, group, stream, &broke);
+    if (broke) {
+        // Once this returns the caller may give back its arrays. The others read them, unless there are copies of the group.
+        if (!group->transport->stages()) group->meeting->wait_for_readers();
+        return status;
     }
-    const std::string text = fa_last_error();
-    if (status != FA_RANK_LOST) group->meeting->abort(("rank " + std::to_string(p.rank) + ": " + text).c_str());
-    return fail(status, "%s", text.c_str());
+    if (status == FA_OK || running.stage() == Walk::Stage::kMet) return status;
+    std::vector<Published> none;  // stage kBefore: the others are still to be told
+    return agree(p, status, {}, *group->transport, *group->meeting, &none);
 }
 
 }  // namespace fa::distributed

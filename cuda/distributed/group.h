@@ -13,7 +13,6 @@ struct fa_group {
     std::unique_ptr<fa::distributed::Meeting> meeting;
     std::unique_ptr<fa::distributed::Transport> transport;
     std::atomic<bool> busy{false};
-    bool failed = false;  // a call broke off on this rank
 };
 
 namespace fa::distributed {
@@ -27,5 +26,8 @@ fa_status count(const Problem& p, Needs* needs, bool own = true);
 
 // The call of this rank. `checked` is the outcome of its validation: a rank whose arguments are wrong has to tell the others.
 fa_status run(fa_group* group, const Problem& p, fa_status checked, void* stream);
+
+// Every rank shares at least as much memory as any of them asks for.
+fa_status reserve(fa_group* group, size_t bytes);
 
 }  // namespace fa::distributed

@@ -3,7 +3,9 @@
 #include "distributed/transport_cuda.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "api/common/checks.h"
 
@@ -35,7 +37,8 @@ CudaTransport::~CudaTransport() {
         if (event) cudaEventDestroy(event);
     for (cudaEvent_t event : arrived_)
         if (event) cudaEventDestroy(event);
-    if (fork_) cudaEventDestroy(fork_);
+    for (cudaEvent_t event : {fork_, finished_})
+        if (event) cudaEventDestroy(event);
     for (cudaStream_t stream : copies_)
         if (stream) cudaStreamDestroy(stream);
     for (cudaStream_t stream : sides_)
@@ -59,7 +62,7 @@ fa_status CudaTransport::open() {
         for (cudaStream_t& stream : copies_) FA_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         for (cudaStream_t& stream : sides_) FA_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         for (cudaEvent_t& event : arrived_) FA_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-        FA_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming));
+        for (cudaEvent_t* event : {&fork_, &finished_}) FA_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
         const unsigned flags = cudaEventDisableTiming | (processes_ ? cudaEventInterprocess : 0u);
         for (cudaEvent_t& event : events_) FA_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event, flags));
         return FA_OK;
@@ -123,6 +126,16 @@ fa_status CudaTransport::open() {
     return FA_OK;
 }
 
+// Collective: nobody frees memory that another rank reads or has open.
+fa_status CudaTransport::free_shared() {
+    FA_RETURN_IF_ERROR(fence());
+    close_memory();
+    FA_RETURN_IF_ERROR(fence());
+    if (shared_) cudaFree(shared_);
+    shared_ = nullptr, shared_bytes_ = 0;
+    return FA_OK;
+}
+
 fa_status CudaTransport::reserve(size_t bytes) {
     struct Memory {
         int32_t status, unused;
@@ -132,13 +145,7 @@ fa_status CudaTransport::reserve(size_t bytes) {
     const CurrentDevice scope(device_);
     drain();
     std::vector<Memory> all(static_cast<size_t>(size_));
-    if (!alone_) {
-        FA_RETURN_IF_ERROR(fence());  // nobody copies from the old memory any more
-        close_memory();
-        FA_RETURN_IF_ERROR(fence());  // and nobody has it open
-    }
-    if (shared_) cudaFree(shared_);
-    shared_ = nullptr, shared_bytes_ = 0;
+    FA_RETURN_IF_ERROR(free_shared());
     void* data = nullptr;
     mine.status = scope.status();
     if (mine.status == FA_OK && cudaMalloc(&data, bytes) != cudaSuccess) {
@@ -146,34 +153,29 @@ fa_status CudaTransport::reserve(size_t bytes) {
         mine.status = FA_OUT_OF_MEMORY;
     }
     if (mine.status == FA_OK && processes_) mine.status = cuda_status("cudaIpcGetMemHandle", cudaIpcGetMemHandle(&mine.handle, data));
-    mine.address = static_cast<char*>(data);
-    if (alone_) {
-        if (mine.status == FA_OUT_OF_MEMORY) return fail(FA_OUT_OF_MEMORY, "rank %d: no GPU memory left for %zu bytes", rank_, bytes);
-        FA_RETURN_IF_ERROR(fa_status(mine.status));
-    } else {
-        FA_RETURN_IF_ERROR(meeting_.meet(&mine, all.data(), sizeof mine));
-        int32_t status = FA_OK;
-        for (int r = 0; r < size_ && status == FA_OK; ++r) {
-            status = all[size_t(r)].status;
-            Peer& peer = peers_[size_t(r)];
-            if (status == FA_OK && peer.opened) {
-                void* opened = nullptr;
-                status = cuda_status("cudaIpcOpenMemHandle",
-                                     cudaIpcOpenMemHandle(&opened, all[size_t(r)].handle, cudaIpcMemLazyEnablePeerAccess));
-                peer.base = static_cast<char*>(opened);
-            } else {
-                peer.base = all[size_t(r)].address;
-            }
-        }
-        std::vector<int32_t> statuses(static_cast<size_t>(size_));
-        FA_RETURN_IF_ERROR(meeting_.meet(&status, statuses.data(), sizeof status));
-        for (int r = 0; r < size_; ++r) {
-            if (statuses[size_t(r)] == FA_OK) continue;
-            if (data) cudaFree(data);
-            return fail(fa_status(statuses[size_t(r)]), "rank %d could not share %zu bytes of GPU memory", r, bytes);
+    mine.address = shared_ = static_cast<char*>(data);  // this rank's to free, whatever comes of the meetings; usable with its size
+    FA_RETURN_IF_ERROR(meeting_.meet(&mine, all.data(), sizeof mine));
+    int32_t status = FA_OK;
+    for (int r = 0; r < size_ && status == FA_OK; ++r) {
+        status = all[size_t(r)].status;
+        Peer& peer = peers_[size_t(r)];
+        if (status == FA_OK && peer.opened) {
+            void* opened = nullptr;
+            status =
+                cuda_status("cudaIpcOpenMemHandle", cudaIpcOpenMemHandle(&opened, all[size_t(r)].handle, cudaIpcMemLazyEnablePeerAccess));
+            peer.base = static_cast<char*>(opened);
+        } else if (status == FA_OK) {
+            peer.base = all[size_t(r)].address;
         }
     }
-    shared_ = mine.address, shared_bytes_ = bytes;
+    std::vector<int32_t> statuses(static_cast<size_t>(size_));
+    FA_RETURN_IF_ERROR(meeting_.meet(&status, statuses.data(), sizeof status));
+    for (int r = 0; r < size_; ++r) {
+        if (statuses[size_t(r)] == FA_OK) continue;
+        FA_RETURN_IF_ERROR(free_shared());
+        return fail(fa_status(statuses[size_t(r)]), "rank %d could not share %zu bytes of GPU memory", r, bytes);
+    }
+    shared_bytes_ = bytes;
     return FA_OK;
 }
 
@@ -307,7 +309,21 @@ fa_status CudaTransport::finish(void* stream) {
     FA_RETURN_IF_ERROR(fence());
     for (int r = 0; r < size_; ++r)
         if (r != rank_) FA_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(cuda_stream(stream), peers_[size_t(r)].events[kDone], 0));
-    return FA_OK;
+    return cuda_status("cudaEventRecord", cudaEventRecord(finished_, cuda_stream(stream)));
+}
+
+void CudaTransport::retreat(void* stream) {
+    const auto join = [&](cudaStream_t from) {
+        if (cudaEventRecord(fork_, from) == cudaSuccess) cudaStreamWaitEvent(cuda_stream(stream), fork_, 0);
+    };
+    for (cudaStream_t side : sides_) join(side);
+    for (cudaStream_t copies : copies_) join(copies);
+    const bool recorded = cudaEventRecord(finished_, cuda_stream(stream)) == cudaSuccess;
+    const auto begin = std::chrono::steady_clock::now();
+    const auto most = std::chrono::milliseconds(timeout_ms_);
+    while (recorded && !alone_ && cudaEventQuery(finished_) == cudaErrorNotReady && std::chrono::steady_clock::now() - begin < most)
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    cudaGetLastError();
 }
 
 void CudaTransport::drain() {
@@ -316,7 +332,7 @@ void CudaTransport::drain() {
         if (stream) cudaStreamSynchronize(stream);
     for (cudaStream_t stream : sides_)
         if (stream) cudaStreamSynchronize(stream);
-    if (events_[kDone]) cudaEventSynchronize(events_[kDone]);
+    if (finished_) cudaEventSynchronize(finished_);
 }
 
 fa_status make_cuda_transport(const fa_group_args& args, Meeting& meeting, std::unique_ptr<Transport>* transport) {

@@ -38,6 +38,7 @@ public:
     void* side_stream(int64_t i) override { return sides_[i - 1]; }
     fa_status join(void* from, void* to) override;
     fa_status finish(void* stream) override;
+    void retreat(void* stream) override;
     void drain() override;
 
 protected:
@@ -50,6 +51,7 @@ protected:
     };
     fa_status exchange_events();
     fa_status share(size_t bytes);
+    fa_status free_shared();
     void close_memory();
     std::vector<const Copy*> to_this_rank(const std::vector<Copy>& copies) const;
     RowsCopy rows_of(const Copy& c) const;
@@ -68,6 +70,7 @@ protected:
     cudaStream_t sides_[kStreams - 1] = {};
     cudaEvent_t events_[kSignals] = {};  // this rank's marks
     cudaEvent_t arrived_[kCopyStreams] = {}, fork_ = nullptr;
+    cudaEvent_t finished_ = nullptr;  // the end of the last call on the caller's stream: all ranks have read
 };
 
 }  // namespace fa::distributed

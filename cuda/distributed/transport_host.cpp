@@ -39,6 +39,7 @@ public:
         } mine{};
         std::vector<Memory> all(static_cast<size_t>(size_));
         SharedMemory memory;
+        shared_ = nullptr, shared_bytes_ = 0;
         if (processes_) {
             mine.status = memory.create(bytes) ? FA_OK : FA_OUT_OF_MEMORY;
             std::snprintf(mine.name, sizeof mine.name, "%s", memory.name());
@@ -68,7 +69,7 @@ public:
         memory.unlink();
         for (int r = 0; r < size_; ++r)
             if (statuses[size_t(r)] != FA_OK) {
-                shared_ = nullptr, shared_bytes_ = 0;
+                heap_.reset();
                 return fail(FA_OUT_OF_MEMORY, "rank %d has no host memory left to share %zu bytes", r, bytes);
             }
         for (int r = 0; r < size_; ++r) std::swap(peers_[size_t(r)].memory, peers[size_t(r)]);

@@ -120,7 +120,10 @@ public:
     fa_status fetch(const std::vector<Copy>& copies, int32_t after, void* stream, Hidden hidden) override {
         return Transport::fetch(copies, after, stream, hidden);
     }
-    fa_status finish(void* stream) override { return arrive(stream); }  // what this rank published has been sent by then
+    fa_status finish(void* stream) override {  // what this rank published has been sent by then
+        FA_RETURN_IF_ERROR(arrive(stream));
+        return cuda_status("cudaEventRecord", cudaEventRecord(finished_, cuda_stream(stream)));
+    }
 
 private:
     static constexpr int64_t kAlign = 256;

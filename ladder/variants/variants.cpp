@@ -9,6 +9,7 @@
 #include "api/common/device.h"
 #include "api/common/serve.h"
 #include "api/common/status.h"
+#include "device/launch.h"
 #include "ladder/variants/variant.h"
 
 namespace fa {
@@ -165,8 +166,7 @@ fa_status fa_variant_get(int32_t index, int32_t device, fa_variant* variant) {
     cudaFuncAttributes found{};
     int blocks = 0;
     cudaError_t error = cudaFuncGetAttributes(&found, v.function);
-    if (error == cudaSuccess && v.shared_bytes > 48 * 1024)
-        error = cudaFuncSetAttribute(v.function, cudaFuncAttributeMaxDynamicSharedMemorySize, int(v.shared_bytes));
+    if (error == cudaSuccess && v.shared_bytes > 48 * 1024) error = fa::grant_shared(v.function);
     if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, v.function, v.threads, v.shared_bytes);
     if (error != cudaSuccess) {  // a kernel of another GPU: what is known without one stands
         cudaGetLastError();

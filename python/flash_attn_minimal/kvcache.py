@@ -174,7 +174,8 @@ def flash_attn_with_kvcache(
             uint64 or int64: each row of q sees all keys but the last tree_keys, and of these key j, the first being 0,
             if and only if bit j is set. Not with causal, a window, ALiBi or a rotary embedding, which count positions.
         tree_keys: draft tokens at the end of each sequence's keys, 1 .. 64; 0 means seqlen_q, one for each row.
-        batch_invariant: a sequence's result does not depend on what else is in the batch. Always true on the CPU.
+        batch_invariant: the bits of a sequence's result follow from its own keys. They do not depend on what else is in
+            the batch, on the capacity of the cache, or on the width of block_table.
         programmatic: on a Hopper GPU the call may start while the kernels before it still run, and then waits for them,
             having read cache, lengths and tables: none of those since the last plain launch may write there.
         kernel: force a kernel by name (see kernels()); None means $FLASH_ATTN_KERNEL, else the best one.

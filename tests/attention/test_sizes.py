@@ -351,6 +351,13 @@ MEANWHILE = {
         out, q(), q(), q(), out, lse, dq=part(0, 1, 4, 2, 8), dk=part(32, 1, 4, 2, 8)
     ),
     "dv over dout": lambda: fa.backward(part(0, 1, 4, 2, 8), q(), q(), q(), out, lse, dv=part(32, 1, 4, 2, 8)),
+    "out over bias": lambda: fa.flash_attn_func(q(), q(), q(), bias=part(0, 1, 2, 4, 4), out=part(8, 1, 4, 2, 8)),
+    "dq over bias": lambda: fa.backward(
+        out, q(), q(), q(), out, lse, bias=part(0, 1, 2, 4, 4), dq=part(8, 1, 4, 2, 8)
+    ),
+    "dv over lse": lambda: fa.backward(out, q(), q(), q(), out, part(8, 1, 2, 4), dv=part(0, 1, 4, 2, 8)),
+    "rope, cos": lambda: ops.rope(q(), part(0, 4, 4), np.ones((4, 4), f4), out=part(8, 1, 4, 2, 8)),
+    "rms_norm, x over weight": lambda: ops.rms_norm(part(0, 4, 8), part(8, 8), residual=np.ones((4, 8), f4)),
     "rms_norm": lambda: ops.rms_norm(part(0, 4, 8), np.ones(8, f4), out=part(8, 4, 8)),
     "rms_norm, weight": lambda: ops.rms_norm(np.ones((4, 8), f4), part(0, 8), out=part(4, 4, 8)),
     "rms_norm, residual": lambda: ops.rms_norm(part(0, 4, 8), np.ones(8, f4), residual=part(8, 4, 8)),
@@ -368,6 +375,85 @@ MEANWHILE = {
 def test_outputs_over_what_is_read(name):
     with pytest.raises(fa.BadArgument, match=r"\.data=0x[0-9a-f]+ overlaps \w+\.data=0x"):
         MEANWHILE[name]()
+    assert np.isnan(ARENA).all()
+
+
+# 512 weights in float32: where each array of the C ABI's call would lie on the other one.
+FOUR_BITS = {
+    "quantize": (
+        transformer.W4QuantizeArgs,
+        {"w_data": 0, "out_codes": 64, "out_scales": 4096, "out_tensor_scale": 8192},
+        "codes.data=.* overlaps w",
+    ),
+    "quantize, scales": (
+        transformer.W4QuantizeArgs,
+        {"w_data": 4096, "out_codes": 0, "out_scales": 64, "out_tensor_scale": 8192},
+        "scales.data=.* codes",
+    ),
+    "dequantize": (
+        transformer.W4DequantizeArgs,
+        {"out_data": 0, "weight_codes": 64, "weight_scales": 4096, "weight_tensor_scale": 8192},
+        "out.data=.* codes",
+    ),
+    "pack": (
+        transformer.W4PackArgs,
+        {"packed": 0, "weight_codes": 8192, "weight_scales": 256, "weight_tensor_scale": 12288},
+        "packed.data=.* scales",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_arrays_of_a_weight_apart(name):
+    """Through the C ABI: the Python layer makes these outputs itself."""
+    kind, places, text = FOUR_BITS[name]
+    arena = np.full(16384, 7, np.uint8)
+    start = arena.ctypes.data + -arena.ctypes.data % 128
+    args = _library.new(kind)
+    for field, place in places.items():
+        setattr(args, field, start + place)
+    prefix = "out" if kind is transformer.W4QuantizeArgs else "weight"
+    for field, value in {"format": 1, "out_features": 8, "in_features": 64}.items():
+        setattr(args, f"{prefix}_{field}", value)
+    args.device = 1
+    for field, value in {
+        "dtype": 2 if kind is transformer.W4PackArgs else 1,
+        "out_dtype": 1,
+        "w_row_stride": 64,
+        "out_row_stride": 64,
+    }.items():
+        if hasattr(args, field):
+            setattr(args, field, value)
+    if kind is transformer.W4PackArgs:
+        args.packed_bytes = 8192
+    with pytest.raises(fa.BadArgument, match=text):
+        getattr(transformer.load(), f"fa_w4_{name.partition(',')[0]}")(args, None)
+    assert (arena == 7).all()
+
+
+def statistics_in_place(name):
+    """An attention call of the C ABI whose statistic lies on another of its arrays."""
+    arrays = {x: part(64 * i, 1, 4, 2, 8) for i, x in enumerate("qkv")} | {"out": part(256, 1, 4, 2, 8)}
+    args = _library.new(_library.AttentionArgs)
+    args.device, args.dtype, args.batch, args.nheads, args.nheads_k, args.headdim = 1, 1, 1, 2, 2, 8
+    args.seqlen_q = args.seqlen_k = 4
+    for x, array in arrays.items():
+        setattr(args, f"{x}_data", array.ctypes.data)
+        for axis, stride in (("batch", 64), ("row", 16), ("head", 8)):
+            setattr(args, f"{x}_{axis}_stride", stride)
+    statistic, other = name.split(" over ")
+    setattr(args, statistic, arrays[other].ctypes.data + 4)
+    _library.load().fa_attention_forward(args, None)
+
+
+@pytest.mark.parametrize(
+    "name", [f"{a} over {b}" for a in ("lse", "max_score", "key_sums") for b in ("q", "k", "v", "out")]
+)
+def test_statistics_apart(name):
+    """lse on q was once written while q was read."""
+    statistic, other = name.split(" over ")
+    with pytest.raises(fa.BadArgument, match=f"{statistic}.data=.* overlaps {other}.data="):
+        statistics_in_place(name)
     assert np.isnan(ARENA).all()
 
 

@@ -73,7 +73,9 @@ def test_ranks_that_call_different_functions():
         return fad.merge(group, np.zeros((4, 2, 16), np.float32), np.zeros((2, 4), np.float32))
 
     for error in each(groups, rank):
-        with pytest.raises(fa.BadArgument, match="the operation=4 on rank 1, but 1 on rank 0"):
+        with pytest.raises(
+            fa.BadArgument, match="the operation=4 on rank 1, but 1 on rank 0.*_merge and fa_distributed_forw"
+        ):
             raise error
     still_works(groups)
 

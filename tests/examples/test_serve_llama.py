@@ -1,24 +1,31 @@
 """The Llama server of examples/, asked by OpenAI's own client: the texts are the engine's, whatever the company."""
 
 import asyncio
+import importlib.util
+import json
 import re
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
+from flash_attn_minimal import BadArgument, FlashAttnError
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.engine import Engine
 from flash_attn_minimal.llama.generate import open_device
 from flash_attn_minimal.llama.model import Llama
+from flash_attn_minimal.llama.sampling import Sampling
 from flash_attn_minimal.llama.synthetic import write_checkpoint, write_tokenizer
 from flash_attn_minimal.llama.weights import find_tokenizer, load_checkpoint
 
 openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")  # which openai brings
 for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package)
 
@@ -170,7 +177,17 @@ def test_clients_that_go_away_free_their_slots(client, alone):
     ({"prompt": "x" * 2 * ENDLESS}, f"prompt has {2 * ENDLESS + 2} tokens, more than the context of {ENDLESS}"),
     ({"stop": ""}, "stop='': String should have at least 1 character"),
     ({"n": 2}, "n=2: Input should be 1"),
-    ({"best_of": 4}, "best_of=4: Extra inputs are not permitted"),
+    ({"best_of": 4}, "best_of=4: Input should be 1"),
+    ({"logprobs": 3}, "logprobs=3: Input should be None"),
+    ({"presence_penalty": 0.5}, "presence_penalty=0.5: Input should be less than or equal to 0"),
+    ({"extra_body": {"best": 4}}, "best=4: Extra inputs are not permitted"),
+    ({"temperature": 1e39}, r"temperature=1e\+39 is beyond the numbers of a float32"),
+    ({"top_p": 1e-46}, "top_p=1e-46 is 0 as a float32"),
+    ({"prompt": ["x"] * 20_000}, "prompt=.*: 20000 entries are more than 256"),
+    ({"prompt": [1] * 100_000}, "prompt=.*: 100000 entries are more than 256"),
+    ({"stop": ["x"] * 17}, "stop=.*: 17 entries are more than 16"),
+    ({"extra_body": {str(n): n for n in range(70)}}, "7[0-9] fields are more than 64"),
+    ({"prompt": "x" * 12 * ENDLESS}, rf"prompt='xx.*has {12 * ENDLESS} characters, more than \d+: a context"),
 ])  # fmt: skip
 def test_bad_requests_are_refused_by_name(client, asked, message):
     with pytest.raises(openai.APIStatusError, match=message) as refused:
@@ -182,13 +199,258 @@ def test_bad_requests_are_refused_by_name(client, asked, message):
 @pytest.mark.parametrize("path, body, message", [
     ("/v1/completions", b'{"model": ', "the body is not JSON: Expecting value at character"),
     ("/v1/completions", b"{}", "model: Field required"),
+    ("/v1/completions", b'{"model": null}', "model: Field required"),
+    ("/v1/completions", b"[" * 100_000, "400"),
+    ("/v1/completions", b"[1]", "body=[1]: Input should be a valid dictionary"),
+    ("/v1/completions", b'{"model": "\\ud800", "\\ud801": 1}', "Input should be a valid string"),
+    ("/v1/completions", b'{"model": "tiny", "prompt": "' + b"x" * (5 << 20), "the body has more than 4194304 bytes"),
     ("/v1/chat/completions", b"{}", "POST /v1/chat/completions: Not Found"),
 ])  # fmt: skip
 def test_what_no_client_sends_is_refused_too(server, path, body, message):
     request = urllib.request.Request(server + path, body, {"Content-Type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=120)
-    assert message in refused.value.read().decode()
+    assert message in f"{refused.value.code} {refused.value.read().decode()}"
+    assert refused.value.code == (413 if len(body) > 4 << 20 else 404 if "chat" in path else 400)
+
+
+# What OpenAI's page lists for /v1/completions as optional, and clients send as null or as what asks for nothing.
+OPTIONAL = {
+    "best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "max_tokens": 16, "n": 1,
+    "presence_penalty": 0.0, "prompt": "", "seed": 3, "stop": [], "stream": False, "stream_options": {}, "suffix": "",
+    "temperature": 1, "top_p": 1, "user": "me",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_null_is_the_default(client, name):
+    def text(**given):
+        asked = {"model": "tiny", "prompt": "One day", "seed": 3, "max_tokens": 12, **given}
+        return client.completions.create(model="tiny", prompt=asked["prompt"], extra_body=asked).choices[0].text
+
+    left_out = {"prompt": ""} if name == "prompt" else {}
+    if name == "seed":
+        assert text(seed=None, temperature=0) == text(temperature=0)
+        return
+    if name == "max_tokens":
+        assert text(max_tokens=None) == text(max_tokens=16)
+        return
+    assert text(**{name: None}) == text(**left_out) == text(**{name: OPTIONAL[name]})
+
+
+def test_usage_at_the_end_of_a_stream(client, alone):
+    asked = {"model": "tiny", "prompt": ["the sea", "One day"], "max_tokens": 12, "temperature": 0, "stream": True}
+    *events, last = client.completions.create(**asked, stream_options={"include_usage": True})
+    assert all(event.usage is None for event in events) and last.choices == []
+    assert last.usage.completion_tokens == sum(alone(prompt, 12)[1] for prompt in asked["prompt"])
+
+
+# ---- inside the server's process ----
+
+
+@pytest.fixture(scope="module")
+def serve():
+    spec = importlib.util.spec_from_file_location("serve_llama", ROOT / "examples/serve_llama.py")
+    sys.modules["serve_llama"] = module = importlib.util.module_from_spec(spec)  # where FastAPI looks up annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def writer(serve, checkpoint):
+    writer = serve.Writer(checkpoint, "cpu", SLOTS, 256, None)
+    yield writer
+    writer.thread.shutdown()
+    assert not any(writer.engine._slots) and len(writer.engine.cache.pool) == writer.engine.cache.scratch_page
+
+
+def visit(serve, writer, ask):
+    """Runs ask(client), a client of the writer's application without a network."""
+
+    async def run():
+        transport = httpx.ASGITransport(serve.make_app(writer))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=60) as client:
+            return await ask(client)
+
+    return asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def fail(writer, prompt, error):
+    """The pass over this prompt raises the error."""
+    ids, forward = writer.tokenizer.encode(prompt), writer.engine.model.forward
+
+    def failing(rows, cache):
+        if rows.tokens.tolist() == [ids]:
+            raise error
+        return forward(rows, cache)
+
+    writer.engine.model.forward = failing
+
+
+@pytest.mark.parametrize("error, message", [
+    (MemoryError(), "text 0: out of memory"), (RuntimeError("a launch"), "text 0: RuntimeError: a launch"),
+])  # fmt: skip
+def test_a_text_that_fails_ends_alone(serve, writer, alone, error, message):
+    fail(writer, "Why?", error)
+    asked = {"model": "tiny", "max_tokens": 20, "temperature": 0}
+
+    async def ask(client):
+        post = lambda prompt, **more: client.post("/v1/completions", json={**asked, "prompt": prompt, **more})  # noqa: E731
+        bad = [post("Why?"), post("Why?", stream=True), post(["Why?", "One day"])]
+        return await asyncio.gather(*bad, post("the sea"), post("One day"), post("the sea", stream=True))
+
+    whole, streamed, several, *good = visit(serve, writer, ask)
+    for answer in (whole, several):
+        assert answer.status_code == 500
+        assert answer.json()["error"] == {"message": message, "type": "server_error", "param": None, "code": None}
+    assert streamed.text == f"data: {whole.text}\n\n"  # one event, then the end
+    assert [answer.json()["choices"][0]["text"] for answer in good[:2]] == [
+        alone(p, 20)[0] for p in ("the sea", "One day")
+    ]
+    events = [json.loads(line[6:]) for line in good[2].text.split("\n\n")[:-2]]
+    assert "".join(event["choices"][0]["text"] for event in events) == alone("the sea", 20)[0]
+    assert good[2].text.endswith("data: [DONE]\n\n")
+
+
+def test_a_step_that_fails_is_told_to_all_and_the_server_goes_on(serve, writer, alone):
+    body = writer.engine._body
+
+    def failing(*arguments):
+        writer.engine._body = body
+        raise MemoryError
+
+    writer.engine._body = failing
+    asked = {"model": "tiny", "max_tokens": 20, "temperature": 0, "prompt": "the sea"}
+
+    async def ask(client):
+        post = lambda **more: client.post("/v1/completions", json={**asked, **more})  # noqa: E731
+        first = await asyncio.gather(post(), post(stream=True))
+        return [*first, await post()]
+
+    whole, streamed, after = visit(serve, writer, ask)
+    assert (whole.status_code, whole.json()["error"]["message"]) == (500, "text 0: out of memory")
+    *pieces, last, end = streamed.text.split("\n\n")
+    assert json.loads(last[6:])["error"]["message"] == "text 0: out of memory" and len(pieces) < 3 and not end
+    assert after.json()["choices"][0]["text"] == alone("the sea", 20)[0]
+
+
+def test_a_text_that_cannot_be_decoded_ends_alone(serve, writer, alone):
+    stream = writer.tokenizer.stream
+
+    def failing(tokens, after=()):
+        yield from stream(tokens, after)
+        raise BadArgument("no such token")
+
+    prompt = writer.tokenizer.encode("Why?")
+    writer.tokenizer.stream = lambda tokens, after=(): (failing if after == prompt else stream)(tokens, after)
+    asked = {"model": "tiny", "max_tokens": 20, "temperature": 0}
+
+    async def ask(client):
+        prompts = ("Why?", "the sea")
+        return await asyncio.gather(*(client.post("/v1/completions", json={**asked, "prompt": p}) for p in prompts))
+
+    bad, good = visit(serve, writer, ask)
+    assert (bad.status_code, bad.json()["error"]["message"]) == (500, "text 0: no such token")
+    assert good.json()["choices"][0]["text"] == alone("the sea", 20)[0]
+
+
+def test_a_nan_ends_one_stream(serve, writer):
+    """While the other's client is slow, and finds its whole text later."""
+    model, first = writer.engine.model, [writer.tokenizer.encode(prompt) for prompt in ("Why?", "the sea")]
+    model.embedding = np.array(model.embedding)  # no tied weights here: only what reads this token is NaN
+    jobs = [[(ids, 10, Sampling(1.5, seed=number), frozenset())] for number, ids in enumerate(first)]
+    engine = Engine(model, 1, context=256)
+    alone = [engine.add(*job[0]) for job in jobs]
+    engine.run()
+    token = alone[0].tokens[4]
+    assert token not in alone[1].tokens + first[1] + first[0] + alone[0].tokens[:4]
+    model.embedding[token] = np.nan
+
+    async def run():
+        bad, good = (writer.write(job, []) for job in jobs)
+        for news in (bad, good, bad, good):
+            await anext(news)
+        with pytest.raises(FlashAttnError, match="text 0: the model's logits hold a NaN"):
+            async for _ in bad:
+                pass
+        assert not writer.engine.busy or writer.engine._running()[0].id == 1
+        rest = [one async for one in good]
+        assert rest[-1][2] == "length"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert len(alone[0].tokens) == 10
+
+
+def test_a_client_that_goes_away_while_its_text_is_added(serve, writer):
+    """What it asked for is taken by the engine all the same, and ended."""
+    started, go_on, add = threading.Event(), threading.Event(), writer.engine.add
+
+    def slow(*job):
+        started.set()
+        go_on.wait(60)
+        return add(*job)
+
+    writer.engine.add = slow
+
+    async def run():
+        job = (writer.tokenizer.encode("Why?"), 100, Sampling(), frozenset())
+        asked = asyncio.ensure_future(anext(writer.write([job, job], [])))
+        await asyncio.to_thread(started.wait, 60)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        go_on.set()
+        return await writer.ask(lambda: writer.engine.busy)
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) is False
+
+
+def test_a_client_that_leaves_the_line_gets_no_slot(serve, writer):
+    job = (writer.tokenizer.encode("Why?"), 100, Sampling(), frozenset())
+    left = []
+
+    async def gone():
+        return bool(left)
+
+    async def run():
+        running = [writer.write([job], []) for _ in range(SLOTS)]
+        for text in running:
+            await anext(text)
+        waiting = writer.write([job], [], gone)
+        [request] = await anext(waiting)
+        left.append("the line")
+        with pytest.raises(StopAsyncIteration):
+            await anext(waiting)
+        await writer.ask(lambda: None)  # what was submitted before is done
+        assert request.finished == "cancelled" and request.tokens == [] and not writer.engine._waiting
+        for text in running:
+            await text.aclose()
+        await writer.ask(lambda: None)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_long_prompt_holds_nobody_up(serve, writer, alone):
+    """Its tokens are sought in another thread, here for as long as it takes to serve everybody else."""
+    done, encode = threading.Event(), writer.tokenizer.encode
+
+    def slow(text):
+        assert not text.startswith("long") or done.wait(60)
+        return encode(text)
+
+    writer.tokenizer.encode = slow
+    asked = {"model": "tiny", "max_tokens": 20, "temperature": 0}
+
+    async def ask(client):
+        long = asyncio.ensure_future(client.post("/v1/completions", json={**asked, "prompt": "long"}))
+        await asyncio.sleep(0.05)
+        assert (await client.get("/v1/models")).status_code == 200
+        short = await client.post("/v1/completions", json={**asked, "prompt": "the sea"})
+        assert not long.done()
+        done.set()
+        return (await long).status_code, short.json()["choices"][0]["text"]
+
+    assert visit(serve, writer, ask) == (200, alone("the sea", 20)[0])
 
 
 def test_models(client):

@@ -92,8 +92,8 @@ class Kernels:
         return x
 
     def advance(self, tokens, active, ring, count, lengths):
-        ring[count[0] % len(ring)] = tokens[:, 0]
-        count += 1
+        ring[count[0]] = tokens[:, 0]
+        count[...] = (count + 1) % len(ring)
         lengths += active
 
     def round_bfloat16(self, bits):
@@ -140,9 +140,8 @@ def test_golden_texts(cuda, fused_rows, dtype, cache_dtype, attention, page_size
     model = Llama(load_checkpoint(model_file("stories260K.bin")), cuda(attention, dtype, cache_dtype))
     assert model.embedding.dtype == dtype and model.layers[0].rms_att.dtype == np.float32
     engine = Engine(model, 3, page_size=page_size)
-    if attention == "flash" or page_size:
-        for array in (*engine.cache.k, *engine.cache.v):
-            array[...] = np.nan
+    for array in (*engine.cache.k, *engine.cache.v):
+        array[...] = np.nan
     assert engine.cache.k[0].dtype == (cache_dtype or dtype)
     longest = 1000 if (dtype, cache_dtype) == ("float32", None) else 20
     requests = [engine.add(case["prompt_ids"], min(longest, case["n_positions"] - 20)) for case in cases]
@@ -169,6 +168,23 @@ def test_biases_and_a_window(cuda, fused_rows, attention, tmp_path):
             engine.run()
             texts.append([request.tokens for request in requests])
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_standard_attention_reads_nothing_of_a_slot_s_last_owner(cuda, dtype, tmp_path):
+    """It multiplies the values at unfilled positions of a contiguous cache by 0, and 0 * NaN is NaN."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
+    write_folder(tmp_path, Config(48, 56, 2, 6, 2, 70, 40, rope_interleaved=False), "float32")
+    texts = []
+    for filling in (0, np.nan):
+        engine = Engine(Llama(load_checkpoint(tmp_path), cuda("standard", dtype)), 2)
+        for array in (*engine.cache.k, *engine.cache.v):
+            array[...] = filling
+        requests = [engine.add(prompt, 20) for prompt in ([3, 4, 5, 6, 7, 8, 9], [10], [11, 12])]
+        engine.run()
+        texts.append([request.tokens for request in requests])
+    assert texts[0] == texts[1] and all(len(tokens) == 20 for tokens in texts[0])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

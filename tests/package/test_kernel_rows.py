@@ -105,6 +105,18 @@ def test_every_row_has_a_line_in_the_documents(table):
     assert gpu_kernels(table) - HOST.get(table, set()) <= lines
 
 
+def test_no_body_is_left_out_in_silence():
+    """A kernel that is not compiled for some GPU and is launched there after all traps. A body that merely returns
+    would look like a result: a build for sm_86 did so on sm_87."""
+    silent = []
+    for file in FILES:
+        for block in re.findall(
+            r"#if defined\(__CUDA_ARCH__\)\n(.*?)#endif", (ROOT / "cuda" / file).read_text(), re.DOTALL
+        ):
+            silent += [file for _ in re.findall(r"return;", block)][block.count("__trap();") :]
+    assert not silent
+
+
 def test_names_are_not_shared():
     for table, kernels in fa.kernel_tables().items():
         names = [kernel["name"] for kernel in kernels]

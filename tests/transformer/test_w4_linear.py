@@ -351,6 +351,84 @@ def test_first_choices_on_hopper(kernel, rows, features, programmatic, norm):
         assert plan.kernel == kernel, (p, normed, plan)
 
 
+# ---- what the copy engine stores, and what it cannot ----
+
+
+@pytest.mark.skipif(bool(NO_CUDA) or CUDA.framework != "torch", reason=NO_CUDA or "needs PyTorch with CUDA")
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    "kernel, rows, columns",
+    [
+        ("wgmma_w4_few_sm90", 24, 64), ("wgmma_w4_few_sm90", 64, 64), ("wgmma_w4_few_sm90", 48, 128),
+        ("wgmma_w4_sm90", 8, 64), ("wgmma_w4_sm90", 136, 64), ("wgmma_w4_sm90", 296, 64),
+    ],
+)  # fmt: skip
+def test_a_block_waits_for_its_stores(kernel, rows, columns, residual):
+    """Blocks with many short tiles, the last ones ragged, while copies keep the memory busy: a tile does not overwrite
+    what is still being stored of the tile before."""
+    torch.manual_seed(rows)
+    features = 128 * torch.cuda.get_device_properties(0).multi_processor_count * (16 if rows <= 64 else 6)
+    weight = W4Weight.quantize(
+        torch.randn(features, columns, device="cuda", dtype=torch.bfloat16), "mxfp4", search=False
+    )
+    packed = weight.pack("bfloat16")
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    if ops.linear_query(x, packed, kernel=kernel).status != "FA_OK":
+        pytest.skip("not a Hopper GPU")
+    want = x.float() @ weight.dequantize("float32").T
+    tolerance = 0.02 * want.abs().amax() + 0.1
+    zeros = torch.zeros(rows, features, device="cuda", dtype=torch.bfloat16) if residual else None
+    out = torch.empty(rows, features, device="cuda", dtype=torch.bfloat16)
+    load, bytes_of = torch.cuda.Stream(), [torch.empty(1 << 28, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    for _ in range(20):
+        out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(load):
+            for _ in range(4):
+                bytes_of[0].copy_(bytes_of[1])
+        for _ in range(3):
+            ops.linear(x, packed, residual=zeros, out=out, kernel=kernel)
+        torch.cuda.synchronize()
+        wrong = ~((out.float() - want).abs() <= tolerance)
+        assert not wrong.any(), f"{int(wrong.sum())} numbers, the first at {wrong.nonzero()[0].tolist()}"
+
+
+@pytest.mark.skipif(bool(NO_CUDA) or CUDA.framework != "torch", reason=NO_CUDA or "needs PyTorch with CUDA")
+@pytest.mark.parametrize("name", [None, *(row["name"] for row in linear_kernels() if row["device"] == "cuda")])
+@pytest.mark.parametrize("rows", [2, 8, 24, 48, 300])
+@pytest.mark.parametrize("descending", ["out", "x", "residual"])
+def test_rows_in_descending_order(name, rows, descending):
+    """A negative row stride, which the copy engine cannot follow. By the C struct: PyTorch has none."""
+    plain, _ = weight_of("int4", 256, 128)
+    packed = packed_on(CUDA, plain, "float16")
+    x, residual = (CUDA.array(normal((rows, n), "float16", n), "float16") for n in (128, 256))
+    if ops.linear_query(x, packed, kernel=name, residual=residual).status == "FA_UNSUPPORTED":
+        pytest.skip("refuses")
+    want = ops.linear(x, packed, residual=residual, out=torch.empty_like(residual), kernel=name)
+    tensors = {"x": x, "residual": residual, "out": torch.full_like(residual, float("nan"))}
+    workspace = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    fields = {
+        "struct_size": ct.sizeof(transformer.W4LinearArgs), "device": 2, "dtype": 2, "compute_dtype": 2, "format": 3,
+        "residual_dtype": 2, "out_dtype": 2, "out_features": 256, "in_features": 128, "rows": rows,
+        "packed": packed.data.data_ptr(), "kernel": name and name.encode(),
+        "workspace": workspace.data_ptr(), "workspace_bytes": workspace.numel(),
+    }  # fmt: skip
+    for what, tensor in tensors.items():
+        if what == descending and what != "out":
+            tensor = tensor.flip(0)  # in memory; read from its end it is as before
+        tensors[what], stride = tensor, tensor.stride(0)
+        last = descending == what
+        fields |= {
+            f"{what}_data": tensor.data_ptr() + last * (rows - 1) * stride * 2,
+            f"{what}_row_stride": -stride if last else stride,
+        }
+    torch.cuda.synchronize()
+    transformer.load().fa_w4_linear(transformer.W4LinearArgs(**fields), None)
+    torch.cuda.synchronize()
+    got = tensors["out"].flip(0) if descending == "out" else tensors["out"]
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
 # ---- refusals ----
 
 

@@ -108,6 +108,7 @@ struct CachedCall {
     fa_status prepare(const fa_kvcache_args* args, Pointers pointers, Lines* why_not) {
         if (const fa_status status = validate(args, pointers, &forward, &append); status != FA_OK) return status;
         if (const fa_status status = find_device(fa_device(forward.device), place_of(forward), &device); status != FA_OK) return status;
+        append.attention.cache.programmatic = append.attention.cache.programmatic && device.compute >= 90;
         params = append.attention;
         if (append.rotary_cos) {
             const int64_t row = int64_t(params.nheads) * params.headdim;

@@ -167,7 +167,7 @@ const char* wgmma_sm90_yields(const AttentionParams& p, const DeviceInfo& device
 #if FA_WITH_MMA_SM80
     const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v;
     if (!wgmma_scores_are_natural(p) &&
-        mma_is_faster_than_wgmma(d, int64_t(p.deciding_batch()) * p.nheads, p.seqlen_q, p.seqlen_k, device.multiprocessors))
+        mma_is_faster_than_wgmma(d, int64_t(p.deciding_batch()) * p.nheads, p.seqlen_q, p.deciding_keys(), device.multiprocessors))
         return say(text, size, "seqlen_q=%d, seqlen_k=%d: mma_sm80 is faster for short sequences", p.seqlen_q, p.seqlen_k);
 #endif
     return nullptr;

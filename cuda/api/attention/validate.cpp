@@ -14,6 +14,7 @@ namespace fa {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 512;
+constexpr int kMostRead = 16;  // arrays that a call reads
 
 fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool need) {
     if (!fp8 && d.data) return fail(FA_BAD_ARGUMENT, "%s.data is set, but only dtype=float8_e4m3 has factors", name);
@@ -76,6 +77,31 @@ fa_status check_ascending(const fa_attention_args& a) {
                         "parts[%d].key_begin=%d is below %" PRId64 ", where the keys of parts[%d] end: gradients need keys in order", b,
                         a.parts[b].key_begin, end, b - 1);
     return FA_OK;
+}
+
+// What a forward pass reads beside q, k and v.
+void add_options(const fa_attention_args& a, Regions<kMostRead>* read) {
+    const auto factors = [&](const char* name, const fa_descale& d, int64_t heads) {
+        read->add(Region{name,
+                         d.data,
+                         {{"batch", "batch", a.batch, d.batch_stride}, {"row", "rows", 1, 0}, {"head", "nheads", heads, d.head_stride}},
+                         1,
+                         4});
+    };
+    read->add(region("bias", a.bias, a.batch, a.seqlen_q, a.nheads, a.seqlen_k, dtype_size(a.bias_dtype ? a.bias_dtype : a.dtype)));
+    read->add(region("mask", a.mask, a.batch, a.seqlen_q, a.nheads, a.seqlen_k, 1));
+    read->add(Region{"alibi_slopes",
+                     a.alibi_slopes,
+                     {{"batch", "batch", a.batch, a.alibi_batch_stride}, {"row", "rows", 1, 0}, {"head", "nheads", 1, 0}},
+                     a.nheads,
+                     4});
+    read->add(region("sinks", a.sinks, a.nheads, 4));
+    read->add(region("cu_seqlens_q", a.cu_seqlens_q, int64_t(a.batch) + 1, 4));
+    read->add(region("cu_seqlens_k", a.cu_seqlens_k, int64_t(a.batch) + 1, 4));
+    read->add(region("parts", a.parts, a.batch, sizeof(fa_part)));
+    factors("q_descale", a.q_descale, a.nheads);
+    factors("k_descale", a.k_descale, a.nheads_k);
+    factors("v_descale", a.v_descale, a.nheads_k);
 }
 
 DescaleView view(const fa_descale& d) { return {d.data, d.batch_stride, d.head_stride}; }
@@ -150,7 +176,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
 
     const int32_t headdim_v = a.headdim_v ? a.headdim_v : a.headdim;
     const int64_t rows_q = varlen ? a.total_q : a.seqlen_q, rows_k = varlen ? a.total_k : a.seqlen_k;
-    const bool has_q = need && a.batch > 0 && rows_q > 0, has_k = has_q && rows_k > 0;
+    const bool has_q = need && a.batch > 0 && rows_q > 0, has_k = has_q && rows_k > 0 && !(keys && keys->none);
     const size_t element = dtype_size(a.dtype);
     FA_RETURN_IF_ERROR(check_pointer("q", a.q.data, element, has_q));
     FA_RETURN_IF_ERROR(check_pointer("k", a.k.data, keys ? keys->element : element, has_k));
@@ -163,14 +189,25 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
         return fail(FA_BAD_ARGUMENT, "key_sums=%p with parts=%p, which may share keys", static_cast<void*>(a.key_sums), parts);
     const int64_t batch = varlen ? 1 : a.batch;
     const Region out = region("out", a.out, batch, rows_q, a.nheads, headdim_v, dtype_size(out_dtype));
-    if (writes_out) FA_RETURN_IF_ERROR(check_output(out));  // the backward pass reads it: strides of 0 are allowed
-    if (writes_out) FA_RETURN_IF_ERROR(check_apart(out, region("q", a.q, batch, rows_q, a.nheads, a.headdim, element)));
-    if (writes_out && !keys) {  // a cache has entries or pages instead: validate_kvcache.cpp checks it
-        FA_RETURN_IF_ERROR(check_apart(out, region("k", a.k, batch, rows_k, a.nheads_k, a.headdim, element)));
-        FA_RETURN_IF_ERROR(check_apart(out, region("v", a.v, batch, rows_k, a.nheads_k, headdim_v, element)));
-    }
-
     FA_RETURN_IF_ERROR(check_options(a));
+    if (writes_out) {  // the backward pass reads out: strides of 0 are allowed there
+        FA_RETURN_IF_ERROR(check_output(out));
+        Regions<4> written;
+        Regions<kMostRead> read;
+        written.add(out);
+        if (need) {  // a query says which statistics are wanted, not where they go
+            written.add(region("lse", a.lse, batch * a.nheads * rows_q, 4));
+            written.add(region("max_score", a.max_score, int64_t(a.batch) * a.nheads, 4));
+            written.add(region("key_sums", a.key_sums, batch * a.nheads * rows_k, 4));
+        }
+        read.add(region("q", a.q, batch, rows_q, a.nheads, a.headdim, element));
+        if (!keys) {  // a cache has entries or pages instead: validate_kvcache.cpp checks it
+            read.add(region("k", a.k, batch, rows_k, a.nheads_k, a.headdim, element));
+            read.add(region("v", a.v, batch, rows_k, a.nheads_k, headdim_v, element));
+        }
+        add_options(a, &read);
+        FA_RETURN_IF_ERROR(check_apart(written, read));
+    }
     const int32_t bias_dtype = a.bias_dtype ? a.bias_dtype : a.dtype;
 
     AttentionParams& p = *params;
@@ -237,18 +274,6 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
     FA_RETURN_IF_ERROR(check_pointer("dv", a.dv.data, element, has_k));
     const int64_t batch = varlen ? 1 : f.batch;
     const int32_t headdim_v = p.forward.headdim_v;
-    const Region inputs[] = {
-        region("q", f.q, batch, rows_q, f.nheads, f.headdim, element), region("k", f.k, batch, rows_k, f.nheads_k, f.headdim, element),
-        region("v", f.v, batch, rows_k, f.nheads_k, headdim_v, element), region("out", f.out, batch, rows_q, f.nheads, headdim_v, element),
-        region("dout", a.dout, batch, rows_q, f.nheads, headdim_v, element)};
-    const Region gradients[] = {region("dq", a.dq, batch, rows_q, f.nheads, f.headdim, element),
-                                region("dk", a.dk, batch, rows_k, f.nheads_k, f.headdim, element),
-                                region("dv", a.dv, batch, rows_k, f.nheads_k, headdim_v, element)};
-    for (const Region& gradient : gradients) {
-        FA_RETURN_IF_ERROR(check_output(gradient));
-        for (const Region& input : inputs) FA_RETURN_IF_ERROR(check_apart(gradient, input));
-        for (const Region* other = gradients; other != &gradient; ++other) FA_RETURN_IF_ERROR(check_apart(gradient, *other));
-    }
     FA_RETURN_IF_ERROR(check_pointer("dbias", a.dbias.data, 4, false));
     if (a.dbias.data) {
         if (!f.bias.data) return fail(FA_BAD_ARGUMENT, "dbias.data=%p is set, but bias.data is NULL", static_cast<void*>(a.dbias.data));
@@ -259,6 +284,23 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
     FA_RETURN_IF_ERROR(check_pointer("dsinks", a.dsinks, 4, false));
     if (a.dsinks && !f.sinks) return fail(FA_BAD_ARGUMENT, "dsinks=%p is set, but sinks is NULL", static_cast<void*>(a.dsinks));
     FA_RETURN_IF_ERROR(check_pointer("dlse", a.dlse, 4, false));
+    Regions<5> written;
+    Regions<kMostRead> read;
+    written.add(region("dq", a.dq, batch, rows_q, f.nheads, f.headdim, element));
+    written.add(region("dk", a.dk, batch, rows_k, f.nheads_k, f.headdim, element));
+    written.add(region("dv", a.dv, batch, rows_k, f.nheads_k, headdim_v, element));
+    for (const Region& gradient : written) FA_RETURN_IF_ERROR(check_output(gradient));
+    written.add(region("dbias", a.dbias, f.batch, f.seqlen_q, f.nheads, f.seqlen_k, 4));  // strides of 0 sum over an axis
+    written.add(region("dsinks", a.dsinks, f.nheads, 4));
+    read.add(region("q", f.q, batch, rows_q, f.nheads, f.headdim, element));
+    read.add(region("k", f.k, batch, rows_k, f.nheads_k, f.headdim, element));
+    read.add(region("v", f.v, batch, rows_k, f.nheads_k, headdim_v, element));
+    read.add(region("out", f.out, batch, rows_q, f.nheads, headdim_v, element));
+    read.add(region("dout", a.dout, batch, rows_q, f.nheads, headdim_v, element));
+    read.add(region("lse", f.lse, batch * f.nheads * rows_q, 4));
+    read.add(region("dlse", a.dlse, batch * f.nheads * rows_q, 4));
+    add_options(f, &read);
+    FA_RETURN_IF_ERROR(check_apart(written, read));
     FA_RETURN_IF_ERROR(check_bool("accumulate", a.accumulate));
     if (a.reserved) return fail(FA_BAD_ARGUMENT, "reserved=%d must be 0", a.reserved);
     p.dout = view(a.dout), p.dq = view(a.dq), p.dk = view(a.dk), p.dv = view(a.dv);
@@ -296,6 +338,14 @@ fa_status validate(const fa_merge_args* args, MergeParams* params) {
     FA_RETURN_IF_ERROR(check_output(out));
     FA_RETURN_IF_ERROR(check_apart(out, tensor("out_a", a.out_a), true));
     FA_RETURN_IF_ERROR(check_apart(out, tensor("out_b", a.out_b), true));
+    const auto statistics = [&](const char* name, const float* lse) {
+        return region(name, lse, int64_t(a.batch) * a.nheads * a.seqlen, 4);
+    };
+    const Region lse = statistics("lse", a.lse), lse_a = statistics("lse_a", a.lse_a), lse_b = statistics("lse_b", a.lse_b);
+    FA_RETURN_IF_ERROR(check_apart(lse, lse_a, true));
+    FA_RETURN_IF_ERROR(check_apart(lse, lse_b, true));
+    for (const Region& other : {out, tensor("out_a", a.out_a), tensor("out_b", a.out_b)}) FA_RETURN_IF_ERROR(check_apart(lse, other));
+    for (const Region& other : {lse_a, lse_b}) FA_RETURN_IF_ERROR(check_apart(out, other));
     *params = {view(a.out_a),  view(a.out_b), view(a.out), a.lse_a,     a.lse_b,           a.lse,
                DType(a.dtype), a.batch,       a.nheads,    a.headdim_v, int32_t(a.seqlen), default_threads()};
     return FA_OK;
@@ -322,7 +372,11 @@ fa_status validate(const fa_quantize_args* args, QuantizeParams* params) {
     FA_RETURN_IF_ERROR(check_pointer("descale", a.descale, 4, a.batch > 0));
     const Region out = region("out", a.out, a.batch, a.seqlen, a.nheads, a.headdim, 1);
     FA_RETURN_IF_ERROR(check_output(out));
-    FA_RETURN_IF_ERROR(check_apart(out, region("x", a.x, a.batch, a.seqlen, a.nheads, a.headdim, dtype_size(a.dtype))));
+    const Region x = region("x", a.x, a.batch, a.seqlen, a.nheads, a.headdim, dtype_size(a.dtype));
+    const Region descale = region("descale", a.descale, int64_t(a.batch) * a.nheads, 4);
+    FA_RETURN_IF_ERROR(check_apart(out, x));
+    FA_RETURN_IF_ERROR(check_apart(descale, x));
+    FA_RETURN_IF_ERROR(check_apart(descale, out));
     *params = {view(a.x),
                view(a.out),
                a.descale,

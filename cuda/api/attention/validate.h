@@ -13,6 +13,7 @@ namespace fa {
 struct Keys {
     int32_t max_headdim;
     size_t element;  // bytes of an element of k and v
+    bool none;       // a cache without entries: there is nothing that k and v could point to
 };
 
 fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params,

@@ -25,6 +25,31 @@ fa_status check_scale(const char* name, const fa_cache_scale& s, bool quantized,
     return check_pointer(name, s.data, 4, false);
 }
 
+// Lengths, tables and the like: what a call reads beside queries, keys and values.
+constexpr int kMostSmall = 7;
+Regions<kMostSmall> small_arrays(const fa_kvcache_args& a, const fa_attention_args& f) {
+    Regions<kMostSmall> arrays;
+    const auto rows_of = [&](const char* name, const void* data, int64_t batch, int64_t batch_stride, int64_t rows, int64_t row_stride,
+                             int64_t columns, int64_t element) {
+        arrays.add(Region{name,
+                          data,
+                          {{"batch", "batch", batch, batch_stride}, {"row", "rows", rows, row_stride}, {"head", "nheads", 1, 0}},
+                          columns,
+                          element});
+    };
+    arrays.add(region("cache_seqlens", a.cache_seqlens, f.batch, 4));
+    arrays.add(region("cache_leftpad", a.cache_leftpad, f.batch, 4));
+    arrays.add(region("cache_batch_idx", a.cache_batch_idx, f.batch, 4));
+    if (a.page_size > 0)
+        rows_of("block_table", a.block_table, f.batch, a.block_table_stride, 1, 0, (f.seqlen_k + a.page_size - 1) / a.page_size, 4);
+    const int64_t numbers = int64_t(a.rotary_rows) * (a.rotary_dim / 2);
+    const size_t element = dtype_size(a.rotary_dtype ? a.rotary_dtype : f.dtype);
+    arrays.add(region("rotary_cos", a.rotary_cos, numbers, element));
+    arrays.add(region("rotary_sin", a.rotary_sin, numbers, element));
+    rows_of("tree_mask", a.tree_mask, f.batch, a.tree_batch_stride, f.seqlen_q, a.tree_row_stride, 1, 8);
+    return arrays;
+}
+
 // The arrays that a call writes beside out are the cache and the factors of tokens. No element may be written twice, or be one that the
 // call reads from another array.
 fa_status check_appended(const fa_kvcache_args& a, const fa_attention_args& f, size_t cache_element, int32_t headdim_v) {
@@ -44,11 +69,12 @@ fa_status check_appended(const fa_kvcache_args& a, const fa_attention_args& f, s
     const Region inputs[] = {region("q", f.q, f.batch, f.seqlen_q, f.nheads, f.headdim, element),
                              region("k_new", a.k_new, f.batch, a.seqlen_new, f.nheads_k, f.headdim, element),
                              region("v_new", a.v_new, f.batch, a.seqlen_new, f.nheads_k, headdim_v, element)};
-    const Region out = region("out", f.out, f.batch, f.seqlen_q, f.nheads, headdim_v, element);
+    const Region outputs[] = {region("out", f.out, f.batch, f.seqlen_q, f.nheads, headdim_v, element),
+                              region("lse", f.lse, int64_t(f.batch) * f.nheads * f.seqlen_q, 4)};
     for (const Region& input : inputs) {
         FA_RETURN_IF_ERROR(check_apart(k, input));
         FA_RETURN_IF_ERROR(check_apart(v, input));
-        FA_RETURN_IF_ERROR(check_apart(out, input));
+        for (const Region& output : outputs) FA_RETURN_IF_ERROR(check_apart(output, input));
     }
     const Region k_scale = cache("k_scale", a.k_scale, 1, 4), v_scale = cache("v_scale", a.v_scale, 1, 4);
     if (a.k_scale.row_stride) FA_RETURN_IF_ERROR(check_output(k_scale));
@@ -94,6 +120,18 @@ fa_status check_places(const fa_kvcache_args& a, const fa_attention_args& f) {
     return FA_OK;
 }
 
+// The tables of the rotary embedding have a row for each position that sequence b, of `before` keys, turns by.
+fa_status check_positions(const fa_kvcache_args& a, const fa_attention_args& f, int32_t b, int64_t before) {
+    if (!a.rotary_cos) return FA_OK;
+    const bool in_order = f.causal || (f.has_window && (f.window_left >= 0 || f.window_right >= 0)) || f.attention_chunk;
+    const int64_t queries = std::min<int64_t>(f.seqlen_q, in_order ? f.seqlen_q : 1), rows = std::max<int64_t>(queries, a.seqlen_new);
+    if (before + rows <= a.rotary_rows) return FA_OK;
+    return fail(FA_BAD_ARGUMENT,
+                "rotary_rows=%d: sequence %d turns by the positions %" PRId64 " .. %" PRId64
+                ", which rotary_cos and rotary_sin do not have",
+                a.rotary_rows, b, before, before + rows - 1);
+}
+
 // The contents that the host can read on the CPU: lengths, entries and pages.
 fa_status check_contents(const fa_kvcache_args& a, const fa_attention_args& f) {
     const int64_t room = f.seqlen_k - a.seqlen_new;
@@ -103,10 +141,11 @@ fa_status check_contents(const fa_kvcache_args& a, const fa_attention_args& f) {
             return fail(FA_BAD_ARGUMENT, "cache_seqlens[%d]=%" PRId64 " and seqlen_new=%d are more than the %" PRId64 " keys of %s", b,
                         before, a.seqlen_new, f.seqlen_k, a.block_table ? "a row of block_table" : "a cache entry");
         if (before < 0) continue;
+        FA_RETURN_IF_ERROR(check_positions(a, f, b, before));
         if (a.cache_leftpad && (a.cache_leftpad[b] < 0 || a.cache_leftpad[b] > before))
             return fail(FA_BAD_ARGUMENT, "cache_leftpad[%d]=%d is outside 0 .. %" PRId64 ", the keys in the cache", b, a.cache_leftpad[b],
                         before);
-        if (a.cache_batch_idx && (a.cache_batch_idx[b] < 0 || a.cache_batch_idx[b] >= a.cache_batch))
+        if (a.cache_batch_idx && a.cache_batch > 0 && (a.cache_batch_idx[b] < 0 || a.cache_batch_idx[b] >= a.cache_batch))
             return fail(FA_BAD_ARGUMENT, "cache_batch_idx[%d]=%d is outside 0 .. %d, the entries of the cache", b, a.cache_batch_idx[b],
                         a.cache_batch - 1);
         if (!a.block_table) continue;
@@ -184,7 +223,7 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
         return fail(FA_BAD_ARGUMENT, "cache_dtype=%s (%d) is none of dtype=%s, float8_e4m3 and int8", dtype_name(a.cache_dtype),
                     a.cache_dtype, dtype_name(a.attention->dtype));
     const int32_t cache_dtype = a.cache_dtype ? a.cache_dtype : a.attention->dtype;
-    const Keys keys{kMaxCacheHeadDim, dtype_size(cache_dtype)};
+    const Keys keys{kMaxCacheHeadDim, dtype_size(cache_dtype), a.cache_batch == 0};
     FA_RETURN_IF_ERROR(validate(a.attention, pointers, forward, &p, &keys));
     const fa_attention_args& f = *forward;
     if (f.cu_seqlens_q) return fail(FA_UNSUPPORTED, "cu_seqlens_q is set: a call with a cache has seqlen_q rows for every sequence");
@@ -196,12 +235,17 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     if (f.headdim > 512 && f.headdim_v == 0) return fail(FA_BAD_ARGUMENT, "headdim_v=0 with headdim=%d: name it, 1 .. 512", f.headdim);
 
     const bool need = pointers == Pointers::kRequired && f.batch > 0;
-    if (a.cache_batch < 1) return fail(FA_BAD_ARGUMENT, "cache_batch=%d is below 1", a.cache_batch);
+    if (a.cache_batch < 0) return fail(FA_BAD_ARGUMENT, "cache_batch=%d is negative", a.cache_batch);
+    if (a.cache_batch == 0 && a.seqlen_new > 0)
+        return fail(FA_BAD_ARGUMENT, "cache_batch=0 with seqlen_new=%d: a cache without entries takes no keys", a.seqlen_new);
+    if (a.cache_batch == 0 && need && !a.cache_seqlens && f.seqlen_k > 0)
+        return fail(FA_BAD_ARGUMENT, "cache_batch=0 without cache_seqlens: whether all %d sequences are empty is not said", f.batch);
+    if (a.cache_batch == 0) forward->seqlen_k = p.seqlen_k = 0;  // an empty cache has no keys: nothing of it is read, on any device
     if (a.page_size < 0) return fail(FA_BAD_ARGUMENT, "page_size=%d is negative", a.page_size);
     if (a.block_table && !a.page_size) return fail(FA_BAD_ARGUMENT, "block_table is set with page_size=0: it is 1 or more");
     if (!a.block_table && a.page_size && need) return fail(FA_BAD_ARGUMENT, "page_size=%d without a block_table", a.page_size);
     if (a.block_table && a.cache_batch_idx) return fail(FA_BAD_ARGUMENT, "cache_batch_idx and block_table are both set");
-    if (!a.page_size && !a.cache_batch_idx && a.cache_batch < f.batch && need)
+    if (!a.page_size && !a.cache_batch_idx && a.cache_batch < f.batch && a.cache_batch > 0 && need)
         return fail(FA_BAD_ARGUMENT, "cache_batch=%d is below batch=%d without cache_batch_idx", a.cache_batch, f.batch);
     FA_RETURN_IF_ERROR(check_pointer("cache_seqlens", a.cache_seqlens, 4, false));
     FA_RETURN_IF_ERROR(check_pointer("cache_leftpad", a.cache_leftpad, 4, false));
@@ -225,17 +269,30 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     FA_RETURN_IF_ERROR(check_scale("v_scale", a.v_scale, quantized, need));
     if (appends) FA_RETURN_IF_ERROR(check_appended(a, f, keys.element, p.headdim_v));
     const int64_t rows = a.page_size ? a.page_size : f.seqlen_k;
+    const Region k = region("k", f.k, a.cache_batch, rows, f.nheads_k, f.headdim, keys.element);
+    const Region v = region("v", f.v, a.cache_batch, rows, f.nheads_k, p.headdim_v, keys.element);
     const Region out = region("out", f.out, f.batch, f.seqlen_q, f.nheads, p.headdim_v, element);
-    FA_RETURN_IF_ERROR(check_apart(out, region("k", f.k, a.cache_batch, rows, f.nheads_k, f.headdim, keys.element)));
-    FA_RETURN_IF_ERROR(check_apart(out, region("v", f.v, a.cache_batch, rows, f.nheads_k, p.headdim_v, keys.element)));
+    const Region lse = region("lse", need ? f.lse : nullptr, int64_t(f.batch) * f.nheads * f.seqlen_q, 4);
+    const Regions<kMostSmall> small = small_arrays(a, f);
+    for (const Region& output : {out, lse}) {
+        FA_RETURN_IF_ERROR(check_apart(output, k));
+        FA_RETURN_IF_ERROR(check_apart(output, v));
+        for (const Region& input : small) FA_RETURN_IF_ERROR(check_apart(output, input));
+    }
+    if (appends)
+        for (const Region& input : small) {
+            FA_RETURN_IF_ERROR(check_apart(k, input));
+            FA_RETURN_IF_ERROR(check_apart(v, input));
+        }
     FA_RETURN_IF_ERROR(check_bool("batch_invariant", a.batch_invariant));
     FA_RETURN_IF_ERROR(check_bool("programmatic", a.programmatic));
     if (a.num_splits < 0 || a.num_splits > kMaxSplits)
         return fail(FA_BAD_ARGUMENT, "num_splits=%d is outside 0 .. %d", a.num_splits, kMaxSplits);
+    if (need && !a.cache_seqlens) FA_RETURN_IF_ERROR(check_positions(a, f, 0, f.seqlen_k - a.seqlen_new));  // known on every device
     if (f.device == FA_CPU && need) FA_RETURN_IF_ERROR(check_contents(a, f));
 
     CacheView& c = p.cache;
-    c.entries = a.cache_batch, c.seqlens = a.cache_seqlens, c.added = a.seqlen_new, c.batch_idx = a.cache_batch_idx;
+    c.entries = std::max(a.cache_batch, 1), c.seqlens = a.cache_seqlens, c.added = a.seqlen_new, c.batch_idx = a.cache_batch_idx;
     c.leftpad = a.cache_leftpad;
     c.block_table = a.block_table, c.table_row = a.block_table_stride, c.page_size = a.page_size;
     c.dtype = DType(cache_dtype), c.k_scale = view(a.k_scale), c.v_scale = view(a.v_scale);

@@ -1,4 +1,4 @@
-// device.cpp: asks the CUDA runtime which device runs a call. The facts of each device are read once.
+// device.cpp: asks the CUDA runtime which device runs a call. The facts of each device are read once it answers.
 #include "api/common/device.h"
 
 #include "api/common/status.h"
@@ -6,7 +6,8 @@
 #if FA_WITH_CUDA
 #include <cuda_runtime_api.h>
 
-#include <array>
+#include <atomic>
+#include <mutex>
 
 #include "device/driver.h"
 #endif
@@ -25,25 +26,47 @@ int cuda_device_count() {
 }
 
 namespace {
-// The facts of a device never change, so those of all devices are read once and kept for the life of the process.
+constexpr int kMaxDevices = 64;
+struct KnownDevice {
+    std::atomic<bool> known{false};  // once true, `info` stands
+    DeviceInfo info{};
+};
+KnownDevice known_devices[kMaxDevices];
+std::mutex known_devices_writing;
+
+cudaError_t read_facts(int index, DeviceInfo* info) {
+    int major = 0, minor = 0, sms = 0, shared = 0;
+    const struct {
+        int* to;
+        cudaDeviceAttr attribute;
+    } facts[] = {{&major, cudaDevAttrComputeCapabilityMajor},
+                 {&minor, cudaDevAttrComputeCapabilityMinor},
+                 {&sms, cudaDevAttrMultiProcessorCount},
+                 {&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin}};
+    for (const auto& fact : facts)
+        if (const cudaError_t error = cudaDeviceGetAttribute(fact.to, fact.attribute, index); error != cudaSuccess) return error;
+    *info = {index, 10 * major + minor, sms, size_t(shared)};
+    return cudaSuccess;
+}
+
+// The facts of a device never change, so they are read once and kept for the life of the process. A failure is not kept: a driver may be
+// unable to answer for a while.
 fa_status device_facts(int index, DeviceInfo* info) {
-    constexpr int kMaxDevices = 64;
-    static const auto known = [] {
-        std::array<DeviceInfo, kMaxDevices> all{};
-        const int count = cuda_device_count();
-        for (int i = 0; i < count && i < kMaxDevices; ++i) {
-            int major = 0, minor = 0, sms = 0, shared = 0;
-            cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, i);
-            cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, i);
-            cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, i);
-            cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, i);
-            all[i] = {i, 10 * major + minor, sms, size_t(shared)};
-        }
-        return all;
-    }();
     if (index < 0 || index >= kMaxDevices) return fail(FA_UNSUPPORTED, "CUDA device %d: only %d devices are supported", index, kMaxDevices);
-    *info = known[index];
-    return info->compute ? FA_OK : fail(FA_CUDA_ERROR, "CUDA device %d does not answer", index);
+    KnownDevice& device = known_devices[index];
+    if (!device.known.load(std::memory_order_acquire)) {
+        const std::lock_guard<std::mutex> lock(known_devices_writing);
+        if (!device.known.load(std::memory_order_relaxed)) {
+            if (const cudaError_t error = read_facts(index, &device.info); error != cudaSuccess) {
+                cudaGetLastError();
+                return fail(FA_CUDA_ERROR, "CUDA device %d does not answer: %s (%s)", index, cudaGetErrorString(error),
+                            cudaGetErrorName(error));
+            }
+            device.known.store(true, std::memory_order_release);
+        }
+    }
+    *info = device.info;
+    return FA_OK;
 }
 }  // namespace
 
@@ -71,8 +94,10 @@ fa_status find_device(fa_device device, const void* data, DeviceInfo* info, cons
 }
 
 namespace {
+DriverFunction<decltype(cuCtxGetCurrent)> current_context("cuCtxGetCurrent");
+
 bool has_context() {  // takes 20 ns; setting the device without asking takes many times as long
-    static const auto current = driver_function<decltype(cuCtxGetCurrent)>("cuCtxGetCurrent");
+    const auto current = current_context.get();
     CUcontext context = nullptr;
     return current && current(&context) == CUDA_SUCCESS && context;
 }

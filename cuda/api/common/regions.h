@@ -42,6 +42,21 @@ inline Region region(const char* name, const void* data, int64_t count, size_t e
     return {name, data, {{"batch", "batch", 1, 0}, {"row", "rows", 1, 0}, {"head", "nheads", 1, 0}}, count, int64_t(element)};
 }
 
+// The arrays of a call that one of its outputs could overlap. Arrays that are not given take no place.
+template <int kMost>
+class Regions {
+public:
+    void add(const Region& r) {
+        if (r.data && !r.empty()) items_[count_++] = r;
+    }
+    const Region* begin() const { return items_; }
+    const Region* end() const { return items_ + count_; }
+
+private:
+    Region items_[kMost];
+    int count_ = 0;
+};
+
 // Every element of an output must have its own place. The check is that the axes nest: a step along an axis leads past everything that the
 // axes of smaller steps reach. Every array made by slicing, transposing or reshaping such an array passes.
 // A query may have no address; then only strides of 0 are refused.
@@ -53,5 +68,17 @@ bool overlap(const Region& a, const Region& b);
 
 // Refuses an output that overlaps the other array. With `in_place` both may be the same array, element for element.
 fa_status check_apart(const Region& output, const Region& other, bool in_place = false);
+
+// Refuses an output that overlaps an array which the call reads, or an output before it.
+template <int kOutputs, int kInputs>
+fa_status check_apart(const Regions<kOutputs>& outputs, const Regions<kInputs>& inputs) {
+    for (const Region& output : outputs) {
+        for (const Region& input : inputs)
+            if (const fa_status status = check_apart(output, input); status != FA_OK) return status;
+        for (const Region* other = outputs.begin(); other != &output; ++other)
+            if (const fa_status status = check_apart(output, *other); status != FA_OK) return status;
+    }
+    return FA_OK;
+}
 
 }  // namespace fa

@@ -26,15 +26,17 @@ fa_status validate(const fa_rms_norm_args* args, RmsNormParams* params) {
     const Region x = region("x", a.x, a.rows, a.dim, size_of(p.dtype)), out = region("out", a.out, a.rows, a.dim, size_of(p.out_dtype));
     const Region residual = region("residual", a.residual, a.rows, a.dim, size_of(p.residual_dtype));
     FA_RETURN_IF_ERROR(check_output(out));
+    const Region weight = region("weight", a.weight, a.dim, size_of(p.weight_dtype));
     if (a.residual.data) {  // then x is an output too
         FA_RETURN_IF_ERROR(check_output(x));
         FA_RETURN_IF_ERROR(check_apart(x, residual, true));
+        FA_RETURN_IF_ERROR(check_apart(x, weight));
     }
     if (any && a.out.data == a.x.data && (p.out_dtype != p.dtype || (a.rows > 1 && a.out.row_stride != a.x.row_stride)))
         return fail(FA_BAD_ARGUMENT, "out.data is x.data, but not with the same dtype and row_stride");
     FA_RETURN_IF_ERROR(check_apart(out, x, true));
     FA_RETURN_IF_ERROR(check_apart(out, residual, true));
-    FA_RETURN_IF_ERROR(check_apart(out, region("weight", a.weight, a.dim, size_of(p.weight_dtype))));
+    FA_RETURN_IF_ERROR(check_apart(out, weight));
     FA_RETURN_IF_ERROR(check_eps(a.eps));
     FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
     FA_RETURN_IF_ERROR(check_reserved(a.reserved));
@@ -77,6 +79,16 @@ fa_status validate(const fa_rope_args* args, RopeParams* params) {
          (a.nheads > 1 && a.out.head_stride != a.x.head_stride)))
         return fail(FA_BAD_ARGUMENT, "out.data is x.data, but not with the same strides");
     FA_RETURN_IF_ERROR(check_apart(out, region("x", a.x, a.batch, a.seqlen, a.nheads, a.headdim, size_of(p.dtype)), true));
+    Regions<1> written;
+    Regions<3> read;
+    written.add(out);
+    const auto table = [&](const char* name, const void* data) {
+        return region(name, fa_matrix{const_cast<void*>(data), a.table_row_stride}, a.table_rows, rotary_dim / 2, size_of(p.table_dtype));
+    };
+    read.add(table("cos", a.cos));
+    read.add(table("sin", a.sin));
+    read.add(region("positions", a.positions, a.per_token ? a.batch * a.seqlen : int64_t(a.batch), 4));
+    FA_RETURN_IF_ERROR(check_apart(written, read));
     FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
     if (!a.positions && a.seqlen > a.table_rows)
         return fail(FA_BAD_ARGUMENT, "seqlen=%" PRId64 " goes beyond table_rows=%" PRId64, a.seqlen, a.table_rows);
@@ -139,6 +151,9 @@ fa_status validate(const fa_sample_args* args, SampleParams* params) {
     if (a.top_k < 0) return fail(FA_BAD_ARGUMENT, "top_k=%d is negative", a.top_k);
     FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
     FA_RETURN_IF_ERROR(check_reserved(a.reserved));
+    const Region out = region("out", a.out, a.batch, 4);
+    FA_RETURN_IF_ERROR(check_apart(out, region("logits", a.logits, a.batch, a.vocab, size_of(p.dtype))));
+    FA_RETURN_IF_ERROR(check_apart(out, region("seeds", a.seeds, a.batch, 8)));
     p.logits = view(a.logits), p.out = a.out;
     p.seeds = a.seeds, p.step = a.step, p.step_stride = a.step_stride, p.seed = a.seed, p.offset = a.offset;
     p.batch = a.batch, p.vocab = a.vocab, p.top_k = a.top_k;

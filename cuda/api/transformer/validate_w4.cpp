@@ -33,6 +33,16 @@ fa_status check_weight(const fa_w4_weight& w, W4View* found) {
     return FA_OK;
 }
 
+// The arrays of a weight with 4-bit elements.
+Regions<3> arrays_of(const fa_w4_weight& w, const W4View& view) {
+    Regions<3> arrays;
+    const int64_t rows = w.out_features, columns = w.in_features, block = w4::block_of(view.format);
+    arrays.add(region("codes", w.codes, rows * ((columns + 1) / 2), 1));
+    arrays.add(region("scales", w.scales, rows * ((columns + block - 1) / block), size_t(w4::scale_bytes_of(view.format))));
+    arrays.add(region("tensor_scale", w.tensor_scale, 1, 4));
+    return arrays;
+}
+
 fa_status check_packed(const void* packed, bool required) {
     if (!packed) return required ? fail(FA_BAD_ARGUMENT, "packed is NULL") : FA_OK;
     if (reinterpret_cast<uintptr_t>(packed) % 128) return fail(FA_BAD_ARGUMENT, "packed=%p is not aligned to 128 bytes", packed);
@@ -69,6 +79,9 @@ fa_status validate(const fa_w4_quantize_args* args, W4QuantizeParams* params) {
     FA_RETURN_IF_ERROR(check_array("w", a.w.data, p.dtype, true));
     FA_RETURN_IF_ERROR(check_bool("search", a.search));
     FA_RETURN_IF_ERROR(check_launch(0, a.num_threads));
+    Regions<1> read;
+    read.add(region("w", a.w, a.out.out_features, a.out.in_features, size_of(p.dtype)));
+    FA_RETURN_IF_ERROR(check_apart(arrays_of(a.out, p.out), read));
     p.w = view(a.w), p.search = a.search, p.num_threads = threads_of(a.device, a.num_threads);
     return FA_OK;
 }
@@ -82,7 +95,9 @@ fa_status validate(const fa_w4_dequantize_args* args, W4DequantizeParams* params
     FA_RETURN_IF_ERROR(check_dtype("out_dtype", a.out_dtype, 0, &p.out_dtype));
     FA_RETURN_IF_ERROR(check_weight(a.weight, &p.weight));
     FA_RETURN_IF_ERROR(check_array("out", a.out.data, p.out_dtype, true));
-    FA_RETURN_IF_ERROR(check_output(region("out", a.out, a.weight.out_features, a.weight.in_features, size_of(p.out_dtype))));
+    const Region out = region("out", a.out, a.weight.out_features, a.weight.in_features, size_of(p.out_dtype));
+    FA_RETURN_IF_ERROR(check_output(out));
+    for (const Region& read : arrays_of(a.weight, p.weight)) FA_RETURN_IF_ERROR(check_apart(out, read));
     FA_RETURN_IF_ERROR(check_launch(0, a.num_threads));
     FA_RETURN_IF_ERROR(check_reserved(a.reserved));
     p.out = view(a.out), p.num_threads = threads_of(a.device, a.num_threads);
@@ -112,6 +127,7 @@ fa_status validate(const fa_w4_pack_args* args, W4PackParams* params) {
     FA_RETURN_IF_ERROR(check_packed(a.packed, true));
     if (a.packed_bytes < bytes)
         return fail(FA_BAD_ARGUMENT, "packed_bytes=%" PRId64 ", but the packed weight has %" PRId64, a.packed_bytes, bytes);
+    for (const Region& read : arrays_of(a.weight, p.weight)) FA_RETURN_IF_ERROR(check_apart(region("packed", a.packed, bytes, 1), read));
     FA_RETURN_IF_ERROR(check_launch(0, a.num_threads));
     p.packed = a.packed, p.pair = a.pair, p.num_threads = threads_of(a.device, a.num_threads);
     return FA_OK;
@@ -128,6 +144,9 @@ fa_status validate(const fa_w4_linear_args* args, Pointers pointers, fa_w4_linea
     FA_RETURN_IF_ERROR(check_format("format", a.format, &p.format));
     const auto check_weight = [&](bool required) { return check_packed(a.packed, required); };
     FA_RETURN_IF_ERROR(check_product(a, p.compute_dtype, pointers == Pointers::kRequired, check_weight, &p));
+    const int64_t bytes = w4::packed_bytes(p.format, p.out_features, p.in_features, p.swiglu);
+    FA_RETURN_IF_ERROR(check_apart(region("out", a.out, a.rows, a.swiglu ? a.out_features / 2 : a.out_features, size_of(p.out_dtype)),
+                                   region("packed", a.packed, bytes, 1)));
     p.packed = a.packed;
     return a.device == FA_CPU && p.packed && a.rows > 0 ? check_header(p) : FA_OK;
 }

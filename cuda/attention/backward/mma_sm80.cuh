@@ -76,10 +76,13 @@ template <typename T, int kD, int kDv, MmaSm kSm, Scores kScores>
 __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBackwardTileOf<kD, kDv, kSm>.blocks_per_sm)
     gradient_kernel(const __grid_constant__ MmaBackwardParams params) {
 #if defined(__CUDA_ARCH__)
-    if ((kSm == MmaSm::k228 || kSm == MmaSm::kShort) && __CUDA_ARCH__ < 900) return;  // never launched there: leaves the code out
-    if (kSm == MmaSm::k164 && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)) return;
     constexpr bool kHasLarger = !(kBackwardTileOf<kD, kDv, MmaSm::k228> == kBackwardTileOf<kD, kDv, MmaSm::k164>);
-    if (kSm == MmaSm::k164 && kHasLarger && __CUDA_ARCH__ >= 900) return;  // they have 227 KB and take k228, or 99 KB and take kAny
+    constexpr bool kTakes228 = takes_more_than_sm80(__CUDA_ARCH__),
+                   kTakes164 = takes_more_than_sm86(__CUDA_ARCH__) || (kTakes228 && !kHasLarger);
+    if (((kSm == MmaSm::k228 || kSm == MmaSm::kShort) && !kTakes228) || (kSm == MmaSm::k164 && !kTakes164)) {
+        __trap();
+        return;
+    }
 #endif
     constexpr BackwardTile kTile = kBackwardTileOf<kD, kDv, kSm>;
     constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32;
@@ -477,6 +480,7 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
         sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::kAny>, kD, kDv>) <= 99 * 1024 && sizeof(DqSmem<T, kD, kDv>) <= 99 * 1024,
         "a block of sm_86 and 89 has no more");
     constexpr size_t kBytes = sizeof(MainSmem<T, kBackwardTileOf<kD, kDv, MmaSm::k164>, kD, kDv>);
+    static_assert(kBytes > kMostSharedSm86, "its code is left out where a block has no more");
     if ((k228 == k164 || shared_memory <= kMostSharedSm80) && serves(k164, kBytes)) return run(K164{}, Plain{});
     return general ? run(Any{}, General{}) : run(Any{}, Plain{});
 }

@@ -35,7 +35,8 @@ struct CacheView {
     DType dtype;                  // of K and V: that of q, or 8-bit
     CacheScale k_scale, v_scale;  // of 8-bit elements
     bool batch_invariant;
-    bool programmatic;   // the kernels before this call may still run, but write neither to the cache nor to its lengths and tables
+    bool programmatic;   // the kernels before this call may still run, but write neither to the cache nor to its lengths and tables; true
+                         // only where the device has programmatic dependent launch (sm_90)
     int32_t num_splits;  // 0 = the kernel's choice
 };
 
@@ -101,8 +102,11 @@ struct AttentionParams {
     FA_HOST_DEVICE bool general_scores() const {
         return softcap != 0 || alibi_slopes || bias.data || mask.data || tree.rows || dropout_threshold;
     }
-    // The batch size that may decide between kernels and tiles.
+    // The batch size, and the number of keys, that may decide between kernels, tiles and cuts. With batch_invariant they are constants: the
+    // capacity of a cache, or the width of a block table, follows the longest sequence of a batch.
+    static constexpr int32_t kInvariantKeys = 8192;
     FA_HOST_DEVICE int32_t deciding_batch() const { return cache.batch_invariant ? 1 : batch; }
+    FA_HOST_DEVICE int32_t deciding_keys() const { return cache.batch_invariant ? kInvariantKeys : seqlen_k; }
     // True when K and V are of q's dtype and a sequence's rows lie a stride apart: no cache, or a contiguous one.
     FA_HOST_DEVICE bool strided_keys() const { return !cache.block_table && (!cache.entries || cache.dtype == dtype); }
 };

@@ -33,6 +33,17 @@ enum class MmaSm {
     k228     // sm_90, sm_100
 };
 constexpr size_t kMostSharedSm80 = size_t(163) << 10;  // bytes that a block of sm_80 may ask for. SMs with more take the tiles for k228
+constexpr size_t kMostSharedSm86 = size_t(99) << 10;   // of sm_86, 89 and 120
+
+// Kernels leave out the code of tiles that no GPU takes which can run the code at hand. A GPU runs the code of its own architecture and of
+// lower ones with the same first digit, and from sm_90 on it may run PTX of any lower one, so these hold for all code of `arch`:
+//     below sm_90    no more than kMostSharedSm80: no tile made for more
+//     sm_86          may run on sm_87, which has kMostSharedSm80: all tiles of sm_80
+//     sm_89          kMostSharedSm86
+//     from sm_90 on  more than kMostSharedSm80, or kMostSharedSm86
+// A launch that comes here against all this must not look like a success: such a kernel traps.
+constexpr bool takes_more_than_sm80(int arch) { return arch >= 900; }
+constexpr bool takes_more_than_sm86(int arch) { return arch < 890; }  // and not more than sm_80
 
 // Head dims are padded with zeros to a bucket: Q and K to d, V and the output to dv. A bucket for each pair would be 25; only
 // (192, 128) is used by models, every other pair runs in the larger of the two. Above 256 dv is that of a part of the columns of V.

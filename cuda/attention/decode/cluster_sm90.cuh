@@ -2,7 +2,8 @@
 // memory and of the way from there to the result. New against ring_sm90.cuh and lanes.cuh:
 //   - The tiles of a key head are dealt in turn to the blocks of a cluster, and in a block to the warps. Which warp has a tile does not
 //   depend
-//     on the length, so a warp fetches its first tile before it knows how many keys there are.
+//     on the length, so a warp fetches its first tile before it knows how many keys there are. With pages it fetches the table's entry
+//     to L2, and reads it when the length says that it belongs to the sequence.
 //   - A warp copies its tiles itself (cp.async) and attends to them without meeting the other warps: no tensor map, no barrier.
 //   - A block adds up its warps' results and sends each block of the cluster the columns that this block finishes (st.async).
 //
@@ -126,13 +127,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
 
     const int unit = blockIdx.x >> p.cluster_log, b = p.units.divide(unit), head_k = p.units.remainder(unit, b);
     const int before = lane_keys_before(p, b);
+    if (const int key = (rank + (warp << p.cluster_log)) * kKeys; p.block_table && lane == 0 && key < p.seqlen_k)
+        prefetch_l2(p.block_table + b * p.table_row + p.page.divide(key));  // read when the length says that it is the sequence's
     ClusterQuery<Plan> query;
     if (!params.programmatic) query.load(p, b, head_k);  // before the keys, which would hold it up; else after them
     ClusterCopies<Plan> copies(p, lane, b, head_k);
     const int first = rank + (warp << p.cluster_log), step = kWarps << p.cluster_log;  // this warp's tiles of the sequence's
-    const bool early = p.window_left < 0 && !p.added && first * kKeys < p.seqlen_k;
+    const bool early = p.window_left < 0 && !p.added && !p.block_table && first * kKeys < p.seqlen_k;
     if (early) {
-        copies.find(p, first * kKeys);
+        copies.find(p, first * kKeys, p.seqlen_k);
         copies.copy(params, first * kKeys, 0, p.seqlen_k, ring, kBytes ? shared_address(scale_of[0][warp]) : 0);
     }
     float k_factor = 1, v_factor = 1;  // bytes: of all keys, or of key 0; asked for while the length is on its way, without a branch
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
     const uint32_t k_lane = TileK::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2), v_lane = TileK::offset(lane % 16, lane / 16);
 
     bool waited = !p.added;  // no other kernel puts keys into the cache
-    if (first < tiles) copies.find(p, key_of(first));
+    if (first < tiles) copies.find(p, key_of(first), keys.end);
     int slot = 0;
     // A tile is copied kSlots rounds before it is attended to: rounds below 0 come before the first. Every round commits two groups.
 #pragma unroll 1
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm) decode_cluster_kernel(c
         if (const int next = tile + kSlots * step; next < tiles) {
             if (!waited && key_of(next) + kKeys > keys.count - p.added) grid_dependency_wait(), waited = true;
             if (!early || next != first) copies.copy(params, key_of(next), keys.begin, keys.end, k_tile, scales);
-            if (next + step < tiles) copies.find(p, key_of(next + step));
+            if (next + step < tiles) copies.find(p, key_of(next + step), keys.end);
         } else if (!early || next != first) {
             cp_async_commit(), cp_async_commit();
         }

@@ -112,12 +112,14 @@ public:
         return p.seqlen_k > 0 ? scale.data[entry_ * scale.batch + head_k_ * scale.head] : 1;
     }
 
-    // Finds the rows of the tile that is copied next: lane l finds row l % kKeys.
-    __device__ __forceinline__ void find(const LaneParams& p, int key0) {
+    // Finds the rows of the tile that is copied next: lane l finds row l % kKeys. `end`: of the keys. The entries of a table past it are
+    // not read.
+    __device__ __forceinline__ void find(const LaneParams& p, int key0, int end) {
         found_row_ = key0 + lane_ % kKeys;
         if (!p.block_table) return;
-        const int key = min(found_row_, p.seqlen_k - 1), page = p.page.divide(key);
-        found_entry_ = clamp_to(p.block_table[b_ * p.table_row + page], 0, p.entries - 1), found_row_ = p.page.remainder(key, page);
+        const int key = found_row_, page = p.page.divide(key);
+        if (key < end) found_entry_ = clamp_to(p.block_table[b_ * p.table_row + page], 0, p.entries - 1);
+        found_row_ = p.page.remainder(key, page);
     }
 
     // The tile of key0 to `to`, and its factors to `scales`. Keys outside [begin, end) arrive as zeros.

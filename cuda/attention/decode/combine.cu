@@ -202,7 +202,11 @@ cudaError_t decode_combine(const DecodeParams& d, int64_t most_blocks, const Dev
     const AttentionParams& p = d.attention;
     const int64_t rows = int64_t(p.batch) * p.seqlen_q * p.nheads;
     const bool wide = p.headdim_v > 128, late = device.compute >= 90;
-    if (rows > most_blocks) {  // a block a row would take turns
+    // The two kernels add up the pieces of a row in different orders. batch_invariant: always the same one, in many blocks.
+    constexpr int kInvariantBlocks = 16;  // of a multiprocessor
+    const bool invariant = p.cache.batch_invariant;
+    if (invariant) most_blocks = std::max<int64_t>(most_blocks, kInvariantBlocks * device.multiprocessors);
+    if (rows > most_blocks && !invariant) {  // a block a row would take turns
         const RowsParams params{d, int(std::clamp<int64_t>(rows / (kWarps * most_blocks), 1, 4))};
         const int64_t groups = groups_of(d.shape, params.neighbours) * decode_units(d.shape, p);
         const unsigned blocks = unsigned(std::min((groups + kWarps - 1) / kWarps, most_blocks));

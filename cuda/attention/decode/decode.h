@@ -28,8 +28,9 @@ inline int64_t rows_of_key_head(const AttentionParams& p) { return int64_t(p.seq
 
 constexpr int kLaneWarps = 8;  // of a block of lanes.cuh; a warp has 1 or 4 rows
 
-// Blocks of a cluster at most: more than 8 need a GPC of the full GPU.
-inline int decode_most_cluster_blocks(const DeviceInfo& device) { return device.multiprocessors >= 128 ? 16 : 8; }
+// Blocks of a cluster at most: 8 on every GPU with clusters; 16, a whole GPC, where a GPU of at least 128 multiprocessors can hold such a
+// cluster. The GPU is asked once in a process.
+int decode_most_cluster_blocks(const DeviceInfo& device);
 
 // Blocks of a cluster, each of which has one unit. At most two blocks are on a multiprocessor, because clusters cannot use all
 // multiprocessors evenly. 0: num_splits asks for a number of pieces that no cluster has blocks.
@@ -52,7 +53,7 @@ inline bool decode_lanes_cluster_wins(const AttentionParams& p, const DeviceInfo
     if (tensor_cores && p.cache.added != 1) return false;
     if (p.cache.num_splits) return true;
     const int64_t units = int64_t(p.deciding_batch()) * p.nheads_k, cluster = decode_cluster_blocks(p, device);
-    const int64_t bytes = int64_t(p.seqlen_k) * (p.headdim + p.headdim_v) * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
+    const int64_t bytes = int64_t(p.deciding_keys()) * (p.headdim + p.headdim_v) * (p.dtype == DType::kFloat32 ? 4 : 2) / cluster;
     const bool one_round = units <= device.multiprocessors;  // of clusters of two
     const bool two_blocks = units * cluster > device.multiprocessors;
     const int most = tensor_cores ? 64 : has_8bit_cache(p) && two_blocks ? 32 : 128;
@@ -66,7 +67,7 @@ inline bool decode_cluster_wins(const AttentionParams& p, const DeviceInfo& devi
     const int64_t rows = rows_of_key_head(p);
     const int cluster = decode_cluster_blocks(p, device);
     if (rows == 1 && !has_8bit_cache(p)) return false;
-    if (p.seqlen_k > 256 * cluster) return false;
+    if (p.deciding_keys() > 256 * cluster) return false;
     return p.cache.num_splits || (!p.cache.batch_invariant && cluster >= 4);
 }
 

@@ -22,6 +22,7 @@ constexpr int kMergeThreads = kMlaColumns / 4;
 struct MlaShares {
     AttentionParams attention;
     int rows, splits;             // rows of a key head, seqlen_q x group; shares of a sequence's keys
+    bool invariant;               // the order of the sum must not depend on `splits`: one kernel, and one number of groups
     const float *partial, *lses;  // (batch, nheads_k, splits, rows, headdim_v) and (batch, nheads_k, splits, rows)
 };
 
@@ -65,14 +66,16 @@ __global__ void __launch_bounds__(kMergeThreads, 12) merge_few_shares_kernel(con
 
 // Up to kMergeLoads shares of a thread are on their way before their weights are known. Many shares are dealt to kMergeGroups groups.
 constexpr int kMergeGroups = 4, kMergeLoads = 16;
-constexpr int merge_groups(int splits) { return splits > kMergeLoads ? kMergeGroups : 1; }
+FA_HOST_DEVICE constexpr int merge_groups(const MlaShares& shares) {
+    return shares.invariant || shares.splits > kMergeLoads ? kMergeGroups : 1;
+}
 template <typename T>
 __global__ void __launch_bounds__(kMergeGroups* kMergeThreads) merge_shares_kernel(const __grid_constant__ MlaShares shares) {
     __shared__ float weight[kMostShares], lse;
     __shared__ float4 sums[kMergeGroups][kMergeThreads];
     grid_dependency_wait();
     const int row = blockIdx.x % shares.rows, heads = blockIdx.x / shares.rows, splits = shares.splits;
-    const int column = threadIdx.x % kMergeThreads, group = threadIdx.x / kMergeThreads, groups = merge_groups(splits);
+    const int column = threadIdx.x % kMergeThreads, group = threadIdx.x / kMergeThreads, groups = merge_groups(shares);
     const float* from = shares.partial + (int64_t(heads) * splits * shares.rows + row) * kMlaColumns + 4 * column;
     float4 x[kMergeLoads];
     const auto load = [&](int begin) {
@@ -125,8 +128,9 @@ cudaError_t merge_mla_shares(const MlaShares& shares, cudaStream_t stream) {
     LaunchOptions options;
     options.programmatic = options.prefers_shared = true;  // the carveout stays as it is
     const unsigned rows = unsigned(shares.attention.batch * shares.attention.nheads_k * shares.rows);
-    if (shares.splits <= kFewShares) return launch_kernel(merge_few_shares_kernel<T>, rows, kMergeThreads, 0, stream, shares, options);
-    return launch_kernel(merge_shares_kernel<T>, rows, unsigned(merge_groups(shares.splits) * kMergeThreads), 0, stream, shares, options);
+    if (shares.splits <= kFewShares && !shares.invariant)
+        return launch_kernel(merge_few_shares_kernel<T>, rows, kMergeThreads, 0, stream, shares, options);
+    return launch_kernel(merge_shares_kernel<T>, rows, unsigned(merge_groups(shares) * kMergeThreads), 0, stream, shares, options);
 }
 
 }  // namespace fa

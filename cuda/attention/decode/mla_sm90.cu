@@ -51,6 +51,7 @@ struct MlaParams {
     AttentionParams attention;
     int rows, row_blocks;   // seqlen_q x group; blocks of 64 of them
     int splits;             // shares of a sequence's keys
+    bool invariant;         // a sequence's shares follow from its own keys; those left over are empty
     float scale_log2;       // softmax_scale in units of log 2
     int blocks;             // of a cluster: 2 where row_blocks is even, else 1
     Divisor page, group;    // by the size of a page, the query heads of a key head
@@ -105,7 +106,8 @@ __device__ __forceinline__ MlaWork mla_work(const MlaParams& params, int block) 
     w.top = window_range(p, w.s, params.group.divide(begin_row));
     w.bottom = window_range(p, w.s, params.group.divide(min(begin_row + params.blocks * kRows, params.rows) - 1));
     const int begin = w.top.begin, end = w.bottom.end;
-    const int tiles = end > begin ? (end - 1) / kKeys - begin / kKeys + 1 : 0, share = (tiles + params.splits - 1) / params.splits;
+    const int tiles = end > begin ? (end - 1) / kKeys - begin / kKeys + 1 : 0,
+              share = params.invariant ? mla_invariant_share(tiles) : (tiles + params.splits - 1) / params.splits;
     w.first = begin / kKeys + w.split * share, w.count = max(0, min(share, tiles - w.split * share));
     return w;
 }
@@ -210,7 +212,9 @@ struct MlaLoader {
         __syncwarp();
     }
 };
-// A warp no longer needs a slot of its half: it says so to all blocks that fill it.
+// A warp of O no longer needs a slot of its half: it says so to all blocks that fill it. The warps of the scores read the slot, too, and
+// may zero some of it, but only arrive at p_full: P of a tile is published after its scores are complete, and O waits for P. So what they
+// read and wrote comes before the next copy by way of two barriers, p_full and v_empty. A slot that held Q they release themselves.
 template <typename T, MlaValues kValues>
 __device__ __forceinline__ void release_values(const MlaParams& params, MlaSmem<T, kValues>& smem, int half, int slot, int lane) {
     const uint32_t empty = shared_address(smem.v_empty[half] + slot);
@@ -537,6 +541,7 @@ MlaParams mla_params(const AttentionParams& p, int multiprocessors) {
     params.row_blocks = (params.rows + kRows - 1) / kRows;
     params.blocks = params.row_blocks % 2 ? 1 : 2;
     params.splits = mla_splits(p, mla_keys(!mla_v_is_k(p)), int64_t(params.row_blocks) * p.nheads_k, multiprocessors);
+    params.invariant = mla_is_invariant(p);
     if (params.splits > 1) {
         params.partial = static_cast<float*>(align_up(p.workspace, 16));
         params.lses = params.partial + int64_t(p.batch) * p.nheads_k * params.splits * params.rows * kDv;
@@ -568,7 +573,7 @@ cudaError_t launch_mla(const AttentionParams& p, int multiprocessors, cudaStream
     const cudaError_t error = launch_kernel(decode_mla_kernel<T, kValues>, unsigned(heads * params.row_blocks * params.splits), kThreads,
                                             sizeof(Smem), stream, params, options);
     if (error != cudaSuccess || params.splits == 1) return error;
-    return merge_mla_shares<T>({p, params.rows, params.splits, params.partial, params.lses}, stream);
+    return merge_mla_shares<T>({p, params.rows, params.splits, params.invariant, params.partial, params.lses}, stream);
 }
 
 }  // namespace

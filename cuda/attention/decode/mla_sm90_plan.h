@@ -13,15 +13,27 @@ inline bool mla_v_is_k(const AttentionParams& p) {
 }
 FA_HOST_DEVICE constexpr int mla_keys(bool own_v) { return own_v ? 32 : 64; }  // of a tile
 
+constexpr int kMlaMostSplits = 128, kMlaInvariantTiles = 32;  // shares at most; batch_invariant: tiles of a share
+
+// batch_invariant: a sequence has a share for every kMlaInvariantTiles of its own tiles, whatever the capacity of the cache.
+inline bool mla_is_invariant(const AttentionParams& p) { return p.cache.batch_invariant && p.cache.num_splits == 0; }
+FA_HOST_DEVICE constexpr int mla_invariant_share(int tiles) {
+    const int least = (tiles + kMlaMostSplits - 1) / kMlaMostSplits;
+    return least > kMlaInvariantTiles ? least : kMlaInvariantTiles;
+}
+
 // Into how many shares the keys of every sequence are cut: the number with the least time for the whole grid, one block on each
 // multiprocessor, in tiles of `keys` keys. A block costs a few tiles more than its share has. The host knows only the capacity of the
 // cache, which stands for the lengths.
 inline int mla_splits(const AttentionParams& p, int keys, int64_t blocks_per_sequence, int multiprocessors) {
-    constexpr int kBlockCost = 6, kInvariantTiles = 32, kMostSplits = 128;
-    const int64_t tiles = (int64_t(p.seqlen_k) + keys - 1) / keys, most = tiles < kMostSplits ? tiles : kMostSplits;
+    constexpr int kBlockCost = 6;
+    const int64_t tiles = (int64_t(p.seqlen_k) + keys - 1) / keys, most = tiles < kMlaMostSplits ? tiles : kMlaMostSplits;
     if (p.cache.num_splits > 0) return p.cache.num_splits;
     if (most <= 1) return 1;
-    if (p.cache.batch_invariant) return int(tiles < kInvariantTiles * most ? (tiles + kInvariantTiles - 1) / kInvariantTiles : most);
+    if (mla_is_invariant(p)) {  // room for the shares of every length
+        const int64_t shares = (tiles + kMlaInvariantTiles - 1) / kMlaInvariantTiles;
+        return int(shares < kMlaMostSplits ? shares : kMlaMostSplits);
+    }
     int64_t best = 1, best_cost = -1;
     for (int64_t splits = 1; splits <= most; ++splits) {
         const int64_t waves = (p.batch * blocks_per_sequence * splits + multiprocessors - 1) / multiprocessors;

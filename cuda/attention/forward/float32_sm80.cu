@@ -74,7 +74,10 @@ struct Float32Params {
 template <int kColumns, int kBlockM, int kBlockN>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ Float32Params params) {
 #if defined(__CUDA_ARCH__)
-    if (kBlockM == 128 && __CUDA_ARCH__ < 900) return;  // never launched there, for want of shared memory: leaves the code out
+    if (kBlockM == 128 && !takes_more_than_sm80(__CUDA_ARCH__)) {
+        __trap();
+        return;
+    }
 #endif
     constexpr int kRows = kBlockM / kLanes, kKeys = kBlockN / kLanes, kChunks = kColumns / kChunk;
     constexpr int kUnroll = kRows * kKeys + kRows * kColumns / kLanes >= 96 ? 1 : 2;  // where S and O leave registers for it
@@ -216,6 +219,8 @@ cudaError_t launch(const AttentionParams& p, cudaStream_t stream) {
 template <int kColumns>
 cudaError_t launch(const AttentionParams& p, int multiprocessors, size_t shared_memory, cudaStream_t stream) {
     constexpr Float32Tile kLarge = large_tile(kColumns), kSmall = small_tile(kColumns);
+    static_assert(sizeof(Smem<kColumns, kLarge.block_m, kLarge.block_n>) > kMostSharedSm80,
+                  "its code is left out where a block has no more");
     const bool fits = sizeof(Smem<kColumns, kLarge.block_m, kLarge.block_n>) <= shared_memory;
     const int64_t blocks = (int64_t(p.seqlen_q) + kLarge.block_m - 1) / kLarge.block_m * p.nheads * p.deciding_batch();
     if (fits && p.seqlen_q > kSmall.block_m && 2 * blocks > multiprocessors)

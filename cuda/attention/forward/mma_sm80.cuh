@@ -141,7 +141,10 @@ template <typename T, int kD, int kDv, MmaSm kSm, Options kOptions, KeyRows kKey
 __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T, kD, kDv, kSm>.blocks_per_sm)
     attention_kernel(const __grid_constant__ MmaParams params) {
 #if defined(__CUDA_ARCH__)
-    if (kSm == MmaSm::k228 && __CUDA_ARCH__ < 900) return;  // never launched there: leaves the code out
+    if (kSm == MmaSm::k228 && !takes_more_than_sm80(__CUDA_ARCH__)) {
+        __trap();
+        return;
+    }
 #endif
     constexpr MmaTile kTile = kTileOf<T, kD, kDv, kSm>;
     constexpr bool kGeneral = kOptions == Options::kAll, kPaged = kKeyRows == KeyRows::kInPages;
@@ -515,9 +518,9 @@ cudaError_t launch_bucket(const AttentionParams& p, int multiprocessors, size_t 
     };
     if constexpr (sizeof(T) == 2) {
         constexpr const MmaTile &kShort = kTileOf<T, kD, kDv, MmaSm::kShort>, &k99 = kTileOf<T, kD, kDv, MmaSm::k99>;
-        if (!general && aligned && p.seqlen_q <= 2 * kShort.block_m && p.seqlen_k <= kShort.block_n)
+        if (!general && aligned && p.seqlen_q <= 2 * kShort.block_m && p.deciding_keys() <= kShort.block_n)
             return launch_tile<T, kD, kDv, MmaSm::kShort, Options::kNone, KeyRows::kStrided>(params, stream);
-        if (!general && aligned && mma_tile_runs_at_once(k99, heads, p.seqlen_q, p.seqlen_k, multiprocessors))
+        if (!general && aligned && mma_tile_runs_at_once(k99, heads, p.seqlen_q, p.deciding_keys(), multiprocessors))
             return launch_tile<T, kD, kDv, MmaSm::k99, Options::kNone, KeyRows::kStrided>(params, stream);
     }
     if (!general) {

@@ -150,11 +150,11 @@ inline bool wgmma_blocks_of_192_idle(const AttentionParams& p, int multiprocesso
 
 inline WgmmaPlanId wgmma_choose(const AttentionParams& p, int multiprocessors) {
     const bool general = wgmma_needs_general(p), causal = p.window_right >= 0, pages = p.cache.block_table;
-    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v, keys = p.seqlen_k;
+    const int d = p.headdim > p.headdim_v ? p.headdim : p.headdim_v, keys = p.deciding_keys();
     // In tiles of 128 x 128 every row sees a key of its first tile when the diagonal starts at a multiple of 128. A row that does not would
     // send its warp down the slow path of the speculative maximum.
-    const bool aligned =
-        !causal || p.cu_seqlens_q || p.top_left || (!p.cache.seqlens && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
+    const bool aligned = !causal || p.cu_seqlens_q || p.top_left ||
+                         (!p.cache.seqlens && !p.cache.batch_invariant && (int64_t(p.seqlen_k) - p.seqlen_q + p.window_right) % 128 == 0);
     if (d <= 64) {
         if (general) return WgmmaPlanId::kD64General;
         if (keys <= (causal ? 2048 : 1024) || (pages && p.cache.page_size % 8)) return WgmmaPlanId::kD64Short;

@@ -81,8 +81,9 @@ constexpr double split_tile_time(SplitTile tile) {
 }
 // Keys that a row sees on average.
 inline double visible_keys_on_average(const AttentionParams& p) {
-    if (p.window_right < 0 || p.seqlen_k <= p.seqlen_q) return p.seqlen_k;
-    return p.top_left ? double(p.seqlen_q) / 2 + p.window_right : p.seqlen_k - double(p.seqlen_q) / 2;
+    const int32_t keys = p.deciding_keys();
+    if (p.window_right < 0 || keys <= p.seqlen_q) return keys;
+    return p.top_left ? double(p.seqlen_q) / 2 + p.window_right : keys - double(p.seqlen_q) / 2;
 }
 inline double key_bytes(const AttentionParams& p) { return 2.0 * (p.headdim + p.headdim_v); }  // K and V of a key
 
@@ -172,11 +173,11 @@ inline bool split_wins(const AttentionParams& p, const DeviceInfo& device) {
     constexpr double kOverhead = 10, kWgmmaOverhead = 6, kDecodeOverhead = 12;  // launch, first tile, merge; measured
     constexpr double kDecodeRate = 2.8e6;                                       // decode_split_sm80 with 17 to 64 rows; measured
     if (p.tree.rows) return true;  // the others that know trees give a block all keys of its rows
-    if (p.seqlen_k < 1024) return false;
+    if (p.deciding_keys() < 1024) return false;
     const int64_t rows = rows_of_key_head(p);
     // decode_ring_sm90 reads long caches at the speed of memory, and is slow to begin.
-    if (rows <= 16) return rows > 8 && int64_t(p.deciding_batch()) * p.nheads_k * p.seqlen_k < 65536;
-    if (p.window_right >= 0 && p.seqlen_k < 4 * int64_t(p.seqlen_q)) return false;  // rows see different numbers of keys
+    if (rows <= 16) return rows > 8 && int64_t(p.deciding_batch()) * p.nheads_k * p.deciding_keys() < 65536;
+    if (p.window_right >= 0 && p.deciding_keys() < 4 * int64_t(p.seqlen_q)) return false;  // rows see different numbers of keys
     const int64_t full_blocks = int64_t(p.seqlen_q / 128) * p.nheads * p.deciding_batch();
     if (full_blocks > 4 * device.multiprocessors) return false;
     const double wgmma = kWgmmaOverhead + wgmma_time(p, device);

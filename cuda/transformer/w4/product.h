@@ -28,8 +28,12 @@ inline bool reads_by_fours(const W4LinearParams& p) {
     return p.in_features % 4 == 0 && by_fours(p.x.data, p.rows > 1 ? p.x.row : 0, p.dtype) &&
            (!p.norm_weight || by_fours(p.norm_weight, 0, p.norm_dtype));
 }
-// The copy engine can fetch x: it takes no rows that overlap.
-inline bool fetches_x(const W4LinearParams& p) { return x_is_ready(p) && (p.rows == 1 || p.x.row >= p.in_features); }
+// The copy engine takes rows of 16-bit elements that follow each other in memory, do not overlap and lie less than 2^40 bytes apart.
+inline bool copy_engine_takes_rows(const W4LinearParams& p, const MatrixView& view, int64_t columns) {
+    constexpr int64_t kMost = (int64_t(1) << 40) / 2;
+    return p.rows == 1 || (view.row >= columns && view.row < kMost);
+}
+inline bool fetches_x(const W4LinearParams& p) { return x_is_ready(p) && copy_engine_takes_rows(p, p.x, p.in_features); }
 
 // Calls body with the format as a std::integral_constant.
 template <typename Body>

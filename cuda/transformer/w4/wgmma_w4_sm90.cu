@@ -83,7 +83,7 @@ cudaError_t launch(const W4LinearParams& p, const Plan& plan, cudaStream_t strea
     const int64_t out_row = p.rows > 1 ? p.out.row : 0, residual_row = p.rows > 1 ? p.residual.row : 0;
     all.fours =
         by_fours(p.out.data, out_row, p.out_dtype) && (!p.residual.data || by_fours(p.residual.data, residual_row, p.residual_dtype));
-    all.eights = p.out_dtype == p.compute_dtype && by_eights(p.out, p) &&
+    all.eights = p.out_dtype == p.compute_dtype && by_eights(p.out, p) && w4::copy_engine_takes_rows(p, p.out, p.columns()) &&
                  (!p.residual.data || (p.residual_dtype == p.compute_dtype && by_eights(p.residual, p)));
 
     TensorTiles x{};

@@ -35,7 +35,7 @@ struct WgmmaW4 {
     int32_t splits, part_blocks;       // blocks that share a split tile, a cluster; blocks that have a part of one
     int32_t share;                     // steps of 64 columns in a part
     bool fours;                        // load_4 and store_4 can access out and residual
-    bool eights;                       // out and residual have the compute dtype, and rows of whole 16-byte pieces
+    bool eights;  // out and residual have the compute dtype and rows of whole 16-byte pieces, and the copy engine can store out's
 };
 
 template <typename T, w4::Format kFormat, int kTokens>

@@ -28,12 +28,18 @@ struct W4Place {
     float factor;
 };
 
-// For 16-bit out and residual in rows of 16-byte pieces: 64 tokens at a time, in two buffers. A token is a row of 128 bytes, 64 features
-// (32 in a pair), in the swizzle of the copy engine. The residual is brought to the buffer first; the thread that has the sum reads it
-// there.
+// For 16-bit out and residual in rows of 16-byte pieces: 64 tokens at a time, in two buffers in turn. A token is a row of 128 bytes, 64
+// features (32 in a pair), in the swizzle of the copy engine. The residual is brought to the buffer first; the thread that has the sum
+// reads it there.
+//
+// A tile of up to 64 tokens has one turn, and then all tiles use the same buffer. A taller tile has an even number of turns, so the buffers
+// alternate from tile to tile, too. Every turn commits one group of copies, even where it has nothing to store: so the newest group belongs
+// to the turn before, and all groups but the newest to turns that used other buffers or are over.
 template <typename T, int kTokens>
 __device__ __forceinline__ void store_fast(const W4Place& place, float (&sums)[kTokens / 2], uint32_t staging) {
-    constexpr int kTurned = w4_turned(kTokens), kMine = kTurned * 8 / 128;  // tokens at a time; pieces of a thread
+    constexpr int kTurned = w4_turned(kTokens), kMine = kTurned * 8 / 128;    // tokens at a time; pieces of a thread
+    constexpr int kTurns = kTokens / kTurned, kReading = kTurns > 1 ? 1 : 0;  // groups that may still read when a turn begins
+    static_assert(kTurns == 1 || kTurns % 2 == 0, "a turn's buffer is not that of the turn before");
     static_assert(2 * kTurned * kChunkRowBytes <= w4_staging(kTokens));
     const W4LinearParams& p = place.p;
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32, barrier = kW4Store + threadIdx.x / 128;
@@ -63,8 +69,8 @@ __device__ __forceinline__ void store_fast(const W4Place& place, float (&sums)[k
     for (int first = 0; first < kTokens; first += kTurned) {
         const uint32_t buffer = staging + first / kTurned % 2 * (kTurned * kChunkRowBytes);
         const auto at = [&](int token, int piece) { return buffer + token * kChunkRowBytes + ((piece ^ token % 8) << 4); };
-        if (thread == 0) bulk_wait_read<1>();
-        bar_sync(barrier, 128);  // the buffer's earlier contents have been stored
+        if (thread == 0) bulk_wait_read<kReading>();
+        bar_sync(barrier, 128);  // the buffer's earlier contents have been read
         if (p.residual.data) {
             each_piece(first, [&](int j, int token, int piece) { store_shared_16(at(token, piece), residual[j]); });
             if (first + kTurned < kTokens) fetch_residual(first + kTurned);
@@ -106,8 +112,9 @@ __device__ __forceinline__ void store_fast(const W4Place& place, float (&sums)[k
             }
             fence_proxy_async();
             bar_sync(barrier, 128);
-            if (thread == 0 && column0 < columns && place.token + first < p.rows) {
-                tma_store(place.map_out, buffer, column0, place.token + first, 0, 0, 0);
+            if (thread == 0) {
+                if (column0 < columns && place.token + first < p.rows)
+                    tma_store(place.map_out, buffer, column0, place.token + first, 0, 0, 0);
                 bulk_commit();
             }
         }

@@ -1,8 +1,8 @@
 """A call of a rank as the library takes it, made once and then again at other addresses.
 
-Most calls differ from an earlier one in nothing but addresses. All that the long way checks and derives follows from
-the call's signature (_repeat.py), so a group keeps the structs of its calls, and the next call of the same signature
-fills in addresses, allocates and launches.
+Most calls differ from an earlier one in nothing but addresses. All that the long way checks follows from the call's
+signature (_repeat.py), so a group keeps the structs of its calls, and the next call of the same signature fills in
+addresses, allocates and launches. The size of the workspace does not follow from it: see Prepared._new_workspace.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes as ct
 from collections.abc import Callable
 from typing import Any
 
-from .. import _record
+from .. import _arrays, _record
 from .._arrays import View
 from .._library import CPU, Unsupported, WorkspaceTooSmall, new
 from ._structs import KINDS, DistributedPlan, load
@@ -32,7 +32,8 @@ class Prepared:
         self.places: list[tuple[ct.Structure, str] | None] = []  # of the address of each array that the caller gives
         self.outputs: list[tuple] = []  # (struct, field, its View; then what makes one) or (where it is among arrays,)
         self.plan = new(DistributedPlan)
-        self._new_workspace: Callable | None = None
+        self._workspace_bytes = 0  # that the last such call had
+        self._make_workspace: Callable | None = None  # on a GPU: of this size
 
     def output(self, struct: ct.Structure, field: str, view: View, given: int | None = None) -> None:
         """One more result: new, or number `given` of the caller's arrays."""
@@ -52,17 +53,17 @@ class Prepared:
         if sign is not None and not self._reads(arrays):  # a copy of one is made again at every call
             sign = None
         stream = None if self.on_cpu else self.door.stream(views)
-        workspace = self._put_workspace(group, lambda size: views[0].door.empty(views[0], (size,), "uint8"))
+        workspace = self._new_workspace(group, views[0])
 
         def finish() -> list[Any]:
             results = [
                 arrays[output[0]] if len(output) == 1 else output[2].door.result(output[2]) for output in self.outputs
             ]
             if sign is not None:
-                self._keep(group, sign, views[0], workspace)
+                self._keep(group, sign, views[0])
             return results
 
-        return self._launcher(stream, (views, workspace, arrays)), finish
+        return self._launcher(group, stream, arrays, (views, workspace)), finish
 
     def _reads(self, arrays: tuple) -> bool:
         """Whether the structs hold the addresses of the arrays that `again` would put into them."""
@@ -87,42 +88,64 @@ class Prepared:
                 results.append(make(arrays[0]))
                 setattr(struct, field, address(results[-1]))
             stream = None if self.on_cpu else self.door.current_stream(self.index)
+            workspace = self._next_workspace(group, arrays[0])
         except RuntimeError:
             return None
-        make_workspace = self._new_workspace
-        workspace = self._put_workspace(group, lambda size: make_workspace and make_workspace(arrays[0]))
-        return self._launcher(stream, workspace), lambda: results
+        return self._launcher(group, stream, arrays, workspace), lambda: results
 
-    def _keep(self, group: Group, sign: tuple, like: View, workspace: Any) -> None:
+    def _keep(self, group: Group, sign: tuple, like: View) -> None:
         maker = self.door.maker
         self.outputs = [
             output if len(output) == 1 else (*output[:2], maker(like, output[2])) for output in self.outputs
         ]
-        if not self.on_cpu and workspace is not None:
-            self._new_workspace = maker(like, workspace)
         if len(group.calls) >= _MOST_PREPARED:
             group.calls.clear()
         group.calls[sign] = self
 
+    # The workspace. What the library is told is what there is, and it compares that with the plan of the very call.
+    # So a call begins with as much as the last one of its signature had. That one's plan may be another one: lengths
+    # given as numbers, alignment and the environment decide about it, too. Where it was too little, `launch` asks.
+
+    def _new_workspace(self, group: Group, like: View) -> Any:
+        """Makes a workspace for the plan. Returns what keeps it alive."""
+        made, size = None, self.plan.workspace_bytes
+        self._workspace_bytes, self._make_workspace = 0, None  # in case that there is no memory
+        if size and not self.on_cpu:
+            made = like.door.empty(like, (size,), "uint8")
+            self._make_workspace = like.door.maker(like, made)
+        self._workspace_bytes = size
+        return self._put_workspace(group, lambda _: made)
+
+    def _next_workspace(self, group: Group, array: Any) -> Any:
+        """Makes one more of the size of the last, beside an array described like q."""
+        make = self._make_workspace
+        return self._put_workspace(group, lambda _: make and make(array))
+
     def _put_workspace(self, group: Group, make: Callable[[int], Any]) -> Any:
-        size = self.plan.workspace_bytes
+        size = self._workspace_bytes
         if self.on_cpu:
             kept = group.scratch(size)
-            address = kept.ctypes.data
+            address, size = kept.ctypes.data, kept.size
         else:
             kept = make(size) if size else None
             address = None if kept is None else kept.pointer if isinstance(kept, View) else self.door.address(kept)
         self.inner.workspace, self.inner.workspace_bytes = address, size
         return kept
 
-    def _launcher(self, stream: int | None, kept: Any) -> Callable[[int], None]:
-        lib, outer, shared_bytes = load(), self.outer, self.plan.shared_bytes
+    def _launcher(self, group: Group, stream: int | None, arrays: tuple, kept: Any) -> Callable[[int], None]:
+        lib, outer = load(), self.outer
         function = getattr(lib, f"fa_distributed_{self.name}")
 
         def launch(handle: int, kept: Any = kept) -> None:
-            with contextlib.suppress(WorkspaceTooSmall):  # on all ranks: one of them shares too little memory
+            with contextlib.suppress(WorkspaceTooSmall):  # on all ranks or on none
                 return function(handle, outer, stream)
-            lib.fa_group_reserve(handle, shared_bytes)
+            try:
+                self.ask(group.kind, group.rank, group.size)
+                kept = kept, self._new_workspace(group, _arrays.view(arrays[0], "q"))
+            except Exception as error:
+                group.refuse(error)
+                raise
+            lib.fa_group_reserve(handle, self.plan.shared_bytes)
             function(handle, outer, stream)
 
         return launch

@@ -126,7 +126,6 @@ def decode(
             call, room = known.kept
             known.inner.seqlen_k = room
             _shorten(known.inner, cache_seqlens, call.seqlen_new)
-            known.ask(group.kind, group.rank, group.size)  # a longer cache may take more workspace
 
     results = make_call(group, arrays, start, adjust)
     return tuple(results) if len(results) > 1 else results[0]

@@ -59,7 +59,8 @@ class Group:
         self.device = "cpu" if args.device == CPU else f"cuda:{args.device_index}"
         self._failures: list[BaseException] = []  # of all_gather, which C cannot pass on
         self._callback = args.all_gather = _callback(all_gather, args.size, self._failures)
-        self._turn, self._ending = threading.Lock(), threading.Lock()
+        self._turn, self._caller = threading.Lock(), 0  # the call of this rank, and its thread
+        self._ending = threading.RLock()  # a collector may run `close` or `abort` anywhere
         self._crew, self._process = crew, os.getpid()
         self._scratch: np.ndarray | None = None
         self.calls: dict[tuple, Any] = {}  # prepared calls by their signatures; see calls.py
@@ -89,47 +90,62 @@ class Group:
 
     def close(self) -> None:
         """Frees what the group holds on this rank. Collective: it waits for the other ranks, at most the timeout,
-        unless the group is over. Groups of thread_groups do not wait: the last one to be closed frees all of them."""
+        unless the group is over. Groups of thread_groups do not wait: the first that is closed ends them all, and the
+        last frees them."""
         if self._handle is None:
             return
+        if os.getpid() != self._process:  # the copy of a fork, where other threads hold their locks for ever
+            self._handle = None
+            self._finalizer.detach()
+            return
+        if self._caller == threading.get_ident():
+            raise BadArgument(f"group={self} is in a call of this thread, which cannot close it before the call ends")
         with self._turn:  # behind the call that another thread of this rank makes
             with self._ending:
                 handle, self._handle = self._handle, None
-            if handle is None or not self._finalizer.detach() or os.getpid() != self._process:
+            if handle is None or not self._finalizer.detach():
                 return
             self.calls.clear()
             if self._crew:
-                self._crew.leave(handle)
+                self._crew.leave(handle, f"rank {self.rank} has closed its group")
             else:
                 load().fa_group_destroy(handle)
 
     def abort(self, reason: str) -> None:
         """Ends the group, from any thread: calls of all ranks raise RankLost with the reason, those that wait too."""
+        if os.getpid() != self._process:
+            return
         with self._ending:
-            if self._handle is not None and os.getpid() == self._process:
+            if self._handle is not None:
                 load().fa_group_abort(self._handle, str(reason).encode())
 
     def reserve(self, shared_bytes: int) -> None:
         """Makes sure that every rank has so much memory that the others can read: the largest `shared_bytes` of the
         plans to come. Collective. Calls do it by themselves, at the first one that needs more, and then wait for the
         GPU; a program that captures CUDA graphs does it before."""
-        size = _integer("shared_bytes", shared_bytes, 0, 2**63 - 1)
-        self.collective(lambda: (lambda handle: load().fa_group_reserve(handle, size), lambda: None))
+
+        def prepare() -> tuple:
+            size = _integer("shared_bytes", shared_bytes, 0, 2**63 - 1)
+            return lambda handle: load().fa_group_reserve(handle, size), lambda: None
+
+        self.collective(prepare)
 
     # ---- for calls.py ----
 
     def collective(self, prepare: Callable[[], tuple[Callable[[int], None], Callable[[], Result]]]) -> Result:
         """A call of this rank. `prepare` returns a function that makes it with the group's handle, and one of its
         result. Where `prepare` fails, the other ranks, which wait for this one, are told so."""
+        if os.getpid() != self._process:
+            raise BadArgument(f"group={self} belongs to process {self._process}, and this is {os.getpid()}")
         if not self._turn.acquire(blocking=False):
             raise BadArgument(f"group={self} is in another call of this rank: a rank makes one call at a time")
         try:
+            self._caller = threading.get_ident()
             if self._handle is None:
                 raise BadArgument(f"group={self} is closed")
-            if os.getpid() != self._process:
-                raise BadArgument(f"group={self} belongs to process {self._process}, and this is {os.getpid()}")
             return self._start(prepare)()
         finally:
+            self._caller = 0
             self._turn.release()
 
     def _start(self, prepare: Callable) -> Callable[[], Any]:
@@ -138,7 +154,7 @@ class Group:
             try:
                 launch, result = prepare()
             except Exception as error:
-                self._refuse(error)
+                self.refuse(error)
                 raise
             launch(self._handle)
             return result
@@ -148,7 +164,8 @@ class Group:
             error._everybodys = True  # type: ignore[attr-defined]
             raise
 
-    def _refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception) -> None:
+        """Tells the other ranks, which wait for this one's call, that it does not come."""
         status = next((number for number, kind in _ERRORS.items() if isinstance(error, kind)), 1)
         text = str(error) if isinstance(error, FlashAttnError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(FlashAttnError):  # its own error is the one to raise
@@ -167,20 +184,24 @@ class Group:
 
 
 class _Crew:
-    """The groups of thread_groups, which one thread may close one after another: nothing is freed before the last."""
+    """The groups of thread_groups, which one thread may close one after another: nothing is freed before the last.
+    The first ends the group, so that no rank waits for it."""
 
     def __init__(self, size: int):
-        self.size, self.handles, self.lock = size, [], threading.Lock()
+        # A collector may drop one group of the crew while this thread closes another.
+        self.size, self.handles, self.lock = size, [], threading.RLock()
 
-    def leave(self, handle: int) -> None:
+    def leave(self, handle: int | None, reason: str) -> None:
+        """A rank leaves; without a handle, one whose group could not be made."""
+        lib = load()
+        if handle is not None:
+            lib.fa_group_abort(handle, reason.encode())
         with self.lock:
             self.handles.append(handle)
             if len(self.handles) < self.size:
                 return
-        lib = load()
-        for handle in self.handles:
-            lib.fa_group_abort(handle, b"every rank has closed its group")  # so that nobody waits for the others
-        for handle in self.handles:
+            handles, self.handles = self.handles, []
+        for handle in handles:
             lib.fa_group_destroy(handle)
 
 
@@ -188,10 +209,11 @@ def _drop(handle: int, crew: _Crew | None, process: int, rank: int) -> None:
     """A group that nobody refers to any more. A garbage collector cannot wait for other ranks."""
     if os.getpid() != process:
         return  # the copy of a fork
+    reason = f"rank {rank} dropped its group without closing it"
     if crew:
-        crew.leave(handle)
+        crew.leave(handle, reason)
     else:
-        load().fa_group_abort(handle, f"rank {rank} dropped its group without closing it".encode())
+        load().fa_group_abort(handle, reason.encode())
         load().fa_group_destroy(handle)
 
 
@@ -361,6 +383,7 @@ def thread_groups(
         try:
             return Group(every[rank], all_gather, "threads", crew)
         except BaseException:
+            crew.leave(None, "")
             barrier.abort()
             raise
 

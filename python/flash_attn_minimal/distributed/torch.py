@@ -18,6 +18,7 @@ of every other weight are: the sum over the ranks is the gradient.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import weakref
@@ -48,7 +49,17 @@ _TIMEOUT = 600.0  # seconds: ranks save checkpoints and compile at different tim
 
 # By the process group's name and the device: a reference to the process group, and its Group.
 _made: dict[tuple[str, str], tuple[Any, Group]] = {}
-_making = threading.Lock()
+_making = threading.RLock()  # a collector may run close_groups anywhere
+
+
+def _forget_groups() -> None:
+    """In the child of a fork: they are the parent's, and another thread may have held the lock."""
+    global _making
+    _making = threading.RLock()
+    _made.clear()
+
+
+os.register_at_fork(after_in_child=_forget_groups)
 
 
 def group_of(process_group: Any = None, device: Any = "cpu") -> Group:

@@ -217,7 +217,7 @@ class Cached(Function):
         return min(self.get(spec, "rotary_dim"), self.get(spec, "headdim")) // 2 * 2
 
     def rotary_rows(self, spec) -> int:
-        return self.get(spec, "rotary_rows") or max(self.capacity(spec), self.get(spec, "seqlen_q"), 1)
+        return self.get(spec, "rotary_rows") or self.capacity(spec) + self.get(spec, "seqlen_q") + 1
 
     def arrays(self, spec):
         get = functools.partial(self.get, spec)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .._library import BadArgument
 from .config import Config
 
@@ -62,7 +64,12 @@ class KVCache:
         self.v: list[Any] = [storage[layer, 1] for layer in range(config.n_layers)]
         self.rope = tuple(device.vector(table) for table in config.rope_tables(context))
         self.nbytes = storage.nbytes
+        self._bits = storage.view(np.dtype(f"u{storage.dtype.itemsize}"))  # CuPy does not fill bfloat16
         self.position_bytes = self.nbytes // (rows[0] * rows[1])
+
+    def clear(self, slot: int) -> None:
+        """Zeros in a slot of a contiguous cache."""
+        self._bits[:, :, slot] = 0
 
     def describe(self) -> str:
         if self.page_size is None:

@@ -67,6 +67,8 @@ def _piece(engine: Engine) -> float:
 def _check_same(requests: Mapping[str, list[Request]]) -> None:
     (name, texts), (other, others) = requests.items()
     for text, theirs in zip(texts, others, strict=True):
+        if error := text.error or theirs.error:
+            raise error
         if text.tokens != theirs.tokens:
             pairs = itertools.zip_longest(text.tokens, theirs.tokens)
             at = next(i for i, (mine, its) in enumerate(pairs) if mine != its)

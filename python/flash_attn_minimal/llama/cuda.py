@@ -113,6 +113,7 @@ class Cuda:
             except (TypeError, ValueError, NotImplementedError) as error:  # bfloat16, CuPy before 14
                 what = f"dtype={native.name!r} is not served by this CuPy {cupy.__version__}"
                 raise BadArgument(f"{what}: {error}") from None
+        self.reads_unfilled = attention == "standard"  # and multiplies the values there by 0
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._cublas = Cublas(cupy, self.stream)
         self._kernels = _Kernels(cupy)
@@ -390,8 +391,8 @@ class _Kernels:
 
     def advance(self, tokens: Any, active: Any, ring: Any, count: Any, lengths: Any) -> None:
         code = """
-            ring[(count[i] % rows) * slots + i] = tokens[i];
-            count[i] += 1;
+            ring[count[i] * slots + i] = tokens[i];
+            count[i] = (count[i] + 1) % rows;
             lengths[i] += active;"""
         inputs, outputs = "int32 active, raw int32 tokens, int32 rows, int32 slots", "raw int32 ring, raw int32 count"
         kernel = self._kernel(inputs, f"{outputs}, raw int32 lengths", code, "advance")

@@ -8,22 +8,33 @@ lengths without reading them. It learns late that a token has ended a text: toke
 
 A sequence joins when a slot is free, and with it the pages for its prompt and all its new tokens: a full cache never
 stops a sequence.
+
+A failure belongs to one sequence where it can: a pass over its prompt that raises, or a NaN in its logits. That
+sequence ends with `finished == "error"`. The others go on with the tokens that they have alone. A step that fails as a
+whole ends all that run. `step` itself raises neither; `run` raises the first of them at its end.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from .._checks import _integer
 from .._library import BadArgument, FlashAttnError
 from .cache import KVCache, pages_of
 from .model import Array, Llama, Rows
 from .sampling import GREEDY, Rule, Sampler, Sampling
+
+# Recorded steps that are kept, the latest used. There is one for each batch size, length bucket and set of sampling
+# rules. The rules are a client's to choose, so their number has no limit. A step that was dropped is recorded anew.
+KEPT_STEPS = 32
 
 
 @dataclass(eq=False)
@@ -38,7 +49,8 @@ class Request:
     cut_by_context: bool  # fewer than the wanted new tokens fit
     tokens: list[int] = field(default_factory=list)  # the new ones that the host has seen
     queued: int = 0  # how many new ones are computed or on their way
-    finished: str = ""  # "stop", "length", "context", "cancelled"
+    finished: str = ""  # "stop", "length", "context", "cancelled", "error"
+    error: BaseException | None = None  # why it ended with "error"; its tokens are those before
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
 
@@ -73,7 +85,9 @@ class Timing:
 
 
 class Engine:
-    """max_batch: sequences that run at once. page_size None: a contiguous cache. num_pages: by default enough for
+    """For one thread at a time.
+
+    max_batch: sequences that run at once. page_size None: a contiguous cache. num_pages: by default enough for
     max_batch full contexts. ahead: by default what suits the device."""
 
     def __init__(
@@ -118,6 +132,8 @@ class Engine:
         self._active = np.zeros(max_batch, np.int32)
         self._table = np.full((max_batch, max_pages), self.cache.scratch_page, np.int32)
         self._stale = True  # the device's copies differ
+        self._recount = False  # the device's count may differ, too
+        self._held: np.ndarray | None = None  # the lengths on the device, where they are those of a held step
         self.tokens = xp.zeros((max_batch, 1), np.int32)
         self.lengths, self.active, self.idle, self.zero = (xp.zeros(max_batch, np.int32) for _ in range(4))
         self.table = None if page_size is None else xp.zeros((max_batch, max_pages), np.int32)
@@ -125,8 +141,8 @@ class Engine:
         self._rules: tuple[Rule, ...] = ()
         self._ring_rows = self.ahead + max_batch + 2
         self.ring, self._ring = device.shared((self._ring_rows, max_batch))  # row: one entry of _flight
-        self.count = xp.zeros(max_batch, np.int32)  # entries so far, the same for all
-        self._entries = 0
+        self.count = xp.zeros(max_batch, np.int32)  # the ring's next row, the same for all
+        self._entries = 0  # the host's copy
 
     # ---- requests ----
 
@@ -145,6 +161,7 @@ class Engine:
             raise BadArgument(
                 f"prompt reaches from token {min(prompt)} to {max(prompt)}, outside the vocabulary 0 .. {vocab - 1}"
             )
+        max_new = _integer("max_new", max_new, -math.inf, math.inf)
         if max_new < 0:
             raise BadArgument(f"max_new={max_new} is negative")
         room = self.context - len(prompt) + 1
@@ -181,17 +198,30 @@ class Engine:
 
     def step(self) -> list[tuple[Request, int]]:
         """Lets sequences join, queues work, and returns the tokens of the oldest step that was queued: (sequence,
-        token) for those that got one. There may be none; there is more to come as long as the engine is `busy`."""
-        with self.device.scope():
-            self._admit()
-            while any(self._slots) and len(self._flight) <= self.ahead:
-                self._decode()
-        return self._collect() if self._flight else []
+        token) for those that got one. There may be none; there is more to come as long as the engine is `busy`.
+
+        A sequence that fails gets no token and is `finished` with "error". An interrupt ends all that run, and is
+        raised."""
+        try:
+            with self.device.scope():
+                self._admit()
+                while any(self._slots) and len(self._flight) <= self.ahead:
+                    self._decode()
+            return self._collect() if self._flight else []
+        except BaseException as error:
+            self._fail_step(error)
+            if not isinstance(error, Exception):
+                raise
+            return []
 
     def run(self) -> None:
-        """Until every sequence has ended."""
+        """Until every sequence has ended. Raises the error of the first that failed, once the others are done."""
+        requests = sorted({*self._waiting, *self._running()}, key=lambda request: request.id)
         while self.busy:
             self.step()
+        for request in requests:
+            if request.error is not None:
+                raise request.error
 
     def hold(self, batch: int, position: int) -> Callable[[], Array]:
         """A decode step of `batch` sequences that stay at one position, over whatever the cache holds: for timing. It
@@ -201,25 +231,34 @@ class Engine:
             raise BadArgument(f"batch={batch}, position={position} cannot be held: {where}")
         lengths, kept = np.full(self.max_batch, -1, np.int32), []
         lengths[:batch] = position
-        with self.device.scope():
+
+        def place() -> None:
             self.device.upload(self.lengths, lengths)
             self.device.upload(self.active, np.zeros(self.max_batch, np.int32))
             if self.table is not None:
                 last = self.cache.scratch_page - 1
                 pages = np.minimum(np.arange(self._table.size, dtype=np.int32), last).reshape(self._table.shape)
                 self.device.upload(self.table, pages)
-        self._stale = True
+            self._stale, self._held = True, lengths
+
         longest = self.device.longest_bucket(position + 1, self.context)
 
         def body() -> None:
             kept[:] = [self._body(batch, longest, (GREEDY,))]
 
         def run() -> Array:
+            if self.busy:
+                raise BadArgument(f"batch={batch}, position={position} cannot be held while sequences run")
+            self._recount = True  # the step advances the device's count and not the host's
             with self.device.scope():
+                if self._held is not lengths:  # sequences have run since, or other steps were held
+                    place()
                 step()
             return kept[0]
 
+        self._recount = True
         with self.device.scope():
+            place()
             body()
         step = self.device.once(body)
         return run
@@ -229,17 +268,23 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting and None in self._slots and len(self._flight) < self._ring_rows - self.ahead - 1:
             request, slot = self._waiting[0], self._slots.index(None)
+            wanted = 0
             if self.cache.page_size is not None:
                 wanted = pages_of(request.positions, self.cache.page_size)
                 if wanted > len(self.cache.pool):
-                    return  # first come, first served: a smaller request behind it waits, too
-                request.pages = self.cache.pool.take(wanted)
-                self._table[slot, :wanted] = request.pages
-            self._waiting.popleft()
+                    return  # first come, first served: a smaller request after it waits, too
             self._slots[slot], request.slot = request, slot
-            self._lengths[slot], self._active[slot], self._stale = len(request.prompt), 1, True
-            self.sampler.set(slot, request.sampling)
-            self._prefill(request, slot)
+            self._waiting.popleft()
+            try:
+                if wanted:
+                    request.pages = self.cache.pool.take(wanted)
+                    self._table[slot, :wanted] = request.pages
+                self._lengths[slot], self._active[slot], self._stale = len(request.prompt), 1, True
+                self.sampler.set(slot, request.sampling)
+                self._prefill(request, slot)
+            except Exception as error:  # nothing of it is in a queue that others read: it leaves, and they go on
+                self._recount = True
+                self._fail(request, error)
 
     def _leave(self, request: Request) -> None:
         """Frees the slot. Queued steps may still write to its pages; the work of the pages' next owner is queued behind
@@ -251,22 +296,53 @@ class Engine:
         self._lengths[slot], self._active[slot], self._stale = -1, 0, True
         self._table[slot] = self.cache.scratch_page
         if request.pages:
-            self.cache.pool.give_back(request.pages)
+            pages, request.pages = request.pages, []
+            self.cache.pool.give_back(pages)
+
+    def _running(self) -> list[Request]:
+        """The sequences in slots, and those that have left theirs while their last tokens are on their way."""
+        underway = (request for entry in self._flight for _, request in entry.lanes)
+        return [request for request in (*self._slots, *underway) if request and not request.finished]
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        """Ends one sequence with an error."""
+        if isinstance(error, MemoryError):
+            traceback.clear_frames(error.__traceback__)  # its frames hold the arrays of the pass that found no room
+        if not request.finished:
+            request.finished, request.error = "error", error
+            if request in self._waiting:
+                self._waiting.remove(request)
+        self._leave(request)
+
+    def _fail_step(self, error: BaseException) -> None:
+        """Ends the sequences that run, whose tokens are lost with the step. Where none runs, those that wait end: what
+        failed then is not of one sequence. The recorded steps go: what failed may have been one of them, or memory."""
+        for request in self._running() or list(self._waiting):
+            self._fail(request, error)
+        self._flight.clear()
+        self._steps.clear()
+        self._stale = self._recount = True
 
     # ---- work on the device ----
 
     def _synchronise_state(self) -> None:
+        if self._recount:
+            self.device.upload(self.count, np.full(self.max_batch, self._entries, np.int32))
+            self._recount = False
         if self._stale:
             self.device.upload(self.lengths, self._lengths)
             self.device.upload(self.active, self._active)
             if self.table is not None:
                 self.device.upload(self.table, self._table)
+            self._held = None
             self._rules = self.sampler.synchronise([slot for slot, request in enumerate(self._slots) if request])
             self._stale = False
 
     def _prefill(self, request: Request, slot: int) -> None:
         started = time.perf_counter()
         self._synchronise_state()
+        if self.table is None and self.device.reads_unfilled:
+            self.cache.clear(slot)  # the sequence before may have left a NaN, and 0 * NaN is NaN
         here = slice(slot, slot + 1)
         rows = Rows(
             tokens=self.device.vector_int32([request.prompt]),
@@ -288,13 +364,16 @@ class Engine:
         batch = min(1 << lanes[-1][0].bit_length(), self.max_batch)
         longest = int(self._lengths.max()) + 1
         key = (batch, self.device.longest_bucket(longest, self.context), self._rules)
-        body = self._steps.get(key)
+        body = self._steps.pop(key, None)
         if body is None:  # a step of a new kind runs once uncaptured: this compiles what is compiled on first use
             body = lambda: self._body(*key)  # noqa: E731
             body()
-            self._steps[key] = self.device.once(body)
+            body = self.device.once(body)
         else:
             body()
+        self._steps[key] = body  # the last of them: the first was not used for longest
+        if len(self._steps) > KEPT_STEPS:
+            del self._steps[next(iter(self._steps))]
         self._lengths += self._active
         self.timing.positions_read += int(self._lengths @ self._active)
         self._sent(lanes, True, started)
@@ -309,17 +388,17 @@ class Engine:
         return logits
 
     def _sent(self, lanes: list[tuple[int, Request]], is_decode: bool, started: float) -> None:
-        row = self._entries % self._ring_rows
-        self._flight.append(_InFlight(self.device.event(), row, lanes, is_decode, started))
-        self._entries += 1
+        self._flight.append(_InFlight(self.device.event(), self._entries, lanes, is_decode, started))
+        self._entries = (self._entries + 1) % self._ring_rows
         for _, request in lanes:
             request.queued += 1
             if request.queued == request.max_new:
                 self._leave(request)
 
     def _collect(self) -> list[tuple[Request, int]]:
-        entry = self._flight.popleft()
+        entry = self._flight[0]
         entry.wait()
+        self._flight.popleft()
         now, arrived, timing = time.perf_counter(), [], self.timing
         elapsed, self._collected = now - max(entry.started, self._collected), now
         if entry.is_decode:
@@ -333,7 +412,9 @@ class Engine:
                 continue
             token = int(self._ring[entry.row, slot])
             if token < 0:
-                raise FlashAttnError("the model's logits hold a NaN: damaged weights, or an overflow in 16 bits")
+                text = "the model's logits hold a NaN: damaged weights, or an overflow in 16 bits"
+                self._fail(request, FlashAttnError(text))
+                continue
             if token in request.stops:
                 request.finished = "stop"
                 self._leave(request)

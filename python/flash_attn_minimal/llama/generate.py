@@ -94,13 +94,15 @@ def with_weights(checkpoint: Checkpoint, weights: str, mixed: bool, device: Any)
 
 
 def stream(engine: Engine, request: Request) -> Iterator[int]:
-    """The prompt's tokens, then the new ones, each as soon as it has come."""
+    """The prompt's tokens, then the new ones, each as soon as it has come. Raises the error that it ended with."""
     yield from request.prompt
     sent = 0
     while True:
         while sent < len(request.tokens):
             yield request.tokens[sent]
             sent += 1
+        if request.error is not None:
+            raise request.error
         if request.finished:
             return
         engine.step()

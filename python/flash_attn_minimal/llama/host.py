@@ -160,6 +160,7 @@ class Host:
         return contextlib.nullcontext()
 
     ahead = 0  # a step is done when it returns
+    reads_unfilled = False  # a pass reads no position of a contiguous cache that its sequence has not filled
 
     def vector_int32(self, values) -> np.ndarray:
         return np.asarray(values, np.int32)
@@ -176,8 +177,10 @@ class Host:
         """The end of a step: the tokens go to the host, by way of the ring; active sequences are one longer."""
 
         def step() -> None:
-            ring[count[0] % len(ring)] = tokens[:, 0]
+            ring[count[0]] = tokens[:, 0]
             np.add(count, 1, count)
+            if count[0] == len(ring):
+                count.fill(0)
             np.add(lengths, active, lengths)
 
         self.do(step)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ NAMES = {  # ours -> Hugging Face's; {} is the layer
     "rms_final": "model.norm.weight",
     "wcls": "lm_head.weight",
 }
+CONTEXT = 16  # tokens in front of a token that its text may depend on; any tokenizer's looks at fewer
 UNREAD = (".rotary_emb.inv_freq",)  # tensors of older files that follow from config.json
 
 
@@ -339,6 +341,8 @@ class JsonTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
             self._tokenizer.no_padding()  # a text is continued as it is, neither filled up nor cut
             self._tokenizer.no_truncation()
+            added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, piece in added.items() if piece.special)
 
     @contextlib.contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
@@ -358,6 +362,12 @@ class JsonTokenizer:
         with self._refusing("its vocabulary"):
             return self._tokenizer.get_vocab_size()
 
+    @functools.cached_property
+    def longest(self) -> int:
+        """Characters of the longest token."""
+        with self._refusing("its vocabulary"):
+            return max(map(len, self._tokenizer.get_vocab()), default=1)
+
     def encode(self, text: str) -> list[int]:
         with self._refusing(f"text {quoted(text)}"):
             return self._tokenizer.encode(text).ids
@@ -366,22 +376,34 @@ class JsonTokenizer:
         with self._refusing("decoding"):
             return self._tokenizer.decode(list(tokens))
 
-    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+    def stream(self, tokens: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
         """The text of the tokens as they come, one string for each and one more at the end. A token's text can depend
         on the tokens before it, so each string is what decoding one token more has added. An unfinished character
-        waits."""
-        kept: list[int] = []
-        shown, text = 0, ""
+        waits. `after`: the tokens in front, whose text is not part of it."""
+        kept = self._ending([token for token in after if token not in self._special])
+        text = self.decode(kept)
+        shown = len(text)
         for token in tokens:
+            if token in self._special:  # without text; decoding leaves it out before anything else
+                yield ""
+                continue
             kept.append(token)
             text = self.decode(kept)
-            if text.endswith("\ufffd"):
+            if text.endswith("\ufffd") and len(kept) < 4 * CONTEXT:
                 yield ""
                 continue
             yield text[shown:]
-            shown = len(text)
-            if text.endswith("\n") and len(kept) > 1:  # later text depends on this token alone: drop those before it
-                kept = kept[-1:]
+            if len(kept) >= 2 * CONTEXT:
+                kept = self._ending(kept)
                 text = self.decode(kept)
-                shown = len(text)
+            shown = len(text)
         yield text[shown:]
+
+    def _ending(self, tokens: list[int]) -> list[int]:
+        """The last tokens of a text. What the next token adds depends on these alone. They begin with a whole
+        character: where a run of bytes begins with a part of one, decoding may take all of them for damaged."""
+        for count in range(CONTEXT, CONTEXT + 4):  # a character has at most 4 bytes
+            ending = self.decode(tokens[-count:])
+            if ending and not ending.startswith("\ufffd"):
+                return tokens[-count:]
+        return tokens[-CONTEXT:]

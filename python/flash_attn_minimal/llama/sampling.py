@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes as ct
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .._checks import _integer, _number
 from .._library import BadArgument
 
 Rule = tuple[float, int, float]  # temperature, top_k, top_p
 GREEDY: Rule = (0.0, 0, 1.0)
+MOST_TOP_K = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,9 @@ class Sampling:
     """How the next token is drawn: from softmax(logits / temperature), cut to the top_k likeliest tokens (0 = all),
     then to the fewest likeliest that hold probability top_p of those. temperature 0 is greedy: the largest logit, the
     lowest id on a tie, whatever the rest says. The same seed draws the same tokens, on every device and in any batch.
+
+    temperature and top_p are rounded to float32 here. A step draws for all sequences in one call and must find nothing
+    to refuse.
     """
 
     temperature: float = 0.0
@@ -27,18 +33,27 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+        temperature, top_p = _number("temperature", self.temperature), _number("top_p", self.top_p)
+        if not (temperature >= 0 and math.isfinite(temperature)):
             raise BadArgument(f"temperature={self.temperature} is not a finite number >= 0")
-        if self.top_k < 0:
-            raise BadArgument(f"top_k={self.top_k} is negative")
-        if not 0 < self.top_p <= 1:
+        if not 0 < top_p <= 1:
             raise BadArgument(f"top_p={self.top_p} is outside 0 < top_p <= 1")
-        if not 0 <= self.seed < 1 << 63:
-            raise BadArgument(f"seed={self.seed} is {'negative' if self.seed < 0 else 'not below 2^63'}")
+        if not _float32(top_p):
+            raise BadArgument(f"top_p={self.top_p} is 0 as a float32")
+        top_k, seed = (_integer(name, getattr(self, name), -math.inf, math.inf) for name in ("top_k", "seed"))
+        if not 0 <= top_k <= MOST_TOP_K:
+            raise BadArgument(f"top_k={top_k} is {'negative' if top_k < 0 else 'not below 2^31'}")
+        if not 0 <= seed < 1 << 63:
+            raise BadArgument(f"seed={seed} is {'negative' if seed < 0 else 'not below 2^63'}")
 
     @property
     def rule(self) -> Rule:
-        return (self.temperature, self.top_k, self.top_p) if self.temperature else GREEDY
+        temperature = _float32(self.temperature)
+        return (temperature, int(self.top_k), _float32(self.top_p)) if temperature else GREEDY
+
+
+def _float32(value: Any) -> float:
+    return ct.c_float(float(value)).value
 
 
 class Sampler:

@@ -13,12 +13,13 @@ space; a model then answers differently depending on which of its two tokenizer 
 from __future__ import annotations
 
 import codecs
+import functools
 import heapq
 import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from .._files import quoted, read_bytes
 from .._library import BadArgument
@@ -55,6 +56,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self.pieces)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token, which has no more characters."""
+        return max(map(len, self.pieces), default=1)
 
     def encode(self, text: str) -> list[int]:
         """BOS, then the tokens of the text behind one added space (nothing is added to the empty text).
@@ -106,14 +112,18 @@ class Tokenizer:
         piece = self._bytes[token]
         return piece[1:] if previous == BOS and piece.startswith(b" ") else piece
 
-    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """The text of the tokens as they come, one string for each and one more at the end.
+    def stream(self, tokens: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
+        """The text of the tokens as they come, one string for each and one more at the end. `after`: the tokens in
+        front, whose text is not part of it.
 
         A character whose bytes span several tokens appears with the last of them; bytes that make no character become
         U+FFFD.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         previous = None
+        for token in after[-4:]:  # a character has at most 4 bytes
+            decoder.decode(self.token_bytes(token, previous))
+            previous = token
         for token in tokens:
             yield decoder.decode(self.token_bytes(token, previous))
             previous = token

@@ -1,0 +1,241 @@
+"""The folders that build_and_run.sh takes, and those that it deletes: only what it has made. Nothing is compiled here:
+the script runs in a checkout of its own, with tools that do nothing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "build_and_run.sh"
+MARK = ".made_by_build_and_run"
+CMAKE = """#!/bin/sh
+case $1 in
+--version) echo "cmake version 3.30.0" ;;
+-S) echo "CMAKE_HOME_DIRECTORY:INTERNAL=$2" >"$4/CMakeCache.txt" ;;
+esac
+"""
+WITHOUT_PIP = """#!/bin/sh
+case "$1 $2" in
+"-c import sys; print(sys.executable)"*) echo "$0" ;;
+"-m venv") exec "{0}" "$@" --without-pip ;;
+*) exec "{0}" "$@" ;;
+esac
+"""
+if shutil.which("bash") is None:
+    pytest.skip("no bash here", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """A Python that has what the script needs, without needing the network."""
+    folder = tmp_path_factory.mktemp("tools") / "py"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "numpy.py").write_text("")
+    for name, script in {"cmake": CMAKE, "ninja": "#!/bin/sh\n"}.items():
+        (folder / "bin" / name).write_text(script)
+        (folder / "bin" / name).chmod(0o755)
+    return folder / "bin/python"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    folder = tmp_path / "outer" / "a check out"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git/config").write_text("all the work")
+    shutil.copy(SCRIPT, folder)
+    return folder
+
+
+@pytest.fixture
+def run(checkout, python):
+    def run(*arguments, shell=("bash",), cwd=checkout, **environment):
+        environment = {**os.environ, "PYTHON": str(python), "CXX": "true", **environment}
+        command = [*shell, checkout / "build_and_run.sh", *arguments]
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+def build(run, *arguments, **environment):
+    result = run("build", "--cpu-only", *arguments, **environment)
+    assert result.returncode == 0 and "built" in result.stdout, result.stdout + result.stderr
+    return result
+
+
+def tree(folder):
+    return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+VERBS = [["build", "--cpu-only"], ["build", "--cpu-only", "--clean"], ["clean"]]
+
+
+@pytest.mark.parametrize("arguments", VERBS)
+@pytest.mark.parametrize("setting", ["FLASH_ATTN_BUILD", "FLASH_ATTN_VENV"])
+@pytest.mark.parametrize("where", [".", "..", "../..", "./", "link", "/", "not there/..", "not there/../.."])
+def test_the_checkout_and_what_holds_it_are_refused(run, checkout, tmp_path, arguments, setting, where):
+    """Even where it carries the mark, and looks like a build folder."""
+    for folder in (checkout, checkout.parent):
+        (folder / MARK).write_text("")
+        (folder / "CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={checkout}\n")
+    (checkout / "link").symlink_to(checkout.parent)
+    before = tree(tmp_path)
+    result = run(*arguments, **{setting: where})
+    assert result.returncode == 2 and f"{setting}=" in result.stderr
+    assert "or holds it" in result.stderr or "leads nowhere" in result.stderr
+    assert tree(tmp_path) == before
+
+
+def test_a_checkout_by_way_of_a_link(run, checkout, tmp_path, python):
+    """What holds it is known by its place, not by the name that led there."""
+    (tmp_path / "way").symlink_to(checkout.parent)
+    command = ["bash", tmp_path / "way" / checkout.name / "build_and_run.sh", "clean"]
+    (tmp_path / MARK).write_text("")
+    result = subprocess.run(
+        command, env={**os.environ, "FLASH_ATTN_BUILD": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2 and "or holds it" in result.stderr and (checkout / ".git/config").is_file()
+
+
+@pytest.mark.parametrize("arguments", VERBS)
+@pytest.mark.parametrize("setting", ["FLASH_ATTN_BUILD", "FLASH_ATTN_VENV"])
+def test_a_folder_of_somebody_else_stays(run, checkout, tmp_path, arguments, setting):
+    precious = tmp_path / "my thesis"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("thesis")
+    (precious / "logs").mkdir()
+    (precious / "logs/configure.log").write_text("mine")
+    (precious / "CMakeCache.txt").write_text("CMAKE_HOME_DIRECTORY:INTERNAL=/somewhere/else\n")
+    before = tree(precious)
+    result = run(*arguments, **{setting: str(precious)})
+    if "--clean" in arguments and setting == "FLASH_ATTN_BUILD" or arguments == ["clean"]:
+        assert result.returncode == 1 and f"kept {precious}: this script has not made it" in result.stderr
+    else:
+        assert result.returncode == 2 and f"{setting}={precious} is neither empty nor" in result.stderr
+    assert tree(precious) == before
+
+
+@pytest.mark.parametrize("build_folder, venv", [
+    (None, None), ("out side", "the venv"), ("out side/", "the venv//"), ("build/nested", None), (".", "build/venv"),
+])  # fmt: skip
+def test_clean_removes_what_was_made(run, checkout, tmp_path, python, build_folder, venv):
+    elsewhere, environment = tmp_path / "elsewhere", {}
+    elsewhere.mkdir()
+    if build_folder:
+        environment["FLASH_ATTN_BUILD"] = build_folder if build_folder != "." else str(elsewhere)
+    if venv:
+        environment["FLASH_ATTN_VENV"] = venv
+    build(run, cwd=elsewhere, **environment)
+    made = Path(environment.get("FLASH_ATTN_BUILD", checkout / "build"))
+    made = made if made.is_absolute() else elsewhere / made
+    assert (made / MARK).is_file() and (made / "CMakeCache.txt").is_file()
+    (made / "rest").write_text("of the build before")
+    build(run, "--clean", cwd=elsewhere, **environment)
+    assert (made / MARK).is_file() and not (made / "rest").exists()
+    result = run("clean", cwd=elsewhere, **environment)
+    assert result.returncode == 0 and "removed " in result.stdout and not made.exists()
+    assert (checkout / ".git/config").read_text() == "all the work"
+    assert run("clean", cwd=tmp_path, **environment).returncode == 0  # nothing is left to do
+
+
+def test_a_build_of_cmake_s_is_used_and_kept(run, checkout):
+    """cmake -B build, without the script: it may build there, but has not made the folder."""
+    (checkout / "build").mkdir()
+    (checkout / "build/CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={checkout}\n")
+    (checkout / "build/mine").write_text("mine")
+    build(run)
+    (checkout / "build/made_by").unlink()
+    for arguments in VERBS[1:]:
+        result = run(*arguments)
+        assert result.returncode == 1 and "has not made it" in result.stderr
+        assert (checkout / "build/mine").is_file()
+
+
+def test_a_build_of_the_script_before_it_marked(run, checkout):
+    (checkout / "build").mkdir()
+    (checkout / "build/made_by").write_text(f"{checkout} /usr/bin/cmake\n")
+    assert run("clean").returncode == 0 and not (checkout / "build").exists()
+
+
+def test_a_link_stays_and_what_it_leads_to_goes(run, checkout, tmp_path):
+    (tmp_path / "fast disk").mkdir()
+    (checkout / "build").symlink_to(tmp_path / "fast disk")
+    build(run)
+    (tmp_path / "fast disk/rest").write_text("")
+    build(run, "--clean")
+    assert (checkout / "build").is_symlink() and not (tmp_path / "fast disk/rest").exists()
+    assert run("clean").returncode == 0
+    assert (checkout / "build").is_symlink() and list((tmp_path / "fast disk").iterdir()) == []
+    build(run)
+
+
+def test_an_environment_inside_the_build_folder(run, checkout, python):
+    """Somebody's own, in a folder of the script's: that stays, too."""
+    build(run)
+    subprocess.run([python, "-m", "venv", "--without-pip", checkout / "build/mine"], check=True)
+    for arguments in VERBS[1:]:
+        result = run(*arguments, FLASH_ATTN_VENV="build/mine")
+        assert result.returncode == 1 and f"it holds {checkout}/build/mine, which" in result.stderr
+        assert (checkout / "build/mine/pyvenv.cfg").is_file()
+
+
+@pytest.mark.parametrize("below", ["", "/below"])
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_build_in_the_environment_is_refused(run, tmp_path, below, exists):
+    """It would go with the environment."""
+    if exists:
+        (tmp_path / "one").mkdir()
+    result = run("build", "--cpu-only", FLASH_ATTN_BUILD=f"{tmp_path}/one{below}", FLASH_ATTN_VENV=f"{tmp_path}/one/")
+    assert result.returncode == 2 and f"FLASH_ATTN_VENV={tmp_path}/one is FLASH_ATTN_BUILD=" in result.stderr
+    assert (tmp_path / "one").exists() == exists
+
+
+def test_environments(run, checkout, tmp_path, python):
+    """One whose Python does not start is made anew where the script has made it, and refused where it has not. One that
+    works is used as it is."""
+    bare, venv = tmp_path / "bare", tmp_path / "the venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    if subprocess.run([bare / "bin/python", "-c", "import numpy"], stderr=subprocess.PIPE).returncode == 0:
+        pytest.skip("the Python under this one has NumPy, so no environment is made")
+    for name in ("cmake", "ninja"):
+        shutil.copy(python.parent / name, tmp_path / name)
+    (tmp_path / "python").write_text(WITHOUT_PIP.format(bare / "bin/python"))
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "pip.py").write_text("raise SystemExit('no network')")
+    asked = {"PYTHON": str(tmp_path / "python"), "FLASH_ATTN_VENV": str(venv), "PYTHONPATH": str(tmp_path)}
+    asked["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    build(run, **asked)  # without NumPy, which the build does not need
+    assert (venv / MARK).is_file() and (venv / "pyvenv.cfg").is_file()
+    (venv / "bin/python").unlink()
+    (venv / "rest").write_text("")
+    build(run, **asked)
+    assert (venv / "bin/python").exists() and not (venv / "rest").exists() and (venv / MARK).is_file()
+    (venv / MARK).unlink()
+    (venv / "bin/python").unlink()
+    before = tree(venv)
+    result = run("build", "--cpu-only", **asked)
+    assert result.returncode == 2 and "nor an environment whose Python starts" in result.stderr
+    assert tree(venv) == before
+
+
+@pytest.mark.parametrize("shell", ["sh", "dash", "bash as sh"])
+def test_sh_runs_it_too(run, checkout, tmp_path, shell):
+    if shell == "bash as sh":
+        (tmp_path / "sh").symlink_to(shutil.which("bash"))
+        shell = str(tmp_path / "sh")
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    result = run("--help", shell=(shell,))
+    assert (result.returncode, result.stderr) == (0, "") and result.stdout.startswith("usage: ./build_and_run.sh")
+    result = run("build", "--cpu-only", "--jobs", "two words", shell=(shell,))
+    assert result.returncode == 2 and "--jobs: 'two words' is not" in result.stderr
+
+
+def test_sh_says_what_it_needs_where_there_is_no_bash(run, tmp_path):
+    result = run("--help", shell=(shutil.which("sh"),), PATH=str(tmp_path))
+    if result.returncode == 0:
+        pytest.skip("sh is bash here")
+    assert "this is a bash script, and there is no bash on PATH" in result.stderr
