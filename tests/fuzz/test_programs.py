@@ -18,7 +18,7 @@ from flash_attn_minimal.fuzz.programs import command, exact, reproduce, shrink
 from flash_attn_minimal.fuzz.programs.draw import generate
 from flash_attn_minimal.fuzz.programs.worker import Judge
 
-EXAMPLES = int(os.environ.get("FLASH_ATTN_TEST_EXAMPLES", "40")) // 2
+EXAMPLES = int(os.environ.get("FLASH_ATTN_TEST_EXAMPLES", "40")) // 3
 A_FEW_HUNDRED = 300
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a program runs in a forked process")
@@ -223,7 +223,7 @@ def test_shrinking_leaves_the_steps_that_matter(judge):
 
     smallest = shrink.shrink(program, fails, tries=2000)
     assert len(smallest["steps"]) == 2 and all(set(step) == {"spec", "memory"} for step in smallest["steps"])
-    for smaller in list(shrink.candidates(generate(8, 3, World(judge.places.backend))))[::7]:
+    for smaller in list(shrink.candidates(generate(8, 3, World(judge.places.backend))))[::23]:
         assert judge.outcome(smaller).fine, smaller
 
 

@@ -107,7 +107,8 @@ class TorchGpu(Place):
         return results, graph.replay
 
     def synchronize(self):
-        self.torch.cuda.synchronize(self.index)
+        with self.capturing:  # the device cannot be waited for while a stream of it is captured
+            self.torch.cuda.synchronize(self.index)
 
 
 class CupyGpu(Place):
