@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import sys
@@ -39,6 +40,9 @@ class Judge:
         load()
         self.device, self.framework, self.seconds, self.judged = device, framework, seconds, judged
         self.places = Places(device, framework)
+        importlib.import_module("numpy.ma")  # what a first call imports would be imported by every forked process
+        if self.places.backend.framework == "torch":
+            importlib.import_module("flash_attn_minimal.autograd")
         self.other: Alone | None = None
 
     def __enter__(self) -> Judge:
