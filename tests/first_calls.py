@@ -2,11 +2,13 @@
 thread, on a second stream, and captured in a graph.
 
     python tests/first_calls.py [--device cuda|cpu] [--scenario NAME] [--name NAME] [--jobs N] [--json FILE]
+    python tests/first_calls.py --repeat 1000 [--load] [--items]
 
 Each call has a process of its own, forked before anything has touched the GPU and killed after a time limit. A call
 that hangs or ends the process is a finding, as a wrong result is. --repeat N instead makes every call N times in one
 process, and compares the bits where the contract promises the same ones; with --load, while copies and products on a
-second stream take memory, cache and multiprocessors from it. --in-process makes all calls in this process,
+second stream take memory, cache and multiprocessors from it; with --items, calls of the kernels whose blocks take
+one piece of work after another, at least three for each block. --in-process makes all calls in this process,
 one after the other, for a memory checker."""
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import reprlib
 import signal
 import sys
 import threading
@@ -174,7 +177,10 @@ def forked(work, log: str) -> str:
 AT_ONCE = 8  # calls that nothing waits for
 
 
-def repeat(sample: sample_calls.Sample, times: int, load: bool, side) -> None:
+def repeat(sample, times: int, load: bool, side) -> None:
+    """sample: a Sample, or what makes one. A result that the contract does not promise again is checked once in AT_ONCE
+    calls."""
+    sample = sample if isinstance(sample, sample_calls.Sample) else sample()
     on = {name: side.put(*about) for name, about in sample.arrays.items()}
     first: list = []
 
@@ -188,11 +194,11 @@ def repeat(sample: sample_calls.Sample, times: int, load: bool, side) -> None:
     for turn in range(0, times, AT_ONCE):
         if load:
             side.load()
-        for results in [call() for _ in range(min(AT_ONCE, times - turn))]:
+        for i, results in enumerate([call() for _ in range(min(AT_ONCE, times - turn))]):
             if first and sample.repeatable:
                 same = all(side.same(x, y) for x, y in zip(first, results, strict=True))
                 assert same, f"{sample.name}: a repetition after {turn} has other bits"
-            else:
+            elif not i or len(results) != len(first):
                 sample.check([side.get(x) for x in results])
                 first = first or list(results)
 
@@ -204,24 +210,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--name", action="append", help="samples of this name")
     parser.add_argument("--repeat", type=int, default=0)
     parser.add_argument("--load", action="store_true")
+    parser.add_argument("--items", action="store_true", help="at least three pieces of work for each block")
     parser.add_argument("--in-process", action="store_true")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--json")
     options = parser.parse_args(argv)
     if options.load and (options.device != "cuda" or not options.repeat):
         parser.error("--load: with --repeat on a GPU")
+    if options.items and (options.device != "cuda" or not options.repeat):
+        parser.error("--items: with --repeat on a GPU")
     side = TorchSide() if options.device == "cuda" else NumpySide()
-    samples = (sample_calls.cuda_samples if options.device == "cuda" else sample_calls.cpu_samples)(options.name)
+    of_device = sample_calls.cuda_samples if options.device == "cuda" else sample_calls.cpu_samples
+    samples = (sample_calls.cuda_items if options.items else of_device)(options.name)
     scenarios = options.scenario or SCENARIOS[options.device]
     if options.in_process or options.repeat:
         scenarios = [("load" if options.load else "repeat") if options.repeat else "main"]
+    if options.items:
+        scenarios = [f"items, {scenarios[0]}"]
     work = [(sample, scenario) for scenario in scenarios for sample in samples]
     rows: list[dict] = []
 
     def finish(sample, scenario, found):
-        rows.append({"call": sample.name, "scenario": scenario, "outcome": found or "ok"})
+        name = sample.args[0] if isinstance(sample, partial) else sample.name
+        about = {"arguments": reprlib.repr(sample.args[1:])} if isinstance(sample, partial) else {}
+        rows.append({"call": name, "scenario": scenario, "outcome": found or "ok", **about})
         if found:
-            print(f"{sample.name:<28} {scenario:<9} {found}", flush=True)
+            print(f"{name:<28} {scenario:<9} {found}", flush=True)
 
     if options.in_process:
         for sample, scenario in work:
@@ -258,7 +272,8 @@ def main(argv: list[str] | None = None) -> int:
     bad = [row for row in rows if row["outcome"] not in ("ok", "refused")]
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"device": options.device, "repeat": options.repeat, "rows": rows}, file, indent=1)
+            about = {"device": options.device, "repeat": options.repeat, "load": options.load}
+            json.dump({**about, "items": options.items, "rows": rows}, file, indent=1)
     print(f"{len(rows)} calls, {sum(row['outcome'] == 'ok' for row in rows)} right, {len(bad)} findings")
     return bool(bad)
 

@@ -113,11 +113,11 @@ def _cache(
     return Sample(name, arrays, call, [out, lse], TOLERANCE[dtype])
 
 
-def _float8(name: str) -> Sample:
-    q, k, v = (np.clip(_rounded(x), -3, 3) for x in _qkv(20, 300, 300, 3, 3, 64))
+def _float8(name: str, batch: int = 20) -> Sample:
+    q, k, v = (np.clip(_rounded(x), -3, 3) for x in _qkv(batch, 300, 300, 3, 3, 64))
     codes = [np.rint(x * 4) / 4 for x in (q, k, v)]  # quarters up to 3 are e4m3 numbers
     out, _ = reference.standard_attention(*codes, causal=True)
-    ones = {f"{n}_descale": (np.ones((20, 3), np.float32), "float32") for n in "qkv"}
+    ones = {f"{n}_descale": (np.ones((batch, 3), np.float32), "float32") for n in "qkv"}
     return Sample(
         name,
         {n: (x, "float8_e4m3fn") for n, x in zip("qkv", codes, strict=True)} | ones,
@@ -218,10 +218,51 @@ def _small_operations() -> list[Sample]:
     ]
 
 
+MANY = tuple(40 + 13 * i % 351 for i in range(110))  # 440 key heads: three for each multiprocessor of an H200
 LONG = tuple(40 + 13 * i % 351 for i in range(34))  # 136 key heads: more than an H200 has multiprocessors
 
 
 Makers = list[Callable[..., Sample]]  # partial(function, name, ...): only the wanted exact results are computed
+
+
+def cuda_items(names: list[str] | None = None) -> Makers:
+    """Calls of the kernels whose blocks take one piece of work after another, with at least three for each of the 132
+    blocks of an H200: a third piece is the first to use what the first has left behind, such as the phase of a barrier.
+
+    tiles      wgmma_sm90, wgmma_wide_sm90 (66 pairs of blocks), fp8: rows of q, at most 192 of a head
+    segments   wgmma_split_sm90, decode_ring_sm90, decode_split_sm80, decode_lanes_sm80: keys of a head of a sequence
+    key blocks wgmma_sm90, wgmma_pair_sm90 backward: 128 keys, or fewer, of a key head; the pair's blocks take one each
+    row tiles  of 4-bit weights: 128 rows, or 16 in few_w4_sm90, mma_w4 and chain_w4_sm90; walks of linear_gemv_sm80
+    """
+    half, sums = "bfloat16", ("key_sums",)
+    makers = [
+        *(partial(_forward, "wgmma_sm90", half, (52, 200, 230, 4, 2, headdim)) for headdim in (64, 128, 256)),
+        *(partial(_forward, "wgmma_wide_sm90", half, (18, 200, 230, 6, 2, wide), "", sums) for wide in (320, 512)),
+        partial(_forward, "wgmma_split_sm90", half, (210, 100, 130, 4, 2, 128), "", sums),
+        partial(_cache, "wgmma_split_sm90", half, MANY, 400, 8, 4, 128, new=3),
+        *(partial(_float8, name, 70) for name in ("fp8_sm90", "fp8_fast_sm90")),
+        *(partial(_cache, "decode_ring_sm90", half, MANY, 400, 8, 4, headdim) for headdim in (64, 128)),
+        partial(_cache, "decode_ring_sm90", half, MANY, 400, 8, 4, 128, cache="int8"),
+        partial(_cache, "decode_split_sm80", half, MANY, 400, 8, 4, 128),
+        partial(_cache, "decode_split_sm80", half, MANY, 400, 8, 4, 128, cache="int8"),
+        partial(_cache, "decode_lanes_sm80", "float32", MANY, 400, 8, 4, 64),
+        partial(_cache, "mla_sm90", half, MANY, 400, 64, 1, 576, 512),
+        *(
+            partial(_backward, name, half, (70, 150, 260, 4, 2, headdim), deterministic)
+            for name, headdim in (("wgmma_sm90", 64), ("wgmma_sm90", 128), ("wgmma_pair_sm90", 256))
+            for deterministic in (False, True)
+        ),
+        partial(_linear, "linear_gemv_sm80", 3, 50000, 264, half),
+        partial(_w4, "few_w4_sm90", 9, 26000, 512),
+        partial(_w4, "few_w4_sm90", 9, 26000, 512, x_type="float32"),
+        *(partial(_w4, "mma_w4", rows, 26000, 512) for rows in (2, 9, 40)),
+        *(partial(_w4, "wgmma_w4_few_sm90", rows, 51200, 256) for rows in (20, 50)),
+        partial(_w4, "wgmma_w4_sm90", 64, 51200, 256),
+        partial(_w4, "wgmma_w4_sm90", 300, 26000, 256),
+        partial(_w4, "wgmma_w4_sm90", 700, 12800, 256),
+        partial(_w4, "chain_w4_sm90", 2, 8192, 512, chain=True),
+    ]  # fmt: skip
+    return [make for make in makers if not names or make.args[0] in names]
 
 
 def _made(makers: Makers, names: list[str] | None) -> list[Sample]:

@@ -67,7 +67,8 @@ class Recording:
     """Records what its thread does inside `with`: flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache,
     backward, merge, quantize_fp8 and the functions of ops.py. They run while they are recorded. The recording keeps
     every array that they read and write, and has a workspace of its own. A replay raises what the failing call would
-    raise; the text has the call's number.
+    raise; the text has the call's number. Where the environment has since named a kernel, or a number of threads, that
+    needs a larger workspace, the replay raises WorkspaceTooSmall.
     """
 
     def __init__(self) -> None:

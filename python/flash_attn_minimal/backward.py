@@ -13,7 +13,7 @@ from . import _arrays, _modes, _record
 from ._arrays import View
 from ._checks import _check_contiguous, _check_last_axis, _flag
 from ._launch import _with_workspace
-from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, load, new
+from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, load, new
 from ._options import Array, AttentionOptions, Options, _lengths, _options_of, _prepare
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._query import Plan, kernel_table, plan_from
@@ -129,6 +129,11 @@ def _differentiate(
     call.forward = ct.pointer(args)
     _put_tensor(call, "dout", dout_view)
     call.accumulate = _flag("accumulate", accumulate)
+    if accumulate and (return_dbias or return_dsinks) and _record.current() is not None:
+        raise Unsupported(
+            "accumulate=True with return_dbias or return_dsinks is not recorded: a replay would add to what the last "
+            "one has returned"
+        )
     inputs = {"q": qv, "k": kv, "v": vv, "out": out_view, "dout": dout_view}
     results, made, fill, dbias = [], {}, None if lengths is None else 0, None
     for name, array, like in zip(("dq", "dk", "dv"), given, (qv, kv, vv), strict=True):

@@ -28,3 +28,8 @@ def run(*arguments: str) -> None:
 @pytest.mark.parametrize("what", [(), ("--repeat", "5")], ids=["first", "again"])
 def test_sample_calls(device, what):
     run("--device", device, *what)
+
+
+@pytest.mark.skipif(bool(NO_CUDA) or CUDA.framework != "torch", reason=NO_CUDA or "needs PyTorch")
+def test_many_pieces_of_work_for_each_block():
+    run("--repeat", "9", "--load", "--items")

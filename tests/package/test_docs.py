@@ -22,6 +22,7 @@ DOCUMENTS = (
     "docs/install.md",
     "docs/integrations.md",
     "docs/quantization.md",
+    "docs/remembered.md",
     "docs/reliability.md",
 )
 

@@ -360,6 +360,15 @@ def test_a_call_like_those_before_is_recorded(framework, before):
         np.testing.assert_array_equal(np.asarray(x), y)
 
 
+def test_gradients_that_a_replay_would_add_to_are_not_recorded():
+    q, k, v, out, dq, dk, dv = np.ones((7, 1, 3, 2, 8), np.float32)
+    sinks, lse = np.zeros(2, np.float32), np.ones((1, 2, 3), np.float32)
+    with _record.Recording(), pytest.raises(fa.Unsupported, match="accumulate=True .* is not recorded"):
+        fa.backward(
+            out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, sinks=sinks, accumulate=True, return_dsinks=True
+        )  # fmt: skip
+
+
 def test_recordings_do_not_nest_and_end_with_an_error():
     with pytest.raises(fa.Unsupported, match="a recording inside a recording"), _record.Recording():
         with _record.Recording():

@@ -8,6 +8,7 @@
     arrays.py     the arrays of a call among guards of NaN, on the CPU or the GPU
     judge.py      how far from float64 a result may be
     campaign.py   worker processes under a watchdog; worker.py, the other end; report.py; shrink.py
+    programs/     programs of calls: what one call leaves behind for another
     readers.py    damaged files for the readers of files; edits.py, how they are damaged
 
 A finding is printed as a Python call that repeats it: `reproduce(spec, device)`.
@@ -27,6 +28,11 @@ def reproduce(spec: dict[str, Any], device: str = "cpu", framework: str | None =
 
 
 def main(argv: list[str]) -> int:
-    from .campaign import main
+    from . import campaign
 
-    return main(argv)
+    options = campaign.parsed(argv)
+    if options.programs is None:
+        return campaign.run(options, argv)
+    from .programs import command
+
+    return command.run(options, argv)

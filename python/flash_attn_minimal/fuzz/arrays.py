@@ -130,12 +130,11 @@ class _Place:
     end: int  # bytes of the arena that belong to it
 
 
-class Arena:
-    """The arrays of one case in the memory of a backend; `views` has them by name."""
+class Layout:
+    """Where the arrays of a call lie in one block of memory, guards among them; the memory may be anywhere."""
 
-    def __init__(self, backend, arrays: Mapping[str, Array], values: Mapping[str, np.ndarray] | None, seed: int = 0):
-        """Without values: for queries, which look at no element."""
-        self.backend, self.arrays, self.places = backend, dict(arrays), {}
+    def __init__(self, arrays: Mapping[str, Array]):
+        self.arrays, self.places = dict(arrays), {}
         end = GUARD
         for name, array in self.arrays.items():
             if array.inside is not None:
@@ -148,48 +147,33 @@ class Arena:
             self.places[name] = _Place(start + first * size, strides, start, start + reach * size)
             end = start + reach * size + GUARD
         self.size = -(-end // ALIGNMENT) * ALIGNMENT
-        if values is None:
-            self.handle = backend.empty(self.size)
-        else:
-            self.before = poison(self.size, seed)
-            for name in self.arrays:
-                if name in values:
-                    self.stored(self.before, name)[...] = encode(values[name], self.arrays[name].dtype)
-            self.handle = backend.upload(self.before)
-        self.views = {name: self.view(name) for name in self.arrays}
 
-    def view(self, name: str, **changed):
+    def filled(self, values: Mapping[str, np.ndarray], seed: int = 0) -> np.ndarray:
+        """The bytes of the block before the call."""
+        memory = poison(self.size, seed)
+        for name in self.arrays:
+            if name in values:
+                self.stored(memory, name)[...] = encode(values[name], self.arrays[name].dtype)
+        return memory
+
+    def view(self, backend, handle, name: str, **changed):
         """The array as the library is given it; `changed` replaces dtype, shape or strides."""
         place, array = self.places[name], self.arrays[name]
         about = {"dtype": array.dtype, "shape": array.shape, "strides": place.strides, "offset": place.offset}
-        return self.backend.view(self.handle, **(about | changed))
+        return backend.view(handle, **(about | changed))
+
+    def views_in(self, backend, handle) -> dict[str, Any]:
+        return {name: self.view(backend, handle, name) for name in self.arrays}
 
     def stored(self, memory: np.ndarray, name: str) -> np.ndarray:
-        """The array in a host copy of the arena, as stored."""
+        """The array in a host copy of the block, as stored."""
         place, array = self.places[name], self.arrays[name]
         return host_view(memory, array.dtype, array.shape, place.strides, place.offset)
-
-    def download(self) -> np.ndarray:
-        return self.backend.download(self.handle)
 
     def values(self, memory: np.ndarray, name: str) -> np.ndarray:
         return decode(self.stored(memory, name), self.arrays[name].dtype)
 
-    def check_untouched(self, after: np.ndarray, written: Mapping[str, Any]) -> None:
-        """Every byte outside of written[name], an index into the array, is what it was."""
-        expected = self.before.copy() if written else self.before
-        for name, index in written.items():
-            self.stored(expected, name)[index] = self.stored(after, name)[index]
-        if np.array_equal(expected.view(np.uint64), after.view(np.uint64)):
-            return
-        changed = np.flatnonzero(expected != after)
-        first, last = int(changed[0]), int(changed[-1])
-        raise Wrong(
-            f"{len(changed)} bytes changed that are not the call's to write: from {self._where(first)} to "
-            f"{self._where(last)}"
-        )
-
-    def _where(self, byte: int) -> str:
+    def where(self, byte: int) -> str:
         name = min(self.places, key=lambda n: max(self.places[n].start - byte, byte - self.places[n].end + 1, 0))
         place = self.places[name]
         size = itemsize(self.arrays[name].dtype)
@@ -198,6 +182,40 @@ class Arena:
         if byte >= place.end:
             return f"{byte - place.end} bytes behind {name}"
         return f"element {(byte - place.offset) // size} of {name} (strides {place.strides})"
+
+    def check_same(self, expected: np.ndarray, after: np.ndarray, written: Mapping[str, Any], what: str) -> None:
+        """Every byte outside of written[name], an index into the array, is what is expected."""
+        if written:
+            expected = expected.copy()
+        for name, index in written.items():
+            self.stored(expected, name)[index] = self.stored(after, name)[index]
+        if np.array_equal(expected.view(np.uint64), after.view(np.uint64)):
+            return
+        changed = np.flatnonzero(expected != after)
+        first, last = int(changed[0]), int(changed[-1])
+        raise Wrong(f"{len(changed)} bytes {what}: from {self.where(first)} to {self.where(last)}")
+
+
+class Arena(Layout):
+    """The arrays of one case in the memory of a backend; `views` has them by name."""
+
+    def __init__(self, backend, arrays: Mapping[str, Array], values: Mapping[str, np.ndarray] | None, seed: int = 0):
+        """Without values: for queries, which look at no element."""
+        super().__init__(arrays)
+        self.backend = backend
+        if values is None:
+            self.handle = backend.empty(self.size)
+        else:
+            self.before = self.filled(values, seed)
+            self.handle = backend.upload(self.before)
+        self.views = self.views_in(backend, self.handle)
+
+    def download(self) -> np.ndarray:
+        return self.backend.download(self.handle)
+
+    def check_untouched(self, after: np.ndarray, written: Mapping[str, Any]) -> None:
+        """Every byte outside of written[name], an index into the array, is what it was."""
+        self.check_same(self.before, after, written, "changed that are not the call's to write")
 
 
 def poison(size: int, seed: int) -> np.ndarray:

@@ -262,20 +262,21 @@ def campaign(
     return result
 
 
-def _check(options) -> None:
-    """Names that no case could be drawn for are refused here, before any process starts."""
+def check_names(options, known: dict[str, Any]) -> None:
+    """Names that no case could be drawn for are refused here, before any process starts. known: the functions."""
     if options.device == "cuda" and not load().fa_cuda_device_count():
         raise Unsupported(f"--device cuda: this library sees no CUDA device ({load().fa_build_info().decode()})")
-    if options.function and options.function not in functions():
-        raise BadArgument(f"--function {options.function!r} is none of {', '.join(map(repr, functions()))}")
+    if options.function and options.function not in known:
+        raise BadArgument(f"--function {options.function!r} is none of {', '.join(map(repr, known))}")
     if options.kernel:
-        wanted = [functions()[options.function]] if options.function else functions().values()
-        known = dict.fromkeys(name for function in wanted for name in function.kernels(options))
-        if options.kernel not in known:
-            raise BadArgument(f"--kernel {options.kernel!r} is none of {', '.join(known)}")
+        wanted = [known[options.function]] if options.function else known.values()
+        kernels = dict.fromkeys(name for function in wanted for name in function.kernels(options))
+        if options.kernel not in kernels:
+            raise BadArgument(f"--kernel {options.kernel!r} is none of {', '.join(kernels)}")
 
 
-def main(argv: list[str]) -> int:
+def parsed(argv: list[str]) -> argparse.Namespace:
+    """The options of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m flash_attn_minimal fuzz",
         description="Random calls of every function, right and wrong ones, against float64.",
@@ -294,25 +295,39 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kernel", help="only this one, of the functions that have it")
     parser.add_argument("--function", help="only this one: " + ", ".join(functions()))
     parser.add_argument("--workers", type=int, help="processes (default: one per core)")
-    parser.add_argument("--case-seconds", type=float, default=30.0, help="when a case counts as hanging (default 30)")
+    parser.add_argument("--case-seconds", type=float, default=30.0, help="when a case, or a program, counts as hanging")
     parser.add_argument(
         "--shrink-seconds", type=float, default=120.0, help="for making findings smaller; 0: leave them"
     )
-    parser.add_argument("--shrink-tries", type=int, default=40, help="smaller cases to try for a finding (default 40)")
+    parser.add_argument(
+        "--shrink-tries", type=int, help="smaller cases to try for a finding (default 40; programs 200)"
+    )
     parser.add_argument("--readers", action="store_true", help="also damaged files, for the readers of files")
+    parser.add_argument("--programs", type=int, help="so many programs of 5 to 50 calls in place of single calls")
+    parser.add_argument("--ranks", action="store_true", help="with --programs: calls over ranks")
+    parser.add_argument("--devices", help="with --device cuda: the GPUs to use, such as 0,1 (default: all)")
     parser.add_argument("--json", type=Path, help="write a report there")
     options = parser.parse_args(argv)
+    if options.devices:  # before anything has asked the driver
+        os.environ["CUDA_VISIBLE_DEVICES"] = options.devices
     options.device = options.device or ("cuda" if load().fa_cuda_device_count() else "cpu")
-    for name, least in (("cases", 0), ("workers", 1), ("first", 0)):
+    for name, least in (("cases", 0), ("programs", 0), ("workers", 1), ("first", 0)):
         if getattr(options, name) is not None and getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)} is below {least}")
-    _check(options)
+    if options.ranks and options.programs is None:
+        parser.error("--ranks: with --programs")
+    return options
+
+
+def run(options: argparse.Namespace, argv: list[str]) -> int:
+    """The campaign of single calls."""
+    check_names(options, functions())
     one = options.case is not None
     cases, first = (1, options.case) if one else (options.cases, options.first)
     result = campaign(
         options.device, options.seed, cases, first, options.seconds, options.kernel, options.function,
         options.framework, 1 if one else options.workers, options.case_seconds, options.shrink_seconds,
-        options.shrink_tries, Progress(cases, every=5),
+        options.shrink_tries or 40, Progress(cases, every=5),
     )  # fmt: skip
     result.command = " ".join(["python -m flash_attn_minimal fuzz", *argv])
     if options.readers:

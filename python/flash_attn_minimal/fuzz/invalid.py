@@ -105,7 +105,7 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
     return [kind, name]
 
 
-def _apply(spec, arena: Arena, views, options) -> None:
+def apply(spec, arena: Arena, views, options) -> None:
     kind, name, *more = spec["mutation"]
     if kind in ("option", "keyword"):
         views.pop(name, None)  # an argument that takes an array or a number
@@ -154,7 +154,7 @@ def run(function, spec, arena: Arena, values, options) -> Outcome:
         survives = backend.device == "cuda"
     views, options = dict(arena.views), dict(options)
     if kind != "contents":
-        _apply(spec, arena, views, options)
+        apply(spec, arena, views, options)
     expected = TypeError if kind == "keyword" else FlashAttnError
     refusal: Exception | None = None
     try:

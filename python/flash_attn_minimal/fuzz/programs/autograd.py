@@ -1,0 +1,61 @@
+"""PyTorch's gradients through flash_attn_func and flash_attn_varlen_func: a graph that is used twice, or later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ... import attention
+from ..backward import Backward
+from ..judge import Wrong
+
+NOT_FORWARD = ("accumulate", "return_dbias", "return_dsinks")
+
+
+class Autograd(Backward):
+    """The forward pass, and its gradients twice from one graph."""
+
+    name, weight, capturable = "autograd backward", 1.0, False
+
+    def kernels(self, backend):
+        return []
+
+    def draw(self, draw, backend):
+        spec = super().draw(draw, backend) | {"given": [], "accumulate": False, "return_dbias": False}
+        spec |= {"return_dsinks": False, "dlse": False, "max_score": False, "key_sums": False}
+        spec["bias"] = None  # whose gradient is summed as PyTorch sums
+        return spec
+
+    def call(self, spec, views, options):
+        return self.begin(spec, views, options)()
+
+    def begin(self, spec, views, options) -> Callable[[], dict[str, Any]]:
+        """The forward pass now; the function that it returns makes the gradients."""
+        import torch
+
+        views = {n: x for n, x in views.items() if n not in ("out", "lse", "dlse")}
+        dout = views.pop("dout")
+        inputs = [views.pop(name).detach().requires_grad_() for name in "qkv"]
+        function = attention.flash_attn_func if self.get(spec, "lens") is None else attention.flash_attn_varlen_func
+        options = {n: x for n, x in options.items() if n not in NOT_FORWARD}
+        with torch.enable_grad():
+            out, lse = function(*inputs, return_lse=True, **views, **options)
+
+        def end() -> dict[str, Any]:
+            once, again = (torch.autograd.grad(out, inputs, dout, retain_graph=True) for _ in range(2))
+            if not out.is_cuda or self.get(spec, "deterministic"):
+                for name, x, y in zip("qkv", once, again, strict=True):
+                    if not torch.equal(x.nan_to_num(), y.nan_to_num()):
+                        raise Wrong(f"d{name} is another one when the graph is used again")
+            return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), once, strict=True))}
+
+        return end
+
+    def values(self, spec):
+        values = super().values(spec)
+        if self.get(spec, "lens") is not None and "dout" in values:
+            values["dout"][self._cu(spec)[0][-1] :] = 0
+        return values
+
+
+FUNCTIONS = (Autograd("autograd backward", varlen=False, weight=1),)

@@ -1,0 +1,149 @@
+"""The campaign of programs: its command and its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import pprint
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ..._library import BadArgument, Unsupported
+from ..._progress import Progress, Silent
+from ..campaign import Shrinker, check_names, outcomes
+from ..report import Report
+from .shrink import shrink
+from .steps import functions
+
+
+class ProgramReport(Report):
+    def __init__(self, about: dict[str, Any]):
+        super().__init__(about)
+        self.calls: Counter = Counter()  # of each function
+
+    def add(self, number, spec, message):
+        self.calls.update(message.get("calls", {}))
+        return super().add(number, spec, message)
+
+    def distinct(self):
+        """The first finding of each kind, message and function, whatever the numbers in the message."""
+        seen: dict[tuple, dict[str, Any]] = {}
+        for finding in self.findings:
+            text = re.sub(r"[\d.e+-]+", "#", finding["message"].split("\n", 1)[0])[:100]
+            seen.setdefault((finding["kind"], finding["kernel"], text), finding)
+        return list(seen.values())
+
+    def speed(self) -> str:
+        return super().speed().replace("cases/s", "programs/s")
+
+    def call(self, finding) -> str:
+        """A Python program that repeats it."""
+        about = [repr(self.about["device"])] + [repr(self.about["framework"])] * bool(self.about.get("framework"))
+        program = pprint.pformat(finding.get("shrunk") or finding["spec"], width=116, compact=True, sort_dicts=False)
+        return (
+            "from math import inf, nan\nfrom flash_attn_minimal.fuzz.programs import reproduce\n\n"
+            f"program = {program}\nprint(reproduce(program, {', '.join(about)}))\n"
+        )
+
+    def text(self) -> str:
+        lines = []
+        for finding in self.distinct():
+            lines.append(f"\n{self.headline(finding)}")
+            lines += [f"    {line}" for line in finding["message"].split("\n")[1:12]]
+            if finding.get("alone") is False:
+                lines.append("    (not when the program runs as the first of its process)")
+            lines += [f"    {line}" for line in self.call(finding).split("\n")]
+        table = [f"{name:<28} {count:>8}" for name, count in sorted(self.calls.items())]
+        return "\n".join([*lines, "", f"{'function':<28} {'calls':>8}", *table, self.summary()])
+
+    def summary(self) -> str:
+        text = super().summary().replace(" cases in ", f" programs of {sum(self.calls.values())} calls in ")
+        return text
+
+    def json(self) -> dict[str, Any]:
+        found = super().json()
+        return found | {"programs": found.pop("cases"), "calls": dict(sorted(self.calls.items()))}
+
+
+class ProgramShrinker(Shrinker):
+    def shrunk(self, finding, tries):
+        program, kind, last = finding["spec"], finding["kind"], finding
+        left = self.until
+
+        def fails(smaller: dict[str, Any]) -> bool:
+            nonlocal last
+            if time.monotonic() > left:
+                return False
+            for _ in range(again):
+                message = self.outcome(smaller)
+                if message["kind"] == kind:
+                    last = message
+                    return True
+            return False
+
+        again = 3  # threads meet by chance
+        if not fails(program):
+            return finding | {"alone": False}
+        smaller = shrink(program, fails, tries)
+        return finding | {"alone": True, "shrunk": smaller, "message": last["message"]}
+
+
+def campaign(
+    device: str = "cpu", seed: int = 0, programs: int = 200, first: int = 0, seconds: float = float("inf"),
+    kernel: str | None = None, function: str | None = None, framework: str | None = None, workers: int = 1,
+    program_seconds: float = 30.0, shrink_seconds: float = 120.0, shrink_tries: int = 200, ranks: bool = False,
+    progress: Any = None, **more: Any,
+) -> ProgramReport:  # fmt: skip
+    """Programs first .. first + programs - 1 of a seed; returns what came of them. `more` goes to the workers."""
+    about = {
+        "device": device, "seed": seed, "kernel": kernel, "function": function, "framework": framework, "ranks": ranks,
+        "program_seconds": program_seconds, "worker": f"{__package__}.worker", **more,
+    }  # fmt: skip
+    result, until = ProgramReport(about), time.monotonic() + seconds
+    limit = 60 + 3 * program_seconds  # the worker watches its children; this watches the worker
+    if device == "cuda":
+        limit = program_seconds + 30  # a new process, where answers differ
+    with progress or Silent() as bar:
+        try:
+            for number, spec, message in outcomes(about, range(first, first + programs), workers, limit, until):
+                finding = result.add(number, spec, message)
+                if finding:
+                    bar.say(result.headline(finding))
+                bar.step(result.speed())
+        except KeyboardInterrupt:  # what is known by now is reported
+            shrink_seconds = 0
+    result.finish()
+    if shrink_seconds > 0 and result.findings:
+        shrinker = ProgramShrinker(about, limit, time.monotonic())
+        try:
+            for finding in result.distinct()[:10]:
+                shrinker.until = time.monotonic() + shrink_seconds
+                result.replace(finding, shrinker.shrunk(finding, shrink_tries))
+        finally:
+            shrinker.close()
+    return result
+
+
+def run(options: Any, argv: list[str]) -> int:
+    """`fuzz --programs N`, with the options of `fuzz`."""
+    check_names(options, functions())
+    if options.ranks and options.kernel:
+        raise BadArgument(f"--kernel {options.kernel!r} with --ranks: the kernels of ranks are drawn")
+    if options.framework == "cupy" and options.ranks:
+        raise Unsupported("--ranks with CuPy: the ranks' arrays are PyTorch's")
+    one = options.case is not None
+    result = campaign(
+        options.device, options.seed, 1 if one else options.programs, options.case if one else options.first,
+        options.seconds, options.kernel, options.function, options.framework,
+        1 if one else options.workers or len(os.sched_getaffinity(0)),
+        options.case_seconds, options.shrink_seconds, options.shrink_tries or 200, options.ranks,
+        Progress(options.programs, every=5),
+    )  # fmt: skip
+    result.command = " ".join(["python -m flash_attn_minimal fuzz", *argv])
+    print(result.text())
+    if options.json:
+        Path(options.json).write_text(json.dumps(result.json(), indent=1) + "\n")
+    return 1 if result.findings else 0

@@ -1,0 +1,262 @@
+"""Programs of calls: what the campaign notices when one call meets what another has left, and its command."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from conftest import NO_CUDA, SEED, torch
+
+import flash_attn_minimal as fa
+from flash_attn_minimal import _launch, _record, _repeat, attention, distributed, kvcache
+from flash_attn_minimal.fuzz import function
+from flash_attn_minimal.fuzz.function import World
+from flash_attn_minimal.fuzz.programs import command, exact, reproduce, shrink
+from flash_attn_minimal.fuzz.programs.draw import generate
+from flash_attn_minimal.fuzz.programs.worker import Judge
+
+EXAMPLES = int(os.environ.get("FLASH_ATTN_TEST_EXAMPLES", "40")) // 3
+A_FEW_HUNDRED = 300
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a program runs in a forked process")
+
+
+@pytest.fixture(scope="module")
+def judge():
+    exact.install()
+    with Judge("cpu", seconds=60) as judge:
+        yield judge
+
+
+def outcomes(judge, seed, count=A_FEW_HUNDRED, ranks=False, name=None):
+    world = World(judge.places.backend, function=name)
+    for number in range(count):
+        program = generate(seed, number, world, ranks)
+        yield program, judge.outcome(program)
+
+
+def first_finding(judge, seed=SEED, **about):
+    for program, outcome in outcomes(judge, seed, **about):
+        if not outcome.fine:
+            return program, outcome
+    return None, None
+
+
+# ---- right programs ----
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_random_programs(judge, ranks):
+    """FLASH_ATTN_TEST_SEED=n repeats a run; a program that fails prints itself."""
+    for program, outcome in outcomes(judge, SEED, EXAMPLES, ranks):
+        assert outcome.fine, f"seed {SEED}: {outcome}\nreproduce({program!r})"
+
+
+@pytest.mark.skipif(torch is None, reason="no PyTorch here")
+def test_random_programs_of_pytorch():
+    with Judge("cpu", "torch", seconds=60) as judge:
+        for program, outcome in outcomes(judge, SEED, EXAMPLES // 2):
+            assert outcome.fine, f"seed {SEED}: {outcome}\nreproduce({program!r}, 'cpu', 'torch')"
+
+
+@pytest.mark.skipif(NO_CUDA != "", reason=NO_CUDA)
+def test_random_programs_on_a_gpu():
+    done = run("--device", "cuda", "--programs", 3 * EXAMPLES, "--workers", 2, "--seed", SEED)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_program_follows_from_its_seed_and_number(judge):
+    world = World(judge.places.backend)
+    programs = [generate(5, number, world) for number in range(60)]
+    assert programs == [generate(5, number, world) for number in range(60)]
+    assert repr(json.loads(json.dumps(programs))) == repr(programs)
+    steps = [step for program in programs for step in program["steps"]]
+    assert all(4 < len(program["steps"]) <= 51 for program in programs)
+    for name in ("thread", "beside", "memory", "times", "keep", "replay", "session", "env"):
+        assert any(name in step for step in steps), name
+    assert {"exact", "record", "fork"} <= {step.get("way") for step in steps}
+    over_ranks = [step for n in range(30) for step in generate(5, n, world, True)["steps"]]
+    assert any("leave" in step for step in over_ranks)
+
+
+# ---- planted faults ----
+
+
+def test_a_repeat_whose_key_lacks_an_option(monkeypatch, judge):
+    """causal and softmax_scale are left out of what decides whether a call is like one before."""
+    find = _repeat.Repeats.find
+
+    def finds(self, given, arrays, values, window_size, *more):
+        if self is attention.repeats:
+            values = tuple(None if isinstance(x, (bool, float)) else x for x in values)
+        return find(self, given, arrays, values, window_size, *more)
+
+    monkeypatch.setattr(_repeat.Repeats, "find", finds)
+    attention.repeats.clear()
+    _, outcome = first_finding(judge, name="flash_attn_func")
+    attention.repeats.clear()
+    assert outcome and outcome.kind in (function.WRONG, function.EXCEPTION, function.CRASH), outcome
+
+
+def test_grants_that_another_thread_lowers(monkeypatch, judge):
+    """What a function of a GPU is granted belongs to all threads; who remembers it for one thread meets less."""
+    run, granted, grant = _record.run, threading.local(), [0]
+
+    def launch(lib, name, args, stream, views):
+        if name == "attention_forward":
+            if args.seqlen_k > getattr(granted, "bytes", 0):
+                granted.bytes = grant[0] = args.seqlen_k
+            if args.seqlen_k > grant[0]:
+                raise fa.CudaError("invalid argument")
+        return run(lib, name, args, stream, views)
+
+    monkeypatch.setattr(_record, "run", launch)
+    attention.repeats.clear()
+    program, outcome = first_finding(judge, name="flash_attn_func")
+    assert outcome and outcome.kind == function.EXCEPTION and "invalid argument" in outcome.message
+    assert len({step.get("thread") for step in program["steps"]}) > 1
+
+
+def test_a_workspace_of_the_size_of_an_earlier_call(monkeypatch, judge):
+    """The query is asked once, and its answer is kept for calls of other sizes."""
+    with_workspace, known = _launch._with_workspace, {}
+
+    def keeps(args, views, launch, query):
+        def asks(plan):
+            status = query(plan)
+            plan.workspace_bytes = known.setdefault(args.headdim, plan.workspace_bytes)
+            return status
+
+        return with_workspace(args, views, launch, asks)
+
+    monkeypatch.setattr(kvcache, "_with_workspace", keeps)
+    kvcache._repeats.clear()
+    monkeypatch.setattr(_launch._scratch, "place", _record.Scratch.place)
+    _, outcome = first_finding(judge, name="flash_attn_with_kvcache")
+    assert outcome and "WorkspaceTooSmall" in outcome.message, outcome
+
+
+def test_a_write_behind_a_workspace(monkeypatch, judge):
+    """One byte more than the query tells."""
+    import ctypes
+
+    for name in ("fa_attention_forward", "fa_kvcache_attention"):
+        real = exact._real[name]
+
+        def writes(args, stream, real=real, name=name):
+            inner = args.attention.contents if name == "fa_kvcache_attention" else args
+            if inner.workspace:
+                ctypes.memset(inner.workspace + inner.workspace_bytes, 1, 1)
+            return real(args, stream)
+
+        monkeypatch.setitem(exact._real, name, writes)
+    spec = {"function": "flash_attn_with_kvcache", "headdim": 64, "rows": 64, "lengths": [40], "seed": 1}
+    outcome = judge.outcome({"function": "program", "steps": [{"spec": spec, "way": "exact"}]})
+    assert outcome.kind == function.WRONG and "bytes changed around its workspace" in outcome.message
+    assert "0 bytes behind" in outcome.message
+
+
+def test_an_output_that_keeps_what_was_there(monkeypatch, judge):
+    """A row that is not written is what the array held before: in memory that is used again, another answer."""
+    forward = attention.flash_attn_func
+    times = []
+
+    def skips(q, k, v, out=None, **options):
+        times.append(1)
+        if out is None or len(times) < 3 or not out.size:
+            return forward(q, k, v, out=out, **options)
+        row = out[0, 0].copy()
+        got = forward(q, k, v, out=out, **options)
+        out[0, 0] = row
+        return got
+
+    monkeypatch.setattr(attention, "flash_attn_func", skips)
+    _, outcome = first_finding(judge, name="flash_attn_func")
+    assert outcome and outcome.kind == function.WRONG
+
+
+def test_a_rank_that_is_not_told(monkeypatch, judge):
+    """Where one rank leaves, another goes on as if nothing had been."""
+    forward = distributed.forward
+
+    def goes_on(group, q, *arrays, **options):
+        try:
+            return forward(group, q, *arrays, **options)
+        except fa.RankLost:
+            return q
+
+    monkeypatch.setattr(distributed, "forward", goes_on)
+    outcome = judge.outcome({"function": "program", "steps": [{"leave": 1, "ranks": 3}]})
+    assert outcome.kind == function.WRONG and "did not get RankLost" in outcome.message
+
+
+def test_hangs_and_crashes(monkeypatch):
+    import time
+
+    program = {"function": "program", "steps": [{"spec": {"function": "rms_norm", "dim": 8, "seed": 1}}]}
+    from flash_attn_minimal.fuzz.case import functions
+
+    small = functions()["rms_norm"]
+    with Judge("cpu", seconds=3) as judge:
+        assert judge.outcome(program).kind == function.PASSED
+        monkeypatch.setattr(small, "function", lambda *a, **b: time.sleep(60), raising=False)
+        assert judge.outcome(program).kind == function.HANG
+        monkeypatch.setattr(small, "function", lambda *a, **b: os.kill(os.getpid(), 11), raising=False)
+        outcome = judge.outcome(program)
+        assert outcome.kind == function.CRASH and "SIGSEGV" in outcome.message
+
+
+# ---- smaller programs ----
+
+
+def test_shrinking_leaves_the_steps_that_matter(judge):
+    program = next(
+        p for n in range(100) if len((p := generate(7, n, World(judge.places.backend)))["steps"]) > 12
+        and sum(step.get("memory") == 1 for step in p["steps"]) > 2
+    )  # fmt: skip
+
+    def fails(smaller):
+        return sum(step.get("memory") == 1 for step in smaller["steps"]) > 1
+
+    smallest = shrink.shrink(program, fails, tries=2000)
+    assert len(smallest["steps"]) == 2 and all(set(step) == {"spec", "memory"} for step in smallest["steps"])
+    for smaller in list(shrink.candidates(generate(8, 3, World(judge.places.backend))))[::23]:
+        assert judge.outcome(smaller).fine, smaller
+
+
+def test_a_finding_is_a_program_that_can_be_pasted(monkeypatch):
+    result = command.ProgramReport({"device": "cpu", "seed": 0, "framework": None})
+    program = {"function": "program", "steps": [{"spec": {"function": "swiglu", "dim": 3, "seed": 2}, "times": 2}]}
+    about = {"kind": function.WRONG, "kernel": "", "message": "x", "dtype": "", "function": "program"}
+    finding = result.add(4, program, about)
+    outcome = {}
+    exec(result.call(finding).replace("print(", "outcome.update(it="), {"outcome": outcome})
+    assert outcome["it"].kind == function.PASSED == reproduce(json.loads(json.dumps(program))).kind
+
+
+# ---- the command ----
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "flash_attn_minimal", "fuzz", *map(str, arguments)], capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+
+
+def test_command_and_report(tmp_path):
+    path = tmp_path / "report.json"
+    done = run("--device", "cpu", "--programs", 6, "--seed", 7, "--workers", 2, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cpu, seed 7: 6 programs of" in done.stdout and "0 findings" in done.stdout
+    written = json.loads(path.read_text())
+    assert written["programs"] == 6 and sum(written["calls"].values()) > 20 and written["findings"] == []
+    assert np.sum([row["cases"] for row in written["counts"]]) == 6
+
+
+def test_wrong_usage():
+    done = run("--device", "cpu", "--ranks")
+    assert done.returncode == 2 and "--ranks: with --programs" in done.stderr
