@@ -215,18 +215,17 @@ struct Panel {
         }
     }
 
-    // Turns row i of Q K^T into scores, rounded as they are in every pass over them.
-    template <bool kGeneral>
+    // softmax_scale Q K^T, rounded as in every pass.
+    Vec scaled(Vec s) const {
+        s *= p.scale;
+        round_now(s);
+        return s;
+    }
+
+    // Turns a row of Q K^T into scores.
     void score_row(int i, Vec* s, Vec* slope) const {
-        for (int n = 0; n < kPanelVectors; ++n) {
-            Vec x = s[n] * p.scale;
-            round_now(x);
-            s[n] = x;
-        }
-        if constexpr (kGeneral) {
-            for (int n = 0; n < kPanelVectors; ++n) slope[n] = splat(1.0f);
-            transform(i, s, slope);
-        }
+        for (int n = 0; n < kPanelVectors; ++n) s[n] = scaled(s[n]), slope[n] = splat(1.0f);
+        transform(i, s, slope);
     }
 
     // Turns S into P with dropout, and dP into dS = P (dP - delta) slope.
@@ -236,12 +235,13 @@ struct Panel {
         for (int i = row_begin; i < row_end; ++i) {
             Vec *const s = (Vec*)(q.p + i * kPanelKeys), *const ds = (Vec*)(q.ds + i * kPanelKeys);
             const IVec first = splat(int32_t(row_first(i))), last = splat(int32_t(q.end[i] - t.first - key));
-            score_row<kGeneral>(i, s, slope);
+            if constexpr (kGeneral) score_row(i, s, slope);
             const Vec row_max = splat(q.row_max[i]), log_sum = splat(q.log_sum[i]);
             for (int n = 0; n < kPanelVectors; ++n) {
                 const IVec column = lanes() + n * L;
-                const auto visible = (column >= first) & (column < last) & (s[n] != -kInfinity);
-                const Vec probability = FA_ISA::probability(s[n], row_max, log_sum);
+                const Vec score = kGeneral ? s[n] : scaled(s[n]);
+                const auto visible = (column >= first) & (column < last) & (score != -kInfinity);
+                const Vec probability = FA_ISA::probability(score, row_max, log_sum);
                 Vec weight = probability, grad = ds[n];
                 if constexpr (kGeneral) {
                     if (p.dropout_threshold) {
@@ -272,11 +272,12 @@ struct Panel {
         for (int i = row_begin; i < row_end; ++i) {
             Vec* const s = (Vec*)(q.p + i * kPanelKeys);
             const IVec first = splat(int32_t(row_first(i))), last = splat(int32_t(q.end[i] - t.first - key));
-            score_row<kGeneral>(i, s, slope);
+            if constexpr (kGeneral) score_row(i, s, slope);
             float new_max = row_max[i];
             for (int n = 0; n < kPanelVectors; ++n) {
                 const IVec column = lanes() + n * L;
-                s[n] = ((column >= first) & (column < last)) ? s[n] : splat(-kInfinity);
+                const Vec score = kGeneral ? s[n] : scaled(s[n]);
+                s[n] = ((column >= first) & (column < last)) ? score : splat(-kInfinity);
                 for (int l = 0; l < L; ++l) new_max = s[n][l] > new_max ? s[n][l] : new_max;
             }
             if (new_max == -kInfinity) continue;  // every key of the row is hidden so far

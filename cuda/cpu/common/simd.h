@@ -121,8 +121,10 @@ FA_INLINE Vec exp(Vec x) {
 // P = exp(S - lse) of the key of a row whose lse is row_max + log_sum. P is never above 1: a product that was added up in another order for
 // lse may come out larger here.
 FA_INLINE Vec probability(Vec s, Vec row_max, Vec log_sum) {
+    Vec zero = {};
+    keep_in_register(zero);  // the compiler makes one minimum of it, which gives x where x is NaN
     const Vec x = s - row_max - log_sum;
-    return exp(x > 0.0f ? Vec{} : x);
+    return exp(zero < x ? zero : x);
 }
 
 FA_INLINE Vec tanh(Vec x) {
