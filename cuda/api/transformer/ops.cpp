@@ -36,7 +36,8 @@ void on_cpu(const SampleParams& p) { cpu::sample(p); }
 
 // The array `input` decides which GPU runs the call. Without rows (any is false) there is nothing to launch.
 template <typename Params>
-fa_status run(Params& params, int32_t device, int32_t num_threads, const char* input_name, const void* input, bool any, [[maybe_unused]] void* stream) {
+fa_status run(Params& params, int32_t device, int32_t num_threads, const char* input_name, const void* input, bool any,
+              [[maybe_unused]] void* stream) {
     DeviceInfo info;
     if (const fa_status status = find_device(fa_device(device), input, &info, input_name); status != FA_OK) return status;
     if (!any) return FA_OK;

@@ -28,7 +28,8 @@ fa_status on_gpu(const W4PackParams& p, cudaStream_t stream) { return launched("
 
 // `data`, the argument called `name`, decides which GPU runs the call.
 template <typename Params>
-fa_status run(const Params& params, int32_t device, int32_t num_threads, const char* name, const void* data, [[maybe_unused]] void* stream) {
+fa_status run(const Params& params, int32_t device, int32_t num_threads, const char* name, const void* data,
+              [[maybe_unused]] void* stream) {
     DeviceInfo info;
     if (const fa_status status = find_device(fa_device(device), data, &info, name); status != FA_OK) return status;
     if (device == FA_CPU) {

@@ -67,8 +67,8 @@ inline double quota_of_process(const char* list, const std::string& root) {
 }
 
 // Processors of the machine, or the quota of the process where that is less, rounded up. Found out once in a process, because it takes many
-// microseconds: a quota that changes later is not seen. Two threads that ask first find the same number, and neither waits, so a process may
-// be forked meanwhile.
+// microseconds: a quota that changes later is not seen. Two threads that ask first find the same number, and neither waits, so a process
+// may be forked meanwhile.
 inline int processors_of_process() {
     static std::atomic<int> known{0};
     int count = known.load(std::memory_order_relaxed);
