@@ -13,9 +13,36 @@
 
 namespace fa::cpu {
 
+// The first keys of a tile with an infinity or a NaN in K or V, the usual reason why a row is not finite. Looked for once in a tile.
+struct SpecialKeys {
+    int32_t key[64], count = -1;
+
+    template <DType dtype>  // of K and V
+    void find(const QueryTile& tile) {
+        const AttentionParams& p = *tile.params;
+        const auto special = [&](const TensorView& t, int64_t first, int32_t j, int32_t dim) {
+            const int64_t at = key_row(p, t, first, tile.batch, j) + tile.head_k * t.head;
+            for (int32_t d = 0; d < dim; ++d)
+                if (!(std::fabs(element<dtype>(t.data, at + d)) < INFINITY)) return true;
+            return false;
+        };
+        count = 0;
+        for (int32_t j = tile.key_begin; j < tile.key_end && count < 64; ++j)
+            if (special(p.k, tile.sequence.k, j, p.headdim) || special(p.v, tile.sequence.v, j, p.headdim_v)) key[count++] = j;
+    }
+    bool any_visible(const QueryTile& tile, const QueryRow& row) const {
+        return std::any_of(key, key + count, [&](int32_t j) {
+            return j >= row.key_begin && j < row.key_end &&
+                   transform(*tile.params, tile.sequence, tile.batch, row.head, row.query, j, 0.0f).value != -INFINITY;
+        });
+    }
+};
+
 // Writes out, row_max, row_sum and greatest of row r of a tile. Where the row sees an infinity or a NaN, everything stays as it is.
 template <DType dtype>  // of K and V
-void attend_exactly_as(QueryTile& tile, int32_t r) {
+void attend_exactly_as(QueryTile& tile, int32_t r, SpecialKeys& special) {
+    if (special.count < 0) special.find<dtype>(tile);
+    if (special.any_visible(tile, tile.row[r])) return;
     constexpr int kMostDim = 576;
     const AttentionParams& p = *tile.params;
     const Sequence& s = tile.sequence;
@@ -54,14 +81,14 @@ void attend_exactly_as(QueryTile& tile, int32_t r) {
     tile.row_max[r] = float(row_max), tile.row_sum[r] = float(row_sum), tile.greatest[r] = float(greatest);
 }
 
-inline void attend_exactly(QueryTile& tile, int32_t r) {
+inline void attend_exactly(QueryTile& tile, int32_t r, SpecialKeys& special) {
     const AttentionParams& p = *tile.params;
     const DType dtype = p.cache.entries ? p.cache.dtype : p.dtype;
-    if (dtype == DType::kFloat32) attend_exactly_as<DType::kFloat32>(tile, r);
-    else if (dtype == DType::kFloat16) attend_exactly_as<DType::kFloat16>(tile, r);
-    else if (dtype == DType::kBFloat16) attend_exactly_as<DType::kBFloat16>(tile, r);
-    else if (dtype == DType::kFloat8E4M3) attend_exactly_as<DType::kFloat8E4M3>(tile, r);
-    else attend_exactly_as<DType::kInt8>(tile, r);
+    if (dtype == DType::kFloat32) attend_exactly_as<DType::kFloat32>(tile, r, special);
+    else if (dtype == DType::kFloat16) attend_exactly_as<DType::kFloat16>(tile, r, special);
+    else if (dtype == DType::kBFloat16) attend_exactly_as<DType::kBFloat16>(tile, r, special);
+    else if (dtype == DType::kFloat8E4M3) attend_exactly_as<DType::kFloat8E4M3>(tile, r, special);
+    else attend_exactly_as<DType::kInt8>(tile, r, special);
 }
 
 }  // namespace fa::cpu

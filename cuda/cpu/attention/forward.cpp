@@ -88,8 +88,9 @@ void raise_to(float& to, float score) {
 
 void run(const TileKernel& kernel, QueryTile& tile) {
     kernel.run(tile);
+    SpecialKeys special;
     for (int32_t r = 0; r < tile.rows; ++r)
-        if (tile.spoiled[r]) attend_exactly(tile, r);
+        if (tile.spoiled[r]) attend_exactly(tile, r, special);
 }
 
 void attend(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int64_t first, int64_t rows,
