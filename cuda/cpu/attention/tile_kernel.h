@@ -51,7 +51,6 @@ template <int kHeight, int kWidth>
 FA_INLINE void scores_block(const float* k, int64_t ld_k, const float* q, int headdim, float scale, float* s) {
     for (int d0 = 0; d0 < headdim; d0 += kSumLength) {
         const int d1 = headdim - d0 < kSumLength ? headdim : d0 + kSumLength;
-        const Vec factor = splat(d1 == headdim ? scale : 1.0f);
         Vec acc[kHeight][kWidth] = {};
         for (int d = d0; d < d1; ++d, q += kWidth * L) {
             Vec query[kWidth];
@@ -64,6 +63,7 @@ FA_INLINE void scores_block(const float* k, int64_t ld_k, const float* q, int he
                 for (int n = 0; n < kWidth; ++n) acc[j][n] += key * query[n];
             }
         }
+        const Vec factor = splat(d1 == headdim ? scale : 1.0f);  // only here: the loop above has no register to spare
 #pragma GCC unroll 12
         for (int j = 0; j < kHeight; ++j)
 #pragma GCC unroll 4
