@@ -6,6 +6,7 @@
 #include "api/common/dispatch.h"
 #include "api/common/status.h"
 #include "attention/decode/append.h"
+#include "cpu/common/parallel.h"
 
 #define FA_STRINGIFY_(x) #x
 #define FA_STRINGIFY(x) FA_STRINGIFY_(x)
@@ -53,6 +54,7 @@ struct Call {
 
     fa_status launch(void* stream) const {
         if (const fa_status status = check_workspace(workspace()); status != FA_OK) return status;
+        const cpu::GivenThreads threads(device.index < 0 && threads_are_given(forward.num_threads));
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
         return kernel->launch(params, device, stream);
@@ -76,6 +78,7 @@ struct ForwardCall : Call<Kernel, AttentionParams> {
     fa_status launch(void* stream) const {
         if (!params.key_sums) return Base::launch(stream);
         if (const fa_status status = check_workspace(workspace()); status != FA_OK) return status;
+        const cpu::GivenThreads threads(device.index < 0 && threads_are_given(forward.num_threads));
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
         AttentionParams p = params;
@@ -127,6 +130,7 @@ struct CachedCall {
         if (const size_t bytes = workspace(); bytes > forward.workspace_bytes || (bytes && !forward.workspace))
             return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
                         forward.workspace_bytes, forward.workspace, kernel->name, bytes);
+        const cpu::GivenThreads threads(device.index < 0 && threads_are_given(forward.num_threads));
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
         if (whole && params.seqlen_q > 0) return kernel->launch_whole(append, device, stream);
@@ -150,6 +154,7 @@ private:
 extern "C" {
 
 fa_status fa_attention_forward(const fa_attention_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::ForwardCall call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     const fa::AttentionParams& p = call.params;
@@ -161,6 +166,7 @@ fa_status fa_attention_forward(const fa_attention_args* args, void* stream) {
 fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan) { return fa::query<fa::ForwardCall>(args, plan); }
 
 fa_status fa_attention_backward(const fa_attention_backward_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::Call<fa::BackwardKernel, fa::BackwardParams> call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     return call.launch(stream);  // a call without queries, or without keys, still has gradients to set to zero
@@ -171,6 +177,7 @@ fa_status fa_attention_backward_query(const fa_attention_backward_args* args, fa
 }
 
 fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::CachedCall call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     return call.params.batch == 0 ? FA_OK : call.launch(stream);
@@ -179,14 +186,18 @@ fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream) {
 fa_status fa_kvcache_query(const fa_kvcache_args* args, fa_attention_plan* plan) { return fa::query<fa::CachedCall>(args, plan); }
 
 fa_status fa_attention_merge(const fa_merge_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::MergeParams params;
     if (const fa_status status = fa::validate(args, &params); status != FA_OK) return status;
+    const fa::cpu::GivenThreads threads(fa::threads_are_given(0));
     return fa::launch_merge(params, fa_device(args->device), stream);
 }
 
 fa_status fa_quantize_fp8(const fa_quantize_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::QuantizeParams params;
     if (const fa_status status = fa::validate(args, &params); status != FA_OK) return status;
+    const fa::cpu::GivenThreads threads(fa::threads_are_given(0));
     return fa::launch_quantize(params, fa_device(args->device), stream);
 }
 
