@@ -37,7 +37,7 @@ __device__ bool find_tile(const RowsParams& params, unsigned tile, TilePlace& at
     at.batch = sequence_head / p.nheads, at.head = sequence_head % p.nheads;
     if (p.cu_seqlens_q) {
         at.head = sequence_head;
-        const auto first_tile = [&](int b) { return clamp_to(p.cu_seqlens_q[b], 0, p.total_q) / t.block_m + b; };
+        const auto first_tile = [&](int b) { return first_tile_of(p, t.block_m, b); };
         int low = 0, high = p.batch - 1;
         while (low < high) {
             const int middle = (low + high + 1) / 2;
@@ -56,7 +56,19 @@ __global__ void __launch_bounds__(kThreads) before_kernel(const __grid_constant_
     constexpr int kLanes = kColumns == 64 ? 8 : kColumns == 128 ? 16 : 32, kRows = kThreads / kLanes;  // of a row; at a time
     const AttentionParams& p = params.b.forward;
     TilePlace at;
-    if (blockIdx.x == 0 && threadIdx.x == 0) *params.tiles.taken() = 0;
+    if (blockIdx.x == 0) {
+        if (threadIdx.x == 0) *params.tiles.taken() = 0;
+        if (params.b.deterministic && p.cu_seqlens_q) {
+            bool ordered = true;
+            for (int b = threadIdx.x; b + 1 < p.batch; b += kThreads)
+                ordered = ordered && ends_before_next(p, kBlockM, params.tiles.block_n, b);
+            ordered = __syncthreads_and(ordered);
+            if (threadIdx.x == 0) *params.tiles.has_order() = ordered;
+        }
+    }
+    // Every tile has counters that begin at zero: where lengths are not in order, the main kernel visits tiles that find_tile gives to
+    // another sequence, or to none.
+    if (threadIdx.x < params.tiles.blocks) params.tiles.turn[int64_t(blockIdx.x) * params.tiles.blocks + threadIdx.x] = 0;
     if (!find_tile(params, blockIdx.x, at)) return;
     const int lane = threadIdx.x % kLanes;
     const T* out = static_cast<const T*>(p.out.data) + at.s.out + at.head * p.out.head + 8 * lane;
@@ -88,7 +100,6 @@ __global__ void __launch_bounds__(kThreads) before_kernel(const __grid_constant_
             params.tiles.delta[place] = empty ? 0.0f : sum;
         }
     }
-    if (threadIdx.x < params.tiles.blocks) params.tiles.turn[at.tile * params.tiles.blocks + threadIdx.x] = 0;
     if (!params.tiles.zeroed) return;
     float4* dq = reinterpret_cast<float4*>(params.tiles.dq) + at.tile * (kBlockM * kColumns / 4);
 #pragma unroll

@@ -54,6 +54,9 @@ struct QueryTiles {
     // Key blocks that the grid has taken so far. Without a fixed order the first of each thread block is not counted; two blocks that
     // share keys then count none.
     FA_HOST_DEVICE int* taken() const { return turn + count() * blocks; }
+    // Varlen, in order: 1 where every query tile and every key block belongs to one sequence, which find_key_block finds for it. So it is
+    // for lengths in order. For others, which only the device can see, blocks must not wait for each other: some are not there.
+    FA_HOST_DEVICE int* has_order() const { return taken() + 1; }
 };
 
 inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan) {
@@ -69,13 +72,25 @@ inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan)
     return t;
 }
 inline size_t query_tiles_bytes(const QueryTiles& t) {
-    return (size_t(t.count()) * (t.block_m * (t.columns + 2) + t.blocks) + 1) * sizeof(float);
+    return (size_t(t.count()) * (t.block_m * (t.columns + 2) + t.blocks) + 2) * sizeof(float);
 }
 inline void place_query_tiles(QueryTiles* t, void* memory) {
     t->dq = static_cast<float*>(memory);
     t->lse = t->dq + t->count() * t->block_m * t->columns;
     t->delta = t->lse + t->count() * t->block_m;
     t->turn = reinterpret_cast<int*>(t->delta + t->count() * t->block_m);
+}
+
+// The number of the first query tile of sequence b of a varlen call, in QueryTiles, and of its first key block.
+FA_HOST_DEVICE int first_tile_of(const AttentionParams& p, int block_m, int b) {
+    return clamp_to(p.cu_seqlens_q[b], 0, p.total_q) / block_m + b;
+}
+FA_HOST_DEVICE int first_block_of(const AttentionParams& p, int block_n, int b) { return first_key_row(p, b) / block_n + b; }
+// Whether the tiles and the blocks of sequence b end before those of the next one begin.
+FA_HOST_DEVICE bool ends_before_next(const AttentionParams& p, int block_m, int block_n, int b) {
+    const Sequence s = sequence_of(p, b);
+    return first_tile_of(p, block_m, b) + (s.seqlen_q + block_m - 1) / block_m <= first_tile_of(p, block_m, b + 1) &&
+           first_block_of(p, block_n, b) + (s.seqlen_k + block_n - 1) / block_n <= first_block_of(p, block_n, b + 1);
 }
 
 // Where row r of a tile lies in lse and delta. Lane q of a quad owns queries 8 c + 2 q and 8 c + 2 q + 1 for every c. In this order its

@@ -25,6 +25,7 @@ struct alignas(16) BackwardWork {
     //     free       a round is a head; its steps are the tiles, from start_step up to end_step and then from first_step on
     //     in order   a round is a tile, from the last down to the first; its steps are the heads
     bool in_order;
+    bool waits;  // in order: for the blocks of lower keys
     int rounds, first_step, end_step, start_step;
     // The main warpgroups count places instead: m * width + width - 1 - head, where width is the steps of a tile (in order the heads of
     // the group, free 1). After last_place comes wrap_place.
@@ -79,7 +80,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         w.head_k = index - slot * p.nheads_k;
         // Sequence b owns the slots from (its first key) / N + b up to those of the next one. They are enough wherever it starts, and need
         // no prefix sum. Before the first of several parts, and between them, slots may have no keys.
-        const auto first_slot = [&](int b) { return first_key_row(p, b) / kBlockN + b; };
+        const auto first_slot = [&](int b) { return first_block_of(p, kBlockN, b); };
         int low = 0, high = p.batch - 1;
         while (low < high) {
             const int middle = (low + high + 1) / 2;
@@ -89,7 +90,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         w.batch = low;
         w.key0 = (slot - first_slot(low)) * kBlockN;
         w.q_row = clamp_to(p.cu_seqlens_q[low], 0, p.total_q), w.k_row = first_key_row(p, low);
-        w.first_tile = w.q_row / kBlockM + low;
+        w.first_tile = first_tile_of(p, kBlockM, low);
     } else {
         int sequence_head, n;
         if (schedule.by_section) {
@@ -111,6 +112,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
     w.first_m = tiles.begin, w.end_m = tiles.end;
     forget_registers();  // the thread has 32
     w.in_order = schedule.in_order;
+    w.waits = w.in_order && (!p.cu_seqlens_q || *schedule.tiles.has_order());
     if (w.in_order) {
         w.rounds = w.end_m - w.first_m, w.first_step = w.start_step = 0, w.end_step = w.width = p.group;
         w.start_place = w.wrap_place = w.end_m * w.width - 1, w.last_place = w.first_m * w.width;
