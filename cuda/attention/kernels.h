@@ -21,6 +21,7 @@ cudaError_t forward_minimal(const AttentionParams& params, cudaStream_t stream);
 
 // key_sums, behind a kernel of the forward pass, from its lse. Any head dim, dtype and option; with _sm80 fp16 and bf16, head dims up to
 // 256, sm_80 and newer.
+// The workspace has room for three floats a row, laid out like lse.
 cudaError_t key_sums(const AttentionParams& params, cudaStream_t stream);
 cudaError_t key_sums_sm80(const AttentionParams& params, cudaStream_t stream);
 int64_t key_sums_blocks(const AttentionParams& params);  // of the larger of their grids, which have at most 2^31 - 1
@@ -76,8 +77,9 @@ cudaError_t decode(DecodeKernel kernel, const AttentionParams& params, const App
 size_t decode_workspace(DecodeKernel kernel, const AttentionParams& params, const DeviceInfo& device);  // bytes: partial results
 bool decode_fits(DecodeKernel kernel, const AttentionParams& params, const DeviceInfo& device);         // its 32-bit places and rows
 
-// rowsum(dout * out) - dlse in float32, laid out like lse; the count of both is that of all rows.
-cudaError_t backward_delta(const BackwardParams& params, float* delta, cudaStream_t stream);
+// rowsum(dout * out) - dlse in float32, and the RowBase of every row (large_rows.cuh) where `bases` is not nullptr; laid out like lse. The
+// count of each is that of all rows.
+cudaError_t backward_delta(const BackwardParams& params, float* delta, float2* bases, cudaStream_t stream);
 int64_t backward_delta_count(const AttentionParams& params);
 int64_t backward_delta_blocks(const AttentionParams& params);  // of its grid, which has at most 2^31 - 1; the same below
 

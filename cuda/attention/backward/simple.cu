@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
         load_tile(tile, rows, own0, chunk, [&](int r) { return own0 + r < own_rows; });
     };
     const auto queries = [&](int i0, int head_q) {
-        load_queries(smem.query, kOwnsKeys ? kWalk : kTile, p, static_cast<const float*>(p.workspace), s, head_q, i0);
+        load_queries(smem.query, kOwnsKeys ? kWalk : kTile, p, rows_of_call(p), s, head_q, i0);
     };
 
     float acc_a[kChunks][4][4] = {}, acc_b[kOwnsKeys ? kChunks : 1][4][4] = {};
@@ -154,7 +154,8 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
                     for (int c = 0; c < 4; ++c) {
                         const Query query = query_of(r, c);
                         const int j = pair_of(r, c).y;
-                        P[c] = j < query.begin || j >= query.end ? kHidden : exp_nonpositive(fmaf(S[r][c], p.scale, -query.lse));
+                        P[c] =
+                            j < query.begin || j >= query.end ? kHidden : exp_nonpositive(fmaf(S[r][c], p.scale, -query.max) - query.rest);
                         if (!general) S[r][c] = P[c];
                     }
                     smem.weight.at(kRows * ty + r, tx) = make_float4(P[0], P[1], P[2], P[3]);
@@ -169,7 +170,8 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
                     float &weight = smem.weight.element(kRows * ty + r, 4 * tx + c),
                           &factor = smem.grad.element(kRows * ty + r, 4 * tx + c);
                     if (hidden(weight)) continue;
-                    const PairWeight w = general_weight(p, s.shift, batch, head_q, pair.x, pair.y, factor, query_of(r, c).lse);
+                    const Query& query = query_of(r, c);
+                    const PairWeight w = general_weight(p, s.shift, batch, head_q, pair.x, pair.y, factor, query.max, query.rest);
                     weight = w.weight, factor = w.P * w.slope;
                 }
             }
@@ -264,9 +266,7 @@ cudaError_t launch(const BackwardParams& b, size_t shared_memory, cudaStream_t s
 
 }  // namespace
 
-size_t backward_simple_workspace(const BackwardParams& b) {
-    return size_t(backward_delta_count(b.forward)) * sizeof(float) + alignof(float);
-}
+size_t backward_simple_workspace(const BackwardParams& b) { return rows_of_call_bytes(b.forward); }
 
 int64_t backward_simple_blocks(const BackwardParams& b) {
     const AttentionParams& p = b.forward;
@@ -277,8 +277,9 @@ int64_t backward_simple_blocks(const BackwardParams& b) {
 
 cudaError_t backward_simple(const BackwardParams& params, size_t shared_memory, cudaStream_t stream) {
     BackwardParams b = params;
-    b.forward.workspace = align_up(params.forward.workspace, alignof(float));
-    cudaError_t error = backward_delta(b, static_cast<float*>(b.forward.workspace), stream);
+    b.forward.workspace = align_up(params.forward.workspace, alignof(float2));
+    const RowsOfCall rows = rows_of_call(b.forward);
+    cudaError_t error = backward_delta(b, rows.delta, rows.bases, stream);
     return with_dtype(b.forward.dtype, [&](auto zero) {
         using T = decltype(zero);
         if (error == cudaSuccess) error = launch<T, Own::kKeys>(b, shared_memory, stream);

@@ -154,6 +154,14 @@ __device__ __forceinline__ void release_work(const WorkList& list, uint32_t n) {
 __device__ __forceinline__ uint32_t first_query_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w) {
     return uint32_t((p.cu_seqlens_q ? 0 : w.batch) * p.nheads + w.head_k * p.group) * tiles.tiles + w.first_tile;
 }
+// Whether rows of the call may be large, and then the bases of those of a visited tile.
+__device__ __forceinline__ bool some_large(const QueryTiles& tiles) { return *tiles.some_large() == QueryTiles::kSomeLarge; }
+template <int kBlockM>
+__device__ __forceinline__ const float2* large_rows_of(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w,
+                                                       const Visited& at) {
+    const int64_t tile = first_query_tile(p, tiles, w) + uint32_t(at.head * tiles.tiles + at.m);
+    return reinterpret_cast<const float2*>(tiles.large) + tile * kBlockM;
+}
 // Calls visit(it, at, tile) for the block's query tiles in the order of the walk. it: the iteration, from it0 on. tile: its number in
 // QueryTiles.
 template <typename Visit>
