@@ -85,22 +85,22 @@ int64_t backward_delta_blocks(const AttentionParams& params);  // of its grid, w
 
 // dq, dk and dv: any head dim, dtype and option; deterministic.
 cudaError_t backward_simple(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);
-size_t backward_simple_workspace(const BackwardParams& params);  // bytes: delta
+size_t backward_simple_workspace(const BackwardParams& params);  // bytes: delta and RowBase
 int64_t backward_simple_blocks(const BackwardParams& params);
 
 // dq, dk and dv in fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; q, k, v, dout as tensor maps can describe them.
 cudaError_t backward_wgmma_sm90(const BackwardParams& params, int multiprocessors, cudaStream_t stream);
-size_t backward_wgmma_sm90_workspace(const BackwardParams& params);  // bytes: float dq, delta and lse, padded to whole tiles
+size_t backward_wgmma_sm90_workspace(const BackwardParams& params);  // bytes: float dq, delta, lse and RowBase, padded to whole tiles
 
 // dbias and dsinks, where wanted, beside any kernel that gives dq, dk and dv; deterministic. `workspace` is its own.
 cudaError_t backward_scores(const BackwardParams& params, void* workspace, cudaStream_t stream);
-size_t backward_scores_workspace(const BackwardParams& params);  // bytes: delta, or none when neither is wanted
+size_t backward_scores_workspace(const BackwardParams& params);  // bytes: the same, or none when neither is wanted
 int64_t backward_scores_blocks(const BackwardParams& params);
 
 // Gradients of fp16 and bf16, head dims up to 256, sm_80 and newer. The device decides between tiles.
 cudaError_t backward_mma_sm80(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);
 cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);  // its half for fp16
-size_t backward_mma_sm80_workspace(const BackwardParams& params);  // bytes: float32 sums of dq, lse and delta
+size_t backward_mma_sm80_workspace(const BackwardParams& params);  // bytes: float32 sums of dq, lse, delta and RowBase
 
 // dq, dk and dv in fp16 and bf16, any head dim, sm_80 and newer; deterministic.
 cudaError_t backward_mma_wide_sm80(const BackwardParams& params, cudaStream_t stream);

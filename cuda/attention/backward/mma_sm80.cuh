@@ -4,7 +4,8 @@
 //     S = Q K^T      P = exp(S - lse)      dP = dO V^T      dS = P (dP - delta)      dV += P^T dO      dK += dS^T Q      dQ += dS K
 //
 // Three kernels run one after another:
-//     before   delta = rowsum(dO * O) - dlse; lse with +inf for rows that see nothing, whose P is then 0; zeros for the sums of dQ
+//     before   delta = rowsum(dO * O) - dlse; lse with +inf for rows that see nothing, whose P is then 0, and what rows with a large lse
+//              need instead (large_rows.cuh); zeros for the sums of dQ
 //     main     a block owns the keys of one tile and walks the queries of every head that reads them. dK and dV stay in registers. dQ is
 //              added to float32 sums in the workspace, a tile in fragment order, so that a warp adds to neighbouring addresses
 //     after    dQ = scale x the sums, rounded

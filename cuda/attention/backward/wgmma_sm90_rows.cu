@@ -1,6 +1,7 @@
 // wgmma_sm90_rows.cu: the row-by-row kernels before and after the main kernel of the Hopper backward.
-//     before   computes delta = rowsum(dout * out) - dlse; converts lse to exponents of 2, with +inf past the end so that P = 0; writes
-//              zeros to the sums of dQ where blocks add whenever they come
+//     before   computes delta = rowsum(dout * out) - dlse; converts lse to exponents of 2, with +inf past the end so that P = 0, and finds
+//              what rows with a large lse need instead (large_rows.cuh); clears the counters; writes zeros to the sums of dQ where blocks
+//              add whenever they come
 //     after    brings dQ from accumulator order to rows and multiplies it by softmax_scale
 // Both are bound by memory: 16 bytes a lane, a block for every tile of queries.
 #include <cmath>
