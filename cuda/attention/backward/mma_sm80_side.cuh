@@ -29,7 +29,7 @@ __device__ __noinline__ void prepare_large_rows(const MmaBackwardParams& params)
         });
 }
 
-constexpr int kBeforeBlocks = 6;  // on a multiprocessor, whatever registers the rare rows would like
+constexpr int kBeforeBlocks = 5;  // on a multiprocessor, whatever registers the rare rows would like
 template <typename T, int kBlockM, int kD, int kDv>
 __global__ void __launch_bounds__(kSideThreads, kBeforeBlocks) before_kernel(const __grid_constant__ MmaBackwardParams params) {
     constexpr int kLanes = kDv <= 64 ? 8 : kDv <= 128 ? 16 : 32, kRowsAtOnce = kSideThreads / kLanes;  // eight columns for each lane
