@@ -62,7 +62,8 @@ struct Call {
 };
 
 // Attention. Kernels that do not give key_sums by themselves are followed by one that does, from the lse of the rows. Where the caller
-// does not want lse, it stands first in the workspace, and the kernel's own workspace follows.
+// does not want lse, it stands first in the workspace. What the kernel of key_sums needs of every row follows, and then the kernel's own
+// workspace.
 struct ForwardCall : Call<Kernel, AttentionParams> {
     using Base = Call<Kernel, AttentionParams>;
 
@@ -73,7 +74,7 @@ struct ForwardCall : Call<Kernel, AttentionParams> {
         return reason ? fail(FA_UNSUPPORTED, "%s", reason) : FA_OK;
     }
 
-    size_t workspace() const { return lse_bytes() + Base::workspace(); }
+    size_t workspace() const { return lse_bytes() + statistics_bytes() + Base::workspace(); }
 
     fa_status launch(void* stream) const {
         if (!params.key_sums) return Base::launch(stream);
@@ -86,15 +87,19 @@ struct ForwardCall : Call<Kernel, AttentionParams> {
             p.lse = static_cast<float*>(align_up(p.workspace, alignof(float)));
             p.workspace = static_cast<char*>(p.workspace) + lse_bytes();
         }
+        if (kernel->gives_key_sums) return kernel->launch(p, device, stream);
+        void* const statistics = align_up(p.workspace, 2 * alignof(float));
+        p.workspace = static_cast<char*>(p.workspace) + statistics_bytes();
         const fa_status status = kernel->launch(p, device, stream);
-        return status == FA_OK && !kernel->gives_key_sums ? launch_key_sums(p, device, stream) : status;
+        p.workspace = statistics;
+        return status == FA_OK ? launch_key_sums(p, device, stream) : status;
     }
 
 private:
-    size_t lse_bytes() const {
-        if (!params.key_sums || params.lse) return 0;
-        const size_t rows = params.cu_seqlens_q ? size_t(params.total_q) : size_t(params.batch) * size_t(params.seqlen_q);
-        return rows * size_t(params.nheads) * sizeof(float) + 128;
+    size_t lse_bytes() const { return params.key_sums && !params.lse ? rows() * sizeof(float) + 128 : 0; }
+    size_t statistics_bytes() const { return params.key_sums && !kernel->gives_key_sums ? 3 * rows() * sizeof(float) + 128 : 0; }
+    size_t rows() const {
+        return (params.cu_seqlens_q ? size_t(params.total_q) : size_t(params.batch) * size_t(params.seqlen_q)) * size_t(params.nheads);
     }
 };
 
