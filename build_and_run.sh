@@ -75,7 +75,9 @@ holds() {                   # holds FOLDER PATH: the folder is PATH, or one of t
 }
 empty() { [[ ! -e $1 ]] || { [[ -d $1 ]] && [[ -z $(ls -A -- "$1") ]]; }; }
 ours() {
-    [[ -f $1/$mark ]] || { [[ $1 == "$build" && -f $1/made_by ]] && [[ $(<"$1/made_by") == "$root "* ]]; } # so marked before
+    [[ -f $1/$mark ]] || { # the script wrote no mark at first, but made_by, and into folders of others, too
+        [[ $1 -ef $root/build && -f $1/made_by ]] && [[ $(<"$1/made_by") == "$root "* ]]
+    }
 }
 starts() { "$1/bin/python" -c '' 2>/dev/null; }
 make() { # make FOLDER: with the mark, if it is new or empty
@@ -89,6 +91,13 @@ clear_out() { # clear_out FOLDER: all that is in one of ours. The folder stays: 
 }
 while [[ $build == *?/ ]]; do build=${build%/}; done
 while [[ $venv == *?/ ]]; do venv=${venv%/}; done
+for setting in build venv; do # of a folder that is not there, the part that is there is resolved: no '..' is left behind it
+    folder=${!setting} rest=''
+    [[ ! -d $folder && $folder/ == */../* ]] || continue
+    until [[ -d $folder ]]; do rest=/${folder##*/}$rest folder=${folder%/*} folder=${folder:-/}; done
+    folder=$(CDPATH='' cd -P -- "$folder" && pwd -P)
+    printf -v "$setting" %s "${folder%/}$rest"
+done
 for setting in "FLASH_ATTN_BUILD=$build" "FLASH_ATTN_VENV=$venv"; do
     folder=${setting#*=}
     ! holds "$folder" "$root" || die "$setting is the checkout $root, or holds it" 2
@@ -282,10 +291,10 @@ if [[ $ninja ]]; then
     configuration+=(-G Ninja "-DCMAKE_MAKE_PROGRAM=$ninja")
 fi
 say "flash-attn-minimal: $("$python" -V) at $python, ${nvcc:+nvcc $nvcc, GPU target $arch, }${gpu:-no GPU}, $jobs jobs"
-made_by="$root $cmake $ninja $nvcc" # a folder configured with other tools starts afresh
-[[ -e $build/made_by && $(<"$build/made_by") == "$made_by" ]] || configuration+=(--fresh)
+tools="$root $cmake $ninja $nvcc" # a folder configured with other tools starts afresh
+[[ $(cat "$build/configured_by" 2>/dev/null || cat "$build/made_by" 2>/dev/null) == "$tools" ]] || configuration+=(--fresh)
 step configure progress "$cmake" -S "$root" -B "$build" "${configuration[@]}" -DFLASH_ATTN_TESTS=ON ${defines[@]+"${defines[@]}"} || exit
-say "$made_by" >"$build/made_by"
+say "$tools" >"$build/configured_by"
 step compile progress "$cmake" --build "$build" --parallel "$jobs" || exit
 export FLASH_ATTN_LIBRARY=$build/libflash_attn_minimal.so PYTHONPATH=$root/python${PYTHONPATH:+:$PYTHONPATH}
 [[ $verb != build ]] || { say "built $FLASH_ATTN_LIBRARY"; exit 0; }

@@ -27,7 +27,7 @@ import random
 import reprlib
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,8 +48,9 @@ from flash_attn_minimal.llama.weights import DEFAULT_CHECKPOINT, find_tokenizer,
 
 MAX_BODY = 4 << 20  # bytes of a request
 MAX_DRAIN = 64 << 20  # bytes of a refused body that are read, so that its client comes to reading the refusal
-MAX_ENTRIES = {"prompt": 256, "stop": 16}  # of a list
+MAX_ENTRIES = {"prompt": 256, "stop": 16, "logit_bias": 64}  # of a list or an object
 MAX_FIELDS = 64
+SHORT_PROMPT = 1 << 14  # characters, encoded in a few milliseconds
 
 Words = Annotated[str, Field(min_length=1)]
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -106,9 +107,9 @@ class Completion(Body):
     @field_validator(*MAX_ENTRIES, mode="before")
     @classmethod
     def short(cls, value: Any, field: Any) -> Any:
-        """A long list is refused before each of its entries is looked at."""
+        """A long list or object is refused before each of its entries is looked at."""
         most = MAX_ENTRIES[field.field_name]
-        if isinstance(value, list) and len(value) > most:
+        if isinstance(value, (list, dict)) and len(value) > most:
             raise ValueError(f"{len(value)} entries are more than {most}")
         return value
 
@@ -122,6 +123,10 @@ class Text:
         self.pieces = tokenizer.stream(request.tokens, after=request.prompt)
         self.text, self.read, self.sent = "", 0, 0
         self.reason: str | None = None
+
+    def due(self) -> bool:
+        """Whether `news` has something to look at."""
+        return self.reason is None and bool(self.request.finished or self.read < len(self.request.tokens))
 
     def news(self) -> str:
         """What has come since the last call; `reason` says whether and why it was the last. The last characters wait
@@ -151,10 +156,12 @@ class Writer:
         model = Llama(opened, open_device(device, stored=opened.dtype))
         self.engine = Engine(model, slots, context, page_size=16, num_pages=pages)
         self.thread = ThreadPoolExecutor(1)
-        self.encoders = ThreadPoolExecutor(2)  # a long prompt holds up neither the steps nor the event loop
+        # A long prompt holds up neither the steps nor the event loop, and no short prompt.
+        self.encoders = {"short": ThreadPoolExecutor(1), "long": ThreadPoolExecutor(1)}
         # Each token stands for at most `longest` characters, so a longer prompt does not fit.
         self.most_characters = self.engine.context * self.tokenizer.longest
-        self.stepping: asyncio.Future | None = None
+        self.waiting: dict[asyncio.Future, Callable[[], bool]] = {}  # -> whether it is over
+        self.driver: asyncio.Task | None = None
 
     def ask(self, function, *arguments) -> asyncio.Future:
         return asyncio.get_running_loop().run_in_executor(self.thread, function, *arguments)
@@ -165,18 +172,41 @@ class Writer:
             raise BadArgument(
                 f"{what}: a context of {self.engine.context} tokens, each of at most {self.tokenizer.longest}"
             )
-        return await asyncio.get_running_loop().run_in_executor(self.encoders, self.tokenizer.encode, prompt)
+        encoder = self.encoders["short" if len(prompt) <= SHORT_PROMPT else "long"]
+        return await asyncio.get_running_loop().run_in_executor(encoder, self.tokenizer.encode, prompt)
 
-    async def step(self) -> None:
-        """Waits until the engine has made a step: all who wait share it, and the engine rests when nobody waits."""
-        if self.stepping is None or self.stepping.done():
-            self.stepping = self.ask(self.engine.step)
-        await asyncio.shield(self.stepping)
+    async def wait(self, over: Callable[[], bool]) -> None:
+        """Until over(), which is asked after each step of the engine. All who wait share the steps, and the engine
+        rests when nobody waits. Steps do not wake those in line, who may be thousands."""
+        if over():
+            return
+        there = asyncio.get_running_loop().create_future()
+        self.waiting[there] = over
+        if self.driver is None or self.driver.done():
+            self.driver = asyncio.ensure_future(self.drive())
+        try:
+            await there
+        finally:
+            del self.waiting[there]
 
-    async def write(self, jobs: list[tuple], stops: list[str], gone: Any = None) -> AsyncGenerator[Any, None]:
+    async def drive(self) -> None:
+        try:
+            while self.waiting:
+                await self.ask(self.engine.step)
+                for there, over in self.waiting.items():
+                    if not there.done() and over():
+                        there.set_result(None)
+                await asyncio.sleep(0)  # those take what has come, and wait again
+        except Exception as error:
+            for there in self.waiting:
+                if not there.done():
+                    there.set_exception(FlashAttnError(described(error)))
+
+    async def write(
+        self, jobs: list[tuple], stops: list[str], gone: Callable[[], bool] = lambda: False
+    ) -> AsyncGenerator[Any, None]:
         """First the requests, once the engine has taken all; then (number, new text, reason of the end or None). Raises
-        where one of the texts fails, which ends the others of these. Ends early once `await gone()` is true, in line
-        too."""
+        where one of the texts fails, which ends the others of these. Ends early once gone() is true, in line too."""
         requests: list[Any] = []
 
         def add() -> None:
@@ -192,8 +222,8 @@ class Writer:
             yield requests
             texts = [Text(request, self.tokenizer, stops) for request in requests]
             while not all(text.reason for text in texts):
-                await self.step()
-                if gone and await gone():
+                await self.wait(lambda: gone() or any(text.due() for text in texts))
+                if gone():
                     return
                 for number, text in enumerate(texts):
                     if text.reason is not None:
@@ -221,6 +251,21 @@ def described(error: BaseException) -> str:
 def refusal(status: int, message: str, param: str | None = None) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status)
+
+
+@contextlib.asynccontextmanager
+async def leaving(http: Request) -> AsyncGenerator[Callable[[], bool], None]:
+    """A function that says whether the client has gone: its body has been read, so what comes next is its leave."""
+
+    async def wait() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    waiting = asyncio.ensure_future(wait())
+    try:
+        yield waiting.done
+    finally:
+        waiting.cancel()
 
 
 class Limited:
@@ -260,7 +305,7 @@ def make_app(writer: Writer) -> FastAPI:
         first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])
         if first["type"] == "json_invalid":
             return refusal(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
-        name = str(first["loc"][min(1, len(first["loc"]) - 1)])  # "body", then the field
+        name = str(first["loc"][min(1, len(first["loc"]) - 1)])[:100]  # "body", then the field
         given = "" if first["type"] == "missing" else f"={short.repr(first['input'])}"
         return refusal(400, f"{name}{given}: {first['msg'].removeprefix('Value error, ')}", name)
 
@@ -272,6 +317,10 @@ def make_app(writer: Writer) -> FastAPI:
     async def not_found(http, error):
         return refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
 
+    @app.exception_handler(Exception)
+    async def failed(_, error):
+        return refusal(500, described(error))
+
     @app.get("/v1/models")
     async def models():
         return {"object": "list", "data": [{"id": writer.name, "object": "model", "created": 0, "owned_by": "you"}]}
@@ -279,7 +328,7 @@ def make_app(writer: Writer) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(asked: Completion, http: Request):
         if asked.model != writer.name:
-            raise HTTPException(404, f"model={asked.model!r} is not served, only {writer.name!r}")
+            raise HTTPException(404, f"model={short.repr(asked.model)} is not served, only {writer.name!r}")
         seed, stops = asked.seed, writer.tokenizer.stops
         seed = random.getrandbits(32) if seed is None else seed
         jobs = []
@@ -287,38 +336,39 @@ def make_app(writer: Writer) -> FastAPI:
             sampling = Sampling(asked.temperature, 0, asked.top_p, seed + number)
             jobs.append((await writer.encode(prompt), asked.max_tokens, sampling, stops))
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
-        news = writer.write(jobs, stop, None if asked.stream else http.is_disconnected)
-        requests = await anext(news)  # a refusal comes here, while there is no answer yet
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         head["model"] = writer.name
 
         def choice(number: int, text: str, reason: str | None) -> dict:
             return {"index": number, "text": text, "logprobs": None, "finish_reason": reason}
 
-        def usage() -> dict:
+        def usage(requests: list) -> dict:
             read, written = sum(len(r.prompt) for r in requests), sum(len(r.tokens) for r in requests)
             return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
-        async def events():
+        async def events(news, requests):
             async with contextlib.aclosing(news):
                 try:
                     async for one in news:
                         yield f"data: {json.dumps({**head, 'choices': [choice(*one)]})}\n\n"
                     if asked.stream_options.include_usage:
-                        yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage()})}\n\n"
+                        yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage(requests)})}\n\n"
                     yield "data: [DONE]\n\n"
                 except Exception as error:
                     yield f"data: {bytes(refusal(500, described(error)).body).decode()}\n\n"
 
         if asked.stream:
-            return StreamingResponse(events(), media_type="text/event-stream")
+            news = writer.write(jobs, stop)
+            requests = await anext(news)  # a refusal comes here, while there is no answer yet
+            return StreamingResponse(events(news, requests), media_type="text/event-stream")
         texts, reasons = [""] * len(jobs), [None] * len(jobs)
-        async with contextlib.aclosing(news):
+        async with leaving(http) as gone, contextlib.aclosing(writer.write(jobs, stop, gone)) as news:
+            requests = await anext(news)
             async for number, text, reason in news:
                 texts[number], reasons[number] = texts[number] + text, reason
         if not all(reasons):
             return Response(status_code=499)  # to nobody
-        return {**head, "choices": list(map(choice, range(len(jobs)), texts, reasons)), "usage": usage()}
+        return {**head, "choices": list(map(choice, range(len(jobs)), texts, reasons)), "usage": usage(requests)}
 
     app.add_middleware(Limited)
     return app

@@ -187,6 +187,10 @@ def test_clients_that_go_away_free_their_slots(client, alone):
     ({"prompt": [1] * 100_000}, "prompt=.*: 100000 entries are more than 256"),
     ({"stop": ["x"] * 17}, "stop=.*: 17 entries are more than 16"),
     ({"extra_body": {str(n): n for n in range(70)}}, "7[0-9] fields are more than 64"),
+    ({"logit_bias": {"7": 1}}, "logit_bias={'7': 1}: Dictionary should have at most 0 items"),
+    ({"logit_bias": {str(n): "x" for n in range(200_000)}}, "logit_bias={.*: 200000 entries are more than 64"),
+    ({"extra_body": {"k" * 1_000_000: 1}}, r"^.{,60}k{100}=1: Extra inputs are not permitted"),
+    ({"model": "m" * 1_000_000}, r"model='m+\.\.\.m+' is not served"),
     ({"prompt": "x" * 12 * ENDLESS}, rf"prompt='xx.*has {12 * ENDLESS} characters, more than \d+: a context"),
 ])  # fmt: skip
 def test_bad_requests_are_refused_by_name(client, asked, message):
@@ -405,16 +409,55 @@ def test_a_client_that_goes_away_while_its_text_is_added(serve, writer):
     assert asyncio.run(asyncio.wait_for(run(), 60)) is False
 
 
+def test_those_in_line_are_left_alone(serve, writer, alone, monkeypatch):
+    """The steps of others do not wake them, so their number does not slow the texts that are written."""
+    looks, news = [], serve.Text.news
+    monkeypatch.setattr(serve.Text, "news", lambda text: looks.append(text) or news(text))
+    asked = {"model": "tiny", "prompt": "the sea", "max_tokens": 8, "temperature": 0}
+
+    async def ask(client):
+        return await asyncio.gather(*(client.post("/v1/completions", json=asked) for _ in range(20 * SLOTS)))
+
+    text = alone("the sea", 8)[0]
+    assert [answer.json()["choices"][0]["text"] for answer in visit(serve, writer, ask)] == 20 * SLOTS * [text]
+    assert len(looks) <= 20 * SLOTS * 9  # each of its tokens, and its end
+
+
+@pytest.mark.parametrize("where", ["encode", "step"])
+def test_an_error_of_the_server_s_own_is_told_as_one(serve, writer, alone, where):
+    owner = writer.tokenizer if where == "encode" else writer.engine
+    whole = getattr(owner, where)
+
+    def failing(*given):
+        raise RuntimeError("damaged")
+
+    setattr(owner, where, failing)
+    asked = {"model": "tiny", "prompt": "the sea", "max_tokens": 8, "temperature": 0}
+
+    async def ask():
+        transport = httpx.ASGITransport(serve.make_app(writer), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=60) as client:
+            bad = await asyncio.gather(*(client.post("/v1/completions", json=asked) for _ in range(3)))
+            setattr(owner, where, whole)
+            return bad, await client.post("/v1/completions", json=asked)
+
+    bad, good = asyncio.run(asyncio.wait_for(ask(), 60))
+    for answer in bad:
+        message = {"message": "RuntimeError: damaged", "type": "server_error", "param": None, "code": None}
+        assert (answer.status_code, answer.json()["error"]) == (500, message)
+    assert good.json()["choices"][0]["text"] == alone("the sea", 8)[0]
+
+
 def test_a_client_that_leaves_the_line_gets_no_slot(serve, writer):
     job = (writer.tokenizer.encode("Why?"), 100, Sampling(), frozenset())
     left = []
 
-    async def gone():
+    def gone():
         return bool(left)
 
     async def run():
         running = [writer.write([job], []) for _ in range(SLOTS)]
-        for text in running:
+        for text in 2 * running:
             await anext(text)
         waiting = writer.write([job], [], gone)
         [request] = await anext(waiting)
@@ -430,8 +473,8 @@ def test_a_client_that_leaves_the_line_gets_no_slot(serve, writer):
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_long_prompt_holds_nobody_up(serve, writer, alone):
-    """Its tokens are sought in another thread, here for as long as it takes to serve everybody else."""
+def test_long_prompts_hold_nobody_up(serve, writer, alone, monkeypatch):
+    """Their tokens are sought in another thread, here for as long as it takes to serve everybody else."""
     done, encode = threading.Event(), writer.tokenizer.encode
 
     def slow(text):
@@ -439,18 +482,20 @@ def test_a_long_prompt_holds_nobody_up(serve, writer, alone):
         return encode(text)
 
     writer.tokenizer.encode = slow
+    monkeypatch.setattr(serve, "SHORT_PROMPT", 8)
     asked = {"model": "tiny", "max_tokens": 20, "temperature": 0}
 
     async def ask(client):
-        long = asyncio.ensure_future(client.post("/v1/completions", json={**asked, "prompt": "long"}))
+        post = lambda: client.post("/v1/completions", json={**asked, "prompt": "long prompt"})  # noqa: E731
+        long = [asyncio.ensure_future(post()) for _ in range(4)]
         await asyncio.sleep(0.05)
         assert (await client.get("/v1/models")).status_code == 200
         short = await client.post("/v1/completions", json={**asked, "prompt": "the sea"})
-        assert not long.done()
+        assert not any(one.done() for one in long)
         done.set()
-        return (await long).status_code, short.json()["choices"][0]["text"]
+        return {(await one).status_code for one in long}, short.json()["choices"][0]["text"]
 
-    assert visit(serve, writer, ask) == (200, alone("the sea", 20)[0])
+    assert visit(serve, writer, ask) == ({200}, alone("the sea", 20)[0])
 
 
 def test_models(client):

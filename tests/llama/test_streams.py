@@ -1,6 +1,8 @@
 """Text that comes in pieces: joined, they are what decoding all tokens gives, whatever stands in front of them."""
 
 import json
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -123,3 +125,29 @@ def test_damaged_characters_come_in_the_end(tokenizer):
 @pytest.mark.parametrize("text", ["the", "\u4f60", "\U0001f999 the quick fox"])
 def test_no_token_is_longer_than_the_longest(tokenizer, text):
     assert len(text) <= tokenizer.longest * len(tokenizer.encode(text)) and tokenizer.longest > 1
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path):
+    """A server encodes beside its steps."""
+    write_tokenizer_json(tmp_path / "tokenizer.json", 600)
+    tokenizer, text, times, done = JsonTokenizer(tmp_path / "tokenizer.json"), "the quick " * 60_000, [0], []
+
+    def count():
+        while not done:
+            times[0] += 1
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        while not times[0]:
+            time.sleep(1e-3)
+        before = times[0]
+        ids = tokenizer.encode(text)
+        counted = times[0] - before
+    finally:
+        done.append(True)
+        thread.join()
+    assert counted > 20 and tokenizer.decode(ids) == text
+    short = tokenizer.encode(text[:3000])
+    assert ids[: len(short)] == short

@@ -147,7 +147,6 @@ def test_a_build_of_cmake_s_is_used_and_kept(run, checkout):
     (checkout / "build/CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={checkout}\n")
     (checkout / "build/mine").write_text("mine")
     build(run)
-    (checkout / "build/made_by").unlink()
     for arguments in VERBS[1:]:
         result = run(*arguments)
         assert result.returncode == 1 and "has not made it" in result.stderr
@@ -158,6 +157,41 @@ def test_a_build_of_the_script_before_it_marked(run, checkout):
     (checkout / "build").mkdir()
     (checkout / "build/made_by").write_text(f"{checkout} /usr/bin/cmake\n")
     assert run("clean").returncode == 0 and not (checkout / "build").exists()
+
+
+def test_a_folder_of_somebody_else_that_the_script_built_in_before_it_marked(run, checkout, tmp_path):
+    """It wrote made_by into whatever FLASH_ATTN_BUILD named."""
+    precious = tmp_path / "my thesis"
+    precious.mkdir()
+    (precious / "made_by").write_text(f"{checkout} /usr/bin/cmake\n")
+    (precious / "thesis.txt").write_text("thesis")
+    for arguments in VERBS[1:]:
+        result = run(*arguments, FLASH_ATTN_BUILD=str(precious))
+        assert result.returncode == 1 and "has not made it" in result.stderr
+        assert (precious / "thesis.txt").read_text() == "thesis"
+
+
+@pytest.mark.parametrize("folder", ["../out side", "../out/below", "./../out/", "link/../out"])
+def test_a_folder_beside_the_checkout(run, checkout, tmp_path, folder):
+    """It need not be there yet. Behind a link, '..' is above what the link leads to."""
+    (tmp_path / "far/deep").mkdir(parents=True)
+    (checkout / "link").symlink_to(tmp_path / "far/deep")
+    made = Path(os.path.realpath(checkout / folder))
+    build(run, FLASH_ATTN_BUILD=folder)
+    assert (made / MARK).is_file() and not (checkout / "build").exists()
+    assert run("clean", FLASH_ATTN_BUILD=folder).returncode == 0 and not made.exists()
+
+
+def test_what_ci_makes_in_the_build_folder_first(run, checkout):
+    """A folder in build/ that is older than the first build: the script builds beside it, and does not delete it."""
+    (checkout / "build/ci").mkdir(parents=True)
+    (checkout / "build/ci/step.log").write_text("passed")
+    build(run)
+    build(run)
+    for arguments in VERBS[1:]:
+        result = run(*arguments)
+        assert result.returncode == 1 and f"kept {checkout}/build: this script has not made it" in result.stderr
+        assert "delete it yourself" in result.stderr and (checkout / "build/ci/step.log").is_file()
 
 
 def test_a_link_stays_and_what_it_leads_to_goes(run, checkout, tmp_path):

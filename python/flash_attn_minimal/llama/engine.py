@@ -309,7 +309,7 @@ class Engine:
         if isinstance(error, MemoryError):
             traceback.clear_frames(error.__traceback__)  # its frames hold the arrays of the pass that found no room
         if not request.finished:
-            request.finished, request.error = "error", error
+            request.error, request.finished = error, "error"  # in this order: another thread may read them
             if request in self._waiting:
                 self._waiting.remove(request)
         self._leave(request)

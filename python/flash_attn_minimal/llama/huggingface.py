@@ -46,6 +46,7 @@ NAMES = {  # ours -> Hugging Face's; {} is the layer
     "wcls": "lm_head.weight",
 }
 CONTEXT = 16  # tokens in front of a token that its text may depend on; any tokenizer's looks at fewer
+SHORT = 1 << 12  # characters of a text that is encoded in a few milliseconds
 UNREAD = (".rotary_emb.inv_freq",)  # tensors of older files that follow from config.json
 
 
@@ -410,7 +411,9 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         with self._refusing(f"text {quoted(text)}"):
-            return self._tokenizer.encode(text).ids
+            if len(text) <= SHORT:
+                return self._tokenizer.encode(text).ids
+            return self._tokenizer.encode_batch([text])[0].ids  # unlike encode, it lets other threads of Python run
 
     def decode(self, tokens: Iterable[int]) -> str:
         with self._refusing("decoding"):
