@@ -507,6 +507,19 @@ def fused(*widths, heads_first=False):
     return [buffer[:, :, end - width : end].reshape(2, 5, -1, 8) for end, width in zip(ends, widths, strict=True)]
 
 
+def test_arrays_that_repeat_beside_an_output():
+    """An axis of step 0 is one place: out may lie between the places of an input that repeats."""
+    q, k, v, out, rest = fused(32, 32, 32, 32, 8)
+    bias = np.lib.stride_tricks.as_strided(rest, (2, 4, 5, 5), (rest.strides[0], 0, 0, 4))
+    keys = [np.broadcast_to(x[:1, :, :1], x.shape) for x in (k, v)]
+    want = fa.flash_attn_func(q, *keys, bias=bias)
+    fa.flash_attn_func(q, *keys, bias=bias, out=out)
+    assert np.array_equal(out, want)
+    over = np.lib.stride_tricks.as_strided(out[1, 4], bias.shape, (0, 0, 0, 4))
+    with pytest.raises(fa.BadArgument, match=r"out.data=0x[0-9a-f]+ overlaps bias.data=0x"):
+        fa.flash_attn_func(q, *keys, bias=over, out=out)
+
+
 def reversed_axes(x):
     return x[::-1, ::-1, ::-1]
 

@@ -88,15 +88,16 @@ bool overlap(const Region& a, const Region& b) {
     for (int i = 0; i < 3; ++i) {
         const Axis &x = a.axes[i], &y = b.axes[i];
         const Wide step_x = Wide(x.stride) * a.element, step_y = Wide(y.stride) * b.element;
-        if (x.extent > 1 && y.extent > 1 && step_x != step_y) {
+        const bool moves_x = x.extent > 1 && step_x != 0, moves_y = y.extent > 1 && step_y != 0;  // else all indices are one place
+        if (moves_x && moves_y && step_x != step_y) {
             own_a.extend(x, a.element), own_b.extend(y, b.element);
             continue;
         }
-        const Wide step = x.extent > 1 ? step_x : step_y;
-        if ((x.extent == 1 && y.extent == 1) || step == 0) continue;
+        if (!moves_x && !moves_y) continue;
         // offset_a - offset_b = m * step, m = i - j
+        const Wide step = moves_x ? step_x : step_y;
         Lead& one = lead[count++];
-        one = {step, -Wide(y.extent - 1), Wide(x.extent - 1)};
+        one = {step, moves_y ? -Wide(y.extent - 1) : Wide(0), moves_x ? Wide(x.extent - 1) : Wide(0)};
         if (step < 0) one = {-step, -one.most, -one.least};
     }
     sort_by(lead, count, [](const Lead& one) { return one.step; });
