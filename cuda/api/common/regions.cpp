@@ -27,6 +27,21 @@ Span span_of(const Region& r) {
     return span;
 }
 
+// The same in 64 bits, in a third of the time; false where they do not suffice. Every call has dozens of pairs of arrays, nearly all apart.
+bool short_span(const Region& r, int64_t* first, int64_t* end) {
+    int64_t low = 0, high = 0;
+    bool overflows = __builtin_mul_overflow(r.columns, r.element, &high);
+    for (const Axis& axis : r.axes) {
+        int64_t elements, far;
+        overflows |= __builtin_mul_overflow(axis.extent - 1, axis.stride, &elements);
+        overflows |= __builtin_mul_overflow(elements, r.element, &far);
+        overflows |= far < 0 ? __builtin_add_overflow(low, far, &low) : __builtin_add_overflow(high, far, &high);
+    }
+    const int64_t data = int64_t(reinterpret_cast<uintptr_t>(r.data));
+    overflows |= data < 0 || __builtin_add_overflow(data, low, first) || __builtin_add_overflow(data, high, end);
+    return !overflows;
+}
+
 Wide magnitude(Wide x) { return x < 0 ? -x : x; }
 
 // Along one axis, an element of array a may be m * step bytes ahead of an element of array b, for m in least .. most.
@@ -79,6 +94,8 @@ fa_status check_output(const Region& r) {
 
 bool overlap(const Region& a, const Region& b) {
     if (!a.data || !b.data || a.empty() || b.empty()) return false;
+    int64_t first_a, end_a, first_b, end_b;
+    if (short_span(a, &first_a, &end_a) && short_span(b, &first_b, &end_b) && (end_a <= first_b || end_b <= first_a)) return false;
     const Span all_a = span_of(a), all_b = span_of(b);
     if (all_a.end <= all_b.first || all_b.end <= all_a.first) return false;
     const Wide apart = Wide(reinterpret_cast<uintptr_t>(b.data)) - Wide(reinterpret_cast<uintptr_t>(a.data));
