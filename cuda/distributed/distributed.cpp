@@ -53,6 +53,7 @@ fa_status check_rows(const char* name, const fa_tensor& t, int64_t heads, int64_
 Region region_of(const Problem& p, const char* name, const fa_tensor& t, int64_t rows, bool queries, bool values) {
     return region(name, t, 1, rows, queries ? p.a.nheads : p.a.nheads_k, values ? p.headdim_v : int64_t(p.a.headdim), size_t(p.element));
 }
+Region lse_region(const Problem& p, const char* name, const float* lse) { return region(name, lse, p.a.nheads * p.rows_q(), 4); }
 std::vector<Region> inputs_of(const Problem& p) {
     return {region_of(p, "q", p.a.q, p.rows_q(), true, false), region_of(p, "k", p.a.k, p.rows_k(), false, false),
             region_of(p, "v", p.a.v, p.rows_k(), false, true)};
@@ -158,8 +159,14 @@ fa_status validate(const fa_distributed_args* args, int32_t kind, int32_t rank, 
     FA_RETURN_IF_ERROR(check_rows("k", a.k, a.nheads_k, a.headdim, rows_k));
     FA_RETURN_IF_ERROR(check_rows("v", a.v, a.nheads_k, p->headdim_v, rows_k));
     FA_RETURN_IF_ERROR(check_rows("out", a.out, a.nheads, p->headdim_v, rows_q));
-    if (operation == Operation::kForward)
-        for (const Region& input : inputs_of(*p)) FA_RETURN_IF_ERROR(check_apart(region_of(*p, "out", a.out, rows_q, true, true), input));
+    if (operation == Operation::kForward) {
+        const Region out = region_of(*p, "out", a.out, rows_q, true, true), lse = lse_region(*p, "lse", need ? a.lse : nullptr);
+        for (const Region& input : inputs_of(*p)) {
+            FA_RETURN_IF_ERROR(check_apart(out, input));
+            FA_RETURN_IF_ERROR(check_apart(lse, input));
+        }
+        FA_RETURN_IF_ERROR(check_apart(out, lse));
+    }
     return choose_mode(d.mode, p, why_not, why_size);
 }
 
@@ -191,8 +198,10 @@ fa_status validate(const fa_distributed_backward_args* args, int32_t kind, int32
     std::vector<Region> others = inputs_of(*p);
     others.push_back(region_of(*p, "out", p->a.out, rows_q, true, true));
     others.push_back(region_of(*p, "dout", g.dout, rows_q, true, true));
+    others.push_back(lse_region(*p, "lse", p->a.lse));
+    others.push_back(lse_region(*p, "dlse", g.dlse));
     for (const Region& gradient : {region_of(*p, "dq", g.dq, rows_q, true, false), region_of(*p, "dk", g.dk, rows_k, false, false),
-                                   region_of(*p, "dv", g.dv, rows_k, false, true)}) {
+                                   region_of(*p, "dv", g.dv, rows_k, false, true), region("dsinks", g.dsinks, p->a.nheads, 4)}) {
         for (const Region& other : others) FA_RETURN_IF_ERROR(check_apart(gradient, other));
         others.push_back(gradient);
     }

@@ -478,6 +478,89 @@ def test_graph_whose_lengths_change(cuda_kernel, pages):
         assert all(torch.equal(one, two) for one, two in zip(after, cache, strict=True))
 
 
+EMPTY = {  # options of a call whose sequences have no keys
+    "pages": {"block_table": np.zeros((2, 3), np.int32)},
+    "a table without columns": {"block_table": np.zeros((2, 0), np.int32)},
+    "cache_batch_idx": {"cache_batch_idx": np.array([5, 0], np.int32)},
+    "cache_leftpad": {"cache_leftpad": np.zeros(2, np.int32)},
+    "sinks": {"sinks": np.array([1, 2, 3, 4], np.float32)},
+    "causal": {"causal": True},
+    "window": {"window_size": (3, 0)},
+    "chunk": {"causal": True, "attention_chunk": 4},
+    "tree": {"tree_mask": np.full((2, 3), 7, np.uint64), "tree_keys": 3},
+    "softcap": {"softcap": 5.0},
+    "splits": {"num_splits": 4},
+    "invariant": {"batch_invariant": True},
+    "programmatic": {"programmatic": True},
+    "int8": {"int8": "heads"},
+    "int8 of tokens": {"int8": "tokens"},
+    "no capacity": {"capacity": 0},
+}
+APART = [{"tree", other} for other in ("causal", "window", "chunk")] + [
+    {"cache_batch_idx", "pages"}, {"cache_batch_idx", "a table without columns"}, {"pages", "no capacity"},
+    {"a table without columns", "no capacity"}, {"pages", "a table without columns"}, {"int8", "int8 of tokens"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entries", [0, 2])
+@pytest.mark.parametrize("one", EMPTY)
+def test_caches_without_keys(kernel, one, entries):
+    """Pools without entries, rows of a table without pages, entries without rows: out is 0 and lse that of the sink. No
+    address is read, so arrays without elements may have none."""
+    for other in EMPTY:
+        if {one, other} in APART:
+            continue
+        options = {**EMPTY[one], **EMPTY[other], "cache_seqlens": np.array([0, -1], np.int32)}
+        rows, scales = options.pop("capacity", 16), options.pop("int8", None)
+        if "cache_batch_idx" in options and entries:
+            options["cache_batch_idx"] = np.array([1, 0], np.int32)
+        for dtype, headdim in (("float16", 64), ("float32", 64), ("float16", 128)):
+            arrays = {n: kernel.device.array(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+            cache = np.full((entries, rows, 2, headdim), np.nan, np.float32)
+            for name in ("k", "v"):
+                if scales:
+                    arrays[f"{name}_cache"] = kernel.device.array(np.ones(cache.shape, np.int8))
+                    factors = np.full(cache.shape[:3] if scales == "tokens" else 2, np.nan, np.float32)
+                    arrays[f"{name}_scale"] = kernel.device.array(factors)
+                else:
+                    arrays[f"{name}_cache"] = kernel.device.array(cache, dtype)
+            arrays["q"] = kernel.device.array(np.ones((2, 3, 4, headdim), np.float32), dtype)
+            plan = fa.kvcache_query(**arrays, kernel=kernel.name)
+            if plan.status == "FA_UNSUPPORTED":
+                continue
+            assert plan.status == "FA_OK", plan.error
+            out = kernel.device.nans((2, 3, 4, headdim), dtype)
+            _, lse = fa.flash_attn_with_kvcache(**arrays, out=out, kernel=kernel.name, return_softmax_lse=True)
+            want = options.get("sinks", np.full(4, -np.inf, np.float32))
+            assert (kernel.device.numpy(out) == 0).all(), (other, dtype)
+            assert (kernel.device.numpy(lse) == want[None, :, None]).all(), (other, dtype)
+
+
+def test_arrays_without_elements_have_no_address():
+    """As PyTorch has them: a pool without pages, its factors and a table without columns."""
+    torch = pytest.importorskip("torch")
+    q, lengths = torch.ones(2, 1, 4, 16), torch.zeros(2, dtype=torch.int32)
+    for pages, table in ((0, (2, 3)), (0, (2, 0)), (3, (2, 0))):
+        cache = torch.ones(pages, 8, 2, 16, dtype=torch.int8)
+        assert pages or cache.data_ptr() == 0
+        scale = torch.ones(pages, 8, 2)
+        out, lse = fa.flash_attn_with_kvcache(
+            q, cache, cache.clone(), k_scale=scale, v_scale=scale.clone(), cache_seqlens=lengths,
+            block_table=torch.zeros(table, dtype=torch.int32), return_softmax_lse=True,
+        )  # fmt: skip
+        assert (out == 0).all() and torch.isneginf(lse).all()
+
+
+def test_no_row_turns():
+    """Tables of the rotary embedding need no row for a call without queries and new keys."""
+    cache = np.ones((1, 16, 2, 8), np.float32)
+    tables = {f"rotary_{n}": np.ones((4, 4), np.float32) for n in ("cos", "sin")}
+    q = np.ones((1, 1, 2, 8), np.float32)
+    with pytest.raises(fa.BadArgument, match=r"rotary_rows=4: sequence 0 turns by the positions 9 \.\. 9"):
+        fa.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=np.array([9], np.int32), **tables)
+    assert fa.flash_attn_with_kvcache(q[:, :0], cache, cache, cache_seqlens=np.array([9], np.int32), **tables).size == 0
+
+
 @on_gpu
 @pytest.mark.parametrize("pages", [0, 4])
 def test_wild_lengths_and_pages_stay_inside(cuda_kernel, pages):

@@ -114,6 +114,22 @@ def test_workspace(name):
     del views
 
 
+def test_strides_of_gradients_without_addresses():
+    """A query refuses what the call would refuse for its strides, whether or not the gradients have memory yet."""
+    forward, *_ = _call("cpu_portable")
+    lib, plan = _library.load(), _library.new(_library.AttentionPlan)
+    args = _library.new(_library.AttentionBackwardArgs)
+    args.forward = ct.pointer(forward)
+    for name, x in (("dout", "out"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
+        for axis in ("batch", "row", "head"):
+            setattr(args, f"{name}_{axis}_stride", getattr(forward, f"{x}_{axis}_stride"))
+    forward.kernel = None
+    assert lib.fa_attention_backward_query(args, plan) == 0, lib.fa_last_error()
+    args.dk_row_stride = 0
+    assert lib.fa_attention_backward_query(args, plan) == 1
+    assert b"dk.row_stride=0" in lib.fa_last_error()
+
+
 def test_workspace_does_not_grow():
     """CPU scratch is per thread; once the keys fill a tile it depends on neither batch nor seqlen."""
     shapes = [(1, 8192, 4, 64), (2, 32768, 4, 64)]

@@ -340,6 +340,10 @@ def test_outputs_that_overlap_themselves(name):
     assert np.isnan(target).all()
 
 
+def bytes_of_cache():
+    return [np.zeros((1, 8, 2, 8), np.int8) for _ in "kv"]
+
+
 MEANWHILE = {
     "out over q": lambda: fa.flash_attn_func(part(0, 1, 4, 2, 8), q(), q(), out=part(8, 1, 4, 2, 8)),
     "out over k": lambda: fa.flash_attn_func(q(), part(63, 1, 4, 2, 8), q(), out=part(0, 1, 4, 2, 8)),
@@ -356,6 +360,17 @@ MEANWHILE = {
         out, q(), q(), q(), out, lse, bias=part(0, 1, 2, 4, 4), dq=part(8, 1, 4, 2, 8)
     ),
     "dv over lse": lambda: fa.backward(out, q(), q(), q(), out, part(8, 1, 2, 4), dv=part(0, 1, 4, 2, 8)),
+    "out over factors of a cache": lambda: fa.flash_attn_with_kvcache(
+        q(), *bytes_of_cache(), k_scale=part(8, 2), v_scale=ONE.repeat(2), out=part(0, 1, 4, 2, 8)
+    ),
+    "factors of tokens over new keys": lambda: fa.flash_attn_with_kvcache(
+        q(), *bytes_of_cache(), part(2, 1, 1, 2, 8), q(seqlen=1), cache_seqlens=3,
+        k_scale=part(0, 1, 8, 2), v_scale=np.ones((1, 8, 2), f4)
+    ),
+    "factors of tokens over lengths": lambda: fa.flash_attn_with_kvcache(
+        q(), *bytes_of_cache(), q(seqlen=1), q(seqlen=1), cache_seqlens=part(4, 1).view(np.int32),
+        k_scale=part(0, 1, 8, 2), v_scale=np.ones((1, 8, 2), f4)
+    ),
     "rope, cos": lambda: ops.rope(q(), part(0, 4, 4), np.ones((4, 4), f4), out=part(8, 1, 4, 2, 8)),
     "rms_norm, x over weight": lambda: ops.rms_norm(part(0, 4, 8), part(8, 8), residual=np.ones((4, 8), f4)),
     "rms_norm": lambda: ops.rms_norm(part(0, 4, 8), np.ones(8, f4), out=part(8, 4, 8)),
@@ -457,11 +472,52 @@ def test_statistics_apart(name):
     assert np.isnan(ARENA).all()
 
 
+@pytest.mark.parametrize("of_tokens", [False, True], ids=["after the pages", "of tokens"])
+def test_factors_in_the_pages(of_tokens):
+    """Factors may share a buffer with the bytes that they belong to: behind those of each page, or of each token."""
+    pages, rows, heads, dim, width = 3, 8, 2, 16, 16 + 16 + 4 + 4
+    buffer = np.zeros((pages, rows, heads * width), np.uint8)
+    call = {}
+    if of_tokens:
+        ends = np.cumsum([0, dim * heads, dim * heads, 4 * heads, 4 * heads])
+        views = [buffer[..., a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    else:
+        flat, ends = buffer.reshape(pages, -1), rows * np.cumsum([0, dim * heads, dim * heads, 4 * heads, 4 * heads])
+        views = [flat[:, a:b].reshape(pages, rows, -1) for a, b in zip(ends, ends[1:], strict=False)]
+    for name, view in zip(("k", "v"), views[:2], strict=True):
+        call[f"{name}_cache"] = np.lib.stride_tricks.as_strided(
+            view.view(np.int8), (pages, rows, heads, dim), (*view.strides[:2], dim, 1)
+        )
+    for name, view in zip(("k", "v"), views[2:], strict=True):
+        call[f"{name}_scale"] = np.lib.stride_tricks.as_strided(
+            view.view(f4), (pages, rows, heads), (*view.strides[:2], 4)
+        )
+    table, new = np.array([[2, 0]], np.int32), np.ones((1, 3, heads, dim), f4)
+    out = fa.flash_attn_with_kvcache(
+        np.ones((1, 1, 4, dim), f4), **call, k=new, v=new, block_table=table, cache_seqlens=np.zeros(1, np.int32)
+    )
+    assert np.abs(out - 1).max() < 1e-2
+    assert (call["k_scale"][2, :3] > 0).all() and not call["k_scale"][:2].any()
+
+
 def fused(*widths, heads_first=False):
     """One buffer with a place for each array, and views of it that have no element in common."""
     buffer = np.random.default_rng(0).standard_normal((2, 5, sum(widths)), dtype=f4)
     ends = np.cumsum(widths)
     return [buffer[:, :, end - width : end].reshape(2, 5, -1, 8) for end, width in zip(ends, widths, strict=True)]
+
+
+def test_arrays_that_repeat_beside_an_output():
+    """An axis of step 0 is one place: out may lie between the places of an input that repeats."""
+    q, k, v, out, rest = fused(32, 32, 32, 32, 8)
+    bias = np.lib.stride_tricks.as_strided(rest, (2, 4, 5, 5), (rest.strides[0], 0, 0, 4))
+    keys = [np.broadcast_to(x[:1, :, :1], x.shape) for x in (k, v)]
+    want = fa.flash_attn_func(q, *keys, bias=bias)
+    fa.flash_attn_func(q, *keys, bias=bias, out=out)
+    assert np.array_equal(out, want)
+    over = np.lib.stride_tricks.as_strided(out[1, 4], bias.shape, (0, 0, 0, 4))
+    with pytest.raises(fa.BadArgument, match=r"out.data=0x[0-9a-f]+ overlaps bias.data=0x"):
+        fa.flash_attn_func(q, *keys, bias=over, out=out)
 
 
 def reversed_axes(x):

@@ -250,7 +250,16 @@ def test_results_that_overlap_inputs_are_refused_before_anything_is_written(mode
         lse = np.zeros((2, 4), np.float32)
         fad.backward(group, q, q, k, v, v, lse, dk=dk, dv=dv, mode=mode, **OPTIONS)
 
-    for function, text in ((forward, "out.data=.* overlaps v"), (backward, "dv.data=.* overlaps dk")):
+    def backward_over_lse(group):
+        q, k, v, dk = buffers[group.rank, :, :, :4]
+        lse = buffers[group.rank, 3].reshape(-1)[:8].reshape(2, 4) if group.rank else np.zeros((2, 4), np.float32)
+        fad.backward(group, q, q, k, v, v, lse, dk=dk, mode=mode, **OPTIONS)
+
+    for function, text in (
+        (forward, "out.data=.* overlaps v"),
+        (backward, "dv.data=.* overlaps dk"),
+        (backward_over_lse, "dk.data=.* overlaps lse"),
+    ):
         for error in each(groups, function):
             with pytest.raises(fa.BadArgument, match=text):
                 raise error

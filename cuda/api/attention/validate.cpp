@@ -286,10 +286,12 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
     FA_RETURN_IF_ERROR(check_pointer("dlse", a.dlse, 4, false));
     Regions<5> written;
     Regions<kMostRead> read;
-    written.add(region("dq", a.dq, batch, rows_q, f.nheads, f.headdim, element));
-    written.add(region("dk", a.dk, batch, rows_k, f.nheads_k, f.headdim, element));
-    written.add(region("dv", a.dv, batch, rows_k, f.nheads_k, headdim_v, element));
-    for (const Region& gradient : written) FA_RETURN_IF_ERROR(check_output(gradient));
+    for (const Region& gradient : {region("dq", a.dq, batch, rows_q, f.nheads, f.headdim, element),
+                                   region("dk", a.dk, batch, rows_k, f.nheads_k, f.headdim, element),
+                                   region("dv", a.dv, batch, rows_k, f.nheads_k, headdim_v, element)}) {
+        FA_RETURN_IF_ERROR(check_output(gradient));  // of a query without addresses, too
+        written.add(gradient);
+    }
     written.add(region("dbias", a.dbias, f.batch, f.seqlen_q, f.nheads, f.seqlen_k, 4));  // strides of 0 sum over an axis
     written.add(region("dsinks", a.dsinks, f.nheads, 4));
     read.add(region("q", f.q, batch, rows_q, f.nheads, f.headdim, element));

@@ -71,14 +71,24 @@ fa_status check_appended(const fa_kvcache_args& a, const fa_attention_args& f, s
                              region("v_new", a.v_new, f.batch, a.seqlen_new, f.nheads_k, headdim_v, element)};
     const Region outputs[] = {region("out", f.out, f.batch, f.seqlen_q, f.nheads, headdim_v, element),
                               region("lse", f.lse, int64_t(f.batch) * f.nheads * f.seqlen_q, 4)};
+    const Region k_scale = cache("k_scale", a.k_scale, 1, 4), v_scale = cache("v_scale", a.v_scale, 1, 4);
+    Regions<2> factors;  // that an appended token writes
+    if (a.k_scale.row_stride) factors.add(k_scale);
+    if (a.v_scale.row_stride) factors.add(v_scale);
     for (const Region& input : inputs) {
         FA_RETURN_IF_ERROR(check_apart(k, input));
         FA_RETURN_IF_ERROR(check_apart(v, input));
         for (const Region& output : outputs) FA_RETURN_IF_ERROR(check_apart(output, input));
+        for (const Region& factor : factors) FA_RETURN_IF_ERROR(check_apart(factor, input));
     }
-    const Region k_scale = cache("k_scale", a.k_scale, 1, 4), v_scale = cache("v_scale", a.v_scale, 1, 4);
-    if (a.k_scale.row_stride) FA_RETURN_IF_ERROR(check_output(k_scale));
-    if (a.v_scale.row_stride) FA_RETURN_IF_ERROR(check_output(v_scale));
+    for (const Region& factor : factors) {
+        FA_RETURN_IF_ERROR(check_output(factor));
+        for (const Region& input : small_arrays(a, f)) FA_RETURN_IF_ERROR(check_apart(factor, input));
+    }
+    for (const Region& factor : {k_scale, v_scale}) {  // also those that are only read
+        FA_RETURN_IF_ERROR(check_apart(k, factor));
+        FA_RETURN_IF_ERROR(check_apart(v, factor));
+    }
     return a.k_scale.row_stride || a.v_scale.row_stride ? check_apart(k_scale, v_scale) : FA_OK;
 }
 
@@ -125,7 +135,7 @@ fa_status check_positions(const fa_kvcache_args& a, const fa_attention_args& f, 
     if (!a.rotary_cos) return FA_OK;
     const bool in_order = f.causal || (f.has_window && (f.window_left >= 0 || f.window_right >= 0)) || f.attention_chunk;
     const int64_t queries = std::min<int64_t>(f.seqlen_q, in_order ? f.seqlen_q : 1), rows = std::max<int64_t>(queries, a.seqlen_new);
-    if (before + rows <= a.rotary_rows) return FA_OK;
+    if (rows == 0 || before + rows <= a.rotary_rows) return FA_OK;
     return fail(FA_BAD_ARGUMENT,
                 "rotary_rows=%d: sequence %d turns by the positions %" PRId64 " .. %" PRId64
                 ", which rotary_cos and rotary_sin do not have",
@@ -243,7 +253,8 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     if (a.cache_batch == 0) forward->seqlen_k = p.seqlen_k = 0;  // an empty cache has no keys: nothing of it is read, on any device
     if (a.page_size < 0) return fail(FA_BAD_ARGUMENT, "page_size=%d is negative", a.page_size);
     if (a.block_table && !a.page_size) return fail(FA_BAD_ARGUMENT, "block_table is set with page_size=0: it is 1 or more");
-    if (!a.block_table && a.page_size && need) return fail(FA_BAD_ARGUMENT, "page_size=%d without a block_table", a.page_size);
+    if (!a.block_table && a.page_size && need && f.seqlen_k > 0)  // a table without columns may have no address
+        return fail(FA_BAD_ARGUMENT, "page_size=%d without a block_table", a.page_size);
     if (a.block_table && a.cache_batch_idx) return fail(FA_BAD_ARGUMENT, "cache_batch_idx and block_table are both set");
     if (!a.page_size && !a.cache_batch_idx && a.cache_batch < f.batch && a.cache_batch > 0 && need)
         return fail(FA_BAD_ARGUMENT, "cache_batch=%d is below batch=%d without cache_batch_idx", a.cache_batch, f.batch);
@@ -265,8 +276,9 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
                     f.v.data);
     FA_RETURN_IF_ERROR(check_rotary(a, f));
     FA_RETURN_IF_ERROR(check_tree(a, f, need));
-    FA_RETURN_IF_ERROR(check_scale("k_scale", a.k_scale, quantized, need));
-    FA_RETURN_IF_ERROR(check_scale("v_scale", a.v_scale, quantized, need));
+    const bool has_keys = need && a.cache_batch > 0 && f.seqlen_k > 0;  // an array without elements may have no address
+    FA_RETURN_IF_ERROR(check_scale("k_scale", a.k_scale, quantized, has_keys));
+    FA_RETURN_IF_ERROR(check_scale("v_scale", a.v_scale, quantized, has_keys));
     if (appends) FA_RETURN_IF_ERROR(check_appended(a, f, keys.element, p.headdim_v));
     const int64_t rows = a.page_size ? a.page_size : f.seqlen_k;
     const Region k = region("k", f.k, a.cache_batch, rows, f.nheads_k, f.headdim, keys.element);
@@ -274,9 +286,10 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     const Region out = region("out", f.out, f.batch, f.seqlen_q, f.nheads, p.headdim_v, element);
     const Region lse = region("lse", need ? f.lse : nullptr, int64_t(f.batch) * f.nheads * f.seqlen_q, 4);
     const Regions<kMostSmall> small = small_arrays(a, f);
+    const Region k_scale = region("k_scale", a.k_scale, a.cache_batch, rows, f.nheads_k, 1, 4);
+    const Region v_scale = region("v_scale", a.v_scale, a.cache_batch, rows, f.nheads_k, 1, 4);
     for (const Region& output : {out, lse}) {
-        FA_RETURN_IF_ERROR(check_apart(output, k));
-        FA_RETURN_IF_ERROR(check_apart(output, v));
+        for (const Region* cached : {&k, &v, &k_scale, &v_scale}) FA_RETURN_IF_ERROR(check_apart(output, *cached));
         for (const Region& input : small) FA_RETURN_IF_ERROR(check_apart(output, input));
     }
     if (appends)

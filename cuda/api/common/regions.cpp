@@ -27,6 +27,21 @@ Span span_of(const Region& r) {
     return span;
 }
 
+// The same in 64 bits, in a third of the time; false where they do not suffice. Every call has dozens of pairs of arrays, nearly all apart.
+bool short_span(const Region& r, int64_t* first, int64_t* end) {
+    int64_t low = 0, high = 0;
+    bool overflows = __builtin_mul_overflow(r.columns, r.element, &high);
+    for (const Axis& axis : r.axes) {
+        int64_t elements, far;
+        overflows |= __builtin_mul_overflow(axis.extent - 1, axis.stride, &elements);
+        overflows |= __builtin_mul_overflow(elements, r.element, &far);
+        overflows |= far < 0 ? __builtin_add_overflow(low, far, &low) : __builtin_add_overflow(high, far, &high);
+    }
+    const int64_t data = int64_t(reinterpret_cast<uintptr_t>(r.data));
+    overflows |= data < 0 || __builtin_add_overflow(data, low, first) || __builtin_add_overflow(data, high, end);
+    return !overflows;
+}
+
 Wide magnitude(Wide x) { return x < 0 ? -x : x; }
 
 // Along one axis, an element of array a may be m * step bytes ahead of an element of array b, for m in least .. most.
@@ -79,6 +94,8 @@ fa_status check_output(const Region& r) {
 
 bool overlap(const Region& a, const Region& b) {
     if (!a.data || !b.data || a.empty() || b.empty()) return false;
+    int64_t first_a, end_a, first_b, end_b;
+    if (short_span(a, &first_a, &end_a) && short_span(b, &first_b, &end_b) && (end_a <= first_b || end_b <= first_a)) return false;
     const Span all_a = span_of(a), all_b = span_of(b);
     if (all_a.end <= all_b.first || all_b.end <= all_a.first) return false;
     const Wide apart = Wide(reinterpret_cast<uintptr_t>(b.data)) - Wide(reinterpret_cast<uintptr_t>(a.data));
@@ -88,15 +105,16 @@ bool overlap(const Region& a, const Region& b) {
     for (int i = 0; i < 3; ++i) {
         const Axis &x = a.axes[i], &y = b.axes[i];
         const Wide step_x = Wide(x.stride) * a.element, step_y = Wide(y.stride) * b.element;
-        if (x.extent > 1 && y.extent > 1 && step_x != step_y) {
+        const bool moves_x = x.extent > 1 && step_x != 0, moves_y = y.extent > 1 && step_y != 0;  // else all indices are one place
+        if (moves_x && moves_y && step_x != step_y) {
             own_a.extend(x, a.element), own_b.extend(y, b.element);
             continue;
         }
-        const Wide step = x.extent > 1 ? step_x : step_y;
-        if ((x.extent == 1 && y.extent == 1) || step == 0) continue;
+        if (!moves_x && !moves_y) continue;
         // offset_a - offset_b = m * step, m = i - j
+        const Wide step = moves_x ? step_x : step_y;
         Lead& one = lead[count++];
-        one = {step, -Wide(y.extent - 1), Wide(x.extent - 1)};
+        one = {step, moves_y ? -Wide(y.extent - 1) : Wide(0), moves_x ? Wide(x.extent - 1) : Wide(0)};
         if (step < 0) one = {-step, -one.most, -one.least};
     }
     sort_by(lead, count, [](const Lead& one) { return one.step; });

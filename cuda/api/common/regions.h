@@ -63,7 +63,7 @@ private:
 fa_status check_output(const Region& output);
 
 // Whether two arrays have an element in common. The answer is exact for views of one array whose axes have equal steps, such as q, k, v and
-// out in one buffer. An axis whose steps differ counts as filled without gaps.
+// out in one buffer, or the step 0 of an array that repeats. An axis whose steps differ counts as filled without gaps.
 bool overlap(const Region& a, const Region& b);
 
 // Refuses an output that overlaps the other array. With `in_place` both may be the same array, element for element.

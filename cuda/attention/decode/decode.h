@@ -29,7 +29,7 @@ inline int64_t rows_of_key_head(const AttentionParams& p) { return int64_t(p.seq
 constexpr int kLaneWarps = 8;  // of a block of lanes.cuh; a warp has 1 or 4 rows
 
 // Blocks of a cluster at most: 8 on every GPU with clusters; 16, a whole GPC, where a GPU of at least 128 multiprocessors can hold such a
-// cluster. The GPU is asked once in a process.
+// cluster. The GPU is asked once in a process, when it has a context.
 int decode_most_cluster_blocks(const DeviceInfo& device);
 
 // Blocks of a cluster, each of which has one unit. At most two blocks are on a multiprocessor, because clusters cannot use all

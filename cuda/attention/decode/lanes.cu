@@ -22,6 +22,20 @@ cudaError_t count_wide_clusters(const DeviceInfo& device, int* count) {
     return cudaOccupancyMaxActiveClusters(count, function, &config);
 }
 
+DriverFunction<decltype(cuCtxGetCurrent)> current_context("cuCtxGetCurrent");
+DriverFunction<decltype(cuDevicePrimaryCtxGetState)> context_state("cuDevicePrimaryCtxGetState");
+
+// Whether the GPU can be asked without making a context, which takes memory and lasts as long as the process. Where memory of the GPU is
+// given, there is one. A query may come without.
+bool has_context(const DeviceInfo& device, int current) {
+    CUcontext context = nullptr;
+    if (const auto get = current_context.get(); current == device.index && get && get(&context) == CUDA_SUCCESS && context) return true;
+    unsigned flags = 0;
+    int active = 0;
+    const auto get = context_state.get();
+    return get && get(device.index, &flags, &active) == CUDA_SUCCESS && active;
+}
+
 }  // namespace
 
 int decode_most_cluster_blocks(const DeviceInfo& device) {
@@ -31,6 +45,7 @@ int decode_most_cluster_blocks(const DeviceInfo& device) {
     if (const int answer = known[device.index].load(std::memory_order_relaxed)) return answer;
     int current = -1, count = 0;
     cudaError_t error = cudaGetDevice(&current);
+    if (error == cudaSuccess && !has_context(device, current)) return kMostCluster;  // what all such GPUs have answered; asked again
     if (error == cudaSuccess && current != device.index) error = cudaSetDevice(device.index);
     if (error == cudaSuccess) error = count_wide_clusters(device, &count);
     if (current >= 0 && current != device.index) cudaSetDevice(current);
