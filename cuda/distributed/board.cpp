@@ -104,7 +104,11 @@ public:
         int64_t looks = 0;
         for (int r = 0; r < size_; ++r) {
             while (places[r].meetings.load(std::memory_order_acquire) < meeting) {
-                if (board_->aborted.load(std::memory_order_acquire)) return check();
+                if (board_->aborted.load(std::memory_order_acquire)) {
+                    // A rank may have come since, found all others there, gone on, and left the group: this meeting took place.
+                    if (places[r].meetings.load(std::memory_order_acquire) >= meeting) break;
+                    return check();
+                }
                 if (++looks < kSpins) continue;
                 if (looks < 4 * kSpins) {
                     sched_yield();
