@@ -336,6 +336,7 @@ void CudaTransport::drain() {
     for (cudaStream_t stream : sides_)
         if (stream) cudaStreamSynchronize(stream);
     if (finished_) cudaEventSynchronize(finished_);
+    cudaGetLastError();  // of an event that was recorded in a capture, on which no host can wait
 }
 
 fa_status make_cuda_transport(const fa_group_args& args, Meeting& meeting, std::unique_ptr<Transport>* transport) {

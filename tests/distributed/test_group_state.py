@@ -283,6 +283,29 @@ def test_ranks_that_close_at_once_after_the_last_call():
             assert fad.run(groups, rank) == [8 + 8 * i] * 3
 
 
+def test_a_timeout_ends_where_all_cores_are_busy():
+    """A thread that waits gives its core to others, which keep it for milliseconds."""
+    groups, rows, stop = new_groups(2, timeout=0.3), np.ones((1, 600, 4, 64), np.float32), threading.Event()
+
+    def work():
+        while not stop.is_set():
+            fa.flash_attn_func(rows, rows, rows, num_threads=1)
+
+    busy = [threading.Thread(target=work) for _ in range(3 * (os.cpu_count() or 1))]
+    for thread in busy:
+        thread.start()
+    try:
+        begin = time.monotonic()
+        with pytest.raises(fa.RankLost, match="rank 1 did not come within timeout_ms=300"):
+            attend(groups[0])
+        took = time.monotonic() - begin
+    finally:
+        stop.set()
+        for thread in busy:
+            thread.join()
+    assert took < 3
+
+
 # ---- one row a rank ----
 
 
