@@ -273,7 +273,10 @@ fa_status walk_and_leave(Walk& running, const Problem& p, fa_group* group, void*
     }
     const Walk::Stage stage = running.stage();
     *broke = status == FA_RANK_LOST || (stage == Walk::Stage::kMet && threw) || (stage == Walk::Stage::kAgreed && status != FA_OK);
-    if (!*broke) return status;
+    if (!*broke) {
+        if (status != FA_OK) group->transport->rest(stream);  // an error of it shows at the next call
+        return status;
+    }
     char text[512];
     std::snprintf(text, sizeof text, "%s", fa_last_error());
     if (status != FA_RANK_LOST) {
@@ -306,6 +309,7 @@ fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream)
     Needs needs;
     if (status == FA_OK) status = group->args.device == FA_CUDA ? scope.status() : FA_OK;
     if (status == FA_OK) status = count(p, &needs);
+    if (status == FA_OK) status = group->transport->begin(stream);
     if (status == FA_OK && (p.a.workspace_bytes < needs.workspace || !p.a.workspace))
         status = fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but the call needs %zu: ask its query",
                       p.a.workspace_bytes, p.a.workspace, needs.workspace);

@@ -179,6 +179,25 @@ fa_status CudaTransport::reserve(size_t bytes) {
     return FA_OK;
 }
 
+// A capture takes no event from outside, and gives none.
+static bool captures(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
+    const bool known = cudaStreamIsCapturing(stream, &status) == cudaSuccess;
+    if (!known) cudaGetLastError();
+    return !known || status != cudaStreamCaptureStatusNone;
+}
+
+fa_status CudaTransport::begin(void* stream) {
+    staged_.clear();
+    if (captures(cuda_stream(stream))) return FA_OK;
+    return cuda_status("cudaStreamWaitEvent", cudaStreamWaitEvent(cuda_stream(stream), finished_, 0));
+}
+
+fa_status CudaTransport::rest(void* stream) {
+    if (captures(cuda_stream(stream))) return FA_OK;
+    return cuda_status("cudaEventRecord", cudaEventRecord(finished_, cuda_stream(stream)));
+}
+
 fa_status CudaTransport::publish(const Rows& array, char* staging, Published* published) {
     *published = {uint64_t(reinterpret_cast<uintptr_t>(array.data)), array.pitch, 0, 1};
     if (!stages_) return FA_OK;
@@ -309,7 +328,7 @@ fa_status CudaTransport::finish(void* stream) {
     FA_RETURN_IF_ERROR(fence());
     for (int r = 0; r < size_; ++r)
         if (r != rank_) FA_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(cuda_stream(stream), peers_[size_t(r)].events[kDone], 0));
-    return cuda_status("cudaEventRecord", cudaEventRecord(finished_, cuda_stream(stream)));
+    return rest(stream);
 }
 
 void CudaTransport::retreat(void* stream) {
@@ -336,7 +355,6 @@ void CudaTransport::drain() {
     for (cudaStream_t stream : sides_)
         if (stream) cudaStreamSynchronize(stream);
     if (finished_) cudaEventSynchronize(finished_);
-    cudaGetLastError();  // of an event that was recorded in a capture, on which no host can wait
 }
 
 fa_status make_cuda_transport(const fa_group_args& args, Meeting& meeting, std::unique_ptr<Transport>* transport) {

@@ -26,7 +26,8 @@ public:
     fa_status open();  // collective: streams, events, access to the peers
 
     fa_status reserve(size_t bytes) override;
-    void begin() override { staged_.clear(); }
+    fa_status begin(void* stream) override;
+    fa_status rest(void* stream) override;
     fa_status publish(const Rows& array, char* staging, Published* published) override;
     void adopt(const Published* published) override;
     fa_status signal(int32_t signal, void* stream) override;
@@ -70,7 +71,7 @@ protected:
     cudaStream_t sides_[kStreams - 1] = {};
     cudaEvent_t events_[kSignals] = {};  // this rank's marks
     cudaEvent_t arrived_[kCopyStreams] = {}, fork_ = nullptr;
-    cudaEvent_t finished_ = nullptr;  // the end of the last call on the caller's stream: all ranks have read
+    cudaEvent_t finished_ = nullptr;  // the end of the last call on the caller's stream: all ranks have read. Not of a captured call
 };
 
 }  // namespace fa::distributed

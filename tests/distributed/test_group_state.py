@@ -229,6 +229,45 @@ def test_memory_of_a_call_that_broke_off_on_a_gpu(mode):
 
 
 @needs_cuda
+@pytest.mark.parametrize("refused", [False, True])
+def test_calls_on_several_streams_of_a_gpu(refused):
+    """The next call's part does not lie in the group's memory before other ranks have read that of the last one."""
+    groups = new_groups(2, CUDA)
+    cache = torch.randn((2, 1, 64, 4, 64), dtype=torch.bfloat16)
+    queries = torch.randn((6, 1, 1, 8, 64), dtype=torch.bfloat16) * 4
+
+    def rank(group):
+        device = f"cuda:{group.rank % CUDA_DEVICES}"
+        torch.cuda.set_device(device)
+        k, v = (x[:, group.rank :: 2].to(device) for x in cache)
+        mine = queries.to(device)
+        streams = [torch.cuda.Stream(device) for _ in range(2)]
+        for _ in range(2):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    fad.decode(group, mine[0], k, v)
+        torch.cuda.synchronize(device)
+        outs = []
+        for i, q in enumerate(mine):
+            if refused:  # by both ranks, when one has begun
+                with torch.cuda.stream(streams[i % 2]):
+                    torch.cuda._sleep(20_000_000 * (1 - group.rank))  # 10 ms
+                    with pytest.raises(fa.BadArgument, match="softcap"):
+                        fad.decode(group, -q, k, v, softcap=float(group.rank))
+            with torch.cuda.stream(streams[(i + 1) % 2 if group.rank == 0 else 0]):
+                torch.cuda._sleep(60_000_000 * group.rank)  # in which the other rank's host makes all its calls
+                outs.append(fad.decode(group, q, k, v))
+        torch.cuda.synchronize(device)
+        return [out.cpu() for out in outs]
+
+    with watchdog(60, groups):
+        for outs in fad.run(groups, rank):
+            for q, out in zip(queries, outs, strict=True):
+                wanted = fa.flash_attn_func(q.to("cuda:0"), *cache.to("cuda:0")).cpu()
+                torch.testing.assert_close(out, wanted, atol=2e-2, rtol=2e-2)
+
+
+@needs_cuda
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_that_are_closed_while_a_gpu_works(mode):
     """Nothing that a rank's GPU reads goes away before it has read."""
