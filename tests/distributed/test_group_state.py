@@ -420,12 +420,50 @@ def test_a_call_cannot_close_its_own_group():
     still_works(groups)
 
 
+@pytest.mark.parametrize("call", [attend, lambda group: group.close()], ids=["attend", "close"])
+def test_a_signal_whose_handler_closes_the_group(call):
+    """It may come behind any instruction of a call or of `close`: here where either has the turn and nothing more."""
+    (group,) = new_groups(1)
+    ended = []
+
+    class Turn:
+        def __init__(self, lock):
+            self.lock, self.closing = lock, False
+
+        def acquire(self, blocking=True):
+            mine = self.lock.acquire(blocking=blocking)
+            if not self.closing:
+                self.closing = True
+                group.close()
+            return mine
+
+        def release(self):
+            self.lock.release()
+
+        __enter__ = acquire
+
+        def __exit__(self, *_):
+            self.release()
+
+    def run():
+        try:
+            call(group)
+        except fa.BadArgument as error:
+            ended.append(str(error))
+        else:
+            ended.append("")
+
+    group._turn = Turn(group._turn)
+    within(20, run)
+    assert ended == ([f"group={group} is closed"] if call is attend else [""])
+
+
 def test_a_fork_while_another_thread_calls():
     """The child closes its copy without the locks of threads that it does not have."""
     groups, done = new_groups(2), threading.Event()
     first = threading.Thread(target=lambda: (attend(groups[0]), done.set()))
     first.start()
-    while not groups[0]._turn.locked():
+    while not groups[0]._calling:
         time.sleep(0.001)
     child = os.fork()
     if child == 0:
