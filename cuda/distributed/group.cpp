@@ -274,7 +274,7 @@ fa_status walk_and_leave(Walk& running, const Problem& p, fa_group* group, void*
     const Walk::Stage stage = running.stage();
     *broke = status == FA_RANK_LOST || (stage == Walk::Stage::kMet && threw) || (stage == Walk::Stage::kAgreed && status != FA_OK);
     if (!*broke) {
-        if (status != FA_OK) group->transport->rest(stream);  // an error of it shows at the next call
+        if (stage == Walk::Stage::kMet) group->transport->rest(stream);
         return status;
     }
     char text[512];

@@ -68,7 +68,7 @@ public:
     // have been on another stream: calls share the group's memory.
     virtual fa_status begin(void*) { return FA_OK; }
     // The end of a call that the ranks did not agree on: what it has begun is all that the next one waits for.
-    virtual fa_status rest(void*) { return FA_OK; }
+    virtual void rest(void*) {}
     // Makes an array readable for the others. Where a rank cannot read another's arrays, it is copied to `staging`, a place in the shared
     // memory. The signal kReady has to follow.
     virtual fa_status publish(const Rows& array, char* staging, Published* published) = 0;

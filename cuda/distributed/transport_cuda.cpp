@@ -193,9 +193,13 @@ fa_status CudaTransport::begin(void* stream) {
     return cuda_status("cudaStreamWaitEvent", cudaStreamWaitEvent(cuda_stream(stream), finished_, 0));
 }
 
-fa_status CudaTransport::rest(void* stream) {
-    if (captures(cuda_stream(stream))) return FA_OK;
-    return cuda_status("cudaEventRecord", cudaEventRecord(finished_, cuda_stream(stream)));
+fa_status CudaTransport::mark_end(cudaStream_t stream) {
+    if (captures(stream)) return FA_OK;
+    return cuda_status("cudaEventRecord", cudaEventRecord(finished_, stream));
+}
+
+void CudaTransport::rest(void* stream) {
+    if (!captures(cuda_stream(stream)) && cudaEventRecord(finished_, cuda_stream(stream)) != cudaSuccess) cudaGetLastError();
 }
 
 fa_status CudaTransport::publish(const Rows& array, char* staging, Published* published) {
@@ -328,7 +332,7 @@ fa_status CudaTransport::finish(void* stream) {
     FA_RETURN_IF_ERROR(fence());
     for (int r = 0; r < size_; ++r)
         if (r != rank_) FA_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(cuda_stream(stream), peers_[size_t(r)].events[kDone], 0));
-    return rest(stream);
+    return mark_end(cuda_stream(stream));
 }
 
 void CudaTransport::retreat(void* stream) {

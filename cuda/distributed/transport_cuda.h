@@ -27,7 +27,7 @@ public:
 
     fa_status reserve(size_t bytes) override;
     fa_status begin(void* stream) override;
-    fa_status rest(void* stream) override;
+    void rest(void* stream) override;
     fa_status publish(const Rows& array, char* staging, Published* published) override;
     void adopt(const Published* published) override;
     fa_status signal(int32_t signal, void* stream) override;
@@ -53,6 +53,7 @@ protected:
     fa_status exchange_events();
     fa_status share(size_t bytes);
     fa_status free_shared();
+    fa_status mark_end(cudaStream_t stream);
     void close_memory();
     std::vector<const Copy*> to_this_rank(const std::vector<Copy>& copies) const;
     RowsCopy rows_of(const Copy& c) const;
