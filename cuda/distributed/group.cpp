@@ -284,7 +284,7 @@ fa_status walk_and_leave(Walk& running, const Problem& p, fa_group* group, void*
         std::snprintf(reason, sizeof reason, "rank %d: %s", p.rank, text);
         group->meeting->abort(reason);
     }
-    group->transport->retreat(stream);
+    group->transport->retreat(stream, stage == Walk::Stage::kAgreed);
     return fail(status, "%s", text);
 }
 

@@ -97,8 +97,8 @@ public:
     // The end of a call: collective. The stream waits until all ranks have read what this rank published.
     virtual fa_status finish(void* stream) = 0;
     // The end of a call that broke off. The stream waits for all work of the call, so that memory may be given back in its order. The host
-    // waits, too, at most the timeout, because other ranks give back what this one reads.
-    virtual void retreat(void*) {}
+    // waits, too, at most the timeout, because other ranks give back what this one reads. `agreed`: the ranks had all begun it.
+    virtual void retreat(void*, bool) {}
     // Waits on the host for everything.
     virtual void drain() {}
 

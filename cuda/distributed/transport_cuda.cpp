@@ -335,15 +335,15 @@ fa_status CudaTransport::finish(void* stream) {
     return mark_end(cuda_stream(stream));
 }
 
-void CudaTransport::retreat(void* stream) {
+void CudaTransport::retreat(void* stream, bool agreed) {
     const auto join = [&](cudaStream_t from) {
         if (cudaEventRecord(fork_, from) == cudaSuccess) cudaStreamWaitEvent(cuda_stream(stream), fork_, 0);
     };
     for (cudaStream_t side : sides_) join(side);
     for (cudaStream_t copies : copies_) join(copies);
     // For a rank that saw all others come to the last meeting, the call took place: its host has gone on, and its GPU may still read.
-    for (int r = 0; r < size_ && !processes_ && !alone_; ++r)
-        if (r != rank_ && peers_[size_t(r)].events[kDone]) cudaStreamWaitEvent(cuda_stream(stream), peers_[size_t(r)].events[kDone], 0);
+    for (int r = 0; r < size_ && agreed && !processes_ && !alone_; ++r)
+        if (r != rank_) cudaStreamWaitEvent(cuda_stream(stream), peers_[size_t(r)].events[kDone], 0);
     const bool recorded = cudaEventRecord(finished_, cuda_stream(stream)) == cudaSuccess;
     const auto begin = std::chrono::steady_clock::now();
     const auto most = std::chrono::milliseconds(timeout_ms_);

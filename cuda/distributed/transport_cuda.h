@@ -39,7 +39,7 @@ public:
     void* side_stream(int64_t i) override { return sides_[i - 1]; }
     fa_status join(void* from, void* to) override;
     fa_status finish(void* stream) override;
-    void retreat(void* stream) override;
+    void retreat(void* stream, bool agreed) override;
     void drain() override;
 
 protected:
