@@ -101,13 +101,18 @@ public:
         places[rank_].bytes[meeting % 2] = uint32_t(bytes);
         places[rank_].meetings.store(meeting, std::memory_order_release);
         const Clock::time_point begin = Clock::now();
-        int64_t looks = 0;
+        int64_t looks = 0, naps = 4 * kSpins;  // naps: looks after which it sleeps between two
         for (int r = 0; r < size_; ++r) {
             while (places[r].meetings.load(std::memory_order_acquire) < meeting) {
-                if (board_->aborted.load(std::memory_order_acquire)) return check();
+                if (board_->aborted.load(std::memory_order_acquire)) {
+                    // A rank may have come since, found all others there, gone on, and left the group: this meeting took place.
+                    if (places[r].meetings.load(std::memory_order_acquire) >= meeting) break;
+                    return check();
+                }
                 if (++looks < kSpins) continue;
-                if (looks < 4 * kSpins) {
+                if (looks < naps) {
                     sched_yield();
+                    if (looks % 16 == 0 && milliseconds_since(begin) >= 2) naps = looks;  // busy threads take turns of milliseconds
                     continue;
                 }
                 nap();

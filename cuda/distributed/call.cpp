@@ -79,7 +79,6 @@ Walk::Walk(const Problem& problem, const Needs& needs, Transport& transport, Mee
         streams_[i] = i ? transport.side_stream(i) : stream;
         nested_bytes_[i] = needs.nested[i], nested_[i] = end -= needs.nested[i];
     }
-    transport.begin();
     if (pushes_) transport.stage_at(shared_base_ + needs.shared);
 }
 

@@ -274,7 +274,10 @@ fa_status walk_and_leave(Walk& running, const Problem& p, fa_group* group, void*
     }
     const Walk::Stage stage = running.stage();
     *broke = status == FA_RANK_LOST || (stage == Walk::Stage::kMet && threw) || (stage == Walk::Stage::kAgreed && status != FA_OK);
-    if (!*broke) return status;
+    if (!*broke) {
+        if (stage == Walk::Stage::kMet) group->transport->rest(stream);
+        return status;
+    }
     char text[512];
     std::snprintf(text, sizeof text, "%s", fa_last_error());
     if (status != FA_RANK_LOST) {
@@ -282,7 +285,7 @@ fa_status walk_and_leave(Walk& running, const Problem& p, fa_group* group, void*
         std::snprintf(reason, sizeof reason, "rank %d: %s", p.rank, text);
         group->meeting->abort(reason);
     }
-    group->transport->retreat(stream);
+    group->transport->retreat(stream, stage == Walk::Stage::kAgreed);
     return fail(status, "%s", text);
 }
 
@@ -308,6 +311,7 @@ fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream)
     Needs needs;
     if (status == FA_OK) status = group->args.device == FA_CUDA ? scope.status() : FA_OK;
     if (status == FA_OK) status = count(p, &needs);
+    if (status == FA_OK) status = group->transport->begin(stream);
     if (status == FA_OK && (p.a.workspace_bytes < needs.workspace || !p.a.workspace))
         status = fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but the call needs %zu: ask its query",
                       p.a.workspace_bytes, p.a.workspace, needs.workspace);

@@ -64,8 +64,11 @@ public:
     size_t shared_bytes() const { return shared_bytes_; }
     char* shared() const { return shared_; }
 
-    // The start of a call on this rank: what is left of one that broke off is forgotten.
-    virtual void begin() {}
+    // The start of a call on this rank: what is left of one that broke off is forgotten. The stream waits for the call before, which may
+    // have been on another stream: calls share the group's memory.
+    virtual fa_status begin(void*) { return FA_OK; }
+    // The end of a call that the ranks did not agree on: what it has begun is all that the next one waits for.
+    virtual void rest(void*) {}
     // Makes an array readable for the others. Where a rank cannot read another's arrays, it is copied to `staging`, a place in the shared
     // memory. The signal kReady has to follow.
     virtual fa_status publish(const Rows& array, char* staging, Published* published) = 0;
@@ -94,8 +97,8 @@ public:
     // The end of a call: collective. The stream waits until all ranks have read what this rank published.
     virtual fa_status finish(void* stream) = 0;
     // The end of a call that broke off. The stream waits for all work of the call, so that memory may be given back in its order. The host
-    // waits, too, at most the timeout, because other ranks give back what this one reads.
-    virtual void retreat(void*) {}
+    // waits, too, at most the timeout, because other ranks give back what this one reads. `agreed`: the ranks had all begun it.
+    virtual void retreat(void*, bool) {}
     // Waits on the host for everything.
     virtual void drain() {}
 

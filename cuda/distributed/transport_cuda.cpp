@@ -179,6 +179,29 @@ fa_status CudaTransport::reserve(size_t bytes) {
     return FA_OK;
 }
 
+// A capture takes no event from outside, and gives none.
+static bool captures(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
+    const bool known = cudaStreamIsCapturing(stream, &status) == cudaSuccess;
+    if (!known) cudaGetLastError();
+    return !known || status != cudaStreamCaptureStatusNone;
+}
+
+fa_status CudaTransport::begin(void* stream) {
+    staged_.clear();
+    if (captures(cuda_stream(stream))) return FA_OK;
+    return cuda_status("cudaStreamWaitEvent", cudaStreamWaitEvent(cuda_stream(stream), finished_, 0));
+}
+
+fa_status CudaTransport::mark_end(cudaStream_t stream) {
+    if (captures(stream)) return FA_OK;
+    return cuda_status("cudaEventRecord", cudaEventRecord(finished_, stream));
+}
+
+void CudaTransport::rest(void* stream) {
+    if (!captures(cuda_stream(stream)) && cudaEventRecord(finished_, cuda_stream(stream)) != cudaSuccess) cudaGetLastError();
+}
+
 fa_status CudaTransport::publish(const Rows& array, char* staging, Published* published) {
     *published = {uint64_t(reinterpret_cast<uintptr_t>(array.data)), array.pitch, 0, 1};
     if (!stages_) return FA_OK;
@@ -309,15 +332,18 @@ fa_status CudaTransport::finish(void* stream) {
     FA_RETURN_IF_ERROR(fence());
     for (int r = 0; r < size_; ++r)
         if (r != rank_) FA_RETURN_IF_CUDA_ERROR(cudaStreamWaitEvent(cuda_stream(stream), peers_[size_t(r)].events[kDone], 0));
-    return cuda_status("cudaEventRecord", cudaEventRecord(finished_, cuda_stream(stream)));
+    return mark_end(cuda_stream(stream));
 }
 
-void CudaTransport::retreat(void* stream) {
+void CudaTransport::retreat(void* stream, bool agreed) {
     const auto join = [&](cudaStream_t from) {
         if (cudaEventRecord(fork_, from) == cudaSuccess) cudaStreamWaitEvent(cuda_stream(stream), fork_, 0);
     };
     for (cudaStream_t side : sides_) join(side);
     for (cudaStream_t copies : copies_) join(copies);
+    // For a rank that saw all others come to the last meeting, the call took place: its host has gone on, and its GPU may still read.
+    for (int r = 0; r < size_ && agreed && !processes_ && !alone_; ++r)
+        if (r != rank_) cudaStreamWaitEvent(cuda_stream(stream), peers_[size_t(r)].events[kDone], 0);
     const bool recorded = cudaEventRecord(finished_, cuda_stream(stream)) == cudaSuccess;
     const auto begin = std::chrono::steady_clock::now();
     const auto most = std::chrono::milliseconds(timeout_ms_);

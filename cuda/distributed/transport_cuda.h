@@ -26,7 +26,8 @@ public:
     fa_status open();  // collective: streams, events, access to the peers
 
     fa_status reserve(size_t bytes) override;
-    void begin() override { staged_.clear(); }
+    fa_status begin(void* stream) override;
+    void rest(void* stream) override;
     fa_status publish(const Rows& array, char* staging, Published* published) override;
     void adopt(const Published* published) override;
     fa_status signal(int32_t signal, void* stream) override;
@@ -38,7 +39,7 @@ public:
     void* side_stream(int64_t i) override { return sides_[i - 1]; }
     fa_status join(void* from, void* to) override;
     fa_status finish(void* stream) override;
-    void retreat(void* stream) override;
+    void retreat(void* stream, bool agreed) override;
     void drain() override;
 
 protected:
@@ -52,6 +53,7 @@ protected:
     fa_status exchange_events();
     fa_status share(size_t bytes);
     fa_status free_shared();
+    fa_status mark_end(cudaStream_t stream);
     void close_memory();
     std::vector<const Copy*> to_this_rank(const std::vector<Copy>& copies) const;
     RowsCopy rows_of(const Copy& c) const;
@@ -70,7 +72,7 @@ protected:
     cudaStream_t sides_[kStreams - 1] = {};
     cudaEvent_t events_[kSignals] = {};  // this rank's marks
     cudaEvent_t arrived_[kCopyStreams] = {}, fork_ = nullptr;
-    cudaEvent_t finished_ = nullptr;  // the end of the last call on the caller's stream: all ranks have read
+    cudaEvent_t finished_ = nullptr;  // the end of the last call on the caller's stream: all ranks have read. Not of a captured call
 };
 
 }  // namespace fa::distributed

@@ -229,6 +229,45 @@ def test_memory_of_a_call_that_broke_off_on_a_gpu(mode):
 
 
 @needs_cuda
+@pytest.mark.parametrize("refused", [False, True])
+def test_calls_on_several_streams_of_a_gpu(refused):
+    """The next call's part does not lie in the group's memory before other ranks have read that of the last one."""
+    groups = new_groups(2, CUDA)
+    cache = torch.randn((2, 1, 64, 4, 64), dtype=torch.bfloat16)
+    queries = torch.randn((6, 1, 1, 8, 64), dtype=torch.bfloat16) * 4
+
+    def rank(group):
+        device = f"cuda:{group.rank % CUDA_DEVICES}"
+        torch.cuda.set_device(device)
+        k, v = (x[:, group.rank :: 2].to(device) for x in cache)
+        mine = queries.to(device)
+        streams = [torch.cuda.Stream(device) for _ in range(2)]
+        for _ in range(2):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    fad.decode(group, mine[0], k, v)
+        torch.cuda.synchronize(device)
+        outs = []
+        for i, q in enumerate(mine):
+            if refused:  # by both ranks, when one has begun
+                with torch.cuda.stream(streams[i % 2]):
+                    torch.cuda._sleep(20_000_000 * (1 - group.rank))  # 10 ms
+                    with pytest.raises(fa.BadArgument, match="softcap"):
+                        fad.decode(group, -q, k, v, softcap=float(group.rank))
+            with torch.cuda.stream(streams[(i + 1) % 2 if group.rank == 0 else 0]):
+                torch.cuda._sleep(60_000_000 * group.rank)  # in which the other rank's host makes all its calls
+                outs.append(fad.decode(group, q, k, v))
+        torch.cuda.synchronize(device)
+        return [out.cpu() for out in outs]
+
+    with watchdog(60, groups):
+        for outs in fad.run(groups, rank):
+            for q, out in zip(queries, outs, strict=True):
+                wanted = fa.flash_attn_func(q.to("cuda:0"), *cache.to("cuda:0")).cpu()
+                torch.testing.assert_close(out, wanted, atol=2e-2, rtol=2e-2)
+
+
+@needs_cuda
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_that_are_closed_while_a_gpu_works(mode):
     """Nothing that a rank's GPU reads goes away before it has read."""
@@ -281,6 +320,29 @@ def test_ranks_that_close_at_once_after_the_last_call():
 
         with watchdog(30, groups):
             assert fad.run(groups, rank) == [8 + 8 * i] * 3
+
+
+def test_a_timeout_ends_where_all_cores_are_busy():
+    """A thread that waits gives its core to others, which keep it for milliseconds."""
+    groups, rows, stop = new_groups(2, timeout=0.3), np.ones((1, 600, 4, 64), np.float32), threading.Event()
+
+    def work():
+        while not stop.is_set():
+            fa.flash_attn_func(rows, rows, rows, num_threads=1)
+
+    busy = [threading.Thread(target=work) for _ in range(3 * (os.cpu_count() or 1))]
+    for thread in busy:
+        thread.start()
+    try:
+        begin = time.monotonic()
+        with pytest.raises(fa.RankLost, match="rank 1 did not come within timeout_ms=300"):
+            attend(groups[0])
+        took = time.monotonic() - begin
+    finally:
+        stop.set()
+        for thread in busy:
+            thread.join()
+    assert took < 3
 
 
 # ---- one row a rank ----
@@ -358,12 +420,50 @@ def test_a_call_cannot_close_its_own_group():
     still_works(groups)
 
 
+@pytest.mark.parametrize("call", [attend, lambda group: group.close()], ids=["attend", "close"])
+def test_a_signal_whose_handler_closes_the_group(call):
+    """It may come behind any instruction of a call or of `close`: here where either has the turn and nothing more."""
+    (group,) = new_groups(1)
+    ended = []
+
+    class Turn:
+        def __init__(self, lock):
+            self.lock, self.closing = lock, False
+
+        def acquire(self, blocking=True):
+            mine = self.lock.acquire(blocking=blocking)
+            if not self.closing:
+                self.closing = True
+                group.close()
+            return mine
+
+        def release(self):
+            self.lock.release()
+
+        __enter__ = acquire
+
+        def __exit__(self, *_):
+            self.release()
+
+    def run():
+        try:
+            call(group)
+        except fa.BadArgument as error:
+            ended.append(str(error))
+        else:
+            ended.append("")
+
+    group._turn = Turn(group._turn)
+    within(20, run)
+    assert ended == ([f"group={group} is closed"] if call is attend else [""])
+
+
 def test_a_fork_while_another_thread_calls():
     """The child closes its copy without the locks of threads that it does not have."""
     groups, done = new_groups(2), threading.Event()
     first = threading.Thread(target=lambda: (attend(groups[0]), done.set()))
     first.start()
-    while not groups[0]._turn.locked():
+    while not groups[0]._calling:
         time.sleep(0.001)
     child = os.fork()
     if child == 0:

@@ -255,7 +255,7 @@ def test_a_second_call_while_one_waits():
     groups, results = new_groups(2), {}
     first = threading.Thread(target=lambda: results.update(first=attend(groups[0])))
     first.start()
-    while not groups[0]._turn.locked():
+    while not groups[0]._calling:
         time.sleep(0.001)
     with pytest.raises(fa.BadArgument, match="is in another call of this rank: a rank makes one call at a time"):
         attend(groups[0])
@@ -269,7 +269,7 @@ def test_close_waits_for_the_call_of_another_thread():
     groups, results = new_groups(2), {}
     first = threading.Thread(target=lambda: results.update(first=attend(groups[0])))
     first.start()
-    while not groups[0]._turn.locked():
+    while not groups[0]._calling:
         time.sleep(0.001)
     closer = threading.Thread(target=groups[0].close)
     closer.start()

@@ -59,8 +59,9 @@ class Group:
         self.device = "cpu" if args.device == CPU else f"cuda:{args.device_index}"
         self._failures: list[BaseException] = []  # of all_gather, which C cannot pass on
         self._callback = args.all_gather = _callback(all_gather, args.size, self._failures)
-        self._turn, self._caller = threading.Lock(), 0  # the call of this rank, and its thread
-        self._ending = threading.RLock()  # a collector may run `close` or `abort` anywhere
+        # A collector, or a handler of a signal, may run `close` or `abort` anywhere: also where this thread has a lock.
+        self._turn, self._ending = threading.RLock(), threading.RLock()
+        self._calling = False  # whether the thread that has the turn is in a call
         self._crew, self._process = crew, os.getpid()
         self._scratch: np.ndarray | None = None
         self.calls: dict[tuple, Any] = {}  # prepared calls by their signatures; see calls.py
@@ -98,9 +99,11 @@ class Group:
             self._handle = None
             self._finalizer.detach()
             return
-        if self._caller == threading.get_ident():
-            raise BadArgument(f"group={self} is in a call of this thread, which cannot close it before the call ends")
         with self._turn:  # behind the call that another thread of this rank makes
+            if self._calling:
+                raise BadArgument(
+                    f"group={self} is in a call of this thread, which cannot close it before the call ends"
+                )
             with self._ending:
                 handle, self._handle = self._handle, None
             if handle is None or not self._finalizer.detach():
@@ -137,16 +140,20 @@ class Group:
         result. Where `prepare` fails, the other ranks, which wait for this one, are told so."""
         if os.getpid() != self._process:
             raise BadArgument(f"group={self} belongs to process {self._process}, and this is {os.getpid()}")
-        if not self._turn.acquire(blocking=False):
-            raise BadArgument(f"group={self} is in another call of this rank: a rank makes one call at a time")
+        mine = self._turn.acquire(blocking=False)
         try:
-            self._caller = threading.get_ident()
-            if self._handle is None:
-                raise BadArgument(f"group={self} is closed")
-            return self._start(prepare)()
+            if not mine or self._calling:
+                raise BadArgument(f"group={self} is in another call of this rank: a rank makes one call at a time")
+            try:
+                self._calling = True
+                if self._handle is None:
+                    raise BadArgument(f"group={self} is closed")
+                return self._start(prepare)()
+            finally:
+                self._calling = False
         finally:
-            self._caller = 0
-            self._turn.release()
+            if mine:
+                self._turn.release()
 
     def _start(self, prepare: Callable) -> Callable[[], Any]:
         """Makes the call; its errors are those of all ranks."""
