@@ -95,12 +95,12 @@ def campaign(
     device: str = "cpu", seed: int = 0, programs: int = 200, first: int = 0, seconds: float = float("inf"),
     kernel: str | None = None, function: str | None = None, framework: str | None = None, workers: int = 1,
     program_seconds: float = 30.0, shrink_seconds: float = 120.0, shrink_tries: int = 200, ranks: bool = False,
-    progress: Any = None, **more: Any,
+    compares: bool = True, progress: Any = None, **more: Any,
 ) -> ProgramReport:  # fmt: skip
     """Programs first .. first + programs - 1 of a seed; returns what came of them. `more` goes to the workers."""
     about = {
         "device": device, "seed": seed, "kernel": kernel, "function": function, "framework": framework, "ranks": ranks,
-        "program_seconds": program_seconds, "worker": f"{__package__}.worker", **more,
+        "program_seconds": program_seconds, "compares": compares, "worker": f"{__package__}.worker", **more,
     }  # fmt: skip
     result, until = ProgramReport(about), time.monotonic() + seconds
     limit = 60 + 3 * program_seconds  # the worker watches its children; this watches the worker
@@ -140,6 +140,7 @@ def run(options: Any, argv: list[str]) -> int:
         options.seconds, options.kernel, options.function, options.framework,
         1 if one else options.workers or len(os.sched_getaffinity(0)),
         options.case_seconds, options.shrink_seconds, options.shrink_tries or 200, options.ranks,
+        not options.run_only,
         Progress(options.programs, every=5),
     )  # fmt: skip
     result.command = " ".join(["python -m flash_attn_minimal fuzz", *argv])
