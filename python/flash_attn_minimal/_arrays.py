@@ -12,8 +12,10 @@ the only place where we look.
     CuPy        CUDA       cupy.cuda.get_current_stream of the array's device
     JAX         CPU, CUDA  the legacy default stream; inputs are waited for before the launch, the result after it
     Numba       CUDA       the array's own stream, else the default stream
-    CUDA array  CUDA       the `stream` entry of __cuda_array_interface__, else the default stream
-    DLPack      CPU, CUDA  the legacy default stream, which the producer was told to make wait for its own work
+    CUDA array  CUDA       the `stream` entry of __cuda_array_interface__, else the default stream; where a call's
+                           arrays, `out` among them, have different ones, they are waited for, and then the call
+    DLPack      CPU, CUDA  the legacy default stream, which the producer was told to make wait for its own work; the
+                           call is waited for
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,10 +49,11 @@ class TorchDoor(Door):
         self.tracing, self.dispatch_modes, self.function_mode = (
             _modes.tracing, _modes.dispatch_modes, _modes.function_mode,
         )  # fmt: skip
-        self.forward_ad, self.grad_enabled, self.transforms = (
-            torch.autograd.forward_ad, torch.is_grad_enabled, _modes.transforms,
+        self.forward_ad, self.records, self.transforms = (
+            torch.autograd.forward_ad, _modes.records, _modes.transforms,
         )  # fmt: skip
         self.parameter = torch.nn.Parameter
+        self.wrote = _version_counter(torch)
         # 0.1 us; current_stream() builds a Stream object first. Only builds with CUDA have it.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream = raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -76,7 +80,7 @@ class TorchDoor(Door):
                     about += type(x), x.dtype, x.shape, x.stride(), x.device, wants
         except RuntimeError:  # no strides; a layout that has them and is not strided has no address
             return None
-        recorded = graded and self.grad_enabled()
+        recorded = graded and self.records()
         if recorded and (not gradients or self.transforms()):
             return None
         about.append(recorded)
@@ -89,7 +93,9 @@ class TorchDoor(Door):
             return super().same(arrays, about, gradients)
         guards = self.torch._C._dynamo.guards.TensorGuards
         check = guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        function_mode, forward_ad, grad_enabled = self.function_mode, self.forward_ad, self.grad_enabled
+        # Which of the two modes is the inference mode, the guards ask.
+        function_mode, forward_ad, grad_enabled = self.function_mode, self.forward_ad, _modes.grad_enabled
+        inference = _modes.inference()
         dispatch_modes = self.dispatch_modes  # the guards miss a mode in the threads of a GPU's backward pass
         recorded, graded = about[-1], any([x.requires_grad for x in arrays])
 
@@ -97,7 +103,7 @@ class TorchDoor(Door):
             return (
                 check(*others)
                 and not dispatch_modes()
-                and not (graded and grad_enabled() is not recorded)
+                and not (graded and (grad_enabled() and not inference) is not recorded)
                 and not (function_mode() and _modes.overridden())
                 and forward_ad._current_level < 0
             )
@@ -115,7 +121,7 @@ class TorchDoor(Door):
         return lambda array: empty_strided(shape, strides, dtype=dtype, device=device)
 
     def view(self, array, name):
-        if array.requires_grad and self.torch.is_grad_enabled():
+        if array.requires_grad and self.records():
             raise Unsupported(
                 f"{name} requires a gradient, which this function does not have: "
                 f"call under torch.no_grad(), or pass {name}.detach()"
@@ -158,12 +164,17 @@ class TorchDoor(Door):
     def empty(self, like, shape, dtype):
         if self.tracing() or self.dispatch_modes():
             self.check_seen()
-        return self.view(like.owner.new_empty(shape, dtype=self.natives[dtype]), "out")
+        return self._new(like.owner.new_empty(shape, dtype=self.natives[dtype]))
 
     def full(self, like, shape, dtype, value):
         if self.tracing() or self.dispatch_modes():
             self.check_seen()
-        return self.view(like.owner.new_full(shape, value, dtype=self.natives[dtype]), "out")
+        return self._new(like.owner.new_full(shape, value, dtype=self.natives[dtype]))
+
+    def _new(self, array):
+        view = self.view(array, "out")
+        view.written = True  # by every replay of a recording
+        return view
 
     def stream(self, views):
         first = views[0]
@@ -186,6 +197,23 @@ def _guards_hold(torch: Any) -> bool:
         return check(x, x.clone()) and not any([check(x, other) for other in others])
     except (RuntimeError, TypeError):
         return False
+
+
+def _version_counter(torch: Any) -> Callable[[Sequence[Any]], None]:
+    """Raises the version counters of tensors: autograd then knows that what it saved of them is no more, as it does
+    after PyTorch's own operations in place. Tensors of the inference mode have none."""
+    increment = torch.autograd.graph.increment_version
+    try:
+        increment([])
+    except (TypeError, RuntimeError):  # a release that takes one tensor, which has a counter
+
+        def each(arrays):
+            for array in arrays:
+                if not array.is_inference():
+                    increment(array)
+
+        return each
+    return increment
 
 
 class TorchSubclassDoor(TorchDoor):

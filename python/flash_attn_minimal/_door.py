@@ -6,7 +6,7 @@ import ctypes as ct
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ._library import CPU, DEVICES, BadArgument, CudaError, OutOfMemory
 class View:
     """One array as the library sees it. `owner` keeps the memory alive for as long as the view lives."""
 
-    __slots__ = ("owner", "door", "pointer", "shape", "strides", "dtype", "device", "index", "writable")
+    __slots__ = ("owner", "door", "pointer", "shape", "strides", "dtype", "device", "index", "writable", "written")
 
     def __init__(self, owner, door, pointer, shape, strides, dtype, device, index, writable):
         self.owner = owner
@@ -29,6 +29,7 @@ class View:
         self.device = device  # CPU or CUDA
         self.index = index  # CUDA device number; 0 on the CPU
         self.writable = writable
+        self.written = False  # whether the call writes to it
 
     @property
     def place(self) -> str:
@@ -72,6 +73,11 @@ class Door:
         """What the caller gets for an output."""
         return view.owner
 
+    # Of a framework that counts the writes to an array: counts one for each of these, which the library has written.
+    wrote: Callable[[Sequence[Any]], None] | None = None
+    # Of a framework whose arrays come with streams: after a call on the stream of the first of these Views, makes what
+    # is queued on the others' streams later wait for it.
+    join: Callable[[list[View]], None] | None = None
     launch: Callable[[str, Any], None] | None = None  # of a door whose calls are described, and made later
     scratch: Callable[[Any, Callable], None]  # of such a door: finds the workspace of a call, by the library's query
 

@@ -69,11 +69,21 @@ class CudaArrayDoor(ForeignDoor):
 
     def stream(self, views):
         """The first array's stream; the work queued on the others' streams is waited for."""
-        streams = [view.owner.__cuda_array_interface__.get("stream") for view in views]
-        for view, stream in zip(views, streams, strict=True):
-            if stream is not None and stream != streams[0]:
+        first = _stream(views[0])
+        for view in views[1:]:
+            if (stream := _stream(view)) is not None and stream != first:
                 _synchronize(view.index, stream)
-        return streams[0]
+        return first
+
+    def join(self, views):
+        """Waits for the call where an array has another stream, on which it is read or written next."""
+        first = _stream(views[0])
+        if any(stream is not None and stream != first for stream in map(_stream, views[1:])):
+            _synchronize(views[0].index, first)
+
+
+def _stream(view: View) -> int | None:
+    return view.owner.__cuda_array_interface__.get("stream")
 
 
 class NumbaDoor(CudaArrayDoor):
@@ -180,6 +190,11 @@ class DLPackDoor(ForeignDoor):
             writable,
         )
         return view
+
+    def join(self, views):
+        """Waits for the call, which ran on the legacy default stream: nobody can tell a producer's stream to wait."""
+        if views[0].device == CUDA:
+            _synchronize(views[0].index, None)
 
     def empty(self, like, shape, dtype):
         array, _ = like.owner

@@ -33,7 +33,8 @@ def _with_workspace(
     on_cpu, recording = qv.device == CPU, _record.current()
     kept = recording.scratch if recording else _scratch
     if on_cpu:
-        args.workspace, args.workspace_bytes = kept.place
+        # held: a finalizer or a signal handler may run in this thread, make calls and let its scratch grow.
+        held, args.workspace, args.workspace_bytes = kept.place
     stream = None if on_cpu else qv.door.stream(views)
     scratch = None
     try:
@@ -51,7 +52,7 @@ def _with_workspace(
             if recording:
                 recording.keep(buffer)
             if recording or size <= _KEPT_SCRATCH:
-                kept.buffer, kept.place = buffer, (args.workspace, size)
+                kept.place = buffer, args.workspace, size
         else:
             scratch = qv.door.empty(qv, (size,), "uint8")
             args.workspace, args.workspace_bytes = scratch.pointer, size

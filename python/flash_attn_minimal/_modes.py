@@ -38,12 +38,20 @@ def _no() -> bool:
     return False
 
 
+def _no_tensor(array: Any) -> bool:
+    return False
+
+
 # PyTorch's own functions, once PyTorch is imported.
 compiling: Callable[[], bool] = _no  # while torch.compile traces a function, not while compiled code runs
 tracing: Callable[[], bool] = _no  # torch.jit.trace
 dispatch_modes: Callable[[], int] = _no
 function_mode: Callable[[], bool] = _no
 transforms: Callable[[], bool] = _no  # grad, vmap, jvp, ... of torch.func
+grad_enabled: Callable[[], bool] = _no
+inference: Callable[[], bool] = _no  # torch.inference_mode
+batched: Callable[[Any], bool] = _no_tensor  # a tensor of torch.autograd.grad(is_grads_batched=True)
+deterministic_algorithms: Callable[[], bool] = _no  # torch.use_deterministic_algorithms, with warn_only too
 forward_ad: Any = None  # its module; _current_level is -1 outside
 
 
@@ -60,6 +68,7 @@ def active() -> bool:
 def _connect() -> bool:
     """Fetches PyTorch's functions. False while PyTorch is not imported, or its import has not finished."""
     global Tensor, compiling, tracing, dispatch_modes, function_mode, transforms, forward_ad
+    global grad_enabled, inference, batched, deterministic_algorithms
     torch = sys.modules.get("torch")
     if not hasattr(torch, "export"):
         return False
@@ -69,6 +78,9 @@ def _connect() -> bool:
     dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", _no)
     function_mode = getattr(torch._C, "_is_torch_function_mode_enabled", _no)
     transforms = getattr(torch._C, "_are_functorch_transforms_active", _no)
+    grad_enabled, inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+    batched = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", _no_tensor)
+    deterministic_algorithms = torch.are_deterministic_algorithms_enabled
     Tensor = torch.Tensor
     return True
 
@@ -80,6 +92,27 @@ def overridden() -> bool:
         return False
     modes: Callable = getattr(sys.modules["torch"].overrides, "_get_current_function_mode_stack", lambda: [None])
     return any(type(mode).__module__ != "torch.utils._device" for mode in modes())
+
+
+def mapped() -> bool:
+    """Whether vmap is among the transforms of torch.func that are active."""
+    if not transforms():
+        return False
+    functorch = sys.modules["torch"]._C._functorch
+    return any(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
+
+
+def records() -> bool:
+    """Whether PyTorch records calls on tensors that require a gradient. In inference mode it does not, whatever
+    torch.enable_grad says."""
+    return grad_enabled() and not inference()
+
+
+def deterministic(array: Any) -> bool:
+    """Whether torch.use_deterministic_algorithms asks for a backward pass of this tensor that gives the same bits every
+    time. PyTorch's own operators read it as the backward pass runs, and so do all that call this."""
+    active()  # makes the acquaintance of PyTorch, where this tensor is the first
+    return isinstance(array, Tensor) and deterministic_algorithms()
 
 
 def is_plain(array: Any) -> bool:

@@ -102,6 +102,8 @@ def _destination(name: str, array: Any, inputs: dict[str, View], shape: tuple[in
             raise BadArgument(
                 f"{name} starts at the same address as {other_name}: it would be overwritten while it is read"
             )
+    first.door.stream([first, view])  # waits for a stream of its own
+    view.written = True
     return view
 
 

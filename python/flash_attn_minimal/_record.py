@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes as ct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ._library import CPU, OPERATIONS, Call, Unsupported, load
@@ -28,8 +28,9 @@ def current() -> Recording | None:
 
 
 def run(lib: ct.CDLL, name: str, args: ct.Structure, stream: int | None, views: list[Any]) -> None:
-    """lib.fa_<name>(args, stream); part of the recording where this thread has one. The Views keep the memory alive.
-    Where their door describes calls, this one is described."""
+    """lib.fa_<name>(args, stream); part of the recording where this thread has one. The Views, some of which may be
+    None, keep the memory alive, and all that the call writes is among them. Where their door describes calls, this one
+    is described."""
     if launch := views[0].door.launch:
         launch(name, args)
         return
@@ -37,16 +38,29 @@ def run(lib: ct.CDLL, name: str, args: ct.Structure, stream: int | None, views: 
     if recording and views[0].device != CPU:
         raise Unsupported(f"a call on {views[0].place} is not recorded: a GPU has CUDA graphs for that")
     getattr(lib, f"fa_{name}")(args, stream)
+    wrote(views)
     if recording:
         recording._calls.append((name, args))
         recording._kept.append(views)
+        if views[0].door.wrote:
+            recording._counted.append(views)
+
+
+def wrote(views: Iterable[Any]) -> None:
+    """After a call on these Views (or None) that the library has made, on the stream of the first: tells frameworks
+    that count writes, and orders the call before what is queued on other streams."""
+    given = [view for view in views if view is not None]
+    for view in given:
+        if view.written and view.door.wrote:
+            view.door.wrote([view.owner])
+    if given and given[0].door.join:
+        given[0].door.join(given)
 
 
 class Scratch:
     """Memory for workspaces on the CPU; it grows when a call needs more."""
 
-    buffer = None
-    place = 0, 0  # address and size
+    place: tuple[Any, int, int] = None, 0, 0  # the buffer, its address and size: who uses the address holds the buffer
 
 
 class Recording:
@@ -61,6 +75,7 @@ class Recording:
         self._parts: list[Callable[[], Any]] = []
         self._calls: list[tuple[str, ct.Structure]] = []  # those behind the last part
         self._kept: list[Any] = []
+        self._counted: list[list[Any]] = []  # the Views of calls whose frameworks count writes
         self.scratch = Scratch()
 
     def __enter__(self) -> Recording:
@@ -85,6 +100,8 @@ class Recording:
     def __call__(self) -> None:
         for part in self._parts:
             part()
+        for views in self._counted:
+            wrote(views)
 
     def _close_calls(self) -> None:
         if not self._calls:

@@ -145,13 +145,15 @@ class Repeats:
         keys: tuple[int, int, int] | None = None,
         fits: Callable[[list[int]], bool] | None = None,
         finish: Callable[[Any, tuple], Any] | None = None,
+        views: Sequence[View] = (),
     ) -> None:
         """For the next call of this signature; this one has been launched with these structs, on these arrays. likes:
         the views of the first arrays, which new ones may be like; made: the arrays that the call has made, by name,
         `workspace` as the last; keys, of a call with one length: how many there are, how many of them are new, and the
         most there may be; fits: what else must be asked of the addresses of the arrays; finish: what makes the results
-        of what was made. Making a repeat costs some 10 us, so it waits for a signature's second call: a decoder's cache
-        that grows has a new one at every step."""
+        of what was made; views: those of the arrays that the call writes to, perhaps among others. Making a repeat
+        costs some 10 us, so it waits for a signature's second call: a decoder's cache that grows has a new one at every
+        step."""
         if sign is None:
             return
         if len(self.known) >= _MOST_REPEATS and sign not in self.known:
@@ -162,7 +164,9 @@ class Repeats:
         (given, *_), door, about = sign
         if not self._reads(structs, given, arrays, door.address):
             return
-        call = self._repeat(structs, given, likes, made, keys, fits, finish)
+        written = [view.owner for view in views if view.written] if door.wrote else []
+        places = tuple([i for i, array in enumerate(arrays) if any(array is owner for owner in written)])
+        call = self._repeat(structs, given, likes, made, keys, fits, finish, places)
         self.known[sign] = Repeat(door.same(arrays, about, finish is not None), call)
 
     def _reads(self, structs, given, arrays, address) -> bool:
@@ -172,13 +176,13 @@ class Repeats:
         held = [_ADDRESS.unpack_from(filled, place)[0] for place in places]
         return held == [*map(address, arrays)]
 
-    def _repeat(self, structs, given, likes, made, keys, fits, finish) -> Callable[[tuple, Any], Any]:
+    def _repeat(self, structs, given, likes, made, keys, fits, finish, written) -> Callable[[tuple, Any], Any]:
         """The call on other arrays: a function of them and of the one length. It returns what the call returns, or None
-        where the call must take the long way. What it holds never changes and is no array, so threads use it side by
-        side."""
+        where the call must take the long way. written: which of the arrays the framework is told about. What the
+        function holds never changes and is no array, so threads use it side by side."""
         first = likes[0]
         door, on_cpu, index = first.door, first.device == CPU, first.index
-        address, current_stream = door.address, door.current_stream
+        address, current_stream, wrote = door.address, door.current_stream, door.wrote
         given_out = given[-1] == "out"
         makers = tuple([_maker(door, likes, one) for one in made.values()])
         count = given_out + len(made) - ("workspace" in made)  # of the results
@@ -212,7 +216,8 @@ class Repeats:
                     results.append(array)
                     varying.append(address(array))
                 if on_cpu:
-                    varying += _scratch.place
+                    held, workspace, size = _scratch.place  # held: see _with_workspace
+                    varying += workspace, size
                 else:
                     stream = current_stream(index)
             except RuntimeError:
@@ -237,6 +242,8 @@ class Repeats:
                 if status == WORKSPACE_TOO_SMALL:  # another kernel than last time, or this thread's first call
                     return None
                 raise failure(status)
+            if written:
+                wrote([arrays[i] for i in written])
             if simple:
                 return results[0]
             return finish(results, arrays) if finish else tuple(results[:count])
@@ -253,7 +260,7 @@ class Repeats:
             except RuntimeError:
                 return None
             if on_cpu:
-                workspace, size = _scratch.place
+                held, workspace, size = _scratch.place  # held: see _with_workspace
                 packed = pack(
                     parts[0], at_q, parts[2], at_k, parts[4], at_v, parts[6], at_out,
                     parts[8], workspace, parts[10], size, parts[12],

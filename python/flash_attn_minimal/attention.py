@@ -10,7 +10,6 @@ calls (see _repeat.py) whose entries never change.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _arrays, _modes, _record, _statistics
@@ -42,7 +41,7 @@ def _is_pytorch_s(*arrays: Any) -> bool:
     tensors = [x for x in arrays if isinstance(x, _modes.Tensor)]
     if not tensors:
         return False
-    graded = sys.modules["torch"].is_grad_enabled()
+    graded = _modes.records()
     return any(graded and x.requires_grad or not _modes.is_plain(x) for x in tensors)
 
 

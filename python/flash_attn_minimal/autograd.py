@@ -96,9 +96,9 @@ def _unwrapped(array):
 
 
 def _check_arrays(given: dict) -> None:
-    """Raises unless the arrays of a call are tensors, and those that have no gradient ask for none."""
+    """Raises unless the arrays of a call are tensors, and those that have no gradient ask for none in vain."""
     for name in ("alibi_slopes", "mask"):
-        if isinstance(given[name], torch.Tensor) and given[name].requires_grad:
+        if isinstance(given[name], torch.Tensor) and given[name].requires_grad and _modes.records():
             raise Unsupported(f"{name} requires a gradient, which attention does not have: pass {name}.detach()")
     for name, array in given.items():
         if name in _ARRAYS and array is not None and not isinstance(array, torch.Tensor):
@@ -108,7 +108,7 @@ def _check_arrays(given: dict) -> None:
 def _refuse(name: str, tensors: dict[str, torch.Tensor]) -> None:
     """Raises unless a call with this option, which no operator has, may go on behind PyTorch's back."""
     float8 = name != "out"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values()):
+    if _modes.records() and any(x.requires_grad for x in tensors.values()):
         if float8:
             raise Unsupported(f"{name} is given, but float8 has no backward pass")
         raise Unsupported("out is given, but the call records a gradient: pass out=None, or use torch.no_grad()")
@@ -195,10 +195,10 @@ def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments, sign: t
     varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
     options = options._replace(kernel=None)  # the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces this one
     with torch.no_grad(), _modes.unwatched():
-        if dout.stride(-1) != 1:  # out.sum() has a gradient of stride 0
-            dout, sign = dout.contiguous(), None
-        if dlse is not None and not dlse.is_contiguous():
-            dlse, sign = dlse.contiguous(), None
+        if dout.stride(-1) != 1 or dout.is_neg():  # out.sum() has a gradient of stride 0
+            dout, sign = dout.resolve_neg().contiguous(), None
+        if dlse is not None and (dlse.is_neg() or not dlse.is_contiguous()):
+            dlse, sign = dlse.resolve_neg().contiguous(), None
         dq, dk, dv, *rest = _differentiate(
             dout, q, k, v, out, lse, dlse, varlen, options, want_dbias, want_dsinks, sign=sign, arrays=given
         )
@@ -231,6 +231,8 @@ def _backward_for(dout, dlse, out):
     given = (dout, out) if dlse is None else (dout, dlse, out)
     if _modes.transforms():
         return _TransformedBackward.apply
+    if any(map(_modes.batched, given)):  # PyTorch runs the operator for each of the gradients
+        return _backward_op
     if torch.is_grad_enabled() or _modes.active() or not all(map(_modes.is_plain, given)):
         return _backward_op
     return _backward
@@ -271,7 +273,7 @@ class _Recorder:
         want_dbias, want_dsinks = needs[self.bias], needs[self.sinks]
         given, found, sign = (*arrays, out, lse, dout, *(() if dlse is None else (dlse,))), None, None
         if self.values is not None and not torch.is_grad_enabled():
-            values = *self.values, want_dbias, want_dsinks
+            values = *self.values, want_dbias, want_dsinks, torch.are_deterministic_algorithms_enabled()
             found, sign = find_gradients(self.names[dlse is not None], given, values, self.window_size)
         if found is None:
             of = dict(zip(self.given, arrays, strict=True))
@@ -405,6 +407,8 @@ def _fold(size: int, dims: tuple, arguments: tuple) -> tuple | None:
         return None
     arrays = [_folded(size, x, dim) for x, dim in zip((q, k, v), dims, strict=False)]
     batch = arrays[0].shape[0] // size
+    if dims[5] is None and alibi_slopes is not None and alibi_slopes.dim() == 2 and alibi_slopes.shape[0] == batch == 1:
+        alibi_slopes = alibi_slopes[0]
     arrays += [
         _folded_broadcast(size, x, dim, batch, rank)
         for x, dim, rank in ((bias, dims[3], 4), (mask, dims[4], 4), (alibi_slopes, dims[5], 2))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes as ct
 from typing import TYPE_CHECKING, Any
 
-from . import _arrays, _record
+from . import _arrays, _modes, _record
 from ._arrays import View
 from ._checks import _check_contiguous, _check_last_axis, _flag
 from ._launch import _with_workspace
@@ -58,7 +58,8 @@ def backward(
         lse: (batch, nheads, seqlen_q) float32, varlen (nheads, total_q), contiguous.
         dlse: like lse, the gradient of the loss through lse; None is zero.
         deterministic: equal arguments give bitwise equal results. Without it the fast GPU kernels add to dq in
-            whatever order their blocks finish. The CPU backend always is.
+            whatever order their blocks finish. The CPU backend always is. torch.use_deterministic_algorithms(True),
+            with warn_only too, means it for PyTorch's tensors, here and in every backward pass of autograd's.
         return_dbias: also return the gradient of bias: float32, of bias's shape, summed over its broadcast axes.
         return_dsinks: also return the gradient of sinks, (nheads,) float32.
         dq, dk, dv: where to put the results, shaped as q, k, v, of their dtype; returned again.
@@ -112,6 +113,8 @@ def _differentiate(
     """`backward` with its options in one object; lengths: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     max_seqlen_k); given: dq, dk and dv where the results are to go; sign: what find_gradients returned for `arrays`."""
     args, views = _prepare(q, k, v, lengths, options)
+    if _modes.deterministic(q):
+        args.deterministic = 1
     qv, kv, vv = views[:3]
     out_shape = (*qv.shape[:-1], vv.shape[-1])
     rows = (args.batch, args.nheads, args.seqlen_q) if lengths is None else (args.nheads, qv.shape[0])
@@ -223,6 +226,8 @@ def backward_query(
     """
     lengths = _lengths("query", cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     args, views = _prepare(q, k, v, lengths, _options_of("backward_query", options))
+    if _modes.deterministic(q):
+        args.deterministic = 1
     call = new(AttentionBackwardArgs)
     call.forward = ct.pointer(args)
     q_shape, k_shape, v_shape = (view.shape for view in views[:3])

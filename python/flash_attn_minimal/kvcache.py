@@ -249,7 +249,7 @@ def flash_attn_with_kvcache(
         made = {"out": out_view} if out is None else {}
         made |= {name: view for name, view in (("lse", lse_view), ("workspace", workspace)) if view}
         made = {name: Made(view) for name, view in made.items()}
-        _repeats.remember(sign, [args, call], arrays, views[:1], made, keys)
+        _repeats.remember(sign, [args, call], arrays, views[:1], made, keys, views=[*views, out_view])
     return _results(out, out_view, lse_view)
 
 
@@ -448,6 +448,7 @@ def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, 
             raise BadArgument(f"{name} is a read-only {view.door.name} array: k and v cannot join it{_advice(view)}")
     call.seqlen_new = kn.shape[1]
     if call.seqlen_new:
+        kv.written = vv.written = True
         _put_tensor(call, "k_new", kn)
         _put_tensor(call, "v_new", vn)
 
@@ -507,6 +508,7 @@ def _put_scale(call: KVCacheArgs, views: list[View], name: str, scale: Any, full
             row_stride = 1  # any but 0: a row's factors are a token's
         elif call.seqlen_new and row_stride == 0:
             raise BadArgument(f"{name} has strides {strides}: appended tokens write factors that all {rows} rows share")
+        view.written = bool(call.seqlen_new)
     elif shape == (entries, 1, nheads_k):
         batch_stride, row_stride, head_stride = strides[0], 0, strides[2]
     elif shape == (nheads_k,):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as ct
 from typing import Any
 
-from . import _arrays
+from . import _arrays, _record
 from ._arrays import View
 from ._checks import _check_last_axis, _check_same_place, _integer, _name
 from ._launch import _with_workspace
@@ -72,6 +72,8 @@ def quantize_kvcache(
     >>> bool(np.abs(out - exact).max() < 0.02)
     True
     """
+    if _record.current() is not None:
+        raise Unsupported("quantize_kvcache is not recorded: call it outside the recording")
     kv, vv = _arrays.view(k_cache, "k_cache"), _arrays.view(v_cache, "v_cache")
     for name, view in (("k_cache", kv), ("v_cache", vv)):
         if len(view.shape) != 4:
@@ -155,6 +157,7 @@ def _largest(name: str, view: View, into: View, factors: str, dtype: str) -> Any
         _put_strides(args, tensor, data, strides, ("batch", "row", "head"))
     args.descale = descale.pointer
     load().fa_quantize_fp8(args, view.door.stream([view]))
+    _record.wrote([view, into, descale])
     scale = view.door.result(descale)
     return scale if dtype == "float8_e4m3fn" else scale * (_E4M3_MAX / _INT8_MAX)
 
@@ -189,3 +192,4 @@ def _round(
         lambda stream: lib.fa_kvcache_attention(call, stream),
         lambda plan: lib.fa_kvcache_query(call, plan),
     )
+    _record.wrote([*views, *caches, *scales])

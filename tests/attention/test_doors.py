@@ -10,6 +10,7 @@ from accuracy import Case
 from conftest import NO_CUDA, cupy, jax, ml_dtypes, torch
 
 import flash_attn_minimal as fa
+from flash_attn_minimal import _foreign, _forward, _library
 
 needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
 needs_jax = pytest.mark.skipif(jax is None, reason="JAX is not installed")
@@ -333,6 +334,57 @@ def test_cuda_array_interface():
         fa.flash_attn_func(*arrays, out=CudaArray(target, data=(target.data_ptr(), True)))
     with pytest.raises(fa.Unsupported, match="do not say how to make another"):
         fa.flash_attn_func(*arrays)
+
+
+class OnStream:
+    """As CudaArray, but its memory is the host's."""
+
+    def __init__(self, array, stream):
+        self._array, (pointer, _) = array, array.__array_interface__["data"]
+        about = {"shape": array.shape, "typestr": array.dtype.str, "strides": None, "version": 3}
+        self.__cuda_array_interface__ = about | {"data": (pointer, False), "stream": stream}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What happens to streams, in order, and the launches among them, which do nothing."""
+    seen = []
+
+    class Library:
+        def fa_attention_forward(self, args, stream):
+            seen.append("launch")
+
+    monkeypatch.setattr(_foreign, "_device_of", lambda pointer: 0)
+    monkeypatch.setattr(_foreign, "_synchronize", lambda index, stream: seen.append(stream))
+    monkeypatch.setattr(_forward, "load", Library)
+    return seen
+
+
+@pytest.mark.parametrize("out_stream, bias_stream", [(7, 7), (None, 7), (8, 7), (7, 8), (8, 9)])
+def test_streams_of_cuda_arrays(out_stream, bias_stream, launched):
+    """What is queued on another array's stream is waited for before the call, and the call before what comes after it
+    there. One of these arrays is `out`."""
+    q, k, v, out = (OnStream(np.zeros((1, 5, 2, 8), np.float32), stream) for stream in (7, 7, 7, out_stream))
+    bias = OnStream(np.zeros((5, 5), np.float32), bias_stream)
+    assert fa.flash_attn_func(q, k, v, bias=bias, out=out) is out
+    at, others = launched.index("launch"), {out_stream, bias_stream} - {7, None}
+    assert set(launched[:at]) == others
+    assert launched[at + 1 :] == [7] * bool(others)
+
+
+def test_streams_of_dlpack(launched, monkeypatch):
+    """A producer's stream waits for nobody, so the host waits for the call."""
+
+    class Producer(Opaque):
+        def __dlpack__(self, stream, max_version):
+            return self._array.__dlpack__()
+
+    q, k, v, out = (Producer(np.zeros((1, 5, 2, 8), np.float32)) for _ in range(4))
+    fa.flash_attn_func(q, k, v, out=out)
+    assert launched == ["launch"]
+    monkeypatch.setitem(_foreign.DLPackDoor._devices, 1, _library.CUDA)
+    fa.flash_attn_func(q, k, v, out=out)
+    assert launched[1:] == ["launch", None]
 
 
 # ---- mixtures ----

@@ -259,6 +259,48 @@ def test_one_program_called_again_and_again(place):
         _assert_close(program(q * (1 - i / 5)), want(q * (1 - i / 5)), 2e-4)
 
 
+def test_one_function_for_calls_of_any_size(place):
+    """What is kept of a call goes by the shapes of its arrays: each size comes back as it was, smaller or larger."""
+
+    def attend(q, k, v, through_lse):
+        out, lse = fa.flash_attn_func(q, k, v, causal=True, return_lse=True)
+        return (out, lse) if through_lse else out
+
+    def wanted(q, k, v, through_lse):
+        out, lse = _standard(q, k, v, causal=True, return_lse=True)
+        return (out, lse) if through_lse else out
+
+    def loss(function, q, k, v, through_lse):
+        return sum(jnp.sin(x).sum() for x in jax.tree.leaves(function(q, k, v, through_lse)))
+
+    program = jax.jit(jax.value_and_grad(functools.partial(loss, attend), (0, 1, 2)), static_argnums=3)
+    expected = jax.jit(jax.value_and_grad(functools.partial(loss, wanted), (0, 1, 2)), static_argnums=3)
+    for sizes, through_lse in (((5, 9), 0), ((70, 130), 1), ((5, 9), 1), ((1, 1), 0), ((70, 130), 0), ((5, 9), 0)):
+        inputs = _inputs(place, seqlen_q=sizes[0], seqlen_k=sizes[1])
+        got, want = (jax.tree.leaves(f(*inputs, through_lse)) for f in (program, expected))
+        _assert_close(got, want, 2e-4)
+
+
+def test_a_kernel_forced_after_tracing(place, monkeypatch):
+    """The workspace of a program is what its kernel needed when it was traced: another kernel is right, or refused."""
+    q, k, v = _inputs(place, seqlen_q=70, seqlen_k=130)
+    program = jax.jit(functools.partial(fa.flash_attn_func, causal=True))
+    want = program(q, k, v)
+    device = "cpu" if q.device.platform == "cpu" else "cuda"
+    for kernel in fa.kernels():
+        if kernel["device"] != device:
+            continue
+        monkeypatch.setenv("FLASH_ATTN_KERNEL", kernel["name"])
+        try:
+            got = jax.block_until_ready(program(q, k, v))
+        except Exception as error:  # jaxlib's own class
+            assert kernel["name"] in str(error) or "workspace" in str(error)
+            continue
+        np.testing.assert_allclose(got, want, atol=2e-3)
+    monkeypatch.delenv("FLASH_ATTN_KERNEL")
+    np.testing.assert_array_equal(program(q, k, v), want)
+
+
 @pytest.mark.parametrize("wanted", [slice(0, 1), slice(1, 2), slice(0, 2)], ids=["out", "lse", "both"])
 def test_shard_map(place, wanted):
     """Arrays that differ over the mesh beside ones that do not, whose gradients are summed over it."""

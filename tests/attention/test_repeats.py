@@ -14,7 +14,7 @@ import pytest
 from conftest import CUDA, NO_CUDA, cupy, torch
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _library, _repeat, kvcache
+from flash_attn_minimal import _launch, _library, _record, _repeat, kvcache
 from flash_attn_minimal._forward import repeats
 from flash_attn_minimal.backward import _repeats as gradients
 
@@ -430,6 +430,38 @@ def test_a_thread_that_has_no_scratch_yet():
     thread.start()
     thread.join()
     np.testing.assert_array_equal(results, [expected, expected])
+
+
+@pytest.mark.parametrize("way", ["long", "plain", "with lse"])
+def test_scratch_lives_until_the_launch_is_over(way, monkeypatch):
+    """Whatever a finalizer or a signal handler does in this thread between the look at its scratch and the launch."""
+    q, k, v = (np.random.default_rng(i).standard_normal((1, 300, 2, 64), dtype=np.float32) for i in range(3))
+    options = {"num_threads": 2, "return_lse": way == "with lse"}
+    monkeypatch.setattr(_launch, "_scratch", _launch._Scratch())
+    monkeypatch.setattr(_repeat, "_scratch", _launch._scratch)
+    expected, alive, run = host(fa.flash_attn_func(q, k, v, **options)), [], _repeat.load_packed
+    repeats.clear()
+    assert _launch._scratch.place[0] is not None, "this call needs scratch"
+
+    def grow():
+        held = weakref.ref(_launch._scratch.place[0])
+        buffer = (ct.c_char * (2 << 20))()  # as a larger call leaves it
+        _launch._scratch.place = buffer, ct.addressof(buffer), 2 << 20
+        gc.collect()
+        alive.append(held() is not None)
+
+    if way == "long":
+        launch = _record.run
+        monkeypatch.setattr(_record, "run", lambda *a: (grow(), launch(*a)))
+    else:
+        monkeypatch.setattr(
+            _repeat, "load_packed", lambda *about: lambda *a: (grow(), run(*about)(*a))[1]
+        )  # fmt: skip
+    for _ in range(5):
+        results = host(fa.flash_attn_func(q, k, v, **options))
+        for got, want in zip(results, expected, strict=True):
+            np.testing.assert_array_equal(got, want)
+    assert alive and all(alive)
 
 
 @pytest.mark.parametrize("table", [repeats, gradients, kvcache._repeats], ids=["forward", "backward", "kvcache"])

@@ -98,6 +98,42 @@ def test_vmap_over_an_option(device, name, shared, last):
         close(out[i], standard(*entry, **{option: xs.select(-1 if last else 0, i)})[0])
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_vmap_with_slopes_of_one_entry(device, mapped):
+    """(1, nheads) beside a batch of one, which is no longer one of one when the entries have joined it."""
+    q, k, v = (x[:, :1] for x in qkv(device, 3))
+    slopes = torch.linspace(0.1, 0.5, q.shape[-2], device=device)[None]
+    slopes = torch.stack([slopes, 2 * slopes, 3 * slopes]) if mapped else slopes
+    got = torch.vmap(
+        lambda q, k, v, s: fa.flash_attn_func(q, k, v, alibi_slopes=s), (0, 0, 0, 0 if mapped else None)
+    )(q, k, v, slopes)  # fmt: skip
+    for i in range(3):
+        close(got[i], standard(q[i], k[i], v[i], alibi_slopes=slopes[i] if mapped else slopes)[0])
+
+
+@pytest.mark.parametrize("option", ["plain", "bias", "sinks", "lse"])
+def test_batched_gradients(device, option):
+    """torch.autograd.grad(is_grads_batched=True), and what is made of it: several gradients at once."""
+    inputs = [x.requires_grad_() for x in qkv(device)]
+    options = {} if option in ("plain", "lse") else {option: options_of(device)[option][option].requires_grad_()}
+    inputs += options.values()
+    for _ in range(4):  # calls like the ones before, with plain gradients between them
+        out, lse = fa.flash_attn_func(*inputs[:3], return_lse=True, **options)
+        result = lse if option == "lse" else out
+        gradients = torch.randn(3, *result.shape, device=device)
+        got = torch.autograd.grad(
+            result, inputs, gradients, is_grads_batched=True, retain_graph=True, allow_unused=True
+        )
+        for i in range(3):
+            want = torch.autograd.grad(result, inputs, gradients[i], retain_graph=True, allow_unused=True)
+            for x, y in zip(got, want, strict=True):
+                close(x[i], y, 1e-5)
+    q, k, v = (x.detach()[:1, :3] for x in inputs[:3])
+    for vectorize in (False, True):
+        jacobian = torch.autograd.functional.jacobian(lambda q: fa.flash_attn_func(q, k, v), q, vectorize=vectorize)
+        close(jacobian, torch.func.jacrev(lambda q: fa.flash_attn_func(q, k, v))(q), 1e-5)
+
+
 def test_vmap_with_dropout_is_a_loop(device):
     q, k, v = qkv(device, 3)
 

@@ -109,6 +109,72 @@ def test_inference_mode(device):
     close(out, standard(q, k, v)[0])
 
 
+def test_inference_mode_and_gradients_enabled(device):
+    """PyTorch records nothing in inference mode, whatever enable_grad says. Nor does the library, before and after
+    calls that are recorded."""
+    q, k, v = (x.requires_grad_() for x in qkv(device))
+    slopes = torch.linspace(0.1, 0.5, HEADS, device=device).requires_grad_()
+    for _ in range(4):
+        with torch.inference_mode(), torch.enable_grad():
+            inner = fa.flash_attn_func(q, k, v)
+            out = torch.zeros_like(q)
+            fa.flash_attn_func(q, k, v, out=out)
+            packed = varlen(*(x[0] for x in (q, k, v)))
+            fa.flash_attn_func(q, k, v, alibi_slopes=slopes)
+        assert inner.is_inference() and not inner.requires_grad and not packed.requires_grad
+        assert torch.equal(inner, out)
+        outer = fa.flash_attn_func(q, k, v)
+        assert outer.requires_grad and torch.equal(outer, inner)
+        torch.autograd.grad(outer.sum(), (q, k, v))
+
+
+def test_lazily_negated_gradients(device):
+    """A gradient that PyTorch has negated in name only, as those of imaginary parts are."""
+    inputs = [x.requires_grad_() for x in qkv(device)]
+    for _ in range(4):
+        out, lse = fa.flash_attn_func(*inputs, return_lse=True)
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        want = torch.autograd.grad((out, lse), inputs, (dout, dlse), retain_graph=True)
+        negated = torch._neg_view(-dout), torch._neg_view(-dlse)
+        assert all(x.is_neg() for x in negated)
+        got = torch.autograd.grad((out, lse), inputs, negated)
+        for x, y in zip(got, want, strict=True):
+            close(x, y, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["q", "bias", "out", "k_cache", "x"])
+def test_lazily_negated_arrays_are_refused(name):
+    q, k, v = (x[:1] for x in qkv("cpu"))
+    bias = normal("cpu", q.shape[1], k.shape[1])
+    calls = {
+        "q": lambda x: fa.flash_attn_func(x, k, v),
+        "bias": lambda x: fa.flash_attn_func(q, k, v, bias=x),
+        "out": lambda x: fa.flash_attn_func(q, k, v, out=x),
+        "k_cache": lambda x: fa.flash_attn_with_kvcache(q[:, :1], x, v),
+        "x": lambda x: ops.rms_norm(x, x[0, 0, 0]),
+    }
+    like = {"q": q, "bias": bias, "out": q, "k_cache": k, "x": q}[name]
+    for _ in range(4):  # after calls like it
+        calls[name](like.clone())
+    with pytest.raises(fa.BadArgument, match=f"{name} is a lazily negated view: pass {name}.resolve_neg()"):
+        calls[name](torch._neg_view(like))
+
+
+def test_slopes_that_require_a_gradient_where_none_is_recorded(device):
+    q, k, v = qkv(device)
+    slopes = torch.linspace(0.1, 0.5, HEADS, device=device).requires_grad_()
+
+    def attend(q, k, v):
+        return fa.flash_attn_func(q, k, v, alibi_slopes=slopes)
+
+    with pytest.raises(fa.Unsupported, match="alibi_slopes requires a gradient"):
+        attend(q, k, v)
+    with torch.no_grad():
+        want = attend(q, k, v)
+        assert torch.equal(compiled(attend, (q, k, v))(q, k, v), want)
+    close(want, standard(q, k, v, alibi_slopes=slopes.detach())[0])
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(device, reentrant):
     inputs = [x.requires_grad_() for x in qkv(device)]

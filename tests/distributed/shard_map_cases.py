@@ -159,6 +159,38 @@ def test_bias_and_mask_of_keys(mode):
     check(2, "zigzag", mode, arrays, exact=True, causal=True)
 
 
+@pytest.mark.parametrize("mode", ["gather", "auto", "ulysses"])
+@pytest.mark.parametrize("what", ["bias", "mask"])
+def test_one_row_a_device(what, mode):
+    """A bias or mask of one row may be the device's own: ulysses, which gives a device the rows of all, cannot tell."""
+    size, rng = 4, np.random.default_rng(2)
+    own = {"bias": rng.standard_normal((1, 1, size, 8)).astype(np.float32), "mask": rng.random((1, 1, size, 8)) < 0.6}
+    x = inputs_of(seqlen=size, seqlen_k=8, batch=1)
+    mesh = mesh_of(size)
+
+    def attend(array, lies, mode=mode):
+        def local(q, k, v, array):
+            more = {what: array}
+            return context_parallel_attention(q, k, v, axis_name="context", layout="contiguous", mode=mode, **more)
+
+        specs = (TOKENS, TOKENS, TOKENS, lies)
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=TOKENS))(x["q"], x["k"], x["v"], array)
+
+    def want(array):
+        return fa.flash_attn_func(x["q"], x["k"], x["v"], **{what: array})
+
+    rows = PartitionSpec(None, None, "context", None)
+    if mode == "ulysses":
+        for array, lies in ((own[what], rows), (own[what][:, :, :1], PartitionSpec())):
+            with pytest.raises(ValueError, match=rf"mode='ulysses' does not serve {what} of shape \(1, 1, 1, 8\)"):
+                attend(array, lies)
+    else:
+        np.testing.assert_allclose(attend(own[what], rows), want(own[what]), atol=2e-5)
+        np.testing.assert_allclose(attend(own[what][:, :, :1], PartitionSpec()), want(own[what][:, :, :1]), atol=2e-5)
+    shared = own[what][0, 0, 0]  # without an axis of rows nothing is in doubt
+    np.testing.assert_allclose(attend(shared, PartitionSpec()), want(shared), atol=2e-5)
+
+
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 def test_without_check_vma(mode):
     """Without JAX's own account of what differs between devices, gradients of shared arrays are still summed."""
@@ -291,6 +323,8 @@ def test_a_window_fetches_what_it_reaches():
         ("mode='ulysses' does not serve mask", {"mode": "ulysses", "mask": np.ones((12, 48), bool)}),
         ("bias has shape (48, 48): expected one that broadcasts", {"bias": np.zeros((48, 48), np.float32)}),
         ("nheads=4 is not a multiple of nheads_k=3", {"nheads_k": 3}),
+        ("sinks has shape (1,): expected (4,)", {"sinks": np.zeros(1, np.float32)}),
+        ("alibi_slopes has shape (2, 1): expected (4,) or (2, 4)", {"alibi_slopes": np.zeros((2, 1), np.float32)}),
         ("softcap=-1 is not a finite number", {"softcap": -1.0}),
         ("window_size=3 is not a pair", {"window_size": 3}),
     ],

@@ -112,6 +112,39 @@ def test_arguments_mean_what_they_mean_to_native(mask):
     close(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_integers_are_no_mask(dtype):
+    """1 may mean "attend" or "add 1": `native` refuses them, too, and their booleans hide padding."""
+    q, k = normal(2, 5, 2, 8), normal(2, 7, 2, 8)
+    tokens = (torch.arange(7) < torch.tensor([[7], [4]])).to(DEVICE, dtype)
+    with pytest.raises(ValueError, match=f"attn_mask is {dtype}: expected bool or floating point"):
+        dispatch.dispatch_attention_fn(q, k, k, attn_mask=tokens, backend=NAME)
+    with pytest.raises(RuntimeError, match="attn_mask dtype"):
+        dispatch.dispatch_attention_fn(q, k, k, attn_mask=tokens, backend="native")
+    got = dispatch.dispatch_attention_fn(q, k, k, attn_mask=tokens.bool(), backend=NAME)
+    close(got[1], adapter.attention(q[1:], k[1:, :4], k[1:, :4])[0])
+
+
+def test_a_float32_mask_beside_halves_keeps_its_numbers():
+    """A bias of -1e30 is far from -inf: where it is everywhere, it hides nothing. float16 has no such number."""
+    q, k = normal(1, 3, 2, 8).half(), normal(1, 5, 2, 8).half()
+    mask = torch.full((1, 5), -1e30, device=DEVICE)
+    close(adapter.attention(q, k, k, attn_mask=mask), k.float().mean(1, keepdim=True).expand(1, 3, 2, 8), 2e-3)
+
+
+def test_autocast_is_that_of_native():
+    """Rotary embeddings and norms leave q and k in float32 beside a bfloat16 v."""
+    q, k, v = normal(1, 5, 2, 16), normal(1, 6, 2, 16), normal(1, 6, 2, 16)
+    mask = torch.zeros(5, 6, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        for value in (v, v.bfloat16()):
+            got, expected = (
+                dispatch.dispatch_attention_fn(q, k, value, attn_mask=mask, backend=x) for x in (NAME, "native")
+            )
+            assert got.dtype == expected.dtype == torch.bfloat16
+            close(got, expected, tolerance=2e-2)
+
+
 def test_lse_and_dropout():
     q, k, v = normal(1, 5, 2, 8), normal(1, 6, 2, 8), normal(1, 6, 2, 8)
     _, lse = adapter.attention(q, k, v, return_lse=True)

@@ -367,6 +367,38 @@ def test_two_products(device, scores, headdim_v):
             close(got.view(wanted.shape), wanted, 1e-4)
 
 
+@pytest.mark.parametrize("wanted", ["the whole", "k", "v"])
+def test_gradients_of_columns_of_one_tensor(wanted):
+    """v lies before k, as in a cache of latent attention: both have their gradients, whatever they are views of."""
+    joint, q, qv = (normal("cpu", *shape).detach() for shape in ((2, 7, 2, 24), (2, 6, 4, 8), (2, 6, 4, 16)))
+    found = []
+    for apart in (False, True):
+        whole = joint.clone().requires_grad_(wanted == "the whole")
+        v, k = whole.split([16, 8], -1)
+        if apart:
+            v, k = v.clone(), k.clone()
+        leaf = whole if wanted == "the whole" else {"k": k, "v": v}[wanted].requires_grad_()
+        out = hopper.flash_attn_func(q, k, v, qv=qv, causal=True)
+        found.append(torch.autograd.grad(out, leaf, weights(out))[0])
+    assert found[0][..., 16 if wanted == "the whole" else 0 :].abs().max() > 0.1
+    torch.testing.assert_close(*found)
+
+
+@DEVICES
+@pytest.mark.parametrize("headdim_v", [128, 512])
+@pytest.mark.parametrize("max_seqlen_k", [0, 5])
+def test_two_products_without_keys(device, headdim_v, max_seqlen_k):
+    q, qv = normal(device, 6, 2, 64).detach(), normal(device, 6, 2, headdim_v).detach()
+    k, v = (torch.zeros(0, 1, n, device=device) for n in (64, headdim_v))
+    cu_q, cu_k = lengths(device, 0, 2, 6), lengths(device, 0, 0, 0)
+    for options in ({}, {"causal": True}, {"seqused_k": lengths(device, 0, 0)}):
+        out, lse = hopper.flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, 4, max_seqlen_k, qv=qv, return_attn_probs=True, **options
+        )
+        assert out.shape == (6, 2, headdim_v) and not out.any()
+        assert lse.shape == (2, 6) and torch.isneginf(lse).all()
+
+
 def test_columns_of_one_cache_are_not_copied():
     """Keys and values of latent attention are columns of one cache."""
     from flash_attn_minimal.integrations.flash_attn._caches import joined
@@ -616,6 +648,21 @@ def test_errors():
         )  # fmt: skip
     with pytest.raises(RuntimeError, match="max_seqlen_q is None with cu_seqlens_q"):
         hopper.flash_attn_with_kvcache(q[0], q, q, cu_seqlens_q=lengths("cpu", 0, 4))
+    rows, cache, table, two = torch.randn(1, 2, 6, 8), torch.zeros(1, 16, 6, 8), torch.randn(9, 4), lengths("cpu", 2)
+    for more in ({}, {"qv": rows}):  # what is made ready here, and what is not
+        for name, pair in (("v", "k and v"), ("rotary_sin", "rotary_cos and rotary_sin")):
+            given = {"k": rows, "v": rows, "rotary_cos": table, "rotary_sin": table, **more, name: None}
+            with pytest.raises(RuntimeError, match=f"{name} is None, but {pair} come together"):
+                hopper.flash_attn_with_kvcache(rows, cache, cache, cache_seqlens=two, **given)
+    turns = {"rotary_cos": table, "rotary_sin": table, "rotary_seqlens": lengths("cpu", 8), "cache_seqlens": two}
+    with pytest.raises(RuntimeError, match="cos has 9 rows, but a row of x stands at position 9"):
+        hopper.flash_attn_with_kvcache(rows, cache, cache, rows, rows, causal=True, **turns)
+    with pytest.raises(RuntimeError, match="cos has 9 rows, but a row of x stands at position 10"):
+        fa2.layers.rotary.apply_rotary_emb(torch.randn(1, 11, 6, 8), table, table)
+    packed = torch.randn(11, 6, 8)  # rows of no sequence stand nowhere
+    assert (
+        fa2.layers.rotary.apply_rotary_emb(packed, table, table, cu_seqlens=lengths("cpu", 0, 9)).shape == packed.shape
+    )
     with pytest.raises(RuntimeError, match="attention_chunk=-3 is negative"):
         hopper.flash_attn_func(q, q, q, attention_chunk=-3)
     with pytest.raises(RuntimeError, match="attention_chunk=2.5 is not an integer"):
@@ -628,12 +675,14 @@ def test_no_gradient_is_lost():
     """What has no gradient says so when it is asked for, instead of leaving it out."""
     q, cache = torch.randn(1, 4, 2, 8, requires_grad=True), torch.randn(1, 9, 2, 8)
     wide, cu, table = torch.randn(1, 9, 2, 512), lengths("cpu", 0, 4), torch.zeros(1, 1, dtype=torch.int32)
+    eight, factor = torch.randn(1, 4, 2, 8).to(torch.float8_e4m3fn), torch.ones(1, 2, requires_grad=True)
     calls = {
         "flash_attn_with_kvcache has": lambda: fa2.flash_attn_with_kvcache(q, cache, cache),
         "kvcache has": lambda: hopper.flash_attn_with_kvcache(q, cache, cache, return_softmax_lse=True)[1],
         "packed rows over": lambda: fa2.flash_attn_varlen_func(q[0], cache, cache, cu, cu, 4, 4, block_table=table),
         "above 512": lambda: hopper.flash_attn_func(q, cache, wide, qv=wide[:, :4]),
         "float8_e4m3fn": lambda: hopper.flash_attn_func(*[x.to(torch.float8_e4m3fn) for x in (q, cache, cache)]),
+        "which has no backward": lambda: hopper.flash_attn_func(eight, eight, eight, q_descale=factor),
     }
     for text, call in calls.items():
         out = call()

@@ -200,6 +200,8 @@ def test_it_says_what_is_wrong():
             q, k, k, query_seq_lengths=jnp.ones(3, jnp.int32)
         ),
         "is_causal|causal=3": lambda: dot_product_attention(q, k, k, is_causal=3),
+        r"local_window_size=\(-1, 2\) is negative": lambda: dot_product_attention(q, k, k, local_window_size=(-1, 2)),
+        "local_window_size=-1 is negative": lambda: dot_product_attention(q, k, k, local_window_size=-1),
     }.items():
         with pytest.raises(fa.BadArgument, match=text):
             call()
@@ -253,6 +255,58 @@ def test_donated_caches_are_written_in_place(place):
     got = compiled(*arrays)
     assert [x.unsafe_buffer_pointer() for x in got[1:3]] == addresses and arrays[1].is_deleted()
     assert_close(got, want, 0)
+
+
+@pytest.mark.parametrize("donated", [(), (1, 2)], ids=["kept", "donated"])
+def test_every_version_of_a_cache_is_kept(place, donated):
+    """A cache that is written twice, and read afterwards: each result is of the version that the program names."""
+
+    def program(q, k_cache, v_cache, k, v, lengths):
+        first = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
+        other = flash_attn_with_kvcache(q, k_cache, v_cache, 2 * k, v, cache_seqlens=lengths + 1)
+        third = flash_attn_with_kvcache(q, first.k_cache, first.v_cache, 3 * k, v, cache_seqlens=lengths + 1)
+        return tuple(x[:3] for x in (first, other, third)), k_cache + 0
+
+    def step(q, k_cache, v_cache, k, v, lengths):
+        caches = np.array(k_cache), np.array(v_cache)
+        return fa.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths), *caches
+
+    q, k_cache, v_cache, k, v, lengths = map(np.array, step_arrays(place))
+    first = step(q, k_cache, v_cache, k, v, lengths)
+    want = first, step(q, k_cache, v_cache, 2 * k, v, lengths + 1), step(q, *first[1:], 3 * k, v, lengths + 1)
+    for _ in range(2):
+        assert_close(jax.jit(program, donate_argnums=donated)(*step_arrays(place)), (want, k_cache), 2e-5)
+
+
+def test_one_array_for_keys_and_values(place):
+    q, cache, _, k, _, lengths = step_arrays(place)
+    caches = np.array(cache), np.array(cache)
+    want = fa.flash_attn_with_kvcache(
+        *map(np.array, (q,)), *caches, *[np.array(k)] * 2, cache_seqlens=np.array(lengths)
+    )
+    for donated in ((), 1):
+        step = jax.jit(
+            lambda q, c, k, n: flash_attn_with_kvcache(q, c, c, k, k, cache_seqlens=n), donate_argnums=donated
+        )
+        assert_close(step(q, cache + 0, k, lengths)[:3], (want, *caches), 2e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own caches", "shared caches"])
+def test_caches_under_vmap(place, shared):
+    """Every member of the batch writes to a cache of its own, or to its own copy of one that all share."""
+    members = [step_arrays(place) for _ in range(3)]
+    many = [jnp.stack([x * (1 + i) for i, x in enumerate(arrays)]) for arrays in zip(*members, strict=True)]
+    many[5] = jnp.stack([members[0][5] + i for i in range(3)])
+    axes = [None if shared and i in (1, 2) else 0 for i in range(6)]
+    given = [x if axis == 0 else x[0] for x, axis in zip(many, axes, strict=True)]
+
+    def step(*a):
+        return flash_attn_with_kvcache(*a[:5], cache_seqlens=a[5], return_lse=True)[:4]
+
+    each = [step(*[x if axis is None else x[i] for x, axis in zip(given, axes, strict=True)]) for i in range(3)]
+    want = [jnp.stack(x) for x in zip(*each, strict=True)]
+    for wrap in (jax.vmap(step, axes), jax.jit(jax.vmap(step, axes))):
+        assert_close(wrap(*given), want, 2e-5)
 
 
 CACHES = {

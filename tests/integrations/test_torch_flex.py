@@ -217,6 +217,23 @@ def test_grouped_heads_scale_and_aux(device):
         flex_attention(q, k, v)
 
 
+def test_autocast_casts_as_it_does_for_pytorch(device):
+    c = Captured(device)
+    inputs = [normal(device, BATCH, HEADS, ROWS, DIM, grad=True) for _ in range(3)]
+    want = flex_attention(*[x.bfloat16() for x in inputs], mods.bias(c.bias))
+    with torch.autocast(device, torch.bfloat16):
+        assert theirs(*(x.detach() for x in inputs)).dtype == torch.bfloat16
+        out, lse = flex_attention(*inputs, mods.bias(c.bias), return_lse=True)
+        mixed = flex_attention(*inputs[:2], inputs[2].bfloat16(), mods.bias(c.bias))
+        form = recognise(mods.bias(c.bias), None, BATCH, HEADS, ROWS, ROWS, device)
+        called = form(*inputs)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    for got in (out, mixed, called):
+        assert torch.equal(got, want)
+    gradients = torch.autograd.grad(out.float().square().sum(), (*inputs, c.bias))
+    assert all(x.dtype == torch.float32 and x.abs().sum() > 0 for x in gradients)
+
+
 @pytest.mark.parametrize("mask", ["causal documents", "prefixes", "padding", "window", None])
 def test_a_form_in_compiled_code(device, mask):
     c = Captured(device)
@@ -348,6 +365,100 @@ def test_other_calls_of_a_form_are_refused():
         flex_attention(q, k, v, mods.softcap(2.0), form)
     with pytest.raises(fa.BadArgument, match="query is"):
         flex_attention(q[0], k, v)
+
+
+# ---- a form, and captured tensors that change ----
+
+
+def live(c):
+    """(score_mod, mask_mod, the captured tensor), by name: what a form reads at every call."""
+    table, scalar = c.of_keys, torch.ones((), device=c.bias.device)
+    mask = c.larger > 0
+    return {
+        "bias": (mods.bias(c.bias), None, c.bias),
+        "minus bias": (lambda s, b, h, q, k: s - c.bias[h, q, k], None, c.bias),
+        "two": (mods.chain(mods.bias(c.bias), lambda s, b, h, q, k: s + table[k, h]), None, table),
+        "table": (lambda s, b, h, q, k: s + table[k, h] * 2, None, table),
+        "scalar": (lambda s, b, h, q, k: s + scalar * table[k, h], None, scalar),
+        "alibi": (mods.alibi(c.slopes), mods.causal, c.slopes),
+        "mask": (None, lambda b, h, q, k: mask[b, h, q, k], mask),
+        "hidden scores": (lambda s, b, h, q, k: torch.where(mask[b, h, q, k], s, -INF), None, mask),
+        "padding": (None, mods.padding(c.lengths), c.lengths),
+        "padding and mask": (None, and_masks(mods.padding(c.lengths), lambda b, h, q, k: mask[b, h, q, k]), c.lengths),
+    }
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled"])
+@pytest.mark.parametrize("made", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", live(Captured("cpu")))
+def test_a_form_reads_captured_tensors_at_every_call(device, name, made, how):
+    c = Captured(device, grad=False)
+    score_mod, mask_mod, captured = live(c)[name]
+    learned = score_mod is not None and captured.is_floating_point() and name != "alibi"
+    captured.requires_grad_(learned)
+    inputs = inputs_of(device)
+    with made():
+        form = recognise(score_mod, mask_mod, BATCH, HEADS, ROWS, ROWS, device)
+    run = form
+    if how == "compiled":
+        torch._dynamo.reset()
+        run = torch.compile(lambda *x: form(*x), fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        out, want = run(*inputs), definition(*inputs, score_mod, mask_mod)[0]
+        close(out, want)
+        wanted = [*inputs, captured] if learned else inputs
+        got, exact = (torch.autograd.grad(x.sin().sum(), wanted) for x in (out, want))
+        for x, y in zip(got, exact, strict=True):
+            close(x, y)
+        with torch.no_grad():
+            if captured.dtype == torch.bool:
+                captured[..., 1:] = ~captured[..., 1:]
+            else:
+                captured.sub_(3 if captured.dtype == torch.int64 else 0.05)
+
+
+@pytest.mark.parametrize("name", ["documents", "prefix", "number", "blocks", "derived", "window"])
+def test_a_form_whose_tensors_have_changed_raises(device, name):
+    c = Captured(device)
+    number, window = torch.tensor(2.0, device=device), torch.tensor(4, device=device)
+    blocks = create_block_mask(mods.padding(c.lengths), BATCH, None, ROWS, ROWS, device=device, BLOCK_SIZE=8)
+    score_mod, mask_mod, captured = {
+        "documents": (None, mods.documents(c.ids), c.ids),
+        "prefix": (None, mods.prefix_lm(c.lengths), c.lengths),
+        "number": (lambda s, b, h, q, k: number * torch.tanh(s / number), None, number),
+        "window": (None, lambda b, h, q, k: q - k <= window, window),
+        "blocks": (None, blocks, c.lengths),
+        "derived": (lambda s, b, h, q, k: s + (2 * c.of_keys)[k, h], None, c.of_keys),
+    }[name]
+    inputs = inputs_of(device)
+    form = recognise(score_mod, mask_mod, BATCH, HEADS, ROWS, ROWS, device)
+    for _ in range(2):
+        form(*inputs)
+    captured += 1
+    with pytest.raises(fa.BadArgument, match="has changed since the form was made.*: call recognise again"):
+        form(*inputs)
+    if name != "blocks":
+        close(flex_attention(*inputs, score_mod, mask_mod), definition(*inputs, score_mod, mask_mod)[0])
+
+
+@pytest.mark.parametrize("made", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("computed", ["twice", "transposed"])
+def test_a_gradient_that_a_form_would_lose(device, computed, made):
+    """The function computes a tensor of its own, which has no gradient where the form was made."""
+    c = Captured(device)
+    inputs = inputs_of(device)
+
+    def score_mod(s, b, h, q, k):
+        return s + (2 * c.bias if computed == "twice" else c.bias.transpose(1, 2))[h, q, k]
+
+    with made():
+        form = recognise(score_mod, None, BATCH, HEADS, ROWS, ROWS, device)
+        form(*inputs)
+    (want,) = torch.autograd.grad(definition(*inputs, score_mod, None)[0].sin().sum(), c.bias)
+    (gradient,) = torch.autograd.grad(flex_attention(*inputs, score_mod).sin().sum(), c.bias)
+    close(gradient, want)
+    with pytest.raises(fa.BadArgument, match="requires a gradient, but the form.* no gradient was recorded"):
+        form(*inputs)
 
 
 def test_functions_that_are_drawn_mean_what_they_say():

@@ -190,6 +190,73 @@ def test_dropout(device, how):
         close(x, y)
 
 
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_dropout_of_mapped_calls(device, randomness):
+    """vmap's `randomness` is that of PyTorch's own random operations; the gradients drop what the forward pass did."""
+    q, k, eye = normal(device, 3, 1, 2, 64, DIM), normal(device, 1, 2, 64, DIM), torch.eye(64, device=device)
+    v = normal(device, 1, 2, 64, 64)
+
+    def attend(q, v):
+        return sdpa(q, k, v, dropout_p=0.25)
+
+    def run(function, v):
+        torch.manual_seed(5)
+        return torch.vmap(function, (0, None), randomness=randomness)(q, v)
+
+    p = run(attend, eye.expand(1, 2, 64, 64))
+    kept = p > 0
+    assert torch.equal(kept[0], kept[1]) == (randomness == "same")
+    exact = [theirs(x, k, eye.expand(1, 2, 64, 64)) * y / 0.75 for x, y in zip(q, kept, strict=True)]
+    for x, y in zip(p, exact, strict=True):
+        close(x, y)
+    close(run(attend, v), torch.stack([x @ v for x in exact]))
+    got = run(torch.func.grad(lambda q, v: attend(q, v).sin().sum()), v)
+    want = torch.autograd.grad(torch.stack([x @ v for x in exact]).sin().sum(), q)[0]
+    close(got, want)
+    close(torch.autograd.grad(run(attend, v).sin().sum(), q)[0], want)
+    nested = torch.vmap(lambda q: torch.vmap(lambda q: attend(q, v), randomness=randomness)(q), randomness=randomness)
+    out = nested(q[None].expand(2, *q.shape))
+    assert torch.equal(out[0], out[1]) == (randomness == "same")
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        torch.vmap(lambda q: attend(q, v))(q)
+
+
+def test_dropout_in_a_cuda_graph_is_refused(monkeypatch):
+    """A launch holds its seed as a number, so every replay would drop the same."""
+    from flash_attn_minimal.integrations.flash_attn._calls import draw_dropout
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(fa.Unsupported, match="every replay would drop the same .*; leave this call out of the graph"):
+        draw_dropout(0.5, torch.device("cuda", 0))
+    assert draw_dropout(0.0, torch.device("cuda", 0)) == {}
+    for name in ("attention_seeded", "attention_seeded_backward"):
+        tags = getattr(torch.ops.flash_attn_minimal, name).default.tags
+        assert not hasattr(torch.Tag, "cudagraph_unsafe") or torch.Tag.cudagraph_unsafe in tags
+
+
+@NO_CUDA
+def test_dropout_and_cuda_graphs_on_a_gpu():
+    q = normal("cuda", 1, 4, 64, 64, dtype=torch.bfloat16).detach()
+    for _ in range(3):
+        sdpa(q, q, q, dropout_p=0.5)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(fa.Unsupported, match="every replay would drop the same"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        sdpa(q, q, q, dropout_p=0.5)
+    x = q.clone().requires_grad_()
+    run = compiled(lambda q: sdpa(q, q, q, dropout_p=0.5) * 2, backend="inductor", mode="reduce-overhead")
+    outs, gradients = [], []
+    for _ in range(6):
+        out = run(x)
+        (gradient,) = torch.autograd.grad(out.float().sum(), x)
+        outs.append(out.detach().clone())
+        gradients.append(gradient.clone())
+    for found in (outs, gradients):
+        assert not any(torch.equal(a, b) for a, b in zip(found, found[1:], strict=False))
+
+
 def test_checkpointing_drops_the_same(device):
     inputs = [normal(device, *x) for x in SHAPES["square"]]
     grads = []
@@ -389,3 +456,11 @@ def test_errors_name_the_argument():
     ):
         with pytest.raises(fa.Unsupported, match=match):
             sdpa(*args)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("shape", ["square", "usual"])
+def test_traced_causal(device, shape):
+    inputs = [normal(device, *x, grad=False) for x in SHAPES[shape]]
+    graph = torch.jit.trace(lambda *x: sdpa(*x, is_causal=True), inputs)
+    close(graph(*inputs), theirs(*inputs, is_causal=True))

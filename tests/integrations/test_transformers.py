@@ -387,6 +387,162 @@ def test_t5(watch):
     assert ours.generate(ids, **options).tolist() == theirs.generate(ids, **options).tolist()
 
 
+# ---- what a model hands through ----
+
+
+SPARSE = DECODER | {"pad_token_id": 0, "eos_token_id": 2, "head_dim": 8}
+
+
+def sparse(module, kind, **sizes):
+    """A model of a newer transformers with our attention, and with eager attention."""
+    package = pytest.importorskip(f"transformers.models.{module}", reason=f"this transformers has no {module}")
+    modeling = pytest.importorskip(f"{package.__name__}.modeling_{module}")
+    configuration = pytest.importorskip(f"{package.__name__}.configuration_{module}")
+    name = kind.replace("Model", "Config")
+    config = getattr(configuration, name)(**{**SPARSE, **sizes})
+    torch.manual_seed(0)
+    theirs = getattr(modeling, kind)._from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 1.0))
+    return twins(theirs)
+
+
+def test_a_choice_of_keys_is_not_lost():
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 48, "rotary_dim": 4}
+    sizes |= {"shared_intermediate_size": 48, "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4}
+    sizes |= {"index_topk_blocks": 2, "index_local_blocks": 1, "layer_types": ["minimax_m3_sparse"] * 2}
+    ours, _ = sparse("minimax_m3_vl", "MiniMaxM3VLTextModel", **sizes)
+    with pytest.raises(NotImplementedError, match="block_indices is given, torch.int64 of shape"):
+        ours(tokens(2, 40))
+
+
+def test_sinks_of_rows_are_not_lost():
+    ours, _ = sparse("inkling2", "Inkling2TextModel")
+    with pytest.raises(NotImplementedError, match="sinks is given, torch.float32 of shape"):
+        ours(tokens(2, 40))
+
+
+@pytest.mark.parametrize("kind", ["compressed_sparse_attention", "heavily_compressed_attention"])
+@pytest.mark.parametrize("side", [None, "left"])
+def test_layers_that_append_columns_to_their_mask(kind, side):
+    sizes = {"num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "o_lora_rank": 8}
+    sizes |= {"o_groups": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes |= {"n_shared_experts": 1, "index_topk": 3, "index_head_dim": 8, "index_n_heads": 2, "sliding_window": 8}
+    sizes |= {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
+    ours, theirs = sparse("deepseek_v4", "DeepseekV4Model", **sizes, layer_types=[kind] * 2)
+    ids, given = tokens(2, 40), padding(side, (40, 33), 40) if side else None
+    with torch.no_grad():
+        got, expected = (model(ids, attention_mask=given).last_hidden_state for model in (ours, theirs))
+    close(got, expected, given)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_layers_that_calculate_with_their_mask(side):
+    ours, theirs = sparse("doge", "DogeModel")
+    ids, given = tokens(2, 9), padding(side, (9, 6), 9) if side else None
+    with torch.no_grad():
+        got, expected = (model(ids, attention_mask=given).last_hidden_state for model in (ours, theirs))
+    close(got, expected, given)
+
+
+def call(mask=None, rows=5, keys=7, **options):
+    module = torch.nn.Module()
+    q, k = torch.randn(2, 4, rows, 8, device=DEVICE), torch.randn(2, 2, keys, 8, device=DEVICE)
+    return adapter.attention(module, q, k, k, mask, **options)[0]
+
+
+def test_arguments_without_effect_are_taken():
+    positions = torch.arange(5, device=DEVICE)[None]
+    given = {"position_ids": positions, "num_items_in_batch": torch.tensor(3), "use_cache": True, "some_name": "text"}
+    call(**given, position_embeddings=(positions, positions), output_attentions=None, sinks=None)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (torch.zeros(2, 5), "torch.float32 of shape (2, 5)"),
+        ([None, torch.zeros(1)], "a list of tensors"),
+        ({"a": (torch.zeros(1),)}, "a dict of tensors"),
+    ],
+    ids=["tensor", "list", "dict"],
+)
+def test_unknown_tensors_are_refused(value, kind):
+    with pytest.raises(NotImplementedError) as caught:
+        call(chosen=value)
+    assert str(caught.value).startswith(f"chosen is given, {kind}: ")
+
+
+def test_masks_of_other_sizes_are_refused():
+    ones = torch.ones(2, 1, 5, 9, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1, 5, 9\): .* 5 rows of query and 7 of key"):
+        call(ones)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1, 4, 7\)"):
+        call(ones[:, :, :4, :7])
+    for shape in ((2, 1, 5, 6), (2, 1, 4, 7)):
+        with pytest.raises(ValueError, match=r"attention_mask has shape .* are for other rows or keys"):
+            call(adapter.Mask(shape, ends=shape[-1]))
+    with pytest.raises(ValueError, match="position_bias has shape"):
+        call(position_bias=torch.zeros(1, 4, 5, 6, device=DEVICE))
+    assert torch.isfinite(call(ones[:, :, :1, :1])).all()
+
+
+def test_masks_of_integers_are_refused():
+    mask = torch.ones(2, 1, 5, 7, dtype=torch.long, device=DEVICE)
+    with pytest.raises(ValueError, match="attention_mask is torch.int64: expected bool or floating point"):
+        call(mask)
+    with pytest.raises(ValueError, match="attention_mask is torch.int64"):
+        call(mask, position_bias=torch.zeros(1, 4, 5, 7, device=DEVICE))
+
+
+def test_packed_sequences_keep_what_they_are_given():
+    """Chunks count from the beginning of a sequence; what packed sequences do not have is refused."""
+    starts = torch.tensor([0, 6, 10], dtype=torch.int32, device=DEVICE)
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 6, "max_length_k": 6}
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, 10, 8, device=DEVICE)
+    module = torch.nn.Module()
+
+    def packed(mask, **more):
+        return adapter.attention(module, q, k, v, mask, **lengths | more)[0]
+
+    got = packed(adapter.Mask((1, 1, 10, 10), chunk=4, ends=10))
+    for begin, end in ((0, 6), (6, 10)):
+        part = (x[:, :, begin:end] for x in (q, k, v))
+        mask = adapter.Mask((1, 1, end - begin, end - begin), chunk=4, ends=end - begin)
+        close(got[:, begin:end], adapter.attention(module, *part, mask)[0])
+    with pytest.raises(ValueError, match="max_length_k is None: packed sequences need"):
+        packed(None, max_length_k=None)
+    with pytest.raises(NotImplementedError, match="position_bias is given with cu_seq_lens_q"):
+        packed(None, position_bias=torch.zeros(1, 4, 10, 10, device=DEVICE))
+    with pytest.raises(NotImplementedError, match="attention_mask hides padding, but cu_seq_lens_q is given"):
+        packed(adapter.Mask((1, 1, 10, 10), ends=10, starts=torch.tensor([2], device=DEVICE)))
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_autocast_is_that_of_sdpa(models, side):
+    """Rotary embeddings leave q and k in float32 beside a bfloat16 v."""
+    ours, theirs = models("llama")
+    ids, given = tokens(2, 9), padding(side, (9, 6), 9) if side else None
+    counted = torch.ones_like(ids) if given is None else given
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got, expected = (model(ids, attention_mask=given).logits for model in (ours, theirs))
+        assert call().dtype == torch.bfloat16
+    close(got, expected, counted, tolerance=5e-2)
+    losses = [(torch.log_softmax(x.float(), -1)[..., 7] * counted).sum() for x in (got, expected)]
+    mine, other = (gradients(model, loss) for model, loss in zip((ours, theirs), losses, strict=True))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.nn.functional.cosine_similarity(mine[name].flatten(), other[name].flatten(), 0) > 0.98
+
+
+def test_a_float_mask_of_another_dtype():
+    mask = torch.randn(2, 1, 5, 7, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0)).half()
+    torch.manual_seed(0)
+    want = call(mask.float())
+    torch.manual_seed(0)
+    assert torch.equal(call(mask), want)
+
+
 # ---- names and masks ----
 
 

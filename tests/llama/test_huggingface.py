@@ -92,6 +92,17 @@ def test_tensors_of_a_folder_are_views_of_the_mapped_file(folder):
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor=-1 is not a positive number"),
         ({"rope_scaling": [1]}, "rope_scaling=.1. is not an object"),
         ({"rope_theta": "high"}, "rope_theta='high' is not a number"),
+        ({"rope_parameters": [1]}, "rope_parameters=.1. is not an object"),
+        (
+            {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}},
+            "rope_parameters.rope_type='ntk' is not underst",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5 is not under"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.rope_type=None says no kind of scaling, but factor=4.0"),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "default"}},
+            "scaling.type='linear' contradicts rope_type='def",
+        ),
         ({"hidden_size": 16.5}, "hidden_size=16.5 is not an int"),
         ({"hidden_size": None}, "hidden_size=None is not an int"),
         ({"num_key_value_heads": 3}, "n_heads=4 is not a multiple of n_kv_heads=3"),
@@ -113,6 +124,75 @@ def test_newer_files_keep_rope_in_one_field(folder):
     edit(folder / "config.json", rope_parameters={**llama3, "rope_theta": 5e5, "original_max_position_embeddings": 99})
     config = load_checkpoint(folder).config
     assert config.rope_theta == 5e5 and config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 99)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 99}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "fields, theta, scaling",
+    [
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": LINEAR}, 5e5, LINEAR),
+        ({"rope_parameters": {}, "rope_scaling": LINEAR}, 1e4, LINEAR),
+        ({"rope_parameters": LINEAR, "rope_scaling": {}}, 1e4, LINEAR),
+        (
+            {"rope_parameters": {**LINEAR, "rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 4}},
+            5e5,
+            LINEAR,
+        ),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "default"}}, 1e4, None),
+        ({"rope_parameters": {"full_attention": {**LLAMA3, "rope_theta": 5e5}}}, 5e5, LLAMA3),
+        ({"rope_parameters": {"full_attention": LINEAR, "sliding_attention": LINEAR, "other": None}}, 1e4, LINEAR),
+    ],
+)
+def test_rope_said_twice_or_for_types_of_layers(folder, fields, theta, scaling):
+    edit(folder / "config.json", **fields)
+    config = load_checkpoint(folder).config
+    wanted = {None: None, "linear": RopeScaling("linear", 4.0), "llama3": RopeScaling("llama3", 8.0, 1.0, 4.0, 99)}
+    assert (config.rope_theta, config.rope_scaling) == (theta, wanted[scaling and scaling["rope_type"]])
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LINEAR},
+            "rope_scaling=.* contradicts rope_param",
+        ),
+        ({"rope_parameters": LLAMA3, "rope_scaling": LINEAR}, "rope_scaling=.* contradicts rope_parameters=.*llama3"),
+        ({"rope_parameters": LINEAR, "rope_scaling": {**LINEAR, "factor": 2.0}}, "rope_scaling=.* contradicts"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {**LINEAR, "rope_theta": 5e5}},
+            "rope_scaling=.* contradicts rope_parameters=.'rope_theta': 10000.0.",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling.rope_type='yarn' is not understood",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": LINEAR}},
+            "rope_parameters=.* differs between types of layers",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}},
+            "rope_parameters.full_attention.rope_type='yarn' is not understood",
+        ),
+        (
+            {"rope_parameters": {"full_attention": LINEAR, "rope_theta": 1e4}},
+            "rope_parameters=.* has 'rope_theta' beside",
+        ),
+        (
+            {"rope_parameters": LLAMA3, "original_max_position_embeddings": 98},
+            "original_max_position_embeddings=98 contradicts rope_parameters.original_max_position_embeddings=99",
+        ),
+    ],
+)
+def test_rope_that_contradicts_itself_is_refused(folder, fields, message):
+    edit(folder / "config.json", **fields)
+    with pytest.raises(BadArgument, match=message):
+        load_checkpoint(folder)
 
 
 def test_a_window_belongs_to_mistral(folder):

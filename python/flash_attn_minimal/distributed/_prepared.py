@@ -30,6 +30,7 @@ class Prepared:
         self.name, self.outer, self.inner, self.kept = name, outer, inner, kept
         self.door, self.on_cpu, self.index = like.door, like.device == CPU, like.index
         self.places: list[tuple[ct.Structure, str] | None] = []  # of the address of each array that the caller gives
+        self.written: list[int] = []  # which of these arrays the call writes to, and the caller's framework counts it
         self.outputs: list[tuple] = []  # (struct, field, its View; then what makes one) or (where it is among arrays,)
         self.plan = new(DistributedPlan)
         self._workspace_bytes = 0  # that the last such call had
@@ -55,7 +56,15 @@ class Prepared:
         stream = None if self.on_cpu else self.door.stream(views)
         workspace = self._new_workspace(group, views[0])
 
+        if self.door.wrote:
+            given = {output[0] for output in self.outputs if len(output) == 1}
+            owners = [view.owner for view in views if view.written]
+            self.written = [i for i, x in enumerate(arrays) if i in given or any(x is owner for owner in owners)]
+
         def finish() -> list[Any]:
+            self._wrote(arrays)
+            if self.door.join:
+                self.door.join([*views, *[output[2] for output in self.outputs if len(output) > 1]])
             results = [
                 arrays[output[0]] if len(output) == 1 else output[2].door.result(output[2]) for output in self.outputs
             ]
@@ -91,7 +100,16 @@ class Prepared:
             workspace = self._next_workspace(group, arrays[0])
         except RuntimeError:
             return None
-        return self._launcher(group, stream, arrays, workspace), lambda: results
+
+        def finish() -> list[Any]:
+            self._wrote(arrays)
+            return results
+
+        return self._launcher(group, stream, arrays, workspace), finish
+
+    def _wrote(self, arrays: tuple) -> None:
+        if self.written:
+            self.door.wrote([arrays[i] for i in self.written])
 
     def _keep(self, group: Group, sign: tuple, like: View) -> None:
         maker = self.door.maker

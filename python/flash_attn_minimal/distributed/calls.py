@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import _arrays
+from .. import _arrays, _modes
 from .._arrays import View
 from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
 from .._library import DTYPES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, load, new
@@ -335,6 +335,8 @@ def backward(
     Raises: as `forward`.
     """
     check_group(group)
+    if _modes.deterministic(q):
+        options["deterministic"] = options.get("deterministic") or True
     given = dq, dk, dv
     arrays = q, k, v, *[options.get(name) for name in _ARRAYS], out, lse, dout, dlse, *given
 

@@ -84,7 +84,8 @@ def context_parallel_attention(
 
     What a mode does not serve:
         ulysses: nheads that P does not divide; nheads_k unless P divides it or is a multiple of it (key heads are
-            copied then); a bias or mask with an axis of rows; dropout.
+            copied then); a bias or mask with an axis of rows, even one of a single row where a device has one row:
+            no device can tell its own row from one that all share; dropout.
         ring: bias and mask; dropout with chunks of keys whose length is no multiple of 8.
 
     Returns:
@@ -119,8 +120,10 @@ def context_parallel_attention(
     given = dict(zip(given, arrays, strict=True))
     given["q"], options = scaled(given["q"], options)
     tokens = _tokens_of(given, axis_name, layout, options)
-    given |= {name: _four_axes(name, given, tokens) for name in ("bias", "mask") if name in given}
-    mode = _choose(mode, given, tokens, options)
+    scores = [name for name in ("bias", "mask") if name in given]
+    by_row = frozenset(name for name in scores if _has_rows(given[name], given["q"], tokens))
+    given |= {name: _four_axes(name, given, tokens) for name in scores}
+    mode = _choose(mode, given, tokens, options, by_row)
 
     def serve(given):
         if mode == "ulysses":
@@ -228,12 +231,21 @@ def _tokens_of(given: dict, axis_name: Any, layout: str, options: Options) -> _T
         raise BadArgument(f"q, k and v have shapes {q}, {k} and {v}: batch, seqlen_k, nheads_k and headdim must agree")
     if k[2] < 1 or q[2] % k[2]:
         raise BadArgument(f"nheads={q[2]} is not a multiple of nheads_k={k[2]}")
+    for name, shapes in (("sinks", [(q[2],)]), ("alibi_slopes", [(q[2],), (q[0], q[2])])):
+        if name in given and given[name].shape not in shapes:
+            raise BadArgument(f"{name} has shape {given[name].shape}: expected {' or '.join(map(str, shapes))}")
     left, right = _window(options.window_size)
     right = 0 if _flag("causal", options.causal) else right
     shift = 0 if _flag("top_left", options.top_left) else size * (k[1] - q[1])
     if left < 0 and right < 0 and not options.dropout_p and given.keys().isdisjoint(("bias", "mask", "alibi_slopes")):
         slots = 1  # nothing asks where a token stands
     return _Tokens(axis_name, size, slots, q[1] // slots, k[1] // slots, shift, left, right)
+
+
+def _has_rows(x, q, tokens: _Tokens) -> bool:
+    """Whether devices may have different rows of a bias or mask. A single one is broadcast, but where a device has one
+    row of q it may be this device's own."""
+    return x.ndim > 1 and (x.shape[-2] > 1 or q.shape[1] == 1 < tokens.size)
 
 
 def _four_axes(name: str, given: dict, tokens: _Tokens):
@@ -249,18 +261,18 @@ def _four_axes(name: str, given: dict, tokens: _Tokens):
     return x.reshape(shape)
 
 
-def _choose(mode: str, given: dict, tokens: _Tokens, options: Options) -> str:
+def _choose(mode: str, given: dict, tokens: _Tokens, options: Options, by_row: frozenset) -> str:
     if mode not in MODES:
         raise BadArgument(f"mode={_quoted(mode)} is none of {', '.join(map(repr, MODES))}")
     if mode == "auto":
-        return "gather" if tokens.left >= 0 or _refusal("ulysses", given, tokens, options) else "ulysses"
-    if reason := _refusal(mode, given, tokens, options):
+        return "gather" if tokens.left >= 0 or _refusal("ulysses", given, tokens, options, by_row) else "ulysses"
+    if reason := _refusal(mode, given, tokens, options, by_row):
         raise BadArgument(f"mode={mode!r} does not serve {reason}; mode='gather' does")
     return mode
 
 
-def _refusal(mode: str, given: dict, tokens: _Tokens, options: Options) -> str | None:
-    """What of a call the mode does not serve, or None."""
+def _refusal(mode: str, given: dict, tokens: _Tokens, options: Options, by_row: frozenset) -> str | None:
+    """What of a call the mode does not serve, or None. by_row: whether bias and mask have rows (see _has_rows)."""
     size, nheads, nheads_k = tokens.size, given["q"].shape[2], given["k"].shape[2]
     if mode == "ulysses":
         if nheads % size:
@@ -270,7 +282,7 @@ def _refusal(mode: str, given: dict, tokens: _Tokens, options: Options) -> str |
         if options.dropout_p:
             return f"dropout_p={options.dropout_p}: the masks of heads have to be known when the call is traced"
     for name in ("bias", "mask"):
-        if name in given and (mode == "ring" or mode == "ulysses" and given[name].shape[2] > 1):
+        if name in given and (mode == "ring" or mode == "ulysses" and name in by_row):
             return f"{name} of shape {given[name].shape}, (batch, nheads, rows, keys)"
     if mode == "ring" and options.dropout_p and tokens.keys % 8:
         return f"dropout_p={options.dropout_p} with chunks of {tokens.keys} keys, no multiple of 8"

@@ -13,8 +13,9 @@ import torch
 from diffusers.models import attention_dispatch
 
 from .. import _modes, autograd  # noqa: F401  (autograd: before the first compiled call)
+from .._library import BadArgument
 from ..attention import flash_attn_func
-from .flash_attn._calls import dense_rows, draw_dropout
+from .flash_attn._calls import autocast, dense_rows, draw_dropout
 
 _modes.active()  # finds PyTorch now: a trace could not
 NAME = "attn_minimal"
@@ -51,31 +52,37 @@ def attention(
     """What dispatch_attention_fn asks for; all means what it means to the backend `native`.
 
     Arguments:
-        query: (batch, seqlen_q, nheads, headdim); key, value: (batch, seqlen_k, nheads_k, .).
+        query: (batch, seqlen_q, nheads, headdim); key, value: (batch, seqlen_k, nheads_k, .). Under torch.autocast all
+            three take its dtype.
         attn_mask: bool (True: attend) or float (added to the scores), that broadcasts to (batch, nheads, seqlen_q,
-            seqlen_k); or (batch, seqlen_k), which keys are no padding.
+            seqlen_k); or (batch, seqlen_k), which keys are no padding. Integers are refused, as `native` does: they may
+            be a tokenizer's mask (1: attend) or something to add.
         is_causal: row i sees keys 0 .. i.
         scale: None means headdim ** -0.5.
         enable_gqa: nheads_k may be fewer than nheads; without it that is an error.
         return_lse: also return lse, (batch, seqlen_q, nheads) float32.
 
     Raises:
-        ValueError: heads that differ without enable_gqa.
+        ValueError: heads that differ without enable_gqa, a mask of integers.
         NotImplementedError: context parallelism (`_parallel_config`), for which diffusers cuts attention up itself.
     """
     if _parallel_config is not None:
         raise NotImplementedError(f"the backend {NAME} takes no context parallelism: use 'native', or one process")
     if query.shape[2] != key.shape[2] and not enable_gqa:
         raise ValueError(f"query has {query.shape[2]} heads and key {key.shape[2]}: that needs enable_gqa=True")
-    q, k, v = dense_rows(query, key, value)
+    q, k, v = dense_rows(*autocast(query, key, value))
     bias = mask = None
     if attn_mask is not None:
         if attn_mask.shape == (q.shape[0], k.shape[1]):
             attn_mask = attn_mask[:, None, None]
         if attn_mask.dtype == torch.bool:
             mask = dense_rows(attn_mask)[0]
+        elif attn_mask.is_floating_point():
+            bias = dense_rows(attn_mask if attn_mask.dtype == q.dtype else attn_mask.float())[0]
         else:
-            bias = dense_rows(attn_mask.to(q.dtype))[0]
+            raise BadArgument(
+                f"attn_mask is {attn_mask.dtype}: expected bool or floating point; attn_mask.bool() attends to the ones"
+            )
     options = {"softmax_scale": scale, "causal": is_causal, "top_left": is_causal, "bias": bias, "mask": mask}
     results = flash_attn_func(q, k, v, return_lse=return_lse, **options, **draw_dropout(dropout_p, q.device))
     return (results[0], results[1].transpose(1, 2)) if return_lse else results

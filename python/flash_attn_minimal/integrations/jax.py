@@ -54,7 +54,8 @@ def dot_product_attention(
         is_causal: row i sees the columns 0 .. i.
         query_seq_lengths, key_value_seq_lengths: (B,) int32, the rows and columns of each sequence that count, from the
             start. Rows behind them are 0. A kernel does not touch the others.
-        local_window_size: (left, right), or one number for both: row i sees the columns i - left .. i + right.
+        local_window_size: (left, right), or one number for both: row i sees the columns i - left .. i + right. Negative
+            numbers, which jax.nn reads so too and flash_attn_func as an open end, are refused.
         implementation: None and "flash_attn_minimal" are this library; "xla" and "cudnn" are handed to jax.nn.
         return_residual: also return the logarithm of each row's sum of exponentials, (B, T, N) or (T, N) in query's
             dtype, through which no gradient goes, as there.
@@ -88,10 +89,9 @@ def dot_product_attention(
     given = {"query": jnp.asarray(query), "key": jnp.asarray(key), "value": jnp.asarray(value)}
     q, k, v = (_four_axes(name, x) for name, x in given.items())
     _check_shapes(q, k, v)
-    window = (local_window_size,) * 2 if isinstance(local_window_size, (int, np.integer)) else local_window_size
     options = Options(
         softmax_scale=scale, causal=is_causal, top_left=True, bias=_bias(bias), mask=_mask(mask),
-        **({} if window is None else {"window_size": tuple(window)}),
+        **({} if local_window_size is None else {"window_size": _local_window(local_window_size)}),
     )  # fmt: skip
     filled = None
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
@@ -124,6 +124,13 @@ def _check_shapes(q, k, v) -> None:
         raise BadArgument(
             f"query, key and value have rows {q.shape[1:]}, {k.shape[1:]}, {v.shape[1:]}: they do not fit"
         )
+
+
+def _local_window(size) -> tuple:
+    window = (size, size) if isinstance(size, (int, np.integer)) else tuple(size)
+    if any(isinstance(edge, (int, np.integer)) and edge < 0 for edge in window):
+        raise BadArgument(f"local_window_size={_quoted(size)} is negative: without an end it would be a large number")
+    return window
 
 
 def _bias(bias):

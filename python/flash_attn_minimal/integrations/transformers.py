@@ -10,12 +10,16 @@ attention_mask.
 
 A mask whose form is not known here (prefixes, images that see themselves) stays the array that transformers makes, and
 the kernels read that.
+
+Models hand any argument through to their attention. One that holds a tensor and is not known here is refused: it may
+decide which keys a row sees.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,14 +28,42 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from .. import _modes, autograd  # noqa: F401  (autograd: before the first compiled call)
+from .._library import BadArgument, Unsupported
 from ..attention import flash_attn_func, flash_attn_varlen_func
 from ..kvcache import flash_attn_with_kvcache
-from .flash_attn._calls import dense_rows, draw_dropout
+from .flash_attn._calls import autocast, dense_rows, draw_dropout
 
 _modes.active()  # finds PyTorch now: a trace could not
 NAME = "attn_minimal"
 _TAKEN = ("flash", "sdpa", "flex_attention")  # transformers looks for these words in a name
 FEW_ROWS = 16  # queries up to which the kernels for caches are asked
+
+# Arguments with tensors that models hand through to attention, and that its result does not depend on.
+_WITHOUT_EFFECT = frozenset(
+    {
+        # what q and k were turned by before
+        *("position_ids", "cache_position", "position_embeddings", "decoder_position_ids"),
+        # what q, k and v were made of
+        *("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds", "encoder_outputs"),
+        *("token_type_ids", "mm_token_type_ids", "special_tokens_mask", "pixel_values", "grid_thw"),
+        # the loss
+        *("labels", "num_items_in_batch"),
+        # other layers: a decoder's mask on its way through the encoder, documents of state space models (attention
+        # gets the same documents as position_ids or cu_seq_lens_q)
+        *("decoder_attention_mask", "seq_idx"),
+    }
+)
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# Continuous batching: which rows of the cache its update writes and reads. And what else its step has.
+_PAGED = frozenset((*_PACKED, "read_index", "write_index", "max_seqlen_q", "max_seqlen_k", "logits_indices"))
+# Layers of these models calculate with their mask as eager attention has it, numbers to add: they append columns, or
+# hide more keys. (The sparse ones among them are refused later, for what else they give.)
+_NUMBERS_FOR_MASKS = frozenset(
+    {
+        *("deepseek_v4", "doge", "bigbird_pegasus"),
+        *("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "hy_v4_vl_text", "dots3_note_text", "mistral_large4_text"),
+    }
+)
 
 
 def register(name: str = NAME) -> str:
@@ -214,7 +246,8 @@ def attention_mask(
             are tokens. Or a Mask that this function has made before.
         cache_position: (q_length,), positions of the rows: what transformers 4 gives in place of q_length and q_offset.
 
-    Returns a Mask, or, where its form is not known, (batch, 1, q_length, kv_length) bool.
+    Returns a Mask, or, where its form is not known, (batch, 1, q_length, kv_length) bool. Or, for a model that goes on
+    to calculate with it, what eager attention has: an array of the same shape to add.
     """
     if isinstance(attention_mask, Mask):
         return attention_mask
@@ -227,6 +260,8 @@ def attention_mask(
         q_length = cache_position.shape[0]
         q_offset = 0 if q_length == kv_length + kv_offset else cache_position[0]
     skips = {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip")}
+    if getattr(kwargs.get("config"), "model_type", None) in _NUMBERS_FOR_MASKS:
+        return masking_utils.eager_mask(**given | skips)
 
     def array() -> torch.Tensor:
         return masking_utils.sdpa_mask(**given | skips)
@@ -303,6 +338,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     cache: Any = None,
+    deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What AttentionInterface asks for.
@@ -310,9 +346,9 @@ def attention(
     Arguments:
         module: the layer; its `is_causal` counts where there is no mask and no `is_causal`.
         query: (batch, nheads, q_length, headdim); key, value: (batch, nheads_k, kv_length, .).
-        attention_mask: a Mask; bool (True: attend) or float (added to the scores) that broadcasts to (batch, nheads,
-            q_length, kv_length), which then says everything; None: is_causal and sliding_window say it, and the last
-            row stands at the last key.
+        attention_mask: a Mask of q_length and kv_length; bool (True: attend) or float (added to the scores) that
+            broadcasts to (batch, nheads, q_length, kv_length), which then says everything; None: is_causal and
+            sliding_window say it, and the last row stands at the last key.
         dropout: its seed comes from PyTorch's generator.
         scaling: None means headdim ** -0.5.
         sliding_window: keys that a row sees, its own among them.
@@ -320,26 +356,49 @@ def attention(
         position_bias: broadcasts to (batch, nheads, q_length, kv_length), added to the scores.
         cache: of continuous batching. The tokens of all requests are then the rows of one batch entry.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: sequences packed in one batch entry.
+        deterministic: gradients that are the same in every run, as in flash_attn_func.
+        kwargs: what else a model hands through. Under torch.autocast query, key and value take its dtype.
 
     Returns out (batch, q_length, nheads, headdim_v), and None for the probabilities, which are not kept.
+
+    Raises:
+        Unsupported (a NotImplementedError): an argument with a tensor in it that is not known here. Sparse attention
+            gives its choice of keys so.
+        BadArgument (a ValueError): a mask of integers, or of another number of keys.
     """
+    _refuse_unknown(kwargs, _PACKED if cache is None else _PAGED)
     options = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
         "sinks": None if s_aux is None else s_aux.float(),
+        "deterministic": bool(deterministic),
     }
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     edge = -1 if sliding_window is None else sliding_window - 1
     window = (edge, -1 if is_causal else edge)
     if cache is not None:
+        for name, x in (("attention_mask", attention_mask), ("position_bias", position_bias)):
+            if isinstance(x, torch.Tensor):
+                raise Unsupported(f"{name} is given with a cache of continuous batching: its lengths say what is seen")
         return _paged(module, query, key, value, cache, window, options, kwargs), None
-    q, k, v = dense_rows(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-    lengths = [kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
-    if not any(x is None for x in lengths) and not isinstance(attention_mask, torch.Tensor):
-        if isinstance(attention_mask, Mask):
-            is_causal, window = attention_mask.causal, attention_mask.window
+    q, k, v = dense_rows(*autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)))
+    _check_mask("attention_mask", attention_mask, q, k)
+    _check_mask("position_bias", position_bias, q, k)
+    lengths = [kwargs.get(name) for name in _PACKED]
+    if any(x is not None for x in lengths) and not isinstance(attention_mask, torch.Tensor):
+        if missing := [name for name, x in zip(_PACKED, lengths, strict=True) if x is None]:
+            raise BadArgument(f"{missing[0]} is None: packed sequences need {', '.join(_PACKED[:3])} and {_PACKED[3]}")
+        if position_bias is not None:
+            raise Unsupported("position_bias is given with cu_seq_lens_q: packed sequences take no bias")
         options |= {"causal": is_causal, "window_size": window}
+        if isinstance(attention_mask, Mask):
+            mask = attention_mask
+            if mask.valid is not None or mask.starts is not None:
+                raise Unsupported(
+                    "attention_mask hides padding, but cu_seq_lens_q is given: packed sequences have none"
+                )
+            options |= {"causal": mask.causal, "window_size": mask.window, "attention_chunk": mask.chunk}
         return _packed(q, k, v, lengths, options | draw_dropout(dropout, q.device)), None
     if isinstance(attention_mask, torch.Tensor):
         bias = position_bias
@@ -354,11 +413,50 @@ def attention(
     return _attend(q, k, v, attention_mask, position_bias, dropout, options), None
 
 
+def _refuse_unknown(kwargs: dict[str, Any], known: Iterable[str]) -> None:
+    for name, x in kwargs.items():
+        if name not in _WITHOUT_EFFECT and name not in known and (kind := _kind_of(x)) is not None:
+            raise Unsupported(
+                f"{name} is given, {kind}: this attention does not know it, and the result may depend on it; "
+                "attn_implementation='eager' is the model's own"
+            )
+
+
+def _kind_of(x: Any) -> str | None:
+    """What an argument is, or None where there is no tensor in it."""
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype} of shape {tuple(x.shape)}"
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else ()
+    return f"a {type(x).__name__} of tensors" if any(_kind_of(part) for part in parts) else None
+
+
+def _check_mask(name: str, x: Mask | torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Refuses a mask or bias that is not one of these rows and keys. q, k: (batch, seqlen, nheads, .)."""
+    if x is None:
+        return
+    sizes = q.shape[1], k.shape[1]
+    if isinstance(x, torch.Tensor):
+        if x.dtype != torch.bool and not x.is_floating_point():
+            raise BadArgument(
+                f"{name} is {x.dtype}: expected bool or floating point; {name}.bool() attends to the ones"
+            )
+        fits = all(n in (1, m) for n, m in zip(x.shape[-2:], sizes[-x.ndim :], strict=True))
+    else:
+        fits = tuple(x.shape[2:]) == sizes
+    if not fits:
+        raise BadArgument(
+            f"{name} has shape {tuple(x.shape)}: its last axes are for other rows or keys than the {sizes[0]} rows of "
+            f"query and {sizes[1]} of key"
+        )
+
+
 def _aligned(x: torch.Tensor | None, k: torch.Tensor) -> torch.Tensor | None:
-    """A bias or a mask with as many columns as there are keys. Some models make it for a whole static cache."""
+    """A bias or a mask with as many columns as k, which may be the beginning of the keys it was made for."""
     if x is None:
         return None
     x = x[..., : k.shape[1]].to(k.device)
+    if x.is_floating_point() and x.dtype not in (k.dtype, torch.float32):  # of a model in another dtype than autocast's
+        x = x.float()
     return x.expand(*x.shape[:-1], k.shape[1]).contiguous() if x.shape[-1] == 1 else dense_rows(x)[0]
 
 
@@ -368,7 +466,7 @@ def _attend(q, k, v, mask: Mask, bias, dropout: float, options: dict) -> torch.T
         k, v = k[:, : mask.ends], v[:, : mask.ends]
         mask = replace(mask, shape=(*mask.shape[:3], mask.ends))
     random = draw_dropout(dropout, q.device)
-    graded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
+    graded = _modes.records() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
     if bias is None and not random and not graded and mask.documents is None and not mask.pack_rows:
         if not mask.full or mask.starts is not None or q.shape[1] <= FEW_ROWS:
             if mask.valid is None or mask.starts is not None:
@@ -470,6 +568,6 @@ def _paged(module, query, key, value, cache, window: tuple[int, int], options: d
     if isinstance(cu_k, dict):
         kind = "full_attention" if window[0] < 0 else "sliding_attention"
         cu_k, longest_k = cu_k[kind], longest_k[kind]
-    q, k, v = dense_rows(query[0].transpose(0, 1), k, v)
+    q, k, v = dense_rows(*autocast(query[0].transpose(0, 1), k, v))
     lengths = kwargs["cu_seq_lens_q"].int(), cu_k.int(), int(longest_q), int(longest_k)
     return flash_attn_varlen_func(q, k, v, *lengths, causal=True, window_size=window, **options)[None]

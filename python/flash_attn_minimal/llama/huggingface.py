@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,28 +64,68 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---- config.json ----
 
 
+class _Rope(NamedTuple):
+    """What one object of config.json says of RoPE; None where it does not say it."""
+
+    theta: float | None
+    kind: str | None  # "default": without scaling
+    scaling: RopeScaling | None
+
+
 def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """rope_theta and rope_scaling, or the one field rope_parameters that newer files have instead."""
-    name = "rope_parameters" if isinstance(fields.fields.get("rope_parameters"), dict) else "rope_scaling"
-    found = fields.fields.get(name) or {}
-    if not isinstance(found, dict):
-        raise fields.refuse(name, "is not an object")
-    scaling = Fields(fields.where, found, f"{name}.")
-    theta = (scaling if "rope_theta" in found else fields).number("rope_theta", 10000.0)
+    """rope_theta and rope_scaling, or the one field rope_parameters that newer files have instead. A file may have all
+    of them: rope_parameters may say no more than rope_theta, and what is said twice must agree. rope_theta of an object
+    counts before that of the file, as it does to transformers."""
+    names = [name for name in ("rope_parameters", "rope_scaling") if fields.fields.get(name) not in (None, {})]
+    stated = [_rope_of(fields, name) for name in names]
+    thetas = {x.theta for x in stated if x.theta is not None}
+    scalings = {x.scaling for x in stated if x.kind is not None}
+    if len(thetas) > 1 or len(scalings) > 1:
+        other = quoted(fields.fields["rope_parameters"])
+        raise fields.refuse("rope_scaling", f"contradicts rope_parameters={other}: they must agree")
+    theta = thetas.pop() if thetas else fields.number("rope_theta", 10000.0)
+    return theta, scalings.pop() if scalings else None
+
+
+def _rope_of(fields: Fields, name: str) -> _Rope:
+    """The object `name`. It may hold one object for each type of layers, which must then agree."""
+    found = Fields(fields.where, fields.fields[name], f"{name}.")
+    kinds = {kind: x for kind, x in found.fields.items() if isinstance(x, dict)}
+    if not kinds:
+        return _one_rope(fields, found)
+    if others := [key for key, x in found.fields.items() if key not in kinds and x is not None]:
+        raise fields.refuse(name, f"has {quoted(others[0])} beside objects for types of layers")
+    ropes = [_one_rope(fields, Fields(fields.where, x, f"{name}.{kind}.")) for kind, x in kinds.items()]
+    if any(rope != ropes[0] for rope in ropes):
+        raise fields.refuse(name, "differs between types of layers, which all turn alike here")
+    return ropes[0]
+
+
+def _one_rope(fields: Fields, scaling: Fields) -> _Rope:
+    found = scaling.fields
+    theta = None if found.get("rope_theta") is None else scaling.number("rope_theta")
     key = "type" if "rope_type" not in found and "type" in found else "rope_type"
-    kind = found.get(key, "default")
+    kind = found.get(key)
+    if found.get("type", kind) != kind:
+        raise scaling.refuse("type", f"contradicts rope_type={quoted(kind)}")
     scaling.must_be("partial_rotary_factor", 1.0, 1, None)
-    if kind == "default":
-        return theta, None
+    if key not in found and "factor" in found:
+        raise scaling.refuse(key, f"says no kind of scaling, but factor={quoted(found['factor'])}")
+    if key not in found or kind == "default":
+        return _Rope(theta, kind, None)
     if kind == "linear":
-        return theta, RopeScaling(kind, scaling.number("factor"))
+        return _Rope(theta, kind, RopeScaling(kind, scaling.number("factor")))
     if kind != "llama3":
         raise scaling.refuse(key, "is not understood (only 'default', 'linear', 'llama3')")
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if low >= high:
         raise scaling.refuse("low_freq_factor", f"is not below high_freq_factor={high}")
-    context = scaling.get("original_max_position_embeddings", int)
-    return theta, RopeScaling(kind, scaling.number("factor"), low, high, context)
+    name = "original_max_position_embeddings"
+    given = [x for x in (scaling, fields) if x.fields.get(name) is not None]  # to transformers the file's counts
+    contexts = [x.get(name, int) for x in given or [scaling]]
+    if len(set(contexts)) > 1:
+        raise fields.refuse(name, f"contradicts {scaling.prefix}{name}={contexts[0]}")
+    return _Rope(theta, kind, RopeScaling(kind, scaling.number("factor"), low, high, contexts[0]))
 
 
 def _read_config(path: Path) -> tuple[Config, str, bool, bool]:

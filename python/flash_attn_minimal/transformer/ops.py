@@ -80,6 +80,7 @@ def rms_norm(
     if residual is not None:
         if not xv.writable:
             raise BadArgument(f"x is a read-only {xv.door.name} array, and residual is added to it in place")
+        xv.written = True
         views.append(_input("residual", residual, xv, tuple(xv.shape)))
         _put_matrix(args, "residual", views[-1])
         args.residual_dtype = DTYPES[views[-1].dtype]
@@ -366,6 +367,7 @@ def _run_w4(name: str, args: W4LinearArgs | W4LinearChainArgs, views: list[View]
     _check_same_place("workspace", views[-1], "x", views[0])
     if views[-1].dtype != "uint8" or not _is_contiguous(views[-1]) or not views[-1].writable:
         raise BadArgument(f"workspace is {views[-1].dtype}: expected uint8, contiguous and writable")
+    views[-1].written = True
     args.workspace, args.workspace_bytes = views[-1].pointer, math.prod(views[-1].shape)
     _record.run(load(), name, args, views[0].door.stream(views), views)
 
@@ -487,6 +489,8 @@ def sample(
             raise BadArgument(f"out has shape {tuple(ov.shape)}: expected {shape}")
         if not ov.writable:
             raise BadArgument(f"out is a read-only {ov.door.name} array")
+        lv.door.stream([lv, ov])  # waits for a stream of its own
+        ov.written = True
     args.out = ov.pointer
     return _run("sample", args, views, out, ov)
 
@@ -550,6 +554,8 @@ def _output(array: Any, first_name: str, first: View, shape: tuple[int, ...], dt
     _check_last_axis("out", view)
     if not view.writable:
         raise BadArgument(f"out is a read-only {view.door.name} array")
+    first.door.stream([first, view])  # waits for a stream of its own
+    view.written = True
     return view
 
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import _arrays
+from .. import _arrays, _record
 from .._arrays import View
 from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _name
 from .._files import Fields, parse_json, quoted
@@ -114,6 +114,7 @@ class W4Weight:
         ]
         _put_weight(args, "out", format, rows, columns, made)
         load().fa_w4_quantize(args, view.door.stream([view]))
+        _record.wrote([view, *made])
         return cls(format, *(each.door.result(each) for each in made), columns)
 
     def dequantize(self, dtype: str = "float32", *, num_threads: int = 0):
@@ -127,6 +128,7 @@ class W4Weight:
         _put_weight(args, "weight", self.format, *self.shape, views)
         args.out_data, args.out_row_stride = out.pointer, self.in_features
         load().fa_w4_dequantize(args, views[0].door.stream(views))
+        _record.wrote([*views, out])
         return out.door.result(out)
 
     def pack(self, dtype: str = "bfloat16", pair: bool = False, *, num_threads: int = 0) -> PackedW4:
@@ -147,6 +149,7 @@ class W4Weight:
         packed._allocate(views[0])
         args.packed, args.packed_bytes = packed._view.pointer, size.value
         load().fa_w4_pack(args, views[0].door.stream(views))
+        _record.wrote([*views, packed._view])
         return packed
 
     def to(self, convert: Callable[[Any], Any]) -> W4Weight:

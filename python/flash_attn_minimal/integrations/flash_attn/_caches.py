@@ -10,7 +10,7 @@ import torch
 
 from ...kvcache import flash_attn_with_kvcache
 from ._calls import without_gradient
-from ._packed import Tails, owners
+from ._packed import Tails, inside, owners
 from .layers.rotary import rotate
 
 
@@ -33,18 +33,25 @@ def attend_packed(
 def packed_keys(
     k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_k: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Packed keys and values, (total_k, nheads_k, .), as a cache whose pages are one row each."""
-    columns = torch.arange(max_seqlen_k, device=k.device, dtype=torch.int32)
+    """Packed keys and values, (total_k, nheads_k, .), as a cache whose pages are one row each. It has one row at least,
+    which no sequence reaches where there are no keys."""
+    if not k.shape[0]:
+        k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
+    columns = torch.arange(max(max_seqlen_k, 1), device=k.device, dtype=torch.int32)
     table = (cu_seqlens_k[:-1, None] + columns).clamp_max(max(k.shape[0] - 1, 0))
     return k.unsqueeze(1), v.unsqueeze(1), {"block_table": table}
 
 
 def joined(v: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of v with those of k behind them, and their first columns, which are v. No copy where they lie so: keys and
-    values of latent attention are columns of one cache."""
+    values of latent attention are columns of one cache. Where a gradient is wanted they are copied: autograd sees of
+    such a view that it is one of v, and the gradient of k would be lost."""
     width = v.shape[-1]
     beside = (
-        v.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        not (torch.is_grad_enabled() and (v.requires_grad or k.requires_grad))
+        and k.dtype == v.dtype
+        and k.shape[:-1] == v.shape[:-1]
+        and v.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
         and k.storage_offset() == v.storage_offset() + width
         and k.stride() == v.stride()
     )
@@ -77,6 +84,9 @@ def with_kvcache(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """FlashAttention-3's flash_attn_with_kvcache: out and lse, of packed rows as attend_packed has them."""
+    for pair in ({"k": k, "v": v}, {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}):
+        if len(missing := [name for name, x in pair.items() if x is None]) == 1:
+            raise RuntimeError(f"{missing[0]} is None, but {' and '.join(pair)} come together")
     if table is not None and batch_idx is not None:
         table, batch_idx = table[batch_idx.long()], None
     if q.dtype == torch.float8_e4m3fn:
@@ -148,10 +158,11 @@ def _rotate_and_append(
         ordered = options["causal"] or max(options["window_size"]) >= 0 or options["attention_chunk"] > 0
         if cu_seqlens_q is None:
             positions = first[:, None] + torch.arange(q.shape[1], device=q.device) * ordered
+            counts = None
         else:
             owner, number = owners(cu_seqlens_q, q.shape[0])
-            positions = first[owner] + number * ordered
-        q = rotate(q, cos, sin, positions, interleaved)
+            positions, counts = first[owner] + number * ordered, inside(cu_seqlens_q, q.shape[0])
+        q = rotate(q, cos, sin, positions, interleaved, counts)
     if k is None:
         return q, None if cache_seqlens is None else before.int()
     after = (before + new).int()
@@ -167,7 +178,8 @@ def _rotate_and_append(
     else:
         owner, number = owners(cu_seqlens_k_new, k.shape[0])
     if rotary is not None:
-        k = rotate(k, cos, sin, first[owner] + number, interleaved)
+        counts = None if cu_seqlens_k_new is None else inside(cu_seqlens_k_new, k.shape[0])
+        k = rotate(k, cos, sin, first[owner] + number, interleaved, counts)
     row = (before[owner].long() + number).clamp(0, room - 1)  # a length on a GPU is not read: no wild address
     append(k_cache, k, owner, row, batch_idx, table)
     append(v_cache, v, owner, row, batch_idx, table)

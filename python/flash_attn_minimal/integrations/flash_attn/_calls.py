@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from ... import _modes
 from ... import attention as core
-from ..._library import FlashAttnError
+from ..._library import FlashAttnError, Unsupported
 
 _Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
 
@@ -46,6 +47,15 @@ class _NoGradient(torch.autograd.Function):
         raise Refused(ctx.why)
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, and in their tuples and dicts."""
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, (tuple, list, dict)):
+            yield from _tensors(x.values() if isinstance(x, dict) else x)
+
+
 def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable[_Arguments, Any]]:
     """The function, whose results are one tensor or several, for tensors that may require a gradient, too. A gradient
     that is asked for is an error with the text `why`, not lost."""
@@ -53,8 +63,8 @@ def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable
     def decorate(function: Callable[_Arguments, Any]) -> Callable[_Arguments, Any]:
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Any:
-            inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
-            if not inputs or not torch.is_grad_enabled():
+            inputs = [x for x in _tensors((*args, *kwargs.values())) if x.requires_grad]
+            if not inputs or not _modes.records():
                 return function(*args, **kwargs)
             with torch.no_grad():
                 results = function(*args, **kwargs)
@@ -71,6 +81,19 @@ def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable
 def dense_rows(*tensors: torch.Tensor | None) -> list[Any]:
     """The tensors with a contiguous last axis."""
     return [x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors]
+
+
+def autocast(*tensors: torch.Tensor | None) -> list[Any]:
+    """The tensors in the dtype of torch.autocast, where it is on for their device, as PyTorch gives them to its own
+    attention: float32, float16 and bfloat16 become that dtype, all others and None stay."""
+    device = next(x.device.type for x in tensors if x is not None)
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [
+        x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
+        for x in tensors
+    ]  # fmt: skip
 
 
 def window(window_size: Any) -> tuple[int, int]:
@@ -100,13 +123,25 @@ def draw_dropout(dropout_p: float, device: torch.device) -> dict[str, Any]:
 
 @torch.compiler.disable  # a graph would hold the numbers that were drawn as it was traced
 def _draw(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda":
+    if device.type != "cuda" or _modes.mapped():  # under vmap PyTorch asks for its `randomness` as it draws
         return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")), 0
+    check_replays_may_differ()
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     seed, offset = generator.initial_seed() % 2**64, generator.get_offset()
     generator.set_offset(offset + 4)  # a multiple of 4, which it asks for
     return seed, offset
+
+
+def check_replays_may_differ() -> None:
+    """Raises where a seed of PyTorch's generators would go into a CUDA graph. A launch holds its seed as a number, and
+    so every replay would drop the same probabilities."""
+    if torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            "dropout with a seed of PyTorch's generators, in a CUDA graph that is being captured: every replay would "
+            "drop the same probabilities; leave this call out of the graph (torch.compile(mode='reduce-overhead') "
+            "does), or pass dropout_seed to flash_attn_func, for the same ones every time"
+        )
 
 
 _COLUMNS = 256  # of a unit matrix at a time

@@ -15,6 +15,11 @@ def owners(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Te
     return owner, rows - cu_seqlens[owner]
 
 
+def inside(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
+    """(total,) whether a packed row belongs to a sequence."""
+    return torch.arange(total, device=cu_seqlens.device) < cu_seqlens[-1]
+
+
 class Tails:
     """Packed rows as a dense batch (batch, longest, ...), each sequence at the end of its entry. A call that aligns its
     last row with its last key then aligns every sequence so. The rows in front of a sequence hold others' rows."""
@@ -24,7 +29,7 @@ class Tails:
         self.from_packed = (cu_seqlens[1:, None] - longest + columns).clamp(0, max(total - 1, 0))
         self.owner, number = owners(cu_seqlens, total)
         self.place = (longest - cu_seqlens.diff()[self.owner] + number).clamp(0, max(longest - 1, 0))
-        self.inside = torch.arange(total, device=cu_seqlens.device) < cu_seqlens[-1]
+        self.inside = inside(cu_seqlens, total)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         return x[self.from_packed] if x.shape[0] else x.new_zeros(*self.from_packed.shape, *x.shape[1:])

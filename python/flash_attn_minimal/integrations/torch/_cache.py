@@ -41,7 +41,7 @@ def flash_attn_with_kvcache(
     given = {name: x for name, x in (step._asdict() | {"out": out}).items() if isinstance(x, torch.Tensor)}
     if not (_modes.active() or not all(map(_modes.is_plain, given.values()))):
         return kvcache.flash_attn_with_kvcache(**step._asdict(), return_lse=return_lse, out=out)
-    if torch.is_grad_enabled():
+    if _modes.records():
         for name, x in given.items():
             if x.requires_grad:
                 raise Unsupported(f"{name} requires a gradient, which a cache has not: call it under torch.no_grad()")

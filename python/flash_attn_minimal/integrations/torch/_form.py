@@ -11,7 +11,8 @@ import torch
 
 from ..._library import BadArgument
 from ...attention import flash_attn_func, flash_attn_varlen_func
-from ..flash_attn._calls import dense_rows
+from ..flash_attn._calls import autocast, dense_rows
+from ._live import Derived, Fixed, Step, check, computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,11 @@ class Prefix:
 class Form:
     """Attention over (batch, heads, rows) queries and `keys` keys, with options that `recognise` found. Row i stands at
     key i, and sees keys i - window[0] .. i + window[1]; -1 is open. With `from_end` it stands at i + keys - rows.
-    Captured tensors count with what they held when the form was made."""
+
+    Captured tensors are read at every call, and a bias has its gradient, wherever the form was made: a bias, slopes,
+    masks in memory and padding. Documents, prefixes, numbers and what a BlockMask was made of decide which call it is,
+    so they are read once: where such a tensor has changed in place since, a call raises. (Compiled code does not look,
+    and tensors of the inference mode do not count their changes.)"""
 
     batch: int
     heads: int
@@ -52,11 +57,13 @@ class Form:
     from_end: bool = False
     factor: float = 1.0  # on the scale
     softcap: float = 0.0
-    alibi_slopes: torch.Tensor | None = None  # (heads,) or (batch, heads), float32
-    bias: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
+    alibi_slopes: Step | None = None  # (heads,) or (batch, heads), float32
+    bias: Step | None = None
+    mask: Step | None = None
     documents: Documents | None = None
     prefix: Prefix | None = None
+    fixed: tuple[Fixed, ...] = ()
+    derived: tuple[Derived, ...] = ()
 
     def __call__(
         self,
@@ -70,13 +77,16 @@ class Form:
         """query (batch, heads, rows, headdim), key and value (batch, heads_k, keys, .), as flex_attention takes them.
         Returns out (batch, heads, rows, headdim_v), with return_lse also lse (batch, heads, rows), float32."""
         self._check(query, key, value, enable_gqa)
+        if not torch.compiler.is_compiling():
+            check(self.fixed, self.derived)
+        query, key, value = autocast(query, key, value)
         scale = (query.shape[-1] ** -0.5 if scale is None else scale) * self.factor
         options: dict[str, Any] = {
-            "softmax_scale": scale, "softcap": self.softcap, "alibi_slopes": self.alibi_slopes, "bias": self.bias,
-            "mask": self.mask,
+            "softmax_scale": scale, "softcap": self.softcap, "alibi_slopes": computed(self.alibi_slopes),
+            "bias": computed(self.bias), "mask": computed(self.mask),
         }  # fmt: skip
-        if self.bias is not None and self.bias.dtype not in (torch.float32, query.dtype):
-            options["bias"] = self.bias.float()
+        if self.bias is not None and options["bias"].dtype not in (torch.float32, query.dtype):
+            options["bias"] = options["bias"].float()
         q, k, v = dense_rows(*(x.transpose(1, 2) for x in (query, key, value)))
         left, right = self.window
         if right == 0:
@@ -112,8 +122,8 @@ class Form:
     def _per_document(self, q, k, v, options: dict[str, Any]):
         runs = self.documents
         cu, longest = runs.cu_seqlens, runs.longest
-        if self.alibi_slopes is not None and self.alibi_slopes.dim() == 2:
-            options["alibi_slopes"] = self.alibi_slopes[runs.entry]
+        if self.alibi_slopes is not None and options["alibi_slopes"].dim() == 2:
+            options["alibi_slopes"] = options["alibi_slopes"][runs.entry]
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         return self._unpacked(
             *flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, return_lse=True, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,7 +11,8 @@ import torch
 
 from ..._library import Unsupported
 from ._form import Form, documents, prefix
-from ._terms import Term, evaluate, reads
+from ._live import Derived, Fixed, Step, fix, tensors_of
+from ._terms import Term, evaluate, reads, steps_of
 
 ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
 
@@ -35,8 +38,16 @@ class Call(NamedTuple):
 
     def values(self, x: Any) -> torch.Tensor:
         """A term's values, on axes (batch, heads, rows, keys); axes that it does not read have length 1."""
-        found = torch.as_tensor(evaluate(x, self.places(reads(x))), device=self.device)
-        return found.view(1, 1, 1, 1) if found.dim() == 0 else found
+        return _on_axes(evaluate(x, self.places(reads(x))), self.device)
+
+    def steps(self, x: Any) -> Step:
+        """The steps that compute `values` anew."""
+        return Step(_on_axes, (steps_of(x, self.places(reads(x))), self.device))
+
+
+def _on_axes(x: Any, device: torch.device) -> torch.Tensor:
+    found = x if isinstance(x, torch.Tensor) and x.device == device else torch.as_tensor(x, device=device)
+    return found.view(1, 1, 1, 1) if found.dim() == 0 else found
 
 
 class Found:
@@ -47,12 +58,18 @@ class Found:
         self.high: int | None = None
         self.same: list[Term] = []  # of q_idx, and what must be equal for kv_idx
         self.prefixes: list[Any] = []  # lengths
-        self.masks: list[torch.Tensor] = []
+        self.masks: list[Step] = []
         self.factor, self.softcap = 1.0, 0.0
-        self.slopes: torch.Tensor | None = None
+        self.slopes: Step | None = None
         self.distance: tuple[int, int] | None = None  # (sign, n): sign * |...| is kv_idx - q_idx + n; sign 0: abs of it
         self.alibi = ""  # the text
-        self.biases: list[torch.Tensor] = []
+        self.biases: list[Step] = []
+        self.fixed: list[Fixed] = []  # tensors whose values decide what kind of call it is
+        self.derived: list[Derived] = []
+
+    def fix(self, x: Any) -> None:
+        """The values of captured tensors in this term are part of the form."""
+        self.fixed += fix(tensors_of(x), str(x) if isinstance(x, Term) else "a captured tensor")
 
     def bound(self, low: int | None, high: int | None) -> None:
         if low is not None:
@@ -83,7 +100,7 @@ def form_of(found: Found, call: Call) -> Form:
             above = found.low is not None and found.low >= -place
             if not below and not above:
                 refuse(found.alibi, "a signed distance needs a causal mask, or abs() of it")
-            slopes = slopes * (-sign if below else sign)
+            slopes = Step(operator.mul, (slopes, -sign if below else sign))
     for end in ends:
         left = -1 if found.low is None else end - found.low
         right = -1 if found.high is None else found.high - end
@@ -95,32 +112,25 @@ def form_of(found: Found, call: Call) -> Form:
             "a window must hold the key that its row stands at, q_idx or q_idx + seqlen_k - seqlen_q",
         )
     return replace(
-        form, window=(left, right), from_end=end != 0, alibi_slopes=slopes, bias=_bias(found, call),
-        mask=_mask(found, call),
+        form, window=(left, right), from_end=end != 0, alibi_slopes=slopes,
+        bias=_joined(found.biases, operator.add, call), mask=_joined(found.masks, operator.and_, call),
+        fixed=tuple(found.fixed), derived=tuple(found.derived),
     )  # fmt: skip
 
 
-def _bias(found: Found, call: Call) -> torch.Tensor | None:
-    if not found.biases:
+def _joined(parts: list[Step], join: Callable, call: Call) -> Step | None:
+    if not parts:
         return None
-    bias = found.biases[0]
-    for other in found.biases[1:]:
-        bias = bias + other
-    return _with_keys(bias, call)
+    whole = parts[0]
+    for other in parts[1:]:
+        whole = Step(join, (whole, other))
+    return Step(_with_keys, (whole, call.keys))
 
 
-def _mask(found: Found, call: Call) -> torch.Tensor | None:
-    if not found.masks:
-        return None
-    mask = found.masks[0]
-    for other in found.masks[1:]:
-        mask = mask & other
-    return _with_keys(mask, call)
-
-
-def _with_keys(x: torch.Tensor, call: Call) -> torch.Tensor:
-    x = x.expand(*x.shape[:3], call.keys)
-    return x if x.stride(-1) == 1 or call.keys <= 1 else x.contiguous()
+def _with_keys(x: torch.Tensor, keys: int) -> torch.Tensor:
+    if x.shape[3] != keys:
+        x = x.expand(*x.shape[:3], keys)
+    return x if x.stride(-1) == 1 or keys <= 1 else x.contiguous()
 
 
 def _packed(form: Form, found: Found, call: Call) -> Form:
@@ -133,6 +143,8 @@ def _packed(form: Form, found: Found, call: Call) -> Form:
     if found.same:
         if found.prefixes:
             raise Unsupported("documents beside a prefix are not served")
+        for x in found.same:
+            found.fix(x)
         ids = [call.values(x)[:, 0, :, 0].expand(call.batch, -1) for x in found.same]
         if any((x != x).any() for x in ids):
             refuse(found.same[0], "a document that is NaN, which is not equal to itself")

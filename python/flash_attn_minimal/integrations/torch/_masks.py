@@ -9,6 +9,7 @@ import torch
 from ..._library import BadArgument
 from ._found import ARGUMENTS, Call, Found, refuse
 from ._linear import FLIPPED, INVERTED, Linear, bounds_of, difference_of, linear_of, number_of
+from ._live import Step
 from ._terms import Term, flat, reads, same
 
 _UNKNOWN = (
@@ -30,17 +31,21 @@ def read_condition(x: Any, found: Found, call: Call) -> None:
         if values.dtype != torch.bool:
             refuse(x, f"a mask of {values.dtype}: expected bool")
         if values.numel() > 1 or not values.item():
-            found.masks.append(values)
+            found.masks.append(call.steps(x))
+        else:
+            found.fix(x)
         return
     if x.operation in ("not", "logical_not"):
         (inner,) = x.arguments
         if isinstance(inner, Term) and inner.operation in INVERTED:
             x = Term(INVERTED[inner.operation], inner.arguments)
     if x.operation in FLIPPED and _read_comparison(x.operation, *x.arguments, found):
+        found.fix(x)
         return
     if x.operation in ("or", "logical_or") and _read_prefix(x, found, call):
+        found.fix(x)
         return
-    if x.operation == "index" and (stored := in_memory(x, call)) is not None and stored.dtype == torch.bool:
+    if x.operation == "index" and (stored := in_memory(x, call)) is not None and x.arguments[0].dtype == torch.bool:
         found.masks.append(stored)
         return
     refuse(x, _UNKNOWN)
@@ -102,22 +107,32 @@ def _read_prefix(x: Term, found: Found, call: Call) -> bool:
     return True
 
 
-def in_memory(x: Term, call: Call) -> torch.Tensor | None:
-    """tensor[b, h, q_idx, kv_idx] or with fewer of them, in any order, as a view on axes (batch, heads, rows, keys);
-    None where x is another index. Places are those of the call."""
+def in_memory(x: Term, call: Call) -> Step | None:
+    """tensor[b, h, q_idx, kv_idx] or with fewer of them, in any order: the step of a view on axes (batch, heads, rows,
+    keys). None where x is another index. Places are those of the call."""
     tensor, *places = x.arguments
     names = [p.operation if isinstance(p, Term) and not p.arguments else None for p in places]
     if len(names) != tensor.dim() or len(set(names)) != len(names) or not set(names) <= set(ARGUMENTS):
         return None
     if tensor.device != call.device:
         raise BadArgument(f"{x}: the tensor is on {tensor.device}, but the call on {call.device}")
-    order = [names.index(name) for name in ARGUMENTS if name in names]
-    tensor = tensor.permute(order)
-    for axis, (name, size) in enumerate(zip(ARGUMENTS, call[:4], strict=True)):
-        if name not in names:
-            tensor = tensor.unsqueeze(axis)
-        elif tensor.shape[axis] < size:
+    for axis, name in enumerate(names):
+        size = call[ARGUMENTS.index(name)]
+        if tensor.shape[axis] < size:
             raise BadArgument(f"{x}: the tensor has {tensor.shape[axis]} places for {name}, the call {size}")
-        else:
+    order = tuple(names.index(name) for name in ARGUMENTS if name in names)
+    sizes = tuple(size if name in names else None for name, size in zip(ARGUMENTS, call[:4], strict=True))
+    return Step(_view, (tensor, order, sizes))
+
+
+def _view(tensor: torch.Tensor, order: tuple[int, ...], sizes: tuple[int | None, ...]) -> torch.Tensor:
+    """order: the axes of the tensor in the order of ARGUMENTS; sizes: of these, None for an axis that it has not. Few
+    operations, for every call makes them."""
+    if order != tuple(sorted(order)):
+        tensor = tensor.permute(order)
+    for axis, size in enumerate(sizes):
+        if size is None:
+            tensor = tensor.unsqueeze(axis)
+        elif tensor.shape[axis] != size:
             tensor = tensor.narrow(axis, 0, size)
     return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ._form import is_finite
 from ._found import Call, Found, refuse
 from ._linear import PAIR, difference_of, linear_of, number_of
+from ._live import Step
 from ._masks import in_memory, read_condition, read_mask
 from ._terms import Term, flat, reads
 
@@ -37,6 +39,7 @@ def read_score(x: Any, found: Found, call: Call) -> None:
             (x,) = inner
         else:
             found.factor, found.softcap = _scaled(x)
+            found.fix(x)
             return
     if not isinstance(x, Term) or x.operation != "score":
         refuse(x, "a score that does not depend on the score")
@@ -98,17 +101,21 @@ def _read_added(x: Any, sign: int, found: Found, call: Call) -> None:
             _read_added(b, sign if x.operation == "add" else -sign, found, call)
             return
     if not reads(x) & {"q_idx"}:
-        values = call.values(x)
-        if not values.is_floating_point():
-            values = values.float()
-        found.biases.append(values if sign > 0 else -values)
-    elif x.operation == "index" and (stored := in_memory(x, call)) is not None and stored.is_floating_point():
-        found.biases.append(stored if sign > 0 else -stored)
+        values = call.steps(x)
+        if not call.values(x).is_floating_point():
+            values = Step(torch.Tensor.float, (values,))
+        found.biases.append(values if sign > 0 else Step(operator.neg, (values,)))
+    elif _is_index_of_floats(x) and (stored := in_memory(x, call)) is not None:
+        found.biases.append(stored if sign > 0 else Step(operator.neg, (stored,)))
     elif not _read_alibi(x, sign, found, call):
         refuse(
             x, "not ALiBi, a bias in memory or one of b, h and kv_idx alone, which can be added to a score; "
             "flex_attention of PyTorch serves it"
         )  # fmt: skip
+
+
+def _is_index_of_floats(x: Term) -> bool:
+    return x.operation == "index" and x.arguments[0].is_floating_point()
 
 
 def _factors(x: Any) -> tuple[int, list[Any], list[Any]] | None:
@@ -140,11 +147,17 @@ def _read_alibi(x: Term, sign: int, found: Found, call: Call) -> bool:
         return False
     slopes: Any = torch.tensor(float(-sign * turned), device=call.device)
     for a in above:
-        slopes = slopes if a is distance else slopes * call.values(a)
+        slopes = slopes if a is distance else Step(operator.mul, (slopes, call.steps(a)))
     for a in below:
-        slopes = slopes / call.values(a)
-    slopes = slopes.float().expand(*slopes.shape[-4:-3] or (1,), call.heads, 1, 1)[..., 0, 0]
-    found.slopes = (slopes[0] if slopes.shape[0] == 1 else slopes).contiguous()
+        slopes = Step(operator.truediv, (slopes, call.steps(a)))
+    found.slopes = Step(_per_head, (slopes, call.heads))
+    found.fix(distance)
     found.distance = (0 if absolute else linear.keys, linear.number * linear.keys)
     found.alibi = str(x)
     return True
+
+
+def _per_head(slopes: torch.Tensor, heads: int) -> torch.Tensor:
+    """(heads,) or (batch, heads) of slopes on axes (batch, heads, 1, 1), or of one."""
+    slopes = slopes.float().expand(*slopes.shape[-4:-3] or (1,), heads, 1, 1)[..., 0, 0]
+    return (slopes[0] if slopes.shape[0] == 1 else slopes).contiguous()

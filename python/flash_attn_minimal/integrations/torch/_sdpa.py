@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..._library import BadArgument, Unsupported
-from ..flash_attn._calls import dense_rows
+from ..flash_attn._calls import autocast, dense_rows
 from ._seeded import attend
 
 
@@ -32,7 +32,8 @@ def sdpa(
         attn_mask: bool, True = attend, or float (of query's dtype, or float32), added to the scores; broadcasts to
             (..., heads, seqlen_q, seqlen_k). A float mask that requires a gradient gets one.
         dropout_p: always applied, as there. The seed is PyTorch's: torch.manual_seed decides, and activation
-            checkpointing drops the same probabilities again.
+            checkpointing drops the same probabilities again. torch.vmap's `randomness` holds. No call with dropout can
+            be captured in a CUDA graph, whose replays would drop the same; torch.compile leaves it out of its graphs.
         is_causal: row i sees key j if j <= i: the mask hangs from the top left corner. Not with attn_mask.
         scale: None means headdim ** -0.5.
         enable_gqa: heads may be a multiple of heads_k.
@@ -53,7 +54,7 @@ def sdpa(
         raise BadArgument("is_causal=True with attn_mask: scaled_dot_product_attention takes one of them")
     if any(x.is_nested for x in given.values()):
         return _jagged(given, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     given = {"query": query, "key": key, "value": value}
     _check(given)
     rank = max(x.dim() for x in given.values())
@@ -70,23 +71,11 @@ def sdpa(
     q, k, v = dense_rows(*(x.transpose(1, 2) for x in (q, k, v)))
     out = attend(
         q, k, v, dropout_p=dropout_p, softmax_scale=scale, causal=bool(is_causal),
-        top_left=bool(is_causal) and rows != keys, **options,
+        top_left=bool(is_causal) and bool(rows != keys), **options,
     ).transpose(1, 2)  # fmt: skip
     if rank == 2:
         return out[0, 0]
     return out if len(leading) == 1 else out.reshape(*leading, *out.shape[1:])
-
-
-def _autocast(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors in the dtype that autocast gives this function's arguments, where it is on."""
-    device = next(x.device.type for x in tensors if x is not None)
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [
-        x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
-        for x in tensors
-    ]  # fmt: skip
 
 
 def _check(given: dict[str, torch.Tensor]) -> None:
@@ -179,7 +168,7 @@ def _jagged(
             "value's offsets are not those of key: make both of one tensor, or with offsets=key.offsets()"
         )
     longest = tuple(x._get_max_seqlen() for x in (query, key))
-    arrays = _autocast(*(x.transpose(1, 2).values() for x in given.values()))
+    arrays = autocast(*(x.transpose(1, 2).values() for x in given.values()))
     _check_alike(dict(zip(given, arrays, strict=True)))
     heads = [x.shape[1] for x in arrays]
     if heads[1] != heads[2] or (heads[0] != heads[1] and not enable_gqa):

@@ -2,7 +2,7 @@
 
 A plain call draws two numbers and gives them to the core. In a graph the draw has to be one of the graph's operations,
 or every run would drop the same: there, the operator attention_seeded takes what attention takes, and the seed as a
-tensor."""
+tensor. Under vmap, too, which draws a seed for each entry, or one for all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ... import _modes, autograd
 from ..._options import Options
 from ...attention import flash_attn_func, flash_attn_varlen_func
-from ..flash_attn._calls import draw_dropout
+from ..flash_attn._calls import check_replays_may_differ, draw_dropout
 
 _NAME, _BACKWARD_NAME = "flash_attn_minimal::attention_seeded", "flash_attn_minimal::attention_seeded_backward"
 _SEED = 11 + list(autograd._NUMBERS).index("dropout_seed")  # its place among the operator's arguments
@@ -25,7 +25,8 @@ def attend(
 ) -> Any:  # fmt: skip
     """flash_attn_func, or with varlen = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     flash_attn_varlen_func; where dropout_p is not 0, with a seed from PyTorch's generators."""
-    if not dropout_p or _modes.watcher() is None or (_modes.transforms() and not torch.compiler.is_compiling()):
+    transformed = _modes.transforms() and not torch.compiler.is_compiling()
+    if not dropout_p or _modes.watcher() is None or (transformed and not _modes.mapped()):
         options |= draw_dropout(dropout_p, q.device)
         if varlen is None:
             return flash_attn_func(q, k, v, return_lse=return_lse, **options)
@@ -33,7 +34,8 @@ def attend(
     seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
     given = Options(dropout_p=dropout_p, **options)
     cu_q, cu_k, max_q, max_k = varlen or (None, None, 0, 0)
-    out, lse = torch.ops.flash_attn_minimal.attention_seeded(
+    run = _TransformedAttention.apply if transformed else torch.ops.flash_attn_minimal.attention_seeded
+    out, lse = run(
         seed, q, k, v, given.bias, given.mask, given.alibi_slopes, given.sinks, cu_q, cu_k, max_q, max_k,
         *autograd._packed(given),
     )  # fmt: skip
@@ -41,6 +43,8 @@ def attend(
 
 
 def _drawn(seed: torch.Tensor, arguments: tuple) -> tuple:
+    if arguments[0].is_cuda:
+        check_replays_may_differ()
     return (*arguments[:_SEED], int(seed), *arguments[_SEED + 1 :])
 
 
@@ -65,17 +69,21 @@ def _gradients(ctx, dout, dlse):
         return nothing
     dout = torch.zeros_like(out) if dout is None else dout
     want_dbias, want_dsinks = ctx.needs_input_grad[4], ctx.needs_input_grad[7]
-    dq, dk, dv, dbias, dsinks = torch.ops.flash_attn_minimal.attention_seeded_backward(
-        seed, dout, dlse, out, lse, want_dbias, want_dsinks, *arrays, *ctx.rest
-    )
+    run = torch.ops.flash_attn_minimal.attention_seeded_backward
+    if _modes.transforms() and not torch.compiler.is_compiling():
+        run = _TransformedBackward.apply
+    dq, dk, dv, dbias, dsinks = run(seed, dout, dlse, out, lse, want_dbias, want_dsinks, *arrays, *ctx.rest)
     return None, dq, dk, dv, dbias if want_dbias else None, None, None, dsinks if want_dsinks else None, *nothing[8:]
 
 
-torch.library.define(_NAME, f"(Tensor seed, {autograd._INPUTS}) -> (Tensor, Tensor)")
+# A CUDA graph would hold the seed of its capture, so that every replay drops the same.
+_TAGS = tuple(getattr(torch.Tag, tag) for tag in ("cudagraph_unsafe",) if hasattr(torch.Tag, tag))
+torch.library.define(_NAME, f"(Tensor seed, {autograd._INPUTS}) -> (Tensor, Tensor)", tags=_TAGS)
 torch.library.define(
     _BACKWARD_NAME,
     "(Tensor seed, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool want_dbias, bool want_dsinks, "
     f"{autograd._INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=_TAGS,
 )
 torch.library.impl(_NAME, ("cpu", "cuda"), _forward)
 torch.library.impl(_BACKWARD_NAME, ("cpu", "cuda"), _backward)
@@ -91,3 +99,41 @@ def _(seed, *arguments):
 @torch.library.register_fake(_BACKWARD_NAME)
 def _(seed, *arguments):
     return torch.ops.flash_attn_minimal.attention_backward(*arguments)
+
+
+# ---- vmap: every entry is a call of its own, for which elements are dropped depends on their place in the batch ----
+
+
+def _vmap(info, in_dims, *arguments):
+    size = autograd._size(info)
+    return autograd._one_by_one(_TransformedAttention.apply, size, in_dims, arguments), (0, 0)
+
+
+def _vmap_backward(info, in_dims, *arguments):
+    size = autograd._size(info)
+    return autograd._one_by_one(_TransformedBackward.apply, size, in_dims, arguments), (0,) * 5
+
+
+class _TransformedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.flash_attn_minimal.attention_seeded(*arguments)
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_gradients)
+    vmap = staticmethod(_vmap)
+    jvp = staticmethod(autograd._refuse_jvp)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.flash_attn_minimal.attention_seeded_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    backward = staticmethod(autograd._refuse_double)
+    vmap = staticmethod(_vmap_backward)
+    jvp = staticmethod(autograd._refuse_jvp)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from ..._library import Unsupported
+from ._live import Derived, Step, derive, tensors_of
 
 # Operations that work on each element by itself, so that they mean the same for one place and for a grid of places.
 _KNOWN: dict[str, Callable] = {
@@ -141,7 +142,11 @@ def _index(tensor: Any, *places: Any) -> Term:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees tensor[symbol], which asks neither of the two."""
+    """Sees tensor[symbol], which asks neither of the two, and what is computed from captured tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.derived: list[Derived] = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -152,13 +157,17 @@ class _Watch(TorchFunctionMode):
             return make(function.__name__, args, kwargs)
         if getattr(function, "__name__", "") in _RANDOM:
             raise Unsupported(f"{function.__name__}() draws numbers, which would be the same for every place and call")
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        self.derived += derive(result, tree_leaves((args, kwargs)))
+        return result
 
 
-def trace(function: Callable, names: tuple[str, ...], device: Any) -> Any:
-    """What the function returns for symbols with these names: a Term, a tensor or a number."""
-    with _Watch():
-        return function(*(Term(name, device=device) for name in names))
+def trace(function: Callable, names: tuple[str, ...], device: Any) -> tuple[Any, list[Derived]]:
+    """What the function returns for symbols with these names: a Term, a tensor or a number. And the tensors that it
+    computes from others on the way."""
+    watch = _Watch()
+    with watch:
+        return function(*(Term(name, device=device) for name in names)), watch.derived
 
 
 def reads(x: Any) -> frozenset[str]:
@@ -176,12 +185,30 @@ def evaluate(x: Any, places: dict[str, torch.Tensor]) -> Any:
     arguments, options = tree_map(
         lambda a: evaluate(a, places) if isinstance(a, Term) else a, (x.arguments, x.options)
     )  # fmt: skip
-    if x.operation.startswith("logical_"):
-        arguments = [torch.as_tensor(a) for a in arguments]
-    if x.operation == "index":
-        home = arguments[0].device
-        arguments = [arguments[0], *(a.to(home) if isinstance(a, torch.Tensor) else a for a in arguments[1:])]
-    return _KNOWN[x.operation](*arguments, **options)
+    return _function(x.operation)(*arguments, **options)
+
+
+def _function(operation: str) -> Callable:
+    """The operation on values."""
+    if operation.startswith("logical_"):
+        return lambda *arguments: _KNOWN[operation](*map(torch.as_tensor, arguments))
+    return _element if operation == "index" else _KNOWN[operation]
+
+
+def _element(tensor: torch.Tensor, *places: Any) -> torch.Tensor:
+    return tensor[tuple(a.to(tensor.device) if isinstance(a, torch.Tensor) else a for a in places)]
+
+
+def steps_of(x: Any, places: dict[str, torch.Tensor]) -> Any:
+    """The steps that evaluate a term anew; what depends on no captured tensor is computed now."""
+    if not isinstance(x, Term):
+        return x
+    if not tensors_of(x):
+        return evaluate(x, places)
+    arguments, options = tree_map(
+        lambda a: steps_of(a, places) if isinstance(a, Term) else a, (x.arguments, x.options)
+    )  # fmt: skip
+    return Step(_function(x.operation), arguments, options)
 
 
 def same(a: Any, b: Any, renamed: dict[str, str]) -> bool:
@@ -204,7 +231,8 @@ def same(a: Any, b: Any, renamed: dict[str, str]) -> bool:
 
 
 def _one_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    about = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_neg()) for x in (a, b)]
+    return about[0] == about[1]
 
 
 def flat(x: Any, *operations: str) -> Iterator[Any]:

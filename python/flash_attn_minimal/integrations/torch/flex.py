@@ -39,7 +39,8 @@ def flex_attention(
     """flex_attention of torch.nn.attention.flex_attention: its arguments, layout, meaning and gradients.
 
     Arguments:
-        query: (batch, heads, seqlen_q, headdim); key, value: (batch, heads_k, seqlen_k, .); headdims up to 512.
+        query: (batch, heads, seqlen_q, headdim); key, value: (batch, heads_k, seqlen_k, .); headdims up to 512. Under
+            torch.autocast they become its dtype; captured tensors stay as they are.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score. See recognise.
         block_mask: a mask_mod(b, h, q_idx, kv_idx) -> bool; a BlockMask, whose mask_mod is taken and whose blocks are
             compared with it, which reads as many places as making it did; or what recognise returned for both
@@ -90,7 +91,8 @@ def recognise(
     device: Any = "cpu",
 ) -> Form:
     """What attention with these functions is in this library: a Form, for flex_attention's block_mask, or to be called.
-    As create_block_mask, it is for many calls, and reads captured tensors, which on a GPU waits.
+    As create_block_mask, it is for many calls. It reads captured tensors, which on a GPU waits; the calls read them
+    again, see Form.
 
     Recognised are, in mask_mod and as torch.where(..., score, -inf) in score_mod, joined by &:
 
@@ -114,18 +116,22 @@ def recognise(
         batch, heads, seqlen_q, seqlen_k: of the calls; heads are the query's.
         device: of the calls' tensors.
     """
+    if torch.is_inference_mode_enabled():  # whose tensors the form could not use where gradients are recorded
+        with torch.inference_mode(False), torch.no_grad():
+            return recognise(score_mod, mask_mod, batch, heads, seqlen_q, seqlen_k, device)
     device = torch.device(device)
     call = Call(batch, heads, seqlen_q, seqlen_k, device)
     found = Found()
     if score_mod is not None:
         with _named("score_mod"):
-            read_score(_traced(score_mod, ("score", *ARGUMENTS), device), found, call)
+            read_score(_traced(score_mod, ("score", *ARGUMENTS), device, found), found, call)
     if mask_mod is not None:
         blocks = mask_mod if hasattr(mask_mod, "mask_mod") else None
         with _named("mask_mod"):
-            mask = _traced(mask_mod if blocks is None else blocks.mask_mod, ARGUMENTS, device)
+            mask = _traced(mask_mod if blocks is None else blocks.mask_mod, ARGUMENTS, device, found)
             if blocks is not None:
                 _check_blocks(blocks, mask, call)
+                found.fix(mask)  # the blocks are of these values
             read_mask(mask, found, call)
     return form_of(found, call)
 
@@ -138,10 +144,11 @@ def _named(function: str) -> Iterator[None]:
         raise Unsupported(f"{function}: {error}") from None
 
 
-def _traced(function: Any, names: tuple[str, ...], device: torch.device) -> Any:
+def _traced(function: Any, names: tuple[str, ...], device: torch.device, said: Found) -> Any:
     if not callable(function):
         raise BadArgument(f"a {type(function).__name__} is given as score_mod or mask_mod: expected a function")
-    found = trace(function, names, device)
+    found, derived = trace(function, names, device)
+    said.derived += derived
     if not isinstance(found, (Term, torch.Tensor, bool, int, float)):
         raise BadArgument(f"{function} returned a {type(found).__name__}: expected a score, or a bool")
     return found

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from .._packed import owners
+from .._packed import inside, owners
 
 
 def rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x (..., nheads, headdim) with each row turned by the angles of its position, in float32 and rounded once.
-    positions (...); those behind the tables' last row turn by that row."""
+
+    positions (...); those behind the tables' last row are refused on a CPU. On a GPU they are not read: such rows turn
+    by the tables' last row. counts (...) bool: rows that do not count may have any position."""
+    if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+        seen = positions if counts is None else positions[counts]
+        if seen.numel() and not 0 <= (worst := int(seen.min() if seen.min() < 0 else seen.max())) < cos.shape[0]:
+            raise RuntimeError(f"cos has {cos.shape[0]} rows, but a row of x stands at position {worst}")
     positions = positions.long().clamp(0, cos.shape[0] - 1)
     c, s = cos[positions].float().unsqueeze(-2), sin[positions].float().unsqueeze(-2)
     half = cos.shape[-1]
@@ -42,14 +53,15 @@ def apply_rotary_emb(
         seqlen_offsets: the position of each sequence's first row: an integer, or (batch,).
         cu_seqlens: (batch + 1,) int32; max_seqlen is not needed here.
     """
+    counts = None
     if cu_seqlens is None:
         offsets = seqlen_offsets.unsqueeze(-1) if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
         positions = (torch.arange(x.shape[1], device=x.device) + offsets).expand(x.shape[:2])
     else:
         owner, positions = owners(cu_seqlens, x.shape[0])
         offset = seqlen_offsets[owner] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
-        positions = positions + offset
-    turned = rotate(x, cos, sin, positions, interleaved)
+        positions, counts = positions + offset, inside(cu_seqlens, x.shape[0])
+    turned = rotate(x, cos, sin, positions, interleaved, counts)
     return x.copy_(turned) if inplace else turned
 
 
