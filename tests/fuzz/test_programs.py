@@ -265,6 +265,12 @@ def test_shrinking_leaves_the_steps_that_matter(judge):
         assert judge.outcome(smaller).fine, smaller
 
 
+def test_every_function_of_a_program_has_smaller_calls():
+    for name in ("autograd backward", "distributed_decode", "distributed_forward"):
+        spec = {"function": name, "lens": [[4, 4]], "headdim": 16, "seed": 1}
+        assert any(True for _ in shrink.candidates({"function": "program", "steps": [{"spec": spec}]})), name
+
+
 def test_a_finding_is_a_program_that_can_be_pasted(monkeypatch):
     result = command.ProgramReport({"device": "cpu", "seed": 0, "framework": None})
     program = {"function": "program", "steps": [{"spec": {"function": "swiglu", "dim": 3, "seed": 2}, "times": 2}]}
