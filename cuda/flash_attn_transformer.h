@@ -179,6 +179,8 @@ typedef struct fa_w4_weight {
 /* Quantises a matrix. Codes are rounded to the nearest, ties to even. The scale of a block takes its largest magnitude to the largest code
  * (FA_MXFP4: to 4 .. 8). With search it is the scale of least squared error among several near that one. The tensor_scale of FA_NVFP4
  * takes the largest magnitude of the matrix to 6 * 448; other formats get 1. A block with a NaN or an infinity gets the scale NaN.
+ * The scale of FA_INT4 is a float16: a block above 4.5e5 is cut off there, and a block below 2e-7 becomes 0. FA_NVFP4: a block more than
+ * 4e5 times smaller than the largest magnitude of the matrix may become 0. FA_MXFP4 holds numbers up to 2^127.
  * Every operation is rounded once, so CPU and GPU write the same bytes. */
 typedef struct fa_w4_quantize_args {
     size_t struct_size;

@@ -21,6 +21,7 @@ cudaError_t forward_minimal(const AttentionParams& params, cudaStream_t stream);
 
 // key_sums, behind a kernel of the forward pass, from its lse. Any head dim, dtype and option; with _sm80 fp16 and bf16, head dims up to
 // 256, sm_80 and newer.
+// The workspace has room for three floats a row, laid out like lse.
 cudaError_t key_sums(const AttentionParams& params, cudaStream_t stream);
 cudaError_t key_sums_sm80(const AttentionParams& params, cudaStream_t stream);
 int64_t key_sums_blocks(const AttentionParams& params);  // of the larger of their grids, which have at most 2^31 - 1
@@ -76,29 +77,30 @@ cudaError_t decode(DecodeKernel kernel, const AttentionParams& params, const App
 size_t decode_workspace(DecodeKernel kernel, const AttentionParams& params, const DeviceInfo& device);  // bytes: partial results
 bool decode_fits(DecodeKernel kernel, const AttentionParams& params, const DeviceInfo& device);         // its 32-bit places and rows
 
-// rowsum(dout * out) - dlse in float32, laid out like lse; the count of both is that of all rows.
-cudaError_t backward_delta(const BackwardParams& params, float* delta, cudaStream_t stream);
+// rowsum(dout * out) - dlse in float32, and the RowBase of every row (large_rows.cuh) where `bases` is not nullptr; laid out like lse. The
+// count of each is that of all rows.
+cudaError_t backward_delta(const BackwardParams& params, float* delta, float2* bases, cudaStream_t stream);
 int64_t backward_delta_count(const AttentionParams& params);
 int64_t backward_delta_blocks(const AttentionParams& params);  // of its grid, which has at most 2^31 - 1; the same below
 
 // dq, dk and dv: any head dim, dtype and option; deterministic.
 cudaError_t backward_simple(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);
-size_t backward_simple_workspace(const BackwardParams& params);  // bytes: delta
+size_t backward_simple_workspace(const BackwardParams& params);  // bytes: delta and RowBase
 int64_t backward_simple_blocks(const BackwardParams& params);
 
 // dq, dk and dv in fp16 and bf16, head dims up to 256 in steps of 8, Hopper only; q, k, v, dout as tensor maps can describe them.
 cudaError_t backward_wgmma_sm90(const BackwardParams& params, int multiprocessors, cudaStream_t stream);
-size_t backward_wgmma_sm90_workspace(const BackwardParams& params);  // bytes: float dq, delta and lse, padded to whole tiles
+size_t backward_wgmma_sm90_workspace(const BackwardParams& params);  // bytes: float dq, delta, lse and RowBase, padded to whole tiles
 
 // dbias and dsinks, where wanted, beside any kernel that gives dq, dk and dv; deterministic. `workspace` is its own.
 cudaError_t backward_scores(const BackwardParams& params, void* workspace, cudaStream_t stream);
-size_t backward_scores_workspace(const BackwardParams& params);  // bytes: delta, or none when neither is wanted
+size_t backward_scores_workspace(const BackwardParams& params);  // bytes: the same, or none when neither is wanted
 int64_t backward_scores_blocks(const BackwardParams& params);
 
 // Gradients of fp16 and bf16, head dims up to 256, sm_80 and newer. The device decides between tiles.
 cudaError_t backward_mma_sm80(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);
 cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);  // its half for fp16
-size_t backward_mma_sm80_workspace(const BackwardParams& params);  // bytes: float32 sums of dq, lse and delta
+size_t backward_mma_sm80_workspace(const BackwardParams& params);  // bytes: float32 sums of dq, lse, delta and RowBase
 
 // dq, dk and dv in fp16 and bf16, any head dim, sm_80 and newer; deterministic.
 cudaError_t backward_mma_wide_sm80(const BackwardParams& params, cudaStream_t stream);

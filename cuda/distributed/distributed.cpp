@@ -6,6 +6,7 @@
 
 #include "api/common/options.h"
 #include "api/common/regions.h"
+#include "cpu/common/float_mode.h"
 #include "distributed/group.h"
 
 namespace fa::distributed {
@@ -298,6 +299,7 @@ fa_status check_group(const fa_group* group, int32_t device) {
 // Host memory runs out as an exception, which must not cross the C ABI.
 template <typename Body>
 fa_status guarded(const Body& body) {
+    const cpu::FloatMode mode;
     try {
         return body();
     } catch (const std::bad_alloc&) {
@@ -320,6 +322,7 @@ fa_status together(fa_group* group, const Body& body) {
 template <typename Validate>
 fa_status collective(fa_group* group, void* stream, const Validate& validate) {
     if (!group) return fail(FA_BAD_ARGUMENT, "group is NULL");
+    const cpu::FloatMode mode;
     return together(group, [&] {
         Problem p{};
         p.rank = group->args.rank, p.size = group->args.size, p.kind = group->args.kind;

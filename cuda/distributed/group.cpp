@@ -6,6 +6,7 @@
 #include <new>
 
 #include "api/common/device.h"
+#include "cpu/common/parallel.h"
 
 namespace fa::distributed {
 namespace {
@@ -303,6 +304,7 @@ fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream)
     const Turn turn(group);
     FA_RETURN_IF_ERROR(turn.check());
     const CurrentDevice scope(group->args.device == FA_CUDA ? group->args.device_index : -1);
+    const cpu::GivenThreads threads(threads_are_given(p.a.num_threads));
     Needs needs;
     if (status == FA_OK) status = group->args.device == FA_CUDA ? scope.status() : FA_OK;
     if (status == FA_OK) status = count(p, &needs);

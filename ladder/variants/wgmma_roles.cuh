@@ -73,9 +73,9 @@ __device__ __forceinline__ void consume_in_order(const AttentionParams& p, Wgmma
             k.release(me.lane);
             mask_scores<kId>(S, w, masked, n, me);
             if (n == last_tile) {
-                softmax_first<kId>(S, scale_log2, rows);
+                softmax_first<kId>(S, exponent_of_products(scale_log2), rows);
                 zero_values_outside<kBlockN>(p, w, n, smem.v, v, me.wg);
-            } else if (softmax_lazy<kId>(S, scale_log2, rows)) {
+            } else if (softmax_lazy<kId>(S, exponent_of_products(scale_log2), rows)) {
                 rescale_output(O, rows.o_scale);
             }
             trace(TraceEvent::kRescale, n);

@@ -264,6 +264,37 @@ def test_row_alone_equals_row_in_a_batch(kernel):
             np.testing.assert_array_equal(kernel.device.numpy(got), want[rows])
 
 
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_the_capacity_changes_no_bit(kernel, num_splits):
+    """batch_invariant: a wider block table, as a long sequence beside this one needs, leaves a result as it is."""
+    rng = np.random.default_rng(3)
+    pages = [rng.standard_normal((640, 16, 2, 64), dtype=np.float32) for _ in range(2)]
+    q, lengths = rng.standard_normal((2, 1, 4, 64), dtype=np.float32), np.array([100, 4500], np.int32)
+    table = np.arange(640, dtype=np.int32).reshape(2, 320)
+    for dtype in ("float32", "bfloat16"):
+        cache = [kernel.device.array(x, dtype) for x in pages]
+
+        def attend(batch, width, cache=cache, dtype=dtype):
+            given = {
+                "block_table": kernel.device.array(np.ascontiguousarray(table[:batch, :width])),
+                "cache_seqlens": kernel.device.array(lengths[:batch]),
+                "batch_invariant": True,
+                "num_splits": num_splits,
+                "kernel": kernel.name,
+            }
+            arrays = kernel.device.array(q[:batch], dtype), *cache
+            plan = fa.kvcache_query(*arrays, **given)
+            if plan.status == "FA_UNSUPPORTED":
+                pytest.skip(plan.error)
+            results = fa.flash_attn_with_kvcache(*arrays, **given, return_softmax_lse=True)
+            return [kernel.device.numpy(x)[0] for x in results]
+
+        alone = attend(1, 7)
+        for batch, width in ((1, 8), (1, 192), (1, 193), (1, 320), (2, 320)):
+            for got, want in zip(attend(batch, width), alone, strict=True):
+                np.testing.assert_array_equal(got, want, err_msg=f"batch {batch}, table of {width} pages, {dtype}")
+
+
 def test_equal_calls_give_equal_bits(kernel):
     case = Case(lengths=(5000, 3, 4097), rows=5100, seqlen_q=1, seqlen_new=0, headdim=32, dtype="float16")
     call = make(case)

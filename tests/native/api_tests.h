@@ -1,5 +1,6 @@
 // api_tests.h: what the C ABI promises besides right numbers: the query, workspaces, the same bits each time, 64-bit offsets, streams and
-// graphs. api_tests() lists these tests and those of refusal_tests.h, merge_tests.h and distributed_tests.h.
+// graphs. api_tests() lists these tests and those of refusal_tests.h, merge_tests.h, distributed_tests.h and
+// thread_tests.h.
 #pragma once
 
 #include <functional>
@@ -12,6 +13,7 @@
 #include "merge_tests.h"
 #include "reference.h"
 #include "refusal_tests.h"
+#include "thread_tests.h"
 
 namespace api {
 
@@ -413,6 +415,9 @@ inline std::vector<Test> api_tests() {
         {"api/reproducible", api::reproducible},
         {"api/two_threads", api::two_threads},
         {"api/distributed/ranks", api::distributed_ranks},
+        {"api/threads/lists", api::lists_from_threads},
+        {"api/threads/gradients", api::gradients_from_threads},
+        {"api/processors/quotas", api::quotas_of_control_groups},
         {"api/merge/formula", api::merge_formula},
         {"api/merge/pieces", api::merge_pieces},
         {"api/merge/refuses", api::merge_refuses},

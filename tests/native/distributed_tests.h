@@ -114,7 +114,7 @@ struct Ranked {
             out = nans(n * kWide), lse = nans(n * kHeads), dq = nans(n * kWide), dk = nans(n * kNarrow), dv = nans(n * kNarrow);
             std::memset(&args, 0, sizeof args), std::memset(&gradients, 0, sizeof gradients);
             args.struct_size = sizeof args, gradients.struct_size = sizeof gradients;
-            args.device = from.device, args.dtype = FA_FLOAT32, args.num_threads = 1;
+            args.device = from.device, args.dtype = FA_FLOAT32, args.num_threads = 2;
             args.nheads = kHeads, args.nheads_k = kHeadsK, args.headdim = kDim, args.total_q = args.total_k = n;
             const auto wide = [](const Buffer& x) { return fa_tensor{x.data(), 0, kWide, kDim}; };
             const auto narrow = [](const Buffer& x) { return fa_tensor{x.data(), 0, kNarrow, kDim}; };

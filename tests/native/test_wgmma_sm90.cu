@@ -1,6 +1,7 @@
 // test_wgmma_sm90.cu: the parts of the Hopper kernels on their own. On any machine it compares their lists of work items with mask.h. On a
 // Hopper GPU it tests tensor maps, swizzle, descriptors and fragment layouts, on integers whose products are exact. Exit status: 0 passed,
 // 1 failed, 77 only the first part could run.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -84,6 +85,10 @@ void check_key_blocks(const AttentionParams& p, bool in_order) {
     BackwardPlan plan;
     plan.headdim = plan.headdim_v = 64, plan.block_m = kBlockM, plan.block_n = kBlockN;
     schedule.in_order = in_order, schedule.blocks = int(backward_blocks(p, plan));
+    int words[] = {0, 1};  // QueryTiles::taken, has_order
+    schedule.tiles.turn = words;
+    for (int b = 0; p.cu_seqlens_q && b + 1 < p.batch; ++b)
+        EXPECT(ends_before_next(p, kBlockM, kBlockN, b), "lengths in order, but sequence %d runs into the next one", b);
     std::vector<int> found(size_t(p.batch) * p.nheads_k);  // blocks of the head so far
     for (int index = 0; index < schedule.blocks; ++index) {
         BackwardWork w;
@@ -123,6 +128,65 @@ void check_key_blocks(const AttentionParams& p, bool in_order) {
             const int blocks = found[size_t(b) * p.nheads_k + head], keys = sequence_of(p, b).seqlen_k;
             EXPECT(blocks == (keys + kBlockN - 1) / kBlockN, "sequence %d head %d: %d blocks of %d keys", b, head, blocks, keys);
         }
+}
+
+// Lengths that are not in order, which a kernel meets where they lie on the device. Blocks may wait for each other where every sequence
+// ends before the next one: then all key blocks are there, and no two sequences share a query tile. Tiles stay inside the workspace
+// whatever the lengths are.
+template <int kBlockM, int kBlockN>
+void check_any_lengths(const AttentionParams& p) {
+    BackwardPlan plan;
+    plan.headdim = plan.headdim_v = 64, plan.block_m = kBlockM, plan.block_n = kBlockN;
+    BackwardSchedule schedule{};
+    int words[] = {0, 1};
+    schedule.tiles.turn = words, schedule.in_order = true, schedule.blocks = int(backward_blocks(p, plan));
+    bool ordered = true;
+    for (int b = 0; b + 1 < p.batch; ++b) ordered = ordered && ends_before_next(p, kBlockM, kBlockN, b);
+    std::vector<int> owner(p.total_q / kBlockM + p.batch, -1);
+    for (int b = 0; b < p.batch; ++b) {
+        const Sequence s = sequence_of(p, b);
+        for (int m = 0; m * kBlockM < s.seqlen_q; ++m) {
+            const size_t tile = first_tile_of(p, kBlockM, b) + m;
+            EXPECT(tile < owner.size(), "tile %zu of %zu", tile, owner.size());
+            if (tile >= owner.size()) continue;
+            EXPECT(!ordered || owner[tile] < 0, "sequences %d and %d share tile %zu", owner[tile], b, tile);
+            owner[tile] = b;
+        }
+    }
+    std::vector<int> found(p.batch);
+    for (int index = 0; index < schedule.blocks; ++index) {
+        BackwardWork w;
+        if (!find_key_block<kBlockM, kBlockN>(p, schedule, index, w) || w.head_k) continue;
+        EXPECT(!ordered || w.key0 == found[w.batch] * kBlockN, "sequence %d: key %d is not block %d", w.batch, w.key0, found[w.batch]);
+        ++found[w.batch];
+        EXPECT(w.end_m * kBlockM < w.seqlen_q + kBlockM, "sequence %d: tile %d of %d rows", w.batch, w.end_m, w.seqlen_q);
+    }
+    for (int b = 0; ordered && b < p.batch; ++b) {
+        const int keys = sequence_of(p, b).seqlen_k;
+        EXPECT(found[b] == (keys + kBlockN - 1) / kBlockN, "sequence %d: %d blocks of %d keys", b, found[b], keys);
+    }
+}
+
+void test_any_lengths() {
+    std::mt19937 random(2);
+    const auto below = [&](int n) { return int(random() % unsigned(n)); };
+    for (int round = 0; round < 2000; ++round) {
+        AttentionParams p{};
+        p.nheads_k = p.group = p.nheads = 1 + below(2), p.group = 1;
+        p.headdim = p.headdim_v = 64, p.scale = 1, p.window_left = -1, p.window_right = below(2) ? 0 : -1;
+        p.batch = 1 + below(4), p.total_q = 1 + below(1000), p.total_k = 1 + below(1000);
+        p.seqlen_q = 1 + below(p.total_q), p.seqlen_k = 1 + below(p.total_k);
+        const bool wild = below(3) == 0;
+        std::vector<int> cu_q, cu_k;
+        for (int b = 0; b <= p.batch; ++b) {
+            cu_q.push_back(wild ? int(random()) : below(p.total_q + 1)), cu_k.push_back(wild ? int(random()) : below(p.total_k + 1));
+        }
+        if (!wild && below(2)) std::sort(cu_q.begin(), cu_q.end());
+        if (!wild && below(2)) std::sort(cu_k.begin(), cu_k.end());
+        p.cu_seqlens_q = cu_q.data(), p.cu_seqlens_k = cu_k.data();
+        check_any_lengths<128, 128>(p);
+        check_any_lengths<64, 128>(p);
+    }
 }
 
 void test_items() {
@@ -296,6 +360,7 @@ void test_failed_map() {
 
 int main() {
     test_items();
+    test_any_lengths();
     std::printf("work items: %s\n", failures ? "FAILED" : "passed");
     int major = 0, minor = 0;
     const bool hopper = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&

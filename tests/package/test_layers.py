@@ -28,9 +28,11 @@ BELOW = {
     "cpu": ["cpu/attention", "cpu/transformer"],  # the tile kernels, one file for each instruction set
     "flash_attn.h": [],
     "flash_attn_transformer.h": ["flash_attn.h"],
-    "api/common": ["flash_attn.h", "common", "device"],
+    "api/common": ["flash_attn.h", "cpu/common", "common", "device"],
     "api/attention": ["api/common", "flash_attn.h", "attention", "cpu/attention", "cpu/common", "common"],
-    "api/transformer": ["api/common", "flash_attn_transformer.h", "transformer", "cpu/transformer", "common"],
+    "api/transformer": [
+        *("api/common", "flash_attn_transformer.h", "transformer", "cpu/transformer", "cpu/common", "common")
+    ],
     "api/calls.h": ["flash_attn_transformer.h"],
     "api/calls.cpp": ["api/calls.h", "api/common", "flash_attn_transformer.h", "cpu/common"],
     "api/xla_ffi.h": [],

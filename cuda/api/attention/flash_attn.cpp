@@ -6,6 +6,7 @@
 #include "api/common/dispatch.h"
 #include "api/common/status.h"
 #include "attention/decode/append.h"
+#include "cpu/common/parallel.h"
 
 #define FA_STRINGIFY_(x) #x
 #define FA_STRINGIFY(x) FA_STRINGIFY_(x)
@@ -53,6 +54,7 @@ struct Call {
 
     fa_status launch(void* stream) const {
         if (const fa_status status = check_workspace(workspace()); status != FA_OK) return status;
+        const cpu::GivenThreads threads(device.index < 0 && threads_are_given(forward.num_threads));
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
         return kernel->launch(params, device, stream);
@@ -60,7 +62,8 @@ struct Call {
 };
 
 // Attention. Kernels that do not give key_sums by themselves are followed by one that does, from the lse of the rows. Where the caller
-// does not want lse, it stands first in the workspace, and the kernel's own workspace follows.
+// does not want lse, it stands first in the workspace. What the kernel of key_sums needs of every row follows, and then the kernel's own
+// workspace.
 struct ForwardCall : Call<Kernel, AttentionParams> {
     using Base = Call<Kernel, AttentionParams>;
 
@@ -71,11 +74,12 @@ struct ForwardCall : Call<Kernel, AttentionParams> {
         return reason ? fail(FA_UNSUPPORTED, "%s", reason) : FA_OK;
     }
 
-    size_t workspace() const { return lse_bytes() + Base::workspace(); }
+    size_t workspace() const { return lse_bytes() + statistics_bytes() + Base::workspace(); }
 
     fa_status launch(void* stream) const {
         if (!params.key_sums) return Base::launch(stream);
         if (const fa_status status = check_workspace(workspace()); status != FA_OK) return status;
+        const cpu::GivenThreads threads(device.index < 0 && threads_are_given(forward.num_threads));
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
         AttentionParams p = params;
@@ -83,15 +87,19 @@ struct ForwardCall : Call<Kernel, AttentionParams> {
             p.lse = static_cast<float*>(align_up(p.workspace, alignof(float)));
             p.workspace = static_cast<char*>(p.workspace) + lse_bytes();
         }
+        if (kernel->gives_key_sums) return kernel->launch(p, device, stream);
+        void* const statistics = align_up(p.workspace, 2 * alignof(float));
+        p.workspace = static_cast<char*>(p.workspace) + statistics_bytes();
         const fa_status status = kernel->launch(p, device, stream);
-        return status == FA_OK && !kernel->gives_key_sums ? launch_key_sums(p, device, stream) : status;
+        p.workspace = statistics;
+        return status == FA_OK ? launch_key_sums(p, device, stream) : status;
     }
 
 private:
-    size_t lse_bytes() const {
-        if (!params.key_sums || params.lse) return 0;
-        const size_t rows = params.cu_seqlens_q ? size_t(params.total_q) : size_t(params.batch) * size_t(params.seqlen_q);
-        return rows * size_t(params.nheads) * sizeof(float) + 128;
+    size_t lse_bytes() const { return params.key_sums && !params.lse ? rows() * sizeof(float) + 128 : 0; }
+    size_t statistics_bytes() const { return params.key_sums && !kernel->gives_key_sums ? 3 * rows() * sizeof(float) + 128 : 0; }
+    size_t rows() const {
+        return (params.cu_seqlens_q ? size_t(params.total_q) : size_t(params.batch) * size_t(params.seqlen_q)) * size_t(params.nheads);
     }
 };
 
@@ -127,6 +135,7 @@ struct CachedCall {
         if (const size_t bytes = workspace(); bytes > forward.workspace_bytes || (bytes && !forward.workspace))
             return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
                         forward.workspace_bytes, forward.workspace, kernel->name, bytes);
+        const cpu::GivenThreads threads(device.index < 0 && threads_are_given(forward.num_threads));
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
         if (whole && params.seqlen_q > 0) return kernel->launch_whole(append, device, stream);
@@ -150,6 +159,7 @@ private:
 extern "C" {
 
 fa_status fa_attention_forward(const fa_attention_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::ForwardCall call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     const fa::AttentionParams& p = call.params;
@@ -161,6 +171,7 @@ fa_status fa_attention_forward(const fa_attention_args* args, void* stream) {
 fa_status fa_attention_query(const fa_attention_args* args, fa_attention_plan* plan) { return fa::query<fa::ForwardCall>(args, plan); }
 
 fa_status fa_attention_backward(const fa_attention_backward_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::Call<fa::BackwardKernel, fa::BackwardParams> call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     return call.launch(stream);  // a call without queries, or without keys, still has gradients to set to zero
@@ -171,6 +182,7 @@ fa_status fa_attention_backward_query(const fa_attention_backward_args* args, fa
 }
 
 fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::CachedCall call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     return call.params.batch == 0 ? FA_OK : call.launch(stream);
@@ -179,14 +191,18 @@ fa_status fa_kvcache_attention(const fa_kvcache_args* args, void* stream) {
 fa_status fa_kvcache_query(const fa_kvcache_args* args, fa_attention_plan* plan) { return fa::query<fa::CachedCall>(args, plan); }
 
 fa_status fa_attention_merge(const fa_merge_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::MergeParams params;
     if (const fa_status status = fa::validate(args, &params); status != FA_OK) return status;
+    const fa::cpu::GivenThreads threads(fa::threads_are_given(0));
     return fa::launch_merge(params, fa_device(args->device), stream);
 }
 
 fa_status fa_quantize_fp8(const fa_quantize_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::QuantizeParams params;
     if (const fa_status status = fa::validate(args, &params); status != FA_OK) return status;
+    const fa::cpu::GivenThreads threads(fa::threads_are_given(0));
     return fa::launch_quantize(params, fa_device(args->device), stream);
 }
 

@@ -71,9 +71,7 @@ const char* minimal_refuses(const AttentionParams& p, const DeviceInfo&, char* t
     return too_many_blocks(p, ceil_div(p.seqlen_q, 64) * p.nheads * p.batch, text, size);
 }
 fa_status minimal_launch(const AttentionParams& p, const DeviceInfo&, void* stream) {
-    cudaError_t error = forward_minimal(p, static_cast<cudaStream_t>(stream));
-    if (error == cudaSuccess && p.key_sums && p.seqlen_k > 0) error = key_sums(p, static_cast<cudaStream_t>(stream));
-    return launched("minimal", error);
+    return launched("minimal", forward_minimal(p, static_cast<cudaStream_t>(stream)));
 }
 
 const char* naive_refuses(const AttentionParams& p, const DeviceInfo&, char* text, size_t size) {
@@ -332,8 +330,8 @@ constexpr Kernel kKernels[] = {
     {"float32_sm80", "CUDA cores: float32 without tf32, head dims to 256, plain, causal and windowed calls", FA_CUDA, float32_sm80_refuses,
      no_workspace, float32_sm80_launch},
 #endif
-    with_key_sums({{"minimal", "online softmax on CUDA cores: any head dim, dtype, mask and option", FA_CUDA, minimal_refuses, no_workspace,
-                    minimal_launch}}),
+    {"minimal", "online softmax on CUDA cores: any head dim, dtype, mask and option", FA_CUDA, minimal_refuses, no_workspace,
+     minimal_launch},
     with_key_sums(
         {{"naive", "standard attention in three steps, S in the workspace", FA_CUDA, naive_refuses, naive_workspace, naive_launch}}),
 #if FA_WITH_WGMMA_SM90

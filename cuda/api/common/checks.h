@@ -8,11 +8,11 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 
 #include "api/common/regions.h"
 #include "api/common/status.h"
 #include "common/types.h"
+#include "cpu/common/processors.h"
 #include "flash_attn.h"
 
 namespace fa {
@@ -60,14 +60,21 @@ inline fa_status check_total(int64_t batch, const char* heads_name, int64_t head
                 rows_name, rows);
 }
 
-inline int32_t default_threads() {
-    if (const char* text = std::getenv("FLASH_ATTN_NUM_THREADS")) {
-        const long n = std::strtol(text, nullptr, 10);
-        if (n >= 1 && n <= 4096) return int32_t(n);
-    }
-    static const int32_t cores = int32_t(std::max(1u, std::thread::hardware_concurrency()));  // asking takes microseconds
-    return cores;
+// The environment's number of threads, or 0.
+inline int32_t threads_of_environment() {
+    const char* const text = std::getenv("FLASH_ATTN_NUM_THREADS");
+    const long n = text ? std::strtol(text, nullptr, 10) : 0;
+    return n >= 1 && n <= 4096 ? int32_t(n) : 0;
 }
+
+// The most threads that a call takes by itself. Workspaces are made for so many, whatever processors the thread may run on when it calls:
+// see cpu::GivenThreads.
+inline int32_t default_threads() {
+    const int32_t n = threads_of_environment();
+    return n ? n : std::min(cpu::processors_of_process(), 4096);
+}
+
+inline bool threads_are_given(int32_t num_threads) { return num_threads || threads_of_environment(); }
 
 // Copies the caller's struct. A caller compiled against an older, shorter struct leaves out the newer fields, which are then zero: the
 // default. A caller with a newer, longer struct must leave the fields that this library does not know at zero.

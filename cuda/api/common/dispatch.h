@@ -9,6 +9,7 @@
 #include "api/common/checks.h"
 #include "api/common/kernel.h"
 #include "api/common/status.h"
+#include "cpu/common/float_mode.h"
 
 namespace fa {
 
@@ -87,6 +88,7 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
 // The query functions of the C ABI: they prepare a call from its arguments and do not launch it.
 template <typename AnyCall, typename Args>
 fa_status query(const Args* args, fa_attention_plan* plan) {
+    const cpu::FloatMode mode;
     if (!plan || plan->struct_size < sizeof(fa_attention_plan))
         return fail(FA_BAD_ARGUMENT, "plan is NULL or plan.struct_size is not sizeof(fa_attention_plan) = %zu", sizeof(fa_attention_plan));
     plan->reserved = 0;

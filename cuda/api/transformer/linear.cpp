@@ -5,6 +5,7 @@
 #include "api/common/serve.h"
 #include "api/transformer/registry.h"
 #include "api/transformer/validate.h"
+#include "cpu/common/parallel.h"
 #include "cpu/transformer/kernels.h"
 #include "flash_attn_transformer.h"
 
@@ -96,9 +97,11 @@ const DenseLinearKernel* dense_linear_kernel_at(int index) {
 extern "C" {
 
 fa_status fa_linear(const fa_linear_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::Call call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     if (call.params.rows == 0) return FA_OK;
+    const fa::cpu::GivenThreads threads(call.device.index < 0 && fa::threads_are_given(call.args.num_threads));
     const fa::CurrentDevice scope(call.device.index);
     return scope.status() != FA_OK ? scope.status() : call.kernel->launch(call.params, call.device, stream);
 }

@@ -3,6 +3,7 @@
 #include "api/common/serve.h"
 #include "api/transformer/registry.h"
 #include "api/transformer/validate.h"
+#include "cpu/common/parallel.h"
 #include "cpu/transformer/kernels.h"
 #include "flash_attn_transformer.h"
 
@@ -35,11 +36,15 @@ void on_cpu(const SampleParams& p) { cpu::sample(p); }
 
 // The array `input` decides which GPU runs the call. Without rows (any is false) there is nothing to launch.
 template <typename Params>
-fa_status run(Params& params, int32_t device, const char* input_name, const void* input, bool any, [[maybe_unused]] void* stream) {
+fa_status run(Params& params, int32_t device, int32_t num_threads, const char* input_name, const void* input, bool any,
+              [[maybe_unused]] void* stream) {
     DeviceInfo info;
     if (const fa_status status = find_device(fa_device(device), input, &info, input_name); status != FA_OK) return status;
     if (!any) return FA_OK;
-    if (device == FA_CPU) return on_host([&] { on_cpu(params); });
+    if (device == FA_CPU) {
+        const cpu::GivenThreads threads(threads_are_given(num_threads));
+        return on_host([&] { on_cpu(params); });
+    }
 #if FA_WITH_CUDA
     params.programmatic = params.programmatic && info.compute >= 90;
     const CurrentDevice scope(info.index);
@@ -56,27 +61,31 @@ fa_status run(Params& params, int32_t device, const char* input_name, const void
 extern "C" {
 
 fa_status fa_rms_norm(const fa_rms_norm_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::RmsNormParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, args->device, "x", p.x.data, p.rows > 0, stream);
+    return fa::run(p, args->device, args->num_threads, "x", p.x.data, p.rows > 0, stream);
 }
 
 fa_status fa_rope(const fa_rope_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::RopeParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, args->device, "x", p.x.data, p.batch > 0 && p.seqlen > 0, stream);
+    return fa::run(p, args->device, args->num_threads, "x", p.x.data, p.batch > 0 && p.seqlen > 0, stream);
 }
 
 fa_status fa_swiglu(const fa_swiglu_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::SwigluParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, args->device, "gate_up", p.gate_up.data, p.rows > 0, stream);
+    return fa::run(p, args->device, args->num_threads, "gate_up", p.gate_up.data, p.rows > 0, stream);
 }
 
 fa_status fa_sample(const fa_sample_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::SampleParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, args->device, "logits", p.logits.data, p.batch > 0, stream);
+    return fa::run(p, args->device, args->num_threads, "logits", p.logits.data, p.batch > 0, stream);
 }
 
 }  // extern "C"

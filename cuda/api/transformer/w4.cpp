@@ -5,6 +5,7 @@
 #include "api/common/serve.h"
 #include "api/transformer/registry.h"
 #include "api/transformer/validate.h"
+#include "cpu/common/parallel.h"
 #include "cpu/transformer/kernels.h"
 #include "flash_attn_transformer.h"
 
@@ -27,10 +28,14 @@ fa_status on_gpu(const W4PackParams& p, cudaStream_t stream) { return launched("
 
 // `data`, the argument called `name`, decides which GPU runs the call.
 template <typename Params>
-fa_status run(const Params& params, int32_t device, const char* name, const void* data, [[maybe_unused]] void* stream) {
+fa_status run(const Params& params, int32_t device, int32_t num_threads, const char* name, const void* data,
+              [[maybe_unused]] void* stream) {
     DeviceInfo info;
     if (const fa_status status = find_device(fa_device(device), data, &info, name); status != FA_OK) return status;
-    if (device == FA_CPU) return on_host([&] { on_cpu(params); });
+    if (device == FA_CPU) {
+        const cpu::GivenThreads threads(threads_are_given(num_threads));
+        return on_host([&] { on_cpu(params); });
+    }
 #if FA_WITH_CUDA
     const CurrentDevice scope(info.index);
     if (scope.status() != FA_OK) return scope.status();
@@ -69,6 +74,7 @@ struct Call {
             return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
                         args.workspace_bytes, args.workspace, kernel->name, bytes);
         if (bytes) give(params, align_up(args.workspace, kAlign), int64_t(bytes - kAlign));
+        const cpu::GivenThreads threads(device.index < 0 && threads_are_given(num_threads(args)));
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();
         return kernel->launch(params, device, stream);
@@ -76,6 +82,8 @@ struct Call {
 
 private:
     static constexpr size_t kAlign = 128;
+    static int32_t num_threads(const fa_w4_linear_args& a) { return a.num_threads; }
+    static int32_t num_threads(const fa_w4_linear_chain_args& a) { return a.products->num_threads; }
     static void give(W4LinearParams& p, void* workspace, int64_t bytes) { p.workspace = workspace, p.workspace_bytes = bytes; }
     static void give(W4ChainParams& chain, void* workspace, int64_t bytes) {
         for (W4LinearParams& p : chain.products) give(p, workspace, bytes);
@@ -119,15 +127,17 @@ struct ChainCall : Call<fa_w4_linear_chain_args, W4ChainParams> {
 extern "C" {
 
 fa_status fa_w4_quantize(const fa_w4_quantize_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::W4QuantizeParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, args->device, "w", p.w.data, stream);
+    return fa::run(p, args->device, args->num_threads, "w", p.w.data, stream);
 }
 
 fa_status fa_w4_dequantize(const fa_w4_dequantize_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::W4DequantizeParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, args->device, "codes", p.weight.codes, stream);
+    return fa::run(p, args->device, args->num_threads, "codes", p.weight.codes, stream);
 }
 
 fa_status fa_w4_packed_bytes(int32_t format, int32_t out_features, int32_t in_features, int32_t pair, int64_t* bytes) {
@@ -135,12 +145,14 @@ fa_status fa_w4_packed_bytes(int32_t format, int32_t out_features, int32_t in_fe
 }
 
 fa_status fa_w4_pack(const fa_w4_pack_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::W4PackParams p;
     if (const fa_status status = fa::validate(args, &p); status != FA_OK) return status;
-    return fa::run(p, args->device, "codes", p.weight.codes, stream);
+    return fa::run(p, args->device, args->num_threads, "codes", p.weight.codes, stream);
 }
 
 fa_status fa_w4_linear(const fa_w4_linear_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::LinearCall call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     return call.params.rows == 0 ? FA_OK : call.launch(stream);
@@ -149,6 +161,7 @@ fa_status fa_w4_linear(const fa_w4_linear_args* args, void* stream) {
 fa_status fa_w4_linear_query(const fa_w4_linear_args* args, fa_attention_plan* plan) { return fa::query<fa::LinearCall>(args, plan); }
 
 fa_status fa_w4_linear_chain(const fa_w4_linear_chain_args* args, void* stream) {
+    const fa::cpu::FloatMode mode;
     fa::ChainCall call;
     if (const fa_status status = call.prepare(args, fa::Pointers::kRequired, nullptr); status != FA_OK) return status;
     return call.empty() ? FA_OK : call.launch(stream);

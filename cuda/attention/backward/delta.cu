@@ -1,5 +1,6 @@
 // delta.cu: delta_i = dout_i . out_i - dlse_i in float32, which the backward subtracts from dP. Laid out like lse. One warp a row; bound by
-// one read of out and dout.
+// one read of out and dout. Beside it, where wanted, what P subtracts: lse and 0, or the RowBase of a large row (large_rows.cuh).
+#include "attention/common/large_rows.cuh"
 #include "attention/common/online_softmax.cuh"
 #include "attention/kernels.h"
 #include "common/element.cuh"
@@ -13,13 +14,33 @@ constexpr int kWarp = 32, kThreads = 256;
 struct DeltaParams {
     BackwardParams backward;
     float* delta;
+    float2* bases;  // nullptr = not wanted
 };
 
 // A varlen call is one batch entry of total_q rows. Nobody reads the delta of a row that belongs to no sequence, or that has lse = -inf.
 int64_t rows_of(const AttentionParams& p) { return p.cu_seqlens_q ? p.total_q : int64_t(p.batch) * p.seqlen_q; }
 
+// Row i of a batch entry; varlen: of all rows.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ DeltaParams params) {
+__device__ __noinline__ RowBase base_of_large_row(const AttentionParams& p, int batch, int head, int i, RowBase ordinary) {
+    if (p.cu_seqlens_q) {
+        const auto first_row = [&](int b) { return clamp_to(p.cu_seqlens_q[b], 0, p.total_q); };
+        int high = p.batch - 1;
+        while (batch < high) {
+            const int middle = (batch + high + 1) / 2;
+            if (first_row(middle) <= i) batch = middle;
+            else high = middle - 1;
+        }
+        i -= first_row(batch);
+    }
+    const Sequence s = sequence_of(p, batch);
+    if (i < 0 || i >= s.seqlen_q) return ordinary;  // of no sequence
+    const ScoreForm form = p.general_scores() ? ScoreForm::kOptions : ScoreForm::kFused;
+    return large_row<T>(p, s, batch, head, i, form, LseCovers::kPerhapsMore);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2048 / kThreads) delta_kernel(const __grid_constant__ DeltaParams params) {
     const BackwardParams& b = params.backward;
     const AttentionParams& p = b.forward;
     const int lane = threadIdx.x % kWarp, rows = p.cu_seqlens_q ? p.total_q : p.seqlen_q;
@@ -32,8 +53,13 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
     float sum = 0;
     for (int d = lane; d < p.headdim_v; d += kWarp) sum = fmaf(to_float(dout[d]), to_float(out[d]), sum);
     sum = reduce_sum<kWarp>(sum);
-    if (lane > 0) return;
     const int64_t place = (batch * p.nheads + head) * rows + i;
+    if (params.bases) {
+        RowBase base{p.lse[place], 0.0f};
+        if (is_large(base.max)) base = base_of_large_row<T>(p, int(batch), int(head), int(i), base);
+        if (lane == 0) params.bases[place] = make_float2(base.max, base.rest);
+    }
+    if (lane > 0) return;
     params.delta[place] = b.dlse ? sum - b.dlse[place] : sum;
 }
 
@@ -46,11 +72,11 @@ int64_t backward_delta_blocks(const AttentionParams& p) {
     return (backward_delta_count(p) + kRows - 1) / kRows;
 }
 
-cudaError_t backward_delta(const BackwardParams& b, float* delta, cudaStream_t stream) {
+cudaError_t backward_delta(const BackwardParams& b, float* delta, float2* bases, cudaStream_t stream) {
     const int64_t blocks = backward_delta_blocks(b.forward);
     if (blocks == 0) return cudaSuccess;
     return with_dtype(b.forward.dtype, [&](auto zero) {
-        return launch_kernel(delta_kernel<decltype(zero)>, unsigned(blocks), kThreads, 0, stream, DeltaParams{b, delta});
+        return launch_kernel(delta_kernel<decltype(zero)>, unsigned(blocks), kThreads, 0, stream, DeltaParams{b, delta, bases});
     });
 }
 

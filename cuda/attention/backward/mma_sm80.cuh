@@ -4,7 +4,8 @@
 //     S = Q K^T      P = exp(S - lse)      dP = dO V^T      dS = P (dP - delta)      dV += P^T dO      dK += dS^T Q      dQ += dS K
 //
 // Three kernels run one after another:
-//     before   delta = rowsum(dO * O) - dlse; lse with +inf for rows that see nothing, whose P is then 0; zeros for the sums of dQ
+//     before   delta = rowsum(dO * O) - dlse; lse with +inf for rows that see nothing, whose P is then 0, and what rows with a large lse
+//              need instead (large_rows.cuh); zeros for the sums of dQ
 //     main     a block owns the keys of one tile and walks the queries of every head that reads them. dK and dV stay in registers. dQ is
 //              added to float32 sums in the workspace, a tile in fragment order, so that a warp adds to neighbouring addresses
 //     after    dQ = scale x the sums, rounded
@@ -54,6 +55,8 @@ struct MainSmem {
     int first_tile, last_tile;  // of these rows
     const T *q_rows, *dout_rows;
     float *sums, *stats;  // of head 0 in the workspace
+    const float2* large;  // likewise
+    bool some_large;      // of the call; then every step runs the code of the edges
 
     // What decides which pairs are seen, without the places of rows. volatile: read anew where it is used, not kept in registers.
     __device__ __forceinline__ Sequence lengths() const volatile {
@@ -134,6 +137,8 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
         smem.dout_rows = static_cast<const T*>(backward.dout.data) + gradients_of(backward, b).dout;
         const int64_t place = workspace_tile(params, kBlockM, b, 0, 0);
         smem.sums = params.workspace.dq + place * (kBlockM * kD), smem.stats = params.workspace.rows + place * (2 * kBlockM);
+        smem.large = reinterpret_cast<const float2*>(params.workspace.large) + place * kBlockM;
+        smem.some_large = *params.workspace.some_large == kSomeLarge;
     }
     __syncthreads();
     // A step is a tile of queries of one of the heads that read this block's keys.
@@ -280,6 +285,10 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
                 cp_async_wait_group<1>();
                 __syncthreads();  // V and the first dO are here
             }
+            const auto large_of = [&](int m) {  // the RowBase of the thread's first row in m16 tile m
+                return smem.large + (int64_t(step.head) * params.workspace.tiles + step.tile) * kBlockM + row_of_s(opaque(warp)) + 16 * m +
+                       opaque(lane) / 4;
+            };
             if (kGeneral) {
                 if (does_s) multiply_rows<T, TileV, TileV, kStepsDv>(dP, dout_a + to_dout, v_part, Nothing{});
                 load_rows(delta, 1);
@@ -291,11 +300,18 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
                     const int row = row0 + s_row + 16 * m + mma_row(here, 0),
                               key = work.key0 + s_key + 8 * kTiles * part + mma_column(here, 0);
                     const FragmentPlace at{work.b, step.head, row, key, now.seqlen_q, now.seqlen_k, now.shift};
-                    general_gradients<T>(p, at, here % 4, lse[m], delta[m], flat(S[m]), flat(dP[m]));
+                    general_gradients<T>(p, at, here % 4, lse[m], large_of(m), delta[m], flat(S[m]), flat(dP[m]));
                 }
                 if (kEdge && cut) hide_pairs(S, part), hide_pairs(dP, part);
                 store(S, 0), store(dP, kToDs);
                 continue;
+            }
+            if (kEdge && smem.some_large) {
+#pragma unroll
+                for (int m = 0; m < kMmasS; ++m)
+                    adjust_large(lse[m], large_of(m), flat(S[m]), [&](float x, float2 base) {
+                        return large_product(x, params.scale_log2, __frcp_rn(params.scale_log2), base);
+                    });
             }
             constexpr int kPairs = 2 * kMmasS * kTiles;  // of neighbouring keys, in a thread
             const auto exponentials = [&](int step) {    // a share of them for each step of dP
@@ -390,7 +406,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
         const bool cut = row0 < smem.whole_rows.begin || row0 + kBlockM > smem.whole_rows.end;
         constexpr std::true_type kOnEdge;
         constexpr std::false_type kInside;
-        if (kOneBody || cut) compute(kOnEdge, cut);
+        if (kOneBody || cut || smem.some_large) compute(kOnEdge, cut);
         else compute(kInside, cut);
         step = next();
     }
@@ -414,7 +430,8 @@ inline int workspace_tiles(const AttentionParams& p, int block_m) {
     return p.cu_seqlens_q ? p.total_q / block_m + p.batch : (p.seqlen_q + block_m - 1) / block_m * p.batch;
 }
 inline size_t workspace_bytes(const BackwardParams& b, int block_m, int d) {
-    return size_t(workspace_tiles(b.forward, block_m)) * b.forward.nheads * block_m * (b.deterministic ? 2 : d + 2) * sizeof(float) + 128;
+    return size_t(workspace_tiles(b.forward, block_m)) * b.forward.nheads * block_m * (b.deterministic ? 4 : d + 4) * sizeof(float) +
+           sizeof(int) + 128;
 }
 
 template <typename T, int kD, int kDv>
@@ -440,6 +457,9 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
         const int64_t rows = int64_t(params.workspace.tiles) * p.nheads * kTile.block_m, heads = int64_t(p.nheads_k) * p.batch;
         params.workspace.dq = static_cast<float*>(align_up(p.workspace, 128));
         params.workspace.rows = params.workspace.dq + (backward.deterministic ? 0 : rows * kD);
+        params.workspace.large = params.workspace.rows + 2 * rows;
+        params.workspace.some_large = reinterpret_cast<int*>(params.workspace.large + 2 * rows);
+        params.natural = kScores == Scores::kGeneral;
         const int64_t row_bytes = (kD + kDv) * int64_t(sizeof(T)) + kD * int64_t(sizeof(float));
         const int64_t section = heads_per_section(p.seqlen_q, p.group * row_bytes, 1);
         params.section = int(section < heads ? section : heads);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/common/general_scores.cuh"
+#include "attention/common/large_rows.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/shared_tile.cuh"
 #include "attention/common/tiles_mma_sm80.h"
@@ -19,11 +20,14 @@ constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 enum class Scores { kPlain, kGeneral };
 
 // The workspace divides the rows of Q into tiles of block_m; each sequence begins a tile. For every head and tile it holds the float32 sums
-// of dQ (block_m x d), and block_m values of lse and of delta. lse is an exponent of 2, so that one multiply-add makes the exponent of P.
+// of dQ (block_m x d), and block_m values of lse and of delta. lse is an exponent of 2, so that one multiply-add makes the exponent of P,
+// or kLargeRow; `large` has the RowBase of such rows, two floats for every row.
 struct BackwardWorkspace {
-    float *dq, *rows;
-    int tiles;  // of one head
+    float *dq, *rows, *large;
+    int* some_large;  // kSomeLarge while some row of the call may be large; set before the main kernel, cleared after it
+    int tiles;        // of one head
 };
+constexpr int kSomeLarge = 0x6C617267;
 
 struct MmaBackwardParams {
     BackwardParams backward;
@@ -32,6 +36,7 @@ struct MmaBackwardParams {
     int section;            // KV heads per section, see tiles_mma_sm80.h
     int block_m, tiles_dq;  // dq_kernel: rows of a workspace tile; its own tiles of one head
     float scale_log2;       // scale * log2(e)
+    bool natural;           // scores have options: Scores::kGeneral
     bool aligned_q, aligned_k, aligned_v, aligned_out, aligned_dout, aligned_dq, aligned_dk, aligned_dv;
 };
 
@@ -90,10 +95,26 @@ __device__ __forceinline__ void hide(float (&X)[kMmas][kTilesN][4], const Attent
         }
 }
 
+// The large rows among those of an m16 tile, which have the statistics `lse`: adjust(score, RowBase). large[0] belongs to the thread's
+// first row.
+template <int kCount, typename Adjust>
+__device__ __forceinline__ void adjust_large(const float (&lse)[2], const float2* large, float (&S)[kCount], const Adjust& adjust) {
+    if (!__any_sync(kFullWarp, is_large_row(lse[0]) || is_large_row(lse[1]))) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (!is_large_row(lse[r])) continue;
+        const float2 base = large[8 * r];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            if (i / 2 % 2 == r) S[i] = adjust(S[i], base);
+    }
+    __syncwarp();
+}
+
 // One m16 tile of general scores: S becomes P after dropout, dP becomes dS; both are zero where mask or bias hides the pair.
 template <typename T, int kCount>
 __device__ __forceinline__ void general_gradients(const AttentionParams& p, const FragmentPlace& at, int quad, const float (&lse)[2],
-                                                  const float (&delta)[2], float (&S)[kCount], float (&dP)[kCount]) {
+                                                  const float2* large, const float (&delta)[2], float (&S)[kCount], float (&dP)[kCount]) {
     float slope[kCount];  // of softcap: 1 - tanh^2
 #pragma unroll
     for (int i = 0; i < kCount; ++i) slope[i] = 1;
@@ -106,6 +127,7 @@ __device__ __forceinline__ void general_gradients(const AttentionParams& p, cons
         }
     }
     transform_fragment<T>(p, at, S);
+    adjust_large(lse, large, S, large_score);
     float keep[(kCount + 15) / 16 * 16];  // four column groups at a time
     if (p.dropout_threshold) {
 #pragma unroll

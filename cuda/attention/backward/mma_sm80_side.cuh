@@ -11,8 +11,27 @@ namespace {
 
 constexpr int kSideThreads = 256;
 
+// The whole block: the large rows of its tile (large_rows.cuh).
+template <typename T, int kBlockM>
+__device__ __noinline__ void prepare_large_rows(const MmaBackwardParams& params) {
+    const AttentionParams& p = params.backward.forward;
+    const int tile = blockIdx.x % params.tiles_q, head = blockIdx.x / params.tiles_q % p.nheads, b = blockIdx.x / params.tiles_q / p.nheads;
+    const int row0 = tile * kBlockM;
+    const Sequence s = sequence_of(p, b);
+    const int64_t place = workspace_tile(params, kBlockM, b, head, tile);
+    float* const rows = params.workspace.rows + place * 2 * kBlockM;
+    float2* const bases = reinterpret_cast<float2*>(params.workspace.large) + place * kBlockM;
+    if (threadIdx.x == 0) *params.workspace.some_large = kSomeLarge;
+    for (int first = threadIdx.x / 32 * 16; first < kBlockM && row0 + first < s.seqlen_q; first += kSideThreads / 2)
+        find_large_rows<T>(p, s, b, head, row0 + first, params.natural, LseCovers::kPerhapsMore, [=](int i, const RowBase& base) {
+            rows[i - row0] = kLargeRow;
+            bases[i - row0] = make_float2(base.max, base.rest);
+        });
+}
+
+constexpr int kBeforeBlocks = 5;  // on a multiprocessor, whatever registers the rare rows would like
 template <typename T, int kBlockM, int kD, int kDv>
-__global__ void __launch_bounds__(kSideThreads) before_kernel(const __grid_constant__ MmaBackwardParams params) {
+__global__ void __launch_bounds__(kSideThreads, kBeforeBlocks) before_kernel(const __grid_constant__ MmaBackwardParams params) {
     constexpr int kLanes = kDv <= 64 ? 8 : kDv <= 128 ? 16 : 32, kRowsAtOnce = kSideThreads / kLanes;  // eight columns for each lane
     const AttentionParams& p = params.backward.forward;
     const int tile = blockIdx.x % params.tiles_q, head = blockIdx.x / params.tiles_q % p.nheads, b = blockIdx.x / params.tiles_q / p.nheads;
@@ -32,6 +51,7 @@ __global__ void __launch_bounds__(kSideThreads) before_kernel(const __grid_const
     float* rows = params.workspace.rows + place * 2 * kBlockM;
     const int column = threadIdx.x % kLanes * 8;
     const bool aligned = params.aligned_out && params.aligned_dout;
+    bool large = false;
 #pragma unroll 1  // the branches of a pass keep its loads from those of the next
     for (int pass = 0; pass < (kBlockM + kRowsAtOnce - 1) / kRowsAtOnce; ++pass) {
         const int r = pass * kRowsAtOnce + threadIdx.x / kLanes, i = row0 + r;
@@ -54,10 +74,12 @@ __global__ void __launch_bounds__(kSideThreads) before_kernel(const __grid_const
             const float own = i < s.seqlen_q ? lse[i] : -INFINITY;
             const bool empty = own == -INFINITY;  // P = 0, and so must P (dP - delta) be, whatever dlse holds
             if (!empty && dlse) sum -= dlse[i];
-            rows[r] = empty ? INFINITY : own * kLog2e;
+            rows[r] = row_statistic(own);
+            large = large || is_large(own);
             rows[kBlockM + r] = empty ? 0.0f : sum;
         }
     }
+    if (__syncthreads_or(large)) prepare_large_rows<T, kBlockM>(params);  // rare
 }
 
 // ---- after: dQ = scale x the sums of a tile, read as the warps of the main kernel wrote them ----
@@ -70,6 +92,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32) afte
     const BackwardParams& backward = params.backward;
     const AttentionParams& p = backward.forward;
     const int tile = blockIdx.x % params.tiles_q, head = blockIdx.x / params.tiles_q % p.nheads, b = blockIdx.x / params.tiles_q / p.nheads;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.workspace.some_large = 0;
     const Sequence s = sequence_of(p, b);
     if (tile * kBlockM >= s.seqlen_q) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -113,6 +136,7 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
     const int tile =
         params.tiles_dq - 1 - blockIdx.x % params.tiles_dq;  // under a causal mask the last rows see most keys: they start first
     const int head = blockIdx.x / params.tiles_dq % p.nheads, b = blockIdx.x / params.tiles_dq / p.nheads, row0 = tile * kDqRows;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.workspace.some_large = 0;
     const Sequence s = sequence_of(p, b);
     if (row0 >= s.seqlen_q) return;
     const GradientSequence g = gradients_of(backward, b);
@@ -146,11 +170,16 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = min(warp_row + mma_row(lane, 2 * half), s.seqlen_q - 1);
-            const float* from =
-                params.workspace.rows + workspace_tile(params, params.block_m, b, head, row / params.block_m) * 2 * params.block_m;
+            const int64_t place = workspace_tile(params, params.block_m, b, head, row / params.block_m);
+            const float* from = params.workspace.rows + place * 2 * params.block_m;
             lse[0][half] = from[row % params.block_m], delta[0][half] = from[params.block_m + row % params.block_m];
         }
     }
+    const auto large_of = [&] {  // the RowBase of the thread's first row. Of a warp without rows: of some other row
+        const int row = min(warp_row, (s.seqlen_q - 1) / 16 * 16), own_tile = row / params.block_m;
+        return reinterpret_cast<const float2*>(params.workspace.large) +
+               workspace_tile(params, params.block_m, b, head, own_tile) * params.block_m + row % params.block_m + opaque(lane) / 4;
+    };
     float dQ[1][kD / 8][4];
     clear(dQ);
 #pragma unroll 1
@@ -169,8 +198,10 @@ __global__ void __launch_bounds__(kDqThreads, kD <= 128 ? 2 : 1) dq_kernel(const
         if (kGeneral) {
             const int here = opaque(lane);
             const FragmentPlace at{b, head, warp_row + mma_row(here, 0), key0 + mma_column(here, 0), s.seqlen_q, s.seqlen_k, s.shift};
-            general_gradients<T>(p, at, here % 4, lse[0], delta[0], flat(S[0]), flat(dP[0]));
+            general_gradients<T>(p, at, here % 4, lse[0], large_of(), delta[0], flat(S[0]), flat(dP[0]));
         } else {
+            adjust_large(lse[0], large_of(), flat(S[0]),
+                         [&](float x, float2 base) { return large_product(x, params.scale_log2, __frcp_rn(params.scale_log2), base); });
 #pragma unroll
             for (int i = 0; i < 4 * kTilesN; ++i) {
                 const int half = i / 2 % 2;

@@ -47,7 +47,7 @@ struct Plan {
     int64_t heads_k, heads, parts;       // of a round: key heads, query heads; how many rounds share the heads of a group
     int chunks_q, chunks_k, rows, keys;  // chunks of a sequence, and the size of one, whole tiles
     int64_t sums_q, sums_kv;             // floats of the sums that wait: 0 where none do
-    int64_t delta;                       // floats
+    int64_t rows_of_call;                // padded: floats of delta, and of each statistic beside it
     bool flags;                          // which keys have a dS, see scores_kernel
 };
 Plan plan_of(const AttentionParams& p) {
@@ -68,7 +68,7 @@ Plan plan_of(const AttentionParams& p) {
     const int64_t d = padded(p.headdim), dv = padded(p.headdim_v);
     if (plan.chunks_k > 1) plan.sums_q = plan.heads * plan.chunks_q * plan.rows * d;
     if (plan.parts > 1 || plan.chunks_q > 1) plan.sums_kv = plan.heads_k * plan.chunks_k * plan.keys * (d + dv);
-    plan.delta = up(backward_delta_count(p), 32);
+    plan.rows_of_call = up(backward_delta_count(p), 32);
     plan.flags = p.mask.data || p.bias.data;
     return plan;
 }
@@ -78,6 +78,7 @@ struct WideParams {
     void *p, *ds;   // [head][row][key] of the round
     uint8_t* used;  // [head][tile of rows][key]: some row of the tile has a dS of this key; nullptr = no mask and no bias
     float *delta, *sums_q, *sums_kv;
+    CallStatistics statistics;
     float scale_log2;        // scale x log2(e)
     int rows, keys;          // of a chunk
     int all_rows, all_keys;  // of all chunks
@@ -170,19 +171,22 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const __grid_consta
     for (int r = 0; r < 2 * kMmas; ++r) {
         const int row = row0 + warp_row + 16 * (r / 2) + mma_row(lane, r % 2 * 2);
         const int64_t at = lse_offset(p, s, head) + row;
-        const float own_lse = row < s.seqlen_q ? p.lse[at] : -INFINITY;
-        const bool empty = own_lse == -INFINITY;  // P = 0, and so must P (dP - delta) be, whatever dlse holds
-        lse[r / 2][r % 2] = empty ? INFINITY : own_lse * kLog2e;
+        const float own_lse = row < s.seqlen_q ? params.statistics.lse[at] : INFINITY;
+        const bool empty = own_lse == INFINITY;  // P = 0, and so must P (dP - delta) be, whatever dlse holds
+        lse[r / 2][r % 2] = own_lse;
         delta[r / 2][r % 2] = empty ? 0.0f : params.delta[at];
     }
 #pragma unroll
     for (int m = 0; m < kMmas; ++m) {
+        const float2* const large = params.statistics.large + lse_offset(p, s, head) + row0 + warp_row + 16 * m + mma_row(lane, 0);
         if constexpr (kGeneral) {
             const FragmentPlace at{
                 b,          head,   row0 + warp_row + 16 * m + mma_row(lane, 0), key0 + warp_key + mma_column(lane, 0), s.seqlen_q,
                 s.seqlen_k, s.shift};
-            general_gradients<T>(p, at, lane % 4, lse[m], delta[m], flat(S[m]), flat(dP[m]));
+            general_gradients<T>(p, at, lane % 4, lse[m], large, delta[m], flat(S[m]), flat(dP[m]));
         } else {
+            adjust_large(lse[m], large, flat(S[m]),
+                         [&](float x, float2 base) { return large_product(x, params.scale_log2, __frcp_rn(params.scale_log2), base); });
 #pragma unroll
             for (int i = 0; i < 4 * kTiles; ++i) {
                 const int half = i / 2 % 2;
@@ -377,7 +381,7 @@ struct Places {
 };
 Places places_of(const Plan& plan) {
     const int64_t pairs = plan.heads * plan.rows * plan.keys;
-    return {2 * pairs, plan.flags ? up(pairs / kTile, 128) : 0, plan.delta + plan.sums_q + plan.sums_kv};
+    return {2 * pairs, plan.flags ? up(pairs / kTile, 128) : 0, 4 * plan.rows_of_call + plan.sums_q + plan.sums_kv};
 }
 
 // Columns of a block of gradients: those that pad the least.
@@ -414,7 +418,9 @@ cudaError_t launch(const BackwardParams& backward, cudaStream_t stream) {
     auto* const base = static_cast<unsigned char*>(align_up(p.workspace, 128));
     params.p = base, params.ds = base + places.scores, params.used = plan.flags ? base + 2 * places.scores : nullptr;
     params.delta = reinterpret_cast<float*>(base + 2 * places.scores + places.flags);
-    params.sums_q = params.delta + plan.delta, params.sums_kv = params.sums_q + plan.sums_q;
+    params.statistics.lse = params.delta + plan.rows_of_call;
+    params.statistics.large = reinterpret_cast<float2*>(params.statistics.lse + plan.rows_of_call);
+    params.sums_q = params.delta + 4 * plan.rows_of_call, params.sums_kv = params.sums_q + plan.sums_q;
     params.rows = plan.rows, params.keys = plan.keys;
     params.all_rows = plan.chunks_q * plan.rows, params.all_keys = plan.chunks_k * plan.keys;
     params.aligned_q = aligned_rows<T>(p, p.q, p.nheads, p.headdim), params.aligned_k = aligned_rows<T>(p, p.k, p.nheads_k, p.headdim);
@@ -426,7 +432,8 @@ cudaError_t launch(const BackwardParams& backward, cudaStream_t stream) {
     const bool plain = !p.general_scores() && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
     const int columns = block_columns(p);
 
-    cudaError_t error = backward_delta(backward, params.delta, stream);
+    cudaError_t error = backward_delta(backward, params.delta, nullptr, stream);
+    if (error == cudaSuccess) error = launch_row_statistics<T>(p, params.statistics, !plain, LseCovers::kPerhapsMore, stream);
     const int64_t all_heads_k = int64_t(p.nheads_k) * p.batch;
     for (int64_t set = 0; set < all_heads_k; set += plan.heads_k)
         for (int64_t part = 0; part < plan.parts; ++part) {

@@ -21,12 +21,12 @@ struct PairWeight {
 // The weight of a pair that causal and window leave visible, with every option of a score. Out of line: as a call, the rare path takes no
 // registers from the common one. Of the Sequence only `shift` is read.
 inline __device__ __noinline__ PairWeight general_weight(const AttentionParams& p, int shift, int b, int head, int i, int j, float dot,
-                                                         float lse) {
+                                                         float max, float rest) {
     Sequence s{};
     s.shift = shift;
     const float score = transform_score(p, s, b, head, i, j, dot);
     if (score == -INFINITY) return {kHidden, 0, 0};
-    const float P = exp_nonpositive(score - lse);
+    const float P = exp_nonpositive((score - max) - rest);
     PairWeight pair = {P, P, 1};
     if (p.softcap != 0) {
         const float t = tanhf(dot * p.scale / p.softcap);

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 2) bias_kernel(const __grid_constant
                     }
                 };
                 __syncthreads();
-                load_queries(smem.query, kTile, p, static_cast<const float*>(p.workspace), s, head, i0);
+                load_queries(smem.query, kTile, p, rows_of_call(p), s, head, i0);
                 float S[4][4] = {}, dP[4][4] = {};
                 product(S, q, k);
                 product(dP, dout, v);
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 2) bias_kernel(const __grid_constant
                     for (int c = 0; c < 4; ++c) {
                         const int i = i0 + 4 * ty + r, j = key0 + 4 * tx + c;
                         if (j < query.begin || j >= query.end) continue;
-                        const PairWeight pair = general_weight(p, s.shift, batch, head, i, j, S[r][c], query.lse);
+                        const PairWeight pair = general_weight(p, s.shift, batch, head, i, j, S[r][c], query.max, query.rest);
                         sum[r][c] += score_gradient(p, pair.weight, pair.P, dP[r][c], query.delta);
                     }
                 }
@@ -110,13 +110,15 @@ __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__
     const AttentionParams& p = b.forward;
     const int head = blockIdx.x;
     const float sink = p.sinks[head];
+    const RowsOfCall rows = rows_of_call(p);
     double sum = 0;
     for (int batch = 0; batch < p.batch && sink != -INFINITY; ++batch) {
         const Sequence s = sequence_of(p, batch);
         const int64_t row0 = lse_offset(p, s, head);
         for (int i = threadIdx.x; i < s.seqlen_q; i += kThreads) {
-            const float lse = p.lse[row0 + i];
-            if (lse != -INFINITY) sum -= double(exp_nonpositive(sink - lse)) * static_cast<const float*>(p.workspace)[row0 + i];
+            if (p.lse[row0 + i] == -INFINITY) continue;
+            const float2 base = rows.bases[row0 + i];
+            sum -= double(exp_nonpositive((sink - base.x) - base.y)) * rows.delta[row0 + i];
         }
     }
     part[threadIdx.x] = sum;
@@ -131,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__
 
 size_t backward_scores_workspace(const BackwardParams& b) {
     if (!b.dbias.data && !b.dsinks) return 0;
-    return size_t(backward_delta_count(b.forward)) * sizeof(float) + alignof(float);
+    return rows_of_call_bytes(b.forward);
 }
 
 int64_t backward_scores_blocks(const BackwardParams& b) {
@@ -143,8 +145,9 @@ int64_t backward_scores_blocks(const BackwardParams& b) {
 cudaError_t backward_scores(const BackwardParams& params, void* workspace, cudaStream_t stream) {
     BackwardParams b = params;
     if (!b.dbias.data && !b.dsinks) return cudaSuccess;
-    b.forward.workspace = align_up(workspace, alignof(float));
-    cudaError_t error = backward_delta(b, static_cast<float*>(b.forward.workspace), stream);
+    b.forward.workspace = align_up(workspace, alignof(float2));
+    const RowsOfCall rows = rows_of_call(b.forward);
+    cudaError_t error = backward_delta(b, rows.delta, rows.bases, stream);
     if (error == cudaSuccess && b.dsinks) error = launch_kernel(sinks_kernel, unsigned(b.forward.nheads), kThreads, 0, stream, b);
     const int64_t blocks = backward_scores_blocks(b);
     if (error != cudaSuccess || !b.dbias.data || blocks == 0) return error;

@@ -3,10 +3,11 @@
 //     P_ij = exp(S_ij - lse_i)     dP_ij = dout_i . v_j     delta_i = dout_i . out_i - dlse_i     dS_ij = P_ij (dP_ij - delta_i) slope_ij
 //     dv_j = sum_i P_ij dout_i     dk_j = scale sum_i dS_ij q_i     dq_i = scale sum_j dS_ij k_j
 //
-// slope is 1 without softcap. S is computed again from q and k, so nothing of size seqlen_q x seqlen_k is ever stored. Two kernels are
-// mirror images of each other, from one template. Blocks that own 64 keys walk the queries of every head that reads them and hold dK and dV
-// in registers. Blocks that own 64 queries walk the keys and hold dQ. Each sum has one owner and one order: no atomics, and the same bits
-// every time. The price is that S and dP are computed twice: 7 products instead of 5.
+// slope is 1 without softcap. Where lse is large, P = exp((S - max) - rest), which large_rows.cuh explains. S is computed again from q and
+// k, so nothing of size seqlen_q x seqlen_k is ever stored. Two kernels are mirror images of each other, from one template. Blocks that own
+// 64 keys walk the queries of every head that reads them and hold dK and dV in registers. Blocks that own 64 queries walk the keys and hold
+// dQ. Each sum has one owner and one order: no atomics, and the same bits every time. The price is that S and dP are computed twice: 7
+// products instead of 5.
 //
 //     for each tile of walked rows:                                    own = keys            own = queries
 //         S  = walked_a own_a^T      64 x 64, in registers             q k^T                 k q^T
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
         load_tile(tile, rows, own0, chunk, [&](int r) { return own0 + r < own_rows; });
     };
     const auto queries = [&](int i0, int head_q) {
-        load_queries(smem.query, kOwnsKeys ? kWalk : kTile, p, static_cast<const float*>(p.workspace), s, head_q, i0);
+        load_queries(smem.query, kOwnsKeys ? kWalk : kTile, p, rows_of_call(p), s, head_q, i0);
     };
 
     float acc_a[kChunks][4][4] = {}, acc_b[kOwnsKeys ? kChunks : 1][4][4] = {};
@@ -154,7 +155,8 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
                     for (int c = 0; c < 4; ++c) {
                         const Query query = query_of(r, c);
                         const int j = pair_of(r, c).y;
-                        P[c] = j < query.begin || j >= query.end ? kHidden : exp_nonpositive(fmaf(S[r][c], p.scale, -query.lse));
+                        P[c] =
+                            j < query.begin || j >= query.end ? kHidden : exp_nonpositive(fmaf(S[r][c], p.scale, -query.max) - query.rest);
                         if (!general) S[r][c] = P[c];
                     }
                     smem.weight.at(kRows * ty + r, tx) = make_float4(P[0], P[1], P[2], P[3]);
@@ -169,7 +171,8 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
                     float &weight = smem.weight.element(kRows * ty + r, 4 * tx + c),
                           &factor = smem.grad.element(kRows * ty + r, 4 * tx + c);
                     if (hidden(weight)) continue;
-                    const PairWeight w = general_weight(p, s.shift, batch, head_q, pair.x, pair.y, factor, query_of(r, c).lse);
+                    const Query& query = query_of(r, c);
+                    const PairWeight w = general_weight(p, s.shift, batch, head_q, pair.x, pair.y, factor, query.max, query.rest);
                     weight = w.weight, factor = w.P * w.slope;
                 }
             }
@@ -264,9 +267,7 @@ cudaError_t launch(const BackwardParams& b, size_t shared_memory, cudaStream_t s
 
 }  // namespace
 
-size_t backward_simple_workspace(const BackwardParams& b) {
-    return size_t(backward_delta_count(b.forward)) * sizeof(float) + alignof(float);
-}
+size_t backward_simple_workspace(const BackwardParams& b) { return rows_of_call_bytes(b.forward); }
 
 int64_t backward_simple_blocks(const BackwardParams& b) {
     const AttentionParams& p = b.forward;
@@ -277,8 +278,9 @@ int64_t backward_simple_blocks(const BackwardParams& b) {
 
 cudaError_t backward_simple(const BackwardParams& params, size_t shared_memory, cudaStream_t stream) {
     BackwardParams b = params;
-    b.forward.workspace = align_up(params.forward.workspace, alignof(float));
-    cudaError_t error = backward_delta(b, static_cast<float*>(b.forward.workspace), stream);
+    b.forward.workspace = align_up(params.forward.workspace, alignof(float2));
+    const RowsOfCall rows = rows_of_call(b.forward);
+    cudaError_t error = backward_delta(b, rows.delta, rows.bases, stream);
     return with_dtype(b.forward.dtype, [&](auto zero) {
         using T = decltype(zero);
         if (error == cudaSuccess) error = launch<T, Own::kKeys>(b, shared_memory, stream);

@@ -95,7 +95,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that the value is uniform
     const int lane = threadIdx.x % 32;
     BackwardWork& w = smem.work;
-    const auto find = [&](int index) { w.valid = find_key_block<kBlockM, kBlockN>(p, schedule, index, w), w.it0 = 0; };
+    const auto find = [&](int index) {
+        w.valid = find_key_block<kBlockM, kBlockN>(p, schedule, index, w), w.it0 = 0;
+        if (!kGeneral && some_large(schedule.tiles)) w.mask_place = INT_MAX;  // every tile takes the way of masked ones
+    };
     if (threadIdx.x == 0) {
         const auto init = [](auto& barriers, int count) {
             for (uint64_t& barrier : barriers) mbarrier_init(shared_address(&barrier), count);
@@ -294,12 +297,16 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
                         main_warpgroup_sync(wg);
                     }
                     general_probabilities<T, kBlockM>(
-                        p, w, d, keys.lse[slot], keys.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, head,
+                        p, w, d, keys.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, at), keys.keep + 8 * wg, w.key0 + wg * 64,
+                        at.m * kBlockM, head,
                         [&](int i, const uint32_t(&factor)[4], const uint32_t(&P)[4]) { send(0, i, factor), send(1, i, P); });
                 } else {
                     if (place < w.mask_place) {
                         const int ln = opaque(lane);
                         mask_fragment(d, w, w.key0 + own / 32 * 16 + ln / 4, place / w.width * kBlockM + ln % 4 * 2);
+                        if (some_large(schedule.tiles))
+                            adjust_products(d, scale_log2, keys.lse[slot],
+                                            large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(it))), ln % 4);
                     }
                     probabilities<T>(d, fragment, scale_log2, lse, keys.lse[slot], quad);
 #pragma unroll

@@ -324,8 +324,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
             store_zeros<T, kBlockN>(b.dk, p.headdim, b, w), store_zeros<T, kBlockN>(b.dv, p.headdim_v, b, w);
         } else {
             float dk[kD / 2], dv[kD / 2];  // row g + 8 r of the warp's 16 keys: elements with i / 2 % 2 = r
-            const int last = w.last_place, wrap = w.wrap_place, mask_place = w.mask_place, ragged = ragged_place(p, w, kBlockM);
+            const int last = w.last_place, wrap = w.wrap_place, ragged = ragged_place(p, w, kBlockM);
             int place = w.start_place;
+            // Where rows may be large, every tile takes the way of masked ones.
+            const int mask_place = !kGeneral && some_large(schedule.tiles) ? INT_MAX : w.mask_place;
             zero_hidden_keys<kId>(p, w, smem.k[key_slot], wg * 64);
             zero_hidden_keys<kId>(p, w, smem.v[key_slot], wg * 64);
             const uint32_t slot0 = it0 % kStages;
@@ -354,7 +356,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                         draw_dropout(p, w, smem.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, head);
                         main_warpgroup_sync(wg);
                     }
-                    general_probabilities<T, kBlockM>(p, w, s, smem.lse[slot], smem.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, head,
+                    general_probabilities<T, kBlockM>(p, w, s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, at),
+                                                      smem.keep + 8 * wg, w.key0 + wg * 64, at.m * kBlockM, head,
                                                       [&](int i, const uint32_t(&factor)[4], const uint32_t(&P)[4]) {
 #pragma unroll
                                                           for (int x = 0; x < 4; ++x) prob[4 * i + x] = factor[x];
@@ -366,6 +369,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                     if (place < mask_place) {
                         const int ln = opaque(lane);
                         mask_fragment(s, w, w.key0 + wg * 64 + warp * 16 + ln / 4, place / w.width * kBlockM + ln % 4 * 2);
+                        if (some_large(schedule.tiles))
+                            adjust_products(s, scale_log2, smem.lse[slot],
+                                            large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(it - it0))), ln % 4);
                     }
                     probabilities<T>(s, prob, scale_log2, lse, smem.lse[slot], quad);
                 }

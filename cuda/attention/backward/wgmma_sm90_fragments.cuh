@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/backward/wgmma_sm90_work.cuh"
+#include "attention/common/large_rows.cuh"
 #include "device/mma.cuh"
 #include "device/wgmma.cuh"
 
@@ -21,6 +22,31 @@ __device__ __forceinline__ void mask_fragment(float (&S)[kCount], const Backward
 // lse or delta of queries 16 i + 2 quad + {0, 1, 8, 9}, from shared memory in quad_order.
 __device__ __forceinline__ float4 statistic(const float* statistics, int quad, int i) {
     return load_shared_16(shared_address(statistics) + quad * 16 + i * 64);
+}
+
+// The large rows among 16 queries, of which `place` is quad_order of the thread's first one: adjust(element, RowBase). Element e of the
+// eight is that of the fragment.
+template <typename Adjust>
+__device__ __forceinline__ void for_each_large(const float4& lse, const float2* large, int place, const Adjust& adjust) {
+    const float own[4] = {lse.x, lse.y, lse.z, lse.w};
+    if (!__any_sync(~0u, is_large_row(lse.x) || is_large_row(lse.y) || is_large_row(lse.z) || is_large_row(lse.w))) return;
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {  // query 8 (x / 2) + x % 2
+        if (!is_large_row(own[x])) continue;
+        const float2 base = large[place + x];
+#pragma unroll
+        for (int key = 0; key < 2; ++key) adjust(x / 2 * 4 + 2 * key + x % 2, base);
+    }
+    __syncwarp();
+}
+// S of a tile with large rows, whose bases are at `large`.
+template <int kCount>
+__device__ __forceinline__ void adjust_products(float (&S)[kCount], float scale_log2, const float* lse_of, const float2* large, int quad) {
+    const float inverse = __frcp_rn(scale_log2);
+#pragma unroll
+    for (int i = 0; i < kCount / 8; ++i)
+        for_each_large(statistic(lse_of, quad, i), large, 16 * i + 4 * quad,
+                       [&](int e, float2 base) { S[8 * i + e] = large_product(S[8 * i + e], scale_log2, inverse, base); });
 }
 
 // S becomes P = 2^(scale_log2 S - lse), packed as A operand. The first kAhead statistics of lse have been read before.

@@ -1,12 +1,14 @@
 // wgmma_sm90_rows.cu: the row-by-row kernels before and after the main kernel of the Hopper backward.
-//     before   computes delta = rowsum(dout * out) - dlse; converts lse to exponents of 2, with +inf past the end so that P = 0; writes
-//              zeros to the sums of dQ where blocks add whenever they come
+//     before   computes delta = rowsum(dout * out) - dlse; converts lse to exponents of 2, with +inf past the end so that P = 0, and finds
+//              what rows with a large lse need instead (large_rows.cuh); clears the counters; writes zeros to the sums of dQ where blocks
+//              add whenever they come
 //     after    brings dQ from accumulator order to rows and multiplies it by softmax_scale
 // Both are bound by memory: 16 bytes a lane, a block for every tile of queries.
 #include <cmath>
 #include <type_traits>
 
 #include "attention/backward/wgmma_sm90_rows.h"
+#include "attention/common/large_rows.cuh"
 #include "common/constants.h"
 #include "device/launch.h"
 #include "device/mma.cuh"
@@ -37,7 +39,7 @@ __device__ bool find_tile(const RowsParams& params, unsigned tile, TilePlace& at
     at.batch = sequence_head / p.nheads, at.head = sequence_head % p.nheads;
     if (p.cu_seqlens_q) {
         at.head = sequence_head;
-        const auto first_tile = [&](int b) { return clamp_to(p.cu_seqlens_q[b], 0, p.total_q) / t.block_m + b; };
+        const auto first_tile = [&](int b) { return first_tile_of(p, t.block_m, b); };
         int low = 0, high = p.batch - 1;
         while (low < high) {
             const int middle = (low + high + 1) / 2;
@@ -51,15 +53,49 @@ __device__ bool find_tile(const RowsParams& params, unsigned tile, TilePlace& at
     return at.row0 >= 0 && at.row0 < at.s.seqlen_q;
 }
 
+// A whole block: whether the lengths are in order.
+__device__ __noinline__ void find_order(const RowsParams& params) {
+    const AttentionParams& p = params.b.forward;
+    bool ordered = true;
+    for (int b = threadIdx.x; b + 1 < p.batch; b += kThreads)
+        ordered = ordered && ends_before_next(p, params.tiles.block_m, params.tiles.block_n, b);
+    ordered = __syncthreads_and(ordered);
+    if (threadIdx.x == 0) *params.tiles.has_order() = ordered;
+}
+
+// The whole block: the large rows of its tile (large_rows.cuh).
+template <typename T, int kBlockM>
+__device__ __noinline__ void prepare_large_rows(const RowsParams& params) {
+    TilePlace at;
+    find_tile(params, blockIdx.x, at);
+    if (threadIdx.x == 0) *params.tiles.some_large() = QueryTiles::kSomeLarge;
+    const int first = threadIdx.x / 32 * 16;
+    if (first >= kBlockM || at.row0 + first >= at.s.seqlen_q) return;
+    find_large_rows<T>(params.b.forward, at.s, at.batch, at.head, at.row0 + first, params.tiles.natural, LseCovers::kPerhapsMore,
+                       [&](int i, const RowBase& base) {
+                           const int64_t place = at.tile * kBlockM + quad_order(i - at.row0);
+                           params.tiles.lse[place] = kLargeRow;
+                           reinterpret_cast<float2*>(params.tiles.large)[place] = make_float2(base.max, base.rest);
+                       });
+}
+
+constexpr int kBeforeBlocks = 2048 / kThreads;  // fill a multiprocessor, whatever registers the rare rows would like
 template <typename T, int kColumns, int kBlockM>
-__global__ void __launch_bounds__(kThreads) before_kernel(const __grid_constant__ RowsParams params) {
+__global__ void __launch_bounds__(kThreads, kBeforeBlocks) before_kernel(const __grid_constant__ RowsParams params) {
     constexpr int kLanes = kColumns == 64 ? 8 : kColumns == 128 ? 16 : 32, kRows = kThreads / kLanes;  // of a row; at a time
     const AttentionParams& p = params.b.forward;
     TilePlace at;
-    if (blockIdx.x == 0 && threadIdx.x == 0) *params.tiles.taken() = 0;
+    if (blockIdx.x == 0) {
+        if (threadIdx.x == 0) *params.tiles.taken() = 0;
+        if (params.b.deterministic && p.cu_seqlens_q) find_order(params);
+    }
+    // Every tile has counters that begin at zero: where lengths are not in order, the main kernel visits tiles that find_tile gives to
+    // another sequence, or to none.
+    if (threadIdx.x < params.tiles.blocks) params.tiles.turn[int64_t(blockIdx.x) * params.tiles.blocks + threadIdx.x] = 0;
     if (!find_tile(params, blockIdx.x, at)) return;
     const int lane = threadIdx.x % kLanes;
     const T* out = static_cast<const T*>(p.out.data) + at.s.out + at.head * p.out.head + 8 * lane;
+    bool large = false;
     const T* dout =
         static_cast<const T*>(params.b.dout.data) + gradients_of(params.b, at.batch).dout + at.head * params.b.dout.head + 8 * lane;
 #pragma unroll
@@ -84,15 +120,17 @@ __global__ void __launch_bounds__(kThreads) before_kernel(const __grid_constant_
             const float lse = row < at.s.seqlen_q ? p.lse[own] : -INFINITY;
             const bool empty = lse == -INFINITY;  // P = 0, and so must P (dP - delta) be, whatever dlse holds
             if (!empty && params.b.dlse) sum -= params.b.dlse[own];
-            params.tiles.lse[place] = empty ? INFINITY : lse * kLog2e;
+            params.tiles.lse[place] = row_statistic(lse);
+            large = large || is_large(lse);
             params.tiles.delta[place] = empty ? 0.0f : sum;
         }
     }
-    if (threadIdx.x < params.tiles.blocks) params.tiles.turn[at.tile * params.tiles.blocks + threadIdx.x] = 0;
-    if (!params.tiles.zeroed) return;
-    float4* dq = reinterpret_cast<float4*>(params.tiles.dq) + at.tile * (kBlockM * kColumns / 4);
+    if (params.tiles.zeroed) {
+        float4* dq = reinterpret_cast<float4*>(params.tiles.dq) + at.tile * (kBlockM * kColumns / 4);
 #pragma unroll
-    for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kThreads) dq[i] = make_float4(0, 0, 0, 0);
+        for (int i = threadIdx.x; i < kBlockM * kColumns / 4; i += kThreads) dq[i] = make_float4(0, 0, 0, 0);
+    }
+    if (__syncthreads_or(large)) prepare_large_rows<T, kBlockM>(params);  // rare
 }
 
 // Writes eight columns of dQ, scaled, to 16 bytes of a row.
@@ -118,6 +156,7 @@ __global__ void __launch_bounds__(kThreads) after_kernel(const __grid_constant__
     constexpr int kPieces = kBlockM / 64 * (kColumns / 64), kBlocks = (kPieces + kPiecesOfBlock - 1) / kPiecesOfBlock;
     const AttentionParams& p = params.b.forward;
     TilePlace at;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *params.tiles.some_large() = 0;
     if (!find_tile(params, blockIdx.x / kBlocks, at)) return;
     const Range blocks = key_blocks_of(visible_band(p, at.s), at.row0, kBlockM, params.tiles.block_n);
     const bool written = params.tiles.zeroed || blocks.begin < blocks.end;  // else no key block meets the tile, and its gradient is zero

@@ -30,12 +30,12 @@ __device__ __forceinline__ void drop_pair(const uint8_t* keep, int bit, float& a
 }
 
 // From S = q k^T to P after dropout, and to the factor of dP - delta in dS: P before dropout times d score / d (scaled product). Both are
-// packed as A operands and handed to take(i, factor, P), sixteen queries at a time. `keep`: the warpgroup's bits from draw_dropout. key0:
-// its first key.
+// packed as A operands and handed to take(i, factor, P), sixteen queries at a time. `large`: the bases of the tile's large rows. `keep`:
+// the warpgroup's bits from draw_dropout. key0: its first key.
 template <typename T, int kBlockM, typename Take>
 __device__ __forceinline__ void general_probabilities(const AttentionParams& p, const BackwardWork& w, const float (&S)[kBlockM / 2],
-                                                      const float* statistics, const uint8_t (*keep)[kBlockM], int key0, int query0,
-                                                      int head, const Take& take) {
+                                                      const float* statistics, const float2* large, const uint8_t (*keep)[kBlockM],
+                                                      int key0, int query0, int head, const Take& take) {
     const int lane = opaque(int(threadIdx.x % 32)), warp = threadIdx.x % 128 / 32, quad = lane % 4, g = lane / 4;
     const int key = key0 + warp * 16 + g;
     const float inverse_cap = p.softcap != 0 ? 1.0f / p.softcap : 0.0f;
@@ -76,6 +76,7 @@ __device__ __forceinline__ void general_probabilities(const AttentionParams& p, 
                 if (inside(e) && !attend[query_of(e) * p.mask.row + key_of(e)]) value[e] = -INFINITY;
         }
         const float4 lse = statistic(statistics, quad, i);
+        for_each_large(lse, large, 16 * i + 4 * quad, [&](int e, float2 base) { value[e] = large_score(value[e], base); });
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
             const int distance = key_of(e) - query_of(e);

@@ -40,12 +40,15 @@ FA_HOST_DEVICE Range key_blocks_of(const VisibleBand& band, int row0, int block_
 
 // What the three kernels (rows before, main, rows after) hand to each other for every tile of block_m queries, in the caller's workspace.
 struct QueryTiles {
-    float* dq;     // (heads, tiles, block_m * columns): sums of dS K, each tile in the order of the accumulators that hold it
-    int* turn;     // (heads, tiles, blocks): the counters that say who may add to dq (wgmma_sm90_turns.cuh)
-    float* lse;    // (heads, tiles, block_m), in quad_order: exponents of 2; +inf for rows that see no key and rows past the end
+    float* dq;   // (heads, tiles, block_m * columns): sums of dS K, each tile in the order of the accumulators that hold it
+    int* turn;   // (heads, tiles, blocks): the counters that say who may add to dq (wgmma_sm90_turns.cuh)
+    float* lse;  // (heads, tiles, block_m), in quad_order: exponents of 2, or kLargeRow (large_rows.cuh); +inf for rows that see no key and
+                 // rows past the end
     float* delta;  // (heads, tiles, block_m), in quad_order: rowsum(dout * out) - dlse
+    float* large;  // (heads, tiles, block_m, 2), in quad_order: RowBase of the rows whose lse is kLargeRow; the others are not written
     int block_m, block_n, columns;
     int blocks;     // that share keys; each adds its own columns of dq
+    bool natural;   // scores are in natural units, as general plans have them
     bool zeroed;    // dq starts as zeros; else the first key block that reaches a tile writes it, and the others wait until it has
     int tiles;      // of a sequence; varlen: of all sequences, tile m of sequence b at cu_seqlens_q[b] / block_m + b + m
     int64_t heads;  // batch * nheads; varlen: nheads
@@ -54,12 +57,19 @@ struct QueryTiles {
     // Key blocks that the grid has taken so far. Without a fixed order the first of each thread block is not counted; two blocks that
     // share keys then count none.
     FA_HOST_DEVICE int* taken() const { return turn + count() * blocks; }
+    // Varlen, in order: 1 where every query tile and every key block belongs to one sequence, which find_key_block finds for it. So it is
+    // for lengths in order. For others, which only the device can see, blocks must not wait for each other: some are not there.
+    FA_HOST_DEVICE int* has_order() const { return taken() + 1; }
+    // kSomeLarge while some row of the call may be large. The kernel before the products sets it, and the one after clears it: another call
+    // that finds it set, or finds it by chance, only takes the longer way.
+    FA_HOST_DEVICE int* some_large() const { return taken() + 2; }
+    static constexpr int kSomeLarge = 0x6C617267;
 };
 
 inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan) {
     const AttentionParams& p = b.forward;
     QueryTiles t{};
-    t.block_m = plan.block_m, t.block_n = plan.block_n, t.columns = plan.columns(), t.blocks = plan.blocks();
+    t.block_m = plan.block_m, t.block_n = plan.block_n, t.columns = plan.columns(), t.blocks = plan.blocks(), t.natural = plan.general;
     // Measured on an H200. Two blocks that share keys: claiming tiles, instead of writing zeros first, gains 8 % at seqlen 512, nothing at
     // 2048, and loses up to 8 % at 16384. One block at head dim 128, causal: writing zeros costs 2 % at 2048; waiting for claimed tiles
     // costs 2 % at 8192 and 7 % at 16384.
@@ -69,13 +79,26 @@ inline QueryTiles query_tiles(const BackwardParams& b, const BackwardPlan& plan)
     return t;
 }
 inline size_t query_tiles_bytes(const QueryTiles& t) {
-    return (size_t(t.count()) * (t.block_m * (t.columns + 2) + t.blocks) + 1) * sizeof(float);
+    return (size_t(t.count()) * (t.block_m * (t.columns + 4) + t.blocks) + 3) * sizeof(float);
 }
 inline void place_query_tiles(QueryTiles* t, void* memory) {
     t->dq = static_cast<float*>(memory);
     t->lse = t->dq + t->count() * t->block_m * t->columns;
     t->delta = t->lse + t->count() * t->block_m;
-    t->turn = reinterpret_cast<int*>(t->delta + t->count() * t->block_m);
+    t->large = t->delta + t->count() * t->block_m;
+    t->turn = reinterpret_cast<int*>(t->large + t->count() * t->block_m * 2);
+}
+
+// The number of the first query tile of sequence b of a varlen call, in QueryTiles, and of its first key block.
+FA_HOST_DEVICE int first_tile_of(const AttentionParams& p, int block_m, int b) {
+    return clamp_to(p.cu_seqlens_q[b], 0, p.total_q) / block_m + b;
+}
+FA_HOST_DEVICE int first_block_of(const AttentionParams& p, int block_n, int b) { return first_key_row(p, b) / block_n + b; }
+// Whether the tiles and the blocks of sequence b end before those of the next one begin.
+FA_HOST_DEVICE bool ends_before_next(const AttentionParams& p, int block_m, int block_n, int b) {
+    const Sequence s = sequence_of(p, b);
+    return first_tile_of(p, block_m, b) + (s.seqlen_q + block_m - 1) / block_m <= first_tile_of(p, block_m, b + 1) &&
+           first_block_of(p, block_n, b) + (s.seqlen_k + block_n - 1) / block_n <= first_block_of(p, block_n, b + 1);
 }
 
 // Where row r of a tile lies in lse and delta. Lane q of a quad owns queries 8 c + 2 q and 8 c + 2 q + 1 for every c. In this order its

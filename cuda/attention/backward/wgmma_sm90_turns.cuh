@@ -10,7 +10,8 @@
 // lower keys have lower numbers (find_key_block), thread blocks take the numbers from a counter, and a block waits only for lower numbers.
 // So all that it waits for have been taken by thread blocks that run, and of those that are not finished the lowest waits for nobody. What
 // a block holds back while it waits, it needs only itself: it counts each tile as added before it takes the turn four tiles on. Two
-// blocks that share keys add to different columns, and each has a counter of its own at every tile.
+// blocks that share keys add to different columns, and each has a counter of its own at every tile. Lengths on the device that are not in
+// order break the numbers: some key blocks are not there, and sequences share tiles. Then no block waits (QueryTiles::has_order).
 //
 // Threads that do nothing else wait for global memory, so that the products never do:
 //     one thread      takes the turns, some tiles ahead -> turn_full/turn_empty. Where tiles are claimed, of two blocks that share keys one
@@ -46,9 +47,9 @@ __device__ __forceinline__ void init_turns(DqTurns& turns, int blocks) {
 }
 FA_HOST_DEVICE bool takes_turns(const BackwardParams& b, const QueryTiles& tiles) { return b.deterministic || !tiles.zeroed; }
 
-// Waits until the counter, last `seen` so, is `value`.
+// Waits until the counter, last `seen` so, has reached `value`.
 __device__ __forceinline__ void wait_for_counter(const int* counter, int seen, int value) {
-    for (; seen != value; seen = load_acquire(counter)) __nanosleep(20);
+    for (; seen < value; seen = load_acquire(counter)) __nanosleep(20);
     fence_proxy_async_global();
 }
 // In order: waits until all key blocks before this one have added to query tile m. True: there is none, and the block writes its part.
@@ -56,7 +57,7 @@ template <int kBlockM, int kBlockN>
 __device__ __forceinline__ bool wait_in_order(const QueryTiles& tiles, const BackwardWork& w, const int* counter, int m) {
     const Range blocks = key_blocks_of({w.left, w.right, w.seqlen_q, w.seqlen_k}, m * kBlockM, kBlockM, kBlockN);
     const int before = w.key0 / kBlockN - blocks.begin;
-    if (before > 0) wait_for_counter(counter, load_acquire(counter), before);
+    if (before > 0 && w.waits) wait_for_counter(counter, load_acquire(counter), before);
     return before == 0 && !tiles.zeroed;
 }
 // Waits until the block may add to a tile that the first to come claims.

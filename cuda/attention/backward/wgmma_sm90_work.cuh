@@ -25,6 +25,7 @@ struct alignas(16) BackwardWork {
     //     free       a round is a head; its steps are the tiles, from start_step up to end_step and then from first_step on
     //     in order   a round is a tile, from the last down to the first; its steps are the heads
     bool in_order;
+    bool waits;  // in order: for the blocks of lower keys
     int rounds, first_step, end_step, start_step;
     // The main warpgroups count places instead: m * width + width - 1 - head, where width is the steps of a tile (in order the heads of
     // the group, free 1). After last_place comes wrap_place.
@@ -79,7 +80,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         w.head_k = index - slot * p.nheads_k;
         // Sequence b owns the slots from (its first key) / N + b up to those of the next one. They are enough wherever it starts, and need
         // no prefix sum. Before the first of several parts, and between them, slots may have no keys.
-        const auto first_slot = [&](int b) { return first_key_row(p, b) / kBlockN + b; };
+        const auto first_slot = [&](int b) { return first_block_of(p, kBlockN, b); };
         int low = 0, high = p.batch - 1;
         while (low < high) {
             const int middle = (low + high + 1) / 2;
@@ -89,7 +90,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
         w.batch = low;
         w.key0 = (slot - first_slot(low)) * kBlockN;
         w.q_row = clamp_to(p.cu_seqlens_q[low], 0, p.total_q), w.k_row = first_key_row(p, low);
-        w.first_tile = w.q_row / kBlockM + low;
+        w.first_tile = first_tile_of(p, kBlockM, low);
     } else {
         int sequence_head, n;
         if (schedule.by_section) {
@@ -111,6 +112,7 @@ FA_HOST_DEVICE bool find_key_block(const AttentionParams& p, const BackwardSched
     w.first_m = tiles.begin, w.end_m = tiles.end;
     forget_registers();  // the thread has 32
     w.in_order = schedule.in_order;
+    w.waits = w.in_order && (!p.cu_seqlens_q || *schedule.tiles.has_order());
     if (w.in_order) {
         w.rounds = w.end_m - w.first_m, w.first_step = w.start_step = 0, w.end_step = w.width = p.group;
         w.start_place = w.wrap_place = w.end_m * w.width - 1, w.last_place = w.first_m * w.width;
@@ -151,6 +153,14 @@ __device__ __forceinline__ void release_work(const WorkList& list, uint32_t n) {
 // The number in QueryTiles of the sequence's first query tile of the group's first head. A tile has 16 KiB and more: 32 bits do.
 __device__ __forceinline__ uint32_t first_query_tile(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w) {
     return uint32_t((p.cu_seqlens_q ? 0 : w.batch) * p.nheads + w.head_k * p.group) * tiles.tiles + w.first_tile;
+}
+// Whether rows of the call may be large, and then the bases of those of a visited tile.
+__device__ __forceinline__ bool some_large(const QueryTiles& tiles) { return *tiles.some_large() == QueryTiles::kSomeLarge; }
+template <int kBlockM>
+__device__ __forceinline__ const float2* large_rows_of(const AttentionParams& p, const QueryTiles& tiles, const BackwardWork& w,
+                                                       const Visited& at) {
+    const int64_t tile = first_query_tile(p, tiles, w) + uint32_t(at.head * tiles.tiles + at.m);
+    return reinterpret_cast<const float2*>(tiles.large) + tile * kBlockM;
 }
 // Calls visit(it, at, tile) for the block's query tiles in the order of the walk. it: the iteration, from it0 on. tile: its number in
 // QueryTiles.

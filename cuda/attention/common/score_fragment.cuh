@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "common/constants.h"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
 
@@ -37,40 +38,52 @@ __device__ __forceinline__ void tile_maximum(const float (&S)[kCount], float (&t
     }
 }
 
+// How a score becomes an exponent of 2: P = 2^((scale S - row_max) unit). Scores as they leave the product carry log2 e in `scale`, which
+// makes one multiply-add of it. Scores in natural units carry it in `unit`: a mask written as a bias of -FLT_MAX is a finite score, which
+// times log2 e would not be.
+struct Exponent {
+    float scale, unit;
+};
+__device__ __forceinline__ Exponent exponent_of_products(float scale_log2) { return {scale_log2, 1.0f}; }
+__device__ __forceinline__ Exponent exponent_of_natural() { return {1.0f, kLog2e}; }
+
 // The lazy maximum: row_max follows tile_max only when some row of the warp has risen by more than `rise`. Then row_sum is rescaled,
-// o_scale is what O must be multiplied by, and the result is true. Otherwise no exponential of the tile exceeds 2^rise.
+// o_scale is what O must be multiplied by, and the result is true. Otherwise no exponential of the tile exceeds 2^(rise unit).
 __device__ __forceinline__ bool raise_maximum(const float (&tile_max)[2], float rise, float (&row_max)[2], float (&row_sum)[2],
-                                              float (&o_scale)[2]) {
+                                              float (&o_scale)[2], float unit = 1.0f) {
     const bool moved = __any_sync(~0u, tile_max[0] - row_max[0] > rise || tile_max[1] - row_max[1] > rise);
     if (moved) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float raised = fmaxf(row_max[r], tile_max[r]);
-            o_scale[r] = raised == -INFINITY ? 1.0f : exp2_approx(row_max[r] - raised);
+            o_scale[r] = raised == -INFINITY ? 1.0f : exp2_approx((row_max[r] - raised) * unit);
             row_max[r] = raised, row_sum[r] *= o_scale[r];
         }
     }
     return moved;
 }
 
-// S becomes P = 2^(scale_log2 S - row_max); `sum` is the thread's share of the tile's row sums. A row that has seen no key subtracts 0
-// instead of -inf.
+// S becomes P; `sum` is the thread's share of the tile's row sums. A row that has seen no key subtracts 0 instead of -inf.
 // The sums take P before it is rounded to 16 bits. Summing the rounded P would give a row that one key decides exactly that key's V even
 // under a speculative maximum, and costs 3 .. 14 %.
 template <int kCount>
-__device__ __forceinline__ void exponentials(float (&S)[kCount], float scale_log2, const float (&row_max)[2], float (&sum)[2]) {
+__device__ __forceinline__ void exponentials(float (&S)[kCount], const Exponent& exponent, const float (&row_max)[2], float (&sum)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float base = row_max[r] == -INFINITY ? 0.0f : row_max[r];
         float a = 0.0f, b = 0.0f;
 #pragma unroll
         for (int i = 2 * r; i < kCount; i += 4) {
-            S[i] = exp2_approx(fmaf(S[i], scale_log2, -base));
-            S[i + 1] = exp2_approx(fmaf(S[i + 1], scale_log2, -base));
+            S[i] = exp2_approx(fmaf(S[i], exponent.scale, -base) * exponent.unit);
+            S[i + 1] = exp2_approx(fmaf(S[i + 1], exponent.scale, -base) * exponent.unit);
             a += S[i], b += S[i + 1];
         }
         sum[r] = a + b;
     }
+}
+template <int kCount>
+__device__ __forceinline__ void exponentials(float (&S)[kCount], float scale_log2, const float (&row_max)[2], float (&sum)[2]) {
+    exponentials(S, exponent_of_products(scale_log2), row_max, sum);
 }
 
 // The greatest P of each row over the thread's part of the tile. Numbers without a sign are ordered like integers, of which one instruction

@@ -2,6 +2,7 @@
 // rows and walk others.
 #pragma once
 
+#include "attention/common/large_rows.cuh"
 #include "attention/common/mask.h"
 #include "common/element.cuh"
 
@@ -21,20 +22,33 @@ struct Tile {
 
 // A query of a tile. One that sees no key, or that does not exist, has an empty range.
 struct Query {
-    int begin, end;  // keys that causal and window leave visible
-    float lse, delta;
+    int begin, end;   // keys that causal and window leave visible
+    float max, rest;  // P = exp((score - max) - rest): large_rows.cuh
+    float delta;
 };
+// What the rows of a call have in the workspace, laid out like lse: delta and RowBase.
+struct RowsOfCall {
+    float* delta;
+    float2* bases;
+};
+FA_HOST_DEVICE RowsOfCall rows_of_call(const AttentionParams& p) {
+    float2* const bases = static_cast<float2*>(p.workspace);
+    return {reinterpret_cast<float*>(bases + row_count(p)), bases};
+}
+inline size_t rows_of_call_bytes(const AttentionParams& p) { return row_count(p) * 3 * sizeof(float) + alignof(float2); }
 
 // Fills query[0 .. count) with queries i0 .. i0 + count - 1.
-__device__ __forceinline__ void load_queries(Query* query, int count, const AttentionParams& p, const float* delta, const Sequence& s,
+__device__ __forceinline__ void load_queries(Query* query, int count, const AttentionParams& p, const RowsOfCall& rows, const Sequence& s,
                                              int head, int i0) {
     if (threadIdx.x >= count) return;
-    query[threadIdx.x] = {0, 0, 0, 0};
+    query[threadIdx.x] = {0, 0, 0, 0, 0};
     const int i = i0 + threadIdx.x;
     if (i >= s.seqlen_q) return;
     const KeyRange range = key_range(p, s, i);
     const int64_t row = lse_offset(p, s, head) + i;
-    if (p.lse[row] != -INFINITY) query[threadIdx.x] = {range.begin, range.end, p.lse[row], delta[row]};
+    if (p.lse[row] == -INFINITY) return;
+    const float2 base = rows.bases[row];
+    query[threadIdx.x] = {range.begin, range.end, base.x, base.y, rows.delta[row]};
 }
 
 // The rows of one head.

@@ -12,6 +12,7 @@
 //
 // Bound by the tensor cores at head dims from 128 on, and by the exponentials below. Half the products of the forward pass.
 #include "attention/common/general_scores.cuh"
+#include "attention/common/large_rows.cuh"
 #include "attention/common/mask.h"
 #include "attention/common/shared_tile.cuh"
 #include "attention/common/tiles_mma_sm80.h"
@@ -37,13 +38,15 @@ struct KeySumsParams {
     int tiles;    // of keys, of one head
     int section;  // heads whose blocks run side by side and share their Q in L2
     float scale_log2;
+    CallStatistics statistics;
     bool aligned_q, aligned_k;
 };
 
 template <typename T, int kD>
 struct Smem {
     alignas(128) T q[2][kBlockM * kD];  // first of all both hold K
-    float lse[2][kBlockM];              // in units of log2; +inf for rows that see no key, and for those that do not exist: P is 0 there
+    // In units of log2, or kLargeRow (large_rows.cuh); +inf for rows that see no key, and for those that do not exist: P is 0 there.
+    float lse[2][kBlockM];
 };
 static_assert(2 * kBlockM == kBlockN, "K takes the place of two tiles of Q");
 
@@ -117,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, (kD == 64 || kD == 128) && kScores =
     const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
     const T* const q = static_cast<const T*>(p.q.data) + s.q + head * p.q.head;
     const T* const k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head + key0 * p.k.row;
-    const float* const lse = p.lse + lse_offset(p, s, head);
+    const float* const lse = params.statistics.lse + lse_offset(p, s, head);
     const auto load_q = [&](int tile, int stage) {
         const int row0 = tile * kBlockM;
         load_tile<kBlockM, kD, kThreads, kGeneral>(smem.q[stage], q + row0 * p.q.row, p.q.row, begin - row0, end - row0, p.headdim,
@@ -125,8 +128,7 @@ __global__ void __launch_bounds__(kThreads, (kD == 64 || kD == 128) && kScores =
     };
     const auto lse_of = [&](int tile) {  // of this thread's row of the tile
         const int i = tile * kBlockM + threadIdx.x;
-        const float x = threadIdx.x < kBlockM && i >= begin && i < end ? lse[i] : -INFINITY;
-        return x == -INFINITY ? INFINITY : x * kLog2e;
+        return threadIdx.x < kBlockM && i >= begin && i < end ? lse[i] : INFINITY;
     };
 
     uint32_t K[kSteps][kMmas][4];
@@ -185,6 +187,20 @@ __global__ void __launch_bounds__(kThreads, (kD == 64 || kD == 128) && kScores =
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
                 const float2 base = *reinterpret_cast<const float2*>(lse_columns + 8 * n);
+                if (is_large_row(base.x) || is_large_row(base.y)) {
+                    const float2* const large = params.statistics.large + (lse - params.statistics.lse) + row + 8 * n;
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        if (!is_large_row(e ? base.y : base.x)) continue;
+                        const float2 own = large[e];
+#pragma unroll
+                        for (int x = 0; x < 2 * kMmas; ++x) {
+                            float& score = S[x / 2][n][x % 2 * 2 + e];
+                            score = kGeneral ? large_score(score, own)
+                                             : large_product(score, params.scale_log2, __frcp_rn(params.scale_log2), own);
+                        }
+                    }
+                }
 #pragma unroll
                 for (int m = 0; m < kMmas; ++m)
 #pragma unroll
@@ -230,6 +246,9 @@ cudaError_t launch_bucket(const AttentionParams& p, cudaStream_t stream) {
     params.section = int(section < heads ? section : heads);
     const bool plain = !(p.softcap != 0 || p.alibi_slopes || p.bias.data || p.mask.data) && params.aligned_q && params.aligned_k;
     const auto kernel = plain ? key_sums_kernel<T, kD, Scores::kPlain> : key_sums_kernel<T, kD, Scores::kGeneral>;
+    params.statistics.large = static_cast<float2*>(p.workspace);
+    params.statistics.lse = reinterpret_cast<float*>(params.statistics.large + row_count(p));
+    if (const cudaError_t error = launch_row_statistics<T>(p, params.statistics, !plain, LseCovers::kKeysOfCall, stream)) return error;
     return launch_kernel(kernel, unsigned(params.tiles * heads), kThreads, sizeof(Smem<T, kD>), stream, params);
 }
 

@@ -62,7 +62,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
     const uint32_t slab = shared_address(smem.q) + me.wg * sizeof smem.q[0];
     const uint64_t desc_q = wgmma_descriptor(slab, 16), desc_k = wgmma_descriptor(shared_address(smem.k), 16),
                    desc_v = wgmma_descriptor(shared_address(smem.v), kBlockN * kChunkRowBytes);
-    const float scale_log2 = kGeneral && wgmma_scores_are_natural(p) ? kLog2e : p.scale * kLog2e;
+    const Exponent exponent = kGeneral && wgmma_scores_are_natural(p) ? exponent_of_natural() : exponent_of_products(p.scale * kLog2e);
     const bool hides_keys = kGeneral && (p.bias.data || p.mask.data);
     int seen_slot = 0;
     WgmmaTrace<kId> trace(p, 1 + me.wg);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
         trace(TraceEvent::kSoftmax, n);
         k.release(me.lane);
         prepare_scores();
-        softmax_first<kId>(S, scale_log2, rows);
+        softmax_first<kId>(S, exponent, rows);
         drop();
         trace(TraceEvent::kRescale, n);
         pack_probabilities<T>(P, S);
@@ -149,7 +149,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
             bool done = false, moved = false;
             if (kSpeculative && (!kExactMasked || n < masked.right_tile)) {
                 if constexpr (kEarlyPack) wgmma_wait<0>(O);
-                done = softmax_speculative<T, kId>(S, scale_log2, rows, [&] {
+                done = softmax_speculative<T, kId>(S, exponent, rows, [&] {
                     if constexpr (kEarlyPack) pack_probabilities<T>(P, S);
                 });
                 if (!done) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, WgmmaSmem<T, k
                 }
             }
             if (!done) {
-                moved = softmax_lazy<kId>(S, scale_log2, rows);
+                moved = softmax_lazy<kId>(S, exponent, rows);
                 drop();
                 if constexpr (kEarlyPack) {
                     wgmma_wait<0>(O);

@@ -120,7 +120,7 @@ __device__ __forceinline__ FragmentPlace place_of(const ForwardWork& w, int n, c
 
 // Of the thread's two rows.
 struct RowStatistics {
-    float row_max[2];  // of scale_log2 S: what the exponentials subtract
+    float row_max[2];  // of scale S (Exponent): what the exponentials subtract
     float row_sum[2];  // this thread's share
     float o_scale[2];  // after a step that returned true: what O must be multiplied by
     // For max_score. Plans that find maxima, speculative ones: this thread's greatest P. The others: the row's greatest S.
@@ -129,13 +129,13 @@ struct RowStatistics {
 
 // The first tile of an item: S becomes P.
 template <WgmmaPlanId kId, int kScores>
-__device__ __forceinline__ void softmax_first(float (&S)[kScores], float scale_log2, RowStatistics& rows) {
+__device__ __forceinline__ void softmax_first(float (&S)[kScores], const Exponent& exponent, RowStatistics& rows) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     float tile_max[2], sum[2];
     tile_maximum(S, tile_max);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) rows.row_max[r] = tile_max[r] * scale_log2, rows.row_sum[r] = 0.0f;
-    exponentials(S, scale_log2, rows.row_max, sum);
+    for (int r = 0; r < 2; ++r) rows.row_max[r] = tile_max[r] * exponent.scale, rows.row_sum[r] = 0.0f;
+    exponentials(S, exponent, rows.row_max, sum);
     rows.row_sum[0] += sum[0], rows.row_sum[1] += sum[1];
     if (!kPlan.speculative()) rows.greatest[0] = tile_max[0], rows.greatest[1] = tile_max[1];
     if (kPlan.finds_maximum) greatest_probabilities(S, rows.greatest);
@@ -143,7 +143,7 @@ __device__ __forceinline__ void softmax_first(float (&S)[kScores], float scale_l
 
 // A later tile, under the lazy maximum: S becomes P. Returns whether O must be multiplied by o_scale.
 template <WgmmaPlanId kId, int kScores>
-__device__ __forceinline__ bool softmax_lazy(float (&S)[kScores], float scale_log2, RowStatistics& rows) {
+__device__ __forceinline__ bool softmax_lazy(float (&S)[kScores], const Exponent& exponent, RowStatistics& rows) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr float kRise = 8.0f;  // P stays below 2^8: safe in fp16, too
     float tile_max[2], sum[2];
@@ -152,9 +152,10 @@ __device__ __forceinline__ bool softmax_lazy(float (&S)[kScores], float scale_lo
 #pragma unroll
         for (int r = 0; r < 2; ++r) rows.greatest[r] = fmaxf(rows.greatest[r], tile_max[r]);
     }
-    tile_max[0] *= scale_log2, tile_max[1] *= scale_log2;
-    const bool moved = raise_maximum(tile_max, kRise, rows.row_max, rows.row_sum, rows.o_scale);
-    exponentials(S, scale_log2, rows.row_max, sum);
+    tile_max[0] *= exponent.scale, tile_max[1] *= exponent.scale;
+    const float rise = exponent.unit == 1.0f ? kRise : kRise * kLn2;
+    const bool moved = raise_maximum(tile_max, rise, rows.row_max, rows.row_sum, rows.o_scale, exponent.unit);
+    exponentials(S, exponent, rows.row_max, sum);
     rows.row_sum[0] += sum[0], rows.row_sum[1] += sum[1];
     if (kPlan.finds_maximum) {
         float greatest[2];
@@ -168,11 +169,11 @@ __device__ __forceinline__ bool softmax_lazy(float (&S)[kScores], float scale_lo
 // A later tile, under the maximum there is. Returns false when P or its sums came too near to overflow, or to NaN, or when a row has no
 // maximum yet: then S is lost and must be computed again. `after_exponentials` runs before the test.
 template <typename T, WgmmaPlanId kId, int kScores, typename After>
-__device__ __forceinline__ bool softmax_speculative(float (&S)[kScores], float scale_log2, RowStatistics& rows,
+__device__ __forceinline__ bool softmax_speculative(float (&S)[kScores], const Exponent& exponent, RowStatistics& rows,
                                                     const After& after_exponentials) {
     constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;  // P below 65504 in fp16; O and the sums far from 2^127 in fp32
     float sum[2], greatest[2];
-    exponentials(S, scale_log2, rows.row_max, sum);
+    exponentials(S, exponent, rows.row_max, sum);
     if (kWgmmaPlan<kId>.finds_maximum) greatest_probabilities(S, greatest);
     after_exponentials();
     if (!__all_sync(~0u, sum[0] < kLimit && sum[1] < kLimit && rows.row_max[0] > -INFINITY && rows.row_max[1] > -INFINITY)) return false;
@@ -263,8 +264,11 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Forw
     for (int r = 0; r < 2; ++r) {
         const int i = row0 + 8 * r;
         const float row_sum = quad_sum(rows.row_sum[r]);
-        const RowEnd end = finish_row<ScoreUnit::kLog2>(rows.row_max[r], row_sum, sink_of(p.sinks, w.head));
-        if (p.lse && me.quad() == 0 && i < w.seqlen_q) p.lse[lse_row + i] = end.lse * kLn2;
+        const bool natural = kWgmmaPlan<kId>.general && wgmma_scores_are_natural(p);
+        const float sink = sink_of(p.sinks, w.head);
+        const RowEnd end = natural ? finish_row<ScoreUnit::kNatural>(rows.row_max[r], row_sum, sink)
+                                   : finish_row<ScoreUnit::kLog2>(rows.row_max[r], row_sum, sink);
+        if (p.lse && me.quad() == 0 && i < w.seqlen_q) p.lse[lse_row + i] = natural ? end.lse : end.lse * kLn2;
         const float inverse = kWgmmaPlan<kId>.general && p.dropout_threshold ? end.inverse * p.dropout_scale : end.inverse;
         store_row(out + i * p.out.row, O, r, inverse, row_sum == 0.0f, i < w.seqlen_q, p.headdim_v, me.quad());
     }

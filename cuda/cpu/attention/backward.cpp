@@ -3,7 +3,7 @@
 // One task owns a tile of keys. It sums up dK and dV of the tile, and walks over the queries of every head that sees the tile, one block of
 // queries at a time. The tiles add their parts of a block's dQ one after the other; `ready` holds the tile whose turn it is. So every sum
 // has one order, whichever thread runs a task and however many threads there are. The workspace is the scratch of each thread, dQ in
-// float32, and one word for each row and each block.
+// float32, and a few words for each row and each block.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -58,7 +58,7 @@ struct Layout {
     int64_t ld_k, ld_v, ld_dq;
     int64_t tile, matrix_k, matrix_v, block_k, block_v, panel, thread;  // tile: keys; the others: floats of a thread's scratch
     int64_t rows, blocks;                                               // query rows and blocks of the whole call
-    int64_t delta, dq, ready, total;                                    // floats
+    int64_t delta, dq, ready, total;                                    // floats; of row_max and log_sum as many as of delta
     int threads;
     Layout(const BackwardParams& b, const BackwardTileKernel& kernel) {
         const AttentionParams& p = b.forward;
@@ -75,7 +75,7 @@ struct Layout {
         dq = p.seqlen_k > tile ? rows * ld_dq : 0;  // a single tile needs no sum over tiles
         ready = lines(blocks);
         threads = useful_threads(p, kernel);
-        total = delta + dq + ready + threads * thread;
+        total = 3 * delta + dq + ready + threads * thread;
     }
 };
 
@@ -87,13 +87,14 @@ struct Backward {
     const AttentionParams& p;
     const BackwardTileKernel& kernel;
     const Layout layout;
-    float *delta, *dq_sum, *scratch;
+    float *delta, *row_max, *log_sum, *dq_sum, *scratch;
     Turn* ready;
 
     Backward(const BackwardParams& params, const BackwardTileKernel& tile_kernel)
         : b(params), p(params.forward), kernel(tile_kernel), layout(params, tile_kernel) {
         delta = static_cast<float*>(align_up(p.workspace, 64));
-        dq_sum = delta + layout.delta;
+        row_max = delta + layout.delta, log_sum = row_max + layout.delta;
+        dq_sum = log_sum + layout.delta;
         ready = reinterpret_cast<Turn*>(dq_sum + layout.dq);
         scratch = dq_sum + layout.dq + layout.ready;
     }
@@ -113,8 +114,9 @@ struct Backward {
         return begin < end ? KeyRange{begin / tile, (end - 1) / tile + 1} : KeyRange{0, 0};
     }
 
-    // Computes delta of a block, and gives the first turn to the block's first tile. A block that sees no key has a gradient of zero.
-    void start_block(int32_t batch, int32_t head, int32_t block, float* zeros) const {
+    // Computes delta and the statistics of a block, and gives the first turn to the block's first tile. A block that sees no key has a
+    // gradient of zero.
+    void start_block(int32_t batch, int32_t head, int32_t block, float* at) const {
         const Sequence s = sequence_of(p, batch);
         const int32_t first = block * kBlockRows, rows = std::min(kBlockRows, s.seqlen_q - first);
         if (rows <= 0) return;
@@ -123,10 +125,33 @@ struct Backward {
         kernel.delta(b, s.out + head * p.out.head + first * p.out.row, g.dout + head * b.dout.head + first * b.dout.row, rows, delta + own);
         for (int32_t i = 0; b.dlse && i < rows; ++i) delta[own + i] -= b.dlse[own + i];
         const KeyRange tiles = tiles_of(s, block);
+        bool any_large = false;
+        for (int32_t i = 0; i < rows; ++i) row_max[own + i] = p.lse[own + i], log_sum[own + i] = 0, any_large |= is_large(p.lse[own + i]);
+        if (any_large) part_statistics(s, batch, head, block, tiles, at);
         new (&turn(s, batch, head, block)) Turn(tiles.begin);
         if (tiles.begin < tiles.end) return;
-        std::fill_n(zeros, layout.block_k, 0.0f);
-        store_dq(g, head, first, rows, zeros);
+        std::fill_n(at, layout.block_k, 0.0f);
+        store_dq(g, head, first, rows, at);
+    }
+
+    // Finds row_max and log_sum of the block's rows with a large lse, from S as add_block computes it.
+    void part_statistics(const Sequence& s, int32_t batch, int32_t head, int32_t block, const KeyRange& tiles, float* at) const {
+        const float sink = p.sinks ? p.sinks[head] : -INFINITY;
+        float max[kBlockRows], sum[kBlockRows];
+        std::fill_n(max, kBlockRows, sink), std::fill_n(sum, kBlockRows, sink == -INFINITY ? 0.0f : 1.0f);
+        QueryBlock q;
+        for (int32_t tile = tiles.begin; tile < tiles.end; ++tile) {
+            KeyTile t = key_tile(s, batch, head / p.group, tile, at);
+            kernel.load_keys(t);
+            find_rows(t, q, head, block);
+            kernel.sum_rows(t, q, max, sum);
+        }
+        const int64_t own = lse_offset(p, s, head) + block * kBlockRows;
+        for (int32_t i = 0; tiles.begin < tiles.end && i < q.rows; ++i) {
+            if (!is_large(p.lse[own + i])) continue;
+            const RowStatistics row = apart(p.lse[own + i], max[i], sum[i]);
+            row_max[own + i] = row.row_max, log_sum[own + i] = row.log_sum;
+        }
     }
 
     void store_dq(const GradientSequence& g, int32_t head, int32_t first, int32_t rows, const float* dq) const {
@@ -152,14 +177,15 @@ struct Backward {
     void find_rows(const KeyTile& t, QueryBlock& q, int32_t head, int32_t block) const {
         const int64_t offset = lse_offset(p, t.sequence, head);
         q.head = head, q.first = block * kBlockRows, q.rows = std::min(kBlockRows, t.sequence.seqlen_q - q.first);
-        q.lse = p.lse + offset + q.first, q.delta = delta + offset + q.first;
+        const float* const lse = p.lse + offset + q.first;
+        q.row_max = row_max + offset + q.first, q.log_sum = log_sum + offset + q.first, q.delta = delta + offset + q.first;
         q.q = t.v_t + layout.tile * p.headdim_v, q.dq = q.q + layout.block_k, q.dout = q.dq + layout.block_k;
         q.p = q.dout + layout.block_v, q.ds = q.p + layout.panel;
         q.next = std::max(q.first - kBlockRows, 0), q.next_rows = q.first - q.next;
         q.next_dq = layout.dq ? dq_sum + (offset + q.next) * layout.ld_dq : nullptr, q.next_ld = layout.ld_dq;
         for (int32_t i = 0; i < q.rows; ++i) {
             const KeyRange range = key_range(p, t.sequence, q.first + i);
-            q.begin[i] = range.begin, q.end[i] = q.lse[i] == -INFINITY ? range.begin : range.end;
+            q.begin[i] = range.begin, q.end[i] = lse[i] == -INFINITY ? range.begin : range.end;
         }
     }
 
@@ -242,7 +268,8 @@ struct Backward {
             const Sequence s = sequence_of(p, batch);
             const int64_t offset = lse_offset(p, s, head);
             for (int64_t i = offset; i < offset + s.seqlen_q; ++i)
-                if (p.lse[i] != -INFINITY && p.sinks[head] != -INFINITY) sum -= std::exp(p.sinks[head] - p.lse[i]) * delta[i];
+                if (p.lse[i] != -INFINITY && p.sinks[head] != -INFINITY)
+                    sum -= probability(p.sinks[head], {row_max[i], log_sum[i]}) * delta[i];
         }
         b.dsinks[head] = float(sum) + (b.accumulate ? b.dsinks[head] : 0);
     }

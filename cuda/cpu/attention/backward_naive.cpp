@@ -13,6 +13,7 @@
 #include "attention/common/dropout.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/attention/score.h"
+#include "cpu/attention/statistics.h"
 #include "cpu/common/parallel.h"
 
 namespace fa::cpu {
@@ -59,26 +60,50 @@ float delta(const BackwardParams& b, const Head& h, int32_t i) {
     return b.dlse ? sum - b.dlse[h.lse + i] : sum;
 }
 
-// Fills `row` for query i, and returns the number of keys that the query sees.
+// Puts the scores of query i into row.grad, and returns the number of keys that the query sees.
 template <DType dtype>
-int32_t gradients(const BackwardParams& b, const Head& h, int32_t i, const Scratch& row) {
+int32_t scores(const BackwardParams& b, const Head& h, int32_t i, const Scratch& row) {
     const AttentionParams& p = b.forward;
-    const float lse = p.lse[h.lse + i], own = delta(b, h, i);
-    if (lse == -INFINITY) return 0;
+    if (p.lse[h.lse + i] == -INFINITY) return 0;
     for (int32_t d = 0; d < p.headdim; ++d) row.q[d] = load(p.q.data, h.q + i * p.q.row + d, dtype);
-    for (int32_t d = 0; d < p.headdim_v; ++d) row.dout[d] = load(b.dout.data, h.dout + i * b.dout.row + d, dtype);
     const KeyRange range = key_range(p, h.s, i);
     int32_t count = 0;
     for (int32_t j = range.begin; j < range.end; ++j) {
         const float dot = dot_product<dtype>(row.q, p.k.data, h.k + j * p.k.row, p.headdim);
-        const Score score = transform(p, h.s, h.batch, h.head, i, j, dot);
+        const auto score = transform(p, h.s, h.batch, h.head, i, j, dot);
         if (score.value == -INFINITY) continue;
+        row.key[count] = j, row.grad[count] = score.value, row.slope[count] = score.slope;
+        ++count;
+    }
+    return count;
+}
+
+// The statistics of query i, whose scores are in row.grad.
+RowStatistics statistics(const AttentionParams& p, const Head& h, int32_t i, const Scratch& row, int32_t count) {
+    const float lse = p.lse[h.lse + i];
+    if (!is_large(lse)) return {lse, 0};
+    float row_max = p.sinks ? p.sinks[h.head] : -INFINITY;
+    for (int32_t x = 0; x < count; ++x) row_max = std::fmax(row_max, row.grad[x]);
+    float row_sum = p.sinks ? std::exp(p.sinks[h.head] - row_max) : 0;
+    for (int32_t x = 0; x < count; ++x) row_sum += std::exp(row.grad[x] - row_max);
+    return apart(lse, row_max, row_sum);
+}
+
+// Fills `row` for query i, and returns the number of keys that the query sees.
+template <DType dtype>
+int32_t gradients(const BackwardParams& b, const Head& h, int32_t i, const Scratch& row) {
+    const AttentionParams& p = b.forward;
+    const int32_t count = scores<dtype>(b, h, i, row);
+    const RowStatistics own = statistics(p, h, i, row, count);
+    const float own_delta = delta(b, h, i);
+    for (int32_t d = 0; d < p.headdim_v; ++d) row.dout[d] = load(b.dout.data, h.dout + i * b.dout.row + d, dtype);
+    for (int32_t x = 0; x < count; ++x) {
+        const int32_t j = row.key[x];
         float keep = 1;
         if (p.dropout_threshold) keep = dropped(p, dropout_block(p, h.batch, h.head, i, j), j) ? 0 : p.dropout_scale;
-        const float P = std::exp(score.value - lse);
+        const float P = probability(row.grad[x], own);
         const float dP = keep * dot_product<dtype>(row.dout, p.v.data, h.v + j * p.v.row, p.headdim_v);
-        row.key[count] = j, row.weight[count] = P * keep, row.grad[count] = P * (dP - own), row.slope[count] = score.slope;
-        ++count;
+        row.weight[x] = P * keep, row.grad[x] = P * (dP - own_delta);
     }
     return count;
 }
@@ -133,14 +158,17 @@ void backward_bias(const BackwardParams& b, int32_t own_batch, int32_t own_head,
         }
 }
 
-void backward_sink(const BackwardParams& b, int32_t head) {
+template <DType dtype>
+void backward_sink(const BackwardParams& b, int32_t head, const Scratch& row) {
     const AttentionParams& p = b.forward;
     double sum = 0;
     for (int32_t batch = 0; batch < p.batch; ++batch) {
         const Head h(b, batch, head);
         for (int32_t i = 0; i < h.s.seqlen_q; ++i) {
             const float lse = p.lse[h.lse + i];
-            if (lse != -INFINITY && p.sinks[head] != -INFINITY) sum -= std::exp(p.sinks[head] - lse) * delta(b, h, i);
+            if (lse == -INFINITY || p.sinks[head] == -INFINITY) continue;
+            const int32_t count = is_large(lse) ? scores<dtype>(b, h, i, row) : 0;
+            sum -= probability(p.sinks[head], statistics(p, h, i, row, count)) * delta(b, h, i);
         }
     }
     b.dsinks[head] = float(sum) + (b.accumulate ? b.dsinks[head] : 0);
@@ -179,10 +207,12 @@ void backward_naive(const BackwardParams& b) {
 
 void backward_scores(const BackwardParams& b) {
     const AttentionParams& p = b.forward;
-    if (b.dsinks) parallel_for(p.nheads, threads_for(p), [&](int64_t head, int) { backward_sink(b, int32_t(head)); });
-    if (!b.dbias.data) return;
     const int32_t batches = b.dbias.batch ? p.batch : 1, heads = b.dbias.head ? p.nheads : 1;
     with_dtype(p.dtype, [&](auto dtype) {
+        if (b.dsinks)
+            parallel_for(p.nheads, threads_for(p),
+                         [&](int64_t head, int thread) { backward_sink<dtype()>(b, int32_t(head), scratch_of(p, thread)); });
+        if (!b.dbias.data) return;
         parallel_for(int64_t(batches) * heads, threads_for(p), [&](int64_t task, int thread) {
             backward_bias<dtype()>(b, int32_t(task / heads), int32_t(task % heads), scratch_of(p, thread));
         });

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention/common/dropout.h"
+#include "cpu/attention/statistics.h"
 
 namespace fa::cpu {
 
@@ -33,7 +34,7 @@ struct KeyTile {
 struct QueryBlock {
     int32_t head, first, rows;
     int32_t begin[kBlockRows], end[kBlockRows];  // the keys that causal and window leave to a row; none for an empty row
-    const float* lse;                            // of the rows
+    const float *row_max, *log_sum;              // P = exp(S - row_max - log_sum): see statistics.h
     const float* delta;                          // rowsum(dout * out) - dlse
     float *q, *dq;                               // (rows, ld_k); dq without softmax_scale
     float* dout;                                 // (rows, ld_v)
@@ -49,6 +50,8 @@ struct BackwardTileKernel {
     void (*load_keys)(KeyTile&);                                                              // dK = dV = 0
     void (*add_block)(const KeyTile&, QueryBlock&);                                   // dK, dV += the block's part; dQ = the tile's part
     void (*add_bias)(const KeyTile&, QueryBlock&, float* dbias, int64_t row_stride);  // dbias[block, tile] += dS
+    // Goes on with row_max and row_sum of the block's rows over the tile's keys.
+    void (*sum_rows)(const KeyTile&, QueryBlock&, float* row_max, float* row_sum);
     // to = factor * from, or to += factor * from
     void (*store_rows)(const TensorView& to, int64_t first, DType dtype, int rows, int dim, const float* from, int64_t ld, float factor,
                        bool accumulate);

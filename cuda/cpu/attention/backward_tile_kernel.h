@@ -5,9 +5,9 @@
 // The block goes through the tile in panels of kPanelKeys keys, with five matrix products each:
 //     S = Q K^T    dP = dO V^T    dV += P^T dO    dK += dS^T Q    dQ += dS K
 // Each product is a sum of (a number of the left matrix, broadcast) x (a vector from a row of the right matrix). K and V of the tile are
-// transposed beforehand. So the lanes of S are keys, the lanes of every gradient are the head dim, and no operation is horizontal. lse and
-// delta are one number for a whole row of vectors; bias and mask are read along their rows.
-// Bounded by the multiply-add units: 24 (12) accumulators per 10 (8) loads.
+// transposed beforehand. So the lanes of S are keys, the lanes of every gradient are the head dim, and no operation is horizontal. The
+// statistics and delta are one number for a whole row of vectors; bias and mask are read along their rows. Bounded by the multiply-add
+// units: 24 (12) accumulators per 10 (8) loads.
 //
 // A hidden pair has P = -0, which no exponential gives, and dS = 0. While Q, dO and K are finite, products add a hidden pair like any
 // other. When they are not, products find the hidden pairs by this -0 and leave them out.
@@ -157,10 +157,14 @@ struct Panel {
     Matrix queries() const { return {q.q + row_begin * t.ld_k, t.ld_k}; }
     Matrix douts() const { return {q.dout + row_begin * t.ld_v, t.ld_v}; }
 
+    // S without softmax_scale, each product added up in the order of the forward pass.
     void scores(NextBlock& next) const {
         const Matrix k_t = {t.k_t + int64_t(panel()) * p.headdim * kPanelKeys, kPanelKeys};
-        const Matrix v_t = {t.v_t + int64_t(panel()) * p.headdim_v * kPanelKeys, kPanelKeys};
         product<false>(queries(), k_t, p.headdim, false, s(), rows(), kPanelVectors, next);
+    }
+    void scores_and_dp(NextBlock& next) const {
+        const Matrix v_t = {t.v_t + int64_t(panel()) * p.headdim_v * kPanelKeys, kPanelKeys};
+        scores(next);
         product<false>(douts(), v_t, p.headdim_v, false, dp(), rows(), kPanelVectors, next);
     }
 
@@ -211,6 +215,19 @@ struct Panel {
         }
     }
 
+    // softmax_scale Q K^T, rounded as in every pass.
+    Vec scaled(Vec s) const {
+        s *= p.scale;
+        round_now(s);
+        return s;
+    }
+
+    // Turns a row of Q K^T into scores.
+    void score_row(int i, Vec* s, Vec* slope) const {
+        for (int n = 0; n < kPanelVectors; ++n) s[n] = scaled(s[n]), slope[n] = splat(1.0f);
+        transform(i, s, slope);
+    }
+
     // Turns S into P with dropout, and dP into dS = P (dP - delta) slope.
     template <bool kGeneral>
     void gradients(bool slopes) const {
@@ -218,15 +235,13 @@ struct Panel {
         for (int i = row_begin; i < row_end; ++i) {
             Vec *const s = (Vec*)(q.p + i * kPanelKeys), *const ds = (Vec*)(q.ds + i * kPanelKeys);
             const IVec first = splat(int32_t(row_first(i))), last = splat(int32_t(q.end[i] - t.first - key));
-            for (int n = 0; n < kPanelVectors; ++n) s[n] *= p.scale;
-            if constexpr (kGeneral) {
-                for (int n = 0; n < kPanelVectors; ++n) slope[n] = splat(1.0f);
-                transform(i, s, slope);
-            }
+            if constexpr (kGeneral) score_row(i, s, slope);
+            const Vec row_max = splat(q.row_max[i]), log_sum = splat(q.log_sum[i]);
             for (int n = 0; n < kPanelVectors; ++n) {
                 const IVec column = lanes() + n * L;
-                const auto visible = (column >= first) & (column < last) & (s[n] != -kInfinity);
-                const Vec probability = exp(s[n] - q.lse[i]);
+                const Vec score = kGeneral ? s[n] : scaled(s[n]);
+                const auto visible = (column >= first) & (column < last) & (score != -kInfinity);
+                const Vec probability = FA_ISA::probability(score, row_max, log_sum);
                 Vec weight = probability, grad = ds[n];
                 if constexpr (kGeneral) {
                     if (p.dropout_threshold) {
@@ -248,6 +263,30 @@ struct Panel {
         if (p.dropout_threshold) dropout_bits();
         if (p.general_scores()) gradients<true>(slopes);
         else gradients<false>(slopes);
+    }
+
+    // Goes on with the maximum and the sum of every row, over the keys that it sees.
+    template <bool kGeneral>
+    void sum_rows(float* row_max, float* row_sum) const {
+        Vec slope[kPanelVectors];
+        for (int i = row_begin; i < row_end; ++i) {
+            Vec* const s = (Vec*)(q.p + i * kPanelKeys);
+            const IVec first = splat(int32_t(row_first(i))), last = splat(int32_t(q.end[i] - t.first - key));
+            if constexpr (kGeneral) score_row(i, s, slope);
+            float new_max = row_max[i];
+            for (int n = 0; n < kPanelVectors; ++n) {
+                const IVec column = lanes() + n * L;
+                const Vec score = kGeneral ? s[n] : scaled(s[n]);
+                s[n] = ((column >= first) & (column < last)) ? score : splat(-kInfinity);
+                for (int l = 0; l < L; ++l) new_max = s[n][l] > new_max ? s[n][l] : new_max;
+            }
+            if (new_max == -kInfinity) continue;  // every key of the row is hidden so far
+            Vec sum = {};
+            for (int n = 0; n < kPanelVectors; ++n) sum += probability(s[n], splat(new_max), Vec{});
+            row_sum[i] *= exp(splat(row_max[i] - new_max))[0];
+            for (int l = 0; l < L; ++l) row_sum[i] += sum[l];
+            row_max[i] = new_max;
+        }
     }
 
     FA_INLINE IVec lanes() {
@@ -330,7 +369,7 @@ void add_block(const KeyTile& t, QueryBlock& q) {
     for (int key = 0; key < t.keys; key += kPanelKeys) {
         Panel panel(t, q, key);
         if (panel.empty()) continue;
-        panel.scores(next);
+        panel.scores_and_dp(next);
         panel.gradients(p.softcap != 0);
 
         const int rows = panel.rows(), keys = panel.end - panel.begin, first = key + panel.begin;
@@ -352,10 +391,22 @@ void add_bias(const KeyTile& t, QueryBlock& q, float* dbias, int64_t row_stride)
     for (int key = 0; key < t.keys; key += kPanelKeys) {
         Panel panel(t, q, key);
         if (panel.empty()) continue;
-        panel.scores(next);
+        panel.scores_and_dp(next);
         panel.gradients(false);
         for (int i = panel.row_begin; i < panel.row_end; ++i)
             for (int j = panel.begin; j < panel.end; ++j) dbias[i * row_stride + key + j] += q.ds[i * kPanelKeys + j];
+    }
+}
+
+void sum_rows(const KeyTile& t, QueryBlock& q, float* row_max, float* row_sum) {
+    load_queries(t, q);
+    NextBlock next = next_block(t, q);
+    for (int key = 0; key < t.keys; key += kPanelKeys) {
+        Panel panel(t, q, key);
+        if (panel.empty()) continue;
+        panel.scores(next);
+        if (t.params->forward.general_scores()) panel.sum_rows<true>(row_max, row_sum);
+        else panel.sum_rows<false>(row_max, row_sum);
     }
 }
 
@@ -374,6 +425,6 @@ void store_rows(const TensorView& to, int64_t first, DType dtype, int rows, int 
 }  // namespace fa::cpu::FA_ISA
 
 namespace fa::cpu {
-const BackwardTileKernel FA_BACKWARD_TILE = {FA_LANES,          FA_ISA::delta,    FA_ISA::load_keys,
-                                             FA_ISA::add_block, FA_ISA::add_bias, FA_ISA::store_rows};
+const BackwardTileKernel FA_BACKWARD_TILE = {FA_LANES,         FA_ISA::delta,    FA_ISA::load_keys, FA_ISA::add_block,
+                                             FA_ISA::add_bias, FA_ISA::sum_rows, FA_ISA::store_rows};
 }

@@ -9,6 +9,7 @@
 
 #include "attention/common/mask.h"
 #include "common/half.h"
+#include "cpu/attention/exact_row.h"
 #include "cpu/attention/kernels.h"
 #include "cpu/attention/tile.h"
 #include "cpu/common/parallel.h"
@@ -85,11 +86,18 @@ void raise_to(float& to, float score) {
     }
 }
 
+void run(const TileKernel& kernel, QueryTile& tile) {
+    kernel.run(tile);
+    SpecialKeys special;
+    for (int32_t r = 0; r < tile.rows; ++r)
+        if (tile.spoiled[r]) attend_exactly(tile, r, special);
+}
+
 void attend(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int64_t first, int64_t rows,
             const Scratch& scratch) {
     QueryTile tile;
     if (!set_tile(p, b, head_k, first, rows, scratch, tile)) return;
-    kernel.run(tile);
+    run(kernel, tile);
 
     for (int32_t r = 0; p.max_score && r < tile.rows; ++r)
         raise_to(p.max_score[int64_t(b) * p.nheads + tile.row[r].head], tile.greatest[r]);
@@ -148,12 +156,13 @@ void attend_piece(const AttentionParams& p, const TileKernel& kernel, int32_t b,
     if (index > 0) part.sinks = nullptr;  // a sink counts once, in the first piece
     tile.params = &part;
     tile.sequence.out = -int64_t(head_k) * p.group * p.headdim_v;
-    kernel.run(tile);
+    run(kernel, tile);
     std::copy_n(tile.row_max, tile.rows, piece.row_max);
     std::copy_n(tile.row_sum, tile.rows, piece.row_sum);
 }
 
-// Merges the pieces, in order, into out and lse of all rows.
+// Merges the pieces, in order, into out and lse of all rows. A row whose keys all lie in one piece has the bits of that piece: the number
+// of pieces follows the capacity of the cache, and a row's result must not.
 void merge_pieces(const AttentionParams& p, int32_t b, int32_t head_k, float* pieces) {
     const Sequence s = sequence_of(p, b);
     const int count = piece_count(p, p.seqlen_k);
@@ -164,13 +173,14 @@ void merge_pieces(const AttentionParams& p, int32_t b, int32_t head_k, float* pi
             const Piece piece(p, pieces, i);
             row_sum += weight[i] = piece.row_sum[r] == 0 ? 0 : piece.row_sum[r] * std::exp(piece.row_max[r] - row_max);
         }
+        for (int i = 0; i < count; ++i) weight[i] = weight[i] == 0 ? 0 : weight[i] / row_sum;
         const int32_t head = head_k * p.group + int32_t(r % p.group), query = int32_t(r / p.group);
         const int64_t at = s.out + head * p.out.head + query * p.out.row;
         for (int32_t d = 0; d < p.headdim_v; ++d) {
-            float sum = 0;
+            float sum = -0.0f;  // x + -0 is x, for both zeros
             for (int i = 0; i < count; ++i)
                 if (weight[i] != 0) sum += weight[i] * Piece(p, pieces, i).out[r * p.headdim_v + d];
-            store(p.out.data, at + d, p.out_dtype, row_sum == 0 ? 0 : sum / row_sum);
+            store(p.out.data, at + d, p.out_dtype, row_sum == 0 ? 0 : sum);
         }
         if (p.lse) p.lse[lse_offset(p, s, head) + query] = row_sum == 0 ? -INFINITY : row_max + std::log(row_sum);
     }
@@ -194,7 +204,37 @@ int useful_threads(const AttentionParams& p, const TileKernel& kernel) {
 constexpr int kSumKeys = 4 * kTileKeys;  // of a task
 constexpr int kSumRows = kMaxGroupRows;  // of a tile: the order of a sum must not depend on the number of threads
 
-void sum_keys(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head, int64_t first_key, const Scratch& scratch) {
+int64_t query_rows(const AttentionParams& p) { return p.nheads * (p.cu_seqlens_q ? p.total_q : int64_t(p.batch) * p.seqlen_q); }
+int64_t statistics_size(const AttentionParams& p) { return p.key_sums ? lines(2 * query_rows(p)) : 0; }
+
+// The statistics of rows row0 .. row0 + kSumRows - 1 of a head. A large lse is taken apart, from S as sum_keys computes it.
+void part_statistics(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head, int64_t row0, RowStatistics* rows,
+                     const Scratch& scratch) {
+    QueryTile tile;
+    tile.params = &p, tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b), tile.scratch = scratch;
+    tile.batch = b, tile.head_k = head / p.group;
+    const Sequence& s = tile.sequence;
+    tile.rows = int32_t(std::min<int64_t>(kSumRows, s.seqlen_q - row0));
+    if (tile.rows <= 0) return;
+    const float* const lse = p.lse + lse_offset(p, s, head) + row0;
+    rows += lse_offset(p, s, head) + row0;
+    const float sink = p.sinks ? p.sinks[head] : -INFINITY;
+    bool any_large = false;
+    for (int32_t r = 0; r < tile.rows; ++r) {
+        const KeyRange range = key_range(p, s, int32_t(row0) + r);
+        tile.row[r] = {head, int32_t(row0) + r, range.begin, range.end};
+        tile.row_max[r] = sink, tile.row_sum[r] = sink == -INFINITY ? 0 : 1;
+        rows[r] = {lse[r] == -INFINITY ? INFINITY : lse[r], 0}, any_large |= is_large(lse[r]);
+    }
+    tile.key_begin = tile.row[0].key_begin, tile.key_end = tile.row[tile.rows - 1].key_end;
+    if (!any_large || tile.key_begin >= tile.key_end) return;
+    kernel.sum_rows(tile);
+    for (int32_t r = 0; r < tile.rows; ++r)
+        if (is_large(lse[r])) rows[r] = apart(lse[r], tile.row_max[r], tile.row_sum[r]);
+}
+
+void sum_keys(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head, int64_t first_key, const RowStatistics* rows,
+              const Scratch& scratch) {
     QueryTile tile;
     tile.params = &p, tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b), tile.scratch = scratch;
     tile.batch = b, tile.head_k = head / p.group;
@@ -202,7 +242,7 @@ void sum_keys(const AttentionParams& p, const TileKernel& kernel, int32_t b, int
     if (first_key >= s.seqlen_k) return;
     const int32_t begin = int32_t(first_key), end = int32_t(std::min<int64_t>(first_key + kSumKeys, s.seqlen_k));
     tile.key_sums = p.key_sums + key_sums_offset(p, b, head);
-    const float* const lse = p.lse + lse_offset(p, s, head);
+    const RowStatistics* const statistics = rows + lse_offset(p, s, head);
     const int32_t end_row = query_range(p, s, end - 1).end;
     for (int64_t row0 = query_range(p, s, begin).begin / kSumRows * kSumRows; row0 < end_row; row0 += kSumRows) {
         tile.rows = int32_t(std::min<int64_t>(kSumRows, end_row - row0));
@@ -210,7 +250,7 @@ void sum_keys(const AttentionParams& p, const TileKernel& kernel, int32_t b, int
             const int32_t query = int32_t(row0) + r;
             const KeyRange range = key_range(p, s, query);
             tile.row[r] = {head, query, std::clamp(range.begin, begin, end), std::clamp(range.end, begin, end)};
-            tile.lse[r] = lse[query] == -INFINITY ? INFINITY : lse[query];
+            tile.lse[r] = statistics[query];
         }
         tile.key_begin = tile.row[0].key_begin, tile.key_end = tile.row[tile.rows - 1].key_end;
         if (tile.key_begin < tile.key_end) kernel.sum_keys(tile);
@@ -220,7 +260,8 @@ void sum_keys(const AttentionParams& p, const TileKernel& kernel, int32_t b, int
 }  // namespace
 
 size_t forward_workspace(const AttentionParams& p, Isa) {
-    return size_t(p.num_threads) * size_t(Layout(p).total + pieces_size(p)) * sizeof(float) + 64;
+    const int64_t floats = int64_t(p.num_threads) * (Layout(p).total + pieces_size(p)) + statistics_size(p);
+    return size_t(floats) * sizeof(float) + 64;
 }
 
 void clear_max_score(const AttentionParams& p) { std::fill_n(p.max_score, int64_t(p.batch) * p.nheads, -INFINITY); }
@@ -269,10 +310,17 @@ void forward(const AttentionParams& p, Isa isa) {
     });
     if (!p.key_sums) return;
     clear_key_sums(p);
+    RowStatistics* const statistics = reinterpret_cast<RowStatistics*>(pieces);
+    const int64_t blocks = (p.seqlen_q + int64_t(kSumRows) - 1) / kSumRows;
+    parallel_for(blocks * p.batch * p.nheads, threads, [&](int64_t task, int thread) {
+        const int64_t head = task / blocks;
+        part_statistics(p, kernel, int32_t(head / p.nheads), int32_t(head % p.nheads), task % blocks * kSumRows, statistics,
+                        layout.at(workspace + thread * layout.total));
+    });
     const int64_t tasks = (p.seqlen_k + int64_t(kSumKeys) - 1) / kSumKeys;
     parallel_for(tasks * p.batch * p.nheads, threads, [&](int64_t task, int thread) {
         const int64_t head = task / tasks;
-        sum_keys(p, kernel, int32_t(head / p.nheads), int32_t(head % p.nheads), task % tasks * kSumKeys,
+        sum_keys(p, kernel, int32_t(head / p.nheads), int32_t(head % p.nheads), task % tasks * kSumKeys, statistics,
                  layout.at(workspace + thread * layout.total));
     });
 }

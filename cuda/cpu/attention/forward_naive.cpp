@@ -22,7 +22,13 @@ void scores(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head
         row[j] = -INFINITY;
         if (j < range.begin || j >= range.end) continue;
         const float dot = dot_product<dtype>(q, p.k.data, key_row(p, p.k, s.k, b, j) + head_k * p.k.head, p.headdim);
-        row[j] = transform(p, s, b, head, i, j, dot * cache_scale(p, p.cache.k_scale, b, j, head_k)).value;
+        const float scale = cache_scale(p, p.cache.k_scale, b, j, head_k);
+        row[j] = transform(p, s, b, head, i, j, dot * scale).value;
+        if (std::fabs(dot) < INFINITY) continue;
+        double exact = 0;  // the score may be a number though the product is beyond float32
+        for (int32_t d = 0; d < p.headdim; ++d)
+            exact += double(q[d]) * element<dtype>(p.k.data, key_row(p, p.k, s.k, b, j) + head_k * p.k.head + d);
+        row[j] = float(transform(p, s, b, head, i, j, exact * scale).value);
     }
 }
 

@@ -53,10 +53,11 @@ FA_INLINE Vec max_from(Vec x) {
     else return max_from<block * 2>(max(x, swapped<block>(x, typename MakeLanes<L>::Type())));
 }
 
-// s[n][j] = k[j] . q[n], in whole vectors; what lies behind the last key repeats it. Asks for row j of `ahead` on the way, if there is one.
+// s[n][j] = factor * (k[j] . q[n]), in whole vectors; what lies behind the last key repeats it. Asks for row j of `ahead` on the way, if
+// there is one.
 template <DType dtype, int kQueries>
-FA_INLINE void narrow_scores(const char* const* k, const float* scale, int keys, const float* const* q, int headdim, float* const* s,
-                             const KeyRows* ahead) {
+FA_INLINE void narrow_scores(const char* const* k, const float* scale, int keys, const float* const* q, int headdim, float factor,
+                             float* const* s, const KeyRows* ahead) {
     constexpr int size = int(element_size(dtype)), kMost = 4 * kVectors / kQueries;  // as many sums as there are registers for
     constexpr int kRows = L < 8 ? (L < kMost ? L : kMost) : (8 < kMost ? 8 : kMost);
     for (int j = 0; j < keys; j += L) {
@@ -93,7 +94,7 @@ FA_INLINE void narrow_scores(const char* const* k, const float* scale, int keys,
         for (int n = 0; n < kQueries; ++n) {
             Vec score = sum_from<1, L>(sum[n]);
             if (is_8bit(dtype)) score *= load_unaligned<Vec>(scale + j);
-            *(Vec*)(s[n] + j) = score;
+            *(Vec*)(s[n] + j) = score * factor;
         }
     }
 }
@@ -156,7 +157,7 @@ struct NarrowRow {
         const AttentionParams& p = *t.params;
         for (int d = 0; d < p.headdim; d += L) {
             const int64_t offset = t.sequence.q + row->head * p.q.head + row->query * p.q.row + d;
-            *(Vec*)(q + d) = load_any(address(p.q.data, offset, p.dtype), p.headdim - d, p.dtype) * p.scale;
+            *(Vec*)(q + d) = load_any(address(p.q.data, offset, p.dtype), p.headdim - d, p.dtype);
         }
         for (int d = 0; d < p.headdim_v; d += L) *(Vec*)(out + d) = Vec{};
     }
@@ -223,14 +224,19 @@ struct NarrowRow {
         return any;
     }
 
-    void store_output() const {
+    // Returns whether the row is spoiled.
+    bool store_output() const {
         const QueryTile& t = *tile;
         const AttentionParams& p = *t.params;
         const float weight = row_sum == 0 ? 0 : 1 / row_sum;
         const int64_t offset = t.sequence.out + row->head * p.out.head + row->query * p.out.row;
-        for (int d = 0; d < p.headdim_v; d += L)
-            store_any(const_cast<char*>(address(p.out.data, offset + d, p.out_dtype)), p.headdim_v - d, p.out_dtype,
-                      *(const Vec*)(out + d) * weight);
+        Vec poison = {};
+        for (int d = 0; d < p.headdim_v; d += L) {
+            const Vec x = *(const Vec*)(out + d) * weight;
+            poison += x * 0.0f;
+            store_any(const_cast<char*>(address(p.out.data, offset + d, p.out_dtype)), p.headdim_v - d, p.out_dtype, x);
+        }
+        return is_spoiled(t, *row, row_sum, sum_from<1, 1>(&poison)[0]);
     }
 };
 
@@ -243,7 +249,7 @@ void attend_narrow(NarrowRow* rows, const KeyRows& k, const KeyRows& v, const Ke
     const float *q[kQueries], *weights[kQueries];
     float *s[kQueries], *out[kQueries], correction[kQueries];
     for (int n = 0; n < kQueries; ++n) q[n] = rows[n].q, weights[n] = s[n] = rows[n].s, out[n] = rows[n].out;
-    narrow_scores<dtype, kQueries>(k.at + begin, k.scale + begin, keys, q, p.headdim, s, ahead ? &v : nullptr);
+    narrow_scores<dtype, kQueries>(k.at + begin, k.scale + begin, keys, q, p.headdim, p.scale, s, ahead ? &v : nullptr);
     bool hidden = false;
     for (int n = 0; n < kQueries; ++n) rows[n].transform(first + begin, keys), hidden |= rows[n].hides(keys);
 

@@ -9,16 +9,18 @@
 
 namespace fa::cpu {
 
+template <typename Real>
 struct Score {
-    float value;  // natural units; -inf = the pair is hidden by a boolean mask, a tree or a bias of -inf, whatever the product was
-    float slope;  // d value / d (q . k)
+    Real value;  // natural units; -inf = the pair is hidden by a boolean mask, a tree or a bias of -inf, whatever the product was
+    Real slope;  // d value / d (q . k)
 };
 
 // The score of a pair that causal and window leave visible, in the order of the contract: scale, softcap, ALiBi, bias, mask, tree.
-inline Score transform(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j, float dot) {
-    Score score{dot * p.scale, p.scale};
+template <typename Real>
+Score<Real> transform(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j, Real dot) {
+    Score<Real> score{dot * p.scale, p.scale};
     if (p.softcap != 0) {
-        const float t = std::tanh(score.value / p.softcap);
+        const Real t = std::tanh(score.value / p.softcap);
         score = {p.softcap * t, p.scale * (1 - t * t)};
     }
     if (p.alibi_slopes) score.value -= p.alibi_slopes[b * p.alibi_batch + head] * std::fabs(float(int64_t(i) + s.shift - j));

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "attention/common/dropout.h"
+#include "cpu/attention/statistics.h"
 
 namespace fa::cpu {
 
@@ -21,7 +22,7 @@ struct QueryRow {
 
 // Float32 scratch of one thread. The transposed matrices hold groups of queries one after the other; each group is contiguous.
 struct Scratch {
-    float* q;     // Q^T (groups, headdim, queries), multiplied by softmax_scale
+    float* q;     // Q^T (groups, headdim, queries)
     float* out;   // O^T (groups, headdim_v, queries), not normalised
     float* s;     // S^T (kTileKeys, queries) of one group, then P^T
     float* seen;  // S^T before the softmax, kept only for a tile with infinities or NaN in V
@@ -41,16 +42,19 @@ struct QueryTile {
     QueryRow row[kMaxTileRows];
     float row_max[kMaxTileRows];  // written with row_sum: lse = row_max + log(row_sum)
     float row_sum[kMaxTileRows];
-    float greatest[kMaxTileRows];  // score of the row, -inf when it sees no key: row_max may be the sink's
-    float lse[kMaxTileRows];       // read by sum_keys; +inf for a row that sees no key
-    float* key_sums;               // of key 0
+    float greatest[kMaxTileRows];     // score of the row, -inf when it sees no key: row_max may be the sink's
+    bool spoiled[kMaxTileRows];       // the row's out is not finite, or every score is -inf and no option hid a key: see exact_row.h
+    RowStatistics lse[kMaxTileRows];  // read by sum_keys; row_max is +inf for a row that sees no key
+    float* key_sums;                  // of key 0
 };
 
 struct TileKernel {
     int lanes;                     // queries per vector
-    void (*run)(QueryTile& tile);  // writes the rows of out, row_max, row_sum and greatest
+    void (*run)(QueryTile& tile);  // writes the rows of out, row_max, row_sum, greatest and spoiled
     // Adds to key_sums of keys key_begin .. key_end - 1 their probabilities, exp(S - lse), of all rows. They are rows of one query head.
     void (*sum_keys)(QueryTile& tile);
+    // Goes on with row_max and row_sum of all rows over keys key_begin .. key_end - 1, from the scores that sum_keys computes.
+    void (*sum_rows)(QueryTile& tile);
 };
 
 extern const TileKernel kTilePortable, kTileAvx2, kTileAvx512, kTileNeon;

@@ -46,9 +46,9 @@ struct Prefetch {
 
 // ---- the two matrix products, by register tiles of kHeight x kWidth vectors, for kWidth * L queries ----
 
-// S^T (keys, queries) = K (keys, headdim) Q^T (headdim, queries)
+// S^T (keys, queries) = scale * K (keys, headdim) Q^T (headdim, queries). The backward pass adds up each product in the same order.
 template <int kHeight, int kWidth>
-FA_INLINE void scores_block(const float* k, int64_t ld_k, const float* q, int headdim, float* s) {
+FA_INLINE void scores_block(const float* k, int64_t ld_k, const float* q, int headdim, float scale, float* s) {
     for (int d0 = 0; d0 < headdim; d0 += kSumLength) {
         const int d1 = headdim - d0 < kSumLength ? headdim : d0 + kSumLength;
         Vec acc[kHeight][kWidth] = {};
@@ -63,25 +63,26 @@ FA_INLINE void scores_block(const float* k, int64_t ld_k, const float* q, int he
                 for (int n = 0; n < kWidth; ++n) acc[j][n] += key * query[n];
             }
         }
+        const Vec factor = splat(d1 == headdim ? scale : 1.0f);  // only here: the loop above has no register to spare
 #pragma GCC unroll 12
         for (int j = 0; j < kHeight; ++j)
 #pragma GCC unroll 4
             for (int n = 0; n < kWidth; ++n) {
                 Vec& sum = *(Vec*)(s + (j * kWidth + n) * L);
-                sum = d0 == 0 ? acc[j][n] : sum + acc[j][n];
+                sum = (d0 == 0 ? acc[j][n] : sum + acc[j][n]) * factor;
             }
     }
 }
 template <int kWidth>
-void scores(const float* k, int64_t ld_k, int keys, const float* q, int headdim, float* s, Prefetch& prefetch) {
+void scores(const float* k, int64_t ld_k, int keys, const float* q, int headdim, float scale, float* s, Prefetch& prefetch) {
     constexpr int kHeight = height(kWidth), ld = kWidth * L;
     int j = 0;
     for (; j + kHeight <= keys; j += kHeight) {
-        scores_block<kHeight, kWidth>(k + j * ld_k, ld_k, q, headdim, s + j * ld);
+        scores_block<kHeight, kWidth>(k + j * ld_k, ld_k, q, headdim, scale, s + j * ld);
         prefetch.advance();
     }
-    for (; j + 2 <= keys; j += 2) scores_block<2, kWidth>(k + j * ld_k, ld_k, q, headdim, s + j * ld);
-    for (; j < keys; ++j) scores_block<1, kWidth>(k + j * ld_k, ld_k, q, headdim, s + j * ld);
+    for (; j + 2 <= keys; j += 2) scores_block<2, kWidth>(k + j * ld_k, ld_k, q, headdim, scale, s + j * ld);
+    for (; j < keys; ++j) scores_block<1, kWidth>(k + j * ld_k, ld_k, q, headdim, scale, s + j * ld);
 }
 
 // O^T (headdim_v, queries) = O^T * correction + V^T (headdim_v, keys) P^T (keys, queries)
@@ -117,12 +118,19 @@ void output(const float* v, int64_t ld_v, int keys, int headdim_v, const float* 
     for (; d < headdim_v; ++d) output_block<1, kWidth>(v + d, ld_v, keys, p, correction, out + d * ld);
 }
 
+// Whether a row has to be computed again, in double precision. `poison` is 0 times every element of its out.
+FA_INLINE bool is_spoiled(const QueryTile& t, const QueryRow& row, float row_sum, float poison) {
+    const AttentionParams& p = *t.params;
+    if (row_sum == 0) return row.key_begin < row.key_end && !p.bias.data && !p.mask.data && !p.tree.rows;
+    return !(poison == 0.0f);
+}
+
 #include "cpu/attention/narrow_kernel.h"
 
 // ---- a group: the query vectors that go through the products together ----
 
 struct Group {
-    const QueryTile& t;
+    QueryTile& t;
     const AttentionParams& p;
     const int lane0, width;  // first lane in the tile, number of vectors
     float *const q, *const out, *const s;
@@ -142,7 +150,7 @@ struct Group {
                 for (int l = 0; l < L; ++l) {
                     const QueryRow& r = row(n * L + l);
                     const int64_t offset = t.sequence.q + r.head * p.q.head + r.query * p.q.row + d;
-                    x[l] = load_any(address(p.q.data, offset, p.dtype), p.headdim - d, p.dtype) * p.scale;
+                    x[l] = load_any(address(p.q.data, offset, p.dtype), p.headdim - d, p.dtype);
                 }
                 transpose(x);
                 for (int i = 0; i < L && d + i < p.headdim; ++i) *(Vec*)(q + ((d + i) * width + n) * L) = x[i];
@@ -253,9 +261,13 @@ struct Group {
     void store_output() const {
         for (int n = 0; n < width; ++n) {
             const Vec weight = row_sum[n] == 0.0f ? Vec{} : (p.dropout_threshold ? p.dropout_scale : 1.0f) / row_sum[n];
+            Vec poison = {};  // a lane is NaN where a number of the row is not finite
             for (int d = 0; d < p.headdim_v; d += L) {
                 Vec x[L] = {};
-                for (int i = 0; i < L && d + i < p.headdim_v; ++i) x[i] = *(const Vec*)(out + ((d + i) * width + n) * L) * weight;
+                for (int i = 0; i < L && d + i < p.headdim_v; ++i) {
+                    x[i] = *(const Vec*)(out + ((d + i) * width + n) * L) * weight;
+                    poison += x[i] * 0.0f;
+                }
                 transpose(x);
                 for (int l = 0; l < L && lane0 + n * L + l < t.rows; ++l) {
                     const QueryRow& r = row(n * L + l);
@@ -263,6 +275,8 @@ struct Group {
                     store_any(const_cast<char*>(address(p.out.data, offset, p.out_dtype)), p.headdim_v - d, p.out_dtype, x[l]);
                 }
             }
+            for (int l = 0; l < L && lane0 + n * L + l < t.rows; ++l)
+                t.spoiled[lane0 + n * L + l] = is_spoiled(t, row(n * L + l), row_sum[n][l], poison[l]);
         }
     }
 };
@@ -445,7 +459,7 @@ struct Tile {
             }
         }
         for (int r = 0; r < narrow_rows; ++r) {
-            row[r].store_output();
+            t.spoiled[n * L + r] = row[r].store_output();
             row_max[n][r] = row[r].row_max, row_sum[n][r] = row[r].row_sum, greatest[n][r] = row[r].greatest;
         }
     }
@@ -474,7 +488,7 @@ struct Tile {
                 if (begin >= end) return;
                 const int64_t s0 = int64_t(begin) * kWidth * L;
                 const float *const k = scratch.k + begin * scratch.ld_k, *const v = scratch.v + begin * scratch.ld_v;
-                scores<kWidth>(k, scratch.ld_k, end - begin, g.q, p.headdim, g.s + s0, prefetch);
+                scores<kWidth>(k, scratch.ld_k, end - begin, g.q, p.headdim, p.scale, g.s + s0, prefetch);
                 g.transform(key, begin, end);
                 if (!finite) __builtin_memcpy(scratch.seen + s0, g.s + s0, size_t(end - begin) * kWidth * L * sizeof(float));
                 Vec correction[kWidth];
@@ -489,10 +503,9 @@ struct Tile {
         store_statistics();
     }
 
-    // P is computed a second time: it is known once a row's sum is.
-    void sum_keys() {
-        for (int n = 0; n < vectors; ++n)  // lanes past the end add nothing
-            for (int l = 0; l < L; ++l) row_max[n][l] = n * L + l < t.rows ? t.lse[n * L + l] : kInfinity;
+    // Calls body(width, n, group, key, begin, end) where S of keys key + begin .. key + end - 1 of a group has been computed again.
+    template <typename Body>
+    void for_scores(const Body& body) {
         for_groups([&](auto width, int n) { group(n, width.value).load_queries(); });
         for (int64_t first = t.key_begin, next; first < t.key_end; first = next) {
             next = (first / kTileKeys + 1) * kTileKeys;
@@ -505,16 +518,42 @@ struct Tile {
                 const int begin = g.first().key_begin > key ? g.first().key_begin - key : 0;
                 const int end = g.last().key_end < key + keys ? g.last().key_end - key : keys;
                 if (begin >= end) return;
-                scores<kWidth>(scratch.k + begin * scratch.ld_k, scratch.ld_k, end - begin, g.q, p.headdim,
+                scores<kWidth>(scratch.k + begin * scratch.ld_k, scratch.ld_k, end - begin, g.q, p.headdim, p.scale,
                                g.s + int64_t(begin) * kWidth * L, prefetch);
                 g.transform(key, begin, end);
-                for (int j = begin; j < end; ++j) {
-                    Vec sum = {};
-                    for (int x = 0; x < kWidth; ++x) sum += exp(g.score(j, x) - row_max[n + x]);
-                    t.key_sums[key + j] += sum_from<1, 1>(&sum)[0];
-                }
+                body(width, n, g, key, begin, end);
             });
         }
+    }
+
+    // P is computed a second time: it is known once a row's sum is.
+    void sum_keys() {
+        Vec log_sum[kMaxVectors];
+        for (int n = 0; n < vectors; ++n)  // lanes past the end add nothing
+            for (int l = 0; l < L; ++l) {
+                const RowStatistics lse = n * L + l < t.rows ? t.lse[n * L + l] : RowStatistics{kInfinity, 0};
+                row_max[n][l] = lse.row_max, log_sum[n][l] = lse.log_sum;
+            }
+        for_scores([&](auto width, int n, const Group& g, int key, int begin, int end) {
+            for (int j = begin; j < end; ++j) {
+                Vec sum = {};
+                for (int x = 0; x < decltype(width)::value; ++x) sum += probability(g.score(j, x), row_max[n + x], log_sum[n + x]);
+                t.key_sums[key + j] += sum_from<1, 1>(&sum)[0];
+            }
+        });
+    }
+
+    void sum_rows() {
+        for (int n = 0; n < vectors; ++n)
+            for (int l = 0; l < L; ++l) {
+                const int r = n * L + l < t.rows ? n * L + l : t.rows - 1;
+                row_max[n][l] = greatest[n][l] = t.row_max[r], row_sum[n][l] = t.row_sum[r];
+            }
+        for_scores([&](auto width, int n, const Group& g, int, int begin, int end) {
+            Vec correction[decltype(width)::value];
+            softmax<decltype(width)::value>(g.s, begin, end, row_max + n, row_sum + n, greatest + n, correction);
+        });
+        for (int r = 0; r < t.rows; ++r) t.row_max[r] = row_max[r / L][r % L], t.row_sum[r] = row_sum[r / L][r % L];
     }
 
     void store_statistics() const {
@@ -526,10 +565,11 @@ struct Tile {
 
 void run_tile(QueryTile& tile) { Tile(tile).run(); }
 void sum_keys_of_tile(QueryTile& tile) { Tile(tile, false).sum_keys(); }
+void sum_rows_of_tile(QueryTile& tile) { Tile(tile, false).sum_rows(); }
 
 }  // namespace
 }  // namespace fa::cpu::FA_ISA
 
 namespace fa::cpu {
-const TileKernel FA_TILE = {FA_LANES, FA_ISA::run_tile, FA_ISA::sum_keys_of_tile};
+const TileKernel FA_TILE = {FA_LANES, FA_ISA::run_tile, FA_ISA::sum_keys_of_tile, FA_ISA::sum_rows_of_tile};
 }

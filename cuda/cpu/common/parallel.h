@@ -14,6 +14,9 @@
 #include <thread>
 #include <vector>
 
+#include "cpu/common/float_mode.h"
+#include "cpu/common/processors.h"
+
 namespace fa::cpu {
 
 // Threads that are joined in any case: destroying a std::thread that is not joined ends the process.
@@ -26,7 +29,10 @@ public:
     template <typename Work>
     bool start(const Work& work, int thread) {
         try {
-            threads_.emplace_back(work, thread);
+            threads_.emplace_back([work, thread] {
+                const FloatMode mode;
+                work(thread);
+            });
         } catch (const std::system_error&) {
             return false;
         } catch (const std::bad_alloc&) {
@@ -135,11 +141,30 @@ inline int worthwhile_threads(double nanoseconds, int threads) {
     return int(std::clamp(nanoseconds / kThreadNanoseconds, 1.0, double(threads)));
 }
 
+// Whether the caller of the library has said how many threads a call takes. Otherwise a loop starts no more than there are processors that
+// its thread may run on. It asks before it starts any, so a call without threads does not pay for it. Lives as long as the call.
+class GivenThreads {
+public:
+    explicit GivenThreads(bool given) : before_(current()) { current() = given; }
+    ~GivenThreads() { current() = before_; }
+    GivenThreads(const GivenThreads&) = delete;
+    GivenThreads& operator=(const GivenThreads&) = delete;
+
+    static bool& current() {
+        static thread_local bool given = false;
+        return given;
+    }
+
+private:
+    const bool before_;
+};
+
 // Calls body(task, thread) for every task, with thread in 0 .. threads - 1. body throws nothing. Tasks start in order, so the longest
 // should come first. When the system has no more threads to give, the threads that started do all tasks.
 template <typename Body>
 void parallel_for(int64_t tasks, int threads, const Body& body) {
     threads = int(std::min<int64_t>(threads, tasks));
+    if (threads > 1 && !GivenThreads::current()) threads = std::min(threads, processors_of_thread());
     std::atomic<int64_t> next{0};
     const auto work = [&](int thread) noexcept {
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(task, thread);

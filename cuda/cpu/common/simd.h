@@ -39,6 +39,16 @@ FA_INLINE void keep_in_register(Vec& x) {
     (void)x;
 }
 
+// Rounds a product to float32: otherwise the compiler may fuse it with a later addition, and elsewhere not. Forward and backward pass must
+// have the same bits.
+FA_INLINE void round_now(Vec& x) {
+#if defined(__aarch64__)
+    if constexpr (L == 4) __asm__("" : "+w"(x));
+#else
+    keep_in_register(x);  // without __AVX__ there is no fused instruction
+#endif
+}
+
 // ---- 16-bit floats, converted by their bits: rounded to nearest even, NaN stays NaN ----
 
 FA_INLINE Vec bfloat16_to_float(HalfVec x) { return (Vec)(__builtin_convertvector(x, UVec) << 16); }
@@ -106,6 +116,15 @@ FA_INLINE Vec exp(Vec x) {
     y = y * r + 1.0f;
     const Vec power = (Vec)(((UVec)t << 23) + 0x3F800000u);  // unsigned, so it may wrap where x is out of range
     return x < -87.33654f ? Vec{} : y * power;
+}
+
+// P = exp(S - lse) of the key of a row whose lse is row_max + log_sum. P is never above 1: a product that was added up in another order for
+// lse may come out larger here.
+FA_INLINE Vec probability(Vec s, Vec row_max, Vec log_sum) {
+    Vec zero = {};
+    keep_in_register(zero);  // the compiler makes one minimum of it, which gives x where x is NaN
+    const Vec x = s - row_max - log_sum;
+    return exp(zero < x ? zero : x);
 }
 
 FA_INLINE Vec tanh(Vec x) {

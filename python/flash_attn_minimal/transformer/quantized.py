@@ -92,6 +92,10 @@ class W4Weight:
 
         search: of the scales near the one that takes a block's largest number to the largest code, the one of least
             squared error. A block with a NaN or an infinity becomes NaN.
+
+        The scales of "int4" are float16: a block whose largest number is above 4.5e5 would lose it, and a block below
+        2e-7 becomes 0. On the CPU the first is refused, and so is a matrix of which nothing is left; arrays on a GPU
+        are not looked at, because that would wait for the GPU.
         """
         format = _name("format", format, W4_FORMATS)
         view = _arrays.view(w, "w")
@@ -115,6 +119,8 @@ class W4Weight:
         _put_weight(args, "out", format, rows, columns, made)
         load().fa_w4_quantize(args, view.door.stream([view]))
         _record.wrote([view, *made])
+        if format == "int4" and view.device == CPU:
+            _check_int4_range(w, made[1])
         return cls(format, *(each.door.result(each) for each in made), columns)
 
     def dequantize(self, dtype: str = "float32", *, num_threads: int = 0):
@@ -198,6 +204,24 @@ class W4Weight:
                     f"{name} has strides {tuple(view.strides)} for shape {tuple(view.shape)}: not contiguous"
                 )
         return views
+
+
+def _check_int4_range(w, scales: View) -> None:
+    """Refuses a matrix on the CPU that float16 scales cannot reach."""
+    rows, blocks = scales.shape
+    found = np.ctypeslib.as_array((ct.c_uint16 * (rows * blocks)).from_address(scales.pointer)).reshape(rows, blocks)
+    if (found == 0x7BFF).any():  # 65504, the largest float16
+        row, block = (int(i) for i in np.argwhere(found == 0x7BFF)[0])
+        columns = slice(BLOCK["int4"] * block, BLOCK["int4"] * (block + 1))
+        raise BadArgument(
+            f"w[{row}, {columns.start}:{columns.stop}] reaches {float(abs(w[row, columns]).max()):g}: a block of int4, "
+            "whose scale is a float16, holds numbers up to 4.5e5. Divide w, or use nvfp4"
+        )
+    if not found.any() and bool((w != 0).any()):
+        raise BadArgument(
+            f"w reaches {float(abs(w).max()):g}, and every number of it would become 0: a block of int4, whose scale "
+            "is a float16, holds numbers from 2e-7 on. Multiply w, or use nvfp4"
+        )
 
 
 class PackedW4:

@@ -1,0 +1,218 @@
+// large_rows.cuh: rows whose lse is so large that P = exp(S - lse) is wrong. Two neighbours of float32 are 0.008 apart at 1e5 and 1 at 1e7:
+// log(sum) is lost beside such a maximum. For rows beyond kLargeLse the kernels that run before the products of the backward pass find
+// maximum and sum of the row again and keep them apart: P = exp((S - max) - rest), with rest = log(sum). S is computed in the order of the
+// kernel that takes P: at such sizes another order gives another P.
+//
+// lse of a backward call may have been computed over keys that the call does not have: those of other parts of the sequence. Then the sum
+// found here is below that of lse, and lse stays what it is. What differs by less than `slack` may be the rounding of another kernel.
+#pragma once
+
+#include "attention/common/epilogue.cuh"
+#include "attention/common/general_scores.cuh"
+#include "attention/common/mask.h"
+#include "attention/common/online_softmax.cuh"
+#include "common/constants.h"
+#include "common/element.cuh"
+#include "device/launch.h"
+#include "device/mma.cuh"
+
+namespace fa {
+
+constexpr float kLargeLse = 4096;  // half a step of float32 here is 2.4e-4 of P
+__device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) > kLargeLse && fabsf(lse) < INFINITY; }
+
+// P = exp((score - max) - rest), in the unit of the score. Ordinary rows have lse and 0.
+struct RowBase {
+    float max, rest;
+};
+
+enum class LseCovers { kKeysOfCall, kPerhapsMore };
+
+// Of a row in one thread: maximum and sum, and the largest sum of |q k| scale of a key, which decides how much the order of a product
+// matters. `exponential` and `logarithm` of the unit.
+struct RowSoftmax {
+    float max = -INFINITY, sum = 0, terms = 0;
+};
+template <typename Exponential, typename Logarithm>
+__device__ __forceinline__ RowBase base_of_row(LseCovers covers, float lse, RowSoftmax row, float sink, const Exponential& exponential,
+                                               const Logarithm& logarithm) {
+    if (sink > row.max) row.sum *= exponential(row.max - sink), row.max = sink;
+    if (sink > -INFINITY) row.sum += exponential(sink - row.max);
+    const RowBase found{row.max, logarithm(row.sum)};
+    const float slack = fmaxf(0x1p-20f * fabsf(lse), 0x1p-22f * row.terms);
+    const bool whole = row.max > -INFINITY && (covers == LseCovers::kKeysOfCall || (row.max + found.rest) - lse >= -slack);
+    return whole ? found : RowBase{lse, 0.0f};
+}
+
+// ---- kernels on CUDA cores: a warp a row. A product is a chain of multiply-adds in the order of the columns ----
+
+// kFused: the exponent is one multiply-add of the product, without options. kOptions: transform_score first.
+enum class ScoreForm { kFused, kOptions };
+
+template <typename T>
+__device__ __noinline__ RowBase large_row(const AttentionParams& p, const Sequence& s, int b, int head, int i, ScoreForm form,
+                                          LseCovers covers) {
+    const T* const q = static_cast<const T*>(p.q.data) + s.q + head * p.q.head + i * p.q.row;
+    const T* const k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head;
+    const KeyRange range = key_range(p, s, i);
+    RowSoftmax row;
+    for (int j = range.begin + int(threadIdx.x % 32); j < range.end; j += 32) {
+        float dot = 0, terms = 0;
+        for (int d = 0; d < p.headdim; ++d) {
+            const float a = to_float(q[d]), b = to_float(k[j * p.k.row + d]);
+            dot = fmaf(a, b, dot), terms += fabsf(a * b);
+        }
+        const bool fused = form == ScoreForm::kFused;
+        const float score = fused ? dot * p.scale : transform_score(p, s, b, head, i, j, dot);
+        if (score == -INFINITY) continue;
+        row.terms = fmaxf(row.terms, terms * fabsf(p.scale));
+        if (score > row.max) row.sum *= exp_nonpositive(row.max - score), row.max = score;
+        row.sum += exp_nonpositive(fused ? fmaf(dot, p.scale, -row.max) : score - row.max);
+    }
+    const float max = reduce_max<32>(row.max);
+    row.sum = reduce_sum<32>(row.max == -INFINITY ? 0.0f : row.sum * exp_nonpositive(row.max - max));
+    row.max = max, row.terms = reduce_max<32>(row.terms);
+    return base_of_row(covers, p.lse[lse_offset(p, s, head) + i], row, sink_of(p.sinks, head), exp_nonpositive,
+                       [](float x) { return logf(x); });
+}
+
+// ---- kernels on tensor cores ----
+
+// Scores are natural, or products that scale_log2 turns into exponents of 2. The unit of lse, max and rest is that of the exponents:
+// natural, or log2.
+//
+// In their main loops lse is an exponent of 2 with one multiply-add a score, and has no place for `rest`. A large row has the statistic
+// kLargeRow there, and its RowBase elsewhere. Its scores are replaced by large_score, of which the loop then makes the exponent as of
+// any other: kLargeRow is zero.
+constexpr float kLargeRow = -0.0f;
+__device__ __forceinline__ bool is_large_row(float statistic) { return __float_as_uint(statistic) == 0x80000000u; }
+// The statistic of an ordinary row, +inf for one that sees no key. Never kLargeRow.
+__device__ __forceinline__ float row_statistic(float lse) {
+    const float x = lse == -INFINITY ? INFINITY : lse * kLog2e;
+    return x == 0.0f ? 0.0f : x;
+}
+__device__ __forceinline__ float large_score(float S, float2 base) { return (S - base.x) - base.y; }
+__device__ __forceinline__ float large_product(float S, float scale_log2, float inverse, float2 base) {
+    return (fmaf(S, scale_log2, -base.x) - base.y) * inverse;
+}
+
+// A warp: calls store(i, base) for the large rows i of row0 .. row0 + 15 of a head, in one lane each.
+template <typename T, typename Store>
+__device__ __noinline__ void find_large_rows(const AttentionParams& p, const Sequence& s, int b, int head, int row0, bool natural,
+                                             LseCovers covers, const Store& store) {
+    const int lane = threadIdx.x % 32, g = lane / 4, quad = lane % 4;
+    float lse[2];
+    for (int r = 0; r < 2; ++r) {
+        const int i = row0 + g + 8 * r;
+        lse[r] = i < s.seqlen_q ? p.lse[lse_offset(p, s, head) + i] : -INFINITY;
+    }
+    if (!__any_sync(~0u, is_large(lse[0]) || is_large(lse[1]))) return;
+
+    const T* const q = static_cast<const T*>(p.q.data) + s.q + head * p.q.head;
+    const T* const k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head;
+    // Columns `column` and the next one of a row; zeros past its end.
+    const auto pair = [&](const T* row, bool exists, int column) -> uint32_t {
+        const uint16_t* x = reinterpret_cast<const uint16_t*>(row + column);
+        const uint32_t low = exists && column < p.headdim ? x[0] : 0, high = exists && column + 1 < p.headdim ? x[1] : 0;
+        return low | high << 16;
+    };
+    const float scale_log2 = p.scale * kLog2e;
+    const auto exponential = [&](float x) { return exp2_approx(natural ? x * kLog2e : x); };
+    const KeyRange seen[2] = {key_range(p, s, min(row0 + g, s.seqlen_q - 1)), key_range(p, s, min(row0 + g + 8, s.seqlen_q - 1))};
+    const int first = key_range(p, s, row0).begin, end = key_range(p, s, min(row0 + 15, s.seqlen_q - 1)).end;
+    RowSoftmax row[2];
+#pragma unroll 1
+    for (int key0 = first / 8 * 8; key0 < end; key0 += 8) {
+        float S[4] = {}, terms[4] = {};
+#pragma unroll 1
+        for (int column = 2 * quad; column < p.headdim + 2 * quad; column += 16) {
+            uint32_t A[4], B[2];
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                const int i = row0 + g + x % 2 * 8;
+                A[x] = pair(q + i * p.q.row, i < s.seqlen_q, column + x / 2 * 8);
+            }
+#pragma unroll
+            for (int x = 0; x < 2; ++x) B[x] = pair(k + (key0 + g) * p.k.row, key0 + g < s.seqlen_k, column + 8 * x);
+            mma<T>(S, A, B[0], B[1]);
+            constexpr uint32_t kNoSigns = 0x7FFF7FFFu;
+            for (uint32_t& x : A) x &= kNoSigns;
+            mma<T>(terms, A, B[0] & kNoSigns, B[1] & kNoSigns);
+        }
+        const int key = key0 + 2 * quad;
+        if (natural) transform_fragment<T>(p, FragmentPlace{b, head, row0 + g, key, s.seqlen_q, s.seqlen_k, s.shift}, S);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int r = e / 2, j = key + e % 2;
+            if (j < seen[r].begin || j >= seen[r].end || S[e] == -INFINITY) continue;
+            const float top = natural ? S[e] : S[e] * scale_log2;
+            row[r].terms = fmaxf(row[r].terms, terms[e] * fabsf(natural ? p.scale : scale_log2));
+            if (top > row[r].max) row[r].sum *= exponential(row[r].max - top), row[r].max = top;
+            row[r].sum += exponential(natural ? S[e] - row[r].max : fmaf(S[e], scale_log2, -row[r].max));
+        }
+    }
+    const float sink = sink_of(p.sinks, head);
+    for (int r = 0; r < 2; ++r) {
+        const float max = quad_max(row[r].max);
+        row[r].sum = quad_sum(row[r].max == -INFINITY ? 0.0f : row[r].sum * exponential(row[r].max - max));
+        row[r].max = max, row[r].terms = quad_max(row[r].terms);
+        if (quad != 0 || !is_large(lse[r])) continue;
+        const float unit = natural ? 1.0f : kLog2e;
+        store(row0 + g + 8 * r,
+              base_of_row(covers, lse[r] * unit, row[r], sink * unit, exponential, [&](float x) { return natural ? logf(x) : log2f(x); }));
+    }
+}
+
+// Of all rows of a call, laid out like lse.
+struct CallStatistics {
+    float* lse;     // row_statistic, or kLargeRow
+    float2* large;  // RowBase of the large rows
+};
+FA_HOST_DEVICE size_t row_count(const AttentionParams& p) {
+    return size_t(p.cu_seqlens_q ? p.total_q : int64_t(p.batch) * p.seqlen_q) * p.nheads;
+}
+
+namespace {
+
+constexpr int kStatisticsThreads = 128, kStatisticsRows = 16;  // of a block; of a warp
+constexpr int64_t kMostRowBlocks = 1 << 16;                    // of a grid whose warps take rows in turn
+
+struct StatisticsParams {
+    AttentionParams attention;
+    CallStatistics to;
+    bool natural;
+    LseCovers covers;
+};
+template <typename T>
+__global__ void __launch_bounds__(kStatisticsThreads) row_statistics_kernel(const __grid_constant__ StatisticsParams params) {
+    constexpr int kWarps = kStatisticsThreads / 32;
+    const AttentionParams& p = params.attention;
+    const CallStatistics& to = params.to;
+    const int groups = (p.seqlen_q + kStatisticsRows - 1) / kStatisticsRows, lane = threadIdx.x % 32;
+    const int64_t all = int64_t(groups) * p.nheads * p.batch, first = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+    for (int64_t at = first; at < all; at += int64_t(gridDim.x) * kWarps) {
+        const int row0 = int(at % groups) * kStatisticsRows, head = int(at / groups % p.nheads), b = int(at / groups / p.nheads);
+        const Sequence s = sequence_of(p, b);
+        if (row0 >= s.seqlen_q) continue;
+        const int64_t own = lse_offset(p, s, head);
+        if (lane < kStatisticsRows && row0 + lane < s.seqlen_q) to.lse[own + row0 + lane] = row_statistic(p.lse[own + row0 + lane]);
+        __syncwarp();
+        find_large_rows<T>(p, s, b, head, row0, params.natural, params.covers, [&](int i, const RowBase& base) {
+            to.lse[own + i] = kLargeRow;
+            to.large[own + i] = make_float2(base.max, base.rest);
+        });
+    }
+}
+template <typename T>
+cudaError_t launch_row_statistics(const AttentionParams& p, const CallStatistics& to, bool natural, LseCovers covers, cudaStream_t stream) {
+    constexpr int kWarps = kStatisticsThreads / 32;
+    const int64_t warps = (int64_t(p.seqlen_q) + kStatisticsRows - 1) / kStatisticsRows * p.nheads * p.batch;
+    const int64_t blocks = (warps + kWarps - 1) / kWarps;
+    if (blocks == 0) return cudaSuccess;
+    return launch_kernel(row_statistics_kernel<T>, unsigned(blocks < kMostRowBlocks ? blocks : kMostRowBlocks), kStatisticsThreads, 0,
+                         stream, StatisticsParams{p, to, natural, covers});
+}
+
+}  // namespace
+
+}  // namespace fa
