@@ -82,6 +82,44 @@ def test_a_program_follows_from_its_seed_and_number(judge):
     assert any("leave" in step for step in over_ranks)
 
 
+# ---- programs that failed ----
+
+ACROSS = {
+    "function": "distributed_backward", "headdim": 8, "headdim_v": 256, "group": 6, "causal": True, "num_threads": 1,
+    "lens": [[3, 9], [3, 5], [1, 8], [2, 1]], "deterministic": True, "given": ["dv"], "dlse": True, "ranks": 5,
+    "cut": "contiguous", "pieces": 3,
+}  # fmt: skip
+APPENDED = {
+    "function": "flash_attn_with_kvcache", "dtype": "bfloat16", "headdim": 128, "nheads_k": 4, "rows": 64, "pages": 1,
+    "causal": True, "out": True, "seqlen_new": 1,
+}  # fmt: skip
+KERNEL = "FLASH_ATTN_BACKWARD_KERNEL"
+FAILED = {
+    # The size of a workspace was kept with the call, and another kernel takes more.
+    "another kernel across ranks": [
+        {"env": {KERNEL: "cpu_naive"}}, {"spec": {**ACROSS, "seed": 1}}, {"env": {KERNEL: "cpu_portable"}},
+        {"spec": {**ACROSS, "seed": 2}},
+    ],
+    # A call like those before was made inside a recording, and not recorded.
+    "a recording of a call like those before": [
+        *({"spec": {**APPENDED, "lengths": [n], "seed": n}, "session": 0} for n in range(3)),
+        {"spec": {**APPENDED, "lengths": [3], "seed": 3}, "session": 0, "way": "record"},
+    ],
+    "a recording of gradients": [
+        {"spec": {"function": "backward", "headdim": 1, "seed": 1, "given": ["dq"]}, "way": "record"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("name", FAILED)
+def test_programs_that_failed(name, framework):
+    if framework == "torch" and torch is None:
+        pytest.skip("no PyTorch here")
+    outcome = reproduce({"function": "program", "steps": FAILED[name]}, "cpu", framework)
+    assert outcome.fine, outcome
+
+
 # ---- planted faults ----
 
 
@@ -225,6 +263,12 @@ def test_shrinking_leaves_the_steps_that_matter(judge):
     assert len(smallest["steps"]) == 2 and all(set(step) == {"spec", "memory"} for step in smallest["steps"])
     for smaller in list(shrink.candidates(generate(8, 3, World(judge.places.backend))))[::23]:
         assert judge.outcome(smaller).fine, smaller
+
+
+def test_every_function_of_a_program_has_smaller_calls():
+    for name in ("autograd backward", "distributed_decode", "distributed_forward"):
+        spec = {"function": name, "lens": [[4, 4]], "headdim": 16, "seed": 1}
+        assert any(True for _ in shrink.candidates({"function": "program", "steps": [{"spec": spec}]})), name
 
 
 def test_a_finding_is_a_program_that_can_be_pasted(monkeypatch):

@@ -305,6 +305,9 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--readers", action="store_true", help="also damaged files, for the readers of files")
     parser.add_argument("--programs", type=int, help="so many programs of 5 to 50 calls in place of single calls")
     parser.add_argument("--ranks", action="store_true", help="with --programs: calls over ranks")
+    parser.add_argument(
+        "--run-only", action="store_true", help="with --programs: answers are not compared, for sanitizers"
+    )
     parser.add_argument("--devices", help="with --device cuda: the GPUs to use, such as 0,1 (default: all)")
     parser.add_argument("--json", type=Path, help="write a report there")
     options = parser.parse_args(argv)
@@ -314,8 +317,9 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     for name, least in (("cases", 0), ("programs", 0), ("workers", 1), ("first", 0)):
         if getattr(options, name) is not None and getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)} is below {least}")
-    if options.ranks and options.programs is None:
-        parser.error("--ranks: with --programs")
+    for name in ("ranks", "run_only"):
+        if getattr(options, name) and options.programs is None:
+            parser.error(f"--{name.replace('_', '-')}: with --programs")
     return options
 
 

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .case import functions
+from .function import Function
 
 LISTS = ("lens", "lengths", "links", "given", "lead", "bias", "mask")  # of any length
 
 
-def candidates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Smaller specs, the largest steps first. Each is a copy, and sizes stay within what the function allows."""
-    function = functions()[spec["function"]]
+def candidates(spec: dict[str, Any], known: dict[str, Function] | None = None) -> Iterator[dict[str, Any]]:
+    """Smaller specs, the largest steps first. Each is a copy, and sizes stay within what the function allows. known:
+    the functions, where they are not those of single calls."""
+    function = (known or functions())[spec["function"]]
     kept = ("function", "seed", "mutation", "kernel")
     for key in sorted(spec):  # one option less
         if key not in kept and key in function.DEFAULTS:

@@ -7,7 +7,9 @@ import os
 import pprint
 import re
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +97,13 @@ def campaign(
     device: str = "cpu", seed: int = 0, programs: int = 200, first: int = 0, seconds: float = float("inf"),
     kernel: str | None = None, function: str | None = None, framework: str | None = None, workers: int = 1,
     program_seconds: float = 30.0, shrink_seconds: float = 120.0, shrink_tries: int = 200, ranks: bool = False,
-    progress: Any = None, **more: Any,
+    compares: bool = True, progress: Any = None, keep: Callable[[ProgramReport], None] | None = None, **more: Any,
 ) -> ProgramReport:  # fmt: skip
-    """Programs first .. first + programs - 1 of a seed; returns what came of them. `more` goes to the workers."""
+    """Programs first .. first + programs - 1 of a seed; returns what came of them. `more` goes to the workers.
+    `keep` gets the report before its findings are made smaller, which takes shrink_seconds at most."""
     about = {
         "device": device, "seed": seed, "kernel": kernel, "function": function, "framework": framework, "ranks": ranks,
-        "program_seconds": program_seconds, "worker": f"{__package__}.worker", **more,
+        "program_seconds": program_seconds, "compares": compares, "worker": f"{__package__}.worker", **more,
     }  # fmt: skip
     result, until = ProgramReport(about), time.monotonic() + seconds
     limit = 60 + 3 * program_seconds  # the worker watches its children; this watches the worker
@@ -117,11 +120,15 @@ def campaign(
             shrink_seconds = 0
     result.finish()
     if shrink_seconds > 0 and result.findings:
-        shrinker = ProgramShrinker(about, limit, time.monotonic())
+        if keep:
+            keep(result)
+        shrinker = ProgramShrinker(about, limit, time.monotonic() + shrink_seconds)
         try:
             for finding in result.distinct()[:10]:
-                shrinker.until = time.monotonic() + shrink_seconds
-                result.replace(finding, shrinker.shrunk(finding, shrink_tries))
+                try:
+                    result.replace(finding, shrinker.shrunk(finding, shrink_tries))
+                except Exception:  # the findings matter more than that they are small
+                    result.replace(finding, finding | {"shrinking": traceback.format_exc(limit=-4)})
         finally:
             shrinker.close()
     return result
@@ -134,16 +141,22 @@ def run(options: Any, argv: list[str]) -> int:
         raise BadArgument(f"--kernel {options.kernel!r} with --ranks: the kernels of ranks are drawn")
     if options.framework == "cupy" and options.ranks:
         raise Unsupported("--ranks with CuPy: the ranks' arrays are PyTorch's")
+    command = " ".join(["python -m flash_attn_minimal fuzz", *argv])
+
+    def write(result: ProgramReport) -> None:
+        result.command = command
+        if options.json:
+            Path(options.json).write_text(json.dumps(result.json(), indent=1) + "\n")
+
     one = options.case is not None
     result = campaign(
         options.device, options.seed, 1 if one else options.programs, options.case if one else options.first,
         options.seconds, options.kernel, options.function, options.framework,
         1 if one else options.workers or len(os.sched_getaffinity(0)),
         options.case_seconds, options.shrink_seconds, options.shrink_tries or 200, options.ranks,
-        Progress(options.programs, every=5),
+        not options.run_only,
+        Progress(options.programs, every=5), write,
     )  # fmt: skip
-    result.command = " ".join(["python -m flash_attn_minimal fuzz", *argv])
+    write(result)
     print(result.text())
-    if options.json:
-        Path(options.json).write_text(json.dumps(result.json(), indent=1) + "\n")
     return 1 if result.findings else 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import shrink as calls
+from .steps import functions
 
 KEPT = ("spec", "env", "leave")  # what a step is; the rest is how
 
@@ -31,7 +32,7 @@ def candidates(program: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield _with(program, i, {"env": {n: x for n, x in step["env"].items() if n != name}})
     for i, step in enumerate(steps):
         if "spec" in step:
-            for spec in calls.candidates(step["spec"]):
+            for spec in calls.candidates(step["spec"], functions()):
                 yield _with(program, i, step | {"spec": spec})
 
 
