@@ -213,7 +213,7 @@ def _version_counter(torch: Any) -> Callable[[Sequence[Any]], None]:
                     increment(array)
 
         return each
-    return increment
+    return getattr(torch._C, "_increment_version", increment)  # what it calls: 0.1 us for its 0.3
 
 
 class TorchSubclassDoor(TorchDoor):

@@ -105,7 +105,7 @@ def mapped() -> bool:
 def records() -> bool:
     """Whether PyTorch records calls on tensors that require a gradient. In inference mode it does not, whatever
     torch.enable_grad says."""
-    return grad_enabled() and not inference()
+    return grad_enabled() and (compiling() or not inference())  # torch.compile cannot trace the question
 
 
 def deterministic(array: Any) -> bool:

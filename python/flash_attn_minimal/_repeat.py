@@ -199,6 +199,7 @@ class Repeats:
         passed, pack, pack_into, memory_of = self.passed, layout.pack, layout.pack_into, ct.c_char * self.size
 
         checked, simple = fits or given_out, count == 1 and not finish
+        pick = _picker(written)
 
         def call(arrays, length):
             stream = None
@@ -242,8 +243,8 @@ class Repeats:
                 if status == WORKSPACE_TOO_SMALL:  # another kernel than last time, or this thread's first call
                     return None
                 raise failure(status)
-            if written:
-                wrote([arrays[i] for i in written])
+            if pick:
+                wrote(pick(arrays))
             if simple:
                 return results[0]
             return finish(results, arrays) if finish else tuple(results[:count])
@@ -279,6 +280,13 @@ class Repeats:
             call = plain_call
         call.structs = structs  # `filled` holds addresses of theirs, such as that of the kernel's name
         return call
+
+
+def _picker(places: tuple[int, ...]) -> Callable[[tuple], Any] | None:
+    """A function that picks the arrays at these places, one in a tuple, too; None where there are no places."""
+    if len(places) == 1:
+        return operator.itemgetter(slice(places[0], places[0] + 1))
+    return operator.itemgetter(*places) if places else None
 
 
 def _maker(door: Any, likes: Sequence[View], made: Made) -> tuple[Callable[[Any], Any], int]:

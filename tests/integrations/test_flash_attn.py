@@ -12,6 +12,9 @@ from conftest import CUDA_DEVICES, ROOT
 
 torch = pytest.importorskip("torch", reason="the stand-in takes and returns PyTorch's tensors")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+
 import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal import reference  # noqa: E402
 from flash_attn_minimal.integrations import flash_attn as fa2  # noqa: E402
@@ -597,6 +600,28 @@ def test_concatenated_sequences():
     rows, indices, cu_seqlens, longest = fa2.bert_padding.unpad_input_for_concatenated_sequences(x, inside)
     assert torch.equal(rows, torch.cat([x[0, :5], x[1]])) and cu_seqlens.tolist() == [0, 2, 5, 11] and longest == 6
     assert torch.equal(fa2.bert_padding.pad_input(rows, indices, 2, 6)[0, :5], x[0, :5])
+
+
+@pytest.mark.parametrize("how", ["fake", "make_fx", "vmap", "compiled"])
+def test_rotary_embedding_where_positions_have_no_values(how):
+    """Positions are checked on a CPU where they can be read: a trace and a transform have none."""
+    x, offsets = torch.randn(2, 5, HEADS, DIM), torch.tensor([3, 20])
+    angle = torch.outer(torch.arange(30), torch.ones(4))
+
+    def turned(x, offsets):
+        return fa2.layers.rotary.apply_rotary_emb(x, angle.cos(), angle.sin(), seqlen_offsets=offsets)
+
+    want = turned(x, offsets)
+    if how == "fake":
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert turned(mode.from_tensor(x), mode.from_tensor(offsets)).shape == want.shape
+    elif how == "make_fx":
+        assert torch.equal(make_fx(turned)(x, offsets)(x, offsets), want)
+    elif how == "vmap":
+        got = torch.func.vmap(lambda row, offset: turned(row[None], offset[None])[0])(x, offsets)
+        torch.testing.assert_close(got, want)
+    else:
+        assert torch.equal(torch.compile(turned, backend="aot_eager", fullgraph=True)(x, offsets), want)
 
 
 @DEVICES

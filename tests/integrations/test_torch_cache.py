@@ -79,14 +79,15 @@ def compiled(function, **options):
     return torch.compile(function, fullgraph=True, **({"backend": "aot_eager"} | options))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_compiled_step(device, name):
+def test_a_compiled_step(device, name, mode):
     """The outputs, and every byte of the cache and of its factors, are those of a plain call."""
     (q, k, v), graph = step(device), compiled(lambda *args, **more: attend(*args, return_lse=True, **more))
     for trial in range(2):
         (k_cache, v_cache, more), (mine_k, mine_v, mine) = caches(device, name), caches(device, name)
         want = fa.flash_attn_with_kvcache(q + trial, k_cache, v_cache, k, v, return_lse=True, **more)
-        with torch.no_grad():
+        with mode():
             same(graph(q + trial, mine_k, mine_v, k, v, **mine), want)
         same((mine_k, mine_v), (k_cache, v_cache))
         same([x for x in mine.values() if torch.is_tensor(x)], [x for x in more.values() if torch.is_tensor(x)])

@@ -461,6 +461,43 @@ def test_a_gradient_that_a_form_would_lose(device, computed, made):
         form(*inputs)
 
 
+@pytest.mark.parametrize("name", ["factor", "softcap"])
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_a_gradient_of_a_number_that_a_form_would_lose(device, name, asked):
+    """It is read once, so that no call has its gradient."""
+    number = torch.tensor(2.0, device=device, requires_grad=asked == "before")
+    inputs = inputs_of(device)
+
+    def score_mod(s, b, h, q, k):
+        return s * number if name == "factor" else torch.tanh(s / number) * number
+
+    with torch.no_grad():
+        form = recognise(score_mod, None, BATCH, HEADS, ROWS, ROWS, device)
+        number.requires_grad_()
+        close(form(*inputs), definition(*inputs, score_mod, None)[0])
+    with pytest.raises(fa.BadArgument, match="score.* requires a gradient, which only a bias gets: detach it"):
+        form(*inputs)
+
+
+@pytest.mark.parametrize("made", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("detached", [torch.Tensor.detach, torch.detach, lambda x: x.data])
+def test_a_form_of_detached_tensors(device, made, detached):
+    """Nobody wants a gradient of them, wherever the form was made."""
+    c = Captured(device)
+    inputs = inputs_of(device)
+    number = torch.tensor(2.0, device=device, requires_grad=True)
+
+    def score_mod(s, b, h, q, k):
+        return s * detached(number) + detached(c.bias)[h, q, k]
+
+    with made():
+        form = recognise(score_mod, None, BATCH, HEADS, ROWS, ROWS, device)
+    for _ in range(2):
+        close(form(*inputs), definition(*inputs, score_mod, None)[0])
+        with torch.no_grad():
+            c.bias += 1
+
+
 def test_functions_that_are_drawn_mean_what_they_say():
     """Random expressions: one that is recognised has the values of its definition."""
     generator = torch.Generator().manual_seed(2026)

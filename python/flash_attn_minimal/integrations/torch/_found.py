@@ -67,9 +67,9 @@ class Found:
         self.fixed: list[Fixed] = []  # tensors whose values decide what kind of call it is
         self.derived: list[Derived] = []
 
-    def fix(self, x: Any) -> None:
-        """The values of captured tensors in this term are part of the form."""
-        self.fixed += fix(tensors_of(x), str(x) if isinstance(x, Term) else "a captured tensor")
+    def fix(self, x: Any, scales: bool = False) -> None:
+        """The values of captured tensors in this term are part of the form. scales: they would have a gradient."""
+        self.fixed += fix(tensors_of(x), str(x) if isinstance(x, Term) else "a captured tensor", scales)
 
     def bound(self, low: int | None, high: int | None) -> None:
         if low is not None:

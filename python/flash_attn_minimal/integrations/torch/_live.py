@@ -43,11 +43,12 @@ class Fixed(NamedTuple):
     tensor: torch.Tensor
     version: int
     where: str  # the expression
+    scales: bool  # whether the scores depend smoothly on it, so that a gradient of it would be lost
 
 
-def fix(tensors: Iterable[torch.Tensor], where: str) -> list[Fixed]:
+def fix(tensors: Iterable[torch.Tensor], where: str, scales: bool) -> list[Fixed]:
     """Tensors of the inference mode do not count their changes, so that nobody can watch them."""
-    return [Fixed(x, x._version, where) for x in tensors if not x.is_inference()]
+    return [Fixed(x, x._version, where, scales) for x in tensors if not x.is_inference()]
 
 
 class Derived(NamedTuple):
@@ -55,17 +56,18 @@ class Derived(NamedTuple):
 
     source: torch.Tensor
     version: int | None  # None where the other is a view of it, or where nothing counts
-    lost: bool  # whether the other would have a gradient, but none was recorded
+    lost: bool  # whether the other would have a gradient, but none was recorded; a view has requires_grad, and no graph
 
 
-def derive(result: Any, sources: Iterable[Any]) -> list[Derived]:
+def derive(result: Any, sources: Iterable[Any], detached: bool) -> list[Derived]:
+    """detached: whether the function wanted no gradient of this result."""
     if not isinstance(result, torch.Tensor):
         return []
     found = []
     for source in sources:
         if isinstance(source, torch.Tensor) and source is not result:
             counted = not _is_view(result, source) and not source.is_inference()
-            lost = result.is_floating_point() and not _modes.records()  # a view has requires_grad, and no graph
+            lost = result.is_floating_point() and not detached and not _modes.records()
             found.append(Derived(source, source._version if counted else None, lost))
     return found
 
@@ -79,11 +81,13 @@ def _is_view(x: torch.Tensor, of: torch.Tensor) -> bool:
 
 def check(fixed: Iterable[Fixed], derived: Iterable[Derived]) -> None:
     """Raises where a form no longer says what its functions would say now, or would lose a gradient."""
-    for tensor, version, where in fixed:
+    for tensor, version, where, scales in fixed:
         if tensor._version != version:
             raise BadArgument(
                 f"{where} has changed since the form was made, which holds what it was then: call recognise again"
             )
+        if scales and tensor.requires_grad and _modes.records():
+            raise BadArgument(f"{where} has a tensor that requires a gradient, which only a bias gets: detach it")
     for source, version, lost in derived:
         shape = tuple(source.shape)
         if version is not None and source._version != version:

@@ -39,7 +39,7 @@ def read_score(x: Any, found: Found, call: Call) -> None:
             (x,) = inner
         else:
             found.factor, found.softcap = _scaled(x)
-            found.fix(x)
+            found.fix(x, scales=True)
             return
     if not isinstance(x, Term) or x.operation != "score":
         refuse(x, "a score that does not depend on the score")
@@ -151,7 +151,7 @@ def _read_alibi(x: Term, sign: int, found: Found, call: Call) -> bool:
     for a in below:
         slopes = Step(operator.truediv, (slopes, call.steps(a)))
     found.slopes = Step(_per_head, (slopes, call.heads))
-    found.fix(distance)
+    found.fix(distance, scales=True)
     found.distance = (0 if absolute else linear.keys, linear.number * linear.keys)
     found.alibi = str(x)
     return True

@@ -158,7 +158,8 @@ class _Watch(TorchFunctionMode):
         if getattr(function, "__name__", "") in _RANDOM:
             raise Unsupported(f"{function.__name__}() draws numbers, which would be the same for every place and call")
         result = function(*args, **kwargs)
-        self.derived += derive(result, tree_leaves((args, kwargs)))
+        detached = function == torch.Tensor.data.__get__ or getattr(function, "__name__", "") == "detach"
+        self.derived += derive(result, tree_leaves((args, kwargs)), detached)
         return result
 
 

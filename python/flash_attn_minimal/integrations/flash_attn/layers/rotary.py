@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .... import _modes
 from .._packed import inside, owners
 
 
@@ -17,9 +18,10 @@ def rotate(
 ) -> torch.Tensor:
     """x (..., nheads, headdim) with each row turned by the angles of its position, in float32 and rounded once.
 
-    positions (...); those behind the tables' last row are refused on a CPU. On a GPU they are not read: such rows turn
-    by the tables' last row. counts (...) bool: rows that do not count may have any position."""
-    if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+    positions (...); those behind the tables' last row are refused on a CPU. On a GPU, and in traces and transforms,
+    they are not read: such rows turn by the tables' last row. counts (...) bool: rows that do not count may have any
+    position."""
+    if positions.device.type == "cpu" and not _modes.active():  # a trace or a transform has no values to look at
         seen = positions if counts is None else positions[counts]
         if seen.numel() and not 0 <= (worst := int(seen.min() if seen.min() < 0 else seen.max())) < cos.shape[0]:
             raise RuntimeError(f"cos has {cos.shape[0]} rows, but a row of x stands at position {worst}")
