@@ -10,6 +10,11 @@ namespace fa {
 namespace {
 
 constexpr int kWarp = 32, kThreads = 256;
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1200)
+constexpr int kFullSm = 1024;  // threads that every multiprocessor of these targets holds: 1024 or 1536
+#else
+constexpr int kFullSm = 2048;
+#endif
 
 struct DeltaParams {
     BackwardParams backward;
@@ -40,7 +45,7 @@ __device__ __noinline__ RowBase base_of_large_row(const AttentionParams& p, int 
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 2048 / kThreads) delta_kernel(const __grid_constant__ DeltaParams params) {
+__global__ void __launch_bounds__(kThreads, kFullSm / kThreads) delta_kernel(const __grid_constant__ DeltaParams params) {
     const BackwardParams& b = params.backward;
     const AttentionParams& p = b.forward;
     const int lane = threadIdx.x % kWarp, rows = p.cu_seqlens_q ? p.total_q : p.seqlen_q;
