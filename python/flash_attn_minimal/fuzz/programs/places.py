@@ -70,7 +70,10 @@ class TorchGpu(Place):
         super().__init__(backend)
         self.torch, self.index, self.graphs = backend.torch, index, True
         self.capturing = threading.Lock()
+        # PyTorch has 32 streams and gives them out in turn: a new one for every capture would soon be a thread's, whose
+        # work would go into the graph in place of being done.
         self.streams: dict[int, Any] = {}
+        self.capture_stream = backend.torch.cuda.Stream(index)
 
     def empty(self, size):
         return self.torch.empty(size, dtype=self.torch.uint8, device=f"cuda:{self.index}")
@@ -93,17 +96,19 @@ class TorchGpu(Place):
         return function.capturable
 
     def captured(self, call):
-        torch = self.torch
-        before, stream = torch.cuda.current_stream(self.index), torch.cuda.Stream(self.index)
-        stream.wait_stream(before)
-        graph = torch.cuda.CUDAGraph()
-        with self.capturing, torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
+        torch, stream = self.torch, self.capture_stream
+        before, graph = torch.cuda.current_stream(self.index), torch.cuda.CUDAGraph()
+        with self.capturing:
+            stream.wait_stream(before)
             try:
-                results = call()
+                with torch.cuda.stream(stream):
+                    graph.capture_begin(capture_error_mode="thread_local")
+                    try:
+                        results = call()
+                    finally:
+                        graph.capture_end()
             finally:
-                graph.capture_end()
-        before.wait_stream(stream)
+                before.wait_stream(stream)
         return results, graph.replay
 
     def synchronize(self):
