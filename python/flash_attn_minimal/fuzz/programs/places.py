@@ -15,6 +15,9 @@ from ..arrays import Cupy, Torch, backend_for
 from ..function import Function
 
 
+MOST_KEPT = 1 << 30  # bytes of a GPU's memory that a process keeps for its next programs
+
+
 class Place:
     """The CPU. A handle is a block of bytes, an array of its backend."""
 
@@ -61,6 +64,9 @@ class Place:
 
     def synchronize(self) -> None:
         """Waits for all work, of all threads."""
+
+    def release(self) -> None:
+        """Between programs: gives back memory that nothing uses."""
 
 
 class TorchGpu(Place):
@@ -115,6 +121,11 @@ class TorchGpu(Place):
         with self.capturing:  # the device cannot be waited for while a stream of it is captured
             self.torch.cuda.synchronize(self.index)
 
+    def release(self):
+        """Every graph has a pool of memory of its own, which PyTorch keeps when the graph is gone."""
+        if self.torch.cuda.memory_reserved(self.index) > MOST_KEPT:
+            self.torch.cuda.empty_cache()
+
 
 class CupyGpu(Place):
     """A GPU through CuPy, whose memory pool does not know about graphs."""
@@ -162,6 +173,10 @@ class Places:
     def synchronize(self) -> None:
         for place in self.all:
             place.synchronize()
+
+    def release(self) -> None:
+        for place in self.all:
+            place.release()
 
     @property
     def graphs(self) -> bool:
