@@ -15,7 +15,7 @@ from flash_attn_minimal import _launch, _record, _repeat, attention, distributed
 from flash_attn_minimal.fuzz import function
 from flash_attn_minimal.fuzz.function import World
 from flash_attn_minimal.fuzz.judge import Wrong
-from flash_attn_minimal.fuzz.programs import command, exact, reproduce, shrink, steps
+from flash_attn_minimal.fuzz.programs import command, exact, places, reproduce, shrink, steps
 from flash_attn_minimal.fuzz.programs.answers import Answer, difference
 from flash_attn_minimal.fuzz.programs.draw import generate
 from flash_attn_minimal.fuzz.programs.places import Places
@@ -67,8 +67,11 @@ def test_random_programs_of_pytorch():
 
 
 @pytest.mark.skipif(NO_CUDA != "", reason=NO_CUDA)
-def test_random_programs_on_a_gpu():
-    done = run("--device", "cuda", "--programs", 3 * EXAMPLES, "--workers", 2, "--seed", SEED)
+@pytest.mark.parametrize("more", [(), ("--ranks",)])
+def test_random_programs_on_a_gpu(more):
+    if more and torch is None:
+        pytest.skip("no PyTorch here")
+    done = run("--device", "cuda", "--programs", 3 * EXAMPLES, "--workers", 2, "--seed", SEED, *more)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -178,6 +181,20 @@ def test_no_stream_of_a_thread_is_captured():
         _, replay = place.captured(call)
         replay()
         assert np.array_equal(place.download(handle), np.arange(64))
+
+
+@pytest.mark.skipif(NO_CUDA != "" or torch is None, reason=NO_CUDA or "no PyTorch here")
+def test_the_memory_of_past_graphs_is_given_back(monkeypatch):
+    place = Places("cuda", "torch")[0]
+    for _ in range(3):
+        place.captured(lambda: {"out": place.empty(32 << 20)})[1]()
+    place.synchronize()
+    kept = torch.cuda.memory_reserved()
+    place.release()
+    assert torch.cuda.memory_reserved() == kept  # little
+    monkeypatch.setattr(places, "MOST_KEPT", 0)
+    place.release()
+    assert torch.cuda.memory_reserved() <= kept - (96 << 20)
 
 
 # ---- planted faults ----

@@ -14,7 +14,6 @@ from ..._record import Recording
 from ..arrays import Cupy, Torch, backend_for
 from ..function import Function
 
-
 MOST_KEPT = 1 << 30  # bytes of a GPU's memory that a process keeps for its next programs
 
 
