@@ -14,8 +14,12 @@ import flash_attn_minimal as fa
 from flash_attn_minimal import _launch, _record, _repeat, attention, distributed, kvcache
 from flash_attn_minimal.fuzz import function
 from flash_attn_minimal.fuzz.function import World
-from flash_attn_minimal.fuzz.programs import command, exact, reproduce, shrink
+from flash_attn_minimal.fuzz.judge import Wrong
+from flash_attn_minimal.fuzz.programs import command, exact, places, reproduce, shrink, steps
+from flash_attn_minimal.fuzz.programs.answers import Answer, difference
 from flash_attn_minimal.fuzz.programs.draw import generate
+from flash_attn_minimal.fuzz.programs.places import Places
+from flash_attn_minimal.fuzz.programs.steps import prepare
 from flash_attn_minimal.fuzz.programs.worker import Judge
 
 EXAMPLES = int(os.environ.get("FLASH_ATTN_TEST_EXAMPLES", "40")) // 3
@@ -63,8 +67,11 @@ def test_random_programs_of_pytorch():
 
 
 @pytest.mark.skipif(NO_CUDA != "", reason=NO_CUDA)
-def test_random_programs_on_a_gpu():
-    done = run("--device", "cuda", "--programs", 3 * EXAMPLES, "--workers", 2, "--seed", SEED)
+@pytest.mark.parametrize("more", [(), ("--ranks",)])
+def test_random_programs_on_a_gpu(more):
+    if more and torch is None:
+        pytest.skip("no PyTorch here")
+    done = run("--device", "cuda", "--programs", 3 * EXAMPLES, "--workers", 2, "--seed", SEED, *more)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -118,6 +125,77 @@ def test_programs_that_failed(name, framework):
         pytest.skip("no PyTorch here")
     outcome = reproduce({"function": "program", "steps": FAILED[name]}, "cpu", framework)
     assert outcome.fine, outcome
+
+
+def test_the_contents_of_a_workspace_are_no_answer(judge):
+    """Its own workspace is drawn for a call that then gets another, among guards."""
+    spec = {"function": "linear (4 bits)", "format": "int4", "k": 256, "n": 64, "lead": [40], "workspace": True}
+    outcome = judge.outcome({"function": "program", "steps": [{"spec": spec, "way": "exact"}]})
+    assert outcome.fine, outcome
+    prepared = prepare({"spec": spec}, {})
+    fresh, got = (Answer(memory=prepared.before.copy()) for _ in range(2))
+    prepared.layout.stored(got.memory, "workspace")[:] = 3
+    assert difference(prepared, got, fresh, "cpu") is None
+    place = prepared.layout.places["workspace"]
+    for at in (place.start - 1, place.end):
+        changed = Answer(memory=got.memory.copy())
+        changed.memory[at] ^= 1
+        assert "1 bytes are not what they are" in difference(prepared, changed, fresh, "cpu")[1]
+
+
+def test_gradients_of_a_forward_pass_in_tf32():
+    """The backward pass multiplies in float32, but its out and lse come from products in tf32."""
+    known = steps.functions()["autograd backward"]
+    for spec in (
+        {"headdim": 33, "nheads_k": 2, "group": 3, "seqlen_q": 21, "seqlen_k": 40, "seed": 1},
+        {"headdim": 102, "seqlen_q": 2, "seqlen_k": 252, "spread": 30.0, "seed": 2},
+        {"headdim": 64, "seqlen_q": 5, "seqlen_k": 1, "seed": 3},
+    ):
+        spec = {"function": known.name, "allow_tf32": True, **spec}
+        values = known.values(spec)
+        gradients = known._gradients(spec, values, known._plain(spec))
+        results = {name: getattr(gradients, name) for name in ("dq", "dk", "dv")}
+        known.judge(spec, values, {}, results)
+        with pytest.raises(Wrong):
+            known.judge({**spec, "allow_tf32": False}, values, {}, results)
+        with pytest.raises(Wrong):
+            known.judge(spec, values, {}, {name: -x for name, x in results.items()})
+
+
+@pytest.mark.skipif(NO_CUDA != "" or torch is None, reason=NO_CUDA or "no PyTorch here")
+def test_no_stream_of_a_thread_is_captured():
+    """PyTorch gives its 32 streams out in turn. What a thread does on a stream that is captured goes into the graph."""
+    place = Places("cuda", "torch")[0]
+    before, threads = place.upload(np.arange(64, dtype=np.uint8)), set()
+    for thread in (1, 2, 3):
+        with place.on(thread):
+            threads.add(torch.cuda.current_stream().cuda_stream)
+    for _ in range(40):
+        handle = place.empty(64)
+
+        def call(handle=handle):
+            assert torch.cuda.current_stream().cuda_stream not in threads
+            place.copy(handle, before)
+            return {}
+
+        _, replay = place.captured(call)
+        replay()
+        assert np.array_equal(place.download(handle), np.arange(64))
+
+
+@pytest.mark.skipif(NO_CUDA != "" or torch is None, reason=NO_CUDA or "no PyTorch here")
+def test_the_memory_of_past_graphs_is_given_back(monkeypatch):
+    place = Places("cuda", "torch")[0]
+    for _ in range(3):
+        place.captured(lambda: {"out": place.empty(32 << 20)})[1]()
+    place.synchronize()
+    kept = torch.cuda.memory_reserved()
+    monkeypatch.setattr(places, "MOST_KEPT", kept)
+    place.release()
+    assert torch.cuda.memory_reserved() == kept
+    monkeypatch.setattr(places, "MOST_KEPT", 0)
+    place.release()
+    assert torch.cuda.memory_reserved() <= kept - (96 << 20)
 
 
 # ---- planted faults ----

@@ -95,6 +95,7 @@ class Array:
     layout: Mapping[str, Any] = field(default_factory=dict)
     output: bool = False  # the call may write its elements
     inside: str | None = None  # the first columns of this other array, instead of memory of its own
+    scratch: bool = False  # an output whose contents are no answer: a workspace
 
     def strides(self) -> tuple[tuple[int, ...], int, int]:
         """Strides, the place of the first element, and the elements from the lowest to the highest. (In a smaller case

@@ -174,12 +174,17 @@ class Backward(Forward):
             "dbias": one * rows, "dsinks": one * rows,
         }  # fmt: skip
 
+    def _plain(self, spec):
+        """The gradients as one writes them on a GPU: a function as reference.standard_attention_backward is."""
+        return functools.partial(judge.plain_backward, dtype=self.get(spec, "dtype"))
+
+    def _floor(self, spec, q, k, lse, want) -> float:
+        return judge.gradient_floor(q, k, lse, want, self.get(spec, "softmax_scale"))
+
     def judge(self, spec, values, after, results):
-        dtype, scale = self.get(spec, "dtype"), self.get(spec, "softmax_scale")
+        dtype = self.get(spec, "dtype")
         exact = self._gradients(spec, values, reference.standard_attention_backward)
-        plain = functools.cache(
-            lambda: self._gradients(spec, values, functools.partial(judge.plain_backward, dtype=dtype))
-        )
+        plain = functools.cache(lambda: self._gradients(spec, values, self._plain(spec)))
         q, k = clean(values["q"]), clean(values["k"])
         ends = [None, None] if self.get(spec, "lens") is None else [int(cu[-1]) for cu in self._cu(spec)]
         lse, noise = clean(values["lse"]), self._noise(spec, values)
@@ -188,7 +193,7 @@ class Backward(Forward):
                 continue
             rows = slice(0, ends[name != "dq"] if name in ("dq", "dk", "dv") else None)
             got, want = (results[name] if name in results else after[name])[rows], getattr(exact, name)[rows]
-            floor = judge.gradient_floor(q, k, lse, want, scale) + noise[name]
+            floor = self._floor(spec, q, k, lse, want) + noise[name]
             before = values[name][rows].astype(np.float64) if self.adds(spec) and name in values else 0.0
 
             def rounded(name=name, rows=rows, before=before):

@@ -119,12 +119,14 @@ def rounding_floor(q: np.ndarray, k: np.ndarray, softmax_scale: float | None = N
     return 1e-5 + 2.0**-24 * scale * longest[0] * longest[1]
 
 
-def plain_backward_head(head: reference.Head, dout: np.ndarray, dlse: np.ndarray, dtype: str):
+def plain_backward_head(
+    head: reference.Head, dout: np.ndarray, dlse: np.ndarray, dtype: str, forward=reference._standard
+):  # fmt: skip
     """The gradients as one writes them on a GPU: fp32 sums and softmax; P, dS and the results rounded to dtype. out and
-    lse are those that the kernels are given."""
+    lse are those that the kernels are given: `forward` makes them."""
     f = np.float32
     everything = slice(None)
-    out, lse = reference._standard(head)
+    out, lse = forward(head)
     out, lse = round_to(out, dtype), lse.astype(f)
     q, k, v = (x.astype(f) for x in (head.q, head.k, head.v))
     dout = dout.astype(f)
@@ -153,8 +155,8 @@ def plain_backward_head(head: reference.Head, dout: np.ndarray, dlse: np.ndarray
     return round_to(dq, dtype), dk, dv, ds, sink  # dk and dv are sums over heads: rounded by the caller
 
 
-def plain_backward(dout, q, k, v, dtype: str, **options) -> reference.Gradients:
-    one_head = functools.partial(plain_backward_head, dtype=dtype)
+def plain_backward(dout, q, k, v, dtype: str, forward=reference._standard, **options) -> reference.Gradients:
+    one_head = functools.partial(plain_backward_head, dtype=dtype, forward=forward)
     got = reference.standard_attention_backward(dout, q, k, v, one_head=one_head, **options)
     return got._replace(dk=round_to(got.dk, dtype), dv=round_to(got.dv, dtype))
 

@@ -183,7 +183,7 @@ class Product(Linear):
         n, k = found.pop("weight").shape
         found |= weight_arrays("weight", self.get(spec, "format"), n, k)
         if self.get(spec, "workspace"):
-            found["workspace"] = Array((1 << 22,), "uint8", {}, True)
+            found["workspace"] = Array((1 << 22,), "uint8", {}, output=True, scratch=True)
         return found
 
     def values(self, spec):

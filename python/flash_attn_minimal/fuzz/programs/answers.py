@@ -93,10 +93,11 @@ def difference(prepared: Prepared, got: Answer, fresh: Answer, device: str) -> t
 
 
 def _same_bits(prepared: Prepared, got: Answer, fresh: Answer) -> None:
-    written = {name for name, array in prepared.layout.arrays.items() if array.output}
-    for name in sorted(written):
+    arrays = prepared.layout.arrays
+    for name in sorted(name for name, array in arrays.items() if array.output and not array.scratch):
         _equal(name, *(prepared.layout.stored(x.memory, name) for x in (got, fresh)))
-    prepared.layout.check_same(fresh.memory, got.memory, {}, "are not what they are after the same call alone")
+    scratch = {name: ... for name, array in arrays.items() if array.scratch}
+    prepared.layout.check_same(fresh.memory, got.memory, scratch, "are not what they are after the same call alone")
     if prepared.cache:
         prepared.cache.check_same(
             fresh.cache, got.cache, {}, "of the cache are not what they are after the same call alone"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from ... import attention
+from ..attention import plain_tf32_head
 from ..backward import Backward
 from ..judge import Wrong
 
@@ -50,6 +52,22 @@ class Autograd(Backward):
             return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), once, strict=True))}
 
         return end
+
+    # In tf32 the forward pass gives the backward pass, which has float32 products, an out and an lse of fewer bits.
+
+    def _plain(self, spec):
+        plain = super()._plain(spec)
+        return functools.partial(plain, forward=plain_tf32_head) if self.get(spec, "allow_tf32") else plain
+
+    def _floor(self, spec, q, k, lse, want):
+        floor = super()._floor(spec, q, k, lse, want)
+        return 1e-5 + (floor - 1e-5) * 2**11 if self.get(spec, "allow_tf32") else floor
+
+    def _noise(self, spec, values):
+        """delta comes from that out, as from one that is rounded to float16, and its P and v were rounded before."""
+        if not self.get(spec, "allow_tf32"):
+            return super()._noise(spec, values)
+        return {name: 2 * noise for name, noise in super()._noise(spec | {"dtype": "float16"}, values).items()}
 
     def values(self, spec):
         values = super().values(spec)

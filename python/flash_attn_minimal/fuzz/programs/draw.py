@@ -166,7 +166,7 @@ class Drawer:
         elif kind < 0.38 and not self.cuda and self.threads == 1 and session is None:
             step["way"] = "fork"
         gpus = self.backend.torch.cuda.device_count() if self.cuda and hasattr(self.backend, "torch") else 1
-        if gpus > 1 and not ranks and draw.chance(0.25):
+        if gpus > 1 and not ranks and "mutation" not in spec and draw.chance(0.25):
             step["device"] = 1 + draw.below(gpus - 1)
         self.specs.append(spec)
         self.steps.append(step)

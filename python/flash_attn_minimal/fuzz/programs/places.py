@@ -14,6 +14,8 @@ from ..._record import Recording
 from ..arrays import Cupy, Torch, backend_for
 from ..function import Function
 
+MOST_KEPT = 1 << 30  # bytes of a GPU's memory that a process keeps for its next programs
+
 
 class Place:
     """The CPU. A handle is a block of bytes, an array of its backend."""
@@ -62,6 +64,9 @@ class Place:
     def synchronize(self) -> None:
         """Waits for all work, of all threads."""
 
+    def release(self) -> None:
+        """Between programs: gives back memory that nothing uses."""
+
 
 class TorchGpu(Place):
     """A GPU through PyTorch."""
@@ -70,7 +75,10 @@ class TorchGpu(Place):
         super().__init__(backend)
         self.torch, self.index, self.graphs = backend.torch, index, True
         self.capturing = threading.Lock()
+        # PyTorch has 32 streams and gives them out in turn: a new one for every capture would soon be a thread's, whose
+        # work would go into the graph in place of being done.
         self.streams: dict[int, Any] = {}
+        self.capture_stream = backend.torch.cuda.Stream(index)
 
     def empty(self, size):
         return self.torch.empty(size, dtype=self.torch.uint8, device=f"cuda:{self.index}")
@@ -93,22 +101,29 @@ class TorchGpu(Place):
         return function.capturable
 
     def captured(self, call):
-        torch = self.torch
-        before, stream = torch.cuda.current_stream(self.index), torch.cuda.Stream(self.index)
-        stream.wait_stream(before)
-        graph = torch.cuda.CUDAGraph()
-        with self.capturing, torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
+        torch, stream = self.torch, self.capture_stream
+        before, graph = torch.cuda.current_stream(self.index), torch.cuda.CUDAGraph()
+        with self.capturing:
+            stream.wait_stream(before)
             try:
-                results = call()
+                with torch.cuda.stream(stream):
+                    graph.capture_begin(capture_error_mode="thread_local")
+                    try:
+                        results = call()
+                    finally:
+                        graph.capture_end()
             finally:
-                graph.capture_end()
-        before.wait_stream(stream)
+                before.wait_stream(stream)
         return results, graph.replay
 
     def synchronize(self):
         with self.capturing:  # the device cannot be waited for while a stream of it is captured
             self.torch.cuda.synchronize(self.index)
+
+    def release(self):
+        """Every graph has a pool of memory of its own, which PyTorch keeps when the graph is gone."""
+        if self.torch.cuda.memory_reserved(self.index) > MOST_KEPT:
+            self.torch.cuda.empty_cache()
 
 
 class CupyGpu(Place):
@@ -157,6 +172,10 @@ class Places:
     def synchronize(self) -> None:
         for place in self.all:
             place.synchronize()
+
+    def release(self) -> None:
+        for place in self.all:
+            place.release()
 
     @property
     def graphs(self) -> bool:

@@ -67,6 +67,7 @@ class Runner:
     def __init__(self, program: Mapping[str, Any], prepared: list[Prepared | None], places: Places):
         self.steps, self.prepared, self.places = program["steps"], prepared, places
         self.memories: dict[tuple, Any] = {}
+        self.outgrown: list[Any] = []
         self.last: dict[tuple, np.ndarray] = {}  # what a piece of memory held after the last call in it
         self.sessions: dict[tuple, Any] = {}
         self.kept: dict[int, Kept] = {}
@@ -253,6 +254,8 @@ class Runner:
         key = step["memory"], step.get("device", 0)
         known = self.memories.get(key)
         if known is None or known.shape[0] < size:
+            if known is not None:  # the stream that it was made on might give it to another array while it is in use
+                self.outgrown.append(known)
             self.memories[key] = known = place.empty(max(size, 2 * (0 if known is None else known.shape[0])))
         return known[:size]
 

@@ -78,6 +78,7 @@ class Judge:
         if trouble:
             kind = STICKY if self.device == "cuda" and not self.places.backend.alive() else WRONG
             return Outcome(kind, "", trouble)
+        self.places.release()
         if not self.compares:
             return Outcome(PASSED)
         calls = [(i, p, answers[i]) for i, p in enumerate(prepared) if p and answers[i]]
