@@ -158,7 +158,7 @@ def test_a_traced_scale(place):
     )
     assert_close(got, want, 5e-5)
     q, k, v = qkv(place, jnp.bfloat16)
-    usual = jax.jit(lambda scale: fa.flash_attn_func(q, k, v, softmax_scale=scale, softcap=3.0))(DIM**-0.5)
+    usual = jax.jit(lambda scale: fa.flash_attn_func(q, k, v, softmax_scale=scale, softcap=3.0))(place(DIM**-0.5))
     np.testing.assert_array_equal(usual, fa.flash_attn_func(q, k, v, softcap=3.0))
     with pytest.raises(fa.BadArgument, match=r"softmax_scale is float32 \(2,\): expected one floating-point number"):
         jax.jit(lambda scale: fa.flash_attn_func(q, k, v, softmax_scale=scale))(jnp.ones(2))
