@@ -2,11 +2,14 @@
 // that no Python runs in a step.
 //
 // A call is described by its attributes, arrays of int64:
-//   "call"     the number of the fa_operation, and the byte of the image where its workspace stands (a pointer, then a size); -1 = none
+//   "call"     the number of the fa_operation, and the byte of the image where its workspace stands (a pointer, then a size); -1 = none.
+//              Then triples (argument, result, bytes): the call writes this argument, and what it becomes is this result
 //   "image"    the structs of the call, byte for byte, the operation's own first, and the texts that they point to
 //   "links"    pairs (byte, target): at this byte of the image belongs the address of buffer `target`, or for target < 0 that of byte
 //              -1 - target of the image. Arguments are counted before results
 //   "devices"  the bytes of the image where a struct says its device
+// A written argument and its result are one buffer as a rule. XLA may part them: where it merges a call with the slices around it in a
+// loop, it forgets that they are one. So the struct is given the result, which first gets the argument's bytes where it is another buffer.
 // On a GPU the workspace is a result, memory of XLA that belongs to this call as long as a captured graph is replayed. On the CPU it is
 // allocated here.
 #include "api/xla_ffi.h"
@@ -19,8 +22,25 @@
 #include "api/calls.h"
 #include "api/common/status.h"
 
+#if FA_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace fa {
 namespace {
+
+fa_status copy_on_gpu([[maybe_unused]] void* to, [[maybe_unused]] const void* from, [[maybe_unused]] size_t bytes,
+                      [[maybe_unused]] void* stream) {
+#if FA_WITH_CUDA
+    const cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream));
+    if (error == cudaSuccess) return FA_OK;
+    cudaGetLastError();
+    return fail(FA_CUDA_ERROR, "a written array of %zu bytes is not copied to its result: %s (%s)", bytes, cudaGetErrorString(error),
+                cudaGetErrorName(error));
+#else
+    return fail(FA_UNSUPPORTED, "this build has no GPU kernels");
+#endif
+}
 
 using xla::CallFrame;
 
@@ -52,12 +72,20 @@ public:
         if (status == FA_OK) status = find_words(frame, "links", &links);
         if (status == FA_OK) status = find_words(frame, "devices", &devices);
         if (status != FA_OK) return status;
-        operation_ = call.size == 2 ? find_operation(call.data[0]) : nullptr;
+        operation_ = call.size >= 2 ? find_operation(call.data[0]) : nullptr;
         if (!operation_) return fail(FA_BAD_ARGUMENT, "attribute call names no operation of this release of the library");
         bytes_ = image.size * int64_t(sizeof(int64_t));
         image_.reset(new (std::nothrow) int64_t[size_t(image.size)]);
         if (!image_) return fail(FA_OUT_OF_MEMORY, "no host memory left for the %lld bytes of a call", static_cast<long long>(bytes_));
         std::memcpy(image_.get(), image.data, size_t(bytes_));
+        written_ = {call.data + 2, call.size - 2};
+        if (written_.size % 3) return fail(FA_BAD_ARGUMENT, "attribute call has %lld numbers", static_cast<long long>(call.size));
+        for (int64_t i = 0; i < written_.size; i += 3)
+            if (written_.data[i] < 0 || written_.data[i] >= frame.arguments.size || written_.data[i + 1] < 0 ||
+                written_.data[i + 1] >= frame.results.size)
+                return fail(FA_BAD_ARGUMENT, "argument %lld becomes result %lld in a call of %lld and %lld",
+                            static_cast<long long>(written_.data[i]), static_cast<long long>(written_.data[i + 1]),
+                            static_cast<long long>(frame.arguments.size), static_cast<long long>(frame.results.size));
         for (int64_t i = 0; i + 1 < links.size; i += 2) {
             void* address = nullptr;
             if (status = find(frame, links.data[i + 1], &address); status != FA_OK) return status;
@@ -67,6 +95,18 @@ public:
             if (status = put(devices.data[i], int32_t(device)); status != FA_OK) return status;
         workspace_ = call.data[1];
         return device == FA_CPU && workspace_ >= 0 && operation_->query ? allocate() : FA_OK;
+    }
+    // The bytes of written arguments go to results that are other buffers.
+    fa_status copy_written(const CallFrame& frame, fa_device device, void* stream) const {
+        for (int64_t i = 0; i < written_.size; i += 3) {
+            const void* const from = frame.arguments.items[written_.data[i]]->data;
+            void* const to = frame.results.items[written_.data[i + 1]]->data;
+            const size_t bytes = size_t(written_.data[i + 2]);
+            if (from == to || !bytes) continue;
+            if (device == FA_CPU) std::memcpy(to, from, bytes);
+            else if (const fa_status status = copy_on_gpu(to, from, bytes, stream); status != FA_OK) return status;
+        }
+        return FA_OK;
     }
     fa_status launch(void* stream) const { return operation_->run(image_.get(), stream); }
 
@@ -78,6 +118,8 @@ private:
                         static_cast<long long>(buffers), static_cast<long long>(bytes_));
         if (target < 0) *address = base() + (-1 - target);
         else *address = (target < arguments ? frame.arguments.items[target] : frame.results.items[target - arguments])->data;
+        for (int64_t i = 0; i < written_.size; i += 3)
+            if (written_.data[i] == target) *address = frame.results.items[written_.data[i + 1]]->data;
         return FA_OK;
     }
 
@@ -104,6 +146,7 @@ private:
     char* base() const { return reinterpret_cast<char*>(image_.get()); }
 
     const Operation* operation_ = nullptr;
+    Words written_{nullptr, 0};  // the triples of "call"
     std::unique_ptr<int64_t[]> image_;
     int64_t bytes_ = 0, workspace_ = -1;
     std::unique_ptr<void, decltype(&std::free)> scratch_{nullptr, std::free};
@@ -137,10 +180,14 @@ xla::Error* handle(CallFrame* frame) {
     if (frame->stage != xla::kExecuteStage) return nullptr;
     CallImage call;
     if (const fa_status status = call.read(*frame, device); status != FA_OK) return answer(*frame, status);
-    if (device == FA_CPU) return answer(*frame, call.launch(nullptr));
+    if (device == FA_CPU) {
+        const fa_status status = call.copy_written(*frame, device, nullptr);
+        return answer(*frame, status == FA_OK ? call.launch(nullptr) : status);
+    }
     xla::StreamGetArgs ask{sizeof ask, nullptr, frame->context, nullptr};
     if (xla::Error* const error = frame->api->stream_get(&ask)) return error;
-    return answer(*frame, call.launch(ask.stream));
+    const fa_status status = call.copy_written(*frame, device, ask.stream);
+    return answer(*frame, status == FA_OK ? call.launch(ask.stream) : status);
 }
 
 }  // namespace

@@ -60,7 +60,8 @@ class TorchDoor(Door):
 
     def describe(self, arrays, gradients=False):
         if (
-            self.dispatch_modes()  # torch.jit.trace needs no asking: its shapes are new objects at every call
+            self.dispatch_modes()
+            or self.tracing()  # a look at shapes would be part of the graph, but not of a first call's
             or (self.function_mode() and _modes.overridden())
             or self.forward_ad._current_level >= 0
             or _modes.compiling()

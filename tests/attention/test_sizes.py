@@ -12,7 +12,8 @@ import pytest
 from conftest import ROOT
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _library
+from flash_attn_minimal import _arrays, _library
+from flash_attn_minimal._pack import _put_tensor
 from flash_attn_minimal.transformer import _library as transformer
 from flash_attn_minimal.transformer import ops
 from flash_attn_minimal.transformer.quantized import W4Weight
@@ -136,6 +137,88 @@ def test_a_workspace_that_nobody_can_allocate():
 def test_a_result_that_nobody_can_allocate():
     with pytest.raises(fa.OutOfMemory, match="no memory for an array of shape"):
         fa.flash_attn_func(*[huge(2**10, 2**20, 2**10, 512)] * 3)
+
+
+# ---- a workspace over an array of its call ----
+
+
+def put(args, **arrays):
+    for name, x in arrays.items():
+        _put_tensor(args, name, _arrays.view(x, name))
+
+
+def forward_args(arrays):
+    args = _library.new(_library.AttentionArgs)
+    args.device, args.dtype, args.kernel = _library.CPU, _library.DTYPES["float32"], b"cpu_naive"
+    args.batch, args.seqlen_q, args.nheads, args.headdim = arrays["q"].shape
+    args.seqlen_k, args.nheads_k, args.headdim_v, args.num_threads = args.seqlen_q, args.nheads, args.headdim, 1
+    put(args, **{name: arrays[name] for name in ("q", "k", "v", "out")})
+    return args
+
+
+def forward_call(arrays):
+    args = forward_args(arrays)
+    args.lse = arrays["lse"].ctypes.data
+    return args, args, "fa_attention_forward", "fa_attention_query"
+
+
+def backward_call(arrays):
+    _, inner, *_ = forward_call(arrays)
+    inner.kernel = None
+    args = _library.new(_library.AttentionBackwardArgs)
+    args.forward = ct.pointer(inner)
+    put(args, **{name: arrays[name] for name in ("dout", "dq", "dk", "dv")})
+    return args, inner, "fa_attention_backward", "fa_attention_backward_query"
+
+
+def cache_call(arrays):
+    inner, args = forward_args(arrays), _library.new(_library.KVCacheArgs)
+    args.attention = ct.pointer(inner)
+    args.cache_batch, args.cache_seqlens, args.seqlen_new = inner.batch, arrays["cache_seqlens"].ctypes.data, 1
+    put(args, k_new=arrays["k_new"], v_new=arrays["v_new"])
+    return args, inner, "fa_kvcache_attention", "fa_kvcache_query"
+
+
+ATTENTION = {"q": q, "k": q, "v": q, "out": q}
+LSE = {"lse": lambda: np.zeros((1, 2, 4), f4)}
+NEW = {name: lambda: q(seqlen=1) for name in ("k_new", "v_new")}
+CALLS = {
+    "forward": (forward_call, ATTENTION | LSE),
+    "backward": (backward_call, ATTENTION | LSE | dict.fromkeys(("dout", "dq", "dk", "dv"), q)),
+    "cache": (cache_call, ATTENTION | NEW | {"cache_seqlens": lambda: np.ones(1, np.int32)}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_workspace_over_an_array_is_refused(name):
+    make, arrays = CALLS[name]
+    lib = _library.load()
+    for over in arrays:
+        given = {x: array() for x, array in arrays.items()}
+        args, inner, call, query = make(given)
+        plan = _library.new(_library.AttentionPlan)
+        getattr(lib, query)(ct.byref(args), ct.byref(plan))
+        assert plan.workspace_bytes > 0
+        memory = np.zeros(given[over].nbytes + plan.workspace_bytes, np.uint8)
+        memory[: given[over].nbytes] = given[over].reshape(-1).view(np.uint8)
+        moved = memory[: given[over].nbytes].view(given[over].dtype).reshape(given[over].shape)
+        args, inner, call, _ = make(given | {over: moved})
+        inner.workspace_bytes = plan.workspace_bytes
+        inner.workspace = memory.ctypes.data + given[over].nbytes - 1
+        with pytest.raises(fa.BadArgument, match=f"^workspace.data=.* overlaps {over}.data="):
+            getattr(lib, call)(ct.byref(args), None)
+        inner.workspace = memory.ctypes.data + given[over].nbytes  # just behind it
+        getattr(lib, call)(ct.byref(args), None)
+
+
+def test_a_workspace_of_a_product_over_its_result_is_refused():
+    x, weight = np.ones((3, 64), f4), W4Weight.quantize(np.eye(64, dtype=f4)).pack()
+    memory = np.zeros(3 * 64 * 4 + ops.linear_query(x, weight).workspace_bytes, np.uint8)
+    assert memory.nbytes > 3 * 64 * 4
+    out = memory[: 3 * 64 * 4].view(f4).reshape(3, 64)
+    with pytest.raises(fa.BadArgument, match="workspace.data=.* overlaps out.data="):
+        ops.linear(x, weight, out=out, workspace=memory)
+    ops.linear(x, weight, out=out, workspace=memory[out.nbytes :])
 
 
 FAILING = r"""

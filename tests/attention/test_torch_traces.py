@@ -1,5 +1,8 @@
 """PyTorch's traces and graphs, and tensors without memory: the numbers are right, or the refusal is ours."""
 
+import subprocess
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -117,6 +120,18 @@ def test_traced_after_a_plain_call_of_the_same_kind(device):
     traced = _jit(lambda q, k, v: fa.flash_attn_func(q, k, v), (q, k, v))
     assert "flash_attn_minimal::attention" in str(traced.graph)
     close(traced(q + 1, k, v), standard(q + 1, k, v)[0])
+
+
+FIRST_CALL = """
+import torch, flash_attn_minimal as fa
+q = torch.randn(1, 5, 2, 8)
+torch.jit.trace(lambda q: fa.flash_attn_func(q, q, q), q)
+"""
+
+
+def test_traced_as_the_first_call_of_a_process():
+    """torch.jit.trace calls a function twice, and refuses one whose graphs differ, names of values too."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_CALL], check=True)
 
 
 # ---- tensors without memory ----

@@ -47,7 +47,8 @@ struct Call {
     size_t workspace() const { return kernel->workspace(params, device); }
 
     fa_status check_workspace(size_t bytes) const {
-        if (bytes <= forward.workspace_bytes && (!bytes || forward.workspace)) return FA_OK;
+        if (!bytes) return FA_OK;
+        if (bytes <= forward.workspace_bytes && forward.workspace) return check_workspace_apart(forward, params, bytes);
         return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
                     forward.workspace_bytes, forward.workspace, kernel->name, bytes);
     }
@@ -135,6 +136,8 @@ struct CachedCall {
         if (const size_t bytes = workspace(); bytes > forward.workspace_bytes || (bytes && !forward.workspace))
             return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
                         forward.workspace_bytes, forward.workspace, kernel->name, bytes);
+        else if (bytes)
+            if (const fa_status status = check_workspace_apart(forward, append, bytes); status != FA_OK) return status;
         const cpu::GivenThreads threads(device.index < 0 && threads_are_given(forward.num_threads));
         const CurrentDevice scope(device.index);
         if (scope.status() != FA_OK) return scope.status();

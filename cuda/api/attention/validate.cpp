@@ -247,6 +247,68 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
 }
 
 namespace {
+// The region of a view that validate made.
+template <typename View>
+Region region_of(const char* name, const View& v, int64_t batch, int64_t rows, int64_t heads, int64_t columns, size_t element) {
+    return {name,
+            v.data,
+            {{"batch", "batch", batch, v.batch}, {"row", "rows", rows, v.row}, {"head", "nheads", heads, v.head}},
+            columns,
+            int64_t(element)};
+}
+}  // namespace
+
+fa_status check_workspace_apart(const fa_attention_args& a, const AttentionParams& p, size_t bytes) {
+    const Region workspace = region("workspace", a.workspace, int64_t(bytes), 1);
+    const int64_t batch = p.cu_seqlens_q ? 1 : p.batch;
+    const int64_t rows_q = p.cu_seqlens_q ? p.total_q : p.seqlen_q, rows_k = p.cu_seqlens_q ? p.total_k : p.seqlen_k;
+    const CacheView& cache = p.cache;
+    const int64_t entries = cache.entries ? cache.entries : batch, entry_rows = cache.page_size ? cache.page_size : rows_k;
+    const size_t of_q = dtype_size(a.dtype), of_k = cache.entries ? dtype_size(int32_t(cache.dtype)) : of_q;
+    Regions<kMostRead + 8> arrays;
+    arrays.add(region("q", a.q, batch, rows_q, p.nheads, p.headdim, of_q));
+    arrays.add(region("k", a.k, entries, entry_rows, p.nheads_k, p.headdim, of_k));
+    arrays.add(region("v", a.v, entries, entry_rows, p.nheads_k, p.headdim_v, of_k));
+    arrays.add(region("out", a.out, batch, rows_q, p.nheads, p.headdim_v, dtype_size(int32_t(p.out_dtype))));
+    arrays.add(region("lse", a.lse, batch * p.nheads * rows_q, 4));
+    arrays.add(region("max_score", a.max_score, int64_t(p.batch) * p.nheads, 4));
+    arrays.add(region("key_sums", a.key_sums, batch * p.nheads * rows_k, 4));
+    arrays.add(region("cache_seqlens", cache.seqlens, p.batch, 4));
+    Regions<kMostRead> options;
+    add_options(a, &options);
+    for (const Region& array : arrays) FA_RETURN_IF_ERROR(check_apart(workspace, array));
+    for (const Region& array : options) FA_RETURN_IF_ERROR(check_apart(workspace, array));
+    return FA_OK;
+}
+
+fa_status check_workspace_apart(const fa_attention_args& a, const AppendParams& p, size_t bytes) {
+    const Region workspace = region("workspace", a.workspace, int64_t(bytes), 1);
+    const AttentionParams& f = p.attention;
+    for (const Region& added : {region_of("k_new", p.k_new, f.batch, p.seqlen_new, f.nheads_k, f.headdim, dtype_size(a.dtype)),
+                                region_of("v_new", p.v_new, f.batch, p.seqlen_new, f.nheads_k, f.headdim_v, dtype_size(a.dtype))})
+        if (added.data && !added.empty()) FA_RETURN_IF_ERROR(check_apart(workspace, added));
+    return check_workspace_apart(a, f, bytes);
+}
+
+fa_status check_workspace_apart(const fa_attention_args& a, const BackwardParams& p, size_t bytes) {
+    const Region workspace = region("workspace", a.workspace, int64_t(bytes), 1);
+    const AttentionParams& f = p.forward;
+    const bool varlen = f.cu_seqlens_q;
+    const int64_t batch = varlen ? 1 : f.batch, rows_q = varlen ? f.total_q : f.seqlen_q, rows_k = varlen ? f.total_k : f.seqlen_k;
+    const size_t element = dtype_size(a.dtype);
+    Regions<7> arrays;
+    arrays.add(region_of("dout", p.dout, batch, rows_q, f.nheads, f.headdim_v, element));
+    arrays.add(region_of("dq", p.dq, batch, rows_q, f.nheads, f.headdim, element));
+    arrays.add(region_of("dk", p.dk, batch, rows_k, f.nheads_k, f.headdim, element));
+    arrays.add(region_of("dv", p.dv, batch, rows_k, f.nheads_k, f.headdim_v, element));
+    arrays.add(region_of("dbias", p.dbias, f.batch, f.seqlen_q, f.nheads, f.seqlen_k, 4));
+    arrays.add(region("dsinks", p.dsinks, f.nheads, 4));
+    arrays.add(region("dlse", p.dlse, batch * f.nheads * rows_q, 4));
+    for (const Region& array : arrays) FA_RETURN_IF_ERROR(check_apart(workspace, array));
+    return check_workspace_apart(a, f, bytes);
+}
+
+namespace {
 // Stride 0 sums the gradient over an axis. If the bias does not repeat that axis, the sum is not the gradient of the bias.
 fa_status check_gradient_axis(const char* axis, int64_t extent, int64_t bias, int64_t gradient) {
     if (extent <= 1 || bias == 0 || gradient != 0) return FA_OK;

@@ -22,6 +22,12 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
 // `forward` is the attention call inside the cache call, with its kernel, num_threads and workspace.
 fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_args* forward, AppendParams* params);
 fa_status validate(const fa_merge_args* args, MergeParams* params);
+
+// Refuses a workspace over an array of the call. `bytes` are those that the kernel uses. `a` holds what both passes have, and params are
+// those that validate made of the call.
+fa_status check_workspace_apart(const fa_attention_args& a, const AttentionParams& params, size_t bytes);
+fa_status check_workspace_apart(const fa_attention_args& a, const BackwardParams& params, size_t bytes);
+fa_status check_workspace_apart(const fa_attention_args& a, const AppendParams& params, size_t bytes);
 fa_status validate(const fa_quantize_args* args, QuantizeParams* params);
 
 }  // namespace fa

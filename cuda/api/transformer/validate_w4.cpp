@@ -151,6 +151,26 @@ fa_status validate(const fa_w4_linear_args* args, Pointers pointers, fa_w4_linea
     return a.device == FA_CPU && p.packed && a.rows > 0 ? check_header(p) : FA_OK;
 }
 
+fa_status check_workspace_apart(const void* workspace, const W4LinearParams& p, size_t bytes) {
+    const auto rows_of = [&](const char* name, const MatrixView& m, int64_t columns, DType dtype) {
+        return region(name, fa_matrix{m.data, m.row}, p.rows, columns, size_of(dtype));
+    };
+    Regions<6> arrays;
+    arrays.add(rows_of("x", p.x, p.in_features, p.dtype));
+    arrays.add(rows_of("residual", p.residual, p.columns(), p.residual_dtype));
+    arrays.add(rows_of("out", p.out, p.columns(), p.out_dtype));
+    arrays.add(region("packed", p.packed, w4::packed_bytes(p.format, p.out_features, p.in_features, p.swiglu), 1));
+    arrays.add(region("bias", p.bias, p.out_features, size_of(p.bias_dtype)));
+    arrays.add(region("norm_weight", p.norm_weight, p.in_features, size_of(p.norm_dtype)));
+    for (const Region& array : arrays) FA_RETURN_IF_ERROR(check_apart(region("workspace", workspace, int64_t(bytes), 1), array));
+    return FA_OK;
+}
+
+fa_status check_workspace_apart(const void* workspace, const W4ChainParams& chain, size_t bytes) {
+    for (int i = 0; i < chain.count; ++i) FA_RETURN_IF_ERROR(check_workspace_apart(workspace, chain.products[i], bytes));
+    return FA_OK;
+}
+
 fa_status validate(const fa_w4_linear_chain_args* args, Pointers pointers, fa_w4_linear_chain_args* full, W4ChainParams* params) {
     fa_w4_linear_chain_args& a = *full;
     FA_RETURN_IF_ERROR(copy_args(args, "fa_w4_linear_chain_args", sizeof a, &a));

@@ -73,6 +73,8 @@ struct Call {
         if (bytes > args.workspace_bytes || (bytes && !args.workspace))
             return fail(FA_WORKSPACE_TOO_SMALL, "workspace_bytes=%zu (workspace=%p), but kernel %s needs %zu: ask its query",
                         args.workspace_bytes, args.workspace, kernel->name, bytes);
+        if (bytes)
+            if (const fa_status status = check_workspace_apart(args.workspace, params, bytes); status != FA_OK) return status;
         if (bytes) give(params, align_up(args.workspace, kAlign), int64_t(bytes - kAlign));
         const cpu::GivenThreads threads(device.index < 0 && threads_are_given(num_threads(args)));
         const CurrentDevice scope(device.index);

@@ -54,8 +54,14 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# Continuous batching: which rows of the cache its update writes and reads. And what else its step has.
-_PAGED = frozenset((*_PACKED, "read_index", "write_index", "max_seqlen_q", "max_seqlen_k", "logits_indices"))
+# Continuous batching: which rows of the cache its update writes and reads, and the longest of the sequences in names of
+# 5.17. And what its step has for the tokens drawn after it.
+_PAGED = frozenset(
+    {
+        *(*_PACKED, "read_index", "write_index", "max_seqlen_q", "max_seqlen_k"),
+        *("logits_indices", "logits_processor_args"),
+    }
+)
 # Layers of these models calculate with their mask as eager attention has it, numbers to add: they append columns, or
 # hide more keys. (The sparse ones among them are refused later, for what else they give.)
 _NUMBERS_FOR_MASKS = frozenset(

@@ -93,13 +93,14 @@ def custom_call(
         results = (*results, ((workspace,), "uint8"))
     image = _Image()
     image.add(struct)
+    shapes = [jax.ShapeDtypeStruct(*about) for about in results]
+    written = [(i, to, math.prod(shapes[to].shape) * shapes[to].dtype.itemsize) for i, to in (aliases or {}).items()]
     words = {
-        "call": np.array([1 + OPERATIONS.index(operation), image.workspace], np.int64),
+        "call": np.array([1 + OPERATIONS.index(operation), image.workspace, *sum(written, ())], np.int64),
         "image": np.frombuffer(bytes(image.bytes), np.int64),
         "links": np.array(image.links, np.int64).reshape(-1),
         "devices": np.array(image.devices, np.int64),
     }
-    shapes = [jax.ShapeDtypeStruct(*about) for about in results]
     more = {"input_output_aliases": dict(aliases)} if aliases else {}
     call = ffi.ffi_call(_TARGET, shapes, **more)
 

@@ -114,12 +114,14 @@ def recognise(
     Arguments:
         score_mod, mask_mod: functions as flex_attention takes them, or None; mask_mod may be a BlockMask.
         batch, heads, seqlen_q, seqlen_k: of the calls; heads are the query's.
-        device: of the calls' tensors.
+        device: of the calls' tensors; "cuda" means the current one.
     """
     if torch.is_inference_mode_enabled():  # whose tensors the form could not use where gradients are recorded
         with torch.inference_mode(False), torch.no_grad():
             return recognise(score_mod, mask_mod, batch, heads, seqlen_q, seqlen_k, device)
     device = torch.device(device)
+    if device.type == "cuda" and device.index is None:  # the current one, as a tensor on it says
+        device = torch.device("cuda", torch.cuda.current_device())
     call = Call(batch, heads, seqlen_q, seqlen_k, device)
     found = Found()
     if score_mod is not None:
