@@ -49,6 +49,25 @@ def test_gradients_at_large_scores(backward_kernel, size, rows, dtype):
         assert np.isfinite(x).all()
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": True}, {"sinks": True}], ids=str)
+def test_gradients_of_the_largest_scores(backward_kernel, options, sign):
+    """Finite, with a P that sums to 1, whatever the form of the score."""
+    q, k, v, dout = arrays(70, 150, "bfloat16")
+    scale = sign * 5e10
+    given = dict(options)
+    if "mask" in given:
+        given["mask"] = np.ones((70, 150), bool)
+    if "sinks" in given:
+        given["sinks"] = np.zeros(2, np.float32)  # far below every maximum: the sum stays
+    out, lse = reference.standard_attention(q, k, v, softmax_scale=scale, **given)
+    out, lse = accuracy.round_to(out.astype(np.float32), "bfloat16"), lse.astype(np.float32)
+    got = backward_kernel(dout, q, k, v, out, lse, "bfloat16", softmax_scale=scale, **given)[:3]
+    assert all(np.isfinite(x).all() for x in got)
+    sums, want = sums_of_dv(got[2], dout)
+    np.testing.assert_allclose(sums, want, atol=2e-2 * np.abs(want).max())
+
+
 def close_rows(q, k, scale):
     """Rows whose two largest scores differ by less than 20, or by less than float32 sums may be off."""
     scores = np.sort(np.einsum("bihd,bjgd->bhij", q.astype(np.float64), k) * scale, -1)
@@ -140,6 +159,23 @@ def test_a_sink_among_large_scores(backward_kernel, sinks):
     np.testing.assert_allclose(got[2], exact.dv, atol=1e-4 * np.abs(exact.dv).max())
     if sinks:
         np.testing.assert_allclose(got[-1], exact.dsinks, atol=1e-4 * np.abs(exact.dsinks).max())
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("dtype,size", [("float32", 2e8), ("bfloat16", 2e8), ("float16", 3e7)])
+def test_output_at_large_scores(kernel, dtype, size, rows):
+    """One key has all the weight. The sizes are near the ends of a GPU's range (docs/contract.md, section 3)."""
+    q, k, v, _ = arrays(rows, 150, dtype)
+    out, lse = kernel(q, k, v, dtype, softmax_scale=size / 20)
+    products = np.einsum("bihd,bjgd->bhij", q.astype(np.float64), k)
+    terms = np.einsum("bihd,bjgd->bhij", np.abs(q), np.abs(k)).max(-1)
+    order = np.sort(products, -1)
+    sure = order[..., -1] - order[..., -2] > 0.02 * terms
+    assert sure.any()
+    want = np.stack([v[b, products[b].argmax(-1), 0] for b in range(2)])  # batch, head, row, column
+    np.testing.assert_allclose(out.swapaxes(1, 2)[sure], want[sure], atol=1e-2 * np.abs(v).max())
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(lse, order[..., -1] * size / 20, atol=1e-2 * terms.max() * size / 20)
 
 
 @pytest.mark.parametrize("causal", [False, True])

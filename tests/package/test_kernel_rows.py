@@ -34,6 +34,7 @@ ROWS = {
     "attention/backward/mma_sm80_side.cuh": {"backward": ["mma_sm80"]},
     "attention/backward/wgmma_sm90_rows.cu": {"backward": ["wgmma_sm90", "wgmma_pair_sm90"]},
     "attention/backward/delta.cu": {"backward": ["simple", "mma_wide_sm80"]},
+    "attention/common/large_rows.cuh": {"backward": ["mma_wide_sm80"]},  # and key_sums of fa_attention_forward
     "attention/backward/scores.cu": "fa_attention_backward",
     "attention/decode/append.cu": "fa_kvcache_attention",
     "attention/forward/key_sums.cu": "fa_attention_forward",

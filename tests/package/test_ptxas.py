@@ -22,7 +22,8 @@ MAY_SPILL = {
     r"decode_split_kernelI\w+Li256ELi64E": 24,
     # One to four registers, each stored and read once in a step of 2200 to 3000 instructions.
     r"gradient_kernelI\w+Li64ELi64ELNS_5MmaSmE[123]E": 16,
-    r"gradient_kernelI\w+(Li128ELi128ELNS_5MmaSmE[123]E|Li256ELi256ELNS_5MmaSmE4E)": 8,
+    r"gradient_kernelI\w+Li128ELi128ELNS_5MmaSmE[123]E": 12,
+    r"gradient_kernelI\w+Li256ELi256ELNS_5MmaSmE4E": 8,
     # Where dQ is multiplied: how many query tiles the block walks, read once a tile.
     r"backward_wgmma_pair_kernelI\w+BackwardPlanIdE8E": 4,
     # float32_sm80: a pointer, outside the loops over columns and keys.

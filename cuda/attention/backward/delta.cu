@@ -1,5 +1,5 @@
 // delta.cu: delta_i = dout_i . out_i - dlse_i in float32, which the backward subtracts from dP. Laid out like lse. One warp a row; bound by
-// one read of out and dout. Beside it, where wanted, what P subtracts: lse and 0, or the RowBase of a large row (large_rows.cuh).
+// one read of out and dout. Beside it, where wanted, what P subtracts: 0 and lse, or the RowBase of a large row (large_rows.cuh).
 #include "attention/common/large_rows.cuh"
 #include "attention/common/online_softmax.cuh"
 #include "attention/kernels.h"
@@ -40,7 +40,7 @@ __device__ __noinline__ RowBase base_of_large_row(const AttentionParams& p, int 
     }
     const Sequence s = sequence_of(p, batch);
     if (i < 0 || i >= s.seqlen_q) return ordinary;  // of no sequence
-    const ScoreForm form = p.general_scores() ? ScoreForm::kOptions : ScoreForm::kFused;
+    const ScoreForm form = p.general_scores() ? ScoreForm::kOptions : ScoreForm::kProduct;
     return large_row<T>(p, s, batch, head, i, form, LseCovers::kPerhapsMore);
 }
 
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kThreads, kFullSm / kThreads) delta_kernel(con
     sum = reduce_sum<kWarp>(sum);
     const int64_t place = (batch * p.nheads + head) * rows + i;
     if (params.bases) {
-        RowBase base{p.lse[place], 0.0f};
-        if (is_large(base.max)) base = base_of_large_row<T>(p, int(batch), int(head), int(i), base);
+        RowBase base{0.0f, p.lse[place]};
+        if (is_large(base.rest)) base = base_of_large_row<T>(p, int(batch), int(head), int(i), base);
         if (lane == 0) params.bases[place] = make_float2(base.max, base.rest);
     }
     if (lane > 0) return;

@@ -308,10 +308,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
             }
             if (kEdge && smem.some_large) {
 #pragma unroll
-                for (int m = 0; m < kMmasS; ++m)
-                    adjust_large(lse[m], large_of(m), flat(S[m]), [&](float x, float2 base) {
-                        return large_product(x, params.scale_log2, __frcp_rn(params.scale_log2), base);
-                    });
+                for (int m = 0; m < kMmasS; ++m) adjust_large(lse[m], large_of(m), flat(S[m]), large_score);
             }
             constexpr int kPairs = 2 * kMmasS * kTiles;  // of neighbouring keys, in a thread
             const auto exponentials = [&](int step) {    // a share of them for each step of dP
@@ -445,7 +442,8 @@ cudaError_t launch_bucket(const BackwardParams& backward, size_t shared_memory, 
     params.aligned_dq = aligned_rows<T>(p, backward.dq, p.nheads, p.headdim);
     params.aligned_dk = aligned_rows<T>(p, backward.dk, p.nheads_k, p.headdim);
     params.aligned_dv = aligned_rows<T>(p, backward.dv, p.nheads_k, p.headdim_v);
-    const bool aligned = params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout, general = p.general_scores();
+    const bool aligned = params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
+    const bool general = p.general_scores() || !(p.scale > 0);
 
     const auto run = [&](auto sm, auto scores) {
         constexpr MmaSm kSm = decltype(sm)::value;

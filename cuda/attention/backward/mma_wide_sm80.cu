@@ -185,8 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1) scores_kernel(const __grid_consta
                 s.seqlen_k, s.shift};
             general_gradients<T>(p, at, lane % 4, lse[m], large, delta[m], flat(S[m]), flat(dP[m]));
         } else {
-            adjust_large(lse[m], large, flat(S[m]),
-                         [&](float x, float2 base) { return large_product(x, params.scale_log2, __frcp_rn(params.scale_log2), base); });
+            adjust_large(lse[m], large, flat(S[m]), large_score);
 #pragma unroll
             for (int i = 0; i < 4 * kTiles; ++i) {
                 const int half = i / 2 % 2;
@@ -429,7 +428,8 @@ cudaError_t launch(const BackwardParams& backward, cudaStream_t stream) {
     params.aligned_dq = aligned_rows<T>(p, backward.dq, p.nheads, p.headdim);
     params.aligned_dk = aligned_rows<T>(p, backward.dk, p.nheads_k, p.headdim);
     params.aligned_dv = aligned_rows<T>(p, backward.dv, p.nheads_k, p.headdim_v);
-    const bool plain = !p.general_scores() && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
+    const bool plain =
+        !p.general_scores() && p.scale > 0 && params.aligned_q && params.aligned_k && params.aligned_v && params.aligned_dout;
     const int columns = block_columns(p);
 
     cudaError_t error = backward_delta(backward, params.delta, nullptr, stream);

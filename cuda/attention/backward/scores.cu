@@ -118,7 +118,8 @@ __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__
         for (int i = threadIdx.x; i < s.seqlen_q; i += kThreads) {
             if (p.lse[row0 + i] == -INFINITY) continue;
             const float2 base = rows.bases[row0 + i];
-            sum -= double(exp_nonpositive((sink - base.x) - base.y)) * rows.delta[row0 + i];
+            const float above = p.general_scores() ? sink - base.x : fmaf(-base.x, p.scale, sink);  // the base is of a score or a product
+            sum -= double(exp_nonpositive(above - base.y)) * rows.delta[row0 + i];
         }
     }
     part[threadIdx.x] = sum;

@@ -3,11 +3,11 @@
 //     P_ij = exp(S_ij - lse_i)     dP_ij = dout_i . v_j     delta_i = dout_i . out_i - dlse_i     dS_ij = P_ij (dP_ij - delta_i) slope_ij
 //     dv_j = sum_i P_ij dout_i     dk_j = scale sum_i dS_ij q_i     dq_i = scale sum_j dS_ij k_j
 //
-// slope is 1 without softcap. Where lse is large, P = exp((S - max) - rest), which large_rows.cuh explains. S is computed again from q and
-// k, so nothing of size seqlen_q x seqlen_k is ever stored. Two kernels are mirror images of each other, from one template. Blocks that own
-// 64 keys walk the queries of every head that reads them and hold dK and dV in registers. Blocks that own 64 queries walk the keys and hold
-// dQ. Each sum has one owner and one order: no atomics, and the same bits every time. The price is that S and dP are computed twice: 7
-// products instead of 5.
+// slope is 1 without softcap. Where lse is large, P is taken from a maximum and a rest, which large_rows.cuh explains. S is computed again
+// from q and k, so nothing of size seqlen_q x seqlen_k is ever stored. Two kernels are mirror images of each other, from one template.
+// Blocks that own 64 keys walk the queries of every head that reads them and hold dK and dV in registers. Blocks that own 64 queries walk
+// the keys and hold dQ. Each sum has one owner and one order: no atomics, and the same bits every time. The price is that S and dP are
+// computed twice: 7 products instead of 5.
 //
 //     for each tile of walked rows:                                    own = keys            own = queries
 //         S  = walked_a own_a^T      64 x 64, in registers             q k^T                 k q^T
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, kChunks <= 2 ? kResident : 1) gradie
                         const Query query = query_of(r, c);
                         const int j = pair_of(r, c).y;
                         P[c] =
-                            j < query.begin || j >= query.end ? kHidden : exp_nonpositive(fmaf(S[r][c], p.scale, -query.max) - query.rest);
+                            j < query.begin || j >= query.end ? kHidden : exp_nonpositive(fmaf(S[r][c] - query.max, p.scale, -query.rest));
                         if (!general) S[r][c] = P[c];
                     }
                     smem.weight.at(kRows * ty + r, tx) = make_float4(P[0], P[1], P[2], P[3]);

@@ -305,8 +305,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
                         const int ln = opaque(lane);
                         mask_fragment(d, w, w.key0 + own / 32 * 16 + ln / 4, place / w.width * kBlockM + ln % 4 * 2);
                         if (some_large(schedule.tiles))
-                            adjust_products(d, scale_log2, keys.lse[slot],
-                                            large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(it))), ln % 4);
+                            adjust_products(d, keys.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(it))), ln % 4);
                     }
                     probabilities<T>(d, fragment, scale_log2, lse, keys.lse[slot], quad);
 #pragma unroll

@@ -370,8 +370,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                         const int ln = opaque(lane);
                         mask_fragment(s, w, w.key0 + wg * 64 + warp * 16 + ln / 4, place / w.width * kBlockM + ln % 4 * 2);
                         if (some_large(schedule.tiles))
-                            adjust_products(s, scale_log2, smem.lse[slot],
-                                            large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(it - it0))), ln % 4);
+                            adjust_products(s, smem.lse[slot], large_rows_of<kBlockM>(p, schedule.tiles, w, visited(w, int(it - it0))),
+                                            ln % 4);
                     }
                     probabilities<T>(s, prob, scale_log2, lse, smem.lse[slot], quad);
                 }

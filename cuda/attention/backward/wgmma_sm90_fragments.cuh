@@ -41,12 +41,11 @@ __device__ __forceinline__ void for_each_large(const float4& lse, const float2* 
 }
 // S of a tile with large rows, whose bases are at `large`.
 template <int kCount>
-__device__ __forceinline__ void adjust_products(float (&S)[kCount], float scale_log2, const float* lse_of, const float2* large, int quad) {
-    const float inverse = __frcp_rn(scale_log2);
+__device__ __forceinline__ void adjust_products(float (&S)[kCount], const float* lse_of, const float2* large, int quad) {
 #pragma unroll
     for (int i = 0; i < kCount / 8; ++i)
         for_each_large(statistic(lse_of, quad, i), large, 16 * i + 4 * quad,
-                       [&](int e, float2 base) { S[8 * i + e] = large_product(S[8 * i + e], scale_log2, inverse, base); });
+                       [&](int e, float2 base) { S[8 * i + e] = large_score(S[8 * i + e], base); });
 }
 
 // S becomes P = 2^(scale_log2 S - lse), packed as A operand. The first kAhead statistics of lse have been read before.

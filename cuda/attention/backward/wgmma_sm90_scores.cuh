@@ -47,7 +47,7 @@ __device__ __forceinline__ void general_probabilities(const AttentionParams& p, 
         const auto query_of = [&](int e) { return query + e / 4 * 8 + e % 2; };
         const auto key_of = [&](int e) { return key + e / 2 % 2 * 8; };
 #pragma unroll
-        for (int e = 0; e < 8; ++e) value[e] = S[8 * i + e] * p.scale, slope[e] = 1.0f;
+        for (int e = 0; e < 8; ++e) value[e] = __fmul_rn(S[8 * i + e], p.scale), slope[e] = 1.0f;
         if (p.softcap != 0) {
 #pragma unroll
             for (int e = 0; e < 8; ++e) {

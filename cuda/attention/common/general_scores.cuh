@@ -24,7 +24,7 @@ struct FragmentPlace {
 template <int kCount>
 __device__ __forceinline__ void transform_products(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) S[i] *= p.scale;
+    for (int i = 0; i < kCount; ++i) S[i] = __fmul_rn(S[i], p.scale);  // the same bits in every kernel: large_rows.cuh
     if (p.softcap != 0) {
         const float inverse = 1.0f / p.softcap;
 #pragma unroll

@@ -3,6 +3,10 @@
 // maximum and sum of the row again and keep them apart: P = exp((S - max) - rest), with rest = log(sum). S is computed in the order of the
 // kernel that takes P: at such sizes another order gives another P.
 //
+// Where S is softmax_scale times a product and nothing else, max is the largest product, and P = exp(scale (product - max) - rest). The
+// difference of two products is exact where it matters. A maximum that is rounded after the scale is off by half a step of float32: 512 of
+// the exponent at scores of 1e10.
+//
 // lse of a backward call may have been computed over keys that the call does not have: those of other parts of the sequence. Then the sum
 // found here is below that of lse, and lse stays what it is. What differs by less than `slack` may be the rounding of another kernel.
 #pragma once
@@ -21,33 +25,35 @@ namespace fa {
 constexpr float kLargeLse = 4096;  // half a step of float32 here is 2.4e-4 of P
 __device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) > kLargeLse && fabsf(lse) < INFINITY; }
 
-// P = exp((score - max) - rest), in the unit of the score. Ordinary rows have lse and 0.
+// P = exp((score - max) - rest), or exp(scale (product - max) - rest). Ordinary rows have 0 and lse.
 struct RowBase {
     float max, rest;
 };
 
 enum class LseCovers { kKeysOfCall, kPerhapsMore };
 
-// Of a row in one thread: maximum and sum, and the largest sum of |q k| scale of a key, which decides how much the order of a product
-// matters. `exponential` and `logarithm` of the unit.
+// Of a row in one thread: maximum and sum, and the largest sum of |q k| of a key, as an exponent, which decides how much the order of a
+// product matters. The maximum times `factor` is an exponent, as lse and sink are. `exponential` and `logarithm` of their unit. False where
+// lse covers more than these keys, or where the row has none: then the row has an ordinary base.
 struct RowSoftmax {
     float max = -INFINITY, sum = 0, terms = 0;
 };
 template <typename Exponential, typename Logarithm>
-__device__ __forceinline__ RowBase base_of_row(LseCovers covers, float lse, RowSoftmax row, float sink, const Exponential& exponential,
-                                               const Logarithm& logarithm) {
-    if (sink > row.max) row.sum *= exponential(row.max - sink), row.max = sink;
-    if (sink > -INFINITY) row.sum += exponential(sink - row.max);
-    const RowBase found{row.max, logarithm(row.sum)};
+__device__ __forceinline__ bool base_of_row(RowBase& base, LseCovers covers, float lse, const RowSoftmax& row, float factor, float sink,
+                                            const Exponential& exponential, const Logarithm& logarithm) {
+    if (row.max == -INFINITY) return false;
+    const float above = fmaf(-row.max, factor, sink);  // of the sink over the maximum
+    const float rest = above > 0 ? above + logarithm(row.sum * exponential(-above) + 1) : logarithm(row.sum + exponential(above));
     const float slack = fmaxf(0x1p-20f * fabsf(lse), 0x1p-22f * row.terms);
-    const bool whole = row.max > -INFINITY && (covers == LseCovers::kKeysOfCall || (row.max + found.rest) - lse >= -slack);
-    return whole ? found : RowBase{lse, 0.0f};
+    if (covers == LseCovers::kPerhapsMore && !(fmaf(row.max, factor, rest) - lse >= -slack)) return false;
+    base = {row.max, rest};
+    return true;
 }
 
 // ---- kernels on CUDA cores: a warp a row. A product is a chain of multiply-adds in the order of the columns ----
 
-// kFused: the exponent is one multiply-add of the product, without options. kOptions: transform_score first.
-enum class ScoreForm { kFused, kOptions };
+// kProduct: max is a product, without options. kOptions: max is a score, of transform_score.
+enum class ScoreForm { kProduct, kOptions };
 
 template <typename T>
 __device__ __noinline__ RowBase large_row(const AttentionParams& p, const Sequence& s, int b, int head, int i, ScoreForm form,
@@ -55,6 +61,10 @@ __device__ __noinline__ RowBase large_row(const AttentionParams& p, const Sequen
     const T* const q = static_cast<const T*>(p.q.data) + s.q + head * p.q.head + i * p.q.row;
     const T* const k = static_cast<const T*>(p.k.data) + s.k + head / p.group * p.k.head;
     const KeyRange range = key_range(p, s, i);
+    // With a scale below zero the smallest product is that of the largest score. With a scale of zero the scores are all zero, and so is
+    // their maximum.
+    const bool is_product = form == ScoreForm::kProduct && p.scale != 0;
+    const float sign = is_product && p.scale < 0 ? -1.0f : 1.0f, factor = is_product ? fabsf(p.scale) : 1.0f;
     RowSoftmax row;
     for (int j = range.begin + int(threadIdx.x % 32); j < range.end; j += 32) {
         float dot = 0, terms = 0;
@@ -62,28 +72,30 @@ __device__ __noinline__ RowBase large_row(const AttentionParams& p, const Sequen
             const float a = to_float(q[d]), b = to_float(k[j * p.k.row + d]);
             dot = fmaf(a, b, dot), terms += fabsf(a * b);
         }
-        const bool fused = form == ScoreForm::kFused;
-        const float score = fused ? dot * p.scale : transform_score(p, s, b, head, i, j, dot);
-        if (score == -INFINITY) continue;
+        const float value = is_product ? sign * dot : transform_score(p, s, b, head, i, j, dot);
+        if (value == -INFINITY) continue;
         row.terms = fmaxf(row.terms, terms * fabsf(p.scale));
-        if (score > row.max) row.sum *= exp_nonpositive(row.max - score), row.max = score;
-        row.sum += exp_nonpositive(fused ? fmaf(dot, p.scale, -row.max) : score - row.max);
+        if (value > row.max) row.sum *= exp_nonpositive((row.max - value) * factor), row.max = value;
+        row.sum += exp_nonpositive((value - row.max) * factor);
     }
     const float max = reduce_max<32>(row.max);
-    row.sum = reduce_sum<32>(row.max == -INFINITY ? 0.0f : row.sum * exp_nonpositive(row.max - max));
+    row.sum = reduce_sum<32>(row.max == -INFINITY ? 0.0f : row.sum * exp_nonpositive((row.max - max) * factor));
     row.max = max, row.terms = reduce_max<32>(row.terms);
-    return base_of_row(covers, p.lse[lse_offset(p, s, head) + i], row, sink_of(p.sinks, head), exp_nonpositive,
-                       [](float x) { return logf(x); });
+    const float lse = p.lse[lse_offset(p, s, head) + i];
+    RowBase base{0.0f, lse};
+    const auto logarithm = [](float x) { return logf(x); };
+    if (base_of_row(base, covers, lse, row, factor, sink_of(p.sinks, head), exp_nonpositive, logarithm)) base.max *= sign;
+    return base;
 }
 
 // ---- kernels on tensor cores ----
 
-// Scores are natural, or products that scale_log2 turns into exponents of 2. The unit of lse, max and rest is that of the exponents:
-// natural, or log2.
+// Scores are natural, or products that scale_log2 > 0 turns into exponents of 2. The unit of max and rest is that of the scores: natural,
+// or the product's.
 //
 // In their main loops lse is an exponent of 2 with one multiply-add a score, and has no place for `rest`. A large row has the statistic
 // kLargeRow there, and its RowBase elsewhere. Its scores are replaced by large_score, of which the loop then makes the exponent as of
-// any other: kLargeRow is zero.
+// any other: kLargeRow is zero. The exponent is at most 0 even where this kernel adds the terms of a product up in another order: P <= 1.
 constexpr float kLargeRow = -0.0f;
 __device__ __forceinline__ bool is_large_row(float statistic) { return __float_as_uint(statistic) == 0x80000000u; }
 // The statistic of an ordinary row, +inf for one that sees no key. Never kLargeRow.
@@ -91,10 +103,9 @@ __device__ __forceinline__ float row_statistic(float lse) {
     const float x = lse == -INFINITY ? INFINITY : lse * kLog2e;
     return x == 0.0f ? 0.0f : x;
 }
-__device__ __forceinline__ float large_score(float S, float2 base) { return (S - base.x) - base.y; }
-__device__ __forceinline__ float large_product(float S, float scale_log2, float inverse, float2 base) {
-    return (fmaf(S, scale_log2, -base.x) - base.y) * inverse;
-}
+__device__ __forceinline__ float large_score(float S, float2 base) { return fminf((S - base.x) - base.y, 0.0f); }
+
+constexpr float kZeroProbability = 1e4f;  // 2^-x is 0
 
 // A warp: calls store(i, base) for the large rows i of row0 .. row0 + 15 of a head, in one lane each.
 template <typename T, typename Store>
@@ -116,7 +127,7 @@ __device__ __noinline__ void find_large_rows(const AttentionParams& p, const Seq
         const uint32_t low = exists && column < p.headdim ? x[0] : 0, high = exists && column + 1 < p.headdim ? x[1] : 0;
         return low | high << 16;
     };
-    const float scale_log2 = p.scale * kLog2e;
+    const float unit = natural ? 1.0f : kLog2e, factor = natural ? 1.0f : p.scale * kLog2e;  // of lse; of a score: exponents
     const auto exponential = [&](float x) { return exp2_approx(natural ? x * kLog2e : x); };
     const KeyRange seen[2] = {key_range(p, s, min(row0 + g, s.seqlen_q - 1)), key_range(p, s, min(row0 + g + 8, s.seqlen_q - 1))};
     const int first = key_range(p, s, row0).begin, end = key_range(p, s, min(row0 + 15, s.seqlen_q - 1)).end;
@@ -145,21 +156,23 @@ __device__ __noinline__ void find_large_rows(const AttentionParams& p, const Seq
         for (int e = 0; e < 4; ++e) {
             const int r = e / 2, j = key + e % 2;
             if (j < seen[r].begin || j >= seen[r].end || S[e] == -INFINITY) continue;
-            const float top = natural ? S[e] : S[e] * scale_log2;
-            row[r].terms = fmaxf(row[r].terms, terms[e] * fabsf(natural ? p.scale : scale_log2));
-            if (top > row[r].max) row[r].sum *= exponential(row[r].max - top), row[r].max = top;
-            row[r].sum += exponential(natural ? S[e] - row[r].max : fmaf(S[e], scale_log2, -row[r].max));
+            row[r].terms = fmaxf(row[r].terms, terms[e] * fabsf(p.scale * unit));
+            if (S[e] > row[r].max) row[r].sum *= exponential((row[r].max - S[e]) * factor), row[r].max = S[e];
+            row[r].sum += exponential((S[e] - row[r].max) * factor);
         }
     }
     const float sink = sink_of(p.sinks, head);
     for (int r = 0; r < 2; ++r) {
         const float max = quad_max(row[r].max);
-        row[r].sum = quad_sum(row[r].max == -INFINITY ? 0.0f : row[r].sum * exponential(row[r].max - max));
+        row[r].sum = quad_sum(row[r].max == -INFINITY ? 0.0f : row[r].sum * exponential((row[r].max - max) * factor));
         row[r].max = max, row[r].terms = quad_max(row[r].terms);
         if (quad != 0 || !is_large(lse[r])) continue;
-        const float unit = natural ? 1.0f : kLog2e;
-        store(row0 + g + 8 * r,
-              base_of_row(covers, lse[r] * unit, row[r], sink * unit, exponential, [&](float x) { return natural ? logf(x) : log2f(x); }));
+        RowBase base{0.0f, lse[r]};
+        const auto logarithm = [&](float x) { return natural ? logf(x) : log2f(x); };
+        const bool whole = base_of_row(base, covers, lse[r] * unit, row[r], factor, sink * unit, exponential, logarithm);
+        if (!natural && !whole) continue;  // the row keeps its ordinary statistic
+        if (!natural) base.rest = fminf(base.rest, kZeroProbability) / factor;
+        store(row0 + g + 8 * r, base);
     }
 }
 

@@ -80,7 +80,7 @@ __device__ __forceinline__ float load_as_float(const void* data, int64_t index, 
 // The score of a visible pair (i, j), natural units: scale, softcap, ALiBi, bias, mask, tree, in the contract's order.
 __device__ __forceinline__ float transform_score(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, int32_t j,
                                                  float dot) {
-    float score = dot * p.scale;
+    float score = __fmul_rn(dot, p.scale);  // no multiply-add with what follows: large_rows.cuh needs the same bits wherever it stands
     if (p.softcap != 0) score = p.softcap * tanhf(score / p.softcap);
     if (p.alibi_slopes) score -= p.alibi_slopes[b * p.alibi_batch + head] * fabsf(float(int64_t(i) + s.shift - j));
     if (p.bias.data) {

@@ -23,7 +23,7 @@ struct Tile {
 // A query of a tile. One that sees no key, or that does not exist, has an empty range.
 struct Query {
     int begin, end;   // keys that causal and window leave visible
-    float max, rest;  // P = exp((score - max) - rest): large_rows.cuh
+    float max, rest;  // RowBase: large_rows.cuh
     float delta;
 };
 // What the rows of a call have in the workspace, laid out like lse: delta and RowBase.

@@ -24,7 +24,7 @@ struct Smem {
     float part[kThreads / 16][kTile];
 };
 
-// The RowBase of every row, a warp each: lse and 0, or what large_rows.cuh finds. To the workspace, laid out like lse.
+// The RowBase of every row, a warp each: 0 and lse, or what large_rows.cuh finds. To the workspace, laid out like lse.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) bases_kernel(const __grid_constant__ AttentionParams p) {
     const int64_t rows = int64_t(p.batch) * p.nheads * p.seqlen_q, first = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kThreads) bases_kernel(const __grid_constant__
         const Sequence s = sequence_of(p, b);
         if (i >= s.seqlen_q) continue;
         const int64_t place = lse_offset(p, s, head) + i;
-        RowBase base{p.lse[place], 0.0f};
-        if (is_large(base.max)) base = large_row<T>(p, s, b, head, i, ScoreForm::kOptions, LseCovers::kKeysOfCall);
+        RowBase base{0.0f, p.lse[place]};
+        if (is_large(base.rest)) base = large_row<T>(p, s, b, head, i, ScoreForm::kOptions, LseCovers::kKeysOfCall);
         if (threadIdx.x % 32 == 0) static_cast<float2*>(p.workspace)[place] = make_float2(base.max, base.rest);
     }
 }
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_sums_kernel(const __grid_cons
             const int i = i0 + 4 * ty + r;
             if (i >= end) continue;
             const float2 base = bases[i];
-            if (base.x == -INFINITY) continue;
+            if (base.y == -INFINITY) continue;
             const KeyRange seen = key_range(p, s, i);
 #pragma unroll
             for (int c = 0; c < 4; ++c) {

@@ -64,7 +64,7 @@ __device__ __forceinline__ void transform_scores(const AttentionParams& p, const
                 for (int x = 0; x < 2 * kMmas; ++x) apply(S[x / 2][n][x % 2 * 2 + e], 8 * n + e, 8 * x);
     };
     const float inverse = p.softcap != 0 ? 1.0f / p.softcap : 0.0f;
-    each([&](float& score, int, int) { score *= p.scale; });
+    each([&](float& score, int, int) { score = __fmul_rn(score, p.scale); });
     if (p.softcap != 0) each([&](float& score, int, int) { score = p.softcap * tanh_fast(score * inverse); });
     if (p.alibi_slopes) {
         const float slope = p.alibi_slopes[b * p.alibi_batch + head];
@@ -196,8 +196,7 @@ __global__ void __launch_bounds__(kThreads, (kD == 64 || kD == 128) && kScores =
 #pragma unroll
                         for (int x = 0; x < 2 * kMmas; ++x) {
                             float& score = S[x / 2][n][x % 2 * 2 + e];
-                            score = kGeneral ? large_score(score, own)
-                                             : large_product(score, params.scale_log2, __frcp_rn(params.scale_log2), own);
+                            score = large_score(score, own);
                         }
                     }
                 }
@@ -244,7 +243,8 @@ cudaError_t launch_bucket(const AttentionParams& p, cudaStream_t stream) {
     const int64_t heads = int64_t(p.nheads) * p.batch, section = heads_per_section(p.seqlen_q, kD * int64_t(sizeof(T)), 1);
     params.tiles = (p.seqlen_k + kBlockN - 1) / kBlockN;
     params.section = int(section < heads ? section : heads);
-    const bool plain = !(p.softcap != 0 || p.alibi_slopes || p.bias.data || p.mask.data) && params.aligned_q && params.aligned_k;
+    const bool plain =
+        p.scale > 0 && !(p.softcap != 0 || p.alibi_slopes || p.bias.data || p.mask.data) && params.aligned_q && params.aligned_k;
     const auto kernel = plain ? key_sums_kernel<T, kD, Scores::kPlain> : key_sums_kernel<T, kD, Scores::kGeneral>;
     params.statistics.large = static_cast<float2*>(p.workspace);
     params.statistics.lse = reinterpret_cast<float*>(params.statistics.large + row_count(p));
