@@ -162,6 +162,51 @@ def test_gradients_of_a_forward_pass_in_tf32():
             known.judge(spec, values, {}, {name: -x for name, x in results.items()})
 
 
+def test_rows_of_no_sequence_beside_a_dout_that_repeats():
+    """They are set to 0, which would be every row where dout has one row for all."""
+    known = steps.functions()["autograd backward"]
+    spec = {"function": known.name, "lens": [[4, 5], [3, 3]], "extra": [2, 0], "seed": 1}
+    assert not known.values(spec)["dout"][7:].any()
+    repeated = known.values({**spec, "layouts": {"dout": {"repeat": [0]}}})["dout"]
+    assert repeated.any() and (repeated == repeated[0]).all()
+
+
+def test_wrong_calls_are_not_begun_and_ended_later():
+    """Their forward pass may be right, and what is wrong comes with the gradients."""
+    world = World(Places("cpu").backend)
+    for number in range(200):
+        for step in generate(SEED, number, world)["steps"]:
+            assert step.get("way") != "later" or "mutation" not in step["spec"]
+
+
+def test_errors_that_name_an_address():
+    """A workspace that a query does not know yet is no address."""
+    prepared = prepare({"spec": {"function": "flash_attn_func", "seed": 1}}, {})
+    said = "Unsupported: q of 33 columns, data={}, strides (198, 33)"
+    assert (
+        difference(
+            prepared,
+            Answer(said.format("0x7fbf"), prepared.before),
+            Answer(said.format("(nil)"), prepared.before),
+            "cpu",
+        )
+        is None
+    )
+    assert difference(prepared, Answer(said.format("0x7fbf"), prepared.before), Answer("", prepared.before), "cpu")
+
+
+@pytest.mark.skipif(NO_CUDA != "" or torch is None, reason=NO_CUDA or "no PyTorch here")
+def test_a_replay_of_what_was_refused():
+    """The call was refused under the variables of the recording, and there is nothing to replay under those of now."""
+    spec = {"function": "flash_attn_func", "dtype": "bfloat16", "headdim": 64, "seed": 1}
+    program = [
+        {"env": {"FLASH_ATTN_KERNEL": "mla_sm90"}},
+        {"spec": spec, "keep": 0},
+        {"env": {"FLASH_ATTN_KERNEL": None}},
+    ]
+    assert reproduce({"function": "program", "steps": [*program, {"spec": spec, "replay": 0}]}, "cuda", "torch").fine
+
+
 @pytest.mark.skipif(NO_CUDA != "" or torch is None, reason=NO_CUDA or "no PyTorch here")
 def test_no_stream_of_a_thread_is_captured():
     """PyTorch gives its 32 streams out in turn. What a thread does on a stream that is captured goes into the graph."""

@@ -63,7 +63,7 @@ def alone(prepared: Prepared, cache_before: np.ndarray | None, place: Any) -> An
 
 def _plain(error: str) -> str:
     """Without what may differ: the names of groups, addresses."""
-    return re.sub(r"group \d+|0x[0-9a-f]+|<[^>]*>", "_", error)
+    return re.sub(r"group \d+|0x[0-9a-f]+|\(nil\)|<[^>]*>", "_", error)
 
 
 def _same_error(prepared: Prepared, a: str, b: str) -> bool:
@@ -83,7 +83,9 @@ def difference(prepared: Prepared, got: Answer, fresh: Answer, device: str) -> t
     try:
         if prepared.promised(device) or got.error:
             _same_bits(prepared, got, fresh)
-        else:
+        elif (
+            "mutation" not in prepared.spec
+        ):  # a wrong call that is served after all (PyTorch casts dout) has other values
             written = prepared.function.written(prepared.spec, prepared.values)
             prepared.layout.check_same(prepared.before, got.memory, written, "changed that are not the call's to write")
             prepared.judge(got.memory, got.cache, got.cache_before, got.results)

@@ -71,7 +71,8 @@ class Autograd(Backward):
 
     def values(self, spec):
         values = super().values(spec)
-        if self.get(spec, "lens") is not None and "dout" in values:
+        repeats = "repeat" in self.get(spec, "layouts").get("dout", {})  # all rows are one then, and none of it hidden
+        if self.get(spec, "lens") is not None and "dout" in values and not repeats:
             values["dout"][self._cu(spec)[0][-1] :] = 0
         return values
 

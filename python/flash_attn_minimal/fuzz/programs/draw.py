@@ -152,7 +152,7 @@ class Drawer:
             step["times"] = draw.pick((2, 3, 4))
         kind = draw.rng.random()
         if spec["function"] == "autograd backward":
-            step |= {"way": "later"} if self.later and kind < 0.5 else {}
+            step |= {"way": "later"} if self.later and kind < 0.5 and "mutation" not in spec else {}
         elif kind < 0.15:
             step["way"] = "exact"
         elif ranks:

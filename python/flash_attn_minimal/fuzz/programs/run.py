@@ -168,6 +168,8 @@ class Runner:
 
                 self.shots[i].append(self.shot(i, kept.handle, cache, before, replay))
                 return
+            if "replay" in step and place.graphs:
+                return  # nothing was captured: the call was refused under the variables of that step
             self.made(i, step, prepared, place)
 
     def forked(self, i: int) -> list[Shot]:
