@@ -650,6 +650,31 @@ def test_unknown_masks_stay_arrays(models):
 # ---- continuous batching ----
 
 
+@pytest.mark.parametrize("longest", ["max_length", "max_seqlen"])  # from 5.23, and to 5.17
+def test_a_step_of_continuous_batching(longest):
+    """All that transformers gives a layer, over a cache that has nothing yet."""
+
+    class Cache:
+        def update(self, key_states, value_states, **_):
+            last = longest == "max_length"
+            return tuple(x if last else x[0].transpose(0, 1) for x in (key_states, value_states))
+
+    q, k, v = torch.randn(3, 1, 2, 5, 8, device=DEVICE)
+    starts, places = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 2, 5], [0, 1, 2, 3, 4]))
+    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, f"{longest}_q": 3, f"{longest}_k": 3}
+    given |= {"read_index": [places], "write_index": [places], "logits_indices": places[:2], "use_cache": False}
+    given |= {"logits_processor_args": places[:0].view(0, 1), "block_table": None, "position_ids": places[None]}
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    got, _ = adapter.attention(module, q, k, v, None, cache=Cache(), **given)
+    sequences = [[x[:, :, a:b] for x in (q, k, v)] for a, b in ((0, 2), (2, 5))]
+    want = [torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True) for x in sequences]
+    close(got, torch.cat(want, 2).transpose(1, 2))
+    with pytest.raises(adapter.Unsupported, match="block_table is given"):
+        given["block_table"] = places[None]
+        adapter.attention(module, q, k, v, None, cache=Cache(), **given)
+
+
 def test_continuous_batching(models):
     """Up to 5.17 transformers takes any name for it; from 5.23 its own, and names with "flash" in them."""
     ours, theirs = models("llama")
@@ -664,6 +689,7 @@ def test_continuous_batching(models):
         pytest.skip(str(error))
     finally:
         ours.set_attn_implementation(NAME)
+    assert [batch.error for batch in batches.values()] == [None] * 3  # what its thread has met
     expected = [theirs.generate(torch.tensor([x], device=DEVICE), generation_config=config)[0] for x in prompts]
     written = [batch.generated_tokens for batch in batches.values()]
     assert written == [x[len(p) :].tolist() for x, p in zip(expected, prompts, strict=True)]
