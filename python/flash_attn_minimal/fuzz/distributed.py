@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ def groups_of(devices: tuple) -> list[distributed.Group]:
     """Kept from case to case, as a program keeps them."""
     return distributed.thread_groups(devices=devices, timeout=TIMEOUT)
 
+
+os.register_at_fork(after_in_child=groups_of.cache_clear)  # a group belongs to the process that made it
 
 # What calls over ranks do not have.
 UNSERVED = ("kernel", "return_max_score", "return_key_sums")

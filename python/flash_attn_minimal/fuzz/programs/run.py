@@ -241,10 +241,9 @@ class Runner:
         place, results = self.place(i), {}
         if call:
             try:
-                results = call()
-            except Exception as raised:
-                error = said(raised)
-        results = {name: place.clone(array) for name, array in results.items()}
+                results = {name: place.clone(array) for name, array in call().items()}
+            except Exception as raised:  # also where a result is no array
+                results, error = {}, said(raised)
         after = None if cache is None else place.clone(cache)
         return Shot(error, place.clone(handle), after, before, results)
 
