@@ -255,3 +255,26 @@ def test_what_is_not_finite_stays_so(name):
     out = fa.flash_attn_func(q, k, v, kernel=name)
     assert (out[0] == np.inf).all()
     assert np.isnan(out[1]).all()
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("name", cpu_kernels())
+def test_what_hides_among_sums_beyond_float32(name, rows):
+    """Many runs of NaN that no row sees, beside V of 1e38; and rows whose bias or sink gives no finite result."""
+    q, k, v, _ = arrays(rows, 300, "float32", headdim=24)
+    big = np.float32(1e38)
+    hidden = np.arange(300) % 3 == 1  # 100 runs
+    mask = np.broadcast_to(~hidden, (rows, 300)).copy()
+    want = fa.flash_attn_func(q, k, np.sign(v), kernel="cpu_naive", mask=mask)
+    spoiled = np.where(hidden[:, None, None], np.float32(np.nan), np.sign(v) * big)
+    out = fa.flash_attn_func(q, k, spoiled, kernel=name, mask=mask)
+    np.testing.assert_allclose(out / big, want, atol=1e-5)
+    bias = np.zeros((1, 1, rows, 300), np.float32)
+    bias[..., hidden] = -np.inf
+    bias[0, 0, 0, 299] = np.nan
+    out = fa.flash_attn_func(q, k, spoiled, kernel=name, bias=bias)
+    assert np.isnan(out[:, 0]).all()
+    np.testing.assert_allclose(out[:, 1:] / big, want[:, 1:], atol=1e-5)
+    out = fa.flash_attn_func(q, k, v, kernel=name, sinks=np.array([np.nan, 0], np.float32))
+    assert np.isnan(out[:, :, 0]).all()
+    assert np.isfinite(out[:, :, 1]).all()

@@ -200,6 +200,7 @@ inline void quotas_of_control_groups(const Context&) {
     expect("5:cpuset:/pod\n3:cpu,cpuacct:/pod\n", 2.5);
     expect("5:cpuset:/pod\n3:cpuacct:/pod\n", INFINITY);
     expect("nonsense\n\n:\n", INFINITY);
+    expect("0::pod\n", INFINITY);  // the end of a line that is longer than any path
     EXPECT(fa::cpu::quota_of_process((root + "/none").c_str(), root) == INFINITY, "a list that is not there");
     const int here = fa::cpu::processors_of_process();
     EXPECT(here >= 1 && here <= int(std::max(1u, std::thread::hardware_concurrency())), "%d processors", here);

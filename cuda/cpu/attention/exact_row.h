@@ -13,9 +13,11 @@
 
 namespace fa::cpu {
 
-// The first keys of a tile with an infinity or a NaN in K or V, the usual reason why a row is not finite. Looked for once in a tile.
+// The keys of a tile with an infinity or a NaN in K or V, the usual reason why a row is not finite: the first runs of neighbours, such as
+// the padding behind a sequence. Looked for once in a tile.
 struct SpecialKeys {
-    int32_t key[64], count = -1;
+    KeyRange run[64];
+    int32_t count = -1;
 
     template <DType dtype>  // of K and V
     void find(const QueryTile& tile) {
@@ -27,22 +29,41 @@ struct SpecialKeys {
             return false;
         };
         count = 0;
-        for (int32_t j = tile.key_begin; j < tile.key_end && count < 64; ++j)
-            if (special(p.k, tile.sequence.k, j, p.headdim) || special(p.v, tile.sequence.v, j, p.headdim_v)) key[count++] = j;
+        for (int32_t j = tile.key_begin; j < tile.key_end; ++j) {
+            if (!special(p.k, tile.sequence.k, j, p.headdim) && !special(p.v, tile.sequence.v, j, p.headdim_v)) continue;
+            if (count > 0 && run[count - 1].end == j) ++run[count - 1].end;
+            else if (count < 64) run[count++] = {j, j + 1};
+            else return;
+        }
     }
     bool any_visible(const QueryTile& tile, const QueryRow& row) const {
-        return std::any_of(key, key + count, [&](int32_t j) {
-            return j >= row.key_begin && j < row.key_end &&
-                   transform(*tile.params, tile.sequence, tile.batch, row.head, row.query, j, 0.0f).value != -INFINITY;
-        });
+        for (int32_t x = 0; x < count; ++x)
+            for (int32_t j = std::max(run[x].begin, row.key_begin); j < std::min(run[x].end, row.key_end); ++j)
+                if (score_of_zero(tile, row, j) != -INFINITY) return true;
+        return false;
+    }
+
+    // The score of a key whose product is 0: what the options make of it.
+    static float score_of_zero(const QueryTile& tile, const QueryRow& row, int32_t j) {
+        return transform(*tile.params, tile.sequence, tile.batch, row.head, row.query, j, 0.0f).value;
     }
 };
 
-// Writes out, row_max, row_sum and greatest of row r of a tile. Where the row sees an infinity or a NaN, everything stays as it is.
+// Whether a sink, or an option of a key, leaves the row without a finite result whatever its products are: a NaN or +inf in a bias.
+inline bool options_spoil(const QueryTile& tile, const QueryRow& row) {
+    const AttentionParams& p = *tile.params;
+    if (p.sinks && !(p.sinks[row.head] < INFINITY)) return true;
+    for (int32_t j = row.key_begin; p.bias.data && j < row.key_end; ++j)
+        if (!(SpecialKeys::score_of_zero(tile, row, j) < INFINITY)) return true;
+    return false;
+}
+
+// Writes out, row_max, row_sum and greatest of row r of a tile. Where the row sees an infinity or a NaN, in whatever array, everything
+// stays as it is.
 template <DType dtype>  // of K and V
 void attend_exactly_as(QueryTile& tile, int32_t r, SpecialKeys& special) {
     if (special.count < 0) special.find<dtype>(tile);
-    if (special.any_visible(tile, tile.row[r])) return;
+    if (special.any_visible(tile, tile.row[r]) || options_spoil(tile, tile.row[r])) return;
     constexpr int kMostDim = 576;
     const AttentionParams& p = *tile.params;
     const Sequence& s = tile.sequence;

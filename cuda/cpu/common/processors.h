@@ -58,7 +58,7 @@ inline double quota_of_process(const char* list, const std::string& root) {
             for (std::string group = path + 1;; group.erase(group.find_last_of('/'))) {
                 if (group == "/") group.clear();
                 least = std::min(least, quota_of_group(root + mount + group));
-                if (group.empty()) break;
+                if (group.find('/') == std::string::npos) break;
             }
         }
     }
