@@ -65,13 +65,16 @@ def _smaller(value: Any, least: int, shorter: bool = False) -> Iterator[Any]:
                 yield {**value, key: smaller}
 
 
-def shrink(spec: dict[str, Any], fails: Callable[[dict[str, Any]], bool], tries: int = 40) -> dict[str, Any]:
-    """Makes a spec smaller greedily: goes on from the first candidate that still fails."""
-    function = functions()[spec["function"]]
+Candidates = Callable[[dict[str, Any]], Iterator[dict[str, Any]]]
+
+
+def greedily(
+    spec: dict[str, Any], candidates: Candidates, fails: Callable[[dict[str, Any]], bool], tries: int
+) -> dict[str, Any]:
+    """Makes a spec smaller: goes on from the first candidate that still fails, until none does or `tries` are spent."""
     seen = set()
     while True:
         for smaller in candidates(spec):
-            smaller = function.trimmed(smaller)
             if repr(smaller) in seen:
                 continue
             seen.add(repr(smaller))
@@ -83,3 +86,9 @@ def shrink(spec: dict[str, Any], fails: Callable[[dict[str, Any]], bool], tries:
                 break
         else:
             return spec
+
+
+def shrink(spec: dict[str, Any], fails: Callable[[dict[str, Any]], bool], tries: int = 40) -> dict[str, Any]:
+    """A smaller spec that fails, too."""
+    trimmed = functions()[spec["function"]].trimmed
+    return greedily(spec, lambda spec: map(trimmed, candidates(spec)), fails, tries)

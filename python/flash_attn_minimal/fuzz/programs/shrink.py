@@ -43,18 +43,5 @@ def _with(program: dict[str, Any], i: int, step: dict[str, Any]) -> dict[str, An
 
 
 def shrink(program: dict[str, Any], fails: Callable[[dict[str, Any]], bool], tries: int = 200) -> dict[str, Any]:
-    """Goes on from the first candidate that still fails."""
-    seen = set()
-    while True:
-        for smaller in candidates(program):
-            if repr(smaller) in seen:
-                continue
-            seen.add(repr(smaller))
-            if tries <= 0:
-                return program
-            tries -= 1
-            if fails(smaller):
-                program = smaller
-                break
-        else:
-            return program
+    """A smaller program that fails, too."""
+    return calls.greedily(program, candidates, fails, tries)
