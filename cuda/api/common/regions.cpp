@@ -56,7 +56,10 @@ bool reaches(const Lead* lead, int count, Wide low, Wide high) {
     Wide first = 0, last = 0;  // the least and the most that the other axes add
     for (int i = 1; i < count; ++i) first += lead[i].least * lead[i].step, last += lead[i].most * lead[i].step;
     // So m * step must lie strictly between low - last and high - first.
-    const auto floor_of = [&](Wide x) { return x / lead->step - (x % lead->step < 0); };
+    const auto floor_of = [&](Wide x) {
+        const Wide towards_zero = x / lead->step;  // without %: GCC 12 makes both one call of __divmodti4, which needs GCC 7's runtime
+        return towards_zero - (towards_zero * lead->step > x);
+    };
     const Wide begin = std::max(lead->least, floor_of(low - last) + 1), end = std::min(lead->most, -floor_of(first - high) - 1);
     if (end - begin > 8) return true;
     for (Wide m = begin; m <= end; ++m)
