@@ -34,9 +34,10 @@ CONTENTS = {
             + ["examples/*"],
         ),
         ("Reference", ["QUICK_REFERENCE", "docs/contract", "docs/api/index"]),
-        ("Performance", ["docs/benchmarks/index", "docs/experiments/index"]),
+        ("Performance", ["docs/performance", "docs/benchmarks/index", "docs/experiments/index"]),
         ("Learn", ["docs/learn/index", "ladder/index", "ARCHITECTURE", "cuda/*"]),
-        ("More", ["docs/reliability", "*"]),
+        ("Develop", ["CONTRIBUTING", "docs/testing", "docs/reliability", "docs/remembered"]),
+        ("More", ["*"]),
     ],
 }
 HEADERS = {

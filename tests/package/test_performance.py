@@ -1,4 +1,4 @@
-"""README.md and docs/performance.md quote the rows of docs/benchmarks: speed relative to the best peer, computed again from these rows."""
+"""README.md and docs/performance.md quote docs/benchmarks: speed relative to the best peer, computed again from its rows."""
 
 import json
 import math
@@ -91,9 +91,7 @@ def test_speeds_on_the_cpu_are_those_of_the_rows(folder):
     [row] = [row for row in table_rows("docs/performance.md") if f"benchmarks/{folder}/cpu.md" in row]
     cells = [ends(ratios(f"{folder}/cpu", causal=causal)) for causal in (False, True)]
     if (BENCHMARKS / folder / "backward.json").is_file():
-        cells += [
-            ends(ratios(f"{folder}/backward", causal=causal, deterministic=None)) for causal in (False, True)
-        ]
+        cells += [ends(ratios(f"{folder}/backward", causal=causal, deterministic=None)) for causal in (False, True)]
     else:
         cells += ["", ""]
     assert [cell.strip() for cell in row.strip("|").split("|")][1:] == cells
