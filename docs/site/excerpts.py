@@ -1,4 +1,4 @@
-"""Excerpts in the results of a search, also from disk: one script has the texts of all pages; the search page loads it."""
+"""Excerpts in the results of a search, also from disk: page_texts.js has the texts of all pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md and docs/performance.md quote docs/benchmarks: speed relative to the best peer, computed again from its rows."""
+"""README.md and docs/performance.md quote docs/benchmarks: speed relative to the best peer, computed from its rows."""
 
 import json
 import math
