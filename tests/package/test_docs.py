@@ -138,3 +138,21 @@ def test_documents_name_files_that_exist():
             )
             missing |= {f"{page.relative_to(ROOT)}: {path}" for path in named if not (ROOT / path).exists()}
     assert not missing, f"documents name files that are not there: {sorted(missing)}"
+
+
+def test_every_function_that_the_quick_reference_recommends_is_there():
+    page = (ROOT / "QUICK_REFERENCE.md").read_text()
+    table = page.split("## Which function do I need")[1].split("\n## ")[0]
+    cells = [row.split("|")[2] for row in table.splitlines() if row.startswith("| ") and "---" not in row]
+    names = {
+        name for cell in cells for name in re.findall(r"`([a-z_]\w*(?:\.\w+)*)(?:\(.*?\))?`", cell) if name.islower()
+    }
+    package = ROOT / "python/flash_attn_minimal"
+    assert len(names) > 20
+    arguments = {"out", "lse", "q_descale", "k_descale", "v_descale", "score_mod", "mask_mod", "x.transpose"}
+    for name in sorted(names - arguments):
+        module, _, member = name.rpartition(".")
+        folder = package / module.replace(".", "/")
+        files = [folder / "__init__.py"] if folder.is_dir() else [folder.with_suffix(".py")]
+        found = any(re.search(rf"^(def|class) {member}\b|\b{member}\b", file.read_text(), re.M) for file in files)
+        assert found or (folder / member).with_suffix(".py").is_file(), name
