@@ -179,17 +179,27 @@ def test_cmake_refuses_another_minor_version(prefix, tmp_path):
 
 
 def test_c_by_pkg_config_from_a_prefix_that_was_moved(prefix, tmp_path):
+    """The command of docs/install.md on the program of QUICK_REFERENCE.md."""
     for tool in ("cc", "pkg-config"):
         if shutil.which(tool) is None:
             pytest.skip(f"no {tool} on PATH")
-    moved = tmp_path / "moved"
-    shutil.copytree(prefix, moved)
-    environment = {**os.environ, "PKG_CONFIG_PATH": str(moved / "lib/pkgconfig")}
+    shutil.copytree(prefix, tmp_path / "fa")
+    environment = {**os.environ, "HOME": str(tmp_path), "PKG_CONFIG_PATH": str(tmp_path / "fa/lib/pkgconfig")}
     assert execute("pkg-config", "--modversion", "flash_attn_minimal", env=environment).strip() == "0.1.0"
-    flags = execute("pkg-config", "--cflags", "--libs", "flash_attn_minimal", env=environment).split()
-    assert not any(str(prefix) in flag for flag in flags)
-    execute("cc", "-std=c99", EXAMPLES / "c/attention.c", *flags, f"-Wl,-rpath,{moved}/lib", "-lm", cwd=tmp_path)
-    check_program(tmp_path / "a.out")
+    assert str(prefix) not in execute("pkg-config", "--cflags", "--libs", "flash_attn_minimal", env=environment)
+    program = re.search(r"^```c\n(.*?)^```", (ROOT / "QUICK_REFERENCE.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    (tmp_path / "program.c").write_text(program)
+    [line] = re.findall(r"^cc program.c .*$", (ROOT / "docs/install.md").read_text(), re.MULTILINE)
+    execute("sh", "-c", line, cwd=tmp_path, env=environment)
+    assert "served the call" in execute(tmp_path / "a.out")
+
+
+def test_cmake_lines_of_the_install_page_are_those_of_the_example():
+    [block] = re.findall(r"^```cmake\n(.*?)^```", (ROOT / "docs/install.md").read_text(), re.MULTILINE | re.DOTALL)
+    find, link = block.splitlines()
+    example = (EXAMPLES / "c/CMakeLists.txt").read_text()
+    assert find in example
+    assert link.replace("program", "attention").removesuffix(")") in example
 
 
 # ---- the list of them ----
