@@ -10,7 +10,7 @@
 //         S       = scores of Q K^T                        64 x 64, in registers
 //         new_max = max(row_max, rowmax(S))
 //         P       = exp(S - new_max)                       so no exponential exceeds 1
-//         scale   = exp(row_max - new_max)                 what the sums so far are worth under the new maximum
+//         scale   = exp(row_max - new_max)                 rescales the sums so far to the new maximum
 //         row_sum = scale row_sum + rowsum(P)
 //         O       = scale O + P V
 //     out = O / row_sum,   lse = row_max + log(row_sum)

@@ -52,8 +52,7 @@ size_t forward_wgmma_wide_sm90_workspace(const AttentionParams& params, int mult
 // pages of a multiple of 8 keys.
 cudaError_t forward_wgmma_split_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t forward_wgmma_split_sm90_workspace(const AttentionParams& params, const DeviceInfo& device);  // bytes: partial results
-bool forward_wgmma_split_sm90_fits(const AttentionParams& params, const DeviceInfo& device);         // 32-bit indices reach all rows and
-                                                                                                     // partial results
+bool forward_wgmma_split_sm90_fits(const AttentionParams& params, const DeviceInfo& device);         // its 32-bit indices suffice
 bool forward_wgmma_split_sm90_wins(const AttentionParams& params, const DeviceInfo& device);         // faster than all other kernels that
                                                                                                      // serve this call
 
@@ -77,8 +76,7 @@ enum class DecodeKernel : int32_t { kLanesCluster, kCluster, kRing, kSplit, kLan
 cudaError_t decode(DecodeKernel kernel, const AttentionParams& params, const AppendParams* append, const DeviceInfo& device,
                    cudaStream_t stream);
 size_t decode_workspace(DecodeKernel kernel, const AttentionParams& params, const DeviceInfo& device);  // bytes: partial results
-bool decode_fits(DecodeKernel kernel, const AttentionParams& params, const DeviceInfo& device);         // 32-bit indices reach all rows and
-                                                                                                        // partial results
+bool decode_fits(DecodeKernel kernel, const AttentionParams& params, const DeviceInfo& device);         // its 32-bit indices suffice
 
 // delta = rowsum(dout * out) - dlse in float32 and, unless `bases` is nullptr, the RowBase of every row (large_rows.cuh). Both are laid out
 // like lse and have backward_delta_count entries.
@@ -102,8 +100,7 @@ int64_t backward_scores_blocks(const BackwardParams& params);
 
 // dq, dk and dv in fp16 and bf16, head dims up to 256, sm_80 and newer. Tiles are chosen by the device's size.
 cudaError_t backward_mma_sm80(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);
-cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);  // the fp16 half of
-                                                                                                              // backward_mma_sm80
+cudaError_t backward_mma_sm80_fp16(const BackwardParams& params, size_t shared_memory, cudaStream_t stream);  // its fp16 half
 size_t backward_mma_sm80_workspace(const BackwardParams& params);  // bytes: float32 sums of dq, lse, delta and RowBase
 
 // dq, dk and dv in fp16 and bf16, any head dim, sm_80 and newer; deterministic.

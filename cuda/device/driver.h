@@ -15,7 +15,7 @@ Function* driver_function(const char* name) {
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
     const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
-#else  // the function as the toolkit's own version has it
+#else  // in the version of the toolkit
     const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
 #endif
     if (error != cudaSuccess) cudaGetLastError();

@@ -37,7 +37,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         "{\n"
         ".reg .pred done;\n"
         "retry:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"  // suspends in hardware for a while, then says how it stands
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"  // suspends the thread for a limited time, then returns the state
         "@!done bra retry;\n"
         "}\n" ::"r"(barrier),
         "r"(parity)

@@ -8,9 +8,9 @@
 
 namespace fa {
 
-// The threads that fill a ring and those that empty it start at slot 0, phase 0, and never reset. A barrier tells its phase by one bit. A
-// thread that waits for a buffer therefore has to wait for every phase, and a barrier must not complete the phase after that without the
-// thread's arrival or copy. Otherwise the thread mistakes one phase for another, or waits for one that has passed.
+// The threads that fill a ring and those that empty it start at slot 0, phase 0, and never reset. A barrier tells its phase by one bit. So
+// a thread that waits for a buffer has to wait for each of its phases, and the barrier must not complete the phase after the awaited one
+// without the thread's arrival or copy. Otherwise the thread mistakes one phase for another, or waits for one that has passed.
 template <int kSlots>
 struct Ring {
     uint32_t full, empty;  // shared addresses of the barriers of slot 0

@@ -17,10 +17,8 @@ struct TensorTiles {
     int64_t row_stride, head_stride, batch_stride;
     int box_rows;           // rows of a tile
     int padded_columns;     // columns of a tile, a multiple of 64; those past `columns` read as zero
-    bool by_chunk = false;  // one box per chunk in any case: where several boxes of fewer rows make a tile, the chunks of a box are not
-                            // adjacent
-    int box_chunks = 0;     // > 0: chunks of a box, fewer than those of a tile; `columns` is then a multiple of 64 and padded_columns
-                            // unused
+    bool by_chunk = false;  // always one box per chunk: if several boxes of fewer rows make a tile, the chunks of a box are not adjacent
+    int box_chunks = 0;     // > 0: chunks of a box, instead of all of a tile; `columns` is a multiple of 64, padded_columns unused
     int box_heads = 0;      // > 0: heads of a box, innermost after the columns; the coordinates are then {column, head, row, chunk, batch}
 };
 

@@ -13,7 +13,7 @@
 
 namespace fa {
 
-// The order of keys, within sixteen, in P as pack_p leaves it and in V^T as the transposer does: 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15.
+// The order of keys within each sixteen, in P (from pack_p) and in V^T (from the transposer): 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15.
 __host__ __device__ constexpr int fp8_key(int k) { return k / 4 * 2 + k % 2 + k / 2 % 2 * 8; }
 // V^T keeps the even head dims of each sixteen before the odd ones, so that the transposer has no bank conflicts.
 __host__ __device__ constexpr int fp8_head_dim(int row) { return row / 16 * 16 + row % 8 * 2 + row / 8 % 2; }

@@ -409,8 +409,7 @@ __global__ void __launch_bounds__(kBackwardTileOf<kD, kDv, kSm>.warps * 32, kBac
         step = next();
     }
 
-    const BackwardWork done = work_of(params, opaque(blockIdx.x), kBlockN);  // computed again instead of being kept in registers through
-                                                                             // the loop
+    const BackwardWork done = work_of(params, opaque(blockIdx.x), kBlockN);  // computed again: the loop has no registers for it
     const int thread = opaque(threadIdx.x), seqlen_k = sequence_of(p, done.b).seqlen_k;
     const int row = done.key0 + thread / 32 / kColumnsKv * (16 * kMmasKv), column = thread / 32 % kColumnsKv;
     const GradientSequence to = gradients_of(backward, done.b);

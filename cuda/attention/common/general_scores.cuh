@@ -24,9 +24,7 @@ struct FragmentPlace {
 template <int kCount>
 __device__ __forceinline__ void transform_products(const AttentionParams& p, const FragmentPlace& at, float (&S)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-        S[i] = __fmul_rn(S[i], p.scale);  // not fused with what follows, so that every kernel gets the same
-                                          // bits: large_rows.cuh
+    for (int i = 0; i < kCount; ++i) S[i] = __fmul_rn(S[i], p.scale);  // never fused: every kernel needs the same bits, large_rows.cuh
     if (p.softcap != 0) {
         const float inverse = 1.0f / p.softcap;
 #pragma unroll

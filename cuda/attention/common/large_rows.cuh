@@ -44,7 +44,7 @@ template <typename Exponential, typename Logarithm>
 __device__ __forceinline__ bool base_of_row(RowBase& base, LseCovers covers, float lse, const RowSoftmax& row, float factor, float sink,
                                             const Exponential& exponential, const Logarithm& logarithm) {
     if (row.max == -INFINITY) return false;
-    const float above = fmaf(-row.max, factor, sink);  // of the sink over the maximum
+    const float above = fmaf(-row.max, factor, sink);  // how far the sink exceeds the maximum
     const float rest = above > 0 ? above + logarithm(row.sum * exponential(-above) + 1) : logarithm(row.sum + exponential(above));
     const float slack = fmaxf(0x1p-20f * fabsf(lse), 0x1p-22f * row.terms);
     if (covers == LseCovers::kPerhapsMore && !(fmaf(row.max, factor, rest) - lse >= -slack)) return false;

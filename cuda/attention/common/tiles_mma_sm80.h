@@ -44,7 +44,7 @@ constexpr size_t kMostSharedSm86 = size_t(99) << 10;   // the same for sm_86, 89
 //     from sm_90 on  more than kMostSharedSm80, or kMostSharedSm86
 // A kernel whose code was left out traps: if it is launched all the same, that must not look like a success.
 constexpr bool takes_more_than_sm80(int arch) { return arch >= 900; }
-constexpr bool takes_more_than_sm86(int arch) { return arch < 890; }  // and not more than sm_80
+constexpr bool takes_more_than_sm86(int arch) { return arch < 890; }  // but not more than sm_80
 
 // Head dims are padded with zeros to a bucket: Q and K to d, V and the output to dv. A bucket for each pair would make 25. Of the unequal
 // pairs, models use only (192, 128); every other pair runs in the larger of its two buckets. Above 256, dv is the width of one part of V's
@@ -89,7 +89,7 @@ constexpr MmaTile mma_tile(int d, int dv, MmaSm sm) {
 constexpr MmaTile mma_tile_tf32(int d, int dv, MmaSm sm) {
     if (sm == MmaSm::k228) {
         if (d <= 64) return {128, 64, 4, 2, 2};             // O 64 + S 64; 96 KB: 155. One stage: 153, 64 rows: 121
-        if (d > 96 && d <= 128) return {128, 32, 4, 1, 2};  // O 128 + S 32; 96 KB: 151. One block an SM, of 4 warps 109, of 8 139
+        if (d > 96 && d <= 128) return {128, 32, 4, 1, 2};  // O 128 + S 32; 96 KB: 151. One block per SM: 109 with 4 warps, 139 with 8
         if (dv > 192) return {128, 32, 8, 1, 1};            // O 128 + S 16; 192 KB: 122. 64 rows: 76
     }
     if (sm != MmaSm::kAny) {
@@ -132,7 +132,7 @@ inline bool mma_tile_runs_at_once(const MmaTile& tile, int64_t heads, int64_t se
 inline bool mma_is_faster_than_wgmma(int headdim, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int multiprocessors) {
     const int64_t blocks = (seqlen_q + 63) / 64 * heads, steps = (seqlen_k + 63) / 64;
     if (headdim > 128) return seqlen_q <= 32 && seqlen_k <= 32;  // 6.1 -> 4.6; at 64 rows they are equal
-    if (seqlen_q <= 64 && steps <= 4) return true;  // half of a block of 128 rows is padding: 16 x 256, 32 x 32 heads, 29.5 -> 22.2
+    if (seqlen_q <= 64 && steps <= 4) return true;  // half of a 128-row block is padding. 16 queries, 256 keys, 32 x 32 heads: 29.5 -> 22.2
     if (steps <= 2) return blocks <= int64_t(mma_tile(headdim, headdim, MmaSm::k99).blocks_per_sm) * multiprocessors;
     if (steps <= 4) return blocks <= multiprocessors;
     return headdim <= 64 && steps <= 8 && 2 * blocks <= multiprocessors;  // 1 x 4 x 512: 9.7 -> 9.2

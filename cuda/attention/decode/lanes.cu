@@ -45,9 +45,7 @@ int decode_most_cluster_blocks(const DeviceInfo& device) {
     if (const int answer = known[device.index].load(std::memory_order_relaxed)) return answer;
     int current = -1, count = 0;
     cudaError_t error = cudaGetDevice(&current);
-    if (error == cudaSuccess && !has_context(device, current))
-        return kMostCluster;  // the answer of all such GPUs so far; asked again
-                              // later
+    if (error == cudaSuccess && !has_context(device, current)) return kMostCluster;  // all such GPUs said so; asked again next time
     if (error == cudaSuccess && current != device.index) error = cudaSetDevice(device.index);
     if (error == cudaSuccess) error = count_wide_clusters(device, &count);
     if (current >= 0 && current != device.index) cudaSetDevice(current);

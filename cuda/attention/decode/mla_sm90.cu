@@ -138,7 +138,7 @@ __device__ __forceinline__ void load_queries(const MlaParams& params, const MlaW
     }
 }
 
-// ---- copies, by the warpgroups of O ----
+// ---- copies, by the output warpgroups ----
 
 // The place of a row of a sequence in the cache. Pages past the sequence arrive as zeros.
 struct MlaPlace {
@@ -450,8 +450,7 @@ __device__ __forceinline__ void store_output(const MlaParams& params, const MlaW
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = w.row0 + warp * 16 + lane / 4 + 8 * r;
-        const bool exists = row < params.rows, empty = inverse[r] == 0.0f;  // no visible key: stored as zeros, because 0 x V may have given
-                                                                            // NaN
+        const bool exists = row < params.rows, empty = inverse[r] == 0.0f;  // no visible key: stored as zeros, as 0 x V may be NaN
         if (params.splits > 1) {
             const int64_t heads = int64_t(w.b) * p.nheads_k + w.head_k;
             float* to = params.partial + ((heads * params.splits + w.split) * params.rows + row) * kDv + half * (kDv / 2) + 2 * quad;

@@ -146,8 +146,7 @@ __device__ __forceinline__ void attend_ring(const RingParams& params, RingSmem<E
         const auto row_of = [&](int half) { return min(lane / 4 + 8 * half, rows - 1); };
         float O[kTilesV][4] = {};
         float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0, 0};  // max: log2 units; sum: this thread's share
-        float v_unit = 1e-30f;                                         // bytes: O is in units of V's factor, or of the largest factor so
-                                                                       // far
+        float v_unit = 1e-30f;                                         // bytes: O is in units of V's factor, or the largest so far
         if (kBytes && !d.scaled_by_key) row_scale[0] *= work.k_factor, row_scale[1] *= work.k_factor, v_unit = work.v_factor;
 
         const int tiles = work.segment.end - work.segment.begin;

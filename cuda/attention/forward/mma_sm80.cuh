@@ -65,8 +65,7 @@ struct Smem {
     alignas(128) T v[kTile.stages][kTile.block_n * kDv];
     KeyRange some[kTile.warps], every[kTile.warps];  // keys that some row of a warp sees; keys that every row sees
     int visible[kTile.block_n];                      // general scores: does any row of this block see this key?
-    float greatest[kTile.block_m];                   // for max_score: each row's greatest maximum so far; kept here to save registers in
-                                                     // the loop
+    float greatest[kTile.block_m];                   // for max_score: each row's greatest maximum so far; kept here to save registers
 };
 
 // Rounds fp32 to tf32 in place, once for all warps. Each thread rounds what it loaded, so no barrier is needed.
@@ -87,7 +86,7 @@ __device__ __forceinline__ void round_tile(const float* tile) {
 template <int kRows, int kColumns, int kThreads, typename T>
 __device__ __forceinline__ void round_tile(const T*) {}  // 16-bit values need no rounding
 
-// Scores outside the window of their row become -inf.
+// Sets scores outside the window of their row to -inf.
 template <int kMmas, int kTilesN>
 __device__ __forceinline__ void apply_window(float (&S)[kMmas][kTilesN][4], const AttentionParams& p, const Sequence& s, int row0, int key0,
                                              int lane) {
@@ -181,8 +180,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     const int first_key = key_range(p, s, row0).begin, end_key = key_range(p, s, min(row0 + kBlockM, s.seqlen_q) - 1).end;
     const int first_tile = first_key / kBlockN, last_tile = end_key > first_key ? (end_key - 1) / kBlockN : first_tile - 1;
 
-    const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // uniform, and the shuffle tells the compiler
-                                                                                            // so
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // the shuffle makes it known as uniform
     const int warp_row = row0 + warp * kWarpRows;
     if (!kPaged && p.max_score && threadIdx.x < kBlockM) smem.greatest[threadIdx.x] = -FLT_MAX;
     if (lane == 0) {
@@ -234,7 +232,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     const auto exponential = [&](float score, float max) {
         return exp2_approx(kGeneral ? (score - max) * kLog2e : fmaf(score, scale, -max));
     };
-    const bool hides = p.mask.data || p.bias.data || p.tree.rows;  // may remove keys within the window
+    const bool hides = p.mask.data || p.bias.data || p.tree.rows;  // may hide keys inside the window
     float O[kMmas][kTilesV][4] = {};
     float row_max[kRows], row_sum[kRows];  // row_max: of the whole row; row_sum: this thread's share
 #pragma unroll

@@ -64,8 +64,7 @@ template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void init_barriers(WgmmaSmem<T, kId>& smem, bool page_copies) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
     constexpr int kConsumerArrivals = 4 * kPlan.warpgroups * kWarpArrivals;  // one per warp, after its wgmmas have read the buffer
-    const int landings = page_copies ? 4 * kWarpArrivals : 1;                // one per producer warp, or one from the thread that starts
-                                                                             // the copies
+    const int landings = page_copies ? 4 * kWarpArrivals : 1;                // one per producer warp, or one by the copying thread
     mbarrier_init(shared_address(smem.q_full), 1), mbarrier_init(shared_address(smem.q_empty), kConsumerArrivals);
     for (int i = 0; i < kPlan.stages; ++i) {
         mbarrier_init(shared_address(smem.k_full + i), landings), mbarrier_init(shared_address(smem.k_empty + i), kConsumerArrivals);

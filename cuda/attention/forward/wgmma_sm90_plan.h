@@ -43,8 +43,7 @@ struct WgmmaPlan {
     int block_n = 128;               // keys per tile
     int warpgroups = 2;              // consumer warpgroups, 64 query rows each
     int stages = 2;                  // K and V tiles in flight
-    bool ping_pong = false;          // the warpgroups take turns to issue products, so that the softmax of one runs under the products of
-                                     // another
+    bool ping_pong = false;          // the warpgroups take turns to issue products: the softmax of one runs under the products of another
     bool q_in_registers = false;     // Q leaves its buffer at once, so that the next item's Q can arrive during this item
     RowMaximum maximum = RowMaximum::kLazy;
     bool general = false;

@@ -103,8 +103,7 @@ struct WarpgroupBoxes {
     __device__ __forceinline__ WarpgroupBoxes(const CUtensorMap& map_k, const CUtensorMap& map_v, const AttentionParams& p,
                                               const WgmmaSchedule& schedule, WgmmaSmem<T, kId>& smem)
         : map_k(map_k), map_v(map_v), p(p), smem(smem) {
-        const int box = threadIdx.x % 32 * 4 + threadIdx.x / 32, boxes = kBlockN / schedule.page_boxes;  // consecutive boxes go to
-                                                                                                         // different warps
+        const int box = threadIdx.x % 32 * 4 + threadIdx.x / 32, boxes = kBlockN / schedule.page_boxes;  // dealt to the warps
         chunk = box / boxes, box_row = (box - chunk * boxes) * schedule.page_boxes;
     }
     __device__ __forceinline__ PageRow find(const ForwardWork& w, int n) const { return page_row(p, w, n * kBlockN + box_row); }
@@ -271,9 +270,8 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_q, const Attentio
         });
     };
     for_each_item<WgmmaWorkTiles<kId>, Tiles::kWalkedBy>(p, schedule.list, smem.work, smem.work_full, smem.work_empty, prepare, load);
-    if (clears)
-        grid_dependency_wait();  // at least one thread of every block waits, even in blocks whose items have no rows: so the kernel
-                                 // ends after clear_max_score
+    // In every block at least one thread waits, even if no item has rows: so this kernel ends after clear_max_score.
+    if (clears) grid_dependency_wait();
 }
 
 }  // namespace fa

@@ -281,8 +281,7 @@ __device__ __forceinline__ void compute_scores(const AttentionParams& p, WideSme
         const ForwardWork& w = next_work(smem, work);
         if (w.state == WorkState::kEnd) return;
         const int tiles = w.last_tile - w.first_tile + 1, first_row = w.row0 + int(rank) * kRows, row = first_row + warp * 16 + lane / 4;
-        const int right_tile = clamp_to(first_row + w.right + 1, 0, w.seqlen_k) / kKeys;                      // tiles from this one on are
-                                                                                                              // masked
+        const int right_tile = clamp_to(first_row + w.right + 1, 0, w.seqlen_k) / kKeys;                      // masked from this tile on
         const int left_tile = (clamp_to(first_row + kRows - 1 + w.left, 0, w.seqlen_k) + kKeys - 1) / kKeys;  // and tiles before this one
         float S[kKeys / 2], next[kKeys / 2], row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
 
