@@ -53,14 +53,14 @@ size_t forward_wgmma_wide_sm90_workspace(const AttentionParams& params, int mult
 cudaError_t forward_wgmma_split_sm90(const AttentionParams& params, const DeviceInfo& device, cudaStream_t stream);
 size_t forward_wgmma_split_sm90_workspace(const AttentionParams& params, const DeviceInfo& device);  // bytes: partial results
 bool forward_wgmma_split_sm90_fits(const AttentionParams& params, const DeviceInfo& device);         // its 32-bit indices suffice
-bool forward_wgmma_split_sm90_wins(const AttentionParams& params, const DeviceInfo& device);         // faster than all other kernels that
-                                                                                                     // serve this call
+bool forward_wgmma_split_sm90_wins(const AttentionParams& params, const DeviceInfo& device);         // the fastest for this call
 
 // fp16 and bf16, head dims 64 and 128, dense plain or causal calls, Hopper only; tensor maps must be able to describe q, k, v and out.
 // Built with FLASH_ATTN_CUTE.
 cudaError_t forward_cute_sm90(const AttentionParams& params, cudaStream_t stream);
 
-// fp16 and bf16, headdim 576, headdim_v 512, over a cache whose values are the first 512 columns of its keys, Hopper only.
+// fp16 and bf16, headdim 576, headdim_v 512, over a cache whose values are the first 512 columns of its keys or lie in separate memory,
+// Hopper only.
 cudaError_t decode_mla_sm90(const AttentionParams& params, int multiprocessors, cudaStream_t stream);
 size_t decode_mla_sm90_workspace(const AttentionParams& params, int multiprocessors);  // bytes: partial results of the shares of the keys
 int64_t decode_mla_sm90_blocks(const AttentionParams& params, int multiprocessors);    // blocks of the grid, at most 2^31 - 1

@@ -368,7 +368,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kBackwardThreads, 1)
         const auto zero_ragged = [&](uint32_t it) {
             if (it != ragged_it) return;
             zero_rows_past_end<kBlockM>(w, values.dout[it & 1]);
-            ragged_it += !w.in_order ? w.end_m - w.first_m : it + 1 < uint32_t(w.width) ? 1 : tiles;  // in order: in the first round
+            ragged_it += !w.in_order ? w.end_m - w.first_m : it + 1 < uint32_t(w.width) ? 1 : tiles;  // in order: all in the first round
         };
         zero_ragged(0);
         multiply_dp(0);

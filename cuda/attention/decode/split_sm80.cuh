@@ -2,8 +2,7 @@
 //
 // The seqlen_q * group rows that share a key head are one tile of 16 or 64 rows, or several tiles. Their keys are divided into pieces for
 // as many blocks as the GPU holds (schedule.h), and combine.cu merges the partial results. New against attention/forward/mma_sm80.cuh:
-//   - A tile of keys is four parts. With 16 rows, each of the four warps owns a part: it loads the part, multiplies it and waits for
-//   nobody.
+//   - A tile of keys is four parts. With 16 rows, each of the four warps owns a part: it loads and multiplies it and waits for nobody.
 //     A warp's ring of stages keeps at least 16 KB in flight, and an SM has eight warps. The warps add up O only at the end of a segment.
 //     With 64 rows the warps share the parts instead, and each has 16 rows.
 //   - Pages: a lane looks up the page of one key of its warp's part, a tile ahead, and passes the address to the lanes that copy.

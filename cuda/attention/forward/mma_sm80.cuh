@@ -151,8 +151,7 @@ __global__ void __launch_bounds__(kTileOf<T, kD, kDv, kSm>.warps * 32, kTileOf<T
     constexpr bool kGeneral = kOptions == Options::kAll, kPaged = kKeyRows == KeyRows::kInPages;
     constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kThreads = kTile.warps * 32, kStages = kTile.stages;
     constexpr int kWarpRows = kBlockM / kTile.warps, kMmas = kWarpRows / 16, kRows = 2 * kMmas;  // a thread has kRows rows of S and O
-    constexpr int kTilesN = kBlockN / 8, kTilesV = kDv / 8, kStep = 32 / int(sizeof(T));  // kStep, of one mma: columns of Q and K, keys of
-                                                                                          // P and V
+    constexpr int kTilesN = kBlockN / 8, kTilesV = kDv / 8, kStep = 32 / int(sizeof(T));         // of an mma: columns of Q, K; keys of P, V
     constexpr int kStepsD = kD / kStep, kStepsN = kBlockN / kStep, kStepTiles = kStep / 8, kStepPairs = 2 * kStepTiles * kMmas;
     constexpr bool kAnyAlignment = kSm == MmaSm::kAny;
     constexpr bool kFull = kMmas * kTilesN * 4 >= 128;  // S fills the registers: what can be read again is not kept in registers

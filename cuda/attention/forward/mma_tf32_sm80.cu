@@ -6,9 +6,8 @@
 //   - ldmatrix moves 8 x 16 bytes regardless of type, so Q and K are read as before. It cannot transpose fp32, so V is read 16 bytes at a
 //     time: lane 4 g + q reads columns 4 g .. 4 g + 3 of keys 2 q and 2 q + 1.
 //   - Column 4 g + t is taken as column g of tile t, so every lane has eight neighbouring columns of O to store.
-//   - Key 2 q is taken as k = q and key 2 q + 1 as k = q + 4, so an accumulator tile of S is an A fragment without any shuffle. The sum
-//   over
-//     keys may run in any order.
+//   - Key 2 q is taken as k = q and key 2 q + 1 as k = q + 4, so an accumulator tile of S is an A fragment without any shuffle. The
+//     sum over keys may run in any order.
 #include "attention/forward/mma_sm80.cuh"
 #include "attention/kernels.h"
 

@@ -271,8 +271,7 @@ cudaError_t launch_wgmma(const AttentionParams& p, const ForwardWorkList& list, 
     schedule.list = list;
     CUtensorMap map_q, map_k, map_v;
     const bool paged = p.cache.block_table;
-    const int common = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;  // rows of the largest block that divides both
-                                                                                            // tiles and pages
+    const int common = paged ? std::gcd(p.cache.page_size, kPlan.block_n) : kPlan.block_n;  // gcd of the rows of page and tile
     if (paged && common % 8 == 0 && (common < kPlan.block_n || !kPlan.pages())) schedule.page_boxes = common;
     schedule.page_copies = common < kPlan.block_n && !schedule.page_boxes;
     const auto encode = [&](const char* name, const TensorView& x, int columns, int64_t batch, int64_t rows, int heads, int box_rows,

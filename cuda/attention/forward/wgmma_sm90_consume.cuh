@@ -172,8 +172,7 @@ __device__ __forceinline__ bool softmax_lazy(float (&S)[kScores], const Exponent
 template <typename T, WgmmaPlanId kId, int kScores, typename After>
 __device__ __forceinline__ bool softmax_speculative(float (&S)[kScores], const Exponent& exponent, RowStatistics& rows,
                                                     const After& after_exponentials) {
-    constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;  // P must fit fp16 (65504); in fp32, O and the sums must stay
-                                                                             // far from 2^127
+    constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;  // P fits fp16 (65504); fp32 sums stay far from 2^127
     float sum[2], greatest[2];
     exponentials(S, exponent, rows.row_max, sum);
     if (kWgmmaPlan<kId>.finds_maximum) greatest_probabilities(S, greatest);

@@ -34,8 +34,7 @@ enum class WgmmaPlanId {
 enum class RowMaximum {
     kLazy,                // m rises only when a tile exceeds it by 2^8
     kSpeculative,         // the maximum is computed on the first tile only. When a row sum overflows, the warp repeats the tile exactly
-    kSpeculativeUnmasked  // the same, but exact on masked tiles: in blocks with more rows than a tile has keys, a mask may hide a whole row
-                          // of a tile
+    kSpeculativeUnmasked  // the same, but exact on masked tiles: if a block has more rows than a tile has keys, a row may see none
 };
 
 struct WgmmaPlan {
