@@ -432,7 +432,6 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Fp8W
 //
 // No deadlock: each ring holds all of these tiles, so a warpgroup can skip them however far the others lag. It hands on the turns of the
 // skipped tiles as soon as its first product is issued.
-// would have taken at them as soon as its first product is on its way.
 template <Fp8PlanId kId>
 __device__ __forceinline__ int hidden_tiles(const Fp8Work& w, int wg) {
     constexpr Fp8Plan kPlan = fp8_plan(kId);
