@@ -61,7 +61,7 @@ def quantize_kvcache(
 
     Returns k_cache8, v_cache8, k_scale, v_scale: new contiguous arrays, except that given factors are returned as is.
 
-    Raises as flash_attn_with_kvcache does. NumPy has float8_e4m3fn only after `import ml_dtypes`; CuPy has int8 only.
+    Raises: as flash_attn_with_kvcache. NumPy has float8_e4m3fn only after `import ml_dtypes`; CuPy has int8 only.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import flash_attn_with_kvcache, quantize_kvcache
