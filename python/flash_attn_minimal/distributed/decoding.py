@@ -65,7 +65,7 @@ def decode(
 ) -> Any:
     """flash_attn_with_kvcache over a cache whose keys are spread over the ranks in any way. Collective.
 
-    Arguments, as in flash_attn_with_kvcache, but for this rank's shard of the cache:
+    Arguments, as in flash_attn_with_kvcache, for this rank's shard of the cache:
         q: the same on every rank.
         k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, k_scale, v_scale: this rank's shard. Its page
             sizes, lengths and tables may differ from other ranks'; cache_seqlens counts this rank's keys, and may be 0.
