@@ -174,7 +174,7 @@ class TorchDoor(Door):
 
     def _new(self, array):
         view = self.view(array, "out")
-        view.written = True  # by every replay of a recording
+        view.written = True  # every replay of a recording writes to it
         return view
 
     def stream(self, views):

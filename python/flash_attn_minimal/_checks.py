@@ -79,7 +79,7 @@ def _flag(name: str, value: Any) -> int:
 
 
 def _wants_lse(return_lse: Any, return_softmax_lse: Any) -> int:
-    """Whether a call returns lse: its two names, the core's and flash-attn's, mean the same everywhere."""
+    """Whether a call returns lse. return_lse is the core's name and return_softmax_lse flash-attn's, of one option."""
     return _flag("return_lse", return_lse) | _flag("return_softmax_lse", return_softmax_lse)
 
 

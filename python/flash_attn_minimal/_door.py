@@ -84,7 +84,7 @@ class Door:
     scratch: Callable[[Any, Callable], None]  # for such a door: finds a call's workspace, by the library's query
 
     plain: type | None = None  # the framework's array class itself; subclasses have no shortcut
-    address: Callable[[Any], int]  # of the first element; a RuntimeError when there is none
+    address: Callable[[Any], int]  # returns the first element's address; raises RuntimeError if there is none
     facts: Callable[[Any], tuple]  # what `view` reads of one array, without the address, for `describe`
 
     def describe(self, arrays: tuple, gradients: bool = False) -> tuple | None:
@@ -159,7 +159,7 @@ class NumpyDoor(Door):
     name = "NumPy"
     plain = np.ndarray
     address = staticmethod(_numpy_address())
-    facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags: aligned and writable among them
+    facts = operator.attrgetter("dtype", "shape", "strides", "flags.num")  # flags include aligned and writable
 
     def maker(self, like, result, fill=None):
         shape, dtype = result.shape, result.owner.dtype

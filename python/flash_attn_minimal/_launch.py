@@ -1,4 +1,4 @@
-"""Launching a filled struct, and the workspace that it needs."""
+"""Launches filled structs with the workspace that they need."""
 
 from __future__ import annotations
 

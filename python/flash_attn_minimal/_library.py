@@ -35,7 +35,7 @@ class WorkspaceTooSmall(FlashAttnError, ValueError):
 
 
 class CudaError(FlashAttnError, RuntimeError):
-    """The CUDA runtime refused: no device, a failed launch, or an earlier asynchronous fault."""
+    """The CUDA runtime reported an error: no device, a failed launch, or an earlier asynchronous fault."""
 
 
 class OutOfMemory(FlashAttnError, MemoryError):

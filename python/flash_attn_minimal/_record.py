@@ -1,8 +1,8 @@
 """Recordings do on the host what CUDA graphs do on a GPU.
 
-A program that repeats the same calls on the same NumPy arrays makes them once inside a Recording. Calling the recording
-makes them again, one after the other inside the library, which saves the microseconds that Python needs for each call.
-Only the contents of the arrays may have changed: lengths, tokens, pages.
+A program that repeats the same calls on the same arrays in host memory makes them once inside a Recording. Calling the
+recording makes them again, one after the other inside the library, which saves the microseconds that Python needs for
+each call. Only the contents of the arrays may have changed: lengths, tokens, pages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The advice at the end of a message: the call that mends an argument, in the terms of the caller's own framework.
+"""The advice at the end of a message: the call that fixes an argument, in the terms of the caller's own framework.
 
 Each function returns "; pass ...", or "" for a framework that is not listed here.
 """

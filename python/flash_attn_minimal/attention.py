@@ -182,7 +182,8 @@ def flash_attn_func(
         q_descale, k_descale, v_descale: factors that the float8_e4m3fn values of q, k and v are multiplied by. Required
             for float8_e4m3fn and refused for other dtypes. float32, positive, broadcasting to (batch, nheads), (batch,
             nheads_k) and (batch, nheads_k).
-        out_dtype: "bfloat16" or "float16" for float8_e4m3fn inputs; None means q's dtype, bfloat16 for these.
+        out_dtype: "bfloat16" or "float16" for float8_e4m3fn inputs; None means q's dtype, or bfloat16 for
+            float8_e4m3fn.
         fast_accum: with float8_e4m3fn inputs, P v may be summed over all keys in the tensor cores, which keep 14 bits
             of such sums. Faster beyond 1024 keys, but there a mean of v shrinks as keys are added, as in
             FlashAttention-3.
@@ -457,8 +458,8 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array
 
         lse = log(exp(lse_a) + exp(lse_b)),   out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-    Associative up to rounding; a side with lse = -inf is the identity, whatever its out holds. With sinks, give them
-    to one side only.
+    Associative up to rounding. Where one side has lse = -inf the result is the other side's, whatever the first side's
+    out holds. With sinks, give them to one side only.
 
     Arguments:
         out_a, out_b: (batch, seqlen, nheads, headdim_v), or packed (total, nheads, headdim_v); last axis contiguous.

@@ -194,7 +194,7 @@ def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments, sign: t
     (q, k, v, bias, mask, alibi_slopes, sinks, cu_q, cu_k), (max_q, max_k) = arguments[:9], arguments[9:11]
     options = _unpacked((bias, mask, alibi_slopes, sinks), arguments[11:])
     varlen = None if cu_q is None else (cu_q, cu_k, max_q, max_k)
-    options = options._replace(kernel=None)  # the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces this one
+    options = options._replace(kernel=None)  # it names a forward kernel; $FLASH_ATTN_BACKWARD_KERNEL is for this pass
     with torch.no_grad(), _modes.unwatched():
         if dout.stride(-1) != 1 or dout.is_neg():  # out.sum() has a gradient of stride 0
             dout, sign = dout.resolve_neg().contiguous(), None
@@ -260,7 +260,7 @@ class _Recorder:
         self.given, self.return_lse, self.rest = given, return_lse, rest
         self.names = (*given, "out", "lse", "dout"), (*given, "out", "lse", "dout", "dlse")
         self.window_size = options.window_size
-        numbers = options._replace(kernel=None).numbers()  # as _backward has them
+        numbers = options._replace(kernel=None).numbers()  # kernel=None, as in _backward
         self.values = None if numbers is None else (*(varlen or ())[2:], *numbers)
         # Positions among the arguments of _Attention; 0, an argument that never needs a gradient, where there is none.
         self.bias, self.sinks = (_BEFORE + given.index(x) if x in given else 0 for x in ("bias", "sinks"))

@@ -55,7 +55,7 @@ def backward(
         dout: like out, (batch, seqlen_q, nheads, headdim_v), the gradient of the loss; its last axis contiguous.
         q, k, v, out: as in the forward call.
         lse: (batch, nheads, seqlen_q) float32, varlen (nheads, total_q), contiguous.
-        dlse: like lse, the gradient of the loss through lse; None is zero.
+        dlse: like lse, the gradient of the loss through lse; None means zero.
         deterministic: equal arguments give bitwise equal results. Without it the fast GPU kernels add to dq in
             whatever order their blocks finish. The CPU backend is always deterministic. For PyTorch tensors
             torch.use_deterministic_algorithms(True), also with warn_only, sets it, here and in every backward pass of
@@ -143,7 +143,7 @@ def _differentiate(
             view = _destination(name, array, inputs, shape, qv.dtype)
         elif accumulate:
             raise BadArgument(f"accumulate=True, but {name} is None: there is nothing to add to")
-        elif lengths is not None:  # rows that belong to no sequence are not written
+        elif lengths is not None:  # the library writes no rows outside of the sequences
             view = qv.door.full(qv, shape, qv.dtype, 0)
         else:
             view = qv.door.empty(qv, shape, qv.dtype)

@@ -1,4 +1,4 @@
-"""`python -m flash_attn_minimal info`: what is installed here and which kernel would serve which call."""
+"""`python -m flash_attn_minimal info`: what is installed here, and which kernel serves which call."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def _natural(x: Any, size: int, slots: int, axis: int) -> Any:
     return jnp.concatenate([first, jnp.flip(second, axis)], axis).reshape(x.shape)
 
 
-# ---- which device holds what, and what sees what ----
+# ---- which device holds which tokens, and which queries see which keys ----
 
 
 class _Tokens(NamedTuple):

@@ -250,7 +250,7 @@ def _forward(*arguments):
 def _backward(dout, dlse, out, lse, want_dbias, want_dsinks, *arguments):
     """dq, dk, dv, dbias, dsinks; the last two in the dtype of their inputs, empty where not wanted."""
     group, qkv, rest = _call(arguments)
-    rest["kernel"] = None  # that was the forward pass's; $FLASH_ATTN_BACKWARD_KERNEL forces one here
+    rest["kernel"] = None  # it names a forward kernel; $FLASH_ATTN_BACKWARD_KERNEL is for this pass
     with torch.no_grad(), _modes.unwatched():
         dq, dk, dv, *more = backward(
             group, dout.contiguous(), *qkv, out, lse, dlse=None if dlse is None else dlse.contiguous(),

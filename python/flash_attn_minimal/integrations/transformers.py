@@ -101,7 +101,7 @@ def register(name: str = NAME) -> str:
 class Packing(NamedTuple):
     """The rows of a flattened batch that count, one sequence after the other."""
 
-    rows: torch.Tensor  # (total,) their numbers
+    rows: torch.Tensor  # (total,) row numbers in the flattened batch
     cu_seqlens: torch.Tensor  # (batch + 1,) int32
     longest: int
 

@@ -65,7 +65,7 @@ class _InFlight:
     """Tokens that the host has not read yet: those of one decode step, or the first token of one sequence."""
 
     wait: Callable[[], None]
-    row: int  # of the ring
+    row: int  # its row of the ring
     lanes: list[tuple[int, Request]]  # (slot, the request that gets its token)
     is_decode: bool
     started: float

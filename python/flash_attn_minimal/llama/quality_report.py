@@ -11,7 +11,7 @@ from .._library import BadArgument
 from .._report import STYLE, commit, show_table, table
 from .checkpoint import STACKED
 
-COLOURS = {"nvfp4": "#D55E00", "mxfp4": "#0072B2", "int4": "#009E73"}  # Okabe and Ito's
+COLOURS = {"nvfp4": "#D55E00", "mxfp4": "#0072B2", "int4": "#009E73"}  # from Okabe and Ito's palette
 MARKERS = {"nvfp4": "o", "mxfp4": "s", "int4": "^"}
 LAST = list(STACKED)[-1]  # the last matrix of a layer
 

@@ -173,7 +173,7 @@ def write_safetensors(
                 checksums[name] = _checksum(raw)
                 file.write(raw)
             file.seek(0)
-            file.write(head())  # of the same length
+            file.write(head())  # as long as before, now with the checksums
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

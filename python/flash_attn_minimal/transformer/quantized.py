@@ -292,7 +292,8 @@ def _to_numpy(array: Any) -> np.ndarray:
 
 
 def load_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """({name: W4Weight or NumPy array}, metadata) of a file of save(): views of the mapped file, checksums compared."""
+    """Reads a file of save(): ({name: W4Weight or NumPy array}, metadata). The arrays are views of the mapped file;
+    checksums are compared."""
     metadata = read_metadata(path)
 
     def bad(why: str) -> BadArgument:

@@ -104,7 +104,7 @@ def quantize(w, format="nvfp4", search=True):
     blocks = np.pad(w, ((0, 0), (0, -columns % block))).reshape(rows, -1, block)
     finite = np.isfinite(blocks)
     magnitude = np.where(finite, np.abs(blocks), 0)
-    largest = magnitude.max(-1, initial=0)  # of each block
+    largest = magnitude.max(-1, initial=0)  # the largest number of each block
     tensor_scale = _tensor_scale(largest.max(initial=0)) if format == "nvfp4" else np.float32(1)
 
     # Errors are compared after multiplication by a power of two that brings the block near 1, so squares cannot
