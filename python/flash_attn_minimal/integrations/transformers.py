@@ -76,9 +76,10 @@ def register(name: str = NAME) -> str:
     """Registers attention and its masks in this process, and returns the name for attn_implementation. A second call
     changes nothing.
 
-    Raises ValueError for a name that has a meaning to transformers: "flash" in a name means a kernel to download,
-    "sdpa" and "flex_attention" request the inputs of those, and |, / and @ are syntax. Also for the name of another
-    implementation.
+    Raises:
+        ValueError: a name that has a meaning to transformers: "flash" in a name means a kernel to download, "sdpa" and
+            "flex_attention" request the inputs of those, and |, / and @ are syntax. Or the name of another
+            implementation.
     """
     for word in (*_TAKEN, "|", "/", "@"):
         if word in name:
