@@ -1,9 +1,9 @@
 """The shortcut for a call that repeats an earlier one.
 
-Most calls differ from an earlier one only in addresses. All that the long way, _forward.attend and its like, checks and
-derives follows from the call's signature. So a call that worked leaves its structs, and the next one of the same
-signature fills in the addresses, allocates and launches. A call that is not plain, or does not fit, takes the long way,
-which knows the error texts.
+Most calls differ from an earlier one only in addresses. Everything that the long way (_forward.attend and similar
+functions) checks and derives follows from the call's signature. So a call that worked leaves its structs, and the next
+one of the same signature fills in the addresses, allocates and launches. A call that is not plain, or does not fit,
+takes the long way, which has the texts of errors.
 
 There are two tables. `known` has every signature; looking one up takes a description of every array. `latest` has, for
 each set of options, the call that was repeated last, with a test whether other arrays are like that call's. The test is

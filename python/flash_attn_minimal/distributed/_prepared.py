@@ -1,6 +1,6 @@
 """A rank's call in the form that the library takes, prepared once and repeated at other addresses.
 
-Most calls differ from an earlier one only in addresses. All that the full checks derive follows from the call's
+Most calls differ from an earlier one only in addresses. Everything that the full checks find follows from the call's
 signature (_repeat.py). So a group keeps the structs of its calls, and the next call of the same signature fills in the
 addresses, allocates and launches. The size of the workspace does not follow from the signature: see the comment above
 Prepared._new_workspace.
@@ -121,7 +121,7 @@ class Prepared:
             group.calls.clear()
         group.calls[sign] = self
 
-    # The workspace. The library compares the size that it is given with the plan of the very call. A repeated call
+    # The workspace. The library compares the size that it is given with the plan of this call. A repeated call
     # first gets as much as the last call of its signature had. It may need another size, because lengths given as
     # numbers, alignment and the environment also matter. If the size was too small, `launch` asks for a new plan.
 

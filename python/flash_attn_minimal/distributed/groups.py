@@ -49,7 +49,7 @@ class Group:
 
     Attributes:
         rank, size: the number of this rank, 0 .. size - 1, and the number of ranks.
-        device: "cpu" or such as "cuda:0": the device of this rank's arrays.
+        device: the device of this rank's arrays, "cpu" or for example "cuda:0".
         kind: "threads", "processes" or "nccl".
         name: unique among the groups of this process; the key of the group in `named`.
     """

@@ -183,8 +183,8 @@ def _natural(x: Any, size: int, slots: int, axis: int) -> Any:
 
 
 class _Tokens(NamedTuple):
-    """Sequences in size * slots chunks. Rank r holds chunk r in slot 0 and, if there are two slots, chunk 2 size - 1 -
-    r in slot 1."""
+    """Sequences in size * slots chunks. Rank r holds chunk r in slot 0 and, if there are two slots, in slot 1 chunk
+    2 size - 1 - r."""
 
     axis_name: Any
     size: int
