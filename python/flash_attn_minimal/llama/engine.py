@@ -2,9 +2,10 @@
 contiguous cache.
 
 A slot is one row of the batch. The state of all slots (next token, filled positions, pages, sampling) is on the device
-and is advanced there, so a decode step is a function without arguments. On a GPU it is a CUDA graph, one for each size
-of the batch, which is replayed. The host queues up to `ahead` steps before it reads the tokens of the first. It knows
-all lengths without reading them. It learns late that a token has ended a text; tokens drawn after that one are dropped.
+and is advanced there, so a decode step is a function without arguments. On a GPU it is a CUDA graph, one for each batch
+size, length bucket and set of sampling rules, which is replayed. The host queues up to `ahead` steps before it reads
+the tokens of the first. It knows all lengths without reading them. It learns late that a token has ended a text; tokens
+drawn after that one are dropped.
 
 A sequence joins when a slot is free, and also the pages for its prompt and all its new tokens. So a full cache never
 stops a running sequence.
@@ -193,7 +194,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is waiting, running or has tokens on their way."""
+        """Whether any sequence is waiting or running, or has tokens on their way."""
         return bool(self._waiting or self._flight or any(self._slots))
 
     def step(self) -> list[tuple[Request, int]]:
