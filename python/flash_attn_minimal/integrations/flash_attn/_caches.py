@@ -1,7 +1,6 @@
 """The features of flash_attn's calls over caches and pages that flash_attn_minimal.flash_attn_with_kvcache does not
 have: packed rows of q, packed new keys, separate positions for the rotary embedding, scores of q and qv, float8 rows of
-    q. They
-are prepared here with PyTorch's own operations; the core does the rest. None of them has a gradient."""
+q. They are prepared here with PyTorch's own operations; the core does the rest. None of them has a gradient."""
 
 from __future__ import annotations
 
@@ -44,10 +43,9 @@ def packed_keys(
 
 
 def joined(v: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of v followed by those of k, and their first columns, which are v. Nothing is copied if they already lie
-    like
-    that: keys and values of latent attention are columns of one cache. If a gradient is wanted they are copied, because
-    autograd would take such a view for a view of v, and the gradient of k would be lost."""
+    """Rows of v followed by those of k, and their first columns, which are v. Nothing is copied if they lie like that
+    already, as in latent attention, where keys and values are columns of one cache. If a gradient is wanted they are
+    copied, because autograd would take such a view for a view of v, and the gradient of k would be lost."""
     width = v.shape[-1]
     beside = (
         not (torch.is_grad_enabled() and (v.requires_grad or k.requires_grad))

@@ -9,7 +9,7 @@ import torch
 
 
 def causal(b, h, q_idx, kv_idx):
-    """Each row sees the keys up to its own."""
+    """A mask_mod: each row sees the keys up to its own."""
     return kv_idx <= q_idx
 
 
@@ -63,7 +63,7 @@ def softcap(cap: float) -> Callable:
 
 
 def alibi(slopes: torch.Tensor) -> Callable:
-    """A score_mod: minus slope times distance. slopes: (heads,) or (batch, heads)."""
+    """A score_mod: subtracts slope times distance. slopes: (heads,) or (batch, heads)."""
 
     def alibi(score, b, h, q_idx, kv_idx):
         slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]

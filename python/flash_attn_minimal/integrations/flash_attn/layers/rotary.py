@@ -18,9 +18,9 @@ def rotate(
 ) -> torch.Tensor:
     """x (..., nheads, headdim) with each row rotated by the angles of its position, in float32 and rounded once.
 
-    positions (...): those after the tables' last row are refused on a CPU. On a GPU, and in traces and transforms, they
-    are not read; such rows are rotated by the tables' last row. counts (...) bool: rows that do not count may have any
-    position."""
+    positions (...): those outside the tables are refused on a CPU. On a GPU, and in traces and transforms, positions
+    are not read; such rows are rotated by the nearest row of the tables. counts (...) bool: rows that do not count may
+    have any position."""
     if positions.device.type == "cpu" and not _modes.active():  # a trace or a transform has no values to read
         seen = positions if counts is None else positions[counts]
         if seen.numel() and not 0 <= (worst := int(seen.min() if seen.min() < 0 else seen.max())) < cos.shape[0]:
