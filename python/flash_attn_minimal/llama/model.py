@@ -67,8 +67,8 @@ class Llama:
     """A model ready to run: its matrices are on the device.
 
     Norms, the residual stream and the logits are float32. q, k, v and the cache have the device's `dtype`, matrices its
-    `matrix_dtype`. On the host that is float32, the only type in which BLAS is fast. There float32 tensors stay views
-    of the mapped file, except wqkv and w13: stacking them copies them once.
+    `matrix_dtype`. On the host that is by default float32, the type in which BLAS is fast. There float32 tensors stay
+    views of the mapped file, except wqkv and w13: stacking them copies them once.
     """
 
     def __init__(self, checkpoint: Checkpoint, device):
