@@ -252,8 +252,7 @@ typedef struct fa_kvcache_args {
     const int32_t* cache_seqlens;   /* (batch) keys in the cache before this call, at most seqlen_k - seqlen_new. Below 0: an idle
                                      * sequence, which appends nothing and whose rows see no key. NULL = seqlen_k - seqlen_new */
     const int32_t* cache_batch_idx; /* (batch) cache entry of each sequence, for a contiguous cache; NULL = 0, 1, ... */
-    const int32_t* block_table;     /* (batch, pages of a sequence); NULL = contiguous. Entries past the pages of a sequence's */
-                                    /*   keys are not read */
+    const int32_t* block_table;     /* (batch, pages of a sequence); NULL = contiguous. Entries past a sequence's keys are not read */
     int64_t block_table_stride;
     int32_t page_size; /* any number from 1 on; 0 = contiguous */
     int32_t seqlen_new;
@@ -264,8 +263,7 @@ typedef struct fa_kvcache_args {
      * position cache_seqlens[b]. Without new keys only q is rotated. */
     const void *rotary_cos, *rotary_sin; /* NULL = off */
     int32_t rotary_dtype;                /* fa_dtype: 0 = dtype, or FA_FLOAT32 */
-    int32_t rotary_rows;                 /* greater than every position. Positions from rotary_rows on: an error on the CPU; a GPU */
-                                         /*   uses the last row */
+    int32_t rotary_rows;                 /* greater than every position. Otherwise: an error on the CPU; a GPU uses the last row */
     int32_t rotary_dim;                  /* even, 2 .. headdim */
     int32_t rotary_interleaved;          /* pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2) */
 

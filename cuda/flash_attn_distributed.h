@@ -85,8 +85,7 @@ FA_API void fa_group_abort(fa_group* group, const char* reason);
 
 typedef enum fa_layout {
     FA_LAYOUT_CONTIGUOUS = 1, /* each sequence of L tokens is cut into P chunks at r L / P; rank r holds chunk r */
-    FA_LAYOUT_ZIGZAG = 2,     /* each is cut into 2 P chunks at i L / (2 P); rank r holds chunks r and 2 P - 1 - r: equal work under */
-                              /*   a causal mask */
+    FA_LAYOUT_ZIGZAG = 2,     /* 2 P chunks, cut at i L / (2 P); rank r holds chunks r and 2 P - 1 - r: equal work under a causal mask */
     FA_LAYOUT_FLAT = 3 /* the T tokens of all sequences together are cut at r T / P, also inside sequences: fewest, largest transfers */
 } fa_layout;           /* divisions round down */
 
@@ -171,8 +170,8 @@ FA_API fa_status fa_distributed_decode_query(const fa_distributed_decode_args* a
                                              fa_distributed_plan* plan);
 FA_API fa_status fa_distributed_decode(fa_group* group, const fa_distributed_decode_args* args, void* stream);
 
-/* Merges results over disjoint sets of keys, one result per rank, in rank order: lse = log(sum of exp(lse_r)), out = sum of exp(lse_r -
- * lse) out_r, added up in float32 and rounded once. Every rank gets the whole result, in place. */
+/* Merges results over disjoint sets of keys, one result per rank, in rank order: lse = log(sum of exp(lse_r)),
+ * out = sum of exp(lse_r - lse) out_r, added up in float32 and rounded once. Every rank gets the whole result, in place. */
 typedef struct fa_distributed_merge_args {
     size_t struct_size;
     int32_t device; /* fa_device */

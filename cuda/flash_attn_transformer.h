@@ -111,10 +111,8 @@ typedef struct fa_sample_args {
     int32_t programmatic;
     uint64_t seed;
     uint64_t offset;      /* different offsets, or different steps, make draws with the same seed independent */
-    const int64_t* seeds; /* (batch) one seed per row: a row's draws then do not depend on its place in the batch. NULL = */
-                          /*   `seed` for all rows */
-    const int32_t* step;  /* step[b * step_stride], read when the kernel runs, so that a replayed graph draws new tokens; NULL = */
-                          /*   0 for all rows */
+    const int64_t* seeds; /* (batch) one seed per row: so a row's draws do not depend on its place in the batch. NULL = `seed` */
+    const int32_t* step;  /* step[b * step_stride], read when the kernel runs, so that a replayed graph draws new tokens; NULL = 0 */
     int64_t step_stride;  /* 0 = one step for all rows */
     int32_t num_threads;
     int32_t reserved;
@@ -148,8 +146,7 @@ typedef struct fa_linear_args {
     int32_t programmatic;
     int32_t num_threads;
     int32_t reserved;
-    const char* kernel; /* name of the kernel to use; NULL = the environment variable FLASH_ATTN_DENSE_LINEAR_KERNEL, else */
-                        /*   the best kernel */
+    const char* kernel; /* name of the kernel to use; NULL = environment variable FLASH_ATTN_DENSE_LINEAR_KERNEL, else the best kernel */
 } fa_linear_args;
 
 FA_API fa_status fa_linear(const fa_linear_args* args, void* stream);
@@ -270,8 +267,7 @@ typedef struct fa_w4_linear_chain_args {
     const fa_w4_linear_args* products; /* (count), all with the same struct_size and device; kernel and workspace are NULL */
     int32_t count;                     /* 1 .. 8 */
     int32_t ahead_count;               /* entries of ahead and ahead_bytes: 0 .. 4 */
-    const void* ahead[4];              /* hint: arrays that later calls read first, such as weights, to be prefetched into L2; */
-                                       /*   aligned to 16 bytes */
+    const void* ahead[4];              /* hint: what later calls read first, such as weights, to prefetch into L2; aligned to 16 bytes */
     int64_t ahead_bytes[4];
     const char* kernel; /* name of the kernel to use: chain_w4_sm90 or one_by_one, on the CPU cpu; NULL = the environment variable
                          * FLASH_ATTN_CHAIN_KERNEL, else the best kernel */
