@@ -14,10 +14,10 @@ extern "C" {
  * Matrices are data[row * row_stride + column], columns contiguous. Sums are float32 whatever the types; results are rounded once.
  * A dtype field of 0 means the type named beside it. Every dtype may be float32, float16 or bfloat16.
  *
- * programmatic = 1 uses programmatic dependent launch: on sm_90 and newer the kernel may start its preparations while earlier kernels
- * of the stream
- * below, with one exception: fa_linear and fa_w4_linear read weight (packed) and norm_weight at once, so no kernel between the last
- * plain launch and this one may write them. Captured graphs keep this behaviour. */
+ * programmatic = 1 uses programmatic dependent launch: on sm_90 and newer the kernel may start its preparations while earlier kernels of
+ * the stream still run. Elsewhere, and on the CPU, it changes nothing. The kernel waits for the end of the earlier kernels before it reads
+ * any array below, with one exception: fa_linear and fa_w4_linear read weight (packed) and norm_weight at once, so no kernel between the
+ * last plain launch and this one may write them. Captured graphs keep this behaviour. */
 
 typedef struct fa_matrix {
     void* data;
