@@ -43,7 +43,7 @@ typedef enum fa_status {
     FA_UNSUPPORTED = 2,         /* a valid call that no kernel of this build (or not the forced kernel) supports: the text says why */
     FA_WORKSPACE_TOO_SMALL = 3, /* the matching query function returns the size */
     FA_CUDA_ERROR = 4,          /* an error of the CUDA runtime: no device, a failed launch, an earlier asynchronous fault */
-    FA_OUT_OF_MEMORY = 5,       /* the host has no memory left to start threads */
+    FA_OUT_OF_MEMORY = 5,       /* no host memory left, for threads for instance; fa_group_reserve: no memory of either kind */
     FA_RANK_LOST = 6 /* flash_attn_distributed.h: another rank is late, has ended or aborted; the group is unusable from then on */
 } fa_status;
 
@@ -129,9 +129,9 @@ typedef struct fa_attention_args {
     int64_t window_left; /* with causal the right edge is i_aligned, whatever the value of window_right */
     int64_t window_right;
     const float* sinks;    /* (nheads) one extra logit in the softmax denominator of every row; lse includes it. NULL = none */
-    float dropout_p;       /* 0 <= p < 1, rounded to a multiple of 1 / 65536; applies to the normalised probabilities */
+    float dropout_p;       /* 0 = off; 0 < p < 1: rounded to n / 65536, 1 <= n <= 65535. Applies to the normalised probabilities */
     int32_t deterministic; /* read by the backward pass; the forward pass is always reproducible */
-    uint64_t dropout_seed; /* key of Philox4x32-10; attention/common/dropout.h defines which bits decide about which element */
+    uint64_t dropout_seed; /* of Philox4x32-10; attention/common/dropout.h defines which random bits decide which element */
     uint64_t dropout_offset;
 
     int32_t allow_tf32;  /* 1 = float32 inputs may use tf32 tensor cores; 0 = full float32 arithmetic */
@@ -153,15 +153,14 @@ typedef struct fa_attention_args {
      * sequence use the part's rows, keys and index b. In the backward pass the keys of a part begin at or after the end of the previous
      * part's keys, even for a part without keys; rows of dk and dv that belong to no part are not written. NULL = whole sequences. */
     const fa_part* parts;
-    /* (batch, nheads) float32, contiguous: the greatest score of each sequence and query head as the softmax sees it, after scale,
-     * softcap, ALiBi, bias, mask, causal and window. Sinks do not count as scores, and dropout comes later. -inf where no row sees a
-     * key. With a NaN among the scores of a head the result is NaN or the greatest of some of its other scores. Forward pass only; NULL
-     * = not wanted. */
+    /* (batch, nheads) float32, contiguous; forward pass only; NULL = not wanted. The greatest score of each sequence and query head as the
+     * softmax sees it, after scale, softcap, ALiBi, bias, mask, causal and window. Sinks do not count as scores, and dropout comes later.
+     * -inf where no row sees a key. With a NaN among the scores of a head the result is NaN or the greatest of some of its other scores. */
     float* max_score;
-    /* (batch, nheads, seqlen_k), varlen (nheads, total_k), float32, contiguous: for each key and query head, the sum over the sequence's
-     * rows of the key's probability exp(score - lse), before dropout. Keys of no sequence are not written. Costs a second pass over q
-     * and k, whose workspace is part of the size that the query returns. Not with parts, because they may share keys. Forward pass only;
-     * NULL = not wanted. */
+    /* (batch, nheads, seqlen_k), varlen (nheads, total_k), float32, contiguous; forward pass only; NULL = not wanted. For each key and
+     * query head, the sum over the sequence's rows of the key's probability exp(score - lse), before dropout. Keys of no sequence are not
+     * written. Costs a second pass over q and k, whose workspace is part of the size that the query returns. Not with parts, because they
+     * may share keys. */
     float* key_sums;
     /* Chunked attention: row i sees only keys of the chunk that contains i_aligned, that is j with floor(j / attention_chunk) =
      * floor(i_aligned / attention_chunk). Causal and window apply too. Not with parts, whose keys may begin inside a chunk. 0 = off */
@@ -176,7 +175,7 @@ typedef struct fa_attention_plan {
     int32_t reserved;
     size_t workspace_bytes;
     char kernel[32];    /* the kernel that would run; empty when status is not FA_OK */
-    char why_not[1472]; /* "name: reason", one line for each kernel preferred to the chosen one that cannot serve the call */
+    char why_not[1472]; /* "name: reason", one line for each kernel that was passed over before the chosen one */
 } fa_attention_plan;
 
 /* out = attention of q over k and v. Errors: every fa_status. */
@@ -235,8 +234,8 @@ typedef struct fa_cache_scale {
 
 /* One step of inference: rotates the new keys and values and appends them to the cache, then rotates q and lets it attend to the whole
  * cache. Lengths and tables are read on the device, so a captured call may be replayed after they have changed. Only on the CPU can the
- * host check them. On a GPU an entry out of range is clamped: the call then reads wrong keys, but never outside the cache, and writes
- * nothing for that entry. */
+ * host check them. On a GPU an entry out of range is clamped: the call then reads wrong keys, but never outside the cache. New keys
+ * without a valid place are not written. */
 typedef struct fa_kvcache_args {
     size_t struct_size;
     /* The forward call: q, out, lse and every option except cu_seqlens, bias, mask and dropout. k and v are the cache, with any strides:

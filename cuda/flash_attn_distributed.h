@@ -61,7 +61,8 @@ typedef struct fa_group_args {
     const char* nccl_library; /* path of libnccl, or NULL: the one this process has loaded, else libnccl.so.2 */
 } fa_group_args;
 
-/* Collective. Errors: FA_BAD_ARGUMENT, FA_UNSUPPORTED (GPUs without access to each other), FA_CUDA_ERROR, FA_RANK_LOST. */
+/* Collective. Errors: FA_BAD_ARGUMENT, FA_UNSUPPORTED (GPUs without access to each other), FA_CUDA_ERROR, FA_OUT_OF_MEMORY, or
+ * FA_RANK_LOST (no group could be formed). */
 FA_API fa_status fa_group_create(const fa_group_args* args, fa_group** group);
 
 /* Waits for the GPU work of the group's calls, and for the other ranks to arrive here (at most the timeout); then frees everything.
@@ -130,7 +131,7 @@ typedef struct fa_distributed_plan {
     int64_t rows_q, rows_k; /* of this rank */
     size_t workspace_bytes; /* size that attention->workspace needs */
     size_t shared_bytes;    /* argument for fa_group_reserve: the most that any rank needs */
-    int64_t received_bytes; /* that this rank receives */
+    int64_t received_bytes; /* bytes that this rank receives */
     char why_not[1472];     /* "mode: reason", one line for each mode that cannot serve the call */
 } fa_distributed_plan;
 

@@ -3,7 +3,7 @@
 //
 // A call is described by its attributes, which are arrays of int64. A byte means an offset in the image:
 //   "call"     the fa_operation, and the byte of the workspace field (a pointer, then a size), -1 = no workspace. Then triples (argument,
-//              result, bytes): the call writes this argument of so many bytes, and this result is its new value
+//              result, bytes): the call writes this argument, which has `bytes` bytes, and this result is its new value
 //   "image"    the structs of the call byte for byte, the operation's own struct first, and the strings that they point to
 //   "links"    pairs (byte, target): at this byte store the address of buffer `target` or, for target < 0, the address of byte -1 - target
 //              of the image. Buffers count arguments first, then results

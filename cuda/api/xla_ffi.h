@@ -24,7 +24,7 @@ struct ApiVersion {
     int32_t major, minor;
 };
 
-// What a handler tells XLA when it is registered.
+// Filled in by a handler when XLA registers it.
 struct Metadata {
     size_t struct_size;
     ApiVersion version;

@@ -11,7 +11,7 @@
 namespace fa::distributed {
 namespace {
 
-// What ranks tell each other at the start of a call. All must ask for the same call.
+// The message of a rank at the start of a call. All ranks must ask for the same call.
 struct Announcement {
     int32_t status;
     int32_t appends;   // decode: new tokens of this rank

@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(128, 1)
 template <typename T, int kD, int kBlockN, int kDV>
 void test_tile(const char* type, int headdim, int headdim_v) {
     constexpr int kColumns = (kD + 63) / 64 * 64, kColumnsV = (kDV + 63) / 64 * 64;
-    const int rows_k = kBlockN - 3;  // the copy engine fills the rows past the last key with zeros
+    const int rows_k = kBlockN - 3;  // TMA fills the rows past the last key with zeros
     T *q, *k, *v, *K;
     float *S, *O;
     cudaMallocManaged(&q, 64 * headdim * sizeof(T)), cudaMallocManaged(&k, rows_k * headdim * sizeof(T)),

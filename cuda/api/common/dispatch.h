@@ -79,7 +79,7 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
         last = kernel.name, last_reason = reason;
     }
     if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build", source, forced);
-    // The most general kernel comes last, so its reason explains why no kernel can serve the call.
+    // Quotes the reason of the last kernel in the table.
     return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
                 last_reason);
 }

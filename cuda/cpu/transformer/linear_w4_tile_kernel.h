@@ -2,7 +2,7 @@
 // CPU's w4_linear. Compiled once per instruction set by tiles_<isa>.cpp, which also defines
 //     FA_LINEAR_W4  the W4Kernel to define
 //
-// Of the 16 words of rows g and g + 8, word i holds columns 4 i .. 4 i + 3 of both rows. So lane i of a vector of words yields, one code
+// Rows g and g + 8 have 16 words; word i holds columns 4 i .. 4 i + 3 of both rows. So lane i of a vector of words yields, one code
 // after another, columns that x stores in the same order. A lane stays in one block of the weight, so widening is the same shifts and masks
 // in every lane. Bound by the widening for few rows of x, by the products for many.
 #include "cpu/transformer/linear_w4_tile.h"
