@@ -162,8 +162,9 @@ typedef struct fa_attention_args {
      * written. Costs a second pass over q and k, whose workspace is part of the size that the query returns. Not with parts, because they
      * may share keys. */
     float* key_sums;
-    /* Chunked attention: row i sees only keys of the chunk that contains i_aligned, that is j with floor(j / attention_chunk) =
-     * floor(i_aligned / attention_chunk). Causal and window apply too. Not with parts, whose keys may begin inside a chunk. 0 = off */
+    /* Chunked attention: row i sees only keys of the chunk that contains i_aligned, that is those with
+     *     floor(j / attention_chunk) = floor(i_aligned / attention_chunk)
+     * Causal and window apply too. Not with parts, whose keys may begin inside a chunk. 0 = off */
     int32_t attention_chunk;
     int32_t reserved2;
 } fa_attention_args;

@@ -2,8 +2,8 @@
 // refuses, and which calls it leaves to a faster one.
 //
 //     rows of x    the first choice on Hopper
-//     1            small_w4 up to 4096 columns and some 17,000 features; else few_w4_sm90, and mma_w4 where x needs a norm or rounding
-//     2 .. 16      few_w4_sm90; up to 8 rows that need a norm or rounding mma_w4, where its blocks have room to do it themselves
+//     1            small_w4 up to 4096 columns and about 17,000 features; else mma_w4 if x needs a norm or rounding, and few_w4_sm90 if not
+//     2 .. 16      few_w4_sm90; but mma_w4 for most calls of up to 8 rows that need a norm or rounding, if its blocks have room to do it
 //     17 .. 32     few_w4_sm90 for the smaller weights, wgmma_w4_few_sm90 for the larger
 //     33 ..        wgmma_w4_few_sm90 where tiles of up to 64 rows are estimated to be faster, else wgmma_w4_sm90
 //

@@ -183,8 +183,8 @@ struct Panel {
         }
     }
 
-    // Turns a row of softmax_scale Q K^T into scores, in the order of the contract; hidden scores become -inf. slope is d score / d
-    // (softmax_scale q . k).
+    // Turns a row of softmax_scale Q K^T into scores, in the order of the contract; hidden scores become -inf.
+    // slope is d score / d (softmax_scale q . k).
     void transform(int i, Vec* s, Vec* slope) const {
         const int column = t.first + key, end = t.keys - key < kPanelKeys ? t.keys - key : kPanelKeys, query = q.first + i;
         if (p.softcap != 0)

@@ -78,7 +78,7 @@ struct Linear {
     int64_t prepared_row = -1;
     int32_t prepared_column = -1;  // the row and column that x begins with
     int ld = 0;                    // floats between rows of x
-    Vec squares[kLinearRows];      // of x before the norm's weight, summed up lane by lane
+    Vec squares[kLinearRows];      // sums of the squares of x before the norm's weight, one per lane
     alignas(64) float x[kLinearFloats];
     float gate[kLinearRows][kLinearOutputs], up[kLinearRows][kLinearOutputs];
 

@@ -1,5 +1,5 @@
-// rope.cu: rotary position embedding in both conventions of flash-attn: the pairs of a head are (j, j + rotary_dim / 2) or, interleaved, (2
-// j, 2 j + 1). A block takes one token. A thread reads whole pairs before it writes them, so out may be x. Bound by memory.
+// rope.cu: rotary position embedding in both conventions of flash-attn: the pairs of a head are (j, j + rotary_dim / 2) or, interleaved,
+// (2 j, 2 j + 1). A block takes one token. A thread reads whole pairs before it writes them, so out may be x. Bound by memory.
 #include "device/launch.h"
 #include "device/ptx.cuh"
 #include "transformer/common/elements.cuh"

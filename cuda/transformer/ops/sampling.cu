@@ -28,7 +28,7 @@ struct SampleLaunch {
 
 enum class Slice { kRead, kKept };
 
-struct Histogram {  // of tokens; bins are in the order of tokens
+struct Histogram {  // of tokens; the bins are in order, the largest logits first
     uint64_t weight[kBins];
     uint32_t count[kBins];
 };
