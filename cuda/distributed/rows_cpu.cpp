@@ -14,7 +14,7 @@ namespace {
 
 constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 
-// body(i, h) for every row of every head.
+// Calls body(i, h) for every row of every head.
 template <typename Body>
 fa_status each_row(const RowsShape& s, const Body& body) {
     constexpr int64_t kRows = 64;

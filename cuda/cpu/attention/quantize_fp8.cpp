@@ -1,4 +1,4 @@
-// quantize_fp8.cpp: rounds fp32, fp16 or bf16 to e4m3, with a factor for every head. The bits are those of quantize_fp8.cu.
+// quantize_fp8.cpp: rounds fp32, fp16 or bf16 to e4m3, with one factor per head. Gives the same bits as quantize_fp8.cu.
 #include "attention/common/quantize_fp8.h"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ void quantize_fp8(const QuantizeParams& p) {
         float row[kMaxQuantizedHeadDim], amax = 0;
         for (int64_t i = 0; i < p.seqlen; ++i) {
             read_row(p, b * p.x.batch + i * p.x.row + head * p.x.head, signs, row);
-            for (int d = 0; d < p.headdim; ++d) amax = std::fmax(amax, std::fabs(row[d]));  // NaN does not count
+            for (int d = 0; d < p.headdim; ++d) amax = std::fmax(amax, std::fabs(row[d]));  // ignores NaN
         }
         const float scale = quantize_scale(amax);
         for (int64_t i = 0; i < p.seqlen; ++i) {
