@@ -36,7 +36,8 @@ void quantize_fp8(const QuantizeParams& p) {
         std::copy(words.word, words.word + 4, signs + 4 * block);
     }
     const int64_t heads = int64_t(p.batch) * p.nheads;
-    parallel_for(heads, p.num_threads, [&](int64_t task, int) {
+    const int threads = worthwhile_threads(10.0 * double(heads) * p.seqlen * p.headdim, p.num_threads);
+    parallel_for(heads, threads, [&](int64_t task, int) {
         const int64_t b = task / p.nheads, head = task % p.nheads;
         float row[kMaxQuantizedHeadDim], amax = 0;
         for (int64_t i = 0; i < p.seqlen; ++i) {
