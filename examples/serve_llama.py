@@ -10,7 +10,7 @@
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
     print(client.completions.create(model="stories", prompt="One day", max_tokens=60).choices[0].text)
 
-Needs `pip install '.[serve]'`. It runs on a GPU where CuPy finds one, else on the CPU. Up to --slots
+Needs `pip install flash-attn-minimal[serve]`. It runs on a GPU where CuPy finds one, else on the CPU. Up to --slots
 texts are written at once; more wait in line and join where one has ended. A client that goes away frees its slots.
 
 A text that fails ends with an error, in a stream as an event. The others go on. Bodies, prompts and lists have limits,

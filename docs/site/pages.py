@@ -36,8 +36,7 @@ CONTENTS = {
         ("Reference", ["QUICK_REFERENCE", "docs/contract", "docs/api/index"]),
         ("Performance", ["docs/performance", "docs/benchmarks/index", "docs/experiments/index"]),
         ("Learn", ["docs/learn/index", "ladder/index", "ARCHITECTURE", "cuda/*"]),
-        ("Develop", ["CONTRIBUTING", "docs/testing", "docs/reliability", "docs/remembered"]),
-        ("More", ["*"]),
+        ("More", ["docs/testing", "docs/reliability", "*"]),
     ],
 }
 HEADERS = {

@@ -89,7 +89,7 @@ def test_cupy_alone_with_numpy_in_its_place(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
 def test_cupy_alone_says_what_it_needs():
-    assert "CuPy is missing (pip install '.[gpu]' in the checkout)" in run("cupy_alone.py", returns=2)
+    assert "CuPy is missing (pip install flash-attn-minimal[gpu])" in run("cupy_alone.py", returns=2)
 
 
 def test_numba_on_the_cpu():
