@@ -100,11 +100,11 @@ clear_out() { # clear_out FOLDER: all that is in one of ours. The folder stays: 
 while [[ $build == *?/ ]]; do build=${build%/}; done
 while [[ $venv == *?/ ]]; do venv=${venv%/}; done
 for setting in build venv; do # of a folder that is not there, the part that is there is resolved: no '..' is left behind it
-    folder=${!setting} rest=''
+    folder=${!setting} below=''
     [[ ! -d $folder && $folder/ == */../* ]] || continue
-    until [[ -d $folder ]]; do rest=/${folder##*/}$rest folder=${folder%/*} folder=${folder:-/}; done
+    until [[ -d $folder ]]; do below=/${folder##*/}$below folder=${folder%/*} folder=${folder:-/}; done
     folder=$(CDPATH='' cd -P -- "$folder" && pwd -P)
-    printf -v "$setting" %s "${folder%/}$rest"
+    printf -v "$setting" %s "${folder%/}$below"
 done
 for setting in "FLASH_ATTN_BUILD=$build" "FLASH_ATTN_VENV=$venv"; do
     folder=${setting#*=}
@@ -155,10 +155,10 @@ progress() {
     true
 }
 minutes() { (($1 < 90)) && say "$1 s" || say "$((($1 + 30) / 60)) min"; }
-# The time left for the compiler, from the files that are done. Some files take 50 times as long as others, so each has a weight: the
-# half seconds of cmake/compile_seconds.txt, or 1 when it is not listed there.
-declare -A weight=()
-to_do=() all_work=0 work_done=0 left=''
+# The time left for the compiler. Some files take 50 times as long as others, so each has a weight: the half seconds of
+# cmake/compile_seconds.txt, or 1 when it is not listed there. The files that are done say how long this machine takes for a weight of 1.
+declare -A weight=() since=() # since: the files that are being compiled, and when they began
+to_do=() next=0 waiting=0 done_weight=0 done_seconds=0 left=''
 count_files() { # the sources that Ninja would compile now, in the order in which it starts them
     local seconds source targets=${arch//[^,; ]/}
     targets=$((${#targets} + 1))
@@ -169,22 +169,30 @@ count_files() { # the sources that Ninja would compile now, in the order in whic
         weight[$source]=$((2 * seconds))
     done <"$root/cmake/compile_seconds.txt"
     mapfile -t to_do < <("$ninja" -C "$build" -n 2>/dev/null | sed -n 's/^\[.*\.dir\/\(.*\)\.o$/\1/p')
-    for source in ${to_do[@]+"${to_do[@]}"}; do all_work=$((all_work + ${weight[$source]:-1})); done
+    for source in ${to_do[@]+"${to_do[@]}"}; do waiting=$((waiting + ${weight[$source]:-1})); done
 }
-finish() { # finish SOURCE: sets left. Half of each file that is being compiled counts as done.
-    local i half=0 running=$((jobs - 1)) elapsed=$((SECONDS - step_began)) work
-    ((all_work)) || return
-    work_done=$((work_done + ${weight[$1]:-1}))
-    for i in "${!to_do[@]}"; do
-        if [[ ${to_do[i]} == "$1" ]]; then
-            unset 'to_do[i]'
-        elif ((running-- > 0)); then
-            half=$((half + ${weight[${to_do[i]}]:-1}))
-        fi
+begin() { # the next file that waits
+    ((next < ${#to_do[@]})) || return 0
+    since[${to_do[next]}]=$1
+    waiting=$((waiting - ${weight[${to_do[next]}]:-1})) next=$((next + 1))
+}
+finish() { # finish SOURCE: sets left
+    local source work all longest=0 now=$((SECONDS - step_began))
+    ((${#to_do[@]})) || return
+    while ((next < jobs && next < ${#to_do[@]})); do begin 0; done
+    done_weight=$((done_weight + ${weight[$1]:-1})) done_seconds=$((done_seconds + now - ${since[$1]:-$now}))
+    unset "since[$1]"
+    begin "$now"
+    all=$((waiting * done_seconds)) # seconds times done_weight, so that whole numbers do
+    for source in "${!since[@]}"; do
+        work=$((${weight[$source]:-1} * done_seconds - (now - since[$source]) * done_weight))
+        ((work < 0)) || all=$((all + work))
+        ((work < longest)) || longest=$work
     done
-    work=$((work_done + half / 2))
-    left="$1 ($(minutes $elapsed)"
-    ((elapsed < 3)) || left+=", about $(minutes $((elapsed * (all_work - work) / work))) left"
+    all=$((all / jobs))
+    ((all > longest)) || all=$longest
+    left="$1 ($(minutes $now)"
+    ((now < 3 || done_seconds == 0)) || left+=", about $(minutes $((all / done_weight))) left"
     left+=')'
 }
 times=''
@@ -367,8 +375,8 @@ tools="$root $cmake $ninja $nvcc" # a folder configured with other tools starts 
 step configure progress "$cmake" -S "$root" -B "$build" "${configuration[@]}" -DFLASH_ATTN_TESTS=ON ${defines[@]+"${defines[@]}"} || exit
 say "$tools" >"$build/configured_by"
 [[ -z $ninja ]] || count_files
-((all_work < 40)) ||
-    say "    ${#to_do[@]} files to compile: about $(minutes $((all_work / 2 / jobs + 5))) with cores like those of cmake/compile_seconds.txt"
+((waiting < 40)) ||
+    say "    ${#to_do[@]} files to compile: about $(minutes $((waiting / 2 / jobs + 5))) with cores like those of cmake/compile_seconds.txt"
 NINJA_STATUS='[%f/%t] ' step compile progress "$cmake" --build "$build" --parallel "$jobs" || exit
 export FLASH_ATTN_LIBRARY=$build/libflash_attn_minimal.so PYTHONPATH=$root/python${PYTHONPATH:+:$PYTHONPATH}
 how_to_go_on() {
@@ -380,7 +388,7 @@ how_to_go_on() {
     [[ $here != "$root" ]] || script=./build_and_run.sh
     say ""
     say "How to go on"
-    say "  $name -c 'import numpy as np, flash_attn_minimal as fa; q = np.ones((1, 8, 2, 64)); print(fa.flash_attn_func(q, q, q))'"
+    say "  $name -c 'import numpy as np, flash_attn_minimal as fa; q = np.ones((1, 8, 2, 64), np.float32); print(fa.flash_attn_func(q, q, q))'"
     say "  $name -m flash_attn_minimal info    what is built here, and which kernel serves which call"
     [[ $verb == test ]] || say "  $script test    the tests"
     [[ $nvcc && $kernels == general ]] || return 0
