@@ -67,7 +67,10 @@ def test_a_kernel_that_this_build_lacks():
     """The text says which kernels the build has, and how to build the rest."""
     q, info = np.zeros((1, 1, 1, 8), np.float32), _library.load().fa_build_info().decode()
     if "CPU backend only" in info:
-        why = "; this build has no GPU kernels: ./build_and_run.sh --all-kernels builds them (CMake: -DFLASH_ATTN_CUDA=ON)"
+        why = (
+            "; this build has no GPU kernels: ./build_and_run.sh --all-kernels builds them "
+            "(CMake: -DFLASH_ATTN_CUDA=ON)"
+        )
     elif "general kernels only" in info:
         why = (
             "; this build has only the general kernels: ./build_and_run.sh --all-kernels builds the rest "

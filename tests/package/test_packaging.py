@@ -101,7 +101,8 @@ def test_build_script_refuses_what_it_does_not_know(arguments, complaint, tmp_pa
 
 
 @pytest.mark.parametrize("arguments, kernels, target", [
-    ([], "general", "90"), (["--with-cuda"], "general", "90"), (["--all-kernels"], "all", "90"), (["--arch", "all"], "all", "all"),
+    ([], "general", "90"), (["--with-cuda"], "general", "90"),
+    (["--all-kernels"], "all", "90"), (["--arch", "all"], "all", "all"),
 ])  # fmt: skip
 def test_build_script_compiles_one_target_where_there_is_no_gpu(arguments, kernels, target, tmp_path):
     """As far as the configuration: this nvcc compiles nothing."""
@@ -149,8 +150,8 @@ def test_slow_sources_are_there_and_the_slowest_is_first():
 @pytest.mark.parametrize("jobs", [1, 2, 16])
 @pytest.mark.parametrize("kernels", ["general", "all"])
 def test_the_time_that_a_build_takes_yet_is_estimated(jobs, kernels, tmp_path):
-    """A build by the clock of compile_seconds.txt, on a machine three times slower: the estimates stay within a factor of
-    three of the time that it takes, as long as that is more than 10 seconds."""
+    """A build by the clock of compile_seconds.txt, on a machine three times slower: the estimates stay within a factor
+    of three of the time that it takes, as long as that is more than 10 seconds."""
     need("bash")
     seconds, slower = compile_seconds(), 3
     sources = [source for source in seconds if kernels == "all" or "_sm" not in source and "w4" not in source]
@@ -161,15 +162,17 @@ def test_the_time_that_a_build_takes_yet_is_estimated(jobs, kernels, tmp_path):
         free[worker] += slower * seconds.get(source, 0.5)
         ends.append((free[worker], source))
     ends.sort()
-    (tmp_path / "ninja").write_text("#!/bin/sh\n" + "".join(f"echo '[1/9] CXX x.dir/{source}.o'\n" for source in sources))
+    lines = [f"echo '[1/9] CXX x.dir/{source}.o'\n" for source in sources]
+    (tmp_path / "ninja").write_text("#!/bin/sh\n" + "".join(lines))
     (tmp_path / "ninja").chmod(0o755)
     script = (ROOT / "build_and_run.sh").read_text()
     functions = script[script.index("\nminutes() {") : script.index("\ntimes=''")]
     code = [
-        f"set -euo pipefail\nsay() {{ printf '%s\\n' \"$*\"; }}\nroot='{ROOT}' build=. ninja='{tmp_path}/ninja' arch=90 jobs={jobs}",
+        "set -euo pipefail\nsay() { printf '%s\\n' \"$*\"; }",
+        f"root='{ROOT}' build=. ninja='{tmp_path}/ninja' arch=90 jobs={jobs}",
         functions,
-        "minutes() { say \"$1 seconds\"; }\ncount_files; step_began=0",
-        *(f"SECONDS={int(end)}; finish {source}; say \"$left\"" for end, source in ends),
+        'minutes() { say "$1 seconds"; }\ncount_files; step_began=0',
+        *(f'SECONDS={int(end)}; finish {source}; say "$left"' for end, source in ends),
     ]
     said = run("bash", "-c", "\n".join(code), check=True).stdout.splitlines()
     assert len(said) == len(ends)
