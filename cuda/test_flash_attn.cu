@@ -253,7 +253,7 @@ int run(int argc, char** argv) {
         keep(&context.kernels), keep(&context.backward_kernels);
         if (context.kernels.empty() && context.backward_kernels.empty())
             throw UsageError("option --kernel: '" + options.kernel + "' is not a kernel of this build on " +
-                             (context.device == FA_CUDA ? "cuda" : "cpu"));
+                             (context.device == FA_CUDA ? "cuda" : "cpu") + " (" + fa_build_info() + ")");
     }
     if (options.list) {
         Runner(options, context).list();

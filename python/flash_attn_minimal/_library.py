@@ -309,21 +309,39 @@ OPERATIONS = (
 KERNEL_TABLES = {"forward": "fa_kernel", "backward": "fa_backward_kernel"}
 
 
+def checkout() -> Path | None:
+    """The folder of the sources, when the package runs from there: python/flash_attn_minimal beside CMakeLists.txt."""
+    for name in sys.modules["flash_attn_minimal"].__path__:
+        folder = Path(name).absolute()
+        root = folder.parent.parent
+        if folder == root / "python" / "flash_attn_minimal" and (root / "CMakeLists.txt").is_file():
+            return root
+    return None
+
+
 def path() -> Path:
-    """The path of the shared library: $FLASH_ATTN_LIBRARY, else the one in a folder of the package. An editable install
-    has two folders: the checkout with the Python files, and one in site-packages with the library."""
+    """The shared library: $FLASH_ATTN_LIBRARY, else the one in a folder of the package, else the one in build/ of the
+    checkout. The package of an editable install has two folders: the checkout with the Python files and, in
+    site-packages, one with the library."""
+    root = checkout()
     if named := os.environ.get("FLASH_ATTN_LIBRARY"):
         places, where = [Path(named)], f"FLASH_ATTN_LIBRARY={named}: no such file"
     else:
         places = [Path(folder, LIBRARY_NAME) for folder in sys.modules["flash_attn_minimal"].__path__]
+        if root:
+            places.append(root / "build" / LIBRARY_NAME)
         where = f"no {LIBRARY_NAME} in {' or '.join(str(place.parent) for place in places)}"
     for place in places:
         if place.is_file():
             return place.resolve()
-    raise LibraryNotFound(
-        f"{where}. Install the package (pip install .), "
-        "or build the library with CMake and set FLASH_ATTN_LIBRARY to its path"
-    )
+    if root:
+        how = f"Build it ({root}/build_and_run.sh build), set FLASH_ATTN_LIBRARY to its path, or pip install {root}"
+    else:
+        how = (
+            "Install the package (pip install . in a checkout), "
+            "or build the library with CMake and set FLASH_ATTN_LIBRARY to its path"
+        )
+    raise LibraryNotFound(f"{where}. {how}")
 
 
 @functools.cache
@@ -366,7 +384,9 @@ def declare(lib: ct.CDLL, name: str, result: type | None, *arguments: Any) -> An
     """Types a function of the library, and returns it."""
     function = getattr(lib, name, None)
     if function is None:
-        raise LibraryNotFound(f"{lib._name} has no function {name}: it belongs to another release")
+        root = checkout()
+        how = f"; {root}/build_and_run.sh build builds that of these sources" if root else ""
+        raise LibraryNotFound(f"{lib._name} has no function {name}: it belongs to another release{how}")
     function.restype, function.argtypes = result, list(arguments)
     return function
 

@@ -90,6 +90,9 @@ def main(argv: list[str]) -> int:
     print(f"flash-attn-minimal  {__version__}")
     print(f"library             {path()}")
     print(f"                    version {lib.fa_version().decode()}, {lib.fa_build_info().decode()}")
+    if "general kernels only" in lib.fa_build_info().decode():
+        print("                    Calls on a GPU are slow with this library: it lacks the fast kernels.")
+        print("                    ./build_and_run.sh --all-kernels builds them (CMake: -DFLASH_ATTN_KERNELS=all).")
     print(f"Python, NumPy       {platform.python_version()}, {np.__version__}")
     print(f"CPU                 {cpu_model()}, {cores} cores")
     count = lib.fa_cuda_device_count()

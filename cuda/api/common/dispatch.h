@@ -35,8 +35,37 @@ private:
     bool first_ = true;
 };
 
-// Chooses the kernel for the call: the one named by the argument `forced`, else by the environment variable, else the first in the table
-// that neither refuses nor yields. `place` is the device argument. kernel_at(i) is null past the end of the table. why_not may be null.
+// The end of a refusal in a build without some of the kernels: the kernels that it lacks, and how to build them.
+#if !FA_WITH_CUDA
+constexpr char kLacks[] = "; this build has no GPU kernels: ./build_and_run.sh --all-kernels builds them (CMake: -DFLASH_ATTN_CUDA=ON)";
+#elif FA_GENERAL_KERNELS
+constexpr char kLacks[] =
+    "; this build has only the general kernels: ./build_and_run.sh --all-kernels builds the rest (CMake: -DFLASH_ATTN_KERNELS=all)";
+#elif !FA_WITH_MMA_SM80
+constexpr char kLacks[] =
+    "; this build has no kernels for sm_80 and newer: ./build_and_run.sh --arch 80 builds them (CMake: -DFLASH_ATTN_ARCH=80)";
+#elif !FA_WITH_WGMMA_SM90
+constexpr char kLacks[] = "; this build has no Hopper kernels: ./build_and_run.sh --arch 90 builds them (CMake: -DFLASH_ATTN_ARCH=90)";
+#else
+constexpr char kLacks[] = "";
+#endif
+
+// Whether a kernel that this build lacks may run on the device.
+inline bool lacks_kernels_for([[maybe_unused]] const DeviceInfo& device) {
+#if FA_GENERAL_KERNELS
+    return device.index >= 0;
+#elif FA_WITH_CUDA && !FA_WITH_MMA_SM80
+    return device.compute >= 80;
+#elif FA_WITH_CUDA && !FA_WITH_WGMMA_SM90
+    return device.compute == 90;
+#else
+    return false;
+#endif
+}
+
+// Chooses the kernel that serves the call: the kernel forced by the argument `forced`, else the one forced by the environment variable,
+// else the first in the table that neither refuses nor yields. `place` is the device argument. kernel_at(i) is null past the end of the
+// table. why_not may be null.
 template <typename Row, typename Params>
 fa_status choose(const char* forced, int32_t place, const Params& params, const DeviceInfo& device, const Row* (*kernel_at)(int index),
                  const char* variable, const Row** chosen, Lines* why_not) {
@@ -78,10 +107,10 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
         if (why_not) why_not->add(kernel.name, reason);
         last = kernel.name, last_reason = reason;
     }
-    if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build", source, forced);
+    if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build%s", source, forced, kLacks);
     // Quotes the reason of the last kernel in the table.
-    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
-                last_reason);
+    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s%s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
+                last_reason, lacks_kernels_for(device) ? kLacks : "");
 }
 
 // The query functions of the C ABI: they prepare a call from its arguments but do not launch it.
