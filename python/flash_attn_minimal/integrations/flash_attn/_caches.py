@@ -86,22 +86,31 @@ class Places:
         else:
             entry = owner if batch_idx is None else batch_idx[owner].long()
         written = counts & (entry >= 0) & (entry < entries)
-        if readable(written) and not (table is batch_idx is None):
-            name, kind = ("cache_batch_idx", "entries") if table is None else ("page_table", "pages")
-            for t in (counts & ~written).nonzero().flatten().tolist():
-                where = f"{name}[{int(owner[t])}]" + ("" if table is None else f"[{int(page[t])}]")
-                raise RuntimeError(f"{where}={int(entry[t])} is outside 0 .. {entries - 1}, the {kind} of the cache")
-            # Other sequences of an entry would read what one of them appends. Pages may be shared, rows of them not.
-            place, what = (owner, "entry") if table is None else (torch.arange(len(owner)), "row of a page")
-            goal = entry if table is None else entry * rows + row
-            if goal[written].unique().numel() < place[written].unique().numel():
-                raise RuntimeError(f"{name}: two sequences append to the same {what}")
-        # A token without a place does what the first token with a place does, so that all writes to a row are of the
-        # same values. If no token has a place, all of them write what one row holds already.
-        first = written.byte().argmax(0, keepdim=True)
-        self.source = torch.where(written, torch.arange(len(owner), device=owner.device), first)
-        self.any = written[first][:, None, None]
-        self.at = entry.clamp(0, entries - 1)[self.source], row[self.source]
+        host = readable(written)
+        if host and (table is not None or batch_idx is not None):
+            self._check(owner, entry, row, counts, written, entries, None if table is None else page)
+        self.source = self.any = None
+        if not (host and written.all()):
+            # A token without a place does what the first token with a place does, so that all writes to a row are of
+            # the same values. If no token has a place, all of them write what one row holds already.
+            first = written.byte().argmax(0, keepdim=True)
+            self.source = torch.where(written, torch.arange(len(owner), device=owner.device), first)
+            self.any = written[first][:, None, None]
+            entry, row = entry.clamp(0, entries - 1)[self.source], row[self.source]
+        self.at = entry, row
+
+    @staticmethod
+    def _check(owner, entry, row, counts, written, entries: int, page) -> None:
+        """Refuses entries and pages that the cache does not have, and those to which two sequences append."""
+        name, kind = ("cache_batch_idx", "entries") if page is None else ("page_table", "pages")
+        for t in (counts & ~written).nonzero().flatten().tolist():
+            where = f"{name}[{int(owner[t])}]" + ("" if page is None else f"[{int(page[t])}]")
+            raise RuntimeError(f"{where}={int(entry[t])} is outside 0 .. {entries - 1}, the {kind} of the cache")
+        # Other sequences of an entry would read what one of them appends. Pages may be shared, rows of them not.
+        goals = set(zip(entry[written].tolist(), (owner if page is None else row)[written].tolist(), strict=True))
+        if len(goals) != (int(written.sum()) if page is not None else len({entry for entry, _ in goals})):
+            what = "entry" if page is None else "row of a page"
+            raise RuntimeError(f"{name}: two sequences append to the same {what}")
 
     def write(self, cache: torch.Tensor, new: torch.Tensor) -> Callable[[], None]:
         """Writes rows `new` (tokens, nheads_k, dim) to the cache. Returns a function that undoes it."""
@@ -109,7 +118,7 @@ class Places:
         if cache.element_size() == 1:  # not every release of PyTorch selects among float8 elements
             cache, new = cache.view(torch.uint8), new.view(torch.uint8)
         before = cache[self.at]
-        cache[self.at] = torch.where(self.any, new[self.source], before)
+        cache[self.at] = new if self.source is None else torch.where(self.any, new[self.source], before)
         return lambda: cache.index_put_(self.at, before)
 
 
@@ -299,18 +308,19 @@ def _rotate_and_append(
             f"cache_seqlens={before.tolist()}: with the new keys a sequence has {after.tolist()}, "
             f"more than the {room} keys of {'a cache entry' if table is None else 'a row of page_table'}"
         )
+    fits = ~idle & (after <= room)
     if cu_seqlens_k_new is None:
         owner = torch.arange(batch, device=q.device).repeat_interleave(k.shape[1])
         number = torch.arange(k.shape[1], device=q.device).repeat(batch)
         k, v = k.flatten(0, 1), v.flatten(0, 1)
-        counts = ~idle[owner]
+        counts = fits[owner]
     else:
         owner, number = owners(cu_seqlens_k_new, k.shape[0])
-        counts = inside(cu_seqlens_k_new, k.shape[0]) & ~idle[owner]
+        counts = inside(cu_seqlens_k_new, k.shape[0]) & fits[owner]
     if rotary is not None:
         k = rotate(k, cos, sin, first[owner] + number, interleaved, counts)
     if k.shape[0] and batch and room and k_cache.shape[0]:
         row = (before[owner] + number).clamp(0, room - 1)  # inside the entry, also for keys that do not count
-        places = Places(k_cache, owner, row, counts & (after <= room)[owner], batch_idx, table)
+        places = Places(k_cache, owner, row, counts, batch_idx, table)
         written += [places.write(k_cache, k), places.write(v_cache, v)]
     return q, after.clamp(-1, room).int()

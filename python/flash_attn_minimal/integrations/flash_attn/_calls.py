@@ -70,7 +70,7 @@ def check_array(first: torch.Tensor, name: str, x: Any, *shape: int | str) -> No
         return
     if not isinstance(x, torch.Tensor):
         raise RuntimeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
-    if x.ndim != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, x.shape, strict=True)):
+    if x.ndim != len(shape) or any(n != m and not isinstance(n, str) for n, m in zip(shape, x.shape, strict=True)):
         expected = f"{shape[0]}," if len(shape) == 1 else ", ".join(map(str, shape))
         raise RuntimeError(f"{name} has shape {tuple(x.shape)}: expected ({expected})")
     if x.device != first.device:
