@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ._explain import explained
+
 LIBRARY_NAME = "libflash_attn_minimal.so"
 
 
@@ -387,12 +389,17 @@ def declare_table(lib: ct.CDLL, prefix: str) -> None:
 def raise_on_error(status: int, function: object, arguments: tuple) -> None:
     """ctypes calls it with what a function returned."""
     if status != OK:
-        raise failure(status)
+        raise failure(status, arguments[0] if arguments else None)
 
 
-def failure(status: int) -> FlashAttnError:
-    """The exception for this thread's last failure."""
-    return _ERRORS.get(status, FlashAttnError)(load().fa_last_error().decode(errors="replace"))
+def failure(status: int, struct: Any = None) -> FlashAttnError:
+    """The exception for this thread's last failure. struct: what the failed call was given, where that is known."""
+    return _ERRORS.get(status, FlashAttnError)(last_error(struct))
+
+
+def last_error(struct: Any = None) -> str:
+    """The text of this thread's last failure, in the words of Python's functions."""
+    return explained(load().fa_last_error().decode(errors="replace"), struct)
 
 
 @functools.cache

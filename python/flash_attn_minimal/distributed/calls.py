@@ -15,9 +15,10 @@ import numpy as np
 from .. import _arrays, _modes
 from .._arrays import View
 from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
-from .._library import DTYPES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, load, new
+from .._library import DTYPES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, last_error, load, new
 from .._options import Array, AttentionOptions, Options, _options_of
 from .._pack import _destination, _put_strides
+from .._query import reasons
 from .._repeat import signature
 from ..backward import _contiguous_input, _input, _new_dbias
 from ._prepared import Prepared, make_call
@@ -465,12 +466,12 @@ def plan(
     found = Prepared(name, outer, args, qv, lengths).ask(kind, rank, size)
     return DistributedPlan(
         status=lib.fa_status_name(found.status).decode(),
-        error=lib.fa_last_error().decode(errors="replace") if found.status else "",
+        error=last_error() if found.status else "",
         mode=_MODE_NAMES.get(found.mode, "") if found.mode else "",
         rows=(found.rows_q, found.rows_k),
         workspace_bytes=found.workspace_bytes,
         shared_bytes=found.shared_bytes,
         received_bytes=found.received_bytes,
         calls=found.calls,
-        why_not=dict(line.split(": ", 1) for line in found.why_not.decode(errors="replace").splitlines()),
+        why_not=reasons(found.why_not),
     )
