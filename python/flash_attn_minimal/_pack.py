@@ -52,7 +52,7 @@ def _pass_instead(name: str, view: View, dtypes: tuple[str, ...], dtype: str) ->
     if "bool" in dtypes:
         if "float" not in view.dtype:
             return f"; pass {name} != 0"
-        return f"; to add it to the scores, pass bias={name}; if it is 0 where a key is hidden, pass mask=({name} != 0)"
+        return f"; if it is 0 where a key is hidden, pass {name} != 0; to add it to the scores, pass it as bias={name}"
     if name == "bias" and view.dtype == "bool":
         return f"; if it says which keys a row attends to, pass mask={name}"
     if name == "tree_mask" and "int" not in view.dtype:

@@ -199,7 +199,8 @@ def flash_attn_func(
         q_descale, k_descale, v_descale: what the float8_e4m3fn values of q, k and v are multiplied by, required for
             them and for no other dtype: float32, positive, broadcasting to (batch, nheads), (batch, nheads_k) and
             (batch, nheads_k).
-        out_dtype: "bfloat16" or "float16" for float8_e4m3fn inputs; None means q's dtype, bfloat16 for these.
+        out_dtype: "bfloat16" or "float16" for float8_e4m3fn inputs, or a dtype such as torch.float16; None means q's
+            dtype, bfloat16 for these.
         fast_accum: float8_e4m3fn inputs may have P v summed over all keys in the tensor cores, which keep 14 bits of
             such sums: faster beyond 1024 keys, but there a mean of v fades with their number, as in FlashAttention-3.
         attention_chunk: keys come in chunks of this many, and row i sees the chunk that i' lies in, beside causal and
@@ -541,8 +542,8 @@ def quantize_fp8(x: Array, hadamard: bool = False, seed: int = 0) -> tuple[Array
             float32, float16 or bfloat16, finite, last axis contiguous, headdim up to 512, with hadamard a power of two.
         seed: 64-bit integer that decides the signs.
 
-    Returns (x8, descale): x8 like x in float8_e4m3fn, descale (batch, nheads) float32. NumPy knows float8_e4m3fn once
-    ml_dtypes is imported.
+    Returns (x8, descale): x8 like x in float8_e4m3fn, descale (batch, nheads) float32. NumPy arrays need the ml_dtypes
+    package for float8_e4m3fn.
 
     On a Hopper GPU, with PyTorch or JAX arrays:
 

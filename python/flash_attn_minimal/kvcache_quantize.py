@@ -44,7 +44,7 @@ def quantize_kvcache(
         k_cache: (entries, seqlen_cache, nheads_k, headdim), or pages (pages, page_size, nheads_k, headdim), float32,
             float16 or bfloat16, last axis contiguous. It is only read.
         v_cache: (entries, seqlen_cache, nheads_k, headdim_v), the same dtype.
-        dtype: "float8_e4m3fn" or "int8".
+        dtype: "float8_e4m3fn" or "int8", or such a dtype of NumPy, PyTorch or JAX.
         factors: what shares a factor, which is the largest magnitude there over that of the dtype, 448 or 127:
             "token": every head of every token has its own, (entries, seqlen_cache, nheads_k). The most accurate, and
                 whatever unused rows hold stays with them; 4 bytes more for a row.
@@ -61,7 +61,7 @@ def quantize_kvcache(
 
     Returns k_cache8, v_cache8, k_scale, v_scale: new contiguous arrays, but given factors as they came.
 
-    Raises: as flash_attn_with_kvcache. NumPy knows float8_e4m3fn once ml_dtypes is imported; CuPy has int8 only.
+    Raises: as flash_attn_with_kvcache. NumPy arrays need the ml_dtypes package for float8_e4m3fn; CuPy has int8 only.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import flash_attn_with_kvcache, quantize_kvcache

@@ -252,7 +252,7 @@ BAD_VARLEN = [
     ("cu_seqlens_q", np.array([0, 0, 5, 0, 10, 0], i32)[::2], "cu_seqlens_q has stride 2"),
     ("cu_seqlens_q", np.array([1, 5, 10], i32), r"cu_seqlens_q\[0\]=1 is not 0"),
     ("cu_seqlens_q", np.array([0, 5, 3], i32), r"cu_seqlens_q\[2\]=3 is below cu_seqlens_q\[1\]=5"),
-    ("cu_seqlens_q", np.array([0, 6, 10], i32), "cu_seqlens_q: sequence 0 has 6 rows, more than seqlen_q=5"),
+    ("cu_seqlens_q", np.array([0, 6, 10], i32), "cu_seqlens_q: sequence 0 has 6 rows, more than max_seqlen_q=5"),
     ("cu_seqlens_q", np.array([0, 5, 10, 15], i32), "cu_seqlens_k has 3 entries, but cu_seqlens_q has 4"),
     ("cu_seqlens_k", np.array([0, 4, 2], i32), r"cu_seqlens_k\[2\]=2 is below"),
     ("cu_seqlens_k", np.array([0, 0, 9], i32), "cu_seqlens_k: sequence 1 has 9 rows, more than max_seqlen_k=5"),

@@ -136,9 +136,7 @@ def test_attention_refuses():
         fa.flash_attn_func(x8, x8, x8, **good, fast_accum=3)
     with pytest.raises(fa.Unsupported, match="takes no float8_e4m3"):
         fa.flash_attn_func(x8, x8, x8, **good)
-    with pytest.raises(
-        fa.Unsupported, match="out_dtype=float32: the result of q, k and v of float8_e4m3fn is bfloat16 or float16"
-    ):
+    with pytest.raises(fa.Unsupported, match="out_dtype=float32: the result .* is bfloat16 or float16"):
         fa.flash_attn_func(x8, x8, x8, **good, out_dtype="float32")
     with pytest.raises(fa.BadArgument, match="out_dtype='int8'"):
         fa.flash_attn_func(x8, x8, x8, **good, out_dtype="int8")
