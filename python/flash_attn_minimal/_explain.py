@@ -66,7 +66,8 @@ _RULES: list[tuple[str, Any]] = [
 _COMPILED = [(re.compile(pattern), replacement) for pattern, replacement in _RULES]
 
 # Of a struct's type: its arrays whose names differ.
-_RENAMED = {"KVCacheArgs": {"k_new": "k", "v_new": "v", "k": "k_cache", "v": "v_cache"}}
+_CACHED = {"k_new": "k", "v_new": "v", "k": "k_cache", "v": "v_cache"}
+_RENAMED = {"KVCacheArgs": _CACHED, "DistributedDecodeArgs": _CACHED}
 _ARRAY = re.compile(r"\b([kv](?:_new)?)(?=\.(?:data|batch_stride|row_stride|head_stride)\b)")
 
 
@@ -90,8 +91,11 @@ def explained(text: str, struct: Any = None) -> str:
 def _attention(struct: Any) -> Any:
     """The AttentionArgs of a call of attention, or None."""
     kind = type(struct).__name__
-    if kind == "AttentionBackwardArgs":
-        return struct.forward.contents if struct.forward else None
+    if kind == "DistributedBackwardArgs":
+        struct, kind = struct.forward.contents, "DistributedArgs"
+    inner = {"AttentionBackwardArgs": "forward", "DistributedArgs": "attention"}.get(kind)
+    if inner:
+        return getattr(struct, inner).contents if getattr(struct, inner) else None
     return struct if kind == "AttentionArgs" else None
 
 

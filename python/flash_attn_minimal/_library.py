@@ -389,7 +389,7 @@ def declare_table(lib: ct.CDLL, prefix: str) -> None:
 def raise_on_error(status: int, function: object, arguments: tuple) -> None:
     """ctypes calls it with what a function returned."""
     if status != OK:
-        raise failure(status, arguments[0] if arguments else None)
+        raise failure(status, next((x for x in arguments if isinstance(x, ct.Structure)), None))
 
 
 def failure(status: int, struct: Any = None) -> FlashAttnError:

@@ -149,8 +149,8 @@ def flash_attn_with_kvcache(
             cache rounds them.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), contiguous, float32 or q's dtype: turn the first rotary_dim
             dims of k and q. Key t of the new ones stands at position cache_seqlens + t; so does row t of q with causal,
-            a window or chunks, else every row at cache_seqlens. Without k and v, q alone turns. A position without a row in
-            the tables is refused; where cache_seqlens is an array on a GPU, the last row stands for it.
+            a window or chunks, else every row at cache_seqlens. Without k and v, q alone turns. A position without
+            a row is refused, except where cache_seqlens is an array on a GPU: it turns by the last row.
         cache_seqlens: the keys in the cache before this call: (batch,) int32 on q's device, or one integer for all,
             which costs neither memory nor a copy. Below 0 (in an array) marks an idle sequence: it appends nothing and
             returns out = 0, lse = -inf (the sink with sinks). None: the cache is full but for the last seqlen_new rows,

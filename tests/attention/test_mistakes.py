@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import flash_attn_minimal as fa
-from flash_attn_minimal import _explain, _library
-from flash_attn_minimal.transformer import ops
+from flash_attn_minimal import _explain, _library, distributed
+from flash_attn_minimal.transformer import ops, quantized
 
 try:
     import ml_dtypes
@@ -302,26 +302,31 @@ SAYS = """
 import numpy as np, flash_attn_minimal as fa
 from flash_attn_minimal.transformer import ops
 x = np.ones((1, 2, 1, 8), np.float32)
-try:
-    print(CALL.dtype)
-except Exception as error:
-    print(f"{type(error).__name__}: {error}")
+said = []
+for call in (
+    lambda: ops.swiglu(x, out_dtype="bfloat16"),
+    lambda: fa.flash_attn_func(x, x, x, out_dtype="bfloat16"),
+    lambda: fa.quantize_fp8(x)[0],
+    lambda: fa.quantize_kvcache(x, x)[0],
+):
+    try:
+        said.append(str(call().dtype))
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+print(*said, sep=" | ")
 """
 
 
-@pytest.mark.parametrize("call", [
-    "ops.swiglu(x, out_dtype='bfloat16')", "fa.flash_attn_func(x, x, x, out_dtype='bfloat16')", "fa.quantize_fp8(x)[0]",
-    "fa.quantize_kvcache(x, x)[0]",
-])  # fmt: skip
-def test_without_ml_dtypes(call):
-    said = run("import sys; sys.modules['ml_dtypes'] = None\n" + SAYS.replace("CALL", call))
-    name = "bfloat16" if "bfloat16" in call else "float8_e4m3fn"
-    assert said == f"Unsupported: NumPy needs the ml_dtypes package (pip install ml_dtypes) for {name}"
-
-
-@pytest.mark.skipif(ml_dtypes is None, reason="ml_dtypes is not installed")
-def test_ml_dtypes_need_not_be_imported():
-    assert run(SAYS.replace("CALL", "ops.swiglu(x, out_dtype='bfloat16')")) == "bfloat16"
+def test_dtypes_of_ml_dtypes():
+    """They need not be imported; where the package is missing, the text says so."""
+    needs = "Unsupported: NumPy needs the ml_dtypes package (pip install ml_dtypes) for {}".format
+    said = run("import sys; sys.modules['ml_dtypes'] = None\n" + SAYS)
+    assert said == " | ".join(map(needs, ["bfloat16"] * 2 + ["float8_e4m3fn"] * 2))
+    if ml_dtypes is not None:
+        other = (
+            "Unsupported: out_dtype=bfloat16, but q, k and v are float32: only those of float8_e4m3fn have a result of"
+        )
+        assert re.match(rf"bfloat16 \| {other} [^|]*\| float8_e4m3fn \| float8_e4m3fn$", run(SAYS))
 
 
 THREADED = [
@@ -386,3 +391,76 @@ def test_names_in_c_that_python_has_not_are_translated():
         assert _explain.explained(text) == said
     step = _library.new(_library.KVCacheArgs)
     assert _explain.explained("k.data=0x10 overlaps k_new.data=0x20", step) == "k_cache.data=0x10 overlaps k.data=0x20"
+
+
+def test_calls_over_ranks():
+    """The same texts, and those of the arguments that these calls alone have."""
+    (group,) = distributed.thread_groups(1, timeout=20)
+    wide = zeros((2, 3, 300, 8), f4)
+    for call, text in (
+        (
+            lambda: distributed.forward(group, wide[:, :, :100], wide, wide),
+            "nheads_k=300; the layout is .* pass q.swap",
+        ),
+        (lambda: distributed.forward(group, Q, K, V, window_size=(-3, 0)), r"window_size\[0\]=-3 is below -1"),
+        (lambda: distributed.forward(Q, K, V, group), "group is a ndarray: expected a Group of this rank"),
+        (lambda: distributed.forward(group, Q, K, V, seqlen_q=20), "of the 40 tokens of 2 sequences of 20 with layout"),
+        (
+            lambda: distributed.forward(group, Q[0], K[0], V[0], cu_seqlens_q=[2, 3], cu_seqlens_k=[3, 4]),
+            r"cu_seqlens_q=\[2, 3\] does not go from 0 upwards: expected batch \+ 1 cumulative lengths, such as \[0, 3, 8\]",
+        ),
+        (lambda: distributed.create_group(0, 1, "mpi"), "all_gather='mpi' is not a function"),
+    ):
+        with pytest.raises(fa.BadArgument, match=text):
+            call()
+
+
+@pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
+def test_the_stand_in_for_flash_attn():
+    from flash_attn_minimal.integrations import flash_attn
+
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    for call, text in (
+        (
+            lambda: flash_attn.flash_attn_qkvpacked_func(q),
+            r"qkv has shape \(2, 5, 4, 8\): expected \(batch, seqlen, 3, n",
+        ),
+        (
+            lambda: flash_attn.flash_attn_kvpacked_func(q, k),
+            r"kv has shape \(2, 7, 2, 8\): expected \(batch, seqlen_k, 2,",
+        ),
+        (
+            lambda: flash_attn.flash_attn_varlen_qkvpacked_func(q[0], None, 5),
+            r"qkv has shape \(5, 4, 8\): .*\(total, 3,",
+        ),
+        (lambda: flash_attn.flash_attn_func(q, k, v, window_size=5), r"window_size=5 is not a pair .* pass \(5, 0\)"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            call()
+
+
+def test_weights_that_are_not_packed():
+    weight = quantized.W4Weight.quantize(draw(16, 64))
+    with pytest.raises(fa.BadArgument, match=r"weight is a W4Weight: expected .*; pass weight\.pack\(\)"):
+        ops.linear(draw(1, 64), weight)
+    assert ops.linear(draw(1, 64), weight.pack()).shape == (1, 16)
+    assert weight.pack(np.float16).dtype == "float16" and weight.dequantize(np.float16).dtype == np.float16
+
+
+@pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
+def test_a_first_call_inside_a_compiled_function():
+    """PyTorch is not told of the library where the library is imported first: the text says what to do."""
+    program = """
+import flash_attn_minimal as fa
+import torch
+EARLY
+q = torch.zeros(1, 4, 2, 8)
+f = torch.compile(lambda q: fa.flash_attn_func(q, q, q), fullgraph=True, backend="eager")
+try:
+    print(tuple(f(q).shape))
+except Exception as error:
+    print(str(error).replace(chr(10), " "))
+"""
+    said = run(program.replace("EARLY", ""))
+    assert "imported before PyTorch" in said and "import torch first, or flash_attn_minimal.autograd before" in said
+    assert run(program.replace("EARLY", "import flash_attn_minimal.autograd")) == "(1, 4, 2, 8)"

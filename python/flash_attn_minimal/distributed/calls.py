@@ -80,14 +80,15 @@ class _Whole:
         for x, cu, view in zip("qk", lengths, (qv, kv), strict=True):
             if cu.size < 2 or cu[0] or (np.diff(cu) < 0).any():
                 raise BadArgument(
-                    f"cu_seqlens_{x}={_quoted(cu.tolist())} does not go from 0 upwards: batch + 1 numbers"
+                    f"cu_seqlens_{x}={_quoted(cu.tolist())} does not go from 0 upwards: expected batch + 1 cumulative "
+                    "lengths, such as [0, 3, 8] for sequences of 3 and 5 tokens"
                 )
             local = np.diff(_local(_segments(call.layout, rank, size, cu), cu.size - 1))
             rows, held = rows_of(view), int(local.sum())
             if rows != held:
                 raise BadArgument(
                     f"{x} has shape {tuple(view.shape)}: rank {rank} of {size} holds {held} of the {cu[-1]} tokens "
-                    f"of {f'cu_seqlens_{x}' if len(qv.shape) == 3 else f'{cu.size - 1} sequences'} with "
+                    f"of {f'cu_seqlens_{x}' if len(qv.shape) == 3 else f'{cu.size - 1} sequences of {cu[1]}'} with "
                     f"layout={self.layout!r}"
                 )
             longest.append((int(local.max()), int(np.diff(cu).max())))
@@ -213,7 +214,8 @@ def _sign(arrays: tuple, values: tuple, options: Options) -> tuple | None:
 
 def check_group(group: Any) -> None:
     if not isinstance(group, Group):
-        raise BadArgument(f"group={_quoted(group)} is a {type(group).__name__}: expected a Group of this rank")
+        given = "" if hasattr(group, "shape") else f"={_quoted(group)}"
+        raise BadArgument(f"group{given} is a {type(group).__name__}: expected a Group of this rank")
 
 
 def forward(

@@ -50,7 +50,7 @@ from ._library import (
     W4LinearChainArgs,
     load,
 )
-from .quantized import PackedW4
+from .quantized import PackedW4, W4Weight
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -405,6 +405,8 @@ def _linear_args(
             raise BadArgument(f"swiglu={swiglu!r}, but weight was packed with pair={weight.pair}")
         args.packed, args.format, args.compute_dtype = wv.pointer, W4_FORMATS[weight.format], DTYPES[weight.dtype]
     else:
+        if isinstance(weight, W4Weight):
+            raise BadArgument("weight is a W4Weight: expected an array or a PackedW4; pass weight.pack()")
         wv = _input("weight", weight, xv)
         shape = tuple(wv.shape)
     _put_kernel(args, kernel)

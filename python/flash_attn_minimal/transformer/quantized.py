@@ -43,6 +43,7 @@ from .._files import Fields, parse_json, quoted
 from .._library import CPU, DTYPES, BadArgument, new
 from .._options import DType
 from .._query import kernel_table
+from .._words import pass_cast
 from ._library import KERNEL_TABLES, W4_FORMATS, W4DequantizeArgs, W4PackArgs, W4QuantizeArgs, load
 from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_safetensors
 
@@ -101,7 +102,8 @@ class W4Weight:
         format = _name("format", format, W4_FORMATS)
         view = _arrays.view(w, "w")
         if view.dtype not in _FLOATS:
-            raise BadArgument(f"w is {view.dtype}: expected float32, float16 or bfloat16")
+            advice = pass_cast(view.door.name, "w", "float32", view.dtype)
+            raise BadArgument(f"w is {view.dtype}: expected float32, float16 or bfloat16{advice}")
         if len(view.shape) != 2 or 0 in view.shape:
             raise BadArgument(
                 f"w has shape {tuple(view.shape)}: expected (out_features, in_features), neither of them 0"

@@ -10,6 +10,7 @@ import torch
 
 from ... import _modes
 from ... import attention as core
+from ..._checks import _window
 from ..._library import FlashAttnError, Unsupported
 
 _Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
@@ -98,8 +99,15 @@ def autocast(*tensors: torch.Tensor | None) -> list[Any]:
 
 def window(window_size: Any) -> tuple[int, int]:
     """The window with -1 for an open end, which is any negative number there."""
-    left, right = (max(edge, -1) for edge in window_size)
-    return left, right
+    left, right = _window(window_size)
+    return max(left, -1), max(right, -1)
+
+
+def unpacked(name: str, tensor: torch.Tensor, count: int, axes: str) -> tuple[torch.Tensor, ...]:
+    """The `count` tensors in one: its third axis from the end."""
+    if tensor.dim() != axes.count(",") + 1 or tensor.shape[-3] != count:
+        raise Refused(f"{name} has shape {tuple(tensor.shape)}: expected {axes}")
+    return tensor.unbind(-3)
 
 
 def score_options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) -> dict[str, Any]:

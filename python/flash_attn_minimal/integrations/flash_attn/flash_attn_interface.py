@@ -17,7 +17,15 @@ from ... import attention as core
 from ...backward import backward
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
 from . import _caches
-from ._calls import dense_rows, draw_dropout, refusing, score_options, signed_probabilities, without_gradient
+from ._calls import (
+    dense_rows,
+    draw_dropout,
+    refusing,
+    score_options,
+    signed_probabilities,
+    unpacked,
+    without_gradient,
+)
 
 __all__ = [
     "flash_attn_func",
@@ -50,6 +58,10 @@ def _attend(q, k, v, varlen: tuple | None, options: dict[str, Any], return_attn_
     return *results, signed_probabilities(q, k, varlen, options) if dropped else q.new_empty(0)
 
 
+_KV, _QKV = "(batch, seqlen_k, 2, nheads_k, headdim)", "(batch, seqlen, 3, nheads, headdim)"
+_VARLEN_KV, _VARLEN_QKV = "(total_k, 2, nheads_k, headdim)", "(total, 3, nheads, headdim)"
+
+
 @refusing
 def flash_attn_func(
     q: torch.Tensor,
@@ -73,13 +85,13 @@ def flash_attn_func(
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *options: Any, **more: Any) -> Any:
     """flash_attn_func with k and v in one tensor, kv (batch, seqlen_k, 2, nheads_k, headdim). The other arguments are
     its own, in its order."""
-    return flash_attn_func(q, *kv.unbind(-3), *options, **more)
+    return flash_attn_func(q, *unpacked("kv", kv, 2, _KV), *options, **more)
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *options: Any, **more: Any) -> Any:
     """flash_attn_func with all in one tensor, qkv (batch, seqlen, 3, nheads, headdim). The other arguments are its own,
     in its order."""
-    return flash_attn_func(*qkv.unbind(-3), *options, **more)
+    return flash_attn_func(*unpacked("qkv", qkv, 3, _QKV), *options, **more)
 
 
 @refusing
@@ -132,7 +144,7 @@ def flash_attn_varlen_kvpacked_func(
     """flash_attn_varlen_func with k and v in one tensor, kv (total_k, 2, nheads_k, headdim). The other arguments are
     its own, in its order."""
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, *kv.unbind(-3), *lengths, *options, **more)
+    return flash_attn_varlen_func(q, *unpacked("kv", kv, 2, _VARLEN_KV), *lengths, *options, **more)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -141,7 +153,7 @@ def flash_attn_varlen_qkvpacked_func(
     """flash_attn_varlen_func with all in one tensor, qkv (total, 3, nheads, headdim). The other arguments are its own,
     in its order."""
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(*qkv.unbind(-3), *lengths, *options, **more)
+    return flash_attn_varlen_func(*unpacked("qkv", qkv, 3, _VARLEN_QKV), *lengths, *options, **more)
 
 
 @refusing
