@@ -407,7 +407,7 @@ def test_calls_over_ranks():
         (lambda: distributed.forward(group, Q, K, V, seqlen_q=20), "of the 40 tokens of 2 sequences of 20 with layout"),
         (
             lambda: distributed.forward(group, Q[0], K[0], V[0], cu_seqlens_q=[2, 3], cu_seqlens_k=[3, 4]),
-            r"cu_seqlens_q=\[2, 3\] does not go from 0 upwards: expected batch \+ 1 cumulative lengths, such as \[0, 3, 8\]",
+            r"cu_seqlens_q=\[2, 3\] does not go from 0 upwards: expected batch \+ 1 cumulative lengths, such as",
         ),
         (lambda: distributed.create_group(0, 1, "mpi"), "all_gather='mpi' is not a function"),
     ):
@@ -450,17 +450,18 @@ def test_weights_that_are_not_packed():
 @pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
 def test_a_first_call_inside_a_compiled_function():
     """PyTorch is not told of the library where the library is imported first: the text says what to do."""
-    program = """
+    said = run("""
 import flash_attn_minimal as fa
 import torch
-EARLY
 q = torch.zeros(1, 4, 2, 8)
 f = torch.compile(lambda q: fa.flash_attn_func(q, q, q), fullgraph=True, backend="eager")
 try:
-    print(tuple(f(q).shape))
+    f(q)
 except Exception as error:
-    print(str(error).replace(chr(10), " "))
-"""
-    said = run(program.replace("EARLY", ""))
+    said = str(error).replace(chr(10), " ")
+import flash_attn_minimal.autograd
+torch._dynamo.reset()
+print(said, tuple(f(q).shape))
+""")
     assert "imported before PyTorch" in said and "import torch first, or flash_attn_minimal.autograd before" in said
-    assert run(program.replace("EARLY", "import flash_attn_minimal.autograd")) == "(1, 4, 2, 8)"
+    assert said.endswith("(1, 4, 2, 8)")
