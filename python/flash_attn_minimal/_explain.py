@@ -18,8 +18,10 @@ _RULES: list[tuple[str, Any]] = [
     (r"\bwindow_left\b", "window_size[0]"),
     (r"\bwindow_right\b", "window_size[1]"),
     (rf"\b({_FLAGS})=([01])\b(?! on rank)", lambda m: f"{m[1]}={m[2] == '1'}"),
-    (r"\bFA_CPU\b", "the CPU"),
-    (r"\bFA_CUDA\b", "a GPU"),
+    (r"\b(device is|call on) FA_CPU\b", r"\1 the CPU"),
+    (r"\b(device is|call on) FA_CUDA\b", r"\1 a GPU"),
+    (r"\bkind(=| is not )FA_GROUP_(\w+)", lambda m: f"kind{m[1]}{m[2].lower()!r}"),
+    (r"\bwith device=FA_CPU\b", "with device='cpu'"),
     (r"\bfloat8_e4m3\b", "float8_e4m3fn"),
     (
         r"^([qkv]_descale)\.data is NULL.*",
