@@ -122,7 +122,7 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 def _name(what: str, value: Any, names: Collection[str], expected: str = "") -> str:
     """One of the names."""
     if not isinstance(value, str) or value not in names:
-        raise BadArgument(f"{what}={_quoted(value)} is {expected or 'none of ' + ', '.join(map(repr, names))}")
+        raise BadArgument(f"{what}={_quoted(value)} is {expected or 'not one of ' + ', '.join(map(repr, names))}")
     return value
 
 

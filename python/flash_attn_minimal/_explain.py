@@ -10,7 +10,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_FLAGS = "causal|top_left|deterministic|allow_tf32|fast_accum|hadamard|programmatic|batch_invariant|rotary_interleaved"
+_FLAGS = "|".join(
+    ("causal", "top_left", "deterministic", "allow_tf32", "fast_accum", "hadamard", "programmatic", "batch_invariant")
+    + ("rotary_interleaved", "pair")
+)
 
 # In this order. Names that stand for something else in C and in Python are translated by struct: see _RENAMED.
 _RULES: list[tuple[str, Any]] = [

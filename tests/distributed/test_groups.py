@@ -67,7 +67,7 @@ def test_refusals_of_thread_groups(arguments, text):
     "arguments, text",
     [
         ({"rank": 2}, "rank=2 is outside 0 .. 1"),
-        ({"kind": "mpi"}, "kind='mpi' is none of 'threads', 'processes', 'nccl'"),
+        ({"kind": "mpi"}, "kind='mpi' is not one of 'threads', 'processes', 'nccl'"),
         ({"kind": "nccl"}, "nccl_comm is NULL with kind='nccl'"),
         ({"nccl_comm": 64}, "nccl_comm is set, but kind is not 'nccl'"),
         ({"kind": "nccl", "nccl_comm": 64}, "kind='nccl' with device='cpu'"),

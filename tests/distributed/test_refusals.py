@@ -86,8 +86,8 @@ def test_ranks_that_call_different_functions():
     [
         (lambda g, q: fad.forward(g, q.astype(np.float64), q, q), fa.BadArgument, "q is float64: expected float32"),
         (lambda g, q: fad.forward(g, q, q[:, :1], q), fa.BadArgument, "v has shape .* but k has"),
-        (lambda g, q: fad.forward(g, q, q, q, mode="fast"), fa.BadArgument, "mode='fast' is none of 'auto'"),
-        (lambda g, q: fad.forward(g, q, q, q, layout=2), fa.BadArgument, "layout=2 is none of"),
+        (lambda g, q: fad.forward(g, q, q, q, mode="fast"), fa.BadArgument, "mode='fast' is not one of 'auto'"),
+        (lambda g, q: fad.forward(g, q, q, q, layout=2), fa.BadArgument, "layout=2 is not one of"),
         (lambda g, q: fad.forward(g, q, q, q, groups=17), fa.BadArgument, "groups=17 is outside 0 .. 16"),
         (lambda g, q: fad.forward(g, q, q, q, groups=2**40), fa.BadArgument, "groups=1099511627776 is outside"),
         (lambda g, q: fad.forward(g, q, q, q, kernel="no"), fa.BadArgument, "kernel=no"),
