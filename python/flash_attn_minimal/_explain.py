@@ -87,7 +87,7 @@ def explained(text: str, struct: Any = None) -> str:
     if args is None:
         return text
     if args.cu_seqlens_q:
-        text = re.sub(r"\bseqlen_([qk])=", r"max_seqlen_\1=", text)
+        text = re.sub(r"(?<![.\w])seqlen_([qk])=", r"max_seqlen_\1=", text)
     elif text.startswith("nheads=") and "multiple of nheads_k" in text:
         text += _heads_first(args.seqlen_q, args.seqlen_k, args.nheads_k)
     return text

@@ -393,7 +393,7 @@ def test_names_in_c_that_python_has_not_are_translated():
     assert _explain.explained("k.data=0x10 overlaps k_new.data=0x20", step) == "k_cache.data=0x10 overlaps k.data=0x20"
 
 
-def test_calls_over_ranks():
+def test_calls_over_ranks(monkeypatch):
     """The same texts, and those of the arguments that these calls alone have."""
     (group,) = distributed.thread_groups(1, timeout=20)
     wide = zeros((2, 3, 300, 8), f4)
