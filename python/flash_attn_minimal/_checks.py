@@ -148,6 +148,6 @@ def _window(window_size: Any) -> tuple[int, int]:
             f"window_size={_quoted(window_size)} is not a pair (left, right) of integers, -1 for an open end{hint}"
         ) from None
     if left is None or right is None:
-        raise BadArgument(f"window_size={_quoted(window_size)} is not a pair of integers: -1 is an open end")
+        raise BadArgument(f"window_size[{int(left is not None)}]=None is not an integer: -1 is an open end")
     low, high = -(2**63), 2**63 - 1
     return _integer("window_size[0]", left, low, high), _integer("window_size[1]", right, low, high)
