@@ -129,6 +129,9 @@ if [[ $verb == clean || $clean ]]; then
             say "removed $folder"
         fi
     done
+    for file in "$venv"/lib/python*/site-packages/flash_attn_minimal_checkout.pth; do # in somebody's environment: see connect
+        [[ $verb == clean && -f $file && $(head -n 1 -- "$file") == "$root/python" ]] && rm -- "$file" && say "removed $file"
+    done
     [[ ! $kept ]] || die "delete it yourself, if nothing in it is wanted"
     [[ $verb != clean ]] || exit 0
 fi
