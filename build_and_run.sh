@@ -14,7 +14,7 @@ usage: ./build_and_run.sh [VERB] [OPTION ...] [-- ARGUMENT ...]
 
 verbs     run      build, native checks, benchmark against standard attention, summary (the default)
           build    the library and the native test program alone
-          test     build, then CTest and pytest            (arguments after -- go to pytest)
+          test     build, then the quick tests, in minutes; test --all: every test (arguments after -- go to pytest)
           bench    build, then the benchmark alone          (arguments after -- go to test_flash_attn --bench)
           clean    remove the build folder and the environment, if this script has made them
 
@@ -43,7 +43,7 @@ build=${FLASH_ATTN_BUILD:-$root/build}
 venv=${FLASH_ATTN_VENV:-$root/.venv}
 [[ $build == /* ]] || build=$PWD/$build
 [[ $venv == /* ]] || venv=$PWD/$venv
-verb='' cuda=auto arch='' clean='' jobs='' defines=() rest=()
+verb='' cuda=auto arch='' clean='' jobs='' all='' defines=() rest=()
 while (($#)); do
     case $1 in
         run | build | test | bench | clean) [[ -z $verb ]] || die "two verbs: '$verb' and '$1'" 2; verb=$1 ;;
@@ -53,6 +53,7 @@ while (($#)); do
         --arch=?*) arch=${1#*=} ;;
         --jobs=?*) jobs=${1#*=}; [[ $jobs =~ ^[1-9][0-9]*$ ]] || die "--jobs: '$jobs' is not a positive number" 2 ;;
         --clean) clean=yes ;;
+        --all) all=yes ;;
         -D?*=*) defines+=("$1") ;;
         -h | --help) usage; exit 0 ;;
         --) shift; rest=("$@"); break ;;
@@ -61,6 +62,7 @@ while (($#)); do
     shift
 done
 verb=${verb:-run}
+[[ -z $all || $verb == test ]] || die "--all belongs to test" 2
 [[ -z $arch || $cuda != off ]] || die "--arch and --cpu-only exclude each other" 2
 
 # ---- folders: what is not this script's stays ----
@@ -200,6 +202,7 @@ missing() { # missing PYTHON NAME...: those that this Python does not have, one 
             cmake) find_cmake "$python" >/dev/null || say cmake ;;
             ninja) find_ninja "$python" >/dev/null || say ninja ;;
             nvcc) find_nvcc "$python" >/dev/null || say nvcc ;;
+            pytest-xdist) "$python" -c 'import xdist' >/dev/null 2>&1 || say pytest-xdist ;;
             *) "$python" -c "import $name" >/dev/null 2>&1 || say "$name" ;;
         esac
     done
@@ -209,7 +212,7 @@ gpu=$(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null 
 # ---- what it needs, and from where ----
 need=(cmake) want=(ninja numpy)
 if [[ $verb == test ]]; then
-    need+=(numpy pytest) want=(ninja ml_dtypes hypothesis rich matplotlib)
+    need+=(numpy pytest) want=(ninja pytest-xdist ml_dtypes hypothesis rich matplotlib)
     # tests/ladder/test_page.py drives a browser where there is one
     ! command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null || want+=(playwright)
 fi
@@ -301,9 +304,18 @@ export FLASH_ATTN_LIBRARY=$build/libflash_attn_minimal.so PYTHONPATH=$root/pytho
 
 # ---- test, check, bench ----
 if [[ $verb == test ]]; then
-    step CTest everything "${cmake%cmake}ctest" --test-dir "$build" --no-tests=error --output-on-failure || exit
+    native=(-LE quick) tier=(--all)
+    [[ $all ]] || native=(-L quick) tier=()
+    step CTest everything "${cmake%cmake}ctest" --test-dir "$build" "${native[@]}" --no-tests=error --output-on-failure || exit
     cd "$root"
-    step pytest everything "$python" -m pytest --durations=15 ${rest[@]+"${rest[@]}"} || exit
+    # A process for each core, up to 8, if pytest-xdist is there. With a GPU one process, which has the GPU to itself.
+    workers=()
+    if [[ -z $gpu ]] && "$python" -c 'import xdist' 2>/dev/null; then
+        workers=(-n "$((jobs < 8 ? jobs : 8))" --dist worksteal)
+        export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
+    fi
+    step pytest everything "$python" -m pytest --durations=15 ${workers[@]+"${workers[@]}"} ${tier[@]+"${tier[@]}"} ${rest[@]+"${rest[@]}"} || exit
+    [[ $all ]] || say "These were the quick tests; ./build_and_run.sh test --all runs every test (docs/testing.md)."
     exit 0
 fi
 devices=$("$python" -c 'import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).fa_cuda_device_count())' "$FLASH_ATTN_LIBRARY")

@@ -24,6 +24,7 @@ DOCUMENTS = (
     "docs/quantization.md",
     "docs/remembered.md",
     "docs/reliability.md",
+    "docs/testing.md",
 )
 
 
