@@ -14,7 +14,7 @@ usage: ./build_and_run.sh [VERB] [OPTION ...] [-- ARGUMENT ...]
 
 verbs     run      build, native checks, benchmark against standard attention, summary (the default)
           build    the library and the native test program alone
-          test     build, then the quick tests, in minutes; test --all: every test (arguments after -- go to pytest)
+          test     build, then the quick tests; with --all every test (arguments after -- go to pytest)
           bench    build, then the benchmark alone          (arguments after -- go to test_flash_attn --bench)
           clean    remove the build folder and the environment, if this script has made them
 
