@@ -1,5 +1,5 @@
-// transport_nccl.cpp: transfers by a communicator that the caller has made, for GPUs that cannot read each other's memory. libnccl is found
-// at run time. NCCL's copies are kernels, so they take SMs or wait for them: where ranks share a host, the other transports are faster.
+// transport_nccl.cpp: transfers by a communicator that the caller provides, for GPUs that cannot read each other's memory. libnccl is found
+// at run time. NCCL's copies are kernels, which take SMs or wait for them, so on one host the other transports are faster.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ FA_FIRST_VERSION(dlerror);
 namespace fa::distributed {
 namespace {
 
-// The part of nccl.h that is used here; the same since NCCL 2.7.
+// The part of nccl.h that is used here, unchanged since NCCL 2.7.
 struct Nccl {
     using Comm = void*;
     int (*comm_count)(Comm, int*);
@@ -59,7 +59,7 @@ public:
         return FA_OK;
     }
 
-    fa_status fence() override { return FA_OK; }  // the stream's order, and NCCL's, are enough
+    fa_status fence() override { return FA_OK; }  // the order of the stream, and NCCL's, are enough
 
     fa_status move(const std::vector<Copy>& copies, int32_t after) override {
         char* place = staging_;
@@ -118,7 +118,7 @@ public:
     fa_status fetch(const std::vector<Copy>& copies, int32_t after, void* stream, Hidden hidden) override {
         return Transport::fetch(copies, after, stream, hidden);
     }
-    fa_status finish(void* stream) override {  // what this rank published has been sent by then
+    fa_status finish(void* stream) override {  // by then everything that this rank published has been sent
         FA_RETURN_IF_ERROR(arrive(stream));
         return mark_end(cuda_stream(stream));
     }

@@ -34,7 +34,7 @@ CONTENTS = {
             + ["examples/*"],
         ),
         ("Reference", ["QUICK_REFERENCE", "docs/contract", "docs/api/index"]),
-        ("Performance", ["docs/benchmarks/index", "docs/experiments/index"]),
+        ("Performance", ["docs/performance", "docs/benchmarks/index", "docs/experiments/index"]),
         ("Learn", ["docs/learn/index", "ladder/index", "ARCHITECTURE", "cuda/*"]),
         ("More", ["docs/testing", "docs/reliability", "*"]),
     ],

@@ -86,7 +86,14 @@ def test_one_version_everywhere():
     header = (ROOT / "cuda/flash_attn.h").read_text()
     macros = ".".join(re.search(rf"#define FA_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
     cmake = re.search(r"project\(flash_attn_minimal VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
-    assert {library.fa_version().decode(), macros, cmake} == {project_version()}
+    citation = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    assert {library.fa_version().decode(), macros, cmake, citation} == {project_version()}
+
+
+def test_contributors_check_with_the_releases_of_ci():
+    pin = r"(?:clang-format|ruff|import-linter|mypy|basedpyright)==[\d.]+"
+    pins = set(re.findall(pin, (ROOT / "CONTRIBUTING.md").read_text()))
+    assert len(pins) == 5 and pins == set(re.findall(pin, (ROOT / ".ci/run").read_text()))
 
 
 def test_every_extra_is_written_down():
