@@ -38,12 +38,13 @@ say() { printf '%s\n' "$*"; }
 die() { printf 'build_and_run.sh: %s\n' "$1" >&2; exit "${2:-1}"; }
 
 # ---- arguments ----
+every='' # test
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 build=${FLASH_ATTN_BUILD:-$root/build}
 venv=${FLASH_ATTN_VENV:-$root/.venv}
 [[ $build == /* ]] || build=$PWD/$build
 [[ $venv == /* ]] || venv=$PWD/$venv
-verb='' cuda=auto arch='' clean='' jobs='' all='' defines=() rest=()
+verb='' cuda=auto arch='' clean='' jobs='' defines=() rest=()
 while (($#)); do
     case $1 in
         run | build | test | bench | clean) [[ -z $verb ]] || die "two verbs: '$verb' and '$1'" 2; verb=$1 ;;
@@ -53,7 +54,7 @@ while (($#)); do
         --arch=?*) arch=${1#*=} ;;
         --jobs=?*) jobs=${1#*=}; [[ $jobs =~ ^[1-9][0-9]*$ ]] || die "--jobs: '$jobs' is not a positive number" 2 ;;
         --clean) clean=yes ;;
-        --all) all=yes ;;
+        --all) every=yes ;;
         -D?*=*) defines+=("$1") ;;
         -h | --help) usage; exit 0 ;;
         --) shift; rest=("$@"); break ;;
@@ -61,8 +62,8 @@ while (($#)); do
     esac
     shift
 done
+[[ -z $every || $verb == test ]] || die "--all belongs to test" 2
 verb=${verb:-run}
-[[ -z $all || $verb == test ]] || die "--all belongs to test" 2
 [[ -z $arch || $cuda != off ]] || die "--arch and --cpu-only exclude each other" 2
 
 # ---- folders: what is not this script's stays ----
@@ -305,7 +306,7 @@ export FLASH_ATTN_LIBRARY=$build/libflash_attn_minimal.so PYTHONPATH=$root/pytho
 # ---- test, check, bench ----
 if [[ $verb == test ]]; then
     native=(-LE quick) tier=(--all)
-    [[ $all ]] || native=(-L quick) tier=()
+    [[ $every ]] || native=(-L quick) tier=()
     step CTest everything "${cmake%cmake}ctest" --test-dir "$build" "${native[@]}" --no-tests=error --output-on-failure || exit
     cd "$root"
     # A process for each core, up to 8, if pytest-xdist is there. With a GPU one process, which has the GPU to itself.
@@ -315,7 +316,7 @@ if [[ $verb == test ]]; then
         export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
     fi
     step pytest everything "$python" -m pytest --durations=15 ${workers[@]+"${workers[@]}"} ${tier[@]+"${tier[@]}"} ${rest[@]+"${rest[@]}"} || exit
-    [[ $all ]] || say "These were the quick tests; ./build_and_run.sh test --all runs every test (docs/testing.md)."
+    [[ $every ]] || say "These were the quick tests; ./build_and_run.sh test --all runs every test (docs/testing.md)."
     exit 0
 fi
 devices=$("$python" -c 'import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).fa_cuda_device_count())' "$FLASH_ATTN_LIBRARY")

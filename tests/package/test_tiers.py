@@ -2,6 +2,8 @@
 them."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +53,15 @@ def test_a_worker_does_as_the_first_process_says():
     """xdist gives it names that nobody typed, and the options."""
     assert not runs(configured(source="args", worker=True), "fuzz/test_campaign.py")
     assert runs(configured(source="args", worker=True, all=True), "fuzz/test_campaign.py")
+
+
+def test_the_build_script_explains_both():
+    if not shutil.which("bash"):
+        pytest.skip("no bash here")
+    script = [shutil.which("bash"), ROOT / "build_and_run.sh", "--help"]
+    assert re.search(
+        r"^ +test .*\s--all\s", subprocess.run(script, capture_output=True, text=True).stdout, re.MULTILINE
+    )
 
 
 @pytest.mark.skipif(not (ROOT / "docs/testing.md").is_file(), reason="the documents are not beside the tests")
