@@ -203,7 +203,7 @@ missing() { # missing PYTHON NAME...: those that this Python does not have, one 
             cmake) find_cmake "$python" >/dev/null || say cmake ;;
             ninja) find_ninja "$python" >/dev/null || say ninja ;;
             nvcc) find_nvcc "$python" >/dev/null || say nvcc ;;
-            pytest-xdist) "$python" -c 'import xdist' >/dev/null 2>&1 || say pytest-xdist ;;
+            pytest-xdist) "$python" -c 'from xdist.scheduler import WorkStealingScheduling' >/dev/null 2>&1 || say pytest-xdist ;;
             *) "$python" -c "import $name" >/dev/null 2>&1 || say "$name" ;;
         esac
     done
@@ -311,7 +311,7 @@ if [[ $verb == test ]]; then
     cd "$root"
     # A process for each core, up to 8, if pytest-xdist is there. With a GPU one process, which has the GPU to itself.
     workers=()
-    if [[ -z $gpu ]] && "$python" -c 'import xdist' 2>/dev/null; then
+    if [[ -z $gpu ]] && "$python" -c 'from xdist.scheduler import WorkStealingScheduling' 2>/dev/null; then
         workers=(-n "$((jobs < 8 ? jobs : 8))" --dist worksteal)
         export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
     fi
