@@ -316,7 +316,7 @@ if [[ $verb == test ]]; then
         export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
     fi
     step pytest everything "$python" -m pytest --durations=15 ${workers[@]+"${workers[@]}"} ${tier[@]+"${tier[@]}"} ${rest[@]+"${rest[@]}"} || exit
-    [[ $every ]] || say "These were the quick tests; ./build_and_run.sh test --all runs every test (docs/testing.md)."
+    [[ $every ]] || ((${#rest[@]})) || say "These were the quick tests; ./build_and_run.sh test --all runs every test (docs/testing.md)."
     exit 0
 fi
 devices=$("$python" -c 'import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).fa_cuda_device_count())' "$FLASH_ATTN_LIBRARY")
