@@ -139,6 +139,8 @@ LONG = {
 def test_long(kernel, long, signs, dtype, monkeypatch):
     """Also where no score is positive, and where they grow along the keys, or towards the first ones, by far more than
     a speculative maximum bears."""
+    if kernel.name == "cpu_naive" and signs != "both":
+        pytest.skip("takes the maximum of the whole row before it adds anything up")
     inputs = accuracy.inputs
 
     def changed(case):

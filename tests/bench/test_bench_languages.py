@@ -78,7 +78,7 @@ def test_compiling_is_measured_with_an_empty_cache(tmp_path):
     for _ in range(2):  # the second run compiles again
         data = run(tmp_path, *SMALL, "--kernel", "c_vectors,numpy_standard")
         first = {row["system"]: row["compile_s"] for row in timed(data)}
-        assert first["c_vectors"] > 0.05 > first["numpy_standard"]
+        assert first["c_vectors"] > max(0.05, 2 * first["numpy_standard"])
     assert {name: os.environ.get(name) for name in languages.CACHES} == before
 
 

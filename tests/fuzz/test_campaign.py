@@ -17,6 +17,7 @@ from flash_attn_minimal.fuzz import arrays, campaign, function, report, reproduc
 from flash_attn_minimal.fuzz.arrays import Arena, Array, backend_for
 from flash_attn_minimal.fuzz.case import Draw, World, functions, generate, run
 
+E4M3 = "float8_e4m3fn"
 EXAMPLES = int(os.environ.get("FLASH_ATTN_TEST_EXAMPLES", "40"))
 BACKENDS = [("cpu", None), ("cpu", "torch")] + [("cuda", None if CUDA.framework == "torch" else "cupy")] * (not NO_CUDA)
 
@@ -297,6 +298,32 @@ def test_every_smaller_case_is_a_call():
             continue
         for smaller in itertools.islice(shrink.candidates(spec), 0, None, 11):
             assert run(functions()[spec["function"]].trimmed(smaller), world.backend).fine, smaller
+
+
+RARE = {
+    "float8": {
+        "function": "flash_attn_func", "dtype": E4M3, "batch": 2, "seqlen_q": 3, "seqlen_k": 5, "nheads_k": 2,
+        "group": 2, "headdim": 16, "fast_accum": True, "out_dtype": "float16",
+        "descale": {"q": [2, 4], "k": [1, 2], "v": [2]}, "layouts": {"k_descale": {"pad": [1, 1], "step": 2}},
+    },
+    "float8, packed": {
+        "function": "flash_attn_varlen_func", "dtype": E4M3, "lens": [[3, 4], [2, 2]], "nheads_k": 2, "headdim": 16,
+        "descale": {"q": [2, 2], "k": [2, 1], "v": [1]},
+    },
+    "a tree for each sequence": {
+        "function": "flash_attn_with_kvcache", "lengths": [9, 12], "seqlen_q": 4, "seqlen_new": 4, "rows": 16,
+        "tree": 4, "trees": 2, "cache_dtype": "int8", "scales": "tokens",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_every_smaller_case_of_a_rare_call_is_a_call(name):
+    """Sizes that go with another: the factors of float8 with the batch and the heads, the trees with the batch."""
+    function = functions()[RARE[name]["function"]]
+    for smaller in shrink.candidates({**RARE[name], "seed": 3}):
+        outcome = run(function.trimmed(smaller), arrays.Numpy())
+        assert outcome.fine, f"{outcome}\n{smaller}"
 
 
 # ---- the watchdog ----

@@ -26,6 +26,7 @@ DOCUMENTS = (
     "docs/quantization.md",
     "docs/remembered.md",
     "docs/reliability.md",
+    "docs/testing.md",
 )
 PLACES = ("docs", "cuda", "ladder", "examples")
 
