@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from .._progress import Progress
 from .._report import table as markdown_table
 from ..transformer import ops
 from ..transformer._library import W4_FORMATS
 from ..transformer.quantized import W4Weight
 from .figure import MINE, figure_of, legend, set_title
-from .machine import BenchError, Meter, load_average, open_machine
+from .machine import BenchError, load_average, open_machine
 from .rows import label, number
-from .suite import Outcome, Suite, register, rounded
+from .suite import Outcome, Suite, measuring, register, rounded
 from .systems import LABELS
 from .timing import Protocol, interleave
 
@@ -95,7 +94,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     shapes, counts = QUICK[machine.device] if options.quick else (SHAPES, ROWS) if gpu else CPU
     outcome = Outcome(load=load_average())
     print(f"{machine.title}, {dtype}, {machine.framework} arrays", flush=True)
-    with Meter(machine) as meter, Progress(len(shapes) * len(counts), "linear") as progress:
+    with measuring(outcome, machine, len(shapes) * len(counts), "linear") as (meter, progress):
         for n, k in shapes:
             weights = Weights(machine, n, k, dtype, dtype if gpu else "float32")
             for m in counts:
@@ -103,7 +102,6 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
                 progress.step(f"{n} x {k}, {m} rows: {said}")
             del weights
             machine.release()
-        outcome.conditions, outcome.driver = meter.between(), meter.driver
     return machine, outcome
 
 

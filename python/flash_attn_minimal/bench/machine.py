@@ -20,6 +20,7 @@ from statistics import median
 
 import numpy as np
 
+from .._command import UsageError
 from .._library import FlashAttnError, load
 from .._report import cpu_model
 
@@ -29,7 +30,7 @@ GRAPH_BELOW_US = 200  # a launch that takes longer hides the host's work for the
 CAPTURE_FAILED = "timed without a CUDA graph"
 
 
-class BenchError(FlashAttnError):
+class BenchError(UsageError):
     """This machine cannot do what was asked; the text says why."""
 
 
@@ -99,7 +100,7 @@ class Numpy(CpuClock):
                 import ml_dtypes
             except ImportError:
                 raise BenchError(
-                    f"--dtype {dtype} on the CPU needs PyTorch or ml_dtypes, and neither is installed"
+                    f"arrays of {dtype} on the CPU need ml_dtypes or PyTorch: pip install ml_dtypes"
                 ) from None
             return np.dtype(getattr(ml_dtypes, dtype))
         return np.dtype(dtype)

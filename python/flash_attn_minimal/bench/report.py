@@ -1,5 +1,5 @@
 """The result file and the Markdown table made from it. The file is one JSON object: machine, date, commit, command,
-rows, left_out."""
+rows, left_out; and why the run ended early, if it did."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .machine import BenchError, Meter, cores
 from .rows import ROOFS, device_name, dtypes, label, number, series, timed, unit
 from .suite import SUITES
 
+DEFAULT_FOLDER = Path("benchmarks")  # in the current folder; each device has one below it
 BUSY = 0.5  # load per core before the run, above which CPU times are marked as disturbed
 
 
@@ -41,6 +42,7 @@ def result(suite: str, command: str, machine, outcome) -> dict:
         "suite": suite,
         "rows": outcome.rows,
         "left_out": outcome.left_out,
+        "stopped": outcome.stopped or None,
     }
     return {key: value for key, value in whole.items() if value is not None}
 
@@ -53,10 +55,11 @@ def encoded(data: dict) -> str:
 
 
 def write(data: dict, folder: Path) -> list[Path]:
-    """<suite>.json, then the table and the pictures beside it."""
+    """<suite>.json, then the table and the pictures beside it. A run that ended early becomes <suite>_part.json, and
+    leaves a whole result as it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"{data['suite']}.json"
+        file = folder / f"{data['suite']}{'_part' * ('stopped' in data)}.json"
         file.write_text(encoded(data))
     except OSError as error:
         raise BenchError(f"cannot write to {folder}: {error.strerror}") from None
@@ -139,6 +142,8 @@ def markdown(data: dict, pictures: list[Path]) -> str:
         conditions(data),
         "",
     ]
+    if "stopped" in data:
+        lines += [f"**The run ended early ({data['stopped']}): these are the rows that it had measured.**", ""]
     for picture in pictures:
         lines += [f"![{picture.stem.replace('_', ' ')}]({picture.name})", ""]
     lines += suite.table(data, rows)
@@ -197,12 +202,6 @@ def conditions(data: dict) -> str:
             f"every answer checked against float64 first, the worst error of ours at {worst:.0%} of its budget"
         )
     return "; ".join(parts) + "."
-
-
-def default_folder(slug: str) -> Path:
-    """docs/benchmarks/<device> where such a folder of results exists, else benchmarks/<device>."""
-    docs = Path("docs") / "benchmarks"
-    return (docs if docs.is_dir() else Path("benchmarks")) / slug
 
 
 def relative(path: Path) -> str:

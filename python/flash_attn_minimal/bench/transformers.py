@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from .._report import table as markdown_table
-from .machine import BenchError, Meter, first_line, load_average, open_machine
+from .machine import BenchError, first_line, load_average, open_machine
 from .rows import label, number
-from .suite import Outcome, Suite, register, rounded
+from .suite import Outcome, Suite, measuring, register, rounded
 from .timing import Protocol, Timing
 
 MODELS = {  # LlamaConfig
@@ -171,13 +171,13 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     dtype = options.dtype or ("bfloat16" if machine.device == "cuda" else "float32")
     outcome = Outcome(load=load_average())
     print(f"{machine.title}: {name}, {dtype}", flush=True)
-    with Meter(machine) as meter:
+    with measuring(outcome, machine, len(prompts), "transformers") as (_, progress):
         for prompt in prompts:
             runs = _Runs(machine, name, dtype, options.batch or 1, prompt, steps, options.seed or 0)
             row = {"suite": "transformers", "model": name, "dtype": dtype, "batch": options.batch or 1}
             _one(runs, row | {"tokens": steps, "seqlen_k": prompt}, options.rounds or ROUNDS, options.seed, outcome)
             machine.release()
-        outcome.conditions, outcome.driver = meter.between(), meter.driver
+            progress.step(f"prompts of {prompt} tokens, {steps} steps")
     return machine, outcome
 
 
