@@ -46,6 +46,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, **about: Any):
         about.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        for key in ("description", "epilog"):
+            about[key] = about.get(key, "").replace("python -m flash_attn_minimal", program())
         super().__init__(prog=f"{program()} {command}", allow_abbrev=False, **about)
 
     def error(self, message: str) -> NoReturn:
@@ -84,7 +86,7 @@ def integer(least: int = 1, most: int = LARGEST) -> Callable[[str], int]:
     return parsed
 
 
-def seed(text: str) -> int:
+def any_seed(text: str) -> int:
     return integer(0, LARGEST_SEED)(text)
 
 
@@ -93,7 +95,7 @@ def integers(text: str) -> list[int]:
     return [integer()(part) for part in text.split(",")]
 
 
-def number(least: float = 0.0, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
+def real(least: float = 0.0, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
     """A number from `least` to `most`; with `above`, `least` itself is too small."""
 
     def parsed(text: str) -> float:
@@ -116,7 +118,7 @@ def number(least: float = 0.0, most: float = math.inf, above: bool = False) -> C
 
 
 def one_of(names: Collection[str], what: str | None = None) -> dict[str, Any]:
-    """Arguments of add_argument for an option that takes one of some names. `what` stands for the names in the usage."""
+    """Arguments of add_argument for an option that takes one of some names. `what` stands for them in the usage."""
 
     def parsed(text: str) -> str:
         return _known(text, names)
@@ -178,7 +180,7 @@ def run(name: str, body: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever reads our output has closed it, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 1
     except (BadArgument, Unsupported) as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -196,13 +198,18 @@ def run(name: str, body: Callable[[], int]) -> int:
         )
 
 
+def drop_output() -> None:
+    """What is still to be printed goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Interrupt:
     """Whether a signal has come inside `interruptible`."""
 
     came = False
 
     def check(self) -> None:
-        """Raises what was lost: a KeyboardInterrupt that is raised inside a callback of the interpreter goes nowhere."""
+        """Raises what was lost: a KeyboardInterrupt raised inside a callback of the interpreter goes nowhere."""
         if self.came:
             raise KeyboardInterrupt
 

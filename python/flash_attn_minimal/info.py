@@ -18,7 +18,7 @@ from ._command import Parser, command
 from ._library import CPU, CUDA, DEVICES, DTYPES, AttentionArgs, AttentionBackwardArgs, load, new, path
 from ._pack import _put_dense
 from ._query import plan_from, plan_of
-from ._report import cpu_model
+from ._report import cpu_model, plural
 from ._tables import kernel_tables
 
 _TABLES = {
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
     about("library", str(path()))
     about("", f"version {lib.fa_version().decode()}, {lib.fa_build_info().decode()}")
     about("Python, NumPy", f"{platform.python_version()}, {np.__version__}")
-    about("CPU", f"{cpu_model()}, {cores} core{'s' * (cores != 1)}")
+    about("CPU", f"{cpu_model()}, {plural(cores or 1, 'core')}")
     count = lib.fa_cuda_device_count()
     named = gpus()
     for name in named or ["none found"]:

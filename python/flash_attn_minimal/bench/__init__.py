@@ -7,8 +7,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from .._command import Parser, check_folder, command, integer, integers, one_of, seed, some_of, without
+from .._command import Parser, any_seed, check_folder, command, integer, integers, one_of, some_of, without
 from .._library import load
+from .._report import plural
 from . import (
     attention,
     block,
@@ -26,7 +27,7 @@ from . import (
     small_ops,
     transformers,
 )
-from .machine import DTYPES, SHORT, BenchError, device_slug, library_has_cuda
+from .machine import DTYPES, SHORT, device_slug, library_has_cuda
 from .rows import timed
 from .suite import SUITES, Suite
 from .systems import PEERS
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--sustained", action="store_const", const=True, help="also time a third of a second each, with clock and power"
     )
-    add("--seed", type=seed, metavar="N", help="of the random inputs and of the order")
+    add("--seed", type=any_seed, metavar="N", help="of the random inputs and of the order")
     add(
         "--output",
         type=Path,
@@ -151,7 +152,7 @@ def _run(options, parser, argv) -> int:
     data = report.result(options.suite, line, machine, outcome)
     _written(report.write(data, options.output or report.DEFAULT_FOLDER / device_slug(machine)))
     if outcome.wrong:
-        print(f"{outcome.wrong} wrong answer{'s' * (outcome.wrong > 1)}", file=sys.stderr)
+        print(plural(outcome.wrong, "wrong answer"), file=sys.stderr)
     if outcome.failure:
         print(f"ended early: {outcome.stopped}", file=sys.stderr)
         raise outcome.failure

@@ -24,6 +24,7 @@ from typing import Any
 
 from .. import flash_attn_func
 from .._library import BadArgument, Unsupported
+from .._report import plural
 from .._report import table as markdown_table
 from .attention import PEER_FACTOR
 from .check import Exact
@@ -94,7 +95,10 @@ def points(options, machine) -> list[Shape]:
     shapes = []
     if not (options.tokens or options.batch or options.heads or options.seqlen or options.headdim):
         if not gpu:
-            print(f"on a CPU: {tokens} tokens, {nheads} heads; --tokens and --heads ask for more", flush=True)
+            print(
+                f"on a CPU: {plural(tokens, 'token')}, {plural(nheads, 'head')}; --tokens and --heads ask for more",
+                flush=True,
+            )
         story = (8, 1024, 12, 12, 64) if gpu else (1, 1024, 3, 3, 64)
         shapes += [shape for dtype in dtypes for shape in each(*story, dtype)]
     for dtype in dtypes:
@@ -236,11 +240,11 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
         for name in options.kernel:
             if name not in known:
                 raise BenchError(
-                    f"--kernel {','.join(options.kernel)}: {name!r} is none of {', '.join(known)} on {device}"
+                    f"--kernel {','.join(options.kernel)}: {name!r} is not one of {', '.join(known)} on {device}"
                 )
         here = [rung for rung in here if rung.name in options.kernel]
     runners = [Runner(rung, kinds.Unavailable) for rung in here]
-    print(f"{machine.title}, {len(runners)} rungs, {len(shapes)} shapes", flush=True)
+    print(f"{machine.title}, {plural(len(runners), 'rung')}, {plural(len(shapes), 'shape')}", flush=True)
     outcome = Outcome(load=load_average())
     end = time.monotonic() + 60 * (options.minutes or MINUTES)
     capability = importlib.import_module("torch").cuda.get_device_capability() if device == "cuda" else None

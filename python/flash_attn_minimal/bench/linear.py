@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .._report import plural
 from .._report import table as markdown_table
 from ..transformer import ops
 from ..transformer._library import W4_FORMATS
@@ -99,7 +100,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
             weights = Weights(machine, n, k, dtype, dtype if gpu else "float32")
             for m in counts:
                 said = _one(machine, weights, (m, n, k), dtype, options, protocol, meter, outcome)
-                progress.step(f"{n} x {k}, {m} rows: {said}")
+                progress.step(f"{n} x {k}, {plural(m, 'row')}: {said}")
             del weights
             machine.release()
     return machine, outcome
@@ -120,7 +121,7 @@ def _one(machine, weights: Weights, shape, dtype: str, options, protocol, meter,
             product = Product(machine, x, weights.packed[format], None if kernel == "best" else kernel, programmatic)
             if product.plan.status != "FA_OK":
                 reason = product.plan.error
-                outcome.left_out.append({"system": kernel, "shape": f"{n} x {k}, {m} rows", "reason": reason})
+                outcome.left_out.append({"system": kernel, "shape": f"{n} x {k}, {plural(m, 'row')}", "reason": reason})
                 continue
             err, budget = judge(machine, product, weights.exact[format], n)
             row = base | {"system": "ours", "kernel": product.plan.kernel, "weights": format}

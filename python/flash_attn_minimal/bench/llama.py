@@ -99,7 +99,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     plans = PLANS[machine.device]
     if options.model:
         if options.model not in SHAPES:
-            raise BenchError(f"--model {options.model} is none of {', '.join(SHAPES)}")
+            raise BenchError(f"--model {options.model} is not one of {', '.join(SHAPES)}")
         plans = {options.model: plans.get(options.model, next(iter(plans.values())))}
     jobs = []
     for name, (dtypes, batches, positions) in plans.items():

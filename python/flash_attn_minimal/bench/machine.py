@@ -22,7 +22,7 @@ import numpy as np
 
 from .._command import UsageError
 from .._library import FlashAttnError, load
-from .._report import cpu_model
+from .._report import cpu_model, plural
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}  # bytes
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
@@ -66,7 +66,7 @@ class CpuClock:
 
     @property
     def title(self):
-        return f"{cpu_model()}, {cores()} cores"
+        return f"{cpu_model()}, {plural(cores(), 'core')}"
 
 
 class Numpy(CpuClock):

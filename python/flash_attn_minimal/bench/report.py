@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import __version__
 from .._files import parse_json, quoted, read_bytes
 from .._library import BadArgument, load
-from .._report import STYLE, commit, cpu_model
+from .._report import STYLE, commit, cpu_model, plural
 from . import figure
 from .machine import BenchError, Meter, cores
 from .rows import ROOFS, device_name, dtypes, label, number, series, timed, unit
@@ -32,7 +32,7 @@ def result(suite: str, command: str, machine, outcome) -> dict:
             about["sm_clock_mhz"], about["power_w"] = outcome.conditions
     elif outcome.load is not None and outcome.load > BUSY * cores():
         about["load"] = round(outcome.load, 1)
-    about["host"] = f"{cpu_model()}, {cores()} cores"
+    about["host"] = f"{cpu_model()}, {plural(cores(), 'core')}"
     about["library"] = f"{__version__}, {load().fa_build_info().decode()}"
     whole = {
         "machine": {key: value for key, value in about.items() if value is not None},
@@ -91,7 +91,7 @@ def read(file: Path) -> dict:
         if not (isinstance(data, dict) and data.keys() >= {"suite", "machine", "date", "command", "rows"}):
             raise ValueError("it has no suite, machine, date, command and rows")
         if data["suite"] not in SUITES:
-            raise ValueError(f"suite={quoted(data['suite'])} is none of {', '.join(SUITES)}")
+            raise ValueError(f"suite={quoted(data['suite'])} is not one of {', '.join(SUITES)}")
         markdown(data, [])
     return data
 

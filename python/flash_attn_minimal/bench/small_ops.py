@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .._report import plural
 from .._report import table as markdown_table
 from ..transformer import ops
 from ..transformer import reference_ops as reference
@@ -159,7 +160,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     with measuring(outcome, machine, len(cases) + 2, "ops") as (meter, progress):
         for case in cases:
             linear = Linear(machine, **case)
-            what = f"{linear.n} x {linear.k}, {linear.m} rows, {SHORT[linear.dtype]}"
+            what = f"{linear.n} x {linear.k}, {plural(linear.m, 'row')}, {SHORT[linear.dtype]}"
             err, budget = linear.judge()
             if not err <= budget:
                 outcome.wrong += 1

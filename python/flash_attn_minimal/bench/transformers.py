@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from .._report import plural
 from .._report import table as markdown_table
 from .machine import BenchError, first_line, load_average, open_machine
 from .rows import label, number
@@ -165,7 +166,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     name, prompt, steps = PLANS[machine.device]
     name = options.model or name
     if name not in MODELS:
-        raise BenchError(f"--model {name} is none of {', '.join(MODELS)}")
+        raise BenchError(f"--model {name} is not one of {', '.join(MODELS)}")
     prompts = options.seqlen or [prompt]
     steps = min(steps, QUICK_STEPS) if options.quick else steps
     dtype = options.dtype or ("bfloat16" if machine.device == "cuda" else "float32")
@@ -177,7 +178,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
             row = {"suite": "transformers", "model": name, "dtype": dtype, "batch": options.batch or 1}
             _one(runs, row | {"tokens": steps, "seqlen_k": prompt}, options.rounds or ROUNDS, options.seed, outcome)
             machine.release()
-            progress.step(f"prompts of {prompt} tokens, {steps} steps")
+            progress.step(f"prompts of {plural(prompt, 'token')}, {plural(steps, 'step')}")
     return machine, outcome
 
 
@@ -238,7 +239,7 @@ def _one(runs: _Runs, row: dict[str, Any], rounds: int, seed: int | None, outcom
         if mode != "prefill":
             times["steps_per_s"] = 1e6 / times["us"]
         outcome.rows.append(rounded(found | times))
-        print(f"  {row['seqlen_k']} tokens, {system}, {mode}: {times['us'] / 1e3:.2f} ms", flush=True)
+        print(f"  {plural(row['seqlen_k'], 'token')}, {system}, {mode}: {times['us'] / 1e3:.2f} ms", flush=True)
 
 
 def _prefill_seconds(runs: _Runs) -> float:

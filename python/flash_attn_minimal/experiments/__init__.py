@@ -19,8 +19,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from .._command import Parser, check_folder, command, interruptible, number, one_of, seed, without
+from .._command import Parser, any_seed, check_folder, command, interruptible, one_of, real, without
 from .._library import load
+from .._report import plural
 from ..bench import figure
 from ..bench.machine import BenchError, Meter, Numpy, device_slug, load_average, open_machine
 from ..bench.timing import QUICK, Protocol
@@ -48,8 +49,8 @@ def _parser() -> Parser:
     add("--device", **one_of(("cpu", "cuda")), help="default: cuda when there is a GPU")
     add("--framework", **one_of(("numpy", "torch", "cupy")), help="whose arrays; default: as in `bench`")
     add("--quick", action="store_true", help="fewer points, shorter bursts")
-    add("--limit", type=number(above=True), metavar="SECONDS", help="end after the step that passes this time")
-    add("--seed", type=seed, default=0, metavar="N", help="of the random inputs and of the order")
+    add("--limit", type=real(above=True), metavar="SECONDS", help="end after the step that passes this time")
+    add("--seed", type=any_seed, default=0, metavar="N", help="of the random inputs and of the order")
     add(
         "--output",
         type=Path,
@@ -129,7 +130,7 @@ def _run(experiment: Experiment, options, argv: list[str]) -> int:
     if stopped:
         print(f"ended early: {stopped}", file=sys.stderr)
     if run.outcome.wrong:
-        print(f"{run.outcome.wrong} wrong answer{'s' * (run.outcome.wrong > 1)}", file=sys.stderr)
+        print(plural(run.outcome.wrong, "wrong answer"), file=sys.stderr)
         return status or 1
     if not run.outcome.rows and not experiment.may_be_empty:
         reasons = dict.fromkeys(item["reason"] for item in run.outcome.left_out)
