@@ -24,16 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from story_grammar import story
-from torch import nn
 
 import flash_attn_minimal as fa
 from flash_attn_minimal.llama.config import Config
 from flash_attn_minimal.llama.llama2c import save_checkpoint
 from flash_attn_minimal.llama.tokenizer import BOS, Tokenizer, save_tokenizer
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from torch import nn
+except ImportError as error:
+    raise SystemExit(f"{error} (pip install torch rich)") from None
 
 HELD_OUT = 1 << 40  # stories from this number on are held out: no model is trained on them
 WRITTEN = 110  # held-out stories that go into held_out.txt: 16,000 tokens

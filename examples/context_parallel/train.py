@@ -22,10 +22,14 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+try:
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+except ImportError as error:
+    raise SystemExit(f"{error} (pip install torch rich)") from None
 
 from flash_attn_minimal.distributed import positions, shard
 from flash_attn_minimal.distributed.torch import close_groups, context_parallel_attention
