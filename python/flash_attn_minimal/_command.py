@@ -37,8 +37,9 @@ def program() -> str:
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
     """The end of a message, "; did you mean ...?", or "" where no known name is close."""
-    close = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {close[0]}?" if close else ""
+    names = {name.lstrip("-"): name for name in known}
+    close = difflib.get_close_matches(word.lstrip("-"), names, 1)
+    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 class Parser(argparse.ArgumentParser):

@@ -128,14 +128,20 @@ class _Page:
         if not self.width:
             print(head + text)
             return
-        beside = self.width - len(head) >= min(36, len(text))
-        if not beside and head.strip():
-            print(head.rstrip())
+        room = self.width - len(head)
+        beside = room >= min(36, len(text)) and room >= max(map(len, text.split()))
         inset = " " * (len(head) if beside else under)
-        lines = textwrap.wrap(text, self.width, initial_indent=inset, subsequent_indent=inset, break_long_words=False)
+        lines = self._wrapped(text, inset)
         if beside:
             lines[0] = head + lines[0][len(head) :]
+        elif len(head) > self.width:
+            lines = self._wrapped(head, "  ") + lines
+        elif head.strip():
+            lines = [head.rstrip(), *lines]
         print(*lines, sep="\n")
+
+    def _wrapped(self, text: str, inset: str) -> list[str]:
+        return textwrap.wrap(text, self.width, initial_indent=inset, subsequent_indent=inset, break_long_words=False)
 
 
 @command("info")
@@ -163,7 +169,8 @@ def main(argv: list[str]) -> int:
             about(variable, os.environ[variable])
 
     for table, kernel_list in kernel_tables().items():
-        print(f"\n{_TABLES[table]}, best first")
+        print()
+        page.line("", f"{_TABLES[table]}, best first", 0)
         absent: dict[str, list[dict[str, str]]] = {}
         for kernel in kernel_list:
             absent.setdefault(why_not_here(table, kernel), []).append(kernel)

@@ -450,16 +450,19 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "-1"], "tokens=-1 is negative"),
-        (["--budget", "nan"], "budget=nan"),
+        (["--tokens", "-1"], "--tokens: -1 is negative"),
+        (["--budget", "nan"], "--budget: 'nan' is not a number"),
         (["--out", "x.safetensors"], "--out x.safetensors holds one format"),
         (["--out", "x.bin", "--weights", "int4"], "--out x.bin does not end in .safetensors"),
         (["--mixed"], "--mixed is about the file of --out"),
         (["--tokens", "0"], "leaves nothing to do"),
-        (["--weights", "fp4"], "invalid choice: 'fp4'"),
+        (["--weights", "fp4"], "--weights: 'fp4' is not one of nvfp4, "),
         (["--text", "/nowhere"], "text '/nowhere'"),
         (["nowhere.bin"], "checkpoint 'nowhere.bin'"),
-        (["--out", "/nowhere/x.safetensors", "--weights", "int4", "--tokens", "0"], "'/nowhere/x.safetensors.part'"),
+        (
+            ["--out", "/nowhere/x.safetensors", "--weights", "int4", "--tokens", "0"],
+            "--out /nowhere/x.safetensors: cannot write there",
+        ),
     ],
     ids=str,
 )
