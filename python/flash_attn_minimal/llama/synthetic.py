@@ -190,7 +190,7 @@ def main(argv: list[str]) -> int:
         epilog="The story shapes become llama2.c checkpoints, the others Hugging Face folders.",
     )
     add = parser.add_argument
-    add("shape", **one_of(SHAPES), help="which model's shape")
+    add("shape", **one_of(SHAPES, "SHAPE"), help=f"which model's: {', '.join(SHAPES)}")
     add("output", help="the checkpoint or folder to write")
     add("--version", **one_of(("0", "1")), help="llama2.c's file format (default 0)")
     add("--untied", action="store_true", help="give the classifier its own matrix (as folders have it)")
