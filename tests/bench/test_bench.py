@@ -175,6 +175,11 @@ def test_meter_reads_nothing_on_the_cpu():
         (["--plot-only", "no.json", "--suite", "cpu"], "--plot-only stands alone"),
         (["--output", "/dev/null/x"], "--output /dev/null/x: cannot write there: Not a directory"),
         (["--sead", "1"], "--sead is not an option of this command; did you mean --seed?"),
+        (
+            ["--suite", "cpu", "--framework", "cupy"],
+            "suite cpu needs arrays of cupy on cpu: there is no",
+        ),
+        (["--suite", "cpu", "--threads", "9999"], "--threads: 9999 is above 4096"),
         (["--seed"], "--seed: a value is missing"),
         (["--seed", "1", "2"], "'2' is one argument too many"),
         (["--device", "gpu"], "--device: 'gpu' is not one of cpu, cuda\n"),

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--peers", metavar="NAME,...", help=f"{'; '.join(', '.join(names) for names in PEERS.values())}; all; none")
     add("--model", metavar="NAME", help="llama: a shape that `synthetic` knows; transformers: 1b, tiny")
-    add("--threads", type=positive, metavar="N", help="CPU threads; default: all cores")
+    add("--threads", type=integer(most=4096), metavar="N", help="CPU threads; default: all cores")
     add("--rounds", type=positive, metavar="N", help="bursts of each system on each shape")
     add("--minutes", type=positive, metavar="N", help="languages: report what there is after so long; default: 20")
     add("--quick", action="store_const", const=True, help="fewer shapes, shorter bursts")

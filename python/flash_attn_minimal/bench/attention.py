@@ -168,7 +168,7 @@ def opened(options) -> Any:
     """Opens the machine, fills in the options that were left open, and refuses kernels that the machine does not
     have."""
     suite = _suite(options)
-    machine = open_machine(suite.device or options.device, options.framework)
+    machine = open_machine(suite.device or options.device, options.framework, suite.name if suite.device else "")
     options.dtype = options.dtype or suite.dtype or ("bfloat16" if machine.device == "cuda" else "float32")
     options.allow_tf32 = options.allow_tf32 or suite.allow_tf32
     options.backward = options.backward or suite.backward

@@ -74,7 +74,7 @@ def _widened(four: Checkpoint, device, layers: int) -> Checkpoint:
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     kind = options.device or ("cuda" if library_has_cuda() else "cpu")
-    machine = open_machine(kind, "cupy" if kind == "cuda" else "numpy")
+    machine = open_machine(kind, "cupy" if kind == "cuda" else "numpy", "block")
     seed, outcome = options.seed or 0, Outcome(load=load_average())
     name, batches, steps = (QUICK if options.quick else PLANS)[machine.device]
     print(f"{machine.title}, {machine.framework} arrays", flush=True)

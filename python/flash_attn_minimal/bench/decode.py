@@ -250,7 +250,7 @@ def others(caches: Caches, names: Iterable[str], outcome: Outcome) -> Iterator[t
 
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
-    machine = open_machine(options.device, "torch")
+    machine = open_machine(options.device, "torch", "decode")
     gpu = machine.device == "cuda"
     dtype = options.dtype or ("bfloat16" if gpu else "float32")
     points = QUICK[machine.device] if options.quick else LARGE + FEW_KEYS if gpu else CPU

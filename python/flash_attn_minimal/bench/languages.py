@@ -227,7 +227,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     rungs = ladder()
     kinds = importlib.import_module("ladder.rung")
     device = options.device or ("cuda" if library_has_cuda() else "cpu")
-    machine = open_machine(device, "torch" if device == "cuda" else "numpy")
+    machine = open_machine(device, "torch" if device == "cuda" else "numpy", "languages")
     shapes = points(options, machine)
     here = [rung for rung in rungs.RUNGS if rung.device == device]
     here = [*here, ours(device, tuple({shape.headdim for shape in shapes}))]

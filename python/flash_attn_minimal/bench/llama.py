@@ -94,7 +94,7 @@ def fill(engine: Engine, seed: int) -> None:
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
     kind = options.device or ("cuda" if library_has_cuda() else "cpu")
-    machine = open_machine(kind, "cupy" if kind == "cuda" else "numpy")
+    machine = open_machine(kind, "cupy" if kind == "cuda" else "numpy", "llama")
     seed, outcome = options.seed or 0, Outcome(load=load_average())
     plans = PLANS[machine.device]
     if options.model:

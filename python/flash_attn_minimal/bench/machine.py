@@ -300,9 +300,9 @@ class Cupy:
 FRAMEWORKS = {"numpy": [Numpy], "torch": [TorchCuda, TorchCpu], "cupy": [Cupy]}
 
 
-def open_machine(device: str | None, framework: str | None):
+def open_machine(device: str | None, framework: str | None, suite: str = ""):
     """A machine on `device` (None: a GPU if there is one) with arrays of `framework` (None: PyTorch, which has peers to
-    time, else CuPy on the GPU, NumPy on the CPU)."""
+    time, else CuPy on the GPU, NumPy on the CPU). `suite` has asked for it, where the options have not."""
     reasons = []
     for kind in (TorchCuda, Cupy, TorchCpu, Numpy):
         if device not in (None, kind.device) or framework not in (None, kind.framework):
@@ -317,6 +317,9 @@ def open_machine(device: str | None, framework: str | None):
         except BenchError as error:
             reasons.append(str(error))
     wanted = " ".join(filter(None, (device and f"--device {device}", framework and f"--framework {framework}")))
+    if suite:
+        where = " on ".join(filter(None, (f"arrays of {framework}" if framework else "", device)))
+        wanted = f"suite {suite} needs {where}"
     reasons = list(dict.fromkeys(reasons)) or ["there is no such combination"]
     raise BenchError(f"{wanted}: {'; '.join(reasons)}")
 

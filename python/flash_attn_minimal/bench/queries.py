@@ -44,7 +44,7 @@ def flops(point: Point) -> float:
 
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
-    machine = open_machine(options.device, "torch")
+    machine = open_machine(options.device, "torch", "queries")
     dtype = options.dtype or ("bfloat16" if machine.device == "cuda" else "float32")
     chosen, counts = CACHES[machine.device], COUNTS
     if options.quick:

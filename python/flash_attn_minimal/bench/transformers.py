@@ -157,7 +157,7 @@ class _Runs:
 
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
-    machine = open_machine(options.device, "torch")
+    machine = open_machine(options.device, "torch", "transformers")
     try:
         from ..integrations import transformers as adapter
     except ImportError as error:
