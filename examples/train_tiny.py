@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import importlib.util
 import json
 import re
 import sys
@@ -297,6 +298,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--compare", action="store_true", help="train again with PyTorch's attention")
     parser.add_argument("--out", type=Path, help="folder for the model, the losses and the picture")
     args = parser.parse_args(argv)
+    if args.out and importlib.util.find_spec("matplotlib") is None:
+        parser.error(f"--out {args.out} draws a picture, which needs matplotlib (pip install matplotlib)")
     preset = PRESETS[args.preset or ("full" if args.device == "cuda" else "tiny")]
     if args.steps is not None:
         if args.steps < 1:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 import sys
@@ -100,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for losses.json and losses.png")
     args = parser.parse_args(argv)
+    if args.out and importlib.util.find_spec("matplotlib") is None:
+        parser.error(f"--out {args.out} draws a picture, which needs matplotlib (pip install matplotlib)")
     if "RANK" not in os.environ:
         parser.error("the ranks come from torchrun: torchrun --nproc-per-node 2 examples/context_parallel/train.py")
     preset = PRESETS[args.preset or ("full" if args.device == "cuda" else "tiny")]
