@@ -12,9 +12,11 @@ import difflib
 import functools
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,7 +50,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, **about: Any):
         about.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         for key in ("description", "epilog"):
-            about[key] = about.get(key, "").replace("python -m flash_attn_minimal", program())
+            text = about.get(key, "").replace("python -m flash_attn_minimal", program())
+            width = shutil.get_terminal_size().columns - 2
+            about[key] = text if "\n" in text.strip() else textwrap.fill(text, max(width, 20))
         super().__init__(prog=f"{program()} {command}", allow_abbrev=False, **about)
 
     def error(self, message: str) -> NoReturn:
