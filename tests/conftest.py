@@ -1,7 +1,7 @@
 """Which library, which devices, which kernels; and how arrays reach a device.
 
-The library is $FLASH_ATTN_LIBRARY with the sources beside this folder, else an installed package, else the sources
-alone."""
+The library is $FLASH_ATTN_LIBRARY with the sources beside this folder, else an installed package, else the sources,
+which look for it in build/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python checks of single values, with the text of each refusal: numbers, flags, names, and views of arrays."""
+"""Checks of single arguments, with the texts of their errors: numbers, flags, names, and Views of arrays."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ._door import View
 from ._library import CPU, DTYPES, BadArgument
 from ._words import pass_array, pass_cast, pass_contiguous, pass_moved
 
-_OPEN = (-1, -1)  # window_size where there is none
+_OPEN = (-1, -1)  # window_size without a window
 
 
 def _check_same_place(name: str, view: View, first_name: str, first: View, dtype: str = "") -> None:
-    """dtype: what the array is expected to be; '' is what `first` is."""
+    """Raises unless an array is of the framework and on the device of `first`. dtype: the dtype that the message tells
+    to use; '' is first's."""
     if view.door is not first.door:
-        readable = view.device == CPU or first.device != CPU  # what is on a GPU does not become a host's array at once
+        readable = view.device == CPU or first.device != CPU  # no single call makes a host's array of one on a GPU
         advice = pass_array(first.door.name, name, first_name, dtype or f"{first_name}.dtype")
         raise BadArgument(
             f"{name} is a {view.door.name} array, but {first_name} is a {first.door.name} array: "
@@ -34,7 +35,7 @@ def _check_dtype(name: str, view: View) -> None:
     if view.dtype not in DTYPES:
         raise BadArgument(
             f"{name} is {view.dtype}: expected float32, float16 or bfloat16 (or float8_e4m3fn)"
-            f"{pass_cast(view.door.name, name, 'float32')}"
+            f"{pass_cast(view.door.name, name, 'float32', view.dtype)}"
         )
 
 
@@ -63,7 +64,7 @@ def _is_contiguous(view: View) -> bool:
 
 
 def _quoted(value: Any) -> str:
-    """A value for a message: short, whatever it is."""
+    """repr(value) for a message, shortened."""
     try:
         text = repr(value)
     except Exception:  # an integer of 5000 digits has no repr
@@ -78,7 +79,7 @@ def _flag(name: str, value: Any) -> int:
 
 
 def _wants_lse(return_lse: Any, return_softmax_lse: Any) -> int:
-    """Whether a call returns lse: its two names, the core's and flash-attn's, mean the same everywhere."""
+    """Whether a call returns lse. return_lse is the core's name and return_softmax_lse flash-attn's, of one option."""
     return _flag("return_lse", return_lse) | _flag("return_softmax_lse", return_softmax_lse)
 
 
@@ -86,10 +87,13 @@ _LEAST_FLOAT, _MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.
 
 
 def _number(name: str, value: Any) -> float:
-    """A number that a C float holds; NaN and infinities are the library's to refuse."""
+    """A number in the range of a C float. NaN and infinities pass: the library refuses them."""
     kind = value.dtype.kind if isinstance(value, (np.ndarray, np.generic)) else ""
-    if kind in tuple("bSUO") or isinstance(value, (bool, str, bytes, bytearray)):
-        raise BadArgument(f"{name}={_quoted(value)} is not a number")
+    if kind in tuple("bSUO") or value is None or isinstance(value, (bool, str, bytes, bytearray)):
+        advice = "; leave it out for its default" if value is None else ""
+        if name == "dropout_p" and isinstance(value, bool):
+            advice = f"; name the option that is meant, such as causal={value}: dropout_p comes first"
+        raise BadArgument(f"{name}={_quoted(value)} is not a number{advice}")
     try:
         number = float(value)
         beyond = _MOST_FLOAT < abs(number) < math.inf
@@ -108,24 +112,44 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
             raise TypeError
         number = operator.index(value)
     except (TypeError, ValueError, RuntimeError):
-        raise BadArgument(f"{name}={_quoted(value)} is not an integer") from None
+        whole = isinstance(value, float) and value.is_integer()
+        advice = f"; pass {int(value)}" if whole else "; leave it out for its default" if value is None else ""
+        raise BadArgument(f"{name}={_quoted(value)} is not an integer{advice}") from None
     if not low <= number <= high:
         raise BadArgument(f"{name}={_quoted(number)} is outside {low} .. {high}")
     return number
 
 
 def _name(what: str, value: Any, names: Collection[str], expected: str = "") -> str:
-    """One of the names; a NumPy dtype goes by its own."""
-    name = value.name if isinstance(value, np.dtype) else value
-    if not isinstance(name, str) or name not in names:
-        raise BadArgument(f"{what}={_quoted(value)} is {expected or 'none of ' + ', '.join(map(repr, names))}")
-    return name
+    """The value, if it is one of the names."""
+    if not isinstance(value, str) or value not in names:
+        raise BadArgument(f"{what}={_quoted(value)} is {expected or 'not one of ' + ', '.join(map(repr, names))}")
+    return value
+
+
+def _dtype_name(what: str, value: Any, names: Collection[str], expected: str = "") -> str:
+    """The name of a dtype, if it is one of the names. The value is a name or a dtype of NumPy, PyTorch, CuPy or JAX:
+    np.float16, torch.bfloat16, ..."""
+    name = value
+    if type(value).__module__ == "torch":
+        name = str(value).removeprefix("torch.")
+    elif isinstance(value, (np.dtype, type)) or hasattr(value, "dtype"):  # jnp.bfloat16 has one, and is no type
+        try:
+            name = np.dtype(value).name
+        except (TypeError, ValueError):  # a type that is no dtype
+            pass
+    return name if isinstance(name, str) and name in names else _name(what, value, names, expected)
 
 
 def _window(window_size: Any) -> tuple[int, int]:
     try:
         left, right = window_size
     except (TypeError, ValueError):
-        raise BadArgument(f"window_size={_quoted(window_size)} is not a pair (left, right)") from None
+        hint = f"; for the last {window_size} keys pass ({window_size}, 0)" if type(window_size) is int else ""
+        raise BadArgument(
+            f"window_size={_quoted(window_size)} is not a pair (left, right) of integers, -1 for an open end{hint}"
+        ) from None
+    if left is None or right is None:
+        raise BadArgument(f"window_size[{int(left is not None)}]=None is not an integer: -1 is an open end")
     low, high = -(2**63), 2**63 - 1
     return _integer("window_size[0]", left, low, high), _integer("window_size[1]", right, low, high)

@@ -1,15 +1,15 @@
-"""The options of attention, one object from the argument list to the C struct, and the struct of a call with them.
+"""The options of attention as one object, from the argument list to the C struct, and the C struct of a call.
 
 flash_attn_func, flash_attn_varlen_func, backward, their queries and the operators of autograd.py and jax/ all carry
-an Options; flash_attn_with_kvcache makes one of the options that it shares with them. What an option means is said in
-flash_attn_func.
+an Options; flash_attn_with_kvcache makes one of the options that it shares with them. flash_attn_func explains the
+options.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar
 
 from . import _arrays
 from ._arrays import View
@@ -19,25 +19,42 @@ from ._checks import (
     _check_dtype,
     _check_last_axis,
     _check_same_place,
+    _dtype_name,
     _flag,
     _integer,
-    _name,
     _number,
     _quoted,
     _window,
 )
 from ._library import DTYPES, AttentionArgs, BadArgument, new
-from ._pack import _broadcast, _columns, _destination, _option, _put_strides, _put_tensor, _small_option
+from ._pack import _broadcast, _columns, _destination, _empty, _option, _put_strides, _put_tensor, _small_option
 from ._words import pass_cast
 
 _NAMES = {number: name for name, number in DTYPES.items()}
 
-Array = TypeVar("Array")  # of one call's framework: numpy.ndarray, torch.Tensor, cupy.ndarray, jax.Array, ...
+
+class AnyArray(Protocol):
+    """For type checkers: an array of NumPy, PyTorch, CuPy, JAX or Numba, or one with DLPack."""
+
+    @property
+    def shape(self) -> Any: ...
+
+
+class _DType(Protocol):
+    @property
+    def itemsize(self) -> int: ...
+
+
+# For type checkers: "float16", np.float16, np.dtype("float16"), torch.float16, jnp.float16.
+DType: TypeAlias = str | type | _DType
+
+Array = TypeVar("Array", bound=AnyArray)  # of one call's framework: numpy.ndarray, torch.Tensor, jax.Array, ...
 
 
 class Options(NamedTuple):
-    """With flash_attn_func's defaults. A new option is a field here and in the types below, its lines in `put`, a field
-    of AttentionArgs in _library.py, and an argument of flash_attn_func and flash_attn_varlen_func."""
+    """The options of a call, with flash_attn_func's defaults. A new option needs a field here and in the types below,
+    lines in `put`, a field of AttentionArgs in _library.py, and an argument of flash_attn_func and
+    flash_attn_varlen_func."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -45,27 +62,27 @@ class Options(NamedTuple):
     window_size: tuple[int, int] = _OPEN
     softcap: float = 0.0
     num_threads: int = 0
-    # `numbers` names each of the options from here on, or knows it for an array.
-    alibi_slopes: Any = None
+    # From here on every option that is not an array must also be listed in `numbers`.
+    alibi_slopes: AnyArray | None = None
     deterministic: bool = False
-    bias: Any = None
-    mask: Any = None
-    sinks: Any = None
+    bias: AnyArray | None = None
+    mask: AnyArray | None = None
+    sinks: AnyArray | None = None
     top_left: bool = False
     dropout_seed: int | None = None
     dropout_offset: int = 0
     kernel: str | None = None
     allow_tf32: bool = False
-    q_descale: Any = None
-    k_descale: Any = None
-    v_descale: Any = None
-    out_dtype: str | None = None
+    q_descale: AnyArray | None = None
+    k_descale: AnyArray | None = None
+    v_descale: AnyArray | None = None
+    out_dtype: DType | None = None
     fast_accum: bool = False
     attention_chunk: int = 0
 
     def numbers(self) -> tuple | None:
-        """The options that are no arrays, for the signature of a call: the first ones alone where the others have their
-        defaults. None where the call draws from a random sequence, and so has a signature of its own."""
+        """The options that are not arrays, for the signature of a call; only the first _USUAL where the others have
+        their defaults. None for a call with a dropout seed or offset, which is never repeated."""
         if self.dropout_seed is not None or type(self.dropout_offset) is not int or self.dropout_offset:
             return None
         others = (
@@ -75,7 +92,7 @@ class Options(NamedTuple):
         return self[:_USUAL] if all(map(operator.is_, others, _OTHERS)) else (*self[:_USUAL], *others)
 
     def put(self, args: AttentionArgs, views: list[View]) -> None:
-        """Checks the options and writes them into a struct that has its sizes and dtype; arrays join the views."""
+        """Checks the options and writes them into a struct with sizes and dtype; their arrays are added to views."""
         batch, nheads, nheads_k, dtype = args.batch, args.nheads, args.nheads_k, views[0].dtype
         self._put_scores(args, views, (batch, nheads, args.seqlen_q, args.seqlen_k), dtype)
         if chance := _number("dropout_p", self.dropout_p):
@@ -99,13 +116,14 @@ class Options(NamedTuple):
                 strides = _broadcast(name, view, (batch, heads), "batch, heads", least=0)
                 _put_strides(args, name, view.pointer, strides, ("batch", "head"))
         if self.out_dtype is not None:
-            args.out_dtype = DTYPES[_name("out_dtype", self.out_dtype, DTYPES)]
+            args.out_dtype = DTYPES[_dtype_name("out_dtype", self.out_dtype, DTYPES)]
         if self.fast_accum is not False:
             args.fast_accum = _flag("fast_accum", self.fast_accum)
         _put_kernel(args, self.kernel)
 
     def _put_scores(self, args: AttentionArgs, views: list[View], scores: tuple[int, ...], dtype: str) -> None:
-        """What decides about scores of this shape, (batch, nheads, seqlen_q, seqlen_k)."""
+        """The part of `put` for the options that act on the scores, whose shape is (batch, nheads, seqlen_q,
+        seqlen_k)."""
         batch, nheads, *_ = scores
         if self.causal is not False:
             args.causal = _flag("causal", self.causal)
@@ -144,6 +162,8 @@ class Options(NamedTuple):
                 continue
             view = _option(views, name, array, dtypes)
             axes = "batch, nheads, seqlen_q, seqlen_k"
+            if args.cu_seqlens_q:
+                axes = "batch, nheads, max_seqlen_q, max_seqlen_k"
             strides = _broadcast(name, view, scores, axes)
             if strides[-1] != 1 and scores[-1] > 1 and 0 not in view.shape:
                 view = _columns(views, name, view, scores[-1])
@@ -154,7 +174,7 @@ class Options(NamedTuple):
 
 
 def _flat(name: str, view: View, heads: int) -> str:
-    """What to do about an array that has one entry for each head along axes of its own."""
+    """Advice for an array that has one entry for each head, but not the shape (heads,)."""
     return f"; pass {name}.reshape({heads})" if math.prod(view.shape) == heads else ""
 
 
@@ -167,43 +187,43 @@ _OTHERS = (
     None,
     False,
     0,
-)  # what `numbers` leaves out; by identity, for 0.0 is no legal False
+)  # the defaults that `numbers` leaves out, compared by identity: 0.0 equals False, but is not a legal flag
 
 
 class KeywordOptions(TypedDict, total=False):
-    """For type checkers: flash_attn_func's keyword-only arguments but for `out`."""
+    """For type checkers: the options that flash_attn_func takes by keyword only."""
 
-    bias: Any
-    mask: Any
-    sinks: Any
+    bias: AnyArray | None
+    mask: AnyArray | None
+    sinks: AnyArray | None
     top_left: bool
     dropout_seed: int | None
     dropout_offset: int
     kernel: str | None
     allow_tf32: bool
     num_threads: int
-    q_descale: Any
-    k_descale: Any
-    v_descale: Any
-    out_dtype: str | None
+    q_descale: AnyArray | None
+    k_descale: AnyArray | None
+    v_descale: AnyArray | None
+    out_dtype: DType | None
     fast_accum: bool
     attention_chunk: int
 
 
 class AttentionOptions(KeywordOptions, total=False):
-    """These, and those that may be positional there."""
+    """For type checkers: these and the options that flash_attn_func also takes by position."""
 
     dropout_p: float
     softmax_scale: float | None
     causal: bool
     window_size: tuple[int, int]
     softcap: float
-    alibi_slopes: Any
+    alibi_slopes: AnyArray | None
     deterministic: bool
 
 
 def _options_of(function: str, given: dict[str, Any]) -> Options:
-    """Options from keyword arguments of a function."""
+    """The Options of a function's keyword arguments."""
     if unknown := [name for name in given if name not in Options._fields]:
         raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
     return Options(**given)
@@ -217,8 +237,8 @@ def _put_kernel(args: Any, kernel: Any) -> None:
 
 
 def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> tuple[AttentionArgs, list[View]]:
-    """Everything but the outputs and the workspace. varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-    max_seqlen_k). The views (q, k, v, then the optional ones) keep the memory alive."""
+    """Checks a call and fills its struct, except for the outputs and the workspace. varlen: None, or (cu_seqlens_q,
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k). The views (q, k, v, then the optional ones) keep the memory alive."""
     qv = _arrays.view(q, "q")
     kv, vv = _arrays.view(k, "k", ("q", qv), ""), _arrays.view(v, "v", ("q", qv), "")
     views = [qv, kv, vv]
@@ -226,14 +246,16 @@ def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> 
     for name, view in (("q", qv), ("k", kv), ("v", vv)):
         if len(view.shape) != rank:
             expected = "(batch, seqlen, nheads, headdim)" if rank == 4 else "(total, nheads, headdim)"
-            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {expected}{_batched(name, view, rank)}")
+            raise BadArgument(
+                f"{name} has shape {tuple(view.shape)}: expected {expected}{_regrouped(name, view, rank)}"
+            )
         if view.strides[-1] != 1 and view.shape[-1] > 1:
             _check_last_axis(name, view)
     _check_same_place("k", kv, "q", qv)
     _check_same_place("v", vv, "q", qv)
     if kv.dtype != qv.dtype or vv.dtype != qv.dtype:
         name, like = ("k" if kv.dtype != qv.dtype else "v", "q") if qv.dtype in DTYPES else ("q", "k")
-        advice = pass_cast(qv.door.name, name, f"{like}.dtype")
+        advice = pass_cast(qv.door.name, name, f"{like}.dtype", {"q": qv, "k": kv, "v": vv}[name].dtype)
         raise BadArgument(f"q is {qv.dtype}, k is {kv.dtype}, v is {vv.dtype}: they must be the same{advice}")
     _check_dtype("q", qv)
 
@@ -259,15 +281,28 @@ def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> 
     return args, views
 
 
-def _batched(name: str, view: View, rank: int) -> str:
-    """What to do about an array that has no batch, or a batch of one where there is none."""
-    if rank == 4 and len(view.shape) == 3:
-        return f"; pass {name}[None]"
-    return f"; pass {name}[0]" if rank == 3 and len(view.shape) == 4 and view.shape[0] == 1 else ""
+def _regrouped(name: str, view: View, rank: int) -> str:
+    """Advice for an array with the right numbers and the wrong axes."""
+    shape, heads = tuple(view.shape), "nheads" if name == "q" else "nheads_k"
+    if rank == 3:
+        if len(shape) == 2:
+            return f"; if it is (total, {heads} * headdim), pass {name}.reshape({shape[0]}, {heads}, -1)"
+        if len(shape) == 4:
+            return f"; pass {name}[0]" if shape[0] == 1 else f"; pass {name}.reshape(-1, {shape[2]}, {shape[3]})"
+    elif len(shape) == 2:
+        return f"; if it is (seqlen, headdim), pass {name}[None, :, None]"
+    elif len(shape) == 3:
+        joined = (
+            f"if it is (batch, seqlen, {heads} * headdim), pass {name}.reshape({shape[0]}, {shape[1]}, {heads}, -1)"
+        )
+        return f"; {joined}; if it is one sequence (seqlen, {heads}, headdim), pass {name}[None]"
+    elif len(shape) == 5 and shape[2] == 3:
+        return f"; if it has q, k and v, pass {name}[:, :, 0], {name}[:, :, 1], {name}[:, :, 2]"
+    return ""
 
 
 def _lengths(what: str, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple | None:
-    """The arguments that make a call or query a varlen one: all of them, or None where there are none."""
+    """The arguments that make a call or query a varlen one: all of them, or None if none is given."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     missing = [name for name, x in zip(names, lengths, strict=True) if x is None]
@@ -294,18 +329,20 @@ def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k)
 
 
 def _longest(of: str, value: Any) -> int:
-    if value is None:
+    if value is None or getattr(value, "shape", ()):
         starts = f"cu_seqlens_{of}"
-        raise BadArgument(f"max_seqlen_{of}=None is not an integer; pass int(({starts}[1:] - {starts}[:-1]).max())")
+        raise BadArgument(
+            f"max_seqlen_{of}={_quoted(value)} is not an integer; pass int(({starts}[1:] - {starts}[:-1]).max())"
+        )
     return _integer(f"max_seqlen_{of}", value, 0, 2**63 - 1)
 
 
 def _output(args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, ...], zeroed: bool) -> View:
-    """The given or a new output, put into args."""
+    """The given output or a new one, put into args."""
     qv = views[0]
     dtype = _NAMES.get(args.out_dtype) or ("bfloat16" if qv.dtype == "float8_e4m3fn" else qv.dtype)
     if out is None:
-        view = qv.door.full(qv, shape, dtype, 0) if zeroed else qv.door.empty(qv, shape, dtype)
+        view = qv.door.full(qv, shape, dtype, 0) if zeroed else _empty(qv, shape, dtype)
     else:
         view = _destination("out", out, dict(zip("qkv", views, strict=False)), shape, dtype)
     _put_tensor(args, "out", view)

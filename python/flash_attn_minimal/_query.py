@@ -1,17 +1,19 @@
-"""What the library says about itself: what a call would do, and which kernels there are."""
+"""The library's answers about itself: what a call would do, and which kernels there are."""
 
 from __future__ import annotations
 
 import ctypes as ct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from ._library import DEVICES, AttentionArgs, AttentionPlan, load, new
+from ._explain import explained
+from ._library import DEVICES, AttentionArgs, AttentionPlan, last_error, load, new
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call would do."""
+    """The library's answer to a query: what a call would do."""
 
     status: str  # "FA_OK", or the name of the status that the call would raise
     error: str  # the text of that error, "" when there is none
@@ -21,21 +23,27 @@ class Plan:
 
 
 def plan_of(args: AttentionArgs) -> Plan:
-    """The capability query for a filled struct; its data pointers may be NULL."""
-    return plan_from(lambda plan: load().fa_attention_query(args, plan))
+    """Queries the library about a filled struct, whose data pointers may be NULL."""
+    return plan_from(lambda plan: load().fa_attention_query(args, plan), args)
 
 
-def plan_from(ask: Callable[[AttentionPlan], int]) -> Plan:
-    """The answer of one of the library's queries; `ask` calls it."""
+def plan_from(ask: Callable[[AttentionPlan], int], struct: Any = None) -> Plan:
+    """The Plan of one of the library's queries; ask(plan) calls it with this struct and returns its status."""
     lib, plan = load(), new(AttentionPlan)
     status = ask(plan)
     return Plan(
         status=lib.fa_status_name(status).decode(),
-        error=lib.fa_last_error().decode(errors="replace") if status else "",
+        error=last_error(struct) if status else "",
         kernel=plan.kernel.decode(),
         workspace_bytes=plan.workspace_bytes,
-        why_not=dict(line.split(": ", 1) for line in plan.why_not.decode(errors="replace").splitlines()),
+        why_not=reasons(plan.why_not),
     )
+
+
+def reasons(why_not: bytes) -> dict[str, str]:
+    """The library's lines `kernel: reason`, in the words of Python's functions."""
+    lines = (line.split(": ", 1) for line in why_not.decode(errors="replace").splitlines())
+    return {kernel: explained(reason) for kernel, reason in lines}
 
 
 def kernel_table(lib: ct.CDLL, prefix: str) -> list[dict[str, str]]:

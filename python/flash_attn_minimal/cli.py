@@ -1,4 +1,4 @@
-"""The command line: picks a command and imports only what that command needs."""
+"""The command line: runs one command and imports only what that command needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m flash_attn_minimal info`: what is installed here and which kernel would serve which call."""
+"""`python -m flash_attn_minimal info`: what is installed here, and which kernel serves which call."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def typical_args(
 
 
 def gpus() -> list[str]:
-    """Names of the CUDA devices, by nvidia-smi, or by a framework that has been imported already."""
+    """The names of the CUDA devices, from nvidia-smi, or else from PyTorch if it is imported already."""
     try:
         command = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -156,6 +156,9 @@ def main(argv: list[str]) -> int:
     about("flash-attn-minimal", __version__)
     about("library", str(path()))
     about("", f"version {lib.fa_version().decode()}, {lib.fa_build_info().decode()}")
+    if "general kernels only" in lib.fa_build_info().decode():
+        about("", "Calls on a GPU are slow with this library: it lacks the fast kernels.")
+        about("", "./build_and_run.sh --all-kernels builds them (CMake: -DFLASH_ATTN_KERNELS=all).")
     about("Python, NumPy", f"{platform.python_version()}, {np.__version__}")
     about("CPU", f"{cpu_model()}, {plural(cores or 1, 'core')}")
     count = lib.fa_cuda_device_count()

@@ -1,4 +1,4 @@
-"""A cache that exists already, in 8 bits: quantize_kvcache."""
+"""Converts an existing cache of keys and values to 8 bits: quantize_kvcache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from . import _arrays, _record
 from ._arrays import View
-from ._checks import _check_last_axis, _check_same_place, _integer, _name
+from ._checks import _check_last_axis, _check_same_place, _dtype_name, _integer, _name
 from ._launch import _with_workspace
 from ._library import (
     CACHE_DTYPES,
@@ -21,8 +21,8 @@ from ._library import (
     load,
     new,
 )
-from ._options import Array
-from ._pack import _option, _put_strides, _put_tensor
+from ._options import AnyArray, Array, DType
+from ._pack import _empty, _option, _put_strides, _put_tensor
 
 _FACTORS = ("token", "entry", "head")
 _E4M3_MAX, _INT8_MAX = 448.0, 127.0
@@ -31,37 +31,37 @@ _E4M3_MAX, _INT8_MAX = 448.0, 127.0
 def quantize_kvcache(
     k_cache: Array,
     v_cache: Array,
-    dtype: str = "float8_e4m3fn",
+    dtype: DType = "float8_e4m3fn",
     factors: str = "token",
     *,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
     num_threads: int = 0,
 ) -> tuple[Array, Array, Array, Array]:
-    """A cache of 16 or 32 bits as the 8-bit one that flash_attn_with_kvcache takes: values are about value8 * scale.
+    """Rounds a cache to the 8-bit form that flash_attn_with_kvcache takes: values are about value8 * scale.
 
     Arguments:
         k_cache: (entries, seqlen_cache, nheads_k, headdim), or pages (pages, page_size, nheads_k, headdim), float32,
             float16 or bfloat16, last axis contiguous. It is only read.
         v_cache: (entries, seqlen_cache, nheads_k, headdim_v), the same dtype.
-        dtype: "float8_e4m3fn" or "int8".
-        factors: what shares a factor, which is the largest magnitude there over that of the dtype, 448 or 127:
-            "token": every head of every token has its own, (entries, seqlen_cache, nheads_k). The most accurate, and
-                whatever unused rows hold stays with them; 4 bytes more for a row.
-            "entry": a head of an entry, or of a page, (entries, 1, nheads_k).
-            "head": a head of the whole cache, (nheads_k,): the rows of all entries lie at one stride then.
-        k_scale, v_scale: factors to use instead, both, float32, (nheads_k,) or (entries, 1, nheads_k).
+        dtype: "float8_e4m3fn" or "int8", or such a dtype of NumPy, PyTorch or JAX.
+        factors: which values share a factor. A factor is the largest magnitude among them divided by the largest value
+            of the dtype, 448 or 127:
+            "token": each head of each token, (entries, seqlen_cache, nheads_k). The most accurate; the contents of
+                unused rows affect no other row. Costs 4 bytes for each row and head.
+            "entry": each head of an entry or page, (entries, 1, nheads_k).
+            "head": each head of the whole cache, (nheads_k,). The rows of all entries must lie at one stride.
+        k_scale, v_scale: factors to use instead; both or neither, float32, (nheads_k,) or (entries, 1, nheads_k).
         num_threads: for the CPU backend; 0 means $FLASH_ATTN_NUM_THREADS, else one per core.
 
-    All rows count, used or not: with "entry" or "head" fill those that are not yet used with zeros (or NaN) first.
-    Values round to the nearest, and saturate under given factors. Zeros stay zeros; where there is nothing else the
-    factor is a positive number without meaning. NaN does not count for a factor and stays NaN in float8_e4m3fn; int8
-    has none and stores -127. An infinity makes its factor infinite, and with it everything under that factor NaN or
-    infinite.
+    All rows count, used or not: with "entry" or "head" fill unused rows with zeros (or NaN) first. Values round to the
+    nearest; with given factors they saturate. Zeros stay zero. Where all values are zero the factor is an arbitrary
+    positive number. NaN is ignored for the factor and stays NaN in float8_e4m3fn; int8 has no NaN and stores -127. An
+    infinity makes its factor infinite; then every value with that factor becomes NaN or infinite.
 
-    Returns k_cache8, v_cache8, k_scale, v_scale: new contiguous arrays, but given factors as they came.
+    Returns k_cache8, v_cache8, k_scale, v_scale: new contiguous arrays, except that given factors are returned as is.
 
-    Raises: as flash_attn_with_kvcache. NumPy knows float8_e4m3fn once ml_dtypes is imported; CuPy has int8 only.
+    Raises: as flash_attn_with_kvcache. NumPy arrays need the ml_dtypes package for float8_e4m3fn; CuPy has int8 only.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import flash_attn_with_kvcache, quantize_kvcache
@@ -89,12 +89,12 @@ def quantize_kvcache(
             f"v_cache is {vv.dtype} {tuple(vv.shape)}, but k_cache is {kv.dtype} {tuple(kv.shape)}: "
             "all but headdim must agree"
         )
-    dtype, factors = _name("dtype", dtype, CACHE_DTYPES), _name("factors", factors, _FACTORS)
+    dtype, factors = _dtype_name("dtype", dtype, CACHE_DTYPES), _name("factors", factors, _FACTORS)
     if (k_scale is None) != (v_scale is None):
         names = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
         raise BadArgument(f"{names[0]} is None and {names[1]} is not")
     views = [kv, vv]
-    k8, v8 = _empty(kv, dtype), _empty(vv, dtype)
+    k8, v8 = _empty(kv, tuple(kv.shape), dtype), _empty(vv, tuple(vv.shape), dtype)
     given = k_scale is not None
     if given:
         scales = [_given(views, n, s) for n, s in (("k_scale", k_scale), ("v_scale", v_scale))]
@@ -112,15 +112,6 @@ def quantize_kvcache(
     return k8.door.result(k8), v8.door.result(v8), k_scale, v_scale
 
 
-def _empty(like: View, dtype: str) -> View:
-    try:
-        return like.door.empty(like, tuple(like.shape), dtype)
-    except (TypeError, KeyError, AttributeError):
-        raise Unsupported(
-            f"{like.door.name} has no dtype {dtype} here (NumPy has it after `import ml_dtypes`)"
-        ) from None
-
-
 def _given(views: list[View], name: str, scale: Any) -> View:
     entries, _, nheads_k, _ = views[0].shape
     view = _option(views, name, scale, ("float32",))
@@ -133,8 +124,8 @@ def _given(views: list[View], name: str, scale: Any) -> View:
 
 
 def _largest(name: str, view: View, into: View, factors: str, dtype: str) -> Any:
-    """The factors of heads. The library has a function that finds them, and rounds to float8 on the way: to where the
-    rounded cache will be."""
+    """The factors of heads, from fa_quantize_fp8. That function also rounds x to float8; the rounded values go to
+    `into`, where _round overwrites them."""
     entries, rows, nheads_k, headdim = view.shape
     batch_stride, row_stride, head_stride, _ = view.strides
     if factors == "head":
@@ -165,7 +156,7 @@ def _largest(name: str, view: View, into: View, factors: str, dtype: str) -> Any
 def _round(
     views: list[View], caches: tuple[View, View], scales: list[View], dtype: str, by_token: bool, threads: int
 ) -> None:
-    """All rows join the empty caches: a step of flash_attn_with_kvcache that has no queries."""
+    """Rounds all rows into the caches by a step of flash_attn_with_kvcache that appends them and has no queries."""
     kv, vv = views[:2]
     entries, rows, nheads_k, headdim = kv.shape
     args, call = new(AttentionArgs), new(KVCacheArgs)
@@ -173,7 +164,7 @@ def _round(
     args.device, args.dtype, args.num_threads = kv.device, DTYPES[kv.dtype], threads
     args.batch, args.seqlen_q, args.nheads, args.headdim = entries, 0, nheads_k, headdim
     args.seqlen_k, args.nheads_k, args.headdim_v = rows, nheads_k, vv.shape[-1]
-    args.kernel = b"cpu_naive" if kv.device == CPU else b"minimal"  # takes every cache; nothing of it is launched
+    args.kernel = b"cpu_naive" if kv.device == CPU else b"minimal"  # it takes every cache, and is not launched here
     _put_tensor(args, "q", kv)
     for name, view in zip("kv", caches, strict=True):
         _put_tensor(args, name, view)

@@ -184,7 +184,7 @@ def test_implementation(place):
     q, k, v = qkv(place)
     ours = dot_product_attention(q, k, v, implementation="flash_attn_minimal")
     assert_close(ours, dot_product_attention(q, k, v, implementation="xla"), 2e-5)
-    with pytest.raises(fa.BadArgument, match="implementation='fast' is none of None, 'flash_attn_minimal', 'xla'"):
+    with pytest.raises(fa.BadArgument, match="implementation='fast' is not one of None, 'flash_attn_minimal', 'xla'"):
         dot_product_attention(q, k, v, implementation="fast")
 
 
@@ -203,6 +203,9 @@ def test_it_says_what_is_wrong():
         ),
         "is_causal|causal=3": lambda: dot_product_attention(q, k, k, is_causal=3),
         r"local_window_size=\(-1, 2\) is negative": lambda: dot_product_attention(q, k, k, local_window_size=(-1, 2)),
+        "local_window_size=2.5 is neither": lambda: dot_product_attention(q, k, k, local_window_size=2.5),
+        r"local_window_size=\(1, 2, 3\) is": lambda: dot_product_attention(q, k, k, local_window_size=(1, 2, 3)),
+        r"local_window_size=\(1, 'a'\) is": lambda: dot_product_attention(q, k, k, local_window_size=(1, "a")),
         "local_window_size=-1 is negative": lambda: dot_product_attention(q, k, k, local_window_size=-1),
     }.items():
         with pytest.raises(fa.BadArgument, match=text):

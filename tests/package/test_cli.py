@@ -153,6 +153,8 @@ def test_info():
             before, found, after = said.stdout.partition("\n  cannot run here: this processor, or this build, lacks")
             assert found and f" {kernel['name']} " not in before and f" {kernel['name']} " in after
     assert NO_CUDA == "" or "none found" in said.stdout or "GPU" in said.stdout
+    lacks = not any(kernel["name"].startswith("mma_") for kernel in fa.kernels()) and "naive" in said.stdout.split()
+    assert ("--all-kernels builds them" in said.stdout) == lacks
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80])

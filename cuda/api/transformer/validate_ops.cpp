@@ -1,4 +1,4 @@
-// validate_ops.cpp: the arguments of the small operations, checked before any launch.
+// validate_ops.cpp: checks the arguments of the small operations before any launch.
 #include <cmath>
 
 #include "api/transformer/checks.h"
@@ -27,7 +27,7 @@ fa_status validate(const fa_rms_norm_args* args, RmsNormParams* params) {
     const Region residual = region("residual", a.residual, a.rows, a.dim, size_of(p.residual_dtype));
     FA_RETURN_IF_ERROR(check_output(out));
     const Region weight = region("weight", a.weight, a.dim, size_of(p.weight_dtype));
-    if (a.residual.data) {  // then x is an output too
+    if (a.residual.data) {  // x is an output too
         FA_RETURN_IF_ERROR(check_output(x));
         FA_RETURN_IF_ERROR(check_apart(x, residual, true));
         FA_RETURN_IF_ERROR(check_apart(x, weight));
@@ -42,7 +42,8 @@ fa_status validate(const fa_rms_norm_args* args, RmsNormParams* params) {
     FA_RETURN_IF_ERROR(check_reserved(a.reserved));
     p.x = view(a.x), p.residual = view(a.residual), p.out = view(a.out), p.weight = a.weight;
     p.rows = a.rows, p.dim = a.dim, p.eps = a.eps;
-    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    p.programmatic = a.programmatic;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 
@@ -105,7 +106,8 @@ fa_status validate(const fa_rope_args* args, RopeParams* params) {
     p.batch = a.batch, p.seqlen = int32_t(a.seqlen), p.nheads = a.nheads, p.headdim = a.headdim;
     p.rotary_dim = rotary_dim, p.table_rows = int32_t(a.table_rows);
     p.per_token = a.per_token, p.interleaved = a.interleaved, p.inverse = a.inverse;
-    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    p.programmatic = a.programmatic;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 
@@ -128,7 +130,8 @@ fa_status validate(const fa_swiglu_args* args, SwigluParams* params) {
     FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
     p.gate_up = view(a.gate_up), p.out = view(a.out);
     p.rows = a.rows, p.dim = a.dim;
-    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    p.programmatic = a.programmatic;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 
@@ -158,10 +161,11 @@ fa_status validate(const fa_sample_args* args, SampleParams* params) {
     p.seeds = a.seeds, p.step = a.step, p.step_stride = a.step_stride, p.seed = a.seed, p.offset = a.offset;
     p.batch = a.batch, p.vocab = a.vocab, p.top_k = a.top_k;
     const double scale = kLog2eDouble / double(a.temperature);
-    p.greedy = !(scale <= 1e30);  // at so low a temperature only the largest logit has weight
+    p.greedy = !(scale <= 1e30);  // at such a low temperature only the largest logit has weight
     p.scale = p.greedy ? 0.0f : float(scale);
     p.top_p = a.top_p == 0 ? uint64_t(1) << 32 : uint64_t(std::ceil(double(a.top_p) * 4294967296.0));
-    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    p.programmatic = a.programmatic;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 

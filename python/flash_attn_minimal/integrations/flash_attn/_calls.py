@@ -1,8 +1,9 @@
-"""What the functions of both packages have in common: options as the core takes them, errors, dropout's seed."""
+"""Shared by the functions of both packages: options as the core takes them, errors, dropout's seed."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -10,17 +11,19 @@ import torch
 
 from ... import _modes
 from ... import attention as core
+from ..._checks import _window
 from ..._library import FlashAttnError, Unsupported
 
 _Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
 
 
 class Refused(RuntimeError):
-    """A call that the library does not serve; the cause is the library's own error, and the text its."""
+    """A call that the library does not serve. Its text is that of the library's own error, which is its cause."""
 
 
 def refusing(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """The function with RuntimeErrors, which is what flash_attn raises."""
+    """Makes a function raise RuntimeErrors, as flash_attn does, instead of the library's errors, and where it failed
+    because an argument is not a tensor or has too few axes."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -30,12 +33,59 @@ def refusing(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
             if isinstance(error, RuntimeError):
                 raise
             raise Refused(str(error)) from error
+        except (AttributeError, IndexError, TypeError) as error:  # looked at only now, so that good calls pay nothing
+            if (why := _misfit(function, args, kwargs)) is None:
+                raise
+            raise Refused(why) from error
 
     return call
 
 
+_ROWS = ("q", "k", "v", "qv", "k_cache", "v_cache")
+
+
+def _misfit(function: Callable, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """The text of an error about the first argument that is not a tensor where the function's annotation wants one, or
+    that has too few axes for rows of heads; None if there is no such argument."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:  # an argument is missing, or unknown, which Python's own error says
+        return None
+    for name, x in given.items():
+        wanted = inspect.signature(function).parameters[name].annotation
+        if wanted not in ("torch.Tensor", "torch.Tensor | None") or (x is None and wanted != "torch.Tensor"):
+            continue
+        if not isinstance(x, torch.Tensor):
+            return f"{name} is a {type(x).__name__}: expected a torch.Tensor"
+        if name in _ROWS and x.ndim < 3:
+            return f"{name} has shape {tuple(x.shape)}: expected (batch, seqlen, nheads, headdim), or packed rows"
+        if x.ndim == 0:
+            return f"{name} has shape (): a tensor without axes"
+    return None
+
+
+def check_array(first: torch.Tensor, name: str, x: Any, *shape: int | str) -> None:
+    """Raises unless x is None or a tensor of this shape on the device of `first`. A string names an axis of any
+    size."""
+    if x is None:
+        return
+    if not isinstance(x, torch.Tensor):
+        raise RuntimeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
+    if x.ndim != len(shape) or any(n != m and not isinstance(n, str) for n, m in zip(shape, x.shape, strict=True)):
+        expected = f"{shape[0]}," if len(shape) == 1 else ", ".join(map(str, shape))
+        raise RuntimeError(f"{name} has shape {tuple(x.shape)}: expected ({expected})")
+    if x.device != first.device:
+        raise RuntimeError(f"{name} is on {x.device}: expected {first.device}")
+
+
+def parts(name: str, x: torch.Tensor, count: int, *rows: str) -> tuple[torch.Tensor, ...]:
+    """The tensors that are packed in x (*rows, count, nheads, headdim)."""
+    check_array(x, name, x, *rows, count, "nheads", "headdim")
+    return x.unbind(-3)
+
+
 class _NoGradient(torch.autograd.Function):
-    """Results of inputs that require a gradient: the backward pass says that there is none."""
+    """Marks results of inputs that require a gradient: a backward pass through them raises."""
 
     @staticmethod
     def forward(ctx, why: str, count: int, *tensors: torch.Tensor):
@@ -48,7 +98,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, and in their tuples and dicts."""
+    """The tensors among arguments, also those inside tuples, lists and dicts."""
     for x in values:
         if isinstance(x, torch.Tensor):
             yield x
@@ -57,8 +107,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable[_Arguments, Any]]:
-    """The function, whose results are one tensor or several, for tensors that may require a gradient, too. A gradient
-    that is asked for is an error with the text `why`, not lost."""
+    """Lets a function without a gradient, whose result is a tensor or several, take tensors that require one. A
+    backward pass through the results raises an error with the text `why`, instead of losing the gradient."""
 
     def decorate(function: Callable[_Arguments, Any]) -> Callable[_Arguments, Any]:
         @functools.wraps(function)
@@ -79,13 +129,13 @@ def without_gradient(why: str) -> Callable[[Callable[_Arguments, Any]], Callable
 
 
 def dense_rows(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors with a contiguous last axis."""
+    """The tensors, made contiguous along the last axis."""
     return [x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors]
 
 
 def autocast(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors in the dtype of torch.autocast, where it is on for their device, as PyTorch gives them to its own
-    attention: float32, float16 and bfloat16 become that dtype, all others and None stay."""
+    """The tensors in the dtype of torch.autocast, if it is on for their device. As in PyTorch's own attention, float32,
+    float16 and bfloat16 become that dtype; other dtypes and None stay."""
     device = next(x.device.type for x in tensors if x is not None)
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -97,9 +147,9 @@ def autocast(*tensors: torch.Tensor | None) -> list[Any]:
 
 
 def window(window_size: Any) -> tuple[int, int]:
-    """The window with -1 for an open end, which is any negative number there."""
-    left, right = (max(edge, -1) for edge in window_size)
-    return left, right
+    """The window with -1 for an open end, for which flash_attn takes any negative number."""
+    left, right = _window(window_size)
+    return max(left, -1), max(right, -1)
 
 
 def score_options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) -> dict[str, Any]:
@@ -113,7 +163,7 @@ def score_options(softmax_scale, causal, window_size, softcap, alibi_slopes=None
 
 
 def draw_dropout(dropout_p: float, device: torch.device) -> dict[str, Any]:
-    """dropout_p with a seed and an offset from PyTorch's generator of the device, which moves on: torch.manual_seed
+    """dropout_p with a seed and an offset from PyTorch's generator of the device, which advances. So torch.manual_seed
     decides which probabilities are dropped, and activation checkpointing drops the same ones again."""
     if not dropout_p:
         return {}
@@ -121,21 +171,21 @@ def draw_dropout(dropout_p: float, device: torch.device) -> dict[str, Any]:
     return {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_offset": offset}
 
 
-@torch.compiler.disable  # a graph would hold the numbers that were drawn as it was traced
+@torch.compiler.disable  # a graph would hold the numbers drawn while it was traced
 def _draw(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda" or _modes.mapped():  # under vmap PyTorch asks for its `randomness` as it draws
+    if device.type != "cuda" or _modes.mapped():  # PyTorch applies vmap's `randomness` when it draws
         return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")), 0
     check_replays_may_differ()
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     seed, offset = generator.initial_seed() % 2**64, generator.get_offset()
-    generator.set_offset(offset + 4)  # a multiple of 4, which it asks for
+    generator.set_offset(offset + 4)  # the generator requires multiples of 4
     return seed, offset
 
 
 def check_replays_may_differ() -> None:
-    """Raises where a seed of PyTorch's generators would go into a CUDA graph. A launch holds its seed as a number, and
-    so every replay would drop the same probabilities."""
+    """Raises if a seed of PyTorch's generators would go into a CUDA graph. A launch holds its seed as a number, so
+    every replay would drop the same probabilities."""
     if torch.cuda.is_current_stream_capturing():
         raise Unsupported(
             "dropout with a seed of PyTorch's generators, in a CUDA graph that is being captured: every replay would "
@@ -144,12 +194,12 @@ def check_replays_may_differ() -> None:
         )
 
 
-_COLUMNS = 256  # of a unit matrix at a time
+_COLUMNS = 256  # columns of a unit matrix in one call
 
 
 def _probabilities(attend: Callable[..., torch.Tensor], key: torch.Tensor, longest: int) -> torch.Tensor:
-    """P of a call, (..., nheads, longest), read off attention over values that are rows of the unit matrix: attend(v)
-    is the call with these values, of which there is one for each key; key: its number in its sequence."""
+    """P of a call, (..., nheads, longest), read from attention over values that are rows of the unit matrix. attend(v):
+    makes the call with these values, one row for each key; key: the number of each key in its sequence."""
     columns = [
         attend((key[..., None, None] == torch.arange(first, min(first + _COLUMNS, longest), device=key.device)).float())
         for first in range(0, longest, _COLUMNS)
@@ -159,9 +209,9 @@ def _probabilities(attend: Callable[..., torch.Tensor], key: torch.Tensor, longe
 
 @torch.no_grad()
 def signed_probabilities(q, k, varlen: tuple | None, options: dict[str, Any]) -> torch.Tensor:
-    """What flash_attn calls S_dmask: (batch, nheads, seqlen_q, seqlen_k), of packed sequences with the longest ones'
-    lengths. An element is exp(score - the row's greatest score), negative where dropout struck. For tests: it has the
-    memory that FlashAttention avoids, and takes a call for every 256 keys.
+    """flash_attn's S_dmask: (batch, nheads, seqlen_q, seqlen_k), for packed sequences with the lengths of the longest
+    ones. An element is exp(score - the row's greatest score), negative if dropout drops it. For tests: it needs the
+    memory that FlashAttention avoids, and a call for every 256 keys.
 
     varlen: None, or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
     drops = {name: options[name] for name in ("dropout_p", "dropout_seed", "dropout_offset")}
@@ -186,7 +236,7 @@ def signed_probabilities(q, k, varlen: tuple | None, options: dict[str, Any]) ->
         for b, (first, last) in enumerate(zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False)):
             p[b, : last - first] = packed[first:last]
     p = p / p.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    # Which elements are dropped does not depend on q and k. Where all are zero, an element that stays is 1 / seqlen_k.
+    # Dropout does not depend on q and k. With all of them zero, an element that is kept is 1 / seqlen_k.
     zeros = q32.new_zeros(batch, max(seqlen_q, seqlen_k), q.shape[-2], 1)
     key = torch.arange(seqlen_k, device=q.device).expand(batch, seqlen_k)
     kept = _probabilities(

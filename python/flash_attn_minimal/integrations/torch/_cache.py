@@ -1,5 +1,5 @@
-"""flash_attn_with_kvcache as operators of PyTorch, so that graphs hold it: one that reads the cache, one that also
-writes keys and values, and one that writes factors of an 8-bit cache besides."""
+"""flash_attn_with_kvcache as operators of PyTorch, which graphs can hold: one that reads the cache, one that also
+writes keys and values, and one that also writes the factors of an 8-bit cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..._checks import _flag, _integer, _number, _wants_lse, _window
 from ..._library import BadArgument, Unsupported
 
 _ARRAYS = kvcache._Step._fields[: kvcache._LENGTHS + 1]
-# The other arguments, each with its type in PyTorch's schema language. One length for all is a number.
+# The other arguments, each with its type in PyTorch's schema language. `length` is one length for all sequences.
 _NUMBERS = {
     "length": "SymInt?", "softmax_scale": "float?", "causal": "bool", "window_left": "int", "window_right": "int",
     "softcap": "float", "rotary_interleaved": "bool", "num_splits": "int", "attention_chunk": "int",
@@ -49,7 +49,8 @@ def flash_attn_with_kvcache(
         raise Unsupported("out is given, which flash_attn_with_kvcache does not take where PyTorch traces it")
     if _modes.transforms():
         raise Unsupported("flash_attn_with_kvcache is not served under a transform of torch.func")
-    found, lse = _operator(step)(*_packed(step, bool(_flag("return_lse", return_lse))))
+    arguments = _packed(step, bool(_flag("return_lse", return_lse)))  # first: it checks what _operator reads
+    found, lse = _operator(step)(*arguments)
     return (found, lse) if return_lse else found
 
 
@@ -64,13 +65,14 @@ def _operator(step: kvcache._Step) -> Any:
 
 
 def _packed(step: kvcache._Step, return_lse: bool) -> list:
-    """The operators' arguments."""
+    """The arguments of the operators."""
     lengths = step.cache_seqlens
     by_array = isinstance(lengths, torch.Tensor)
     arrays = [*step[: kvcache._LENGTHS], lengths if by_array else None]
     for name, array in zip(_ARRAYS, arrays, strict=True):
         if array is not None and not isinstance(array, torch.Tensor):
             raise BadArgument(f"{name} is a {type(array).__name__}: where q is a tensor, it must be one too")
+    _check_axes(step.q, step.k_cache, step.v_cache)
     if not by_array and lengths is not None and not isinstance(lengths, (int, torch.SymInt)):
         raise BadArgument(f"cache_seqlens is a {type(lengths).__name__}: expected a tensor or an integer")
     left, right = _window(step.window_size)
@@ -98,17 +100,21 @@ def _run(*arguments):
     return results if return_lse else (results, results.new_empty(0, dtype=torch.float32))
 
 
-def _fake(q, k_cache, v_cache, *rest):
+def _check_axes(q, k_cache, v_cache) -> None:
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dim() != 4:
             raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected 4 axes")
+
+
+def _fake(q, k_cache, v_cache, *rest):
+    _check_axes(q, k_cache, v_cache)
     batch, seqlen_q, nheads, _ = q.shape
     lse = q.new_empty((batch, nheads, seqlen_q) if rest[-1] else 0, dtype=torch.float32)
     return q.new_empty((batch, seqlen_q, nheads, v_cache.shape[-1])), lse
 
 
 def _define(name: str, written: tuple[str, ...]) -> None:
-    """An operator that writes to these of its arrays."""
+    """Defines an operator that writes to the arrays `written`."""
     kinds = []
     for array in _ARRAYS:
         alias = f"({chr(ord('a') + written.index(array))}!)" if array in written else ""
