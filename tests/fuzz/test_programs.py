@@ -426,4 +426,4 @@ def test_command_and_report(tmp_path):
 
 def test_wrong_usage():
     done = run("--device", "cpu", "--ranks")
-    assert done.returncode == 2 and "--ranks: with --programs" in done.stderr
+    assert done.returncode == 2 and "--ranks is for --programs" in done.stderr
