@@ -236,7 +236,7 @@ class Writer:
                         raise FlashAttnError(f"text {number}: {described(error)}") from error
                     failed = text.reason == "error"
                     if text.reason:
-                        self.thread.submit(self.engine.cancel, text.request)  # the engine does not know the client's stops
+                        self.thread.submit(self.engine.cancel, text.request)  # the engine knows no client stops
                     if new or (text.reason and not failed):
                         yield number, new, None if failed else text.reason
                     if failed:
