@@ -30,7 +30,7 @@ from .suite import SUITES, Suite
 from .systems import PEERS
 from .timing import QUICK, Protocol
 
-MODULES = (  # of suites
+MODULES = (  # the modules that register suites
     attention, shapes, languages, profile, prefill, decode, queries, llama, block, overhead, linear, small_ops,
     transformers,
 )  # fmt: skip
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """0 done, 1 a wrong answer or a failure on the way, 2 wrong usage."""
+    """Returns the exit status: 0 done, 1 a wrong answer or a failure during the run, 2 wrong usage."""
     parser = _parser()
     try:
         options = parser.parse_args(argv)
@@ -134,7 +134,7 @@ def main(argv: list[str]) -> int:
                 parser.error(f"--plot-only stands alone, but --{given[0].replace('_', '-')} was given too")
             return _written(report.redraw(options.plot_only))
         return _run(options, parser, argv)
-    except SystemExit as stop:  # argparse has said why
+    except SystemExit as stop:  # argparse has printed the reason
         return stop.code if isinstance(stop.code, int) else 2
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -165,7 +165,7 @@ def _run(options, parser, argv) -> int:
     if isinstance(found, int):  # nothing to write
         return found
     machine, outcome = found
-    # The recorded command leaves out where the results go: it reproduces the numbers anywhere.
+    # The recorded command leaves out --output, so that it reproduces the numbers in any folder.
     command = shlex.join(["python", "-m", "flash_attn_minimal", "bench", *_without_output(argv)])
     data = report.result(options.suite, command, machine, outcome)
     folder = options.output or report.default_folder(device_slug(machine))
