@@ -289,7 +289,7 @@ def _clock(seconds: float) -> str:
 def _document(groups: list[tuple[int | str, ...]], argv: list[str]) -> dict[str, Any]:
     """The object for the result file, still without rows."""
     about = {"host": f"{cpu_model()}, {cores()} cores", "library": f"{__version__}, {load().fa_build_info().decode()}"}
-    outputs = ("--json", "--md", "--png", "--trace")  # left out of the recorded command, because they do not change results
+    outputs = ("--json", "--md", "--png", "--trace")  # do not change results, so they are left out
     kept, skip = [], False
     for word in argv:
         if not skip and not word.startswith(tuple(f"{name}=" for name in outputs)) and word not in outputs:
