@@ -1,9 +1,9 @@
-"""A worker of the campaign: reads a case a line from its input, writes what came of it to its output.
+"""A worker of the campaign: reads one case a line from its input, and writes the outcome to its output.
 
     in   {"number": 17} or {"spec": {...}}
-    out  {"ready": ...} once, then for each case {"spec": {...}} before it runs and {"kind": ..., ...} behind it
+    out  {"ready": ...} once, then for each case {"spec": {...}} before it runs and {"kind": ..., ...} after it
 
-A sticky CUDA error ends the process, once it is reported.
+A sticky CUDA error ends the process, after it is reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import traceback
 def main() -> int:
     about = json.loads(sys.argv[1])
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever else prints goes to standard error, not into the protocol
+    os.dup2(2, 1)  # anything else that prints goes to standard error, not into the protocol
     faulthandler.enable()
 
     from .arrays import backend_for
