@@ -1,16 +1,16 @@
 """`python -m flash_attn_minimal experiment NAME`: one question, its measurement, and a page with the answer.
 
-    experiment.py     what an experiment is, and what a run of it has
+    experiment.py     the classes of an experiment and of a run
     report.py         the files: JSON, the page, pictures
     _measure.py       checks and times kernels and variants, with the clocks and checks of `bench`
     _variants.py      the library of variants of kernels, which only a checkout builds
-    _ncu.py           counters of calls
+    _ncu.py           GPU counters of calls
     _calls.py         the process that ncu watches
     _counted.py       attention in NumPy that counts the bytes it moves
     _traffic.py       the same bytes by formula
     _tiles.py         the tiles of the kernels
 
-Every other module is one experiment, or a few of a kind. Only the command line imports this package.
+Every other module is one experiment, or several similar ones. Only the command line imports this package.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """0 done, 1 a wrong answer or nothing measured, 2 wrong usage, 130 interrupted."""
+    """Returns the exit status: 0 done, 1 a wrong answer or nothing measured, 2 wrong usage, 130 interrupted."""
     parser = _parser()
     try:
         options = parser.parse_args(argv)
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         if options.name is None:
             parser.error("which experiment? --list shows them")
         return _run(EXPERIMENTS[options.name], options, argv)
-    except SystemExit as stop:  # argparse has said why
+    except SystemExit as stop:  # argparse has printed the reason
         return stop.code if isinstance(stop.code, int) else 2
     except BenchError as error:
         print(f"experiment: {error}", file=sys.stderr)
@@ -160,7 +160,7 @@ def _run(experiment: Experiment, options, argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _signals(run: Run) -> Iterator[None]:
-    """Ctrl-C, and SIGTERM, which `timeout` sends, end the run."""
+    """Lets Ctrl-C and SIGTERM (which `timeout` sends) end the run."""
 
     def interrupt(number, frame):
         run.interrupted = True
