@@ -1,4 +1,5 @@
-"""docs/learn/flash_attention.html is what its sources make, and in a browser its numbers are those of the reference."""
+"""docs/learn/flash_attention.html is up to date with its sources, and in a browser its numbers equal the
+reference's."""
 
 import json
 import re
@@ -174,7 +175,8 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """open_page(fragment, **context): the page, ready. At the end: no error, and nothing asked of the network."""
+    """open_page(fragment, **context) returns the page when it is ready. After the test: there was no error, and no
+    request to the network."""
     contexts, wrong = [], []
 
     def open_it(fragment="", *, file=PAGE, reduced_motion="reduce", **options):
@@ -197,7 +199,7 @@ def open_page(browser):
 
 @pytest.fixture(scope="module")
 def shared(browser):
-    """One page for the tests that set all they need themselves."""
+    """One page, shared by tests that set everything they need."""
     page = browser.new_page()
     page.goto(PAGE.as_uri())
     page.wait_for_selector("html[data-ready]", state="attached")
@@ -206,7 +208,8 @@ def shared(browser):
 
 
 def until(page, condition):
-    """Playwright's own wait evaluates strings, which the page's content security policy forbids."""
+    """Waits for a condition. Playwright's own wait evaluates strings, which the page's content security policy
+    forbids."""
     for _ in range(200):
         if page.evaluate(condition):
             return
@@ -219,7 +222,7 @@ def slide(page, name, value):
 
 
 def assert_right(page, precision, exact):
-    """Every order ends at the exact answer, and the page says so."""
+    """Checks that every order ends at the exact answer, and that the page says so."""
     for order in ORDERS:
         got = page.evaluate("order => { const {out, lse} = picture.walks()[order]; return {out, lse}; }", order)
         for mine, theirs in zip((got["out"], got["lse"]), exact, strict=True):
@@ -438,7 +441,7 @@ def test_dark_and_light(open_page):
 
 
 def contrast(page, text, behind):
-    """WCAG's ratio of two colours of the page."""
+    """WCAG's contrast ratio of two colours of the page."""
     style = "(element, name) => getComputedStyle(element)[name]"
     colours = page.eval_on_selector(text, style, "color"), page.eval_on_selector(behind, style, "backgroundColor")
     light = []
@@ -488,7 +491,7 @@ def test_time_line_says_who_works_when(open_page):
 
 
 def test_a_recording_takes_the_place_of_the_model(open_page, tmp_path):
-    """As short as the format allows: no operands, no number of stages; and a third consumer."""
+    """The shortest recording that the format allows, without operands and number of stages; and a third consumer."""
     trace = recording.model(tiles=12)
     bare = [{key: value for key, value in event.items() if key != "operand"} for event in trace["events"]]
     third = [event | {"role": "consumer2"} for event in bare if event["role"] == "consumer1"]

@@ -1,6 +1,7 @@
-"""The documentation site: complete, no dead link, nothing from elsewhere, searchable from disk, no wider than a phone.
+"""The documentation site: complete, no dead link, nothing from other sites, searchable from disk, no wider than a
+phone.
 
-$FLASH_ATTN_SITE is a site that docs/site/build.py has made; without it the tests make one, where Sphinx is installed.
+$FLASH_ATTN_SITE is a site that docs/site/build.py has made. Without it the tests make one, if Sphinx is installed.
 """
 
 import importlib.util
@@ -193,7 +194,7 @@ def test_no_page_is_wider_than_the_screen(site, open_page):
     assert len(pages) > 100 and wide == []
 
 
-def test_search_answers_without_a_server(open_page):  # but for the excerpts, which it cannot fetch
+def test_search_answers_without_a_server(open_page):  # except the excerpts, which it cannot fetch
     for words, expected in (
         ("fa_kvcache_attention", "flash_attn.h"),
         ("softcap", "Attention"),
