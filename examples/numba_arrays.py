@@ -19,7 +19,7 @@ from numba import cuda
 
 from flash_attn_minimal import flash_attn_func
 
-BASE = 10000.0  # of the rotary embedding
+BASE = 10000.0  # base of the rotary embedding's frequencies
 
 
 def angle(row, pair, pairs):

@@ -48,7 +48,7 @@ from flash_attn_minimal.llama.weights import DEFAULT_CHECKPOINT, find_tokenizer,
 
 MAX_BODY = 4 << 20  # bytes of a request
 MAX_DRAIN = 64 << 20  # bytes of a refused body that are read, so that its client gets to read the refusal
-MAX_ENTRIES = {"prompt": 256, "stop": 16, "logit_bias": 64}  # of a list or an object
+MAX_ENTRIES = {"prompt": 256, "stop": 16, "logit_bias": 64}  # entries of a list or an object
 MAX_FIELDS = 64
 SHORT_PROMPT = 1 << 14  # characters, encoded in a few milliseconds
 

@@ -1,4 +1,4 @@
-"""How long nvcc takes for the rungs that are compiled ahead."""
+"""Measures how long nvcc takes for the rungs that are compiled ahead of time."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ def _cuda_makers() -> Makers:
         partial(_linear, "linear_gemv_sm80", 3, 3000, 1000, half),
         partial(_w4, "small_w4", 1, 512, 512),
         partial(_w4, "few_w4_sm90", 9, 5120, 1024),  # blocks of half a multiprocessor
-        partial(_w4, "few_w4_sm90", 9, 5120, 1024, x_type="float32"),  # of a whole one, behind the rounding of x
+        partial(_w4, "few_w4_sm90", 9, 5120, 1024, x_type="float32"),  # of a whole one, after the rounding of x
         partial(_w4, "wgmma_w4_few_sm90", 50, 5120, 1024),
         partial(_w4, "wgmma_w4_sm90", 300, 5120, 1024),
         *(partial(_w4, "mma_w4", rows, 5120, 1024) for rows in (2, 9, 40)),  # its three shapes

@@ -123,7 +123,7 @@ class TensorCores:
     """Run one product at a time. The products of a warpgroup run in the order in which it issued them. While two
     warpgroups have products, their products alternate turn by turn."""
 
-    turns: int  # that a product takes
+    turns: int  # turns that one product takes
     queues: dict[str, deque[Product]] = field(default_factory=dict)  # the warpgroup that was served last comes last
 
     def begin(self, who: str, what: str, tile: int, compute: Callable[[], None]) -> Product:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest e4m3 number
 P_FACTOR = 256.0
 BITS = 13  # a product that joins a sum is truncated at 2^-13 of the sum
 INSTRUCTION = 32  # values of a row that one instruction multiplies and adds

@@ -1,5 +1,5 @@
-// wgmma_roles.cuh: what the variants of wgmma_sm90 share: a block with roles of its own, a consumer that does one thing after another, and
-// how a variant is launched.
+// wgmma_roles.cuh: shared parts of the variants of wgmma_sm90: a block with its own roles, a consumer that does one thing after another,
+// and the launch of a variant.
 #pragma once
 
 #include "attention/forward/wgmma_sm90.cuh"

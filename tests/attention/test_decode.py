@@ -321,6 +321,6 @@ def test_work_that_is_not_cut_evenly(kernel, dtype, shape):
     plain, plain_lse = accuracy.plain_attention(q, k, v, dtype, causal=True)
     accuracy.check("out", out, exact, plain, dtype)
     accuracy.check("lse", lse, exact_lse, plain_lse, "float32")
-    lengths = tuple(int(x) for x in rng.integers(0, seqlen_k, batch))  # and each sequence of a length of its own
+    lengths = tuple(int(x) for x in rng.integers(0, seqlen_k, batch))  # and each sequence has a different length
     case = Case(lengths=lengths, rows=seqlen_k, seqlen_new=0, dtype=dtype, spare=0, causal=True)
     check(kernel, replace(case, nheads=nheads, nheads_k=nheads_k, headdim=headdim))

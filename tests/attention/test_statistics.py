@@ -223,7 +223,7 @@ def test_threads_agree():
 
 
 def test_repeats(kernel):
-    """The same bits every time."""
+    """Repeated calls give the same bits."""
     case = Case(700, 900, 64, nheads=4, nheads_k=2, causal=True, dtype="bfloat16")
     first = given(kernel, case, **dict.fromkeys(ALL, True))
     for _ in range(3):

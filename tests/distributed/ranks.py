@@ -67,7 +67,7 @@ devices = [
 
 @dataclass(frozen=True)
 class Split:
-    """How the ranks share a call."""
+    """The way in which ranks share a call."""
 
     size: int = 2
     layout: str = "zigzag"

@@ -114,7 +114,7 @@ class Program:
 
 
 def run_program(seed: int, size: int, steps: int) -> list[str]:
-    """Runs a program on ranks that belong to a group of all ranks, to one of some, and to one of their own. Calls and
+    """Runs a program on ranks that belong to a group of all ranks, to a group of some, and to a group of one. Calls and
     groups take turns, calls are repeated, and all groups are closed and made again in between."""
     program = Program(seed)
     calls = program.calls(steps)

@@ -138,7 +138,7 @@ def options():
     for mode in MODES:
         agrees(group, mode=mode, sinks=sinks, alibi_slopes=slopes)
         agrees(group, mode=mode, sinks=sinks, varlen=True, causal=True)
-    agrees(group, bias=normal(1, HEADS, 30, 30))  # rows of its own on each rank
+    agrees(group, bias=normal(1, HEADS, 30, 30))  # each rank has its own rows
     agrees(group, bias=normal(2, 1, 1, 30))  # shared by the ranks
     agrees(group, mask=normal(2, 1, 30, 30) > -0.5)
 

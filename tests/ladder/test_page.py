@@ -137,7 +137,7 @@ def test_stamps_become_a_recording():
     assert {
         ("copy", 1, "K", 56, 100), ("copy", 0, "K", 160, 951), ("wait_full", 1, "K", 60, 100),
         ("scores", 1, None, 100, 600), ("scores", 0, None, 1000, 1500), ("softmax", 0, None, 1500, 1900),
-        ("values", 1, None, 1500, 2100),  # issued at 1020, behind the scores of tile 0
+        ("values", 1, None, 1500, 2100),  # issued at 1020, after the scores of tile 0
         ("values", 0, None, 2160, 2700),
     } <= found  # fmt: skip
     assert not [e for e in trace["events"] if e["begin_ns"] + 46 > 2700 or e["end_ns"] + 46 > 2700]

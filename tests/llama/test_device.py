@@ -154,7 +154,7 @@ def test_golden_texts(cuda, fused_rows, dtype, cache_dtype, attention, page_size
 
 @pytest.mark.parametrize("attention", ["flash", "standard"])
 def test_biases_and_a_window(cuda, fused_rows, attention, tmp_path):
-    """As the host computes them."""
+    """Biases and a window give the results of the host."""
     from flash_attn_minimal.llama.host import Host
 
     shape = (48, 56, 2, 6, 2, 70, 40)

@@ -330,12 +330,12 @@ def test_the_query_says_what_runs(monkeypatch):
         ("few_w4_sm90", 1, (256, 5120), (False, True), (False,)),
         ("few_w4_sm90", 2, (256, 1024), (False, True), (False,)),
         ("mma_w4", 2, (256, 1024), (True,), (True,)),
-        ("few_w4_sm90", 2, (256, 1024), (False,), (True,)),  # its norm is a launch of its own
+        ("few_w4_sm90", 2, (256, 1024), (False,), (True,)),  # its norm is a separate launch
         ("mma_w4", 2, (256, 2048), (False, True), (True,)),
         ("few_w4_sm90", 8, (256, 4096), (False, True), (False, True)),  # too many numbers for mma_w4 to norm
         ("few_w4_sm90", 16, (256, 1024), (False, True), (False, True)),
         ("few_w4_sm90", 24, (7168, 1024), (False, True), (False,)),
-        ("wgmma_w4_few_sm90", 24, (7168, 1024), (True,), (True,)),  # a product of a model, behind its norm
+        ("wgmma_w4_few_sm90", 24, (7168, 1024), (True,), (True,)),  # a product of a model, after its norm
         ("few_w4_sm90", 32, (256, 1024), (False, True), (False, True)),
         ("wgmma_w4_sm90", 300, (4096, 512), (False, True), (False, True)),
     ],

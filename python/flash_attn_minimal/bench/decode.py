@@ -30,7 +30,7 @@ class Point:
     nheads: int
     nheads_k: int
     headdim: int
-    queries: int = 1  # of every sequence
+    queries: int = 1  # query tokens of every sequence
 
     def __str__(self) -> str:
         queries = "" if self.queries == 1 else f"{self.queries} queries, "

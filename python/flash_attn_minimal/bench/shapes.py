@@ -25,7 +25,7 @@ WIDE = (320, 384, 512)
 
 @dataclass(frozen=True)
 class Case:
-    part: str  # of the table
+    part: str  # the part of the table: a key of TITLES
     shape: Shape
     kernels: tuple[str, ...] = ("best",)
     mode: str | None = None  # one of MODES; this library is then timed with and without it

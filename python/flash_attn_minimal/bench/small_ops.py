@@ -20,7 +20,7 @@ from .timing import Protocol, interleave
 STORY = [(768, 768), (2304, 768), (4096, 768), (768, 2048), (32000, 768)]  # (out, in) of a 110M-parameter Llama
 LARGE = [(4096, 4096), (12288, 4096), (22016, 4096), (4096, 11008), (32000, 4096)]  # of a 7B Llama
 LAYERS = 12
-CHECKED_ROWS = 128  # of weight, at each end
+CHECKED_ROWS = 128  # rows of weight that are checked, at each end
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Linear:
             machine.cast(machine.random((self.n, self.k), "float32", i) * scale, self.dtype) for i in range(sets)
         ]
         self.x = machine.random((self.m, self.k), "float32" if self.fused else self.dtype, 1000)
-        self.narrow = machine.cast(self.x, self.dtype)  # what the peer multiplies
+        self.narrow = machine.cast(self.x, self.dtype)  # the operand of the peer
         self.norm = machine.random((self.k,), "float32", 1001) if self.fused else None
         columns = self.n // 2 if self.swiglu else self.n
         self.out = machine.nans((self.m, columns), "float32" if self.fused else self.dtype)

@@ -35,7 +35,7 @@ class Shape:
     mix: str = ""  # the name of the distribution of the lengths
     backward: bool = False
     allow_tf32: bool = False
-    seqlen_k: int = 0  # of sequences that are not packed
+    seqlen_k: int = 0  # only for sequences that are not packed
     headdim_v: int = 0
 
     @property

@@ -40,7 +40,7 @@ SYSTEMS = {
     "torch": "sdpa",
     "fa2": "flash_attention_2",
 }  # name here -> attn_implementation
-FLOOR = 1e-3  # of the budget, in standard deviations of the logits; 1e-5 in float32
+FLOOR = 1e-3  # the least budget, in standard deviations of the logits; 1e-5 in float32
 ROUNDS = 3
 
 

@@ -471,7 +471,7 @@ class Forward(Function):
             judge.check("lse", results["lse"], exact_lse, lambda: plain()[1], "float32", floor=floor)
         if "max_score" in results:
             greatest, room = self._statistic("max_score", spec, values), 2 * floor
-            if self.get(spec, "allow_tf32"):  # of one score, whose products may all be off to the same side
+            if self.get(spec, "allow_tf32"):  # the products of one score may all be off to the same side
                 room += 2.0**-10 * largest_score(q, k, scale)
             judge.check("max_score", results["max_score"], greatest, greatest, "float32", floor=room)
         if "key_sums" in results:

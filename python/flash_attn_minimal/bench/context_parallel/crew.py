@@ -44,8 +44,8 @@ class Spec:
     """The description of a crew."""
 
     kind: str  # "processes", "threads" or the name of a peer
-    devices: tuple[int | str, ...]  # of each rank
-    threads: int  # of a rank on the CPU
+    devices: tuple[int | str, ...]  # the device of each rank
+    threads: int  # threads of a rank on the CPU
     folder: str = ""  # where processes find each other
     peer: bool = False
 
