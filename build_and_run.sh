@@ -18,16 +18,21 @@ verbs     run      build, native checks, benchmark against standard attention, s
           bench    build, then the benchmark alone          (arguments after -- go to test_flash_attn --bench)
           clean    remove the build folder and the environment, if this script has made them
 
-options   --cpu-only     leave the GPU kernels out
-          --with-cuda    compile the GPU kernels even where there is no GPU (nvcc comes from PyPI when it is not installed)
-          --arch LIST    GPU targets, e.g. 90 or 80,86,90, or all; default: the GPU at hand, or 90 (Hopper) alone where there is none
+options   --all-kernels  compile every GPU kernel where there is no GPU, too, for one target, Hopper (10 times the work)
+          --arch LIST    the same for these GPU targets, e.g. 90 or 80,86,90, or all
+          --with-cuda    compile the general GPU kernels even where there is neither a GPU nor nvcc (which PyPI has)
+          --cpu-only     leave the GPU kernels out
           --clean        throw the old build away first, if this script has made its folder
           --jobs N       compile N files at once; default: all cores
           -DNAME=VALUE   passed to CMake
           --help
 
-What is missing (CMake, Ninja, NumPy, for tests pytest, without nvcc NVIDIA's compiler) is installed into .venv/ from PyPI.
-What is installed already is used as it is, so a machine without network works too when it has the tools.
+GPU kernels: with a GPU all of them, for that GPU. Without a GPU the general ones for one target, which show that everything
+compiles; a library for use on a GPU needs --all-kernels or --arch. A folder that has all kernels keeps them until --clean.
+
+.venv/bin/python imports flash_attn_minimal from this checkout when the build is done, in any shell. What is missing (CMake,
+Ninja, NumPy, for tests pytest, without nvcc NVIDIA's compiler) is installed into .venv/ from PyPI. What is installed already
+is used as it is, so a machine without network works too when it has the tools.
 environment: PYTHON (the Python to start from), FLASH_ATTN_VENV (default .venv), FLASH_ATTN_BUILD (default build), CXX, CUDACXX
 A folder that is there already must be empty, or an environment, or a build of this checkout. Only folders with the file
 .made_by_build_and_run are ever deleted.
@@ -43,11 +48,13 @@ build=${FLASH_ATTN_BUILD:-$root/build}
 venv=${FLASH_ATTN_VENV:-$root/.venv}
 [[ $build == /* ]] || build=$PWD/$build
 [[ $venv == /* ]] || venv=$PWD/$venv
-verb='' cuda=auto arch='' clean='' jobs='' defines=() rest=()
+here=$PWD began=$SECONDS
+verb='' cuda=auto arch='' all='' clean='' jobs='' defines=() rest=()
 while (($#)); do
     case $1 in
         run | build | test | bench | clean) [[ -z $verb ]] || die "two verbs: '$verb' and '$1'" 2; verb=$1 ;;
         --cpu-only) cuda=off ;;
+        --all-kernels) all=yes ;;
         --with-cuda) [[ $cuda == off ]] || cuda=on ;;
         --arch | --jobs) (($# > 1)) || die "$1 needs a value" 2; set -- "$1=$2" "${@:3}"; continue ;;
         --arch=?*) arch=${1#*=} ;;
@@ -62,6 +69,7 @@ while (($#)); do
 done
 verb=${verb:-run}
 [[ -z $arch || $cuda != off ]] || die "--arch and --cpu-only exclude each other" 2
+[[ -z $all || $cuda != off ]] || die "--all-kernels and --cpu-only exclude each other" 2
 
 # ---- folders: what is not this script's stays ----
 mark=.made_by_build_and_run # in each folder that this script has made, or found empty
@@ -92,11 +100,11 @@ clear_out() { # clear_out FOLDER: all that is in one of ours. The folder stays: 
 while [[ $build == *?/ ]]; do build=${build%/}; done
 while [[ $venv == *?/ ]]; do venv=${venv%/}; done
 for setting in build venv; do # of a folder that is not there, the part that is there is resolved: no '..' is left behind it
-    folder=${!setting} rest=''
+    folder=${!setting} below=''
     [[ ! -d $folder && $folder/ == */../* ]] || continue
-    until [[ -d $folder ]]; do rest=/${folder##*/}$rest folder=${folder%/*} folder=${folder:-/}; done
+    until [[ -d $folder ]]; do below=/${folder##*/}$below folder=${folder%/*} folder=${folder:-/}; done
     folder=$(CDPATH='' cd -P -- "$folder" && pwd -P)
-    printf -v "$setting" %s "${folder%/}$rest"
+    printf -v "$setting" %s "${folder%/}$below"
 done
 for setting in "FLASH_ATTN_BUILD=$build" "FLASH_ATTN_VENV=$venv"; do
     folder=${setting#*=}
@@ -140,13 +148,56 @@ progress() {
     local line end=$'\n' start='    '
     [[ -t 1 ]] && end='' start=$'\r\033[K    '
     while IFS= read -r line; do
+        [[ ! $line =~ ^(\[[0-9]+/[0-9]+\]).*\.dir/(.*)\.o$ ]] || { finish "${BASH_REMATCH[2]}" && line="${BASH_REMATCH[1]} $left"; }
         [[ $line =~ ^\[\ *[0-9]+[/%] || $line =~ ^\ *(Downloading|Installing) ]] && printf '%s%s%s' "$start" "${line:0:110}" "$end"
     done
     [[ -t 1 ]] && printf '\r\033[K'
     true
 }
+minutes() { (($1 < 90)) && say "$1 s" || say "$((($1 + 30) / 60)) min"; }
+# The time left for the compiler. Some files take 50 times as long as others, so each has a weight: the half seconds of
+# cmake/compile_seconds.txt, or 1 when it is not listed there. The files that are done say how long this machine takes for a weight of 1.
+declare -A weight=() since=() # since: the files that are being compiled, and when they began
+to_do=() next=0 waiting=0 done_weight=0 done_seconds=0 left=''
+count_files() { # the sources that Ninja would compile now, in the order in which it starts them
+    local seconds source targets=${arch//[^,; ]/}
+    targets=$((${#targets} + 1))
+    [[ $arch != all ]] || targets=4 # and PTX
+    while read -r seconds source; do
+        [[ $seconds != '#'* ]] || continue
+        [[ $source != *.cu || $source == *_sm90* ]] || seconds=$((seconds * targets))
+        weight[$source]=$((2 * seconds))
+    done <"$root/cmake/compile_seconds.txt"
+    mapfile -t to_do < <("$ninja" -C "$build" -n 2>/dev/null | sed -n 's/^\[.*\.dir\/\(.*\)\.o$/\1/p')
+    for source in ${to_do[@]+"${to_do[@]}"}; do waiting=$((waiting + ${weight[$source]:-1})); done
+}
+begin() { # the next file that waits
+    ((next < ${#to_do[@]})) || return 0
+    since[${to_do[next]}]=$1
+    waiting=$((waiting - ${weight[${to_do[next]}]:-1})) next=$((next + 1))
+}
+finish() { # finish SOURCE: sets left
+    local source work all longest=0 now=$((SECONDS - step_began))
+    ((${#to_do[@]})) || return
+    while ((next < jobs && next < ${#to_do[@]})); do begin 0; done
+    done_weight=$((done_weight + ${weight[$1]:-1})) done_seconds=$((done_seconds + now - ${since[$1]:-$now}))
+    unset "since[$1]"
+    begin "$now"
+    all=$((waiting * done_seconds)) # seconds times done_weight, so that whole numbers do
+    for source in "${!since[@]}"; do
+        work=$((${weight[$source]:-1} * done_seconds - (now - since[$source]) * done_weight))
+        ((work < 0)) || all=$((all + work))
+        ((work < longest)) || longest=$work
+    done
+    all=$((all / jobs))
+    ((all > longest)) || all=$longest
+    left="$1 ($(minutes $now)"
+    ((now < 3 || done_seconds == 0)) || left+=", about $(minutes $((all / done_weight))) left"
+    left+=')'
+}
+times=''
 step() { # step NAME everything|progress COMMAND...
-    local name=$1 show=$2 log=$logs/${1// /-}.log began=$SECONDS
+    local name=$1 show=$2 log=$logs/${1// /-}.log step_began=$SECONDS
     shift 2
     say "==> $name"
     if ! "$@" 2>&1 | tee "$log" | "$show"; then
@@ -154,7 +205,8 @@ step() { # step NAME everything|progress COMMAND...
         say "FAILED: $name (the whole log: $log)"
         return 1
     fi
-    say "    done in $((SECONDS - began)) s"
+    say "    done in $((SECONDS - step_began)) s"
+    times+="${times:+, }$name $((SECONDS - step_began)) s"
 }
 
 # ---- what this machine has ----
@@ -168,9 +220,9 @@ done
 command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
     die "a C++ compiler is needed, e.g. g++ or clang++ (set CXX to choose one)"
 
-find_cmake() { # of the given Python's environment, else on PATH; 3.24 or newer
+find_cmake() { # of the given Python's environment, else beside the base Python, else on PATH; 3.24 or newer
     local found version
-    for found in "${1%/*}/cmake" "$(command -v cmake)"; do
+    for found in "${1%/*}/cmake" "${base%/*}/cmake" "$(command -v cmake)"; do
         version=$("$found" --version 2>/dev/null) || continue
         [[ $version =~ version\ ([0-9]+)\.([0-9]+) ]] || continue
         ((BASH_REMATCH[1] * 1000 + BASH_REMATCH[2] >= 3024)) && { say "$found"; return; }
@@ -179,7 +231,7 @@ find_cmake() { # of the given Python's environment, else on PATH; 3.24 or newer
 }
 find_ninja() {
     local found
-    for found in "${1%/*}/ninja" "$(command -v ninja)"; do
+    for found in "${1%/*}/ninja" "${base%/*}/ninja" "$(command -v ninja)"; do
         "$found" --version >/dev/null 2>&1 && { say "$found"; return; }
     done
     return 1
@@ -213,30 +265,54 @@ if [[ $verb == test ]]; then
     # tests/ladder/test_page.py drives a browser where there is one
     ! command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null || want+=(playwright)
 fi
-kernels=yes
+# The GPU kernels: all, general or none. Where there is no GPU, a folder that has all of them keeps them.
+kernels=general
+cached() { sed -n "s/^FLASH_ATTN_$1:[A-Z]*=//p" "$build/CMakeCache.txt" 2>/dev/null; }
 if [[ $cuda == off ]]; then
     kernels=''
-elif [[ $cuda == on || $arch ]]; then
+elif [[ $gpu || $arch || $all ]]; then
+    kernels=all
+elif [[ $(cached KERNELS) == all && $(cached CUDA) == ON && $(cached ARCH) != native ]]; then
+    kernels=all arch=$(cached ARCH)
+    say "$build has all GPU kernels for target $arch: they stay (--clean starts afresh)."
+fi
+if [[ $kernels && ($cuda == on || $arch || $all) ]]; then
     need+=(nvcc)
-elif [[ $gpu ]]; then
+elif [[ $kernels && $gpu ]]; then
     want+=(nvcc)
-elif ! find_nvcc "$base" >/dev/null && ! find_nvcc "$venv/bin/python" >/dev/null; then
-    kernels=''
-    say "No NVIDIA GPU and no nvcc here: building the CPU backend alone (--with-cuda compiles the GPU kernels all the same)."
 fi
 # One release of NVIDIA's compiler, every part pinned: a newer nvvm writes PTX that this ptxas refuses.
 nvcc_wheels=(nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 nvidia-cuda-runtime==13.0.96)
 
-install() { # into the virtual environment, which is made here and sees what the base Python has
-    local name packages=()
-    if ! starts "$venv"; then
-        empty "$venv" || clear_out "$venv"
-        make "$venv" || return
-        # Without ensurepip (Debian without python3-venv) the base Python's own pip serves the environment.
-        "$base" -m venv --system-site-packages "$venv" ||
-            "$base" -m venv --system-site-packages --without-pip "$venv" || return
-    fi
-    local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --retries 1 --timeout 15)
+make_environment() { # it sees what the base Python has
+    empty "$venv" || clear_out "$venv"
+    make "$venv" || return
+    # Without ensurepip (Debian without python3-venv) the base Python's own pip serves the environment.
+    "$base" -m venv --system-site-packages "$venv" ||
+        "$base" -m venv --system-site-packages --without-pip "$venv"
+}
+# Writes a file that the environment's Python reads when it starts: it adds the package in this checkout. Where the base Python is an
+# environment itself, the file adds what is installed there, which --system-site-packages passes over.
+connect() {
+    local folder='' installed=''
+    [[ $build -ef $root/build ]] || folder=$build
+    ! ours "$venv" || installed=$("$base" -c 'import sys, sysconfig; sys.prefix != sys.base_prefix and print(sysconfig.get_path("purelib"))')
+    "$venv/bin/python" - "$root/python" "$folder" "$installed" <<'EOF'
+import pathlib, sys, sysconfig
+
+sources, build, installed = sys.argv[1:]
+lines = [sources]
+if build:  # the package looks in build/ of the checkout by itself
+    lines.append(f"import os; os.environ.setdefault('FLASH_ATTN_LIBRARY', {build + '/libflash_attn_minimal.so'!r})")
+if installed and pathlib.Path(installed).parent.name == f"python{sys.version_info[0]}.{sys.version_info[1]}":
+    lines.append(f"import site; site.addsitedir({installed!r})")
+file, text = pathlib.Path(sysconfig.get_path("purelib"), "flash_attn_minimal_checkout.pth"), "\n".join(lines) + "\n"
+if not file.is_file() or file.read_text() != text:
+    file.write_text(text)
+EOF
+}
+install() { # into the environment
+    local name packages=() pip=("$venv/bin/python" -m pip install --disable-pip-version-check --retries 1 --timeout 15)
     for name in "$@"; do
         case $name in
             nvcc) "${pip[@]}" --no-deps --ignore-installed "${nvcc_wheels[@]}" || return ;; # all in one folder, whatever the base has
@@ -246,23 +322,22 @@ install() { # into the virtual environment, which is made here and sees what the
     done
     ((${#packages[@]} == 0)) || "${pip[@]}" "${packages[@]}"
 }
-python=''
-for candidate in "$venv/bin/python" "$base"; do
-    [[ -x $candidate && -z $(missing "$candidate" "${need[@]}" "${want[@]}") ]] && { python=$candidate; break; }
-done
-if [[ -z $python ]]; then
-    candidate=$base
-    [[ -x $venv/bin/python ]] && candidate=$venv/bin/python
-    mapfile -t lacking < <(missing "$candidate" "${need[@]}" "${want[@]}")
+python=$venv/bin/python
+if ! starts "$venv" && ! step environment progress make_environment; then
+    python=$base
+    say "Going on with $base, which will not know the package by itself."
+elif ! connect; then
+    say "$venv cannot be written: its Python will not know the package by itself."
+fi
+if [[ $kernels && -z $gpu && $cuda != on && -z $arch$all ]] && ! find_nvcc "$python" >/dev/null; then
+    kernels=''
+    say "No NVIDIA GPU and no nvcc here: building the CPU backend alone (--with-cuda compiles the general GPU kernels, too)."
+fi
+mapfile -t lacking < <(missing "$python" "${need[@]}" "${want[@]}")
+if ((${#lacking[@]})); then
     say "Missing here: ${lacking[*]}"
-    if step "install from PyPI" progress install "${lacking[@]}"; then
-        python=$venv/bin/python
-    else # no network, say: what is installed may do
-        python=$base
-        if [[ -x $venv/bin/python ]]; then
-            here=$(missing "$venv/bin/python" "${need[@]}" "${want[@]}" | wc -l)
-            ((here >= $(missing "$base" "${need[@]}" "${want[@]}" | wc -l))) || python=$venv/bin/python
-        fi
+    # Without network, what is installed may do.
+    if [[ $python == "$base" ]] || ! step "install from PyPI" progress install "${lacking[@]}"; then
         mapfile -t lacking < <(missing "$python" "${need[@]}")
         ((${#lacking[@]} == 0)) || die "cannot go on without ${lacking[*]}: install it for $base, or make PyPI reachable"
         mapfile -t lacking < <(missing "$python" "${want[@]}")
@@ -273,7 +348,7 @@ cmake=$(find_cmake "$python")
 ninja=$(find_ninja "$python") || ninja=''
 nvcc=''
 if [[ $kernels ]]; then
-    nvcc=$(find_nvcc "$python" || find_nvcc "$base") || say "No nvcc and none could be downloaded: building the CPU backend alone, the GPU ($gpu) stays unused."
+    nvcc=$(find_nvcc "$python") || say "No nvcc and none could be downloaded: building the CPU backend alone, the GPU ($gpu) stays unused."
 fi
 
 # ---- build ----
@@ -283,21 +358,46 @@ if [[ $nvcc ]]; then
         arch=native
     elif [[ -z $arch ]]; then
         arch=90
-        say "No NVIDIA GPU here: compiling the GPU kernels for one target, sm_90 (Hopper). --arch all compiles every target."
+        if [[ $kernels == all ]]; then
+            say "No NVIDIA GPU here: compiling all GPU kernels for one target, sm_90 (Hopper). --arch all compiles every target."
+        else
+            say "No NVIDIA GPU here: compiling the general GPU kernels for one target, sm_90 (Hopper). --all-kernels compiles all of them."
+        fi
     fi
-    configuration=(-DFLASH_ATTN_CUDA=ON "-DFLASH_ATTN_ARCH=$arch" "-DCMAKE_CUDA_COMPILER=$nvcc")
+    configuration=(-DFLASH_ATTN_CUDA=ON "-DFLASH_ATTN_KERNELS=$kernels" "-DFLASH_ATTN_ARCH=$arch" "-DCMAKE_CUDA_COMPILER=$nvcc")
 fi
 if [[ $ninja ]]; then
     configuration+=(-G Ninja "-DCMAKE_MAKE_PROGRAM=$ninja")
 fi
-say "flash-attn-minimal: $("$python" -V) at $python, ${nvcc:+nvcc $nvcc, GPU target $arch, }${gpu:-no GPU}, $jobs jobs"
+say "flash-attn-minimal: $("$python" -V) at $python, ${nvcc:+nvcc $nvcc, $kernels kernels, GPU target $arch, }${gpu:-no GPU}, $jobs jobs"
 tools="$root $cmake $ninja $nvcc" # a folder configured with other tools starts afresh
 [[ $(cat "$build/configured_by" 2>/dev/null || cat "$build/made_by" 2>/dev/null) == "$tools" ]] || configuration+=(--fresh)
 step configure progress "$cmake" -S "$root" -B "$build" "${configuration[@]}" -DFLASH_ATTN_TESTS=ON ${defines[@]+"${defines[@]}"} || exit
 say "$tools" >"$build/configured_by"
-step compile progress "$cmake" --build "$build" --parallel "$jobs" || exit
+[[ -z $ninja ]] || count_files
+((waiting < 40)) ||
+    say "    ${#to_do[@]} files to compile: about $(minutes $((waiting / 2 / jobs + 5))) with cores like those of cmake/compile_seconds.txt"
+NINJA_STATUS='[%f/%t] ' step compile progress "$cmake" --build "$build" --parallel "$jobs" || exit
 export FLASH_ATTN_LIBRARY=$build/libflash_attn_minimal.so PYTHONPATH=$root/python${PYTHONPATH:+:$PYTHONPATH}
-[[ $verb != build ]] || { say "built $FLASH_ATTN_LIBRARY"; exit 0; }
+how_to_go_on() {
+    local name=$venv/bin/python more=0 seconds source
+    [[ $name != "$here"/* ]] || name=${name#"$here/"}
+    printf -v name %q "$name"
+    [[ $python != "$base" ]] || name="PYTHONPATH=$root/python FLASH_ATTN_LIBRARY=$FLASH_ATTN_LIBRARY $base"
+    printf -v script %q "$root/build_and_run.sh"
+    [[ $here != "$root" ]] || script=./build_and_run.sh
+    say ""
+    say "How to go on"
+    say "  $name -c 'import numpy as np, flash_attn_minimal as fa; q = np.ones((1, 8, 2, 64), np.float32); print(fa.flash_attn_func(q, q, q))'"
+    say "  $name -m flash_attn_minimal info    what is built here, and which kernel serves which call"
+    [[ $verb == test ]] || say "  $script test    the tests"
+    [[ $nvcc && $kernels == general ]] || return 0
+    while read -r seconds source; do
+        [[ $seconds == '#'* || -f $build/CMakeFiles/flash_attn_minimal.dir/$source.o ]] || more=$((more + seconds))
+    done <"$root/cmake/compile_seconds.txt"
+    say "  $script --all-kernels    the fast GPU kernels, too: about $(minutes $((more / jobs))) more with $jobs jobs"
+}
+[[ $verb != build ]] || { say "built $FLASH_ATTN_LIBRARY"; how_to_go_on; exit 0; }
 
 # ---- test, check, bench ----
 if [[ $verb == test ]]; then
@@ -313,7 +413,12 @@ if [[ $gpu && $nvcc && $device == cpu ]]; then
     say "The library sees no GPU although nvidia-smi does ($gpu): the driver may be older than this compiler's CUDA. Using the CPU."
 fi
 if [[ $verb == run ]]; then
-    step "native checks" everything "$build/test_flash_attn" --device $device || exit
+    checks=()
+    if [[ $device == cpu ]]; then # a third of them, which has every kernel, type and option
+        for name in tiny varlen causal mask window extreme kvcache fuzz api; do checks+=(--filter "$name/"); done
+        checks+=(--quick)
+    fi
+    step "native checks" everything "$build/test_flash_attn" --device $device ${checks[@]+"${checks[@]}"} || exit
 fi
 FLASH_ATTN_COMMIT=$(git -C "$root" rev-parse --short HEAD 2>/dev/null) && export FLASH_ATTN_COMMIT
 [[ $verb != run || $device == cpu ]] || rest=(--quick ${rest[@]+"${rest[@]}"}) # the whole table takes the GPU's standard attention minutes
@@ -322,8 +427,8 @@ step benchmark everything "$build/test_flash_attn" --device $device --bench --js
 
 # ---- what this machine got ----
 cd "$root"
-"$python" - "$build/benchmark.json" "$python" <<'EOF'
-import ctypes, json, os, shlex, statistics, sys
+"$python" - "$build/benchmark.json" <<'EOF'
+import ctypes, json, os, statistics, sys
 
 path = os.environ["FLASH_ATTN_LIBRARY"]
 library = ctypes.CDLL(path)
@@ -347,9 +452,7 @@ What this machine got
   correct   native checks passed; closest to its limit: error {worst['max_err']:.1e} of {worst['err_budget']:.1e} ({describe(worst)})
   speed-up  {min(gains):.1f}x to {max(gains):.1f}x over standard attention ({', '.join(sorted({r['kernel'] for r in standard.values()}))}), median {statistics.median(gains):.1f}x
   fastest   {speed} ({describe(fastest)})
-  library   {path} ({library.fa_build_info().decode()})
-  next      ./build_and_run.sh test
-            PYTHONPATH=python FLASH_ATTN_LIBRARY={shlex.quote(os.path.relpath(path))} {shlex.quote(sys.argv[2])} -m flash_attn_minimal info""")
+  library   {path} ({library.fa_build_info().decode()})""")
 EOF
 
 # ---- the same story with flash attention and with standard attention, in turns: which is how fast ----
@@ -357,3 +460,6 @@ where=cpu
 [[ $device == cpu ]] || ! "$python" -c 'import cupy' 2>/dev/null || where=cuda
 say ""
 "$python" -m flash_attn_minimal generate --attention both --device $where
+say ""
+say "All of it took $(minutes $((SECONDS - began))): $times."
+how_to_go_on

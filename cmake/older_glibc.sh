@@ -1,7 +1,7 @@
 #!/bin/sh
-# older_glibc.sh ARCHIVE COPY: copies a static library so that what it asks of glibc is there in glibc 2.27, for wheels that serve more
-# systems than the newest. glibc keeps the old versions of the symbols that it gave new ones (2.34 moved threads into libc.so.6), but a
-# linker takes the new ones unless the name that it looks for says which: pthread_create@GLIBC_2.2.5.
+# older_glibc.sh ARCHIVE COPY: copies a static library so that glibc 2.27 has every symbol that the copy needs; wheels then run on older
+# systems. When a symbol gets a new version, glibc keeps the old one (2.34 moved threads into libc.so.6). But a linker takes the new version
+# unless the name that it looks for contains the old one: pthread_create@GLIBC_2.2.5.
 set -e
 objdump -T "$("${CC:-cc}" -print-file-name=libc.so.6)" | awk '
     function number(version) { split(version, part, /[_.]/); return part[2] * 1e6 + part[3] * 1e3 + part[4] }

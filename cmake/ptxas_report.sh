@@ -1,6 +1,6 @@
 #!/bin/sh
-# ptxas_report.sh FOLDER NVCC ARGUMENT...: runs the compiler and keeps what ptxas says of registers, spills and serialised wgmma in
-# FOLDER/<path of the source below cuda/>.o.log, where tests/package/test_ptxas.py reads it. Warnings and errors still reach the screen.
+# ptxas_report.sh FOLDER NVCC ARGUMENT...: runs the compiler and writes ptxas's report of registers, spills and serialised wgmma to
+# FOLDER/<path of the source below cuda/>.o.log, which tests/package/test_ptxas.py reads. Warnings and errors still reach the screen.
 folder=$1
 shift
 object=unknown previous=

@@ -1,6 +1,5 @@
-/* flash_attn_transformer.h: the C ABI of what a Transformer does around attention: norms, rotary embedding, activations, sampling, products
- * with few rows, and products with 4-bit weights. The rules at the top of flash_attn.h apply here too.
- */
+/* flash_attn_transformer.h: the C ABI of the operations around attention in a Transformer: norms, rotary embedding, activations,
+ * sampling, products with few rows, and products with 4-bit weights. The rules at the top of flash_attn.h apply here too. */
 #ifndef FLASH_ATTN_TRANSFORMER_H
 #define FLASH_ATTN_TRANSFORMER_H
 
@@ -15,17 +14,17 @@ extern "C" {
  * Matrices are data[row * row_stride + column], columns contiguous. Sums are float32 whatever the types; results are rounded once.
  * A dtype field of 0 means the type named beside it. Every dtype may be float32, float16 or bfloat16.
  *
- * programmatic = 1 launches programmatically: on sm_90 and newer the kernel may start, and prepare, while earlier kernels of the stream
- * still run. Elsewhere, and on the CPU, it changes nothing. The kernel waits for the end of the earlier kernels before it reads any array
- * below, with one exception: fa_linear and fa_w4_linear read weight (packed) and norm_weight at once, so no kernel between the last
- * plain launch and this one may write them. Captured graphs keep this behaviour. */
+ * programmatic = 1 uses programmatic dependent launch: on sm_90 and newer the kernel may start its preparations while earlier kernels of
+ * the stream still run. Elsewhere, and on the CPU, it changes nothing. The kernel waits for the end of the earlier kernels before it reads
+ * any array below, with one exception: fa_linear and fa_w4_linear read weight (packed) and norm_weight at once, so no kernel between the
+ * last plain launch and this one may write them. Captured graphs keep this behaviour. */
 
 typedef struct fa_matrix {
     void* data;
     int64_t row_stride; /* in elements */
 } fa_matrix;
 
-/* out = x / sqrt(mean(x^2) + eps) * weight, for each row. With a residual, x += residual comes first, and x keeps the sum. */
+/* out = x / sqrt(mean(x^2) + eps) * weight, for each row. With a residual, x += residual comes first, and the sum is stored in x. */
 typedef struct fa_rms_norm_args {
     size_t struct_size;
     int32_t device;
@@ -48,7 +47,7 @@ typedef struct fa_rms_norm_args {
 FA_API fa_status fa_rms_norm(const fa_rms_norm_args* args, void* stream);
 
 /* Rotary position embedding: rotates pairs of every head by angles that depend on the position, (a, b) to (a cos - b sin, a sin + b cos).
- * Pair j of rotary_dim / 2 is (j, j + rotary_dim / 2), or with interleaved (2 j, 2 j + 1). Elements from rotary_dim on are copied. */
+ * Pair j of rotary_dim / 2 is (j, j + rotary_dim / 2), or with interleaved (2 j, 2 j + 1). Elements from index rotary_dim on are copied. */
 typedef struct fa_rope_args {
     size_t struct_size;
     int32_t device;
@@ -63,12 +62,13 @@ typedef struct fa_rope_args {
     int32_t programmatic;
     int64_t seqlen;
     fa_tensor x;           /* (batch, seqlen, nheads, headdim) */
-    fa_tensor out;         /* the same; may be x */
+    fa_tensor out;         /* like x; may be x itself */
     const void *cos, *sin; /* (table_rows, rotary_dim / 2) */
     int64_t table_row_stride;
     int64_t table_rows;
-    /* NULL: token i of a sequence has position i. (batch): it has position positions[b] + i. With per_token (batch, seqlen): every token
-     * has its own. Positions outside the tables are refused on the CPU; on the GPU they take the nearest row. */
+    /* NULL: token i of a sequence has position i. With per_token = 0 (batch): token i of sequence b has position positions[b] + i.
+     * With per_token = 1 (batch, seqlen): one position per token. A position outside the tables is an error on the CPU; a GPU uses
+     * the nearest row. */
     const int32_t* positions;
     int32_t per_token;
     int32_t num_threads;
@@ -92,10 +92,11 @@ typedef struct fa_swiglu_args {
 
 FA_API fa_status fa_swiglu(const fa_swiglu_args* args, void* stream);
 
-/* Draws a token for every row from softmax(logits / temperature), restricted to the top_k likeliest tokens, and of these to the fewest
- * likeliest whose probabilities reach top_p of their sum. Of equal logits the lower index comes first. temperature = 0 takes the first of
- * the largest logits. A row with a NaN, or with nothing above -infinity, gives -1. CPU and GPU draw the same tokens from the same
- * arguments: weights are integers and the random numbers are Philox4x32-10 (transformer/ops/sampling.h). */
+/* Draws a token for every row from softmax(logits / temperature), restricted first to the top_k most likely tokens and then to
+ * the smallest set of most likely tokens whose probabilities reach the fraction top_p of the remaining sum. Among equal logits
+ * the lower index comes first. temperature = 0 takes the first of the largest logits. A row with a NaN, or with nothing above
+ * -infinity, gives -1. CPU and GPU draw the same tokens from the same arguments: weights are integers, and the random numbers
+ * are Philox4x32-10 (transformer/ops/sampling.h). */
 typedef struct fa_sample_args {
     size_t struct_size;
     int32_t device;
@@ -109,8 +110,8 @@ typedef struct fa_sample_args {
     int32_t top_k; /* 0 = all */
     int32_t programmatic;
     uint64_t seed;
-    uint64_t offset;      /* draws with the same seed but different offsets, or different steps, are independent */
-    const int64_t* seeds; /* (batch) a seed for each row, whose draws then do not depend on its place in the batch; NULL = seed for all */
+    uint64_t offset;      /* different offsets, or different steps, make draws with the same seed independent */
+    const int64_t* seeds; /* (batch) one seed per row: so a row's draws do not depend on its place in the batch. NULL = `seed` */
     const int32_t* step;  /* step[b * step_stride], read when the kernel runs, so that a replayed graph draws new tokens; NULL = 0 */
     int64_t step_stride;  /* 0 = one step for all rows */
     int32_t num_threads;
@@ -119,9 +120,9 @@ typedef struct fa_sample_args {
 
 FA_API fa_status fa_sample(const fa_sample_args* args, void* stream);
 
-/* out = residual + act(norm(x) weight^T + bias) for a few rows of x, bound by the memory that weights come from.
- * norm(x) is x, or with norm_weight the RMSNorm of fa_rms_norm. act is the identity, or with swiglu silu(y[n]) * y[n + out_features / 2].
- * Any number of rows is served, but on a GPU, with large weights, a library for matrix products is faster from two rows on. */
+/* out = residual + act(norm(x) weight^T + bias) for a few rows of x; reading the weights bounds the speed. norm(x) is x, or with
+ * norm_weight the RMSNorm of fa_rms_norm. act is the identity, or with swiglu silu(y[n]) * y[n + out_features / 2]. Any number of rows
+ * works, but for large weights on a GPU a matrix library is faster from two rows on. */
 typedef struct fa_linear_args {
     size_t struct_size;
     int32_t device;
@@ -132,25 +133,25 @@ typedef struct fa_linear_args {
     int32_t residual_dtype; /* 0 = out_dtype */
     int32_t out_dtype;      /* 0 = dtype */
     int32_t in_features;
-    int32_t out_features; /* rows of weight; with swiglu gate above up */
+    int32_t out_features; /* rows of weight; with swiglu the rows of gate, then those of up */
     int32_t swiglu;
     int64_t rows;
     fa_matrix x;             /* (rows, in_features) */
     fa_matrix weight;        /* (out_features, in_features) */
     fa_matrix residual;      /* (rows, columns of out); data NULL = none; may be out */
-    fa_matrix out;           /* (rows, out_features), with swiglu half as many columns; not x */
+    fa_matrix out;           /* (rows, out_features), with swiglu (rows, out_features / 2); must not be x */
     const void* bias;        /* (out_features); NULL = none */
     const void* norm_weight; /* (in_features); NULL = no norm */
     float eps;               /* of the norm */
     int32_t programmatic;
     int32_t num_threads;
     int32_t reserved;
-    const char* kernel; /* force a kernel by name; NULL = environment FLASH_ATTN_DENSE_LINEAR_KERNEL, else the best one */
+    const char* kernel; /* name of the kernel to use; NULL = environment variable FLASH_ATTN_DENSE_LINEAR_KERNEL, else the best kernel */
 } fa_linear_args;
 
 FA_API fa_status fa_linear(const fa_linear_args* args, void* stream);
 
-/* As fa_attention_query. No kernel needs a workspace. */
+/* Like fa_attention_query, for fa_linear. No kernel needs a workspace. */
 FA_API fa_status fa_linear_query(const fa_linear_args* args, fa_attention_plan* plan);
 
 /* ---- 4-bit weights ----
@@ -160,9 +161,8 @@ FA_API fa_status fa_linear_query(const fa_linear_args* args, fa_attention_plan* 
  *     FA_NVFP4   code E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and negatives)   block  16   scale float8_e4m3   tensor_scale float32
  *     FA_MXFP4   code E2M1                                              block  32   scale E8M0, 2^(byte - 127); 255 = NaN
  *     FA_INT4    code two's complement, -8 .. 7                         block 128   scale float16
- *
- * A weight is quantised to its plain form, which files hold, and packed once for the products. cuda/transformer/w4/w4.h defines both.
- */
+ * A weight is first quantised to its plain form (codes and scales as in files), then packed once for the products.
+ * cuda/transformer/w4/w4.h defines both forms. */
 
 typedef enum fa_w4_format { FA_NVFP4 = 1, FA_MXFP4 = 2, FA_INT4 = 3 } fa_w4_format;
 
@@ -176,12 +176,12 @@ typedef struct fa_w4_weight {
     float* tensor_scale; /* one number, required by FA_NVFP4; NULL = 1 */
 } fa_w4_weight;
 
-/* Quantises a matrix. Codes are rounded to the nearest, ties to even. The scale of a block takes its largest magnitude to the largest code
- * (FA_MXFP4: to 4 .. 8). With search it is the scale of least squared error among several near that one. The tensor_scale of FA_NVFP4
- * takes the largest magnitude of the matrix to 6 * 448; other formats get 1. A block with a NaN or an infinity gets the scale NaN.
- * The scale of FA_INT4 is a float16: a block above 4.5e5 is cut off there, and a block below 2e-7 becomes 0. FA_NVFP4: a block more than
- * 4e5 times smaller than the largest magnitude of the matrix may become 0. FA_MXFP4 holds numbers up to 2^127.
- * Every operation is rounded once, so CPU and GPU write the same bytes. */
+/* Quantises a matrix. Codes are rounded to nearest, ties to even. A block's scale maps its largest magnitude to the largest code
+ * (FA_MXFP4: to 4 .. 8). With search = 1 the scale is the one with the least squared error among several near it. The tensor_scale of
+ * FA_NVFP4 maps the largest magnitude of the matrix to 6 * 448; other formats get 1. A block that contains a NaN or an infinity gets the
+ * scale NaN. Limits: the scale of FA_INT4 is a float16, so magnitudes above 4.5e5 are clipped, and a block of magnitudes below 2e-7
+ * becomes 0. In FA_NVFP4 a block more than 4e5 times smaller than the largest magnitude of the matrix may become 0. FA_MXFP4 holds
+ * magnitudes up to 2^127. Every operation is rounded once, so CPU and GPU write the same bytes. */
 typedef struct fa_w4_quantize_args {
     size_t struct_size;
     int32_t device;
@@ -194,8 +194,8 @@ typedef struct fa_w4_quantize_args {
 
 FA_API fa_status fa_w4_quantize(const fa_w4_quantize_args* args, void* stream);
 
-/* out = code * scale * tensor_scale. The first product is exact in float32, the second is rounded, and the result is rounded to out_dtype.
- */
+/* out = code * scale * tensor_scale. The first product is exact in float32, the second is rounded to float32, and the result is
+ * rounded to out_dtype. */
 typedef struct fa_w4_dequantize_args {
     size_t struct_size;
     int32_t device;
@@ -216,7 +216,7 @@ typedef struct fa_w4_pack_args {
     size_t struct_size;
     int32_t device;
     int32_t dtype; /* of the products: float16 or bfloat16 */
-    int32_t pair;  /* for SwiGLU: the first half of the rows is the gate, the second half up */
+    int32_t pair;  /* 1 = for SwiGLU: the first half of the rows is the gate, the second half up */
     int32_t num_threads;
     fa_w4_weight weight;
     void* packed; /* aligned to 128 bytes */
@@ -231,9 +231,9 @@ typedef struct fa_w4_linear_args {
     size_t struct_size;
     int32_t device;
     int32_t dtype;         /* of x */
-    int32_t compute_dtype; /* that the weight was packed for: float16 or bfloat16 */
+    int32_t compute_dtype; /* float16 or bfloat16: the dtype that the weight was packed for */
     int32_t format;        /* fa_w4_format of the weight */
-    int32_t out_features;  /* with swiglu gate and up together */
+    int32_t out_features;  /* with swiglu the rows of gate and up together */
     int32_t in_features;
     int32_t swiglu;         /* 1 if and only if the weight was packed as a pair */
     int32_t bias_dtype;     /* 0 = compute_dtype */
@@ -244,55 +244,55 @@ typedef struct fa_w4_linear_args {
     int64_t rows;
     fa_matrix x;             /* (rows, in_features) */
     fa_matrix residual;      /* (rows, columns of out); data NULL = none; may be out */
-    fa_matrix out;           /* (rows, out_features), with swiglu half as many columns; not x */
+    fa_matrix out;           /* (rows, out_features), with swiglu (rows, out_features / 2); must not be x */
     const void* packed;      /* from fa_w4_pack, in memory of `device`. On the CPU its header is compared with the fields above */
     const void* bias;        /* (out_features); NULL = none */
     const void* norm_weight; /* (in_features); NULL = no norm */
     int32_t programmatic;
     int32_t num_threads;
-    const char* kernel; /* force a kernel by name; NULL = environment FLASH_ATTN_LINEAR_KERNEL, else the best one */
+    const char* kernel; /* name of the kernel to use; NULL = the environment variable FLASH_ATTN_LINEAR_KERNEL, else the best kernel */
     void* workspace;    /* any alignment; contents are scratch */
     size_t workspace_bytes;
 } fa_w4_linear_args;
 
 FA_API fa_status fa_w4_linear(const fa_w4_linear_args* args, void* stream);
 
-/* As fa_attention_query. */
+/* Like fa_attention_query, for fa_w4_linear. */
 FA_API fa_status fa_w4_linear_query(const fa_w4_linear_args* args, fa_attention_plan* plan);
 
-/* A chain of products, in order: each as fa_w4_linear, and each may read what earlier ones wrote. On Hopper a chain with few rows is one
- * launch, in which weights keep coming from memory between the products. It is then programmatic if products[0] is. */
+/* A chain of products, computed in order: each as by fa_w4_linear, and each may read the results of earlier ones. On Hopper a chain with
+ * few rows is one launch, in which loads of weights continue across the products. That launch is programmatic if products[0] is. */
 typedef struct fa_w4_linear_chain_args {
     size_t struct_size;
     const fa_w4_linear_args* products; /* (count), all with the same struct_size and device; kernel and workspace are NULL */
     int32_t count;                     /* 1 .. 8 */
-    int32_t ahead_count;               /* 0 .. 4, of the following two */
-    const void* ahead[4];              /* what later calls read first, such as weights, aligned to 16: a hint to bring it to L2 */
+    int32_t ahead_count;               /* entries of ahead and ahead_bytes: 0 .. 4 */
+    const void* ahead[4];              /* hint: what later calls read first, such as weights, to prefetch into L2; aligned to 16 bytes */
     int64_t ahead_bytes[4];
-    const char* kernel; /* force one by name: chain_w4_sm90 or one_by_one, on the CPU cpu; NULL = environment FLASH_ATTN_CHAIN_KERNEL,
-                         * else the best one */
+    const char* kernel; /* name of the kernel to use: chain_w4_sm90 or one_by_one, on the CPU cpu; NULL = the environment variable
+                         * FLASH_ATTN_CHAIN_KERNEL, else the best kernel */
     void* workspace;    /* any alignment; contents are scratch */
     size_t workspace_bytes;
 } fa_w4_linear_chain_args;
 
 FA_API fa_status fa_w4_linear_chain(const fa_w4_linear_chain_args* args, void* stream);
 
-/* As fa_attention_query. */
+/* Like fa_attention_query, for fa_w4_linear_chain. */
 FA_API fa_status fa_w4_linear_chain_query(const fa_w4_linear_chain_args* args, fa_attention_plan* plan);
 
-/* The kernels of fa_w4_linear in this build, best first on each device: as fa_kernel_count and its companions in flash_attn.h. */
+/* The kernels of fa_w4_linear in this build, best first for each device, listed like those of fa_kernel_count in flash_attn.h. */
 FA_API int32_t fa_linear_kernel_count(void);
 FA_API const char* fa_linear_kernel_name(int32_t index);
 FA_API const char* fa_linear_kernel_summary(int32_t index);
 FA_API int32_t fa_linear_kernel_device(int32_t index);
 
-/* The same of fa_w4_linear_chain. */
+/* The kernels of fa_w4_linear_chain, in the same way. */
 FA_API int32_t fa_chain_kernel_count(void);
 FA_API const char* fa_chain_kernel_name(int32_t index);
 FA_API const char* fa_chain_kernel_summary(int32_t index);
 FA_API int32_t fa_chain_kernel_device(int32_t index);
 
-/* The same of fa_linear. */
+/* The kernels of fa_linear, in the same way. */
 FA_API int32_t fa_dense_linear_kernel_count(void);
 FA_API const char* fa_dense_linear_kernel_name(int32_t index);
 FA_API const char* fa_dense_linear_kernel_summary(int32_t index);
@@ -300,10 +300,10 @@ FA_API int32_t fa_dense_linear_kernel_device(int32_t index);
 
 /* ---- several calls as one ----
  *
- * What a step of a model does, in one call: a program that repeats the same calls on the same arrays (lengths and tokens change inside
- * the arrays) fills the structs once and keeps the list. */
+ * One call for a whole step of a model: a program that repeats the same calls on the same arrays (only their contents change, such as
+ * lengths and tokens) fills the structs once and keeps the list. */
 
-/* The operation of fa_call: a function of one struct and a stream. */
+/* The function that an fa_call names: each takes one struct and a stream. */
 typedef enum fa_operation {
     FA_OP_ATTENTION_FORWARD = 1,  /* const fa_attention_args*, as fa_attention_forward */
     FA_OP_ATTENTION_BACKWARD = 2, /* const fa_attention_backward_args* */
@@ -329,17 +329,18 @@ typedef struct fa_call {
 } fa_call;
 
 /* Makes the calls in order, each exactly as its own function would: the same checks, kernels, results and, on a GPU, launches on
- * `stream`. The calls may be on different devices; nothing waits for a GPU between them. The first call that fails ends the list:
- * those before it have been made, it and those behind it have touched nothing. Its status is returned, its index is in
- * *failed_index, and fa_last_error says "calls[index] (its function): the reason". *failed_index is -1 when no call failed, or when
- * the list itself is wrong. On the CPU the calls share their threads. calls may be NULL when count is 0; failed_index may be NULL. */
+ * `stream`. The calls may be on different devices; nothing waits for a GPU between them. The first call that fails ends the list: the
+ * calls before it have been made, and neither it nor any later call has touched anything. Its status is returned, its index is in
+ * *failed_index, and fa_last_error says "calls[index] (its function): the reason". *failed_index is -1 when no call failed, or when the
+ * list itself is invalid. On the CPU all calls use one set of threads. calls may be NULL when count is 0; failed_index may be NULL. */
 FA_API fa_status fa_run_calls(const fa_call* calls, int32_t count, int32_t* failed_index, void* stream);
 
 /* ---- XLA ---- */
 
-/* Any operation of fa_operation as a handler of XLA's foreign function interface (openxla.org/xla/custom_call), to be registered for the
- * platforms cpu and CUDA. A handler takes an XLA_FFI_CallFrame* and returns NULL, or an XLA_FFI_Error* with the text of fa_last_error. On
- * a GPU it may be captured into a command buffer. The top of api/xla_ffi.cpp says how a call is described. */
+/* Any operation of fa_operation as a handler of XLA's foreign function interface (openxla.org/xla/custom_call), to be registered for
+ * the platforms cpu and CUDA. A handler takes an XLA_FFI_CallFrame* and returns NULL, or an XLA_FFI_Error* with the text of
+ * fa_last_error. On a GPU it may be captured into a command buffer. The top of api/xla_ffi.cpp describes how the attributes of the call
+ * encode its arguments. */
 FA_API void* fa_xla_call_cpu(void* call_frame);
 FA_API void* fa_xla_call_cuda(void* call_frame);
 

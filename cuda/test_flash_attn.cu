@@ -1,8 +1,8 @@
-// test_flash_attn.cu: the native tests and the benchmark. They use the C ABI alone (flash_attn.h, and the CUDA runtime for memory).
+// test_flash_attn.cu: the native tests and the benchmark. They use only the C ABI (flash_attn.h), and the CUDA runtime for memory.
 //
-// Every case of tests/native/cases.h is computed in float64, then by each kernel of the device that serves it. The results of the forward
-// pass, and the gradients, are judged by what the precision allows. api_tests.h, backward_tests.h and kvcache_tests.h test the rest of the
-// contract. The file is C++17: the one kernel of the program is in tests/native/empty_launch.cu.
+// Every case of tests/native/cases.h is computed in float64, then by each kernel of the device that serves it. The error of the forward
+// results and of the gradients must be within what their precision allows. api_tests.h, backward_tests.h and kvcache_tests.h test the rest
+// of the contract. The file is C++17; the program's only kernel is in tests/native/empty_launch.cu.
 #include <unistd.h>
 
 #include <cctype>
@@ -253,7 +253,7 @@ int run(int argc, char** argv) {
         keep(&context.kernels), keep(&context.backward_kernels);
         if (context.kernels.empty() && context.backward_kernels.empty())
             throw UsageError("option --kernel: '" + options.kernel + "' is not a kernel of this build on " +
-                             (context.device == FA_CUDA ? "cuda" : "cpu"));
+                             (context.device == FA_CUDA ? "cuda" : "cpu") + " (" + fa_build_info() + ")");
     }
     if (options.list) {
         Runner(options, context).list();

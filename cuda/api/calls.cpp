@@ -1,4 +1,4 @@
-// calls.cpp: fa_run_calls: a list of calls of the C ABI, each made by its own exported function.
+// calls.cpp: fa_run_calls makes a list of calls of the C ABI, each through its own exported function.
 #include "api/calls.h"
 
 #include <cstdio>
@@ -9,7 +9,7 @@
 namespace fa {
 namespace {
 
-// `function` behind the one type that the table needs.
+// Gives `function` the common type of the table.
 template <typename Args, fa_status (*function)(const Args*, void*)>
 fa_status run(const void* args, void* stream) {
     return function(static_cast<const Args*>(args), stream);

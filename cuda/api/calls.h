@@ -9,9 +9,9 @@ struct Operation {
     fa_operation number;
     const char* name;
     fa_status (*run)(const void* args, void* stream);
-    fa_status (*query)(const void* args, fa_attention_plan* plan);  // NULL: it needs no workspace
+    fa_status (*query)(const void* args, fa_attention_plan* plan);  // NULL: the operation needs no workspace
 };
 
-const Operation* find_operation(int64_t number);  // NULL where there is none
+const Operation* find_operation(int64_t number);  // NULL if no operation has this number
 
 }  // namespace fa

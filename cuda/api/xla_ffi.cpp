@@ -1,16 +1,16 @@
-// xla_ffi.cpp: the operations of fa_call as custom calls of XLA. JAX calls the library through them (python/flash_attn_minimal/jax), so
-// that no Python runs in a step.
+// xla_ffi.cpp: the operations of fa_call as custom calls of XLA. JAX calls the library through them (python/flash_attn_minimal/jax), so no
+// Python runs during a step.
 //
-// A call is described by its attributes, arrays of int64:
-//   "call"     the number of the fa_operation, and the byte of the image where its workspace stands (a pointer, then a size); -1 = none.
-//              Then triples (argument, result, bytes): the call writes this argument, and what it becomes is this result
-//   "image"    the structs of the call, byte for byte, the operation's own first, and the texts that they point to
-//   "links"    pairs (byte, target): at this byte of the image belongs the address of buffer `target`, or for target < 0 that of byte
-//              -1 - target of the image. Arguments are counted before results
-//   "devices"  the bytes of the image where a struct says its device
-// A written argument and its result are one buffer as a rule. XLA may part them: where it merges a call with the slices around it in a
-// loop, it forgets that they are one. So the struct is given the result, which first gets the argument's bytes where it is another buffer.
-// On a GPU the workspace is a result, memory of XLA that belongs to this call as long as a captured graph is replayed. On the CPU it is
+// A call is described by its attributes, which are arrays of int64. A byte means an offset in the image:
+//   "call"     the fa_operation, and the byte of the workspace field (a pointer, then a size), -1 = no workspace. Then triples (argument,
+//              result, bytes): the call writes this argument, which has `bytes` bytes, and this result is its new value
+//   "image"    the structs of the call byte for byte, the operation's own struct first, and the strings that they point to
+//   "links"    pairs (byte, target): at this byte store the address of buffer `target` or, for target < 0, the address of byte -1 - target
+//              of the image. Buffers count arguments first, then results
+//   "devices"  the bytes of the fields that hold a device
+// Usually a written argument and its result are one buffer. XLA may separate them: it forgets that they alias when it merges a call with
+// the slices around it in a loop. So the struct points to the result, and the argument's bytes are copied there if it is another buffer.
+// On a GPU the workspace is a result: memory of XLA that belongs to this call as long as a captured graph is replayed. On the CPU it is
 // allocated here.
 #include "api/xla_ffi.h"
 
@@ -62,7 +62,7 @@ fa_status find_words(const CallFrame& frame, const char* name, Words* words) {
     return fail(FA_BAD_ARGUMENT, "attribute %s is not an array of int64: the program was made for another release of the library", name);
 }
 
-// The structs of a call, with the addresses of its buffers.
+// The structs of a call, with the addresses of its buffers filled in.
 class CallImage {
 public:
     fa_status read(const CallFrame& frame, fa_device device) {
@@ -96,7 +96,7 @@ public:
         workspace_ = call.data[1];
         return device == FA_CPU && workspace_ >= 0 && operation_->query ? allocate() : FA_OK;
     }
-    // The bytes of written arguments go to results that are other buffers.
+    // Copies written arguments to their results where these are other buffers.
     fa_status copy_written(const CallFrame& frame, fa_device device, void* stream) const {
         for (int64_t i = 0; i < written_.size; i += 3) {
             const void* const from = frame.arguments.items[written_.data[i]]->data;
@@ -163,7 +163,7 @@ xla::Error* answer(const CallFrame& frame, fa_status status) {
     return frame.api->error_create(&args);
 }
 
-// Versions 0.x only add to what is used here, so any of them is answered with its own number.
+// All versions 0.x only add to what is used here, so the handler reports XLA's own version number.
 void describe(fa_device device, const xla::Api* api, xla::Metadata* metadata) {
     metadata->version.major = 0;
     metadata->version.minor = api && api->version.major == 0 ? api->version.minor : 1;

@@ -1,6 +1,6 @@
-// xla_ffi.h: the part of XLA's foreign function interface (openxla.org/xla/custom_call) that the handlers use, in its C ABI, which has
-// not changed since version 0.1. It is declared here so that a build needs nothing of XLA. tests/test_xla_ffi.py compares every offset
-// and number with the header that comes with jaxlib.
+// xla_ffi.h: the part of XLA's foreign function interface (openxla.org/xla/custom_call) that the handlers use. Its C ABI has not changed
+// since version 0.1. It is declared here so that a build needs nothing of XLA. tests/attention/test_xla_ffi.py compares every offset and
+// number with the header that comes with jaxlib.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ struct ExecutionContext;  // opaque
 
 struct Extension {
     size_t struct_size;
-    int32_t type;  // kMetadataExtension is the only type there is
+    int32_t type;  // only kMetadataExtension exists
     Extension* next;
 };
 constexpr int32_t kMetadataExtension = 1;
@@ -24,7 +24,7 @@ struct ApiVersion {
     int32_t major, minor;
 };
 
-// What XLA asks of a handler when the handler is registered.
+// Filled in by a handler when XLA registers it.
 struct Metadata {
     size_t struct_size;
     ApiVersion version;
@@ -76,7 +76,7 @@ struct Buffers {  // XLA_FFI_Args and XLA_FFI_Rets
     size_t struct_size;
     Extension* extension;
     int64_t size;
-    int32_t* types;  // of each item; a buffer is the only type there is
+    int32_t* types;  // of each item; buffers are the only type
     Buffer** items;
 };
 

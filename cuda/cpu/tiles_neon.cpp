@@ -1,4 +1,5 @@
-// The tile kernels of both passes and of linear for 64-bit ARM: 4 lanes, 32 registers. NEON is in its baseline, so there are no flags.
+// The tile kernels of both passes and of linear for 64-bit ARM: 4 lanes, 32 registers. NEON is part of the baseline, so no
+// flags are needed.
 #define FA_ISA neon
 #define FA_LANES 4
 #define FA_VECTORS 4

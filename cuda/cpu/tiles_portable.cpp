@@ -1,4 +1,4 @@
-// The tile kernels of both passes and of linear with 4 lanes and nothing but the baseline of the target architecture.
+// The tile kernels of both passes and of linear with 4 lanes and only the baseline instructions of the target architecture.
 #define FA_ISA portable
 #define FA_LANES 4
 #define FA_VECTORS 2

@@ -1,4 +1,4 @@
-// alone.cpp: a group of one rank has all tokens, in their order: one ordinary call.
+// alone.cpp: a group of one rank has all tokens in order, so it makes one ordinary call.
 #include "distributed/call.h"
 
 namespace fa::distributed {

@@ -24,20 +24,20 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A rank's place on the board. Messages have two slots that are used in turn: a rank writes the slot of meeting n + 2 only after all ranks
-// have come to meeting n + 1, and so have read those of meeting n.
+// A rank's place on the board. Messages have two slots, used alternately: a rank writes the slot of meeting n + 2 only after all ranks have
+// come to meeting n + 1, so all of them have read the messages of meeting n.
 struct Place {
-    alignas(64) std::atomic<uint64_t> meetings;  // that the rank has come to
+    alignas(64) std::atomic<uint64_t> meetings;  // number of meetings that the rank has come to
     std::atomic<uint32_t> reads;                 // 1 while the rank may read the memory of others
     int32_t pid;
-    uint32_t bytes[2];  // of the two messages: meetings of different kinds are of different sizes
+    uint32_t bytes[2];  // sizes of the two messages: kinds of meetings differ in size
     alignas(64) char message[2][kMessageBytes];
 };
 
 struct Board {
-    std::atomic<uint32_t> aborted;  // 0 = no, 1 = the reason is being written, 2 = it stands below
+    std::atomic<uint32_t> aborted;  // 0 = no, 1 = the reason is being written, 2 = it is in `reason`
     char reason[256];
-    std::atomic<uint32_t> joined;  // ranks that have the board in their memory
+    std::atomic<uint32_t> joined;  // ranks that have mapped the board
     int32_t size;
     Place* places() { return reinterpret_cast<Place*>(reinterpret_cast<char*>(this) + kHead); }
     static constexpr size_t kHead = 512;
@@ -47,7 +47,7 @@ static_assert(sizeof(Board) <= Board::kHead, "the places lie behind the board's 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
               "atomics work between processes only without locks");
 
-// The board of threads: whoever leaves last frees it.
+// The board of threads; the last rank to leave frees it.
 struct Heap {
     static Board* make(int size) {
         void* memory = nullptr;
@@ -56,7 +56,7 @@ struct Heap {
     }
 };
 
-// Whether there is no such process, or nothing of it but its entry in the table until its parent asks for it.
+// Whether the process does not exist, or is a zombie that only waits for its parent.
 bool has_ended(int32_t pid) {
     if (kill(pid, 0) != 0) return errno == ESRCH;
     char name[64], line[256] = "";
@@ -69,7 +69,7 @@ bool has_ended(int32_t pid) {
     return state && state[1] == ' ' && (state[2] == 'Z' || state[2] == 'X');
 }
 
-// Processes of two containers may have the same number.
+// The PID namespace of this process: processes of two containers may have the same PID.
 uint64_t space_of_pids() {
     char name[64] = "";  // "pid:[4026531836]"
     unsigned long long number = 0;
@@ -79,7 +79,7 @@ uint64_t space_of_pids() {
 
 class BoardMeeting final : public Meeting {
 public:
-    // watches: the ranks know each other's processes.
+    // watches: the ranks can check whether each other's processes have ended.
     BoardMeeting(Board* board, SharedMemory memory, const fa_group_args& args, bool watches)
         : board_(board),
           memory_(std::move(memory)),
@@ -89,7 +89,7 @@ public:
           watches_(watches),
           timeout_ms_(args.timeout_ms) {}
     ~BoardMeeting() override {
-        if (processes_) return;  // the mapping goes with memory_
+        if (processes_) return;  // memory_ unmaps the board
         if (board_->joined.fetch_sub(1) == 1) free(board_);
     }
 
@@ -101,11 +101,11 @@ public:
         places[rank_].bytes[meeting % 2] = uint32_t(bytes);
         places[rank_].meetings.store(meeting, std::memory_order_release);
         const Clock::time_point begin = Clock::now();
-        int64_t looks = 0, naps = 4 * kSpins;  // naps: looks after which it sleeps between two
+        int64_t looks = 0, naps = 4 * kSpins;  // naps: after so many looks, the rank sleeps between two looks
         for (int r = 0; r < size_; ++r) {
             while (places[r].meetings.load(std::memory_order_acquire) < meeting) {
                 if (board_->aborted.load(std::memory_order_acquire)) {
-                    // A rank may have come since, found all others there, gone on, and left the group: this meeting took place.
+                    // The rank may have come since, found all others there, continued, and left the group: then this meeting took place.
                     if (places[r].meetings.load(std::memory_order_acquire) >= meeting) break;
                     return check();
                 }
@@ -155,8 +155,8 @@ public:
         return fail(FA_RANK_LOST, "the group has ended: %s", stands ? board_->reason : "a rank broke off");
     }
 
-    // Either this rank sees that the group was aborted when it meets the others, or the rank that fails sees this one read: both write
-    // before they look, in one order of all.
+    // Either this rank sees that the group was aborted when it meets the others, or the failing rank sees that this one reads: both write
+    // before they look, and the accesses are sequentially consistent.
     void enter() override { board_->places()[rank_].reads.store(1); }
     void leave() override { board_->places()[rank_].reads.store(0, std::memory_order_release); }
 
@@ -222,7 +222,7 @@ fa_status meet_on_board(const fa_group_args& args, std::unique_ptr<Meeting>* mee
         Board* board;                // threads
         char name[kSharedNameSize];  // processes
         int32_t status, pid, rank, size;
-        uint64_t pids;  // where pid counts
+        uint64_t pids;  // the PID namespace of pid
     } mine{}, *all = nullptr;
     std::vector<Invitation> invitations(static_cast<size_t>(args.size));
     all = invitations.data();
@@ -264,7 +264,7 @@ fa_status meet_on_board(const fa_group_args& args, std::unique_ptr<Meeting>* mee
                           std::strerror(errno));
         }
     }
-    // Everybody has the board before its name goes away.
+    // All ranks map the board before its name is removed.
     int32_t mine_status = status;
     std::vector<int32_t> statuses(static_cast<size_t>(args.size));
     if (board) board->places()[args.rank].pid = mine.pid, board->joined.fetch_add(1);

@@ -6,7 +6,7 @@
 namespace fa::distributed {
 namespace {
 
-// Where memory seems to lie while it is only counted: beyond the addresses of any process, and no launch is told of them.
+// Fake addresses for memory that is only counted: beyond the addresses of any process, and never passed to a launch.
 constexpr uintptr_t kCountedScratch = uintptr_t(1) << 61, kCountedShared = uintptr_t(1) << 62;
 constexpr int64_t kAlign = 256;
 
@@ -34,7 +34,7 @@ void Parts::add(const Problem& p, const Segment& segment, Interval keys, int64_t
     made.key_begin = int32_t(key_row), made.seqlen_k = int32_t(count), made.seqlen_q = int32_t(segment.length());
     made.shift = int32_t(segment.begin + shift - keys.begin);
     made.first_row = segment.begin, made.first_key = int32_t(keys.begin), made.sequence = b;
-    // The rank's rows of the sequence begin with those of its first segment.
+    // The rank's rows of the sequence begin with those of its first segment there.
     int64_t before = 0;
     for (const Segment& s : p.q[size_t(p.rank)])
         if (s.sequence == b && s.round < segment.round) before += s.length();
@@ -74,7 +74,7 @@ Walk::Walk(const Problem& problem, const Needs& needs, Transport& transport, Mee
       shared_base_(transport.shared()),
       own_(kMostPublished),
       published_(size_t(problem.size) * kMostPublished) {
-    char* end = scratch_base_ + needs.workspace - kAlign;  // the launches' own workspaces lie at the end
+    char* end = scratch_base_ + needs.workspace - kAlign;  // the launches' own workspaces are at the end
     for (int64_t i = 0; i < kStreams; ++i) {
         streams_[i] = i ? transport.side_stream(i) : stream;
         nested_bytes_[i] = needs.nested[i], nested_[i] = end -= needs.nested[i];
@@ -220,7 +220,7 @@ void select_heads(fa_attention_args& args, const Problem& p, int32_t first, int3
 
 namespace {
 
-// Calls launch(args, n): once for all parts, or for each part n.
+// Calls launch(args, n): once for all parts, or once for each part n.
 template <typename Launch>
 fa_status each_launch(const Problem& p, const Parts& parts, const PartArrays& arrays, const Heads& heads, const Launch& launch) {
     if (parts.part.empty()) return FA_OK;

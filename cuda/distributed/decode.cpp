@@ -1,11 +1,11 @@
-// decode.cpp: results over disjoint keys, one of each rank, become the result over all keys. Decode makes such a result from a rank's shard
-// of the cache; merge is given one.
+// decode.cpp: merges results over disjoint sets of keys, one per rank, into the result over all keys. Decode computes a rank's result from
+// its shard of the cache; merge receives it from the caller.
 #include "distributed/call.h"
 
 namespace fa::distributed {
 namespace {
 
-// This rank's result, out (batch, seqlen_q, heads, dim) and lse (batch, heads, seqlen_q), packed, in memory that the others read.
+// This rank's result, out (batch, seqlen_q, heads, dim) and lse (batch, heads, seqlen_q), packed, in memory that other ranks read.
 struct Part {
     char *out, *lse;
     int64_t rows, out_bytes, lse_bytes;
@@ -50,7 +50,7 @@ fa_status decode(Walk& w, const Problem& p) {
 
 fa_status merge(Walk& w, const Problem& p) {
     const Part part(w, p);
-    if (w.runs()) {  // copies: the results are overwritten, and others may read them later
+    if (w.runs()) {  // copies, because the results are overwritten while other ranks may still read them
         RowsShape floats = p.rows(p.a.nheads, 1, part.rows);
         floats.dtype = DType::kFloat32;
         const int64_t row = p.a.nheads * p.headdim_v;

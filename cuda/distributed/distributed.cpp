@@ -1,4 +1,4 @@
-// distributed.cpp: the exported functions of flash_attn_distributed.h. Each validates its arguments; group.cpp runs what is left.
+// distributed.cpp: the exported functions of flash_attn_distributed.h. Each validates its arguments; group.cpp runs the call.
 #include <algorithm>
 #include <cinttypes>
 #include <cstring>
@@ -37,7 +37,7 @@ fa_status read_lengths(const char* name, int32_t batch, const int32_t* cu, std::
     return FA_OK;
 }
 
-// Rows that other ranks read: heads next to each other, every row after the one before.
+// Rows that other ranks read must have adjacent heads, and must not overlap or run backwards.
 fa_status check_rows(const char* name, const fa_tensor& t, int64_t heads, int64_t dim, int64_t rows) {
     if (rows == 0) return FA_OK;
     if (heads > 1 && t.head_stride != dim)
@@ -49,7 +49,7 @@ fa_status check_rows(const char* name, const fa_tensor& t, int64_t heads, int64_
     return FA_OK;
 }
 
-// Where arrays lie: other ranks read the inputs while results are written.
+// The memory of the arrays. Other ranks read the inputs while results are written.
 Region region_of(const Problem& p, const char* name, const fa_tensor& t, int64_t rows, bool queries, bool values) {
     return region(name, t, 1, rows, queries ? p.a.nheads : p.a.nheads_k, values ? p.headdim_v : int64_t(p.a.headdim), size_t(p.element));
 }
@@ -59,8 +59,8 @@ std::vector<Region> inputs_of(const Problem& p) {
             region_of(p, "v", p.a.v, p.rows_k(), false, true)};
 }
 
-// The first mode in the order of preference that serves the call. Transfers are what differs: gather moves keys and values, ulysses q, out
-// and a rank's share of keys and values. Under a window gather moves less still.
+// Chooses the first mode, in order of preference, that can serve the call. The modes differ in their transfers: gather moves keys and
+// values; ulysses moves q, out and a rank's share of keys and values. With a window gather moves even less.
 fa_status choose_mode(int32_t wanted, Problem* p, char* why_not, size_t size) {
     size_t used = 0;
     if (size) *why_not = 0;
@@ -81,8 +81,8 @@ fa_status choose_mode(int32_t wanted, Problem* p, char* why_not, size_t size) {
     const int64_t group = p->a.nheads / p->a.nheads_k;
     const bool even = p->a.nheads % p->size == 0 && (p->a.nheads_k % p->size == 0 || p->size % p->a.nheads_k == 0);
     const bool windowed = p->window.left >= 0;
-    // All ranks have to take the same mode. Whether a bias has rows does not show on a rank with one row of it, and on a rank without rows
-    // its address may be NULL. Without keys it is NULL everywhere.
+    // All ranks must choose the same mode. A rank with a single row cannot tell whether a bias has rows, and on a rank without rows its
+    // address may be NULL. Without keys it is NULL everywhere.
     const auto given = [](const fa_score_tensor& x) { return x.data || x.row_stride; };
     const bool scored = p->total_k() > 0 && (given(p->a.bias) || given(p->a.mask));
     const bool all_to_all = even && !windowed && !scored && (p->backward() || group <= p->size - 1 || p->layout != FA_LAYOUT_ZIGZAG);
@@ -94,7 +94,7 @@ fa_status choose_mode(int32_t wanted, Problem* p, char* why_not, size_t size) {
     return fail(FA_UNSUPPORTED, "no mode serves the call:\n%s", why_not);
 }
 
-// Everything but the arrays of a backward call. `pointers` says whether data may be NULL.
+// Checks everything except the arrays of a backward call. `pointers` says whether data may be NULL.
 fa_status validate(const fa_distributed_args* args, int32_t kind, int32_t rank, int32_t size, Operation operation, Pointers pointers,
                    Problem* p, char* why_not, size_t why_size) {
     fa_distributed_args d;
@@ -132,7 +132,7 @@ fa_status validate(const fa_distributed_args* args, int32_t kind, int32_t rank, 
     else p->cu_k.insert(p->cu_k.end(), p->cu_q.begin(), p->cu_q.end());
     FA_RETURN_IF_ERROR(check_length("the tokens of cu_seqlens_q", p->total_q()));
     FA_RETURN_IF_ERROR(check_length("the tokens of cu_seqlens_k", p->total_k()));
-    FA_RETURN_IF_ERROR(check_options(a));  // a rank without queries launches nothing that would
+    FA_RETURN_IF_ERROR(check_options(a));  // here, because a rank without queries makes no launch that would check them
     const auto edge = [](int64_t window) { return std::min<int64_t>(window, INT32_MAX); };
     p->window = {a.top_left != 0, a.has_window ? edge(a.window_left) : -1, a.causal ? 0 : a.has_window ? edge(a.window_right) : -1};
     for (int r = 0; r < size; ++r) {
@@ -305,7 +305,7 @@ fa_status check_group(const fa_group* group, int32_t device) {
     return fail(FA_BAD_ARGUMENT, "device=%d, but the group's is %d", device, group->args.device);
 }
 
-// Host memory runs out as an exception, which must not cross the C ABI.
+// Lack of host memory throws an exception, which must not cross the C ABI.
 template <typename Body>
 fa_status guarded(const Body& body) {
     const cpu::FloatMode mode;
@@ -316,7 +316,7 @@ fa_status guarded(const Body& body) {
     }
 }
 
-// Where it runs out in a collective function, the others may wait already.
+// For collective functions, where other ranks may already be waiting.
 template <typename Body>
 fa_status together(fa_group* group, const Body& body) {
     try {
@@ -327,7 +327,7 @@ fa_status together(fa_group* group, const Body& body) {
     }
 }
 
-// A collective call: a rank whose arguments are wrong tells the others so.
+// A collective call: a rank with invalid arguments tells the others.
 template <typename Validate>
 fa_status collective(fa_group* group, void* stream, const Validate& validate) {
     if (!group) return fail(FA_BAD_ARGUMENT, "group is NULL");
@@ -337,7 +337,7 @@ fa_status collective(fa_group* group, void* stream, const Validate& validate) {
         p.rank = group->args.rank, p.size = group->args.size, p.kind = group->args.kind;
         fa_status status = validate(&p);
         if (status == FA_OK) status = check_group(group, p.a.device);
-        // Asked once, so that what is counted and what is launched have as many.
+        // Determined once, so that counting and launching use the same number.
         if (p.a.device == FA_CPU && !p.a.num_threads) p.a.num_threads = default_threads();
         return run(group, p, status, stream);
     });
@@ -394,7 +394,7 @@ fa_status fa_group_create(const fa_group_args* args, fa_group** group) {
 void fa_group_destroy(fa_group* group) {
     if (!group) return;
     group->transport->drain();
-    // Nobody frees memory that another rank still reads.
+    // Memory must not be freed while another rank still reads it.
     if (group->meeting->check() == FA_OK) group->transport->fence();
     else group->meeting->wait_for_readers();
     delete group;

@@ -1,9 +1,9 @@
 // gather.cpp: a rank fetches the keys and values that its queries see, to their places in the order of the sequences. Its queries are then
-// parts of ordinary calls: no partial results, and any option of one device's call.
+// parts of ordinary calls: no partial results, and every option of a call on one device.
 //
-// Forward: key heads come in pieces, so that all but the first arrive while attention works on those before.
-// Backward: nothing hides the transfers. The gradients of keys are parts, one from each rank, or two where a rank has two segments of a
-// sequence. Their owner adds them up in float32, in the order of the ranks.
+// Forward: key heads are processed in pieces. All pieces except the first arrive while attention works on earlier pieces. Backward: nothing
+// hides the transfers. Each rank computes one part of the gradients of the keys that it sees, or two parts if it has two segments of a
+// sequence. The owner of a key adds up its parts in float32, in the order of the ranks.
 #include <algorithm>
 
 #include "distributed/call.h"
@@ -11,11 +11,11 @@
 namespace fa::distributed {
 namespace {
 
-constexpr int64_t kManyRows = 1 << 15;  // of queries and heads of a rank that share a row of keys
+constexpr int64_t kManyRows = 1 << 15;  // query rows of a rank per key head, counting all query heads that share it
 
 const char* no_refusal(const Problem&, char*, size_t) { return ""; }
 
-// The keys of each sequence that queries of a rank see: intervals in order, apart from each other.
+// The keys of each sequence that queries of a rank see: disjoint intervals in ascending order.
 std::vector<std::vector<Interval>> visible_keys(const Problem& p, int rank) {
     std::vector<std::vector<Interval>> found(static_cast<size_t>(p.batch));
     for (const Segment& s : p.q[size_t(rank)])
@@ -32,7 +32,7 @@ std::vector<std::vector<Interval>> visible_keys(const Problem& p, int rank) {
     return found;
 }
 
-// Puts on a list: the sequences' visible keys, for heads first .. first + heads - 1, to (total_k, heads, dim) at k and v.
+// Lists the copies of the visible keys of all sequences, for heads first .. first + heads - 1, to (total_k, heads, dim) arrays at k and v.
 void list_keys(Walk& w, const Problem& p, int32_t first, int32_t heads, char* k, char* v, std::vector<Copy>& copies) {
     const int64_t width_k = heads * p.a.headdim * p.element, width_v = heads * p.headdim_v * p.element;
     const struct {
@@ -63,8 +63,8 @@ fa_status publish_keys(Walk& w, const Problem& p) {
     return publish(kV, p.a.v, p.headdim_v);
 }
 
-// How many key heads each piece has. The first is small: nothing hides its transfer. But it has to hide that of the second, which takes
-// longer beside few queries.
+// Key heads per piece. The first piece is small, because nothing hides its transfer. But its attention must hide the second transfer, which
+// takes relatively longer when there are few queries.
 std::vector<int32_t> pieces_of(const Problem& p) {
     const int32_t heads = p.a.nheads_k;
     if (p.groups > 0) {
@@ -130,7 +130,7 @@ fa_status backward(Walk& w, const Problem& p) {
     std::vector<Copy> copies;
     list_keys(w, p, 0, heads_k, k, v, copies);
     FA_RETURN_IF_ERROR(w.fetch(copies, kReady));
-    // A launch for each part adds to dq, so dq begins with zeros; else every row is written once.
+    // Separate launches for the parts add to dq, so dq must begin with zeros. Otherwise every row is written once.
     const int64_t dq_bytes = p.parts_stand_alone() ? p.rows_q() * p.a.nheads * p.a.headdim * p.element : 0;
     const fa_tensor dq = p.parts_stand_alone() ? packed(w.scratch(dq_bytes), p.a.nheads, p.a.headdim) : p.g.dq;
     if (w.runs()) {
@@ -162,7 +162,7 @@ fa_status backward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(w.signal(kTotals, 0));
     FA_RETURN_IF_ERROR(w.fence());
 
-    // The parts of this rank's keys, from every rank.
+    // Fetches the parts of this rank's keys from every rank.
     const int64_t rows = p.rows_k();
     char *parts_k = w.scratch(p.size * rounds * rows * width_k), *parts_v = w.scratch(p.size * rounds * rows * width_v);
     copies.clear();

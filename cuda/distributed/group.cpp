@@ -11,7 +11,7 @@
 namespace fa::distributed {
 namespace {
 
-// What ranks tell each other at the start of a call. They all have to ask for the same.
+// The message of a rank at the start of a call. All ranks must ask for the same call.
 struct Announcement {
     int32_t status;
     int32_t appends;   // decode: new tokens of this rank
@@ -57,7 +57,7 @@ static_assert(sizeof(Announcement) <= kMessageBytes, "an announcement is one mes
 
 constexpr struct {
     const char* name;
-    bool real;  // the bits of a float
+    bool real;  // the field holds the bits of a float
 } kFieldNames[Announcement::kFields] = {{"the operation", false},
                                         {"mode", false},
                                         {"layout", false},
@@ -103,7 +103,7 @@ int64_t checksum(const std::vector<int32_t>& values) {  // FNV-1a
     return int64_t(hash >> 1);
 }
 
-constexpr int64_t kAnyValue = INT64_MIN;  // of a field that the rank does not decide
+constexpr int64_t kAnyValue = INT64_MIN;  // for a field that the rank leaves open
 
 void describe(const Problem& p, Announcement* said) {
     using A = Announcement;
@@ -123,13 +123,13 @@ void describe(const Problem& p, Announcement* said) {
     f[A::kHasSinks] = a.sinks != nullptr, f[A::kWantsDsinks] = p.backward() && p.g.dsinks;
     if (p.operation == Operation::kDecode) said->appends = p.cache.seqlen_new;
     said->reserve = p.reserve;
-    // The address of an array without rows may be NULL or not.
+    // A rank without rows may pass any address, so these fields stay open.
     if (!p.cu_q.empty() && p.rows_q() == 0)
         for (const A::Field field : {A::kWantsLse, A::kHasBias, A::kHasMask}) f[field] = kAnyValue;
 }
 
-// What another rank failed with. FA_WORKSPACE_TOO_SMALL is for all ranks or none, because the caller gives more and calls again: any other
-// failure goes before it.
+// The failure of another rank. FA_WORKSPACE_TOO_SMALL goes to all ranks or none, because the caller then provides more memory and calls
+// again. So any other failure has precedence.
 fa_status failure_of_others(const std::vector<Announcement>& all, int rank) {
     for (const bool small : {false, true})
         for (size_t r = 0; r < all.size(); ++r)
@@ -138,7 +138,7 @@ fa_status failure_of_others(const std::vector<Announcement>& all, int rank) {
     return FA_OK;
 }
 
-// Every rank compares all with the first that decides the field, so all find the same.
+// Compares each field with the first rank that decides it, so every rank reports the same mismatch.
 fa_status compare(const std::vector<Announcement>& all) {
     const auto value = [](int64_t word) {
         float real;
@@ -167,7 +167,7 @@ fa_status compare(const std::vector<Announcement>& all) {
     return FA_OK;
 }
 
-// Queries of a causal step are the last tokens, so the rank that holds these has to know which they are: it appends them in this call.
+// The queries of a causal step are the last tokens, so one rank must know which tokens these are: it appends them in this call.
 fa_status check_causal_step(const Problem& p, const std::vector<Announcement>& all) {
     if (p.operation != Operation::kDecode || !p.a.causal || p.a.seqlen_q == 1) return FA_OK;
     int appending = 0;
@@ -191,7 +191,7 @@ fa_status agree(const Problem& p, fa_status status, const std::vector<Published>
     FA_RETURN_IF_ERROR(meeting.meet(&mine, all.data(), sizeof mine));
     if (refuses(status)) return fail(status, "%s", text.c_str());
     if (const fa_status others = failure_of_others(all, p.rank); refuses(others)) return others;
-    FA_RETURN_IF_ERROR(compare(all));  // also where room is wanting: no rank makes more for a call that the others do not make
+    FA_RETURN_IF_ERROR(compare(all));  // also if memory is too small: no rank should get more memory for a call that the others do not make
     if (status != FA_OK) return fail(status, "%s", text.c_str());
     FA_RETURN_IF_ERROR(failure_of_others(all, p.rank));
     FA_RETURN_IF_ERROR(check_causal_step(p, all));
@@ -230,7 +230,7 @@ fa_status count(const Problem& p, Needs* needs, bool own) {
 
 namespace {
 
-// A rank makes one call at a time.
+// Reserves the group for one call: a rank makes one call at a time.
 class Turn {
 public:
     explicit Turn(fa_group* group) : group_(group) {
@@ -252,7 +252,7 @@ private:
     bool mine_;
 };
 
-// From here on this rank may read the memory of the others.
+// While it lives, this rank may read the memory of the others.
 class Reading {
 public:
     explicit Reading(Meeting& meeting) : meeting_(meeting) { meeting_.enter(); }
@@ -262,7 +262,7 @@ private:
     Meeting& meeting_;
 };
 
-// The walk, after which this rank reads no other's memory. `broke`: it ended where the ranks cannot tell each other.
+// Runs the walk; afterwards this rank reads no other rank's memory. `broke`: it ended at a point where the ranks cannot tell each other.
 fa_status walk_and_leave(Walk& running, const Problem& p, fa_group* group, void* stream, bool* broke) {
     const Reading reading(*group->meeting);
     fa_status status;
@@ -326,12 +326,12 @@ fa_status run(fa_group* group, const Problem& p, fa_status status, void* stream)
     bool broke = false;
     status = walk_and_leave(running, p, group, stream, &broke);
     if (broke) {
-        // Once this returns the caller may give back its arrays. The others read them, unless there are copies of the group.
+        // After this returns, the caller may free its arrays. Other ranks read these directly, unless the group has copies of them.
         if (!group->transport->stages()) group->meeting->wait_for_readers();
         return status;
     }
     if (status == FA_OK || running.stage() == Walk::Stage::kMet) return status;
-    std::vector<Published> none;  // stage kBefore: the others are still to be told
+    std::vector<Published> none;  // stage kBefore: the other ranks must still be told
     return agree(p, status, {}, *group->transport, *group->meeting, &none);
 }
 

@@ -1,4 +1,4 @@
-// group.h: a rank's membership of a group, and the frame of a collective call: agree, run, or fail together.
+// group.h: a rank's membership in a group, and the frame of a collective call: agree, then run or fail together.
 #pragma once
 
 #include <atomic>
@@ -17,17 +17,17 @@ struct fa_group {
 
 namespace fa::distributed {
 
-// One walk of the operation, through p.mode.
+// Walks through the operation in p.mode.
 fa_status walk(Walk& w, const Problem& p);
 
-// What the call of rank p.rank takes. `own`: the arrays of p are that rank's, so that launches of attention can be asked about; otherwise
-// only the shared memory is counted.
+// The needs of rank p.rank's call. `own`: the arrays of p belong to that rank, so launches of attention can be queried; otherwise only the
+// shared memory is counted.
 fa_status count(const Problem& p, Needs* needs, bool own = true);
 
-// The call of this rank. `checked` is the outcome of its validation: a rank whose arguments are wrong has to tell the others.
+// Runs this rank's call. `checked` is the result of its validation: a rank with invalid arguments must still tell the others.
 fa_status run(fa_group* group, const Problem& p, fa_status checked, void* stream);
 
-// Every rank shares at least as much memory as any of them asks for.
+// Makes every rank share at least as much memory as the largest request.
 fa_status reserve(fa_group* group, size_t bytes);
 
 }  // namespace fa::distributed

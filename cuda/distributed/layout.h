@@ -8,11 +8,11 @@
 
 namespace fa::distributed {
 
-// Consecutive tokens of a sequence and the row that holds the first of them, in the memory of the rank that has them.
+// Consecutive tokens of a sequence, and the row that holds the first of them in their rank's memory.
 struct Segment {
     int32_t sequence, begin, end;
     int64_t row;
-    int32_t round;  // how many segments of this sequence the rank has before this one
+    int32_t round;  // number of segments of this sequence that the rank has before this one
     int64_t length() const { return int64_t(end) - begin; }
 };
 
@@ -24,12 +24,12 @@ struct Interval {
     int64_t begin, end;
 };
 
-// What decides which keys a query sees, the same for all sequences: -1 = open.
+// The options that decide which keys a query sees, the same for all sequences. -1 = no limit.
 struct Window {
     bool top_left;
     int64_t left, right;
     int64_t shift(int64_t seqlen_q, int64_t seqlen_k) const { return top_left ? 0 : seqlen_k - seqlen_q; }
-    // Keys that queries begin .. end - 1 see; begin >= end for none. `align`: begin is a multiple of it.
+    // Keys that the queries of a segment see; none if begin >= end. begin is a multiple of `align`.
     Interval keys(const Segment& queries, int64_t seqlen_q, int64_t seqlen_k, int64_t align) const;
 };
 

@@ -1,8 +1,8 @@
-// ring.cpp: the keys of one rank after another; two sets of them are in memory at a time. Results over disjoint keys are added up in
-// float32, with the logarithms of their sums (Liu et al. 2023, Ring Attention). For sequences whose keys do not fit a rank as a whole, and
-// to read.
+// ring.cpp: processes the keys of one rank after another, with two ranks' keys in memory at a time. Results over disjoint keys are added up
+// in float32, together with the logarithms of their sums (Liu et al. 2023, Ring Attention). It serves sequences whose keys do not all fit
+// into the memory of one rank, and readers.
 //
-// Keys come straight from their owner, so that no rank waits for the one before it.
+// Keys come directly from their owner, so no rank waits for the one before it.
 #include <algorithm>
 
 #include "distributed/call.h"
@@ -25,7 +25,7 @@ const char* refusal(const Problem& p, char* text, size_t size) {
 
 int rounds_of(const Problem& p) { return p.layout == FA_LAYOUT_ZIGZAG ? 2 : 1; }
 
-// Keys of `keys` that `queries` sees.
+// The keys of segment `keys` that `queries` sees.
 Interval common_keys(const Problem& p, const Segment& queries, const Segment& keys) {
     const Interval seen = p.keys_of(queries);
     const int64_t begin = std::max<int64_t>(seen.begin, keys.begin), end = std::min<int64_t>(seen.end, keys.end);
@@ -33,10 +33,11 @@ Interval common_keys(const Problem& p, const Segment& queries, const Segment& ke
     return {begin, end};
 }
 
-// Queries of this rank (of one round, or of all: -1) and the keys of round `round_k` that `peer` has, in a buffer of the peer's rows.
+// Parts for this rank's queries (of round round_q, or of all rounds if -1) and the keys of round `round_k` that `peer` has, in a buffer
+// with the peer's rows.
 Parts parts_of(const Problem& p, int peer, int round_q, int round_k) {
     Parts parts;
-    size_t first = 0;  // of the peer's segments, that of this or a later sequence
+    size_t first = 0;  // the peer's first segment of this or a later sequence
     const auto& keys = p.k[size_t(peer)];
     for (const Segment& s : p.q[size_t(p.rank)]) {
         if (round_q >= 0 && s.round != round_q) continue;
@@ -46,14 +47,14 @@ Parts parts_of(const Problem& p, int peer, int round_q, int round_k) {
             if (keys[i].round == round_k) found = &keys[i];
         Interval seen{0, 0};
         if (found) seen = common_keys(p, s, *found);
-        // Key ranges ascend, also those without keys.
+        // Key ranges must ascend, even those without keys.
         const int64_t behind = parts.part.empty() ? 0 : int64_t(parts.part.back().key_begin) + parts.part.back().seqlen_k;
         parts.add(p, s, seen, seen.begin < seen.end ? found->row + seen.begin - found->begin : behind);
     }
     return parts;
 }
 
-// The segments of `source` of which `target` sees a key, to their rows in a buffer of the source's rows.
+// Fetches, from the rank `step` places further on, the segments in which this rank sees a key, to the same rows of a buffer.
 fa_status fetch(Walk& w, const Problem& p, int step, char* k, char* v) {
     std::vector<Copy> copies;
     const int64_t width_k = p.a.nheads_k * p.a.headdim * p.element, width_v = p.a.nheads_k * p.headdim_v * p.element;
@@ -88,7 +89,7 @@ int64_t most_rows(const Problem& p) {
     return most;
 }
 
-// Two buffers of keys, used in turn.
+// Two buffers of keys, used alternately.
 struct Buffers {
     char *k[2], *v[2];
     Buffers(Walk& w, const Problem& p) {
@@ -100,7 +101,7 @@ struct Buffers {
     }
 };
 
-// Calls visit(peer, buffer) for the keys of every rank, own ones first, while those of the next are on their way.
+// Calls visit(peer, buffer) for the keys of every rank, its own first, while the keys of the next rank are being transferred.
 template <typename Visit>
 fa_status each_step(Walk& w, const Problem& p, const Buffers& buffers, const Visit& visit) {
     FA_RETURN_IF_ERROR(w.follow());
@@ -108,7 +109,7 @@ fa_status each_step(Walk& w, const Problem& p, const Buffers& buffers, const Vis
     for (int step = 0; step < p.size; ++step) {
         const int now = step % 2, next = 1 - now;
         FA_RETURN_IF_ERROR(w.arrive());
-        if (step > 0) FA_RETURN_IF_ERROR(w.follow());  // the step before has read the buffer that the next keys go to
+        if (step > 0) FA_RETURN_IF_ERROR(w.follow());  // the previous step has read the buffer that the next keys go to
         if (step + 1 < p.size) FA_RETURN_IF_ERROR(fetch(w, p, step + 1, buffers.k[next], buffers.v[next]));
         FA_RETURN_IF_ERROR(visit((p.rank + step) % p.size, now));
     }
@@ -129,7 +130,7 @@ fa_status forward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(each_step(w, p, buffers, [&](int peer, int now) -> fa_status {
         for (int round = 0; round < rounds_of(p); ++round) {
             Parts parts = parts_of(p, peer, -1, round);
-            if (parts.part.empty() || (parts.empty && !first)) continue;  // the first launch counts the sinks, also where it sees no key
+            if (parts.part.empty() || (parts.empty && !first)) continue;  // the first launch counts the sinks, even if it sees no key
             FA_RETURN_IF_ERROR(parts.put(w, p));
             PartArrays arrays{};
             arrays.q = p.a.q, arrays.out = packed(part, heads, dv), arrays.lse = part_lse;
@@ -153,7 +154,7 @@ fa_status backward(Walk& w, const Problem& p) {
     const int32_t heads = p.a.nheads, heads_k = p.a.nheads_k;
     const int64_t width_k = heads_k * d * p.element, width_v = heads_k * dv * p.element;
     const int rounds = rounds_of(p);
-    std::vector<int64_t> first_row(1, 0);  // of each rank's keys among those of all ranks
+    std::vector<int64_t> first_row(1, 0);  // first row of each rank's keys among those of all ranks
     for (const auto& segments : p.k) first_row.push_back(first_row.back() + Problem::rows_of(segments));
     FA_RETURN_IF_ERROR(publish_keys(w, p));
     // Parts of dk and dv: (rounds of queries, keys of all ranks in the order of ranks).

@@ -1,4 +1,4 @@
-// rows.cu: the operations of rows.h on a GPU. One warp a row of a head; all are bound by memory.
+// rows.cu: the operations of rows.h on a GPU. One warp per row of a head; all are bound by memory.
 #include "distributed/rows.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarp = 32, kRowsOfBlock = kThreads / kWarp;
 
-// The row of a warp, in the order of memory: the heads of a token follow each other.
+// The row of a warp, in memory order: the heads of a token follow each other.
 struct Place {
     int64_t i;
     int32_t h, lane;
@@ -32,7 +32,7 @@ __device__ __forceinline__ T* row_of(const HeadRows& t, const Place& at) {
     return static_cast<T*>(t.data) + at.i * t.row + at.h * t.head;
 }
 
-// kernel(params) with a warp for every row.
+// Launches kernel(params) with one warp per row.
 template <typename... Params>
 cudaError_t launch(const RowsShape& s, void* stream, void (*kernel)(Params...), const std::common_type_t<Params>&... params) {
     const int64_t blocks = (s.rows * s.heads + kRowsOfBlock - 1) / kRowsOfBlock;
@@ -40,13 +40,13 @@ cudaError_t launch(const RowsShape& s, void* stream, void (*kernel)(Params...), 
     return launch_kernel(kernel, unsigned(blocks), kThreads, 0, static_cast<cudaStream_t>(stream), LaunchOptions{}, params...);
 }
 
-// Four elements, read at once.
+// Four elements, loaded at once.
 template <typename T>
 struct alignas(4 * sizeof(T)) Quad {
     T x[4];
 };
 
-// kWide: rows may be read in quads.
+// kWide: rows can be read in quads.
 template <typename T, bool kWide>
 __global__ void __launch_bounds__(kThreads) negative_delta_kernel(RowsShape s, HeadRows out, HeadRows dout, const float* dlse, float* to) {
     const Place at = place_of(s);
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) round_kernel(RowsShape s, HeadRows t
     for (int d = at.lane; d < s.dim; d += kWarp) row[d] = from_float<T>(from[d]);
 }
 
-// Bytes that travel as an argument; a kernel has at most 4 KB of them.
+// Bytes that are passed as a kernel argument, of which there are at most 4 KB.
 constexpr int kWords = 960;
 struct Words {
     uint32_t word[kWords];
@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(kThreads) store_kernel(const __grid_constant__
     for (int i = threadIdx.x; i < count; i += kThreads) to[i] = words.word[i];
 }
 
-// Copies that travel as an argument, cut into tiles: a block copies one tile after another.
-// To fill an NVLink takes more than 1 MB in flight: 16 blocks of 64 KB reach 190 to 280 GB/s, 32 and more 230 to 330 (H100).
+// Copies that are passed as a kernel argument, cut into tiles; each block copies one tile after another. Filling an NVLink takes more than
+// 1 MB in flight: 16 blocks of 64 KB reach 190 to 280 GB/s, 32 or more blocks 230 to 330 GB/s (H100).
 constexpr int kMostCopies = 80, kCopyThreads = 512, kWordsOfThread = 8, kWordsOfTile = kCopyThreads * kWordsOfThread;
 constexpr unsigned kBlocksBesideNothing = 132 * 2, kBlocksBesideAttention = 16;
 struct Copies {
@@ -159,8 +159,8 @@ struct Copies {
         const char* from;
         int64_t to_pitch, from_pitch;
         int64_t rows;
-        uint32_t words;      // of a row
-        int32_t first_tile;  // of all copies' tiles
+        uint32_t words;      // words per row
+        int32_t first_tile;  // index of its first tile among the tiles of all copies
     } one[kMostCopies];
     int32_t count, tiles;
 };
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kCopyThreads) copies_kernel(const __grid_const
     }
 }
 
-// Those of the copies whose addresses, pitches and widths are multiples of this word and of none that is wider.
+// Launches those of the copies whose addresses, pitches and widths are multiples of this word, but not of a wider one.
 template <typename Word>
 fa_status launch_copies_of(const std::vector<RowsCopy>& copies, Beside beside, void* stream) {
     const unsigned most = beside == Beside::kNothing ? kBlocksBesideNothing : kBlocksBesideAttention;

@@ -1,5 +1,5 @@
 // rows.h: the arithmetic between ranks: small operations on (rows, heads, dim) arrays, in float32, in the order of the ranks. On a GPU one
-// warp a row of a head (rows.cu), on the CPU one task a range of rows (rows_cpu.cpp).
+// warp per row of a head (rows.cu), on the CPU one task per range of rows (rows_cpu.cpp).
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace fa::distributed {
 
-// Where a (rows, heads, dim) array lies: element (i, h, d) is data[i * row + h * head + d].
+// A (rows, heads, dim) array: element (i, h, d) is data[i * row + h * head + d].
 struct HeadRows {
     void* data;
     int64_t row, head;
@@ -26,29 +26,29 @@ struct RowsShape {
     int32_t threads;
 };
 
-// to[h * rows + i] = dlse[h * rows + i] - sum over d of dout[i, h, d] out[i, h, d]; dlse may be NULL. What the backward pass adds to dP.
+// to[h * rows + i] = dlse[h * rows + i] - sum over d of dout[i, h, d] out[i, h, d]; dlse may be NULL. The backward pass adds this to dP.
 fa_status launch_negative_delta(const RowsShape& s, HeadRows out, HeadRows dout, const float* dlse, float* to, void* stream);
 
 // to[i, h, d] = the sum over n of parts[n * stride + (i * heads + h) * dim + d], rounded once.
 fa_status launch_sum(const RowsShape& s, HeadRows to, const void* parts, int64_t stride, int32_t count, void* stream);
 
-// Results over disjoint keys of (batch, seqlen) rows, rows = batch * seqlen: part n has out at outs[n * out_stride + (i * heads + h) * dim
-// + d], and lse (batch, heads, seqlen) at lses + n * lse_stride. A part with lse = -inf changes nothing, whatever its out holds. lse may be
-// NULL.
+// Merges results over disjoint keys, for (batch, seqlen) rows with rows = batch * seqlen. Part n has
+//     out at outs[n * out_stride + (i * heads + h) * dim + d]  and  lse (batch, heads, seqlen) at lses + n * lse_stride.
+// A part with lse = -inf changes nothing, whatever its out holds. lse may be NULL.
 fa_status launch_merge_parts(const RowsShape& s, const TensorView& to, float* lse, int64_t seqlen, const void* outs, int64_t out_stride,
                              const float* lses, int64_t lse_stride, int32_t count, void* stream);
 
-// One more part of such a result: sum (rows, heads, dim) float32 contiguous, lse (heads, rows). `first` starts a new one.
+// Adds one part to such a result: sum (rows, heads, dim) float32 contiguous, lse (heads, rows). `first` starts a new result.
 fa_status launch_add_part(const RowsShape& s, float* sum, float* lse, HeadRows part, const float* part_lse, bool first, void* stream);
 
-// sum (rows, heads, dim) float32 contiguous += part; `first` starts a new one.
+// sum (rows, heads, dim) float32 contiguous += part; `first` starts a new sum.
 fa_status launch_add(const RowsShape& s, float* sum, HeadRows part, bool first, void* stream);
 
 // to = sum, rounded.
 fa_status launch_round(const RowsShape& s, HeadRows to, const float* sum, void* stream);
 
-// A copy of `bytes` (a multiple of 4) of host memory, which may change at once after the call; on a GPU the bytes travel as arguments of
-// kernels.
+// Copies `bytes` (a multiple of 4) of host memory, which may change as soon as the call returns; on a GPU the bytes are passed
+// as kernel arguments.
 fa_status launch_store(fa_device device, void* to, const void* from, size_t bytes, void* stream);
 fa_status launch_zero(fa_device device, void* to, size_t bytes, void* stream);
 
@@ -59,7 +59,7 @@ struct RowsCopy {
     const char* from;
     int64_t to_pitch, from_pitch, width, rows;
 };
-// All of them by one kernel (several, where there are very many): of all SMs, or of a few that it takes from the attention beside it.
+// Makes all copies by one kernel (several, if there are very many): on all SMs, or on a few that it takes from concurrent attention.
 enum class Beside { kNothing, kAttention };
 fa_status launch_copies(const std::vector<RowsCopy>& copies, Beside beside, void* stream);
 

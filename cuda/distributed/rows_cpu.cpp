@@ -14,11 +14,12 @@ namespace {
 
 constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 
-// body(i, h) for every row of every head.
+// Calls body(i, h) for every row of every head.
 template <typename Body>
 fa_status each_row(const RowsShape& s, const Body& body) {
     constexpr int64_t kRows = 64;
-    cpu::parallel_for(ceil_div(s.rows, kRows), s.threads, [&](int64_t task, int) {
+    const int threads = cpu::worthwhile_threads(2.0 * double(s.rows) * s.heads * s.dim, s.threads);
+    cpu::parallel_for(ceil_div(s.rows, kRows), threads, [&](int64_t task, int) {
         for (int64_t i = task * kRows; i < std::min(s.rows, (task + 1) * kRows); ++i)
             for (int32_t h = 0; h < s.heads; ++h) body(i, h);
     });

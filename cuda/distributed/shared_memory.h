@@ -1,5 +1,5 @@
-// shared_memory.h: memory of several processes: a file in /dev/shm with a name that is made up, given to the other processes, and taken
-// away once they have opened it. shm_open does the same, but its symbol version would ask for a newer C library.
+// shared_memory.h: memory shared by processes: a file in /dev/shm with a generated name. The name is passed to the other processes and
+// removed once they have opened the file. shm_open does the same, but its symbol version would need a newer C library.
 #pragma once
 
 #include <fcntl.h>
@@ -29,7 +29,7 @@ public:
     }
     ~SharedMemory() { close(); }
 
-    // New memory of zeros. False, with errno, when there is none.
+    // Makes new memory, filled with zeros. Returns false, with errno set, on failure.
     bool create(size_t bytes) {
         static std::atomic<uint32_t> count{0};
         const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
@@ -38,7 +38,7 @@ public:
         const int file = ::open(name_, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
         if (file < 0) return false;
         linked_ = true;
-        if (posix_fallocate(file, 0, off_t(bytes)) != 0) {  // not ftruncate: memory that is not there would kill the process later
+        if (posix_fallocate(file, 0, off_t(bytes)) != 0) {  // not ftruncate: if memory ran out later, an access would kill the process
             ::close(file), unlink();
             return false;
         }

@@ -47,7 +47,7 @@ CudaTransport::~CudaTransport() {
     cudaGetLastError();
 }
 
-// Closes what other ranks have shared.
+// Closes the memory that other ranks have shared.
 void CudaTransport::close_memory() {
     for (Peer& peer : peers_) {
         if (peer.opened && peer.base) cudaIpcCloseMemHandle(peer.base);
@@ -89,7 +89,7 @@ fa_status CudaTransport::open() {
         if (all[size_t(r)].status != FA_OK)
             return fail(fa_status(all[size_t(r)].status), "rank %d, CUDA device %d: %s", r, all[size_t(r)].device, all[size_t(r)].text);
 
-    // The second half, whose outcome the ranks tell each other as well.
+    // The second half. The ranks exchange its outcome too.
     const auto reach = [&]() -> fa_status {
         const CurrentDevice scope(device_);
         FA_RETURN_IF_ERROR(scope.status());
@@ -126,7 +126,7 @@ fa_status CudaTransport::open() {
     return FA_OK;
 }
 
-// Collective: nobody frees memory that another rank reads or has open.
+// Collective: memory must not be freed while another rank reads it or has it open.
 fa_status CudaTransport::free_shared() {
     FA_RETURN_IF_ERROR(fence());
     close_memory();
@@ -153,7 +153,8 @@ fa_status CudaTransport::reserve(size_t bytes) {
         mine.status = FA_OUT_OF_MEMORY;
     }
     if (mine.status == FA_OK && processes_) mine.status = cuda_status("cudaIpcGetMemHandle", cudaIpcGetMemHandle(&mine.handle, data));
-    mine.address = shared_ = static_cast<char*>(data);  // this rank's to free, whatever comes of the meetings; usable with its size
+    mine.address = shared_ = static_cast<char*>(data);  // this rank must free it, whatever the meetings return; it is usable once
+                                                        // shared_bytes_ is set
     FA_RETURN_IF_ERROR(meeting_.meet(&mine, all.data(), sizeof mine));
     int32_t status = FA_OK;
     for (int r = 0; r < size_ && status == FA_OK; ++r) {
@@ -179,7 +180,7 @@ fa_status CudaTransport::reserve(size_t bytes) {
     return FA_OK;
 }
 
-// A capture takes no event from outside, and gives none.
+// A capture can neither wait for an event from outside nor record one for others.
 static bool captures(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
     const bool known = cudaStreamIsCapturing(stream, &status) == cudaSuccess;
@@ -240,13 +241,13 @@ fa_status CudaTransport::fence() {
     return meeting_.meet(&mine, all.data(), 1);
 }
 
-// Where the bytes of a copy lie. Its source is this rank, or one whose memory is open here.
+// The addresses of a copy. Its source is this rank, or one whose memory is open here.
 RowsCopy CudaTransport::rows_of(const Copy& c) const {
     const size_t at = size_t(c.source) * kMostPublished + size_t(c.array);
     return {static_cast<char*>(c.to), addresses_[at] + c.from, c.to_pitch, published_[at].pitch, c.width, c.rows};
 }
 
-// Starting with the next rank, so that no rank is read by all others at once.
+// The copies to this rank, those from the next rank first, so that not all ranks read the same rank at once.
 std::vector<const Copy*> CudaTransport::to_this_rank(const std::vector<Copy>& copies) const {
     std::vector<const Copy*> found;
     for (const Copy& c : copies)
@@ -292,8 +293,9 @@ fa_status CudaTransport::move(const std::vector<Copy>& copies, int32_t after) {
 }
 
 fa_status CudaTransport::fetch(const std::vector<Copy>& copies, int32_t after, void* stream, Hidden hidden) {
-    // A message costs a copy engine 8 us besides its bytes: 28 messages of 256 KB, 1 MB, 1.75 MB and 7 MB move at 30, 91, 143 and 276 GB/s,
-    // by a kernel at 229, 301, 316 and 332 (H100; docs/context_parallel/peer_copies.cu). The kernel takes SMs from the attention beside it.
+    // A message costs a copy engine 8 us in addition to its bytes: 28 messages of 256 KB, 1 MB, 1.75 MB and 7 MB each move at 30, 91, 143
+    // and 276 GB/s, and by a kernel at 229, 301, 316 and 332 GB/s (H100; docs/context_parallel/peer_copies.cu). But the kernel takes SMs
+    // from concurrent attention.
     const int64_t large = hidden == Hidden::kNot ? INT64_MAX : hidden == Hidden::kBehindLittle ? 2 << 20 : 1 << 19;
     std::vector<const Copy*> by_kernel, others;
     for (const Copy* c : to_this_rank(copies)) (c->source != rank_ && c->width * c->rows >= large ? others : by_kernel).push_back(c);
@@ -341,7 +343,7 @@ void CudaTransport::retreat(void* stream, bool agreed) {
     };
     for (cudaStream_t side : sides_) join(side);
     for (cudaStream_t copies : copies_) join(copies);
-    // For a rank that saw all others come to the last meeting, the call took place: its host has gone on, and its GPU may still read.
+    // For a rank that saw all others come to the last meeting, the call took place: its host has continued, and its GPU may still read.
     for (int r = 0; r < size_ && agreed && !processes_ && !alone_; ++r)
         if (r != rank_) cudaStreamWaitEvent(cuda_stream(stream), peers_[size_t(r)].events[kDone], 0);
     const bool recorded = cudaEventRecord(finished_, cuda_stream(stream)) == cudaSuccess;

@@ -1,4 +1,4 @@
-// transport_cuda.h: what GPUs of one host share, whether their ranks are threads or processes; NCCL builds on it.
+// transport_cuda.h: the common part for GPUs of one host, whether ranks are threads or processes; NCCL builds on it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -46,8 +46,8 @@ protected:
     // Two of the group's streams: copies from other ranks, and copies within this rank's memory.
     enum CopyStream { kRemote, kLocal, kCopyStreams };
     struct Peer {
-        char* base = nullptr;  // its shared memory
-        bool opened = false;   // base and the events came through IPC, and are to be closed
+        char* base = nullptr;  // the peer's shared memory
+        bool opened = false;   // base and the events came through IPC and must be closed
         cudaEvent_t events[kSignals] = {};
     };
     fa_status exchange_events();
@@ -62,17 +62,17 @@ protected:
 
     Meeting& meeting_;
     int rank_, size_, device_;
-    bool processes_, alone_ = false;  // alone: no peer's memory is read (NCCL)
+    bool processes_, alone_ = false;  // alone: reads no peer's memory (NCCL)
     int64_t timeout_ms_;
     std::vector<Peer> peers_;
     std::vector<char*> addresses_;
     std::vector<Published> published_;
-    std::vector<RowsCopy> staged_;  // copies to this rank's shared memory that are to be made before it signals kReady
+    std::vector<RowsCopy> staged_;  // copies to this rank's shared memory that must be made before it signals kReady
     cudaStream_t copies_[kCopyStreams] = {};
     cudaStream_t sides_[kStreams - 1] = {};
     cudaEvent_t events_[kSignals] = {};  // this rank's marks
     cudaEvent_t arrived_[kCopyStreams] = {}, fork_ = nullptr;
-    cudaEvent_t finished_ = nullptr;  // the end of the last call on the caller's stream: all ranks have read. Not of a captured call
+    cudaEvent_t finished_ = nullptr;  // the end of the last call on the caller's stream: all ranks have read. Not set by a captured call
 };
 
 }  // namespace fa::distributed

@@ -1,4 +1,4 @@
-// transport_host.cpp: ranks on the CPU. Threads read each other's arrays where they are; processes copy theirs to shared memory first.
+// transport_host.cpp: ranks on the CPU. Threads read each other's arrays in place; processes first copy theirs to shared memory.
 #include <cstring>
 #include <vector>
 

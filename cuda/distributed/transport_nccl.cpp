@@ -1,5 +1,5 @@
-// transport_nccl.cpp: transfers by a communicator that the caller has made, for GPUs that cannot read each other's memory. libnccl is found
-// at run time. NCCL's copies are kernels, so they take SMs or wait for them: where ranks share a host, the other transports are faster.
+// transport_nccl.cpp: transfers by a communicator that the caller provides, for GPUs that cannot read each other's memory. libnccl is found
+// at run time. NCCL's copies are kernels, which take SMs or wait for them, so on one host the other transports are faster.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -7,7 +7,8 @@
 #include "api/common/checks.h"
 #include "distributed/transport_cuda.h"
 
-// glibc 2.34 gave these functions new versions, which a linker prefers; a wheel has to load with older releases, which have the first ones.
+// glibc 2.34 gave these functions new symbol versions, which a linker prefers. A wheel must also load with older releases, which only have
+// the first versions.
 #if defined(__GLIBC__) && defined(__x86_64__)
 __asm__(".symver dlopen, dlopen@GLIBC_2.2.5\n.symver dlsym, dlsym@GLIBC_2.2.5\n.symver dlerror, dlerror@GLIBC_2.2.5");
 #elif defined(__GLIBC__) && defined(__aarch64__)
@@ -17,7 +18,7 @@ __asm__(".symver dlopen, dlopen@GLIBC_2.17\n.symver dlsym, dlsym@GLIBC_2.17\n.sy
 namespace fa::distributed {
 namespace {
 
-// The part of nccl.h that is used here; the same since NCCL 2.7.
+// The part of nccl.h that is used here, unchanged since NCCL 2.7.
 struct Nccl {
     using Comm = void*;
     int (*comm_count)(Comm, int*);
@@ -61,7 +62,7 @@ public:
         return FA_OK;
     }
 
-    fa_status fence() override { return FA_OK; }  // the stream's order, and NCCL's, are enough
+    fa_status fence() override { return FA_OK; }  // the order of the stream, and NCCL's, are enough
 
     fa_status move(const std::vector<Copy>& copies, int32_t after) override {
         char* place = staging_;
@@ -120,7 +121,7 @@ public:
     fa_status fetch(const std::vector<Copy>& copies, int32_t after, void* stream, Hidden hidden) override {
         return Transport::fetch(copies, after, stream, hidden);
     }
-    fa_status finish(void* stream) override {  // what this rank published has been sent by then
+    fa_status finish(void* stream) override {  // by then everything that this rank published has been sent
         FA_RETURN_IF_ERROR(arrive(stream));
         return mark_end(cuda_stream(stream));
     }

@@ -1,8 +1,8 @@
-// ulysses.cpp: an all-to-all gives each rank all tokens of some heads, which is an ordinary call of fewer heads; another brings the rows of
-// its result back to those who hold the tokens. Jacobs et al. 2023, DeepSpeed Ulysses.
+// ulysses.cpp: an all-to-all gives each rank all tokens of some heads. The rank makes an ordinary call with these heads, and a second
+// all-to-all returns the rows of its result to the ranks that hold the tokens. Jacobs et al. 2023, DeepSpeed Ulysses.
 //
-// Heads come in pieces: while attention works on one, the next arrives, and the one before returns.
-// Backward: the sums of dout and out over a row are made where both are, and travel in place of out.
+// Heads are processed in pieces: while attention works on one piece, the next one arrives, and the previous result returns. Backward:
+// rowsum(dout * out) is computed where both arrays are, and is sent instead of out.
 #include <algorithm>
 
 #include "distributed/call.h"
@@ -10,23 +10,23 @@
 namespace fa::distributed {
 namespace {
 
-constexpr int64_t kManyRows = 1 << 15;  // of a launch: two blocks for each SM
-constexpr int64_t kSmall = 1 << 19;     // bytes of a message of results: copy engines are at least 8 us away from the next one
+constexpr int64_t kManyRows = 1 << 15;  // rows of a launch: two blocks per SM
+constexpr int64_t kSmall = 1 << 19;     // bytes of a message of results; a copy engine takes at least 8 us per message
 
-// Query heads q0 .. q1 - 1 and their key heads k0 .. k1 - 1, all query heads of each, or some of one.
+// Query heads q0 .. q1 - 1 and their key heads k0 .. k1 - 1: all query heads of each key head, or some of a single one.
 struct Piece {
     int32_t q0, q1, k0, k1;
     Heads heads() const { return {q0, q1 - q0, k1 - k0}; }
 };
 
-// Rank r has query heads r H / P .. (r + 1) H / P - 1. The first and the last piece are small: nothing hides the transfers of the first, or
-// those of the last's result. But a launch of few blocks ends with its longest ones, beside idle SMs, unless the next has as many: two
-// halves are better there.
+// Rank r has query heads r H / P .. (r + 1) H / P - 1. The first and the last piece are small: nothing hides the transfers of the first
+// piece, or those of the last result. But a launch with few blocks ends with its longest blocks beside idle SMs, unless the next launch has
+// enough blocks to fill them; two halves are better in that case.
 std::vector<Piece> pieces_of(const Problem& p, int rank) {
     const int32_t group = p.a.nheads / p.a.nheads_k;
     const auto first_head = [&](int64_t r) { return int32_t(r * p.a.nheads / p.size); };
     const int32_t begin = first_head(rank), end = first_head(rank + 1);
-    // Where pieces may end: at every key head; inside of one, where it is the only one.
+    // Where pieces may end: at every key head or, if there is only one, at every query head.
     std::vector<int32_t> cuts;
     for (int32_t h = begin; h < end; h = (h / group + 1) * group) cuts.push_back(h);
     const bool split = cuts.size() == 1 && end - begin >= 4;
@@ -41,7 +41,7 @@ std::vector<Piece> pieces_of(const Problem& p, int rank) {
         for (int32_t i = 0, n = std::min({p.groups, units, kMostPieces}); i < n; ++i) bounds.push_back(int32_t(int64_t(i) * units / n));
     } else {
         const int32_t edge = std::max(1, units / 8);
-        // A block has 128 keys of a key head in the backward pass, and rows of a query head in the forward pass.
+        // In the backward pass a block has 128 keys of a key head, in the forward pass rows of a query head.
         const int64_t rows = p.backward() ? p.total_k() * (split ? 1 : edge) : p.total_q() * edge * (split ? 1 : group);
         bounds = units >= 3 && rows >= kManyRows ? std::vector<int32_t>{0, edge, units - edge}
                  : units >= 2                    ? std::vector<int32_t>{0, units / 2}
@@ -53,7 +53,7 @@ std::vector<Piece> pieces_of(const Problem& p, int rank) {
     for (size_t i = 0; i + 1 < bounds.size(); ++i) {
         int32_t q0 = cuts[size_t(bounds[i])], q1 = cuts[size_t(bounds[i + 1])];
         if (q0 >= q1) continue;
-        // Some query heads of a key head at either end, beside other key heads, are pieces of their own.
+        // If a piece spans several key heads, a key head of which it has only some query heads becomes a separate piece.
         if (q0 / group != (q1 - 1) / group) {
             if (q0 % group) add(q0, (q0 / group + 1) * group), q0 = (q0 / group + 1) * group;
             const int32_t whole = q1 / group * group;
@@ -78,7 +78,7 @@ const char* refusal(const Problem& p, char* text, size_t size) {
     return "";
 }
 
-// The heads of a rank, and how the arrays of all tokens lie in its memory: (total, heads, dim) each.
+// The heads of a rank, and the layout of the arrays of all tokens in its memory: (total, heads, dim) each.
 struct Share {
     std::vector<Piece> pieces;
     int32_t q0, k0, heads, heads_k;
@@ -99,20 +99,20 @@ size_t most_pieces(const std::vector<Share>& shares) {
     return most;
 }
 
-// An array of tokens on its way to those who have the heads.
+// An array of tokens that is sent to the ranks that have the heads.
 struct Arriving {
     Array array;
-    bool keys;  // of k's tokens and heads
+    bool keys;  // has the tokens and heads of k, otherwise of q
     int64_t dim;
     char* to;  // (total, heads, dim) here
 };
-// A float32 array (heads, rows) on the same way: lse, or the sums of the backward pass.
+// A float32 array (heads, rows) that is sent in the same way: lse, or the sums of the backward pass.
 struct ArrivingRows {
     Array array;
     char* to;  // (heads, total_q) here
 };
 
-// Puts on a list what piece i of a rank needs: its query heads, and those of its key heads that no piece before it has fetched.
+// Lists the copies that piece i of a rank needs: its query heads, and those of its key heads that no earlier piece has fetched.
 void list_piece(Walk& w, const Problem& p, const std::vector<Share>& shares, size_t i, const std::vector<Arriving>& arrays,
                 const std::vector<ArrivingRows>& rows, std::vector<Copy>& copies) {
     w.each_pair([&](int source, int target) {
@@ -137,7 +137,7 @@ void list_piece(Walk& w, const Problem& p, const std::vector<Share>& shares, siz
     });
 }
 
-// Brings back the results of all pieces: list(i, copies) says what of piece i. Only the last piece's transfers are hidden by nothing.
+// Returns the results of all pieces; list(i, copies) lists those of piece i. Other work hides all transfers except the last piece's.
 template <typename List>
 fa_status each_result(Walk& w, const std::vector<Share>& shares, const List& list) {
     const size_t most = most_pieces(shares);
@@ -154,7 +154,8 @@ fa_status each_result(Walk& w, const std::vector<Share>& shares, const List& lis
     return w.arrive();
 }
 
-// The other way: rows of (total, heads, dim) arrays of those who had the heads, to the rows of this rank at `to`.
+// The opposite direction: lists the copies of rows of (total, heads, dim) arrays from the ranks that had the heads to this rank's
+// rows at `to`.
 void bring_back(Walk& w, const Problem& p, const std::vector<Share>& shares, std::vector<Copy>& copies, size_t i, Array array, bool keys,
                 int64_t dim, const fa_tensor& to) {
     w.each_pair([&](int source, int target) {
@@ -170,7 +171,7 @@ void bring_back(Walk& w, const Problem& p, const std::vector<Share>& shares, std
     });
 }
 
-// The launch of a piece over whole sequences: the arrays of the rank at the piece's heads.
+// The launch of a piece over whole sequences, on the rank's arrays at the piece's heads.
 struct WholeSequences {
     const int32_t *cu_q, *cu_k;
     const Share& share;
@@ -182,7 +183,7 @@ struct WholeSequences {
         fa_attention_args args = bare_args(p);
         select_heads(args, p, piece.q0, piece.q1 - piece.q0, piece.k1 - piece.k0);
         args.seqlen_q = p.longest_q(), args.seqlen_k = p.longest_k();
-        if (p.batch == 1) return args;  // one sequence: a dense call, whose work the kernels know beforehand
+        if (p.batch == 1) return args;  // one sequence: a dense call, whose work the kernels know in advance
         args.cu_seqlens_q = cu_q, args.cu_seqlens_k = cu_k, args.total_q = p.total_q(), args.total_k = p.total_k();
         return args;
     }
@@ -244,7 +245,7 @@ fa_status forward(Walk& w, const Problem& p) {
     return w.finish();
 }
 
-// Which pieces of which ranks have a part of the gradient of a key head, in the order of ranks and pieces.
+// The pieces of all ranks that contribute to the gradient of a key head, in the order of ranks and pieces.
 struct Contributor {
     int rank;
     size_t piece;
@@ -257,7 +258,7 @@ std::vector<std::vector<Contributor>> contributors(const Problem& p, const std::
     return found;
 }
 
-// Key heads of a rank counted once for every piece that has them: each piece writes a gradient of its own.
+// Key heads of a rank, counted once for every piece that has them, because each piece writes its own gradient.
 int32_t slots_of(const Share& share) {
     int32_t count = 0;
     for (const Piece& piece : share.pieces) count += piece.k1 - piece.k0;
@@ -291,7 +292,8 @@ fa_status backward(Walk& w, const Problem& p) {
     FA_RETURN_IF_ERROR(w.publish(kDv, dvalues, slots * dv * e, slots * dv * e, total_k));
     if (dsinks) FA_RETURN_IF_ERROR(w.publish(kSinks, dsinks, int64_t(p.a.nheads) * 4, int64_t(p.a.nheads) * 4, 1));
     FA_RETURN_IF_ERROR(w.begin());
-    // dk and dv: one part of each head goes to its place; several are added up here. Heads with fewer parts than others have zeros.
+    // dk and dv: if every head has one part, it goes directly to its place. Otherwise the parts are staged and added up here, with zeros
+    // for heads that have fewer parts than others.
     const auto who = contributors(p, shares);
     size_t parts = 1, fewest = SIZE_MAX;
     for (const auto& each : who) parts = std::max(parts, each.size()), fewest = std::min(fewest, each.size());
@@ -313,7 +315,7 @@ fa_status backward(Walk& w, const Problem& p) {
         FA_RETURN_IF_ERROR(w.table(p.cu_q, &whole.cu_q));
         FA_RETURN_IF_ERROR(w.table(p.cu_k, &whole.cu_k));
     }
-    char* zeros = w.scratch(dv * e);  // the one row of `out` that all rows of the launches have
+    char* zeros = w.scratch(dv * e);  // the single row of `out` that all rows of the launches use
     if (w.runs()) {
         FA_RETURN_IF_ERROR(launch_zero(p.device(), zeros, size_t(dv * e), w.stream()));
         if (dsinks) FA_RETURN_IF_ERROR(launch_zero(p.device(), dsinks, size_t(p.a.nheads) * 4, w.stream()));

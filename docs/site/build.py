@@ -1,6 +1,6 @@
 """python docs/site/build.py [FOLDER]: makes the documentation site (in build/site) and checks its links.
 
-Needs Sphinx, furo, myst-parser (`pip install flash-attn-minimal[docs]`) and NumPy; no network. Warnings are errors.
+Needs Sphinx, furo, myst-parser (`pip install '.[docs]'`) and NumPy; no network. Warnings are errors.
 """
 
 import argparse

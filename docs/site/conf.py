@@ -16,7 +16,7 @@ author = "The flash-attn-minimal authors"
 project_copyright = author
 version = release = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "pages", "reference"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "pages", "reference", "excerpts"]
 root_doc = "index"  # README.md: pages.py gives every README the name that a folder's page has on a web server
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 include_patterns = ["*.md", "docs/**.md", "docs/api/**.rst", "ladder/**.md", "cuda/**.md", "examples/**.md"]
@@ -28,7 +28,7 @@ myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_target", "
 
 # ---- Python's reference ----
 autodoc_member_order = "bysource"
-maximum_signature_line_length = 60  # longer ones take a line for each argument
+autodoc_typehints = "none"  # a signature has names and defaults; the types stand beside the arguments
 python_use_unqualified_type_names = True
 add_module_names = False
 
@@ -36,8 +36,11 @@ add_module_names = False
 smartquotes = False  # an option is --suite, not a dash
 html_theme = "furo"
 html_title = f"{project} {version}"
-html_static_path = ["site.css"]
+html_static_path = ["site.css", "excerpts.js"]
 html_css_files = ["site.css"]
+html_show_search_summary = (
+    False  # Sphinx would fetch each page for it, which a browser refuses to a site on disk: excerpts.py
+)
 html_copy_source = html_show_sourcelink = False
 html_show_sphinx = False
 html_use_index = html_domain_indices = False  # the search does what they do

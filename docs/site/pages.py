@@ -34,9 +34,9 @@ CONTENTS = {
             + ["examples/*"],
         ),
         ("Reference", ["QUICK_REFERENCE", "docs/contract", "docs/api/index"]),
-        ("Performance", ["docs/benchmarks/index", "docs/experiments/index"]),
+        ("Performance", ["docs/performance", "docs/benchmarks/index", "docs/experiments/index"]),
         ("Learn", ["docs/learn/index", "ladder/index", "ARCHITECTURE", "cuda/*"]),
-        ("More", ["docs/reliability", "*"]),
+        ("More", ["docs/testing", "docs/reliability", "*"]),
     ],
 }
 HEADERS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -38,17 +39,26 @@ def annotations_of(obj) -> dict[str, str]:
     module = inspect.getmodule(inspect.unwrap(obj))
     for name, parameter in parameters.items():
         if parameter.annotation is not parameter.empty:
-            known[name] = inspect.formatannotation(parameter.annotation).strip("'")
+            known[name] = _array(inspect.formatannotation(parameter.annotation).strip("'"), parameter.default is None)
     for dictionary in re.findall(r"Unpack\[(\w+)\]", " ".join(known.values())):
         for base in reversed(getattr(vars(module).get(dictionary), "__mro__", ())):
             known |= {
-                name: _text(hint) for name, hint in vars(base).get("__annotations__", {}).items() if name not in known
+                name: _array(_text(hint), optional=True)
+                for name, hint in vars(base).get("__annotations__", {}).items()
+                if name not in known
             }
     return known
 
 
 def _text(hint) -> str:
     return getattr(hint, "__forward_arg__", None) or inspect.formatannotation(hint).strip("'")
+
+
+def _array(annotation: str, optional: bool) -> str:
+    """`Any`, which the code says of arrays of any framework, is an array to a reader."""
+    if annotation not in ("Any", "Any | None"):
+        return annotation
+    return "array | None" if optional or "None" in annotation else "array"
 
 
 def entries(lines: list[str], known: dict[str, str]) -> list[str]:
@@ -212,6 +222,57 @@ def integrations(app, page, source):
             source[0] += f"\n\n{title}\n{'-' * len(title)}\n\n.. sourcemodule:: {module}\n"
 
 
+# ---- at the top of a page of Python's reference: its functions and classes, a sentence each ----
+
+ENTRY_OF_PAGE = re.compile(
+    r"^\.\. (module|currentmodule|automodule|sourcemodule|auto(\w+)):: (\S+)\n((?:   .*\n)*)", re.MULTILINE
+)
+
+
+def overview(app, page, source):
+    """The list of what docs/api/*.rst documents, below the page's title."""
+    if not re.fullmatch(r"docs/api/\w+", page) or page.endswith(("index", "integrations")):
+        return
+    module, rows = "", []
+    for kind, what, name, options in ENTRY_OF_PAGE.findall(source[0]):
+        if what and kind not in ("automodule",):
+            rows.append((what, f"{module}.{name}"))
+            continue
+        module = name
+        if kind == "sourcemodule" or ":members:" in options:
+            rows += [(what, f"{module}.{member}") for what, member in _members(module)]
+    text = ["", ".. list-table::", "   :class: overview", "   :widths: auto", ""]
+    for what, name in rows:
+        role = {"function": "func", "class": "class", "exception": "exc"}[what]
+        text += [f"   * - :py:{role}:`~{name}`", f"     - {plain(_first_sentence(name))}"]
+    title, rest = re.match(r"(.+\n=+\n)((?:.|\n)*)", source[0]).groups()
+    source[0] = title + "\n".join(text) + "\n" + rest
+
+
+def _members(module: str):
+    """(kind, name) of what a module makes public, read from its source."""
+    path = ROOT / "python" / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in public(path, ast.parse(path.read_text())):
+        name = getattr(node, "name", "_")
+        overloaded = any("overload" in ast.unparse(one) for one in getattr(node, "decorator_list", ()))
+        if not name.startswith("_") and not overloaded:
+            yield "class" if isinstance(node, ast.ClassDef) else "function", name
+
+
+def _first_sentence(name: str) -> str:
+    module, _, member = name.rpartition(".")
+    try:
+        text = inspect.getdoc(getattr(importlib.import_module(module), member)) or ""
+    except ImportError:  # a framework that is not here
+        path = ROOT / "python" / module.replace(".", "/")
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        found = [node for node in public(path, ast.parse(path.read_text())) if getattr(node, "name", "") == member]
+        text = next((ast.get_docstring(node) or "" for node in reversed(found)), "")
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.match(r"(.*?(?<!e\.g)[.:])(\s|$)|(.*)", paragraph)[0].strip().rstrip(":.")
+
+
 # ---- docs/api/c: a header, a section for each of its declarations ----
 
 DECLARED = re.compile(
@@ -276,6 +337,7 @@ class Header(SphinxDirective):
 def setup(app):
     app.connect("builder-inited", one_signature)
     app.connect("source-read", integrations)
+    app.connect("source-read", overview)
     app.connect("autodoc-process-docstring", docstring)
     app.add_directive("header", Header)
     app.add_directive("sourcemodule", SourceModule)

@@ -113,7 +113,15 @@ function tick() {
   go(state.index + 1);
   timer = setTimeout(tick, 1000 / SPEEDS[state.speed]);
 }
+// Scrolls to the text of the step and the picture of memory below it, unless the whole picture is in view.
+function reveal() {
+  const {top, bottom} = $("memory").getBoundingClientRect(),
+    end = document.querySelector(".transport").getBoundingClientRect().top,
+    down = $("controls").getBoundingClientRect().bottom;
+  if (top < 0 || bottom > end) scrollBy({top: down, behavior: calm.matches ? "auto" : "smooth"});
+}
 function play() {
+  reveal();
   ((state.playing = true), ($("play").textContent = "Pause"));
   if (state.index >= steps().length - 1) state.index = 0;
   (clearTimeout(timer), tick());

@@ -140,6 +140,8 @@ const limits = (rows) => {
 
 // ---- memory: the whole arrays ----
 
+const LEAST_WIDTH = 200; // of a picture: a window may have no width at all, as in a hidden frame
+
 export class MemoryPicture {
   constructor(host) {
     this.host = host;
@@ -148,7 +150,7 @@ export class MemoryPicture {
   // K and V stand transposed, so that a key is a column of K, of S and of V.
   layout(settings, inputs) {
     const {seqlenQ, seqlenK, headdim, causal} = settings,
-      width = this.host.clientWidth;
+      width = Math.max(LEAST_WIDTH, this.host.clientWidth);
     const gap = 24,
       statistics = 2,
       cells = 2 * headdim + seqlenK + statistics;
@@ -366,7 +368,7 @@ export class ChipPicture {
   layout(settings, inputs) {
     Object.assign(this, {settings, inputs});
     const {headdim, seqlenK, order} = settings,
-      width = this.host.clientWidth,
+      width = Math.max(LEAST_WIDTH, this.host.clientWidth),
       wide = width > 440;
     const tileM = Math.min(settings.tileM, settings.seqlenQ),
       tileN = order === "standard" ? seqlenK : Math.min(settings.tileN, seqlenK);

@@ -63,6 +63,28 @@ def test_argument_wins_over_environment(kernel, monkeypatch):
     assert fa.query(*arrays, kernel=kernel.name).status in ("FA_OK", "FA_UNSUPPORTED")
 
 
+def test_a_kernel_that_this_build_lacks():
+    """The text says which kernels the build has, and how to build the rest."""
+    q, info = np.zeros((1, 1, 1, 8), np.float32), _library.load().fa_build_info().decode()
+    if "CPU backend only" in info:
+        why = (
+            "; this build has no GPU kernels: ./build_and_run.sh --all-kernels builds them "
+            "(CMake: -DFLASH_ATTN_CUDA=ON)"
+        )
+    elif "general kernels only" in info:
+        why = (
+            "; this build has only the general kernels: ./build_and_run.sh --all-kernels builds the rest "
+            "(CMake: -DFLASH_ATTN_KERNELS=all)"
+        )
+    elif not {"mma_sm80", "wgmma_sm90"} - {row["name"] for row in fa.kernels()}:
+        why = ""
+    else:
+        pytest.skip(f"a build for some GPUs: {info}")
+    with pytest.raises(fa.BadArgument) as error:
+        fa.flash_attn_func(q, q, q, kernel="wgmma_sm99")
+    assert str(error.value) == f"kernel=wgmma_sm99 is not a kernel of this build{why}"
+
+
 def test_forced_kernel_that_this_processor_lacks():
     q = np.zeros((1, 1, 1, 8), np.float32)
     lacking = [

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import NO_CUDA, ROOT, cupy
@@ -129,19 +128,21 @@ def _on_gpu(framework):
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    """A folder with the library and its headers; installed by CMake if the library is in its build folder."""
-    library, folder = Path(_library.path()), tmp_path_factory.mktemp("prefix")
-    cache = library.parent / "CMakeCache.txt"
-    if cache.is_file() and "SKBUILD:" not in cache.read_text() and shutil.which("cmake"):  # not a wheel's folder
-        command = ["cmake", "--install", library.parent, "--prefix", folder]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
-    else:
-        (folder / "lib").mkdir()
-        (folder / "include").mkdir()
-        shutil.copy(library, folder / "lib/libflash_attn_minimal.so")
-        for header in (ROOT / "cuda").glob("flash_attn*.h"):
-            shutil.copy(header, folder / "include")
+    """A folder made by `cmake --install` with the library that is tested. Nothing is compiled for it."""
+    if shutil.which("cmake") is None or shutil.which("ninja") is None:
+        pytest.skip("no CMake or no Ninja on PATH")
+    build, folder = tmp_path_factory.mktemp("build"), tmp_path_factory.mktemp("prefix")
+    options = ["-DFLASH_ATTN_CUDA=OFF", "-DFLASH_ATTN_TESTS=OFF", "-DCMAKE_INSTALL_LIBDIR=lib"]
+    execute("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *options)
+    shutil.copy(_library.path(), build / "libflash_attn_minimal.so")
+    execute("cmake", "--install", build, "--prefix", folder)
     return folder
+
+
+def execute(*words, **kwargs):
+    done = subprocess.run(words, text=True, capture_output=True, timeout=120, **kwargs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def check_program(program):
@@ -155,24 +156,50 @@ def check_program(program):
 def test_c_by_the_command_in_its_comment(prefix, tmp_path):
     if shutil.which("cc") is None:
         pytest.skip("no C compiler on PATH")
-    [command] = re.findall(r"^ \*     (cc .*)$", (EXAMPLES / "c/attention.c").read_text(), re.MULTILINE)
-    command = command.replace("examples/", f"{EXAMPLES}/").replace("$HOME/fa", str(prefix)).split()
-    subprocess.run([*command, "-Wall", "-Wextra", "-Wpedantic", "-Werror"], cwd=tmp_path, check=True, timeout=120)
+    [line] = re.findall(r"^ \*     (cc .*)$", (EXAMPLES / "c/attention.c").read_text(), re.MULTILINE)
+    words = line.replace("examples/", f"{EXAMPLES}/").replace("$HOME/fa", str(prefix)).split()
+    execute(*words, "-Wall", "-Wextra", "-Wpedantic", "-Werror", cwd=tmp_path)
     check_program(tmp_path / "a.out")
 
 
 def test_c_by_cmake(prefix, tmp_path):
-    if shutil.which("cmake") is None or not (shutil.which("ninja") or shutil.which("make")):
-        pytest.skip("no CMake, or neither Ninja nor make, on PATH")
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    commands = (
-        ["cmake", "-S", EXAMPLES / "c", "-B", tmp_path, *generator, f"-DCMAKE_PREFIX_PATH={prefix}"],
-        ["cmake", "--build", tmp_path],
-    )
-    for command in commands:
-        done = subprocess.run(command, text=True, capture_output=True, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
+    package = f"-DCMAKE_PREFIX_PATH={prefix}"
+    execute("cmake", "-S", EXAMPLES / "c", "-B", tmp_path, "-G", "Ninja", package)
+    execute("cmake", "--build", tmp_path)
     check_program(tmp_path / "attention")
+
+
+def test_cmake_refuses_another_minor_version(prefix, tmp_path):
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.24)\nproject(x LANGUAGES C)\nfind_package(flash_attn_minimal 0.2 REQUIRED)\n"
+    )
+    words = ["cmake", "-S", tmp_path, "-B", tmp_path / "b", "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix}"]
+    done = subprocess.run(words, text=True, capture_output=True, timeout=120)
+    assert done.returncode and "version: 0.1.0" in done.stderr
+
+
+def test_c_by_pkg_config_from_a_prefix_that_was_moved(prefix, tmp_path):
+    """The command of docs/install.md on the program of QUICK_REFERENCE.md."""
+    for tool in ("cc", "pkg-config"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"no {tool} on PATH")
+    shutil.copytree(prefix, tmp_path / "fa")
+    environment = {**os.environ, "HOME": str(tmp_path), "PKG_CONFIG_PATH": str(tmp_path / "fa/lib/pkgconfig")}
+    assert execute("pkg-config", "--modversion", "flash_attn_minimal", env=environment).strip() == "0.1.0"
+    assert str(prefix) not in execute("pkg-config", "--cflags", "--libs", "flash_attn_minimal", env=environment)
+    program = re.search(r"^```c\n(.*?)^```", (ROOT / "QUICK_REFERENCE.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    (tmp_path / "program.c").write_text(program)
+    [line] = re.findall(r"^cc program.c .*$", (ROOT / "docs/install.md").read_text(), re.MULTILINE)
+    execute("sh", "-c", line, cwd=tmp_path, env=environment)
+    assert "served the call" in execute(tmp_path / "a.out")
+
+
+def test_cmake_lines_of_the_install_page_are_those_of_the_example():
+    [block] = re.findall(r"^```cmake\n(.*?)^```", (ROOT / "docs/install.md").read_text(), re.MULTILINE | re.DOTALL)
+    find, link = block.splitlines()
+    example = (EXAMPLES / "c/CMakeLists.txt").read_text()
+    assert find in example
+    assert link.replace("program", "attention").removesuffix(")") in example
 
 
 # ---- the list of them ----

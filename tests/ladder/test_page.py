@@ -427,6 +427,32 @@ def test_phone(open_page, fragment):
         assert button.bounding_box()["height"] >= 40 and button.bounding_box()["width"] >= 36
 
 
+@pytest.mark.parametrize("width, height", [(1280, 720), (390, 844)])
+def test_play_brings_the_picture_into_view(open_page, width, height):
+    page = open_page(viewport={"width": width, "height": height})
+    seen = """() => {
+        const {top, bottom} = document.getElementById("memory").getBoundingClientRect();
+        return top > 0 && bottom <= document.querySelector(".transport").getBoundingClientRect().top;
+    }"""
+    assert not page.evaluate(seen)
+    page.click("#play")
+    until(page, "picture.state.index > 1")
+    assert page.evaluate(seen)
+    at = page.evaluate("scrollY")
+    page.click("#play")
+    page.click("#play")  # in view already: the page stays where it is
+    assert page.evaluate("scrollY") == at
+
+
+def test_a_window_without_a_width(open_page):
+    """As in a frame that is hidden. The page's errors are the judge, and no rectangle is drawn inside out."""
+    page = open_page(LARGE + "&step=5", viewport={"width": 1, "height": 400})
+    page.eval_on_selector("main", "(main) => { main.style.width = 0; }")
+    page.evaluate("picture.change({order: 'standard'}, {restart: false})")
+    widths = page.evaluate("[...document.querySelectorAll('rect')].map((rect) => +rect.getAttribute('width'))")
+    assert len(widths) > 1000 and min(widths) >= 0
+
+
 def test_dark_and_light(open_page):
     background = "getComputedStyle(document.body).backgroundColor"
     for scheme in ("light", "dark"):

@@ -1,6 +1,5 @@
-// api_tests.h: what the C ABI promises besides right numbers: the query, workspaces, the same bits each time, 64-bit offsets, streams and
-// graphs. api_tests() lists these tests and those of refusal_tests.h, merge_tests.h, distributed_tests.h and
-// thread_tests.h.
+// api_tests.h: promises of the C ABI besides correct numbers: the query, workspaces, bitwise reproducibility, 64-bit offsets, streams and
+// graphs. api_tests() lists these tests and those of refusal_tests.h, merge_tests.h, distributed_tests.h and thread_tests.h.
 #pragma once
 
 #include <functional>
@@ -162,7 +161,7 @@ inline void workspace_is_exact(const Context& context) {
             const fa_status status = fa_attention_forward(&args, nullptr);
             EXPECT(status == FA_WORKSPACE_TOO_SMALL && std::strstr(fa_last_error(), format("%zu", plan.workspace_bytes).c_str()),
                    "%s with %zu bytes: %s, '%s'", name.c_str(), args.workspace_bytes, fa_status_name(status), fa_last_error());
-            args.workspace = nullptr, args.workspace_bytes = plan.workspace_bytes;  // the second pass: no workspace at all
+            args.workspace = nullptr, args.workspace_bytes = plan.workspace_bytes;  // second pass: no workspace at all
         }
         wait(p.device);
         EXPECT(untouched(p), "%s: a refused call wrote to its outputs", name.c_str());
@@ -192,7 +191,7 @@ inline void environment_forces(const Context& context) {
     EXPECT(launch(p, last.c_str()).kernel == last, "the argument does not win over the environment");
 }
 
-// Only standard attention keeps S. The kernel that the library chooses needs far less memory.
+// Only standard attention stores S. The kernel that the library chooses needs far less memory.
 inline void workspace_is_small(const Context& context) {
     fa_attention_args args = small(context).args();
     args.q.data = args.k.data = args.v.data = args.out.data = nullptr, args.lse = nullptr;
@@ -363,7 +362,7 @@ inline void graph(const Context& context) {
             p.q.fill(random, 1);  // other contents at the same addresses
             p.q.device.upload(p.q.host.data());
             p.reset();
-            CUDA(cudaDeviceSynchronize());  // the uploads went to the default stream, and this stream does not wait for it
+            CUDA(cudaDeviceSynchronize());  // the uploads went to the default stream, for which this stream does not wait
             CUDA(cudaGraphLaunch(executable, s.stream));
             wait(FA_CUDA, s.stream);
             const Verdict verdict = judge(p, solve(p));

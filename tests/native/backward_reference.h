@@ -1,8 +1,8 @@
-// backward_reference.h: the exact gradients in float64, and how far from them a kernel may be.
+// backward_reference.h: the exact gradients in float64, and the error that a kernel may have.
 //
-// As in reference.h the same code runs twice. In double, from the exact out and lse, it gives the exact gradients. In float, from the out
-// and lse that kernels are given, and with P, dS and the results rounded to the input's dtype, it is the plain implementation in the same
-// precision.
+// As in reference.h the same code runs twice. In double, from the exact out and lse, it computes the exact gradients. In float it is
+// the plain implementation in the same precision: it starts from the out and lse that kernels get, and rounds P, dS and the results to
+// the input's dtype.
 #pragma once
 
 #include <mutex>
@@ -70,7 +70,7 @@ public:
                         p.out.set(s.tensor_batch, i, h, d, forward.out[size_t(forward.out_at(s.tensor_batch, h, i) + d)]);
         std::vector<float> lse(forward.lse.begin(), forward.lse.end());
         if (hash_name(c.name) % 2) {
-            // NaN where nothing may look: rows that see nothing, and rows of no sequence.
+            // NaN where no kernel may look: rows that see no key, and rows of no sequence.
             dlse_host.assign(lse.size(), NAN);
             for (const Span& s : p.spans)
                 for (int64_t h = 0; h < c.nheads; ++h)
@@ -86,7 +86,7 @@ public:
         dsinks = Buffer(device, dsinks_start.data(), dsinks_start.size() * 4);
     }
 
-    // Sets the gradients back to their contents before any launch.
+    // Resets the gradients to their contents before any launch.
     void reset() {
         for (Tensor* t : {&dq, &dk, &dv}) t->device.upload(t->host.data());
         dbias.upload(dbias_start.data()), dsinks.upload(dsinks_start.data());
@@ -110,7 +110,7 @@ public:
         return a;
     }
 
-    // Everything that a launch may write, to be compared bit by bit.
+    // Everything that a launch may write, for bitwise comparison.
     std::vector<unsigned char> outputs() const {
         std::vector<unsigned char> all;
         for (const Buffer* buffer : {&dq.device, &dk.device, &dv.device, &dbias, &dsinks}) {
@@ -148,7 +148,7 @@ private:
     }
 };
 
-// Computes dk and dv of one key head, dq of its query heads, and the parts of dbias and dsinks that come from these heads.
+// Computes dk and dv of one key head, dq of its query heads, and the contributions of these heads to dbias and dsinks.
 template <typename Real>
 void solve_key_head(const BackwardProblem& b, const Span& s, int64_t head_k, Gradients* all, std::mutex* shared) {
     const Problem& p = b.p;
@@ -240,8 +240,8 @@ inline Gradients solve_backward(const BackwardProblem& b) {
     work();
     for (std::thread& t : helpers) t.join();
 
-    // fp32 leaves this much uncertain even where the plain implementation is exact by chance: a score to 2^-24 of |q| |k|, and exp(S - lse)
-    // to half a unit in the last place of lse.
+    // fp32 leaves this much uncertainty even where the plain implementation happens to be exact: 2^-24 of |q| |k| in a score, and half a
+    // unit in the last place of lse in exp(S - lse).
     const auto longest = [](const Tensor& t) {
         double most = 0;
         for (int64_t batch = 0; batch < t.batch; ++batch)
@@ -269,7 +269,7 @@ inline Gradients solve_backward(const BackwardProblem& b) {
 }
 
 struct BackwardVerdict {
-    double ratio = 0;  // the worst error over the budget
+    double ratio = 0;  // the largest error / budget
     std::string where;
     std::string complaint;  // empty = right
 };

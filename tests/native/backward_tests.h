@@ -8,7 +8,7 @@
 
 namespace backward {
 
-// Runs one kernel on one problem. Returns false when the kernel does not serve the call; then the launch must say so and touch nothing.
+// Runs one kernel on one problem. Returns false if the kernel does not serve the call; the launch must then say so and touch nothing.
 inline bool answer(BackwardProblem& b, const Gradients& exact, const std::string& kernel, bool deterministic, BackwardVerdict* verdict) {
     fa_attention_args forward = b.forward_args();
     forward.kernel = kernel.c_str(), forward.deterministic = deterministic;
@@ -186,14 +186,14 @@ inline void workspace_is_exact(const Context& context) {
             const fa_status status = fa_attention_backward(&args, nullptr);
             EXPECT(status == FA_WORKSPACE_TOO_SMALL && std::strstr(fa_last_error(), format("%zu", plan.workspace_bytes).c_str()),
                    "%s with %zu bytes: %s, '%s'", kernel.c_str(), forward.workspace_bytes, fa_status_name(status), fa_last_error());
-            forward.workspace = nullptr, forward.workspace_bytes = plan.workspace_bytes;  // the second pass: no workspace at all
+            forward.workspace = nullptr, forward.workspace_bytes = plan.workspace_bytes;  // second pass: no workspace at all
         }
         wait(b.p.device);
         EXPECT(b.outputs() == b.starts(), "%s: a refused call wrote to its outputs", kernel.c_str());
     }
 }
 
-// Memory beyond inputs and outputs must be O(seqlen).
+// Memory besides inputs and outputs must be O(seqlen).
 inline void workspace_is_small(const Context& context) {
     for (const std::string& kernel : context.backward_kernels) {
         if (kernel == "cpu_naive") continue;  // it keeps dk and dv of a head for every thread
@@ -214,7 +214,7 @@ inline void workspace_is_small(const Context& context) {
     }
 }
 
-// A struct of the size that it had before dlse came, with anything behind it: dlse is zero.
+// A struct with the size that it had before dlse was added, followed by arbitrary bytes: dlse must count as zero.
 inline void older_header(const Context& context) {
     for (const std::string& kernel : context.backward_kernels) {
         BackwardProblem b(small_case(), context.device, context.seed, context.num_threads);
@@ -241,7 +241,7 @@ inline void older_header(const Context& context) {
     }
 }
 
-// Without queries, keys or batch entries the gradients that exist are zero. With accumulate they stay as they are.
+// Without queries, keys or batch entries the gradients that exist are zero. With accumulate they keep their contents.
 inline void empty_axes(const Context& context) {
     for (const std::string& kernel : context.backward_kernels)
         for (const bool accumulate : {false, true})
@@ -267,7 +267,7 @@ inline void information(const Context& context) {
            "there is a backward kernel beyond the last");
 }
 
-// When no kernel is forced, the query names the kernel that runs, and says why not the kernels preferred to it.
+// If no kernel is forced, the query names the kernel that runs, and gives a reason against each kernel preferred to it.
 inline void query_matches_launch(const Context& context) {
     for (const int32_t dtype : kAllDtypes) {
         Case c = small_case();
@@ -297,7 +297,7 @@ inline void query_matches_launch(const Context& context) {
     }
 }
 
-// FLASH_ATTN_BACKWARD_KERNEL forces a kernel. The variable of the forward pass does not.
+// FLASH_ATTN_BACKWARD_KERNEL forces a kernel. The variable of the forward pass has no effect.
 inline void environment_forces(const Context& context) {
     if (std::getenv("FLASH_ATTN_KERNEL") || std::getenv("FLASH_ATTN_BACKWARD_KERNEL")) throw Skip("a kernel is forced already");
     struct Environment {
@@ -368,7 +368,7 @@ inline void far_apart(const Context& context) {
 }
 
 #if FA_WITH_CUDA
-// Two launches of one kernel at the same time: all their state is in the two workspaces.
+// Two concurrent launches of one kernel: all their state is in the two workspaces.
 inline void two_streams(const Context& context) {
     if (context.device != FA_CUDA) throw Skip("needs a GPU");
     for (const std::string& kernel : context.backward_kernels) {
@@ -412,7 +412,7 @@ inline void two_streams(const Context& context) {
     }
 }
 
-// A call that is captured once and replayed on other contents.
+// A call that is captured once and replayed with other contents.
 inline void graph(const Context& context) {
     if (context.device != FA_CUDA) throw Skip("needs a GPU");
     for (const std::string& kernel : context.backward_kernels) {

@@ -1,5 +1,5 @@
-// bench.h: checks every answer, times the calls, and prints how they were timed. "flash" is the kernel that the query chooses. "standard"
-// is standard attention in three steps, with S in memory.
+// bench.h: checks every answer, times the calls, and prints the conditions of the measurement. "flash" is the kernel that the query
+// chooses. "standard" is standard attention in three steps, with S in memory.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,7 @@ inline Timing summarize(std::vector<double> us) {
     return {us[n / 2], (us[n - 1 - n / 4] - us[n / 4]) / us[n / 2], int(n)};
 }
 
-constexpr double kAtLeastUs = 20000;  // measured time for each row
+constexpr double kAtLeastUs = 20000;  // measured time per row
 
 using Clock = std::chrono::steady_clock;
 inline double us_since(Clock::time_point start) { return std::chrono::duration<double, std::micro>(Clock::now() - start).count(); }
@@ -42,7 +42,7 @@ inline Timing time_cpu(const fa_attention_args& args) {
 }
 
 #if FA_WITH_CUDA
-// Times each call with events. Before each call a memset larger than the L2 cache drives the inputs out of that cache.
+// Times each call with events. Before each call a memset larger than the L2 cache evicts the inputs from it.
 inline Timing time_cuda(const fa_attention_args& args, const Buffer& flush) {
     struct Event {
         cudaEvent_t event = nullptr;
@@ -186,7 +186,7 @@ inline std::vector<Case> shapes(const Context& context) {
 void launch_nothing();  // empty_launch.cu
 #endif
 
-// Prints the host time of a tiny call: validation, choice of the kernel, launch. Beside it, the host time of an empty launch.
+// Prints the host time of a tiny call (validation, choice of the kernel, launch) and, beside it, that of an empty launch.
 inline void print_overhead(const Context& context) {
     Case c = shape(1, 1, context.device == FA_CUDA ? 64 : 8, context.device == FA_CUDA ? FA_BFLOAT16 : FA_FLOAT32);
     c.name = "overhead", c.batch = c.nheads = c.nheads_k = 1;

@@ -1,4 +1,5 @@
-// cases.h: what a correctness case is, and the table of all cases. A case is data: sizes, options, layout. problem.h makes arrays of it.
+// cases.h: the definition of a correctness case, and the table of all cases. A case is data: sizes, options, layout. problem.h
+// makes its arrays.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +12,7 @@
 enum class Layout {
     kContiguous,  // (batch, seqlen, heads, dim)
     kHeadsFirst,  // (batch, heads, seqlen, dim) in memory
-    kPadded,      // gaps of NaN after each head, row and batch entry; the first element is one element off vector alignment
+    kPadded,      // gaps of NaN after each head, row and batch entry; the first element is one element away from vector alignment
     kBroadcast,   // batch and head strides of q, k, v are 0
     kReversed,    // rows of q, k, v run backwards through memory
 };
@@ -47,14 +48,14 @@ struct Case {
     Layout layout = Layout::kContiguous;
     double magnitude = 1;      // standard deviation of q and k
     bool constant = false;     // q = 0: every score equal
-    bool visible_nan = false;  // a NaN in K and a NaN in V that rows see
+    bool visible_nan = false;  // a NaN in K and a NaN in V that some rows see
     bool want_lse = true;
     int64_t row_step = 1;           // every row_step-th row is checked
-    bool outer_heads_only = false;  // only the first head of the first batch entry and the last head of the last are checked
+    bool outer_heads_only = false;  // check only the first head of the first batch entry and the last head of the last
 
     bool varlen() const { return !lengths_q.empty(); }
     int32_t dim_v() const { return headdim_v ? headdim_v : headdim; }
-    double pairs() const {  // about the multiply-adds of q k^T
+    double pairs() const {  // roughly the multiply-adds of q k^T
         double n = double(batch) * double(seqlen_q) * double(seqlen_k);
         if (varlen()) {
             n = 0;
@@ -111,7 +112,7 @@ struct Lengths {
     int64_t q, k;
 };
 
-// A random case within the contract. It follows from the seed and the number, which are in its name.
+// A random case within the contract. Seed and number, which are in its name, determine it.
 inline Case fuzz(uint64_t seed, int number) {
     Random r(hash_name(format("fuzz %llu %d", (unsigned long long)seed, number)));
     const std::vector<int64_t> lengths = {1, 2, 5, 16, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 257};
@@ -148,7 +149,7 @@ inline std::vector<Case> correctness_cases(uint64_t seed, bool quick) {
         return [=](Case& c) { c.has_window = true, c.window_left = left, c.window_right = right; };
     };
 
-    // Large cases first, so that mistakes which need many tiles show early. Only some of the rows are checked.
+    // Large cases first, so that errors which need many tiles show early. Only some of the rows are checked.
     const auto large = [](int64_t step) { return [=](Case& c) { c.batch = 1, c.nheads = c.nheads_k = 1, c.row_step = step; }; };
     t.add("large/full", shape(4096, 4096, 64, FA_FLOAT32), large(61));
     t.add("large/causal", shape(4099, 4099, 128, FA_BFLOAT16), large(67), causal);

@@ -1,5 +1,5 @@
-// distributed_tests.h: calls over ranks, as a C program makes them. The ranks are threads, which share one device. The reference is one
-// call over all tokens, which other tests compare with float64.
+// distributed_tests.h: calls over several ranks, as a C program makes them. The ranks are threads that share one device. The reference is
+// one call over all tokens, which other tests compare with float64.
 #pragma once
 
 #include <condition_variable>
@@ -59,7 +59,7 @@ struct Ranked {
     const int64_t total = 113;
     fa_device device;
     std::vector<float> q, k, v, dout, sinks = {0.5f, -1, 2, 0};
-    std::vector<float> out, lse, dq, dk, dv;  // of one call
+    std::vector<float> out, lse, dq, dk, dv;  // of the single call
 
     explicit Ranked(const Context& context) : device(context.device) {
         Random random(context.seed);
@@ -89,9 +89,9 @@ struct Ranked {
         dq = whole.read(whole.dq), dk = whole.read(whole.dk), dv = whole.read(whole.dv);
     }
 
-    // The rows of some segments in memory of the device, with NaN in what is to be written.
+    // The rows of some segments in device memory, with NaN in the outputs.
     struct Rows {
-        std::vector<int64_t> rows;  // among those of all sequences
+        std::vector<int64_t> rows;  // row numbers among all sequences
         Buffer q, k, v, dout, sinks, out, lse, dq, dk, dv;
         fa_attention_args args;
         fa_attention_backward_args gradients;
@@ -128,7 +128,7 @@ struct Ranked {
             if (!bytes.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
             return values;
         }
-        // Compares rows of `width` numbers of this rank with those of one call.
+        // Compares this rank's rows, `width` numbers each, with those of the single call.
         void check(const char* name, const Buffer& got, const std::vector<float>& want, int64_t width, bool heads_first = false) const {
             const std::vector<float> values = read(got);
             const auto n = int64_t(rows.size()), all = int64_t(want.size()) / width;

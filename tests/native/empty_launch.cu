@@ -1,4 +1,4 @@
-// empty_launch.cu: the one kernel of the native test program. All else in it is C++, which takes half the time to compile.
+// empty_launch.cu: the only kernel of the native test program. The rest of the program is C++, which compiles in half the time.
 namespace {
 __global__ void nothing() {}
 }  // namespace

@@ -13,7 +13,7 @@ size_t c_layout(int index) {
     return layout[index];
 }
 
-/* A whole call as a C program writes it. There is one query and one key, so out = v. Returns the status. */
+/* A complete call as a C program writes it. There is one query and one key, so out = v. Returns the status. */
 int c_calls_the_library(float* out) {
     static float q[4] = {1, 2, 3, 4}, k[4] = {4, 3, 2, 1}, v[4] = {5, 6, 7, 8};
     fa_attention_args args = {.struct_size = sizeof args};

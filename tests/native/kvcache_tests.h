@@ -1,6 +1,6 @@
-// kvcache_tests.h: fa_kvcache_attention on every kernel that serves a call, with contiguous, paged and 8-bit caches, new keys and rotary
-// embedding. Buffers have exactly their size, and hold nonsense where the library must not look. The cases are small, so that they can run
-// under sanitizers.
+// kvcache_tests.h: fa_kvcache_attention on every kernel that serves a call, with contiguous, paged and 8-bit caches, new keys and
+// rotary embedding. Buffers have exactly their size and hold garbage where the library must not look. The cases are small, so that they
+// can run under sanitizers.
 #pragma once
 
 #include "launch.h"
@@ -13,7 +13,7 @@ struct CacheCase {
     int32_t nheads = 4, nheads_k = 2, headdim = 40, headdim_v = 24, rotary_dim = 0;
     bool interleaved = false, token_scales = false, causal = true, rotary_float32 = false;
     int32_t num_splits = 0, tree_keys = 0;
-    std::vector<int32_t> lengths = {37, -1, 0, 66}, leftpads = {};  // leftpads: empty, or as many
+    std::vector<int32_t> lengths = {37, -1, 0, 66}, leftpads = {};  // leftpads: empty, or one per sequence
 };
 
 inline std::vector<CacheCase> cache_cases() {
@@ -65,7 +65,7 @@ inline double get_element(const void* data, int64_t i, int32_t dtype) {
     return dtype == FA_INT8 ? static_cast<const int8_t*>(data)[i] : get(data, i, dtype);
 }
 
-// A contiguous array (batch, rows, heads, dim), on the host and on the device.
+// A contiguous array (batch, rows, heads, dim), on host and device.
 struct Array {
     int32_t dtype = 0;
     int64_t rows = 0, heads = 0, dim = 0;
@@ -93,7 +93,7 @@ struct CacheProblem {
     int32_t cache_dtype, batch, rows, entries, pages;
     Array q, k, v, k_new, v_new, out, cos, sin, k_scale, v_scale;
     std::vector<int32_t> table;
-    std::vector<uint64_t> tree;  // (seqlen_q): of all sequences
+    std::vector<uint64_t> tree;  // (seqlen_q), one tree for all sequences
     Buffer table_device, lengths_device, leftpads_device, tree_device, lse;
 
     CacheProblem(const CacheCase& c, const Context& context) : c(c), device(context.device) {
@@ -120,7 +120,7 @@ struct CacheProblem {
                 cos.set(cos.at(0, t, 0) + i, std::cos(double(t) / double(i + 1))), sin.set(sin.at(0, t, 0) + i, std::sin(t / (i + 1.0)));
         cos.place(device), sin.place(device);
 
-        // Pages are in a shuffled order. Table entries and cache rows past the keys of a sequence hold nonsense.
+        // Pages are in shuffled order. Table entries and cache rows past the keys of a sequence hold garbage.
         std::vector<int32_t> order(static_cast<size_t>(entries));
         for (int32_t i = 0; i < entries; ++i) order[size_t(i)] = i;
         for (int32_t i = entries - 1; c.page_size && i > 0; --i) std::swap(order[size_t(i)], order[size_t(random.integer(0, i))]);
@@ -203,7 +203,7 @@ struct CacheProblem {
         return !c.cache_dtype ? 1 : scale.value(c.token_scales ? scale.at(e, row, head) : head);
     }
 
-    // Compares what the call wrote with the definition in float64.
+    // Compares the results of the call with the definition in float64.
     void check(const char* kernel) {
         const Array k_before = copy(k), v_before = copy(v);
         for (Array* a : {&k, &v, &k_scale, &v_scale, &out}) a->host = a->device.bytes();
@@ -253,7 +253,7 @@ struct CacheProblem {
         return b;
     }
 
-    // Appended rows must hold the new keys or values, rounded once. Every other byte must be as it was.
+    // Appended rows must hold the new keys or values, rounded once. Every other byte must be unchanged.
     void check_cache(const char* kernel, const Array& now, const Array& before, const Array& added, const Array& scale, bool turns) {
         std::vector<char> touched(now.host.size() / now.size(), 0);
         for (int32_t b = 0; b < batch; ++b)
@@ -360,8 +360,8 @@ inline void refusals(const Context& context) {
     }
 }
 
-// Lengths, entries and pages in device memory may be anything. No access may leave the cache (a sanitizer sees one that does), and new keys
-// that have no place are not written.
+// Lengths, entries and pages in device memory may have any value. No access may leave the cache (a sanitizer would report it), and new keys
+// without a valid place are not written.
 inline void wild_contents(const Context& context) {
     if (context.device == FA_CPU) throw Skip("on the CPU the contents are checked and refused");
     for (const int32_t page_size : {0, 16})

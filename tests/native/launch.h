@@ -1,4 +1,4 @@
-// launch.h: one call of the library as a careful caller makes it, with exactly the workspace that the query asks for.
+// launch.h: one library call as a careful caller makes it, with exactly the workspace that the query asks for.
 #pragma once
 
 #include <functional>
@@ -71,7 +71,7 @@ private:
     Buffer buffer_;
 };
 
-// Runs the problem and waits for it. Returns what the query said before.
+// Runs the problem and waits for it. Returns the plan that the query gave before.
 inline fa_attention_plan launch(const Problem& p, fa_attention_args args, void* stream = nullptr) {
     const fa_attention_plan plan = query(args);
     EXPECT(plan.status == FA_OK, "query: %s, %s", fa_status_name(fa_status(plan.status)), fa_last_error());
@@ -88,7 +88,7 @@ inline fa_attention_plan launch(const Problem& p, const char* kernel) {
     return launch(p, args);
 }
 
-// Everything that a launch wrote, to be compared bit by bit.
+// Everything that a launch wrote, for bitwise comparison.
 inline std::vector<unsigned char> outputs(const Problem& p) {
     std::vector<unsigned char> all = p.out.device.bytes();
     const std::vector<unsigned char> lse = p.lse_device.bytes();
@@ -96,7 +96,7 @@ inline std::vector<unsigned char> outputs(const Problem& p) {
     return all;
 }
 
-// The small problem of most tests that are not about numbers.
+// The small problem of most tests that do not check numbers.
 inline Problem small(const Context& context, int32_t dtype = FA_FLOAT32) {
     Case c = shape(33, 65, 40, dtype);
     c.name = "api", c.causal = true, c.nheads = 4;

@@ -1,4 +1,4 @@
-// memory.h: buffers on the device under test, and the exceptions by which a test fails or is skipped.
+// memory.h: buffers on the device under test, and the exceptions that make a test fail or be skipped.
 #pragma once
 
 #include <cstdarg>
@@ -56,7 +56,7 @@ inline void wait([[maybe_unused]] fa_device device, [[maybe_unused]] void* strea
 #endif
 }
 
-// Exactly `bytes` bytes in the memory that the library will use, so that a sanitizer sees every access beyond either end.
+// Exactly `bytes` bytes in the memory that the library will use, so that a sanitizer detects every access beyond either end.
 class Buffer {
 public:
     Buffer() = default;

@@ -21,7 +21,7 @@ struct MergeProblem {
         a.fill(random, 1), b.fill(random, 1);
         for (int64_t batch = 0; batch < kBatch; ++batch)
             for (int64_t head = 0; head < kHeads; ++head)
-                for (int64_t row = 0; row < kRows; ++row) {  // in every ten rows a, b or both are empty, with NaN in out
+                for (int64_t row = 0; row < kRows; ++row) {  // of ten rows, one lacks a, one b, and one both, with NaN in out
                     const bool no_a = row % 10 == 3 || row % 10 == 5, no_b = row % 10 == 4 || row % 10 == 5;
                     lse_a.push_back(no_a ? -INFINITY : float(20 * random.normal())),
                         lse_b.push_back(no_b ? -INFINITY : float(20 * random.normal()));
@@ -127,7 +127,7 @@ inline void merge_refuses(const Context& context) {
     EXPECT(m.out.device.bytes() == m.out.host, "a refused merge wrote to out");
 }
 
-// Attention over pieces of the keys, merged in either order, is attention over all keys.
+// Attention over pieces of the keys, merged in either order, must equal attention over all keys.
 inline void merge_pieces(const Context& context) {
     for (const int32_t dtype : kAllDtypes) {
         Case c = shape(65, 150, 64, dtype);

@@ -1,5 +1,5 @@
 // numbers.h: 16- and 8-bit floats, random numbers and Philox for the native tests. They are written from the definitions of the formats,
-// without the library's code: where two such implementations agree bit for bit, both are probably right.
+// independently of the library's code: if two such implementations agree bit for bit, both are probably right.
 #pragma once
 
 #include <cmath>
@@ -31,7 +31,7 @@ inline double round_to(int32_t dtype, double x) {
     std::frexp(x, &exponent);  // 2^(exponent - 1) <= |x| < 2^exponent
     const int ulp = std::max(exponent - 1, smallest) - (precision - 1);
     const double rounded = std::ldexp(std::nearbyint(std::ldexp(x, -ulp)), ulp);
-    if (e4m3) return std::copysign(std::min(std::fabs(rounded), 448.0), x);  // e4m3 has no infinity: larger values become its largest one
+    if (e4m3) return std::copysign(std::min(std::fabs(rounded), 448.0), x);  // e4m3 has no infinity: larger values become 448
     return std::fabs(rounded) >= std::ldexp(1.0, largest + 1) ? std::copysign(INFINITY, x) : rounded;
 }
 
@@ -77,8 +77,8 @@ inline float decode16(int32_t dtype, uint16_t bits) {
     return bits & 0x8000 ? -magnitude : magnitude;
 }
 
-// e4m3: a sign, four bits of exponent with bias 7, three bits of fraction. The two patterns with all exponent and fraction bits set are
-// NaN.
+// e4m3: a sign, four bits of exponent with bias 7, three bits of fraction. The two patterns with all exponent and fraction
+// bits set are NaN.
 inline uint8_t encode8(double x) {
     const uint8_t sign = std::signbit(x) ? 0x80 : 0;
     if (!std::isfinite(x)) return uint8_t(sign | 0x7F);
@@ -149,8 +149,8 @@ inline Counter philox4x32_10(Counter c, uint32_t key_a, uint32_t key_b) {
     return c;
 }
 
-// The elements that dropout removes. Each is decided by 16 bits of the block (column / 8, row, head, batch), under a key drawn from seed
-// and offset.
+// The elements that dropout removes. For each element 16 bits of the block (column / 8, row, head, batch) decide, under a key drawn from
+// seed and offset.
 class Dropout {
 public:
     Dropout(double p, uint64_t seed, uint64_t offset) {

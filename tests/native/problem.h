@@ -1,5 +1,5 @@
-// problem.h: makes the arrays of a case on the device. Memory that the library must not read holds NaN. Memory that it must not write holds
-// canaries.
+// problem.h: makes the arrays of a case on the device. Memory that the library must not read holds NaN; memory that it must not
+// write holds canaries.
 #pragma once
 
 #include "cases.h"
@@ -53,7 +53,7 @@ struct Tensor {
         return {device.as<unsigned char>() + size_t(origin) * element_size(dtype), batch_stride, row_stride, head_stride};
     }
 
-    // Fills the array with normally distributed numbers. After a million numbers they repeat, at another place in the row.
+    // Fills the array with normally distributed numbers. After a million they repeat, at different places in the rows.
     void fill(Random& random, double magnitude) {
         const int64_t count = std::min<int64_t>(batch * rows * heads * dim, 1048573);
         const size_t element = element_size(dtype);
@@ -75,12 +75,12 @@ struct Tensor {
     }
 };
 
-// The place of sequence `index` of a dense or varlen problem in the tensors.
+// The location of sequence `index` of a dense or varlen problem in the tensors.
 struct Span {
     int64_t index, tensor_batch, q_begin, q_rows, k_begin, k_rows;
 };
 
-struct Scores {  // bias or mask: (batch, nheads, rows, columns), strides as the library gets them
+struct Scores {  // bias or mask: (batch, nheads, rows, columns), with the strides that the library gets
     std::vector<unsigned char> host;
     int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
     Buffer device;
@@ -193,7 +193,7 @@ public:
         return a;
     }
 
-    // The factor of the elements of a head in one sequence; only float8 has factors.
+    // The factor of the elements of a head in one sequence; 1 unless the inputs are float8.
     float descale(const std::vector<float>& factors, const Span& s, int64_t head) const {
         return factors.empty() ? 1.0f : factors[size_t(s.index * int64_t(factors.size()) / c.batch + head)];
     }

@@ -1,7 +1,8 @@
-// reference.h: the exact answer in float64, and how far from it a kernel may be.
+// reference.h: the exact answer in float64, and the error that a kernel may have.
 //
-// The same code runs twice. In double it gives the exact answer. In float, with the probabilities and the output rounded to the input's
-// dtype, it is the plain implementation in the same precision. A kernel may err twice as much as the plain one, plus a rounding floor.
+// The same code runs twice. In double it gives the exact answer. In float, with the probabilities and the output rounded to the
+// input's dtype, it is the plain implementation in the same precision. A kernel's error may be twice that of the plain implementation,
+// plus a rounding floor.
 #pragma once
 
 #include <atomic>
@@ -16,7 +17,7 @@ struct Answer {
     std::vector<double> out, lse;              // exact; out by (tensor_batch, row, head, d), lse by (tensor_batch, head, row)
     std::vector<double> plain_out, plain_lse;  // of the plain implementation
     std::vector<Row> state;                    // by (tensor_batch, head, row)
-    double out_budget = 0;                     // the largest error allowed in out; lse_budget grows with |lse|
+    double out_budget = 0;                     // the largest allowed error of out; lse_budget is added to a floor that grows with |lse|
     double lse_budget = 0;
 
     int64_t rows, heads, dim;
@@ -25,10 +26,10 @@ struct Answer {
 };
 
 constexpr double kFloor = 1e-5;
-// Half a unit in the last place of an output near `exact`. The running maximum of a kernel need not be the maximum, so P of a row's only
-// key need not be 1. Such a kernel rounds twice where the plain implementation rounds once.
+// Half a unit in the last place of an output near `exact`. A kernel's running maximum may differ from the true maximum, so P of a row's
+// only key need not be 1. Such a kernel rounds twice where the plain implementation rounds once.
 inline double half_ulp(int32_t dtype, double exact) { return std::ldexp(std::fabs(exact), -significand_bits(dtype)); }
-// An fp32 lse cannot be finer than its own last places.
+// The error of an fp32 lse cannot be smaller than its last places.
 inline double lse_floor(double exact) { return kFloor + std::fabs(exact) * 0x1p-22; }
 
 // The score of a visible pair in natural units, and its slope d score / d (q . k).
@@ -104,7 +105,7 @@ private:
         if constexpr (std::is_same_v<Real, double>) return x;
         else return round_fast(p_.out.dtype, x);
     }
-    // An operand of a product, rounded to the inputs' dtype, or to tf32 when that is allowed. The inputs change only for tf32.
+    // An operand of a product, rounded to the inputs' dtype, or to tf32 if that is allowed. Rounding changes the inputs only for tf32.
     Real operand(Real x) const {
         if constexpr (std::is_same_v<Real, double>) return x;
         else return round_fast(p_.c.allow_tf32 ? kTf32 : p_.c.dtype, x);
@@ -150,7 +151,7 @@ inline Answer solve(const Problem& p) {
     work();
     for (std::thread& t : helpers) t.join();
 
-    double largest_out = 0, largest_score = 0;  // lse stands for the scores that dominate its row
+    double largest_out = 0, largest_score = 0;  // largest |lse|, as a stand-in for the scores that dominate a row
     for (const double x : a.out)
         if (std::isfinite(x)) largest_out = std::max(largest_out, std::fabs(x));
     for (const double x : a.lse)
@@ -161,17 +162,17 @@ inline Answer solve(const Problem& p) {
             if (std::isfinite(exact[i]) && std::isfinite(plain[i])) error = std::max(error, std::fabs(exact[i] - plain[i]));
         return error;
     };
-    // In fp32 a score of size s has no digits below 2^-24 s. One more rounding of it changes its probability by this fraction.
+    // In fp32 a score of size s has no digits below 2^-24 s. One more rounding of the score changes its probability by this fraction.
     a.out_budget = 2 * worst(a.out, a.plain_out) + kFloor + 0x1p-24 * largest_score * largest_out;
     a.lse_budget = 2 * worst(a.lse, a.plain_lse);
-    // 8-bit tensor cores cut scores off at 13 bits. And the plain P of a row's largest score is 1, where that of a kernel may be rounded.
+    // 8-bit tensor cores truncate scores to 13 bits. Also, the plain P of a row's largest score is 1, while a kernel may have to round it.
     if (p.c.dtype == FA_FLOAT8_E4M3) a.out_budget += 0x1p-4 * largest_out, a.lse_budget += 1e-2;
     return a;
 }
 
 struct Verdict {
     double out_error = 0, lse_error = 0;  // largest absolute errors
-    double out_ratio = 0, lse_ratio = 0;  // the worst error over the budget
+    double out_ratio = 0, lse_ratio = 0;  // the largest error / budget
     std::string complaint;                // empty = right
 };
 
@@ -181,7 +182,7 @@ inline Verdict judge(const Problem& p, const Answer& a) {
     const auto complain = [&](std::string text) {
         if (verdict.complaint.empty()) verdict.complaint = std::move(text);
     };
-    // Infinities and NaNs must be in the same places, and finite values within the budget. False = over the budget.
+    // Infinities and NaNs must be in the same places, and finite values within the budget. Returns false if over the budget.
     const auto within = [](double got, double exact, double budget, double* error, double* ratio) {
         if (std::isnan(exact) ? std::isnan(got) : std::isinf(exact) && got == exact) return true;
         const double off = std::isfinite(exact) && std::isfinite(got) ? std::fabs(got - exact) : INFINITY;
@@ -232,7 +233,7 @@ inline Verdict judge(const Problem& p, const Answer& a) {
     return verdict;
 }
 
-// True when neither out nor lse nor the memory beside them was written.
+// Whether out, lse and the memory beside them are unwritten.
 inline bool untouched(const Problem& p) {
     const std::vector<unsigned char> out = p.out.device.bytes(), lse = p.lse_device.bytes();
     for (int64_t i = 0; i < p.out.elements(); ++i)

@@ -1,5 +1,5 @@
-// refusal_tests.h: each argument is spoilt in turn. The refusal must have the right status, name the argument, quote the value and leave
-// the outputs alone. The query must say the same.
+// refusal_tests.h: makes one argument invalid at a time. The refusal must have the right status, name the argument, quote the value and
+// leave the outputs alone. The query must give the same answer.
 #pragma once
 
 #include <functional>
@@ -14,7 +14,7 @@ struct Refusal {
     std::function<void(fa_attention_args&)> spoil;
     fa_status status;
     const char* text;       // must be part of fa_last_error()
-    bool query_too = true;  // the query, which reads no pointers, refuses the call, too
+    bool query_too = true;  // the query, which reads no pointers, refuses the call too
 };
 
 inline const std::vector<Refusal>& refusals() {
@@ -158,7 +158,7 @@ inline void refuse_null(const Context&) {
            "plan.struct_size=16: %s", fa_last_error());
 }
 
-// cu_seqlens in host memory can be read before the launch, so a wrong one is refused.
+// cu_seqlens in host memory can be read before the launch, so invalid ones are refused.
 inline void refuse_cu_seqlens(const Context& context) {
     if (context.device != FA_CPU) throw Skip("cu_seqlens in device memory cannot be read before the launch");
     Case c = shape(0, 0, 16, FA_FLOAT32);

@@ -1,7 +1,7 @@
-// test_cute_sm90.cu: what cute_sm90.cu derives from its types, computed on the host: which box of the copy engine fills which bytes, which
-// elements a thread holds, which of them the mask hides, and where stmatrix puts O. The copy engine and stmatrix are played by functions of
-// a few lines. Needs no GPU. Exit status: 0 passed, 1 failed.
-#define CUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL  // make_tma_copy calls the encoder below
+// test_cute_sm90.cu: checks on the host what cute_sm90.cu derives from its types: which TMA box fills which bytes, which elements a thread
+// holds, which of them the mask hides, and where stmatrix puts O. Short functions emulate TMA and stmatrix. Needs no GPU. Exit status: 0
+// passed, 1 failed.
+#define CUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL  // make_tma_copy then calls the encoder below
 
 #include "attention/forward/cute_sm90.cu"
 
@@ -15,7 +15,7 @@
 #include "device/wgmma.cuh"
 #include "expect.h"
 
-// ---- the copy engine ----
+// ---- TMA ----
 
 namespace {
 
@@ -25,7 +25,7 @@ struct Map {
     int64_t dims[5], strides[5];  // of elements
     int box[5];
 };
-std::vector<Map> maps;  // a CUtensorMap holds its number
+std::vector<Map> maps;  // a CUtensorMap holds an index into it
 
 }  // namespace
 
@@ -50,7 +50,7 @@ namespace {
 
 using namespace fa;
 
-// One box at `coordinate`, to or from shared memory in the 128-byte swizzle. Out of bounds reads as zero and is not written.
+// Moves one box at `coordinate` to or from shared memory in the 128-byte swizzle. Elements out of bounds are read as zero and not written.
 template <class Coordinate>
 void move_box(const CUtensorMap* map, const Coordinate& coordinate, void* shared, bool load) {
     const Map& m = maps[reinterpret_cast<const uint64_t&>(*map)];
@@ -72,7 +72,7 @@ void move_box(const CUtensorMap* map, const Coordinate& coordinate, void* shared
     }
 }
 
-// All boxes of one tile, partitioned as the kernel does it. `tile` holds coordinates.
+// Moves all boxes of one tile, partitioned as in the kernel. `tile` holds coordinates.
 enum class Direction { kLoad, kStore };
 template <Direction kDirection, class Copy, class Coordinates, class Shared>
 void move_tile(const Copy& copy, const Coordinates& tile, const Shared& shared) {
@@ -119,7 +119,7 @@ uint16_t bits(const Shared& shared, Places... places) {
 
 // ---- tests ----
 
-// Every tile of Q, K and V arrives where the layouts that the products read say, and out leaves from there.
+// Every tile of Q, K and V must arrive where the layouts of the products expect it, and out must leave from there.
 template <class Tile>
 void test_copies(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, int pad, bool causal, bool top_left) {
     constexpr int kD = typename Tile::HeadDim{};
@@ -173,7 +173,7 @@ void test_copies(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k
         move_tile<Direction::kStore>(store_o, local_tile(all_out(_, _, item.head, b), typename Tile::ShapeQ{}, make_coord(item.m, _0{})),
                                      shared_q);
     }
-    // All rows of out are written, and nothing between them.
+    // Checks that all rows of out were written, and nothing between them.
     size_t written = 0;
     for (int index = 0; index < call.m_blocks * nheads * batch; ++index) {
         const CuteItem item = cute_item<Tile::kBlockM, Tile::kBlockN>(call, index);
@@ -187,7 +187,7 @@ void test_copies(int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k
     EXPECT(written == size_t(batch) * seqlen_q * nheads * kD && even == written, "%zu elements of out written, not %zu", even, written);
 }
 
-// The layouts are those of wgmma.cuh; so are the accumulators. P is S element by element.
+// The layouts and the accumulators must match wgmma.cuh. P must be S element by element.
 template <class Tile>
 void test_fragments() {
     constexpr int kD = typename Tile::HeadDim{};
@@ -220,13 +220,13 @@ void test_fragments() {
         for (int i = 0; i < size(O); ++i)
             EXPECT(get<0>(O(i)) == row0 + accumulator_row(t % 128, i) && get<1>(O(i)) == accumulator_column(t % 128, i), "O %d of %d", i,
                    t);
-        // The register of element i is element i, and rows alternate in (row, column): what the rescaling of O counts on.
+        // Register i holds element i, and rows alternate in (row, column): the rescaling of O relies on both.
         const auto fragment = rows_of(partition_fragment_C(typename Tile::MmaPV{}, typename Tile::ShapeQ{})).layout();
         for (int i = 0; i < size(fragment); ++i) EXPECT(fragment(i) / 2 % 2 == i % 2, "element %d of O by rows", i);
     }
 }
 
-// Every query block once; its tiles and its mask hide exactly the keys that key_range hides.
+// Every query block is computed once; its tiles and its mask hide exactly the keys that key_range hides.
 template <class Tile>
 void test_mask(std::mt19937& random) {
     const auto below = [&](int n) { return int(random() % unsigned(n)); };
@@ -274,7 +274,7 @@ void test_mask(std::mt19937& random) {
     for (size_t i = 0; i < times.size(); ++i) EXPECT(times[i] == 1, "block %zu is computed %d times", i, times[i]);
 }
 
-// stmatrix.x4 writes four 8 x 8 matrices: lane 8 j + i gives the address of row i of matrix j, and register j of lane l is row l / 4,
+// stmatrix.x4 writes four 8 x 8 matrices: lane 8 j + i gives the address of row i of matrix j, and register j of lane l holds row l / 4,
 // columns 2 (l % 4) and the next.
 template <class Tile>
 void test_store() {
@@ -286,7 +286,7 @@ void test_store() {
     const auto outputs = make_identity_tensor(typename Tile::ShapeQ{});
     for (int warp = 0; warp < Tile::kConsumerThreads / 32; ++warp)
         for (int step = 0; step < kD / 16; ++step) {
-            uint16_t registers[32][8];  // two to a register
+            uint16_t registers[32][8];  // two per register
             Element* rows[32];
             for (int lane = 0; lane < 32; ++lane) {
                 const int t = warp * 32 + lane;

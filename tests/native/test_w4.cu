@@ -1,7 +1,7 @@
 // test_w4.cu: the bits of packed 4-bit weights, and the plans of their products. On any machine it tests every code at every place of a
-// word, every scale against its meaning, every plan against the GPU that the plan is for, and every pair of e4m3 as GPUs before sm_89 widen
-// it. On a GPU from sm_80 on it tests the operand registers that the kernels make of words, which must be exact. Exit status: 0 passed, 1
-// failed, 77 only the first part ran.
+// word, every scale against its meaning, every plan against the GPU that the plan is for, and the conversion of every pair of e4m3 values
+// as on GPUs before sm_89. On a GPU from sm_80 on it tests the operand registers that the kernels make from words, which must be exact.
+// Exit status: 0 passed, 1 failed, 77 only the first part could run.
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -44,7 +44,7 @@ void test_words(Format format, DType dtype) {
     for (int lane = 0; lane < 32; ++lane)
         for (int j = 0; j < 4; ++j)
             for (int at = 0; at < kWordCodes; ++at) {
-                const int i = at / 2, c = 2 * (lane % 4) + 8 * (i / 2) + at % 2;  // in operand A
+                const int i = at / 2, c = 2 * (lane % 4) + 8 * (i / 2) + at % 2;  // column in operand A
                 used[code_row(lane, at)][code_column(lane, j, at)] = true;
                 EXPECT(code_column(lane, j, at) == column_of(j, c), "lane %d word %d code %d", lane, j, at);
             }
@@ -67,7 +67,7 @@ void test_widening() {
 void test_widening() {}
 #endif
 
-// Every plan of mma_w4 fits the GPU, and blocks that share K make one pass.
+// Every plan of mma_w4 must fit the GPU, and blocks that share K must make one pass.
 void test_plans() {
     const DeviceInfo gpus[] = {{0, 90, 132, 232448}, {0, 90, 114, 232448}, {0, 80, 108, 166912}, {0, 86, 84, 101376}};
     const MmaShape shapes[] = {mma_shape(1), mma_shape(16), mma_shape(17)};
@@ -94,7 +94,7 @@ void test_plans() {
                         }
 }
 
-// A plan of few_w4_sm90 fits the GPU, or half of a multiprocessor, its warps have all tiles, and no ring is longer than its barriers.
+// A plan of few_w4_sm90 must fit the GPU, or half of an SM. Its warps must have all tiles, and no ring may be longer than its barriers.
 void test_few_plans() {
     for (const DeviceInfo& gpu : {DeviceInfo{0, 90, 132, 232448}, DeviceInfo{0, 90, 114, 232448}})
         for (const int n : {1, 65, 768, 4096, 14336, 128256})
@@ -133,7 +133,7 @@ std::vector<Case> e2m1_cases(Format format, DType dtype, int largest) {
     for (int scale = 0; scale < 256; ++scale)
         for (int code = 0; code < 16; ++code) {
             if (format == Format::kMxfp4 && scale > largest && scale < 255) continue;
-            const int other = format == Format::kMxfp4 ? largest : 0x38;  // row g + 8 has its own
+            const int other = format == Format::kMxfp4 ? largest : 0x38;  // row g + 8 has a scale of its own
             const StoredBlock block[2] = {stored_block(format, dtype, uint8_t(scale), largest),
                                           stored_block(format, dtype, uint8_t(other), largest)};
             Case one{};
@@ -195,7 +195,7 @@ void test_operands(const std::vector<Case>& cases, const char* name) {
     dequantize_kernel<kFormat, T><<<(count + 127) / 128, 128>>>(in, out, count);
     const cudaError_t error = cudaDeviceSynchronize();
     EXPECT(!error, "%s: %s", name, cudaGetErrorString(error));
-    // In float16, values under a scale of 2^25 below the largest round to the smallest subnormal.
+    // In float16, values under a scale 2^25 below the largest round to the smallest subnormal.
     for (int n = 0; n < count && !error; ++n)
         for (int at = 0; at < kWordCodes; ++at) {
             const double got = out[8 * n + at], want = cases[n].expected[at];

@@ -1,4 +1,4 @@
-// test_wgmma_sm90.cu: the parts of the Hopper kernels on their own. On any machine it compares their lists of work items with mask.h. On a
+// test_wgmma_sm90.cu: parts of the Hopper kernels in isolation. On any machine it compares their lists of work items with mask.h. On a
 // Hopper GPU it tests tensor maps, swizzle, descriptors and fragment layouts, on integers whose products are exact. Exit status: 0 passed,
 // 1 failed, 77 only the first part could run.
 #include <algorithm>
@@ -130,9 +130,9 @@ void check_key_blocks(const AttentionParams& p, bool in_order) {
         }
 }
 
-// Lengths that are not in order, which a kernel meets where they lie on the device. Blocks may wait for each other where every sequence
-// ends before the next one: then all key blocks are there, and no two sequences share a query tile. Tiles stay inside the workspace
-// whatever the lengths are.
+// Lengths that are not in order, which a kernel may find in device memory. Blocks may wait for each other if every sequence ends before
+// the next one: then all key blocks must exist, and no two sequences may share a query tile. Tiles must stay inside the workspace whatever
+// the lengths are.
 template <int kBlockM, int kBlockN>
 void check_any_lengths(const AttentionParams& p) {
     BackwardPlan plan;
@@ -230,7 +230,7 @@ struct alignas(1024) TileSmem {
     uint64_t full;
 };
 
-// kD: the columns that are multiplied, of the kColumns in shared memory.
+// kD: the columns that are multiplied, out of the kColumns in shared memory.
 template <typename T, int kD, int kBlockN, int kDV>
 __global__ void __launch_bounds__(128, 1)
     tile_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
@@ -278,11 +278,11 @@ __global__ void __launch_bounds__(128, 1)
     }
 }
 
-// headdim and headdim_v may be below kD and kDV; the copy engine fills the rest with zeros.
+// headdim and headdim_v may be below kD and kDV; TMA fills the rest with zeros.
 template <typename T, int kD, int kBlockN, int kDV>
 void test_tile(const char* type, int headdim, int headdim_v) {
     constexpr int kColumns = (kD + 63) / 64 * 64, kColumnsV = (kDV + 63) / 64 * 64;
-    const int rows_k = kBlockN - 3;  // the copy engine fills the rows past the last key with zeros
+    const int rows_k = kBlockN - 3;  // TMA fills the rows past the last key with zeros
     T *q, *k, *v, *K;
     float *S, *O;
     cudaMallocManaged(&q, 64 * headdim * sizeof(T)), cudaMallocManaged(&k, rows_k * headdim * sizeof(T)),
@@ -342,13 +342,13 @@ void test_tiles(const char* type) {
     test_tile<T, 256, 64, 256>(type, 256, 256);
 }
 
-// When a tensor map cannot be made, the text names the tensor and quotes the driver.
+// If a tensor map cannot be made, the error text names the tensor and quotes the driver.
 void test_failed_map() {
     CUtensorMap map;
     int loads = 0;
     alignas(16) unsigned char memory[16];
     const cudaError_t error =
-        encode_tiles({"values", memory, true, 64, 64, 1, 1, 24, 0, 0, 64, 64}, &map, &loads);  // 24 is no multiple of 16
+        encode_tiles({"values", memory, true, 64, 64, 1, 1, 24, 0, 0, 64, 64}, &map, &loads);  // 24 is not a multiple of 16
     const std::string why = tensor_map_failure();
     EXPECT(error == cudaErrorInvalidValue, "a stride of 24 bytes: %s", cudaGetErrorString(error));
     EXPECT(why.find("the tensor map of values (data=") == 0 && why.find("CUDA_ERROR_INVALID_VALUE") != std::string::npos, "%s",

@@ -1,5 +1,5 @@
-// thread_tests.h: many threads call at once, each with threads of its own, one call after the other and in lists of calls; and how many
-// processors the library counts. What the thread sanitizer is given (docs/reliability.md).
+// thread_tests.h: many threads call at once, each with several threads of the library, in single calls and in lists of calls. Also tests
+// how many processors the library counts. The thread sanitizer runs these tests (docs/reliability.md).
 #pragma once
 
 #include <sys/stat.h>
@@ -15,7 +15,7 @@
 namespace api {
 
 // A step of a model, as a list of calls that read each other's results: rms_norm, linear with SwiGLU, a product with 4-bit weights,
-// attention, its merge with itself, sampling. The sizes are such that every call has work for three threads.
+// attention, its merge with itself, sampling. The sizes give every call work for three threads.
 struct Step {
     static constexpr int32_t kRows = 48, kDim = 256, kWide = 512, kVocab = 4096, kHeads = 4;
     std::vector<float> x, norm, w, y, z, attended, lse, merged, merged_lse, logits;
@@ -101,7 +101,7 @@ struct Step {
     }
 };
 
-// body(n) on threads 0 .. count - 1 at once.
+// Runs body(n) on threads 0 .. count - 1 at the same time.
 template <typename Body>
 void at_once(int count, const Body& body) {
     std::vector<std::string> failures(static_cast<size_t>(count));
@@ -133,7 +133,7 @@ inline void lists_from_threads(const Context& context) {
     });
 }
 
-// The backward pass, whose threads wait for each other, and the forward pass with key_sums and max_score, which they write together.
+// The backward pass, whose threads wait for each other, and the forward pass with key_sums and max_score, which its threads write together.
 inline void gradients_from_threads(const Context& context) {
     if (context.device != FA_CPU) throw Skip("the threads of the library are those of the CPU");
     constexpr int64_t kRows = 600, kHeads = 2, kDim = 32, kCount = kRows * kHeads * kDim;
@@ -187,10 +187,10 @@ inline void quotas_of_control_groups(const Context&) {
     write(root + "/pod/box/cpu.max", "max 100000\n");
     expect("0::/pod/box\n", INFINITY);
     write(root + "/pod/cpu.max", "150000 100000\n");
-    expect("0::/pod/box\n", 1.5);  // a group above
+    expect("0::/pod/box\n", 1.5);  // a group above has the quota
     write(root + "/pod/box/cpu.max", "50000 100000\n");
     expect("0::/pod/box\n", 0.5);
-    expect("0::/elsewhere/pod\n", INFINITY);  // a name outside of the container
+    expect("0::/elsewhere/pod\n", INFINITY);  // a name from outside the container
     expect("0::/\n", INFINITY);
     write(root + "/cpu.max", "300000 100000\n");
     expect("0::/elsewhere/pod\n", 3);
@@ -200,7 +200,7 @@ inline void quotas_of_control_groups(const Context&) {
     expect("5:cpuset:/pod\n3:cpu,cpuacct:/pod\n", 2.5);
     expect("5:cpuset:/pod\n3:cpuacct:/pod\n", INFINITY);
     expect("nonsense\n\n:\n", INFINITY);
-    expect("0::pod\n", INFINITY);  // the end of a line that is longer than any path
+    expect("0::pod\n", INFINITY);  // as the end of a line that is longer than any path
     EXPECT(fa::cpu::quota_of_process((root + "/none").c_str(), root) == INFINITY, "a list that is not there");
     const int here = fa::cpu::processors_of_process();
     EXPECT(here >= 1 && here <= int(std::max(1u, std::thread::hardware_concurrency())), "%d processors", here);

@@ -30,15 +30,16 @@ if shutil.which("bash") is None:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """A Python that has what the script needs, without needing the network."""
-    folder = tmp_path_factory.mktemp("tools") / "py"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    [packages] = folder.glob("lib/python*/site-packages")
+    """A Python that is an environment itself, has what the script needs, and makes environments in no time."""
+    folder = tmp_path_factory.mktemp("tools")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "py"], check=True)
+    [packages] = folder.glob("py/lib/python*/site-packages")
     (packages / "numpy.py").write_text("")
-    for name, script in {"cmake": CMAKE, "ninja": "#!/bin/sh\n"}.items():
-        (folder / "bin" / name).write_text(script)
-        (folder / "bin" / name).chmod(0o755)
-    return folder / "bin/python"
+    scripts = {"python": WITHOUT_PIP.format(folder / "py/bin/python"), "cmake": CMAKE, "ninja": "#!/bin/sh\n"}
+    for name, script in scripts.items():
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
+    return folder / "python"
 
 
 @pytest.fixture
@@ -46,6 +47,10 @@ def checkout(tmp_path):
     folder = tmp_path / "outer" / "a check out"
     (folder / ".git").mkdir(parents=True)
     (folder / ".git/config").write_text("all the work")
+    (folder / "python/flash_attn_minimal").mkdir(parents=True)
+    (folder / "python/flash_attn_minimal/__init__.py").write_text("")
+    (folder / "cmake").mkdir()
+    (folder / "cmake/compile_seconds.txt").write_text("# none\n")
     shutil.copy(SCRIPT, folder)
     return folder
 
@@ -253,6 +258,44 @@ def test_environments(run, checkout, tmp_path, python):
     result = run("build", "--cpu-only", **asked)
     assert result.returncode == 2 and "nor an environment whose Python starts" in result.stderr
     assert tree(venv) == before
+
+
+def imports(python, cwd):
+    """Where a fresh shell's Python finds the package, and FLASH_ATTN_LIBRARY there."""
+    code = "import flash_attn_minimal as fa, numpy, os; print(fa.__file__, os.getenv('FLASH_ATTN_LIBRARY'), sep='\\n')"
+    said = subprocess.run([python, "-c", code], cwd=cwd, env={}, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    return said.stdout.splitlines()
+
+
+@pytest.mark.parametrize("build_folder", [None, "out side"])
+@pytest.mark.parametrize("venv", [None, "the venv"])
+def test_the_environment_imports_the_package(run, checkout, tmp_path, build_folder, venv):
+    """In any folder, with no environment variables; with what is installed in the environment that the script began
+    with. A library outside build/ is named."""
+    settings = {"FLASH_ATTN_BUILD": build_folder, "FLASH_ATTN_VENV": venv}
+    settings = {name: folder for name, folder in settings.items() if folder}
+    for _ in range(2):
+        said = build(run, **settings).stdout
+    python = checkout / (venv or ".venv") / "bin/python"
+    library = f"{checkout}/{build_folder}/libflash_attn_minimal.so" if build_folder else "None"
+    assert imports(python, tmp_path) == [f"{checkout}/python/flash_attn_minimal/__init__.py", library]
+    name = "the\\ venv" if venv else ".venv"
+    assert f"\n  {name}/bin/python -m flash_attn_minimal info" in said and "\n  ./build_and_run.sh test" in said
+
+
+def test_somebody_s_environment_imports_the_package_too(run, checkout, tmp_path):
+    """One file is added to it, and no packages of the base Python."""
+    mine = tmp_path / "mine"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", mine], check=True)
+    [packages] = mine.glob("lib/python*/site-packages")
+    (packages / "numpy.py").write_text("mine = True")
+    before = tree(mine)
+    build(run, FLASH_ATTN_VENV=str(mine))
+    added = {Path(name).name for name in tree(mine).keys() - before.keys() if "__pycache__" not in name}
+    assert added == {"flash_attn_minimal_checkout.pth"}
+    assert (packages / "flash_attn_minimal_checkout.pth").read_text() == f"{checkout}/python\n"
+    assert imports(mine / "bin/python", tmp_path)[0] == f"{checkout}/python/flash_attn_minimal/__init__.py"
 
 
 @pytest.mark.parametrize("shell", ["sh", "dash", "bash as sh"])

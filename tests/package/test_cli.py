@@ -47,6 +47,8 @@ def test_info():
         assert kernel["name"] in said.stdout
     assert "(4, 4096x4096, 32/8, 128)" in said.stdout
     assert NO_CUDA == "" or "none found" in said.stdout or "GPU" in said.stdout
+    lacks = not any(kernel["name"].startswith("mma_") for kernel in fa.kernels()) and "naive" in said.stdout.split()
+    assert ("--all-kernels builds them" in said.stdout) == lacks
 
 
 def test_missing_library():

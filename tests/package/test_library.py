@@ -169,6 +169,33 @@ def test_missing_library(tmp_path):
     assert "broken.so does not load: " in python(call, FLASH_ATTN_LIBRARY=str(tmp_path / "broken.so")).stdout
 
 
+def test_a_checkout_finds_the_library_in_its_build_folder(tmp_path):
+    """Without environment variables. The package's own folder comes first; a message names all places."""
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python/flash_attn_minimal").symlink_to(ROOT / "python/flash_attn_minimal")
+    own = ROOT / "python/flash_attn_minimal" / _library.LIBRARY_NAME
+    if own.exists():
+        pytest.skip(f"{own} is there")
+    call = "import flash_attn_minimal as fa\ntry: print(fa._library.path())\nexcept fa.LibraryNotFound as e: print(e)"
+
+    def said():
+        return python(call, PYTHONPATH=str(tmp_path / "python"), FLASH_ATTN_LIBRARY="").stdout.strip()
+
+    package = tmp_path / "python/flash_attn_minimal"
+    assert said() == (
+        f"no {own.name} in {package}. Install the package (pip install . in a checkout), "
+        "or build the library with CMake and set FLASH_ATTN_LIBRARY to its path"
+    )
+    (tmp_path / "CMakeLists.txt").touch()
+    assert said() == (
+        f"no {own.name} in {package} or {tmp_path}/build. Build it ({tmp_path}/build_and_run.sh build), "
+        f"set FLASH_ATTN_LIBRARY to its path, or pip install {tmp_path}"
+    )
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / own.name).touch()
+    assert said() == str(tmp_path / "build" / own.name)
+
+
 def test_foreign_library():
     import _ctypes
 
@@ -180,6 +207,9 @@ def test_foreign_library():
         "has no function fa_attention_forward: it belongs to another release"
         in python(call, FLASH_ATTN_LIBRARY=other).stdout
     )
+    if _library.checkout():
+        command = f"{_library.checkout()}/build_and_run.sh build builds that of these sources"
+        assert command in python(call, FLASH_ATTN_LIBRARY=other).stdout
 
 
 def test_import_brings_numpy_alone():

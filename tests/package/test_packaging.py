@@ -62,7 +62,14 @@ def test_one_version_everywhere():
     header = (ROOT / "cuda/flash_attn.h").read_text()
     macros = ".".join(re.search(rf"#define FA_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
     cmake = re.search(r"project\(flash_attn_minimal VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
-    assert {library.fa_version().decode(), macros, cmake} == {project_version()}
+    citation = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    assert {library.fa_version().decode(), macros, cmake, citation} == {project_version()}
+
+
+def test_contributors_check_with_the_releases_of_ci():
+    pin = r"(?:clang-format|ruff|import-linter|mypy|basedpyright)==[\d.]+"
+    pins = set(re.findall(pin, (ROOT / "CONTRIBUTING.md").read_text()))
+    assert len(pins) == 5 and pins == set(re.findall(pin, (ROOT / ".ci/run").read_text()))
 
 
 def test_every_extra_is_written_down():
@@ -89,6 +96,7 @@ def test_script_and_wheel_take_the_same_compiler_release():
         (["--arch"], "--arch needs a value"),
         (["build", "test"], "two verbs: 'build' and 'test'"),
         (["--cpu-only", "--arch", "90"], "--arch and --cpu-only exclude each other"),
+        (["--all-kernels", "--cpu-only"], "--all-kernels and --cpu-only exclude each other"),
     ],
 )
 def test_build_script_refuses_what_it_does_not_know(arguments, complaint, tmp_path):
@@ -100,8 +108,11 @@ def test_build_script_refuses_what_it_does_not_know(arguments, complaint, tmp_pa
     assert list(tmp_path.iterdir()) == []  # refused before anything was made
 
 
-@pytest.mark.parametrize("arguments, target", [([], "90"), (["--with-cuda"], "90"), (["--arch", "all"], "all")])
-def test_build_script_compiles_one_target_where_there_is_no_gpu(arguments, target, tmp_path):
+@pytest.mark.parametrize("arguments, kernels, target", [
+    ([], "general", "90"), (["--with-cuda"], "general", "90"),
+    (["--all-kernels"], "all", "90"), (["--arch", "all"], "all", "all"),
+])  # fmt: skip
+def test_build_script_compiles_one_target_where_there_is_no_gpu(arguments, kernels, target, tmp_path):
     """Only the configuration is tested: this nvcc compiles nothing."""
     tools = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     for tool in ("bash", "cmake", "ninja"):
@@ -121,16 +132,73 @@ def test_build_script_compiles_one_target_where_there_is_no_gpu(arguments, targe
     }
     result = run("bash", ROOT / "build_and_run.sh", "build", *arguments, env=environment)
     assert result.returncode == 1 and "FAILED: configure" in result.stdout, result.stdout + result.stderr
-    assert f"GPU target {target}," in result.stdout
-    assert ("one target, sm_90 (Hopper). --arch all" in result.stdout) == (target == "90")
-    assert f"FLASH_ATTN_ARCH:STRING={target}\n" in (build / "CMakeCache.txt").read_text()
+    assert f"{kernels} kernels, GPU target {target}," in result.stdout
+    assert ("one target, sm_90 (Hopper). --a" in result.stdout) == (target == "90")
+    cache = (build / "CMakeCache.txt").read_text()
+    assert f"FLASH_ATTN_ARCH:STRING={target}\n" in cache and f"FLASH_ATTN_KERNELS:STRING={kernels}\n" in cache
+    if arguments:  # a build without options keeps what a folder has
+        result = run("bash", ROOT / "build_and_run.sh", "build", env=environment)
+        assert f"{kernels} kernels, GPU target {target}," in result.stdout
+        assert (f"has all GPU kernels for target {target}: they stay" in result.stdout) == (kernels == "all")
+
+
+def compile_seconds():
+    """{source: seconds}, in the order of the file."""
+    lines = (ROOT / "cmake/compile_seconds.txt").read_text().splitlines()
+    pairs = (line.split() for line in lines if not line.startswith("#"))
+    return {source: int(seconds) for seconds, source in pairs}
+
+
+def test_slow_sources_are_there_and_the_slowest_is_first():
+    seconds = compile_seconds()
+    assert seconds and all((ROOT / source).is_file() for source in seconds)
+    assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 16])
+@pytest.mark.parametrize("kernels", ["general", "all"])
+def test_the_time_that_a_build_takes_yet_is_estimated(jobs, kernels, tmp_path):
+    """A build by the clock of compile_seconds.txt, on a machine three times slower: the estimates stay within a factor
+    of three of the time that it takes, as long as that is more than 10 seconds."""
+    need("bash")
+    seconds, slower = compile_seconds(), 3
+    sources = [source for source in seconds if kernels == "all" or "_sm" not in source and "w4" not in source]
+    sources += [f"small{i}.cpp" for i in range(45)]
+    free, ends = [0.0] * jobs, []
+    for source in sources:  # the job that is free first takes it
+        worker = min(range(jobs), key=free.__getitem__)
+        free[worker] += slower * seconds.get(source, 0.5)
+        ends.append((free[worker], source))
+    ends.sort()
+    lines = [f"echo '[1/9] CXX x.dir/{source}.o'\n" for source in sources]
+    (tmp_path / "ninja").write_text("#!/bin/sh\n" + "".join(lines))
+    (tmp_path / "ninja").chmod(0o755)
+    script = (ROOT / "build_and_run.sh").read_text()
+    functions = script[script.index("\nminutes() {") : script.index("\ntimes=''")]
+    code = [
+        "set -euo pipefail\nsay() { printf '%s\\n' \"$*\"; }",
+        f"root='{ROOT}' build=. ninja='{tmp_path}/ninja' arch=90 jobs={jobs}",
+        functions,
+        'minutes() { say "$1 seconds"; }\ncount_files; step_began=0',
+        *(f'SECONDS={int(end)}; finish {source}; say "$left"' for end, source in ends),
+    ]
+    said = run("bash", "-c", "\n".join(code), check=True).stdout.splitlines()
+    assert len(said) == len(ends)
+    judged = 0
+    for (end, source), line in zip(ends, said, strict=True):
+        assert line.startswith(f"{source} ({int(end)} seconds")
+        if end >= 3 and ends[-1][0] - end > 10:
+            estimate = int(re.search(r"about (\d+) seconds left", line)[1])
+            assert 1 / 3 < estimate / (ends[-1][0] - end) < 3, (line, ends[-1][0])
+            judged += 1
+    assert judged >= 10
 
 
 def test_build_script_explains_itself():
     need("bash")
     result = run("bash", ROOT / "build_and_run.sh", "--help")
     assert result.returncode == 0
-    for word in "run build test bench clean --cpu-only --with-cuda --arch --clean --jobs --help".split():
+    for word in "run build test bench clean --cpu-only --with-cuda --all-kernels --arch --clean --jobs --help".split():
         assert re.search(rf"(^|\s){re.escape(word)}\s", result.stdout), word
 
 

@@ -78,6 +78,26 @@ def test_arguments_have_their_types(site):
     assert len(re.findall(r'descname[^>]*><span class="pre">flash_attn_func<', page)) == 1  # not one for each overload
 
 
+def test_a_page_of_the_reference_begins_with_what_is_on_it(site):
+    page = (site / "docs/api/attention.html").read_text()
+    table = re.search(r'<table class="[^"]*overview[^"]*">(.*?)</table>', page, re.DOTALL)[1]
+    links = re.findall(r'href="#(flash_attn_minimal[^"]*)"', table)
+    assert links[:2] == ["flash_attn_minimal.flash_attn_func", "flash_attn_minimal.flash_attn_varlen_func"]
+    assert "flash_attn_minimal.Plan" in links and page.index("overview") < page.index('class="sig ')
+    distributed_page = (site / "docs/api/distributed.html").read_text()
+    assert "flash_attn_minimal.distributed.torch.context_parallel_attention" in re.findall(
+        r'href="#(flash_attn_minimal[^"]*)"', distributed_page[: distributed_page.index('class="sig ')]
+    )
+
+
+def test_signatures_have_names_and_defaults_and_arrays_are_called_arrays(site):
+    page = (site / "docs/api/attention.html").read_text()
+    signature = re.search(r'id="flash_attn_minimal.flash_attn_func">(.*?)</dt>', page, re.DOTALL)[1]
+    assert re.sub(r"<[^>]+>|\s", "", signature).startswith("flash_attn_func(q,k,v,dropout_p=0.0,softmax_scale=None,")
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
+    assert "bias , mask array | None" in text and "Any" not in text
+
+
 def test_every_declaration_of_the_headers_has_its_anchor(site):
     for header in sorted((ROOT / "cuda").glob("*.h")):
         declared = re.findall(r"^FA_API .*?(fa_\w+)\(|^\} (fa_\w+);", header.read_text(), re.MULTILINE)
@@ -164,7 +184,8 @@ def open_page(site, browser):
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(10000)
-        page.on("pageerror", lambda error: wrong.append(str(error)) if "fetch" not in str(error) else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
         page.on("request", lambda request: wrong.append(request.url) if not request.url.startswith("file:") else None)
         name, _, query = address.partition("?")
         page.goto((site / name).as_uri() + ("?" + query if query else ""))
@@ -194,7 +215,7 @@ def test_no_page_is_wider_than_the_screen(site, open_page):
     assert len(pages) > 100 and wide == []
 
 
-def test_search_answers_without_a_server(open_page):  # except the excerpts, which it cannot fetch
+def test_search_answers_without_a_server(open_page):
     for words, expected in (
         ("fa_kvcache_attention", "flash_attn.h"),
         ("softcap", "Attention"),
@@ -205,6 +226,9 @@ def test_search_answers_without_a_server(open_page):  # except the excerpts, whi
         page.wait_for_function("!document.querySelector('#search-progress')?.textContent.includes('Searching')")
         titles = page.eval_on_selector_all("#search-results li > a", "links => links.map(a => a.textContent)")
         assert any(expected in title for title in titles), (words, titles)
+        page.wait_for_selector("#search-results li p.context mark")
+        excerpts = page.eval_on_selector_all("#search-results p.context", "all => all.map(one => one.textContent)")
+        assert all(words.split("-")[0] in excerpt.lower() for excerpt in excerpts[:1]) and len(excerpts[0]) < 300
 
 
 def test_menu_opens_on_a_phone(open_page):

@@ -23,13 +23,13 @@ fa_status choose_for(const fa_attention_args& args, const BackwardParams& params
     return choose(args.kernel, args.device, params, device, backward_kernel_at, "FLASH_ATTN_BACKWARD_KERNEL", kernel, why_not);
 }
 
-// What says on which GPU a call runs. An array without elements may lie anywhere.
+// The pointer whose device runs the call; NULL if q has no elements, because an empty array may lie anywhere.
 const void* place_of(const fa_attention_args& a) {
     const bool rows = a.cu_seqlens_q ? a.total_q > 0 : a.batch > 0 && a.seqlen_q > 0;
     return rows ? a.q.data : nullptr;
 }
 
-// Everything that a launch needs, made from the arguments of a call. `forward` holds the fields that both passes have.
+// Everything that a launch needs, derived from the arguments of a call. `forward` holds the fields that both passes have.
 template <typename Row, typename Params>
 struct Call {
     fa_attention_args forward;
@@ -62,9 +62,8 @@ struct Call {
     }
 };
 
-// Attention. Kernels that do not give key_sums by themselves are followed by one that does, from the lse of the rows. Where the caller
-// does not want lse, it stands first in the workspace. What the kernel of key_sums needs of every row follows, and then the kernel's own
-// workspace.
+// Attention. A kernel that does not compute key_sums itself is followed by one that does, from the lse of the rows. The workspace holds, in
+// this order: lse if the caller does not want it, 3 floats per row for the kernel of key_sums, and the attention kernel's own workspace.
 struct ForwardCall : Call<Kernel, AttentionParams> {
     using Base = Call<Kernel, AttentionParams>;
 
@@ -104,12 +103,12 @@ private:
     }
 };
 
-// Attention over a cache. First the new keys are appended and q is rotated, then a kernel of the forward pass attends. A kernel that can
-// append does both in one launch. Otherwise the workspace holds the rotated q first, and the kernel's own workspace after it.
+// Attention over a cache: appends the new keys and rotates q, then runs a forward kernel. A kernel that can append does both in one launch.
+// Otherwise the workspace holds first the rotated q, then the kernel's own workspace.
 struct CachedCall {
     fa_attention_args forward;
     AppendParams append;
-    AttentionParams params;  // what the kernel is given: q may be the rotated one
+    AttentionParams params;  // arguments of the forward kernel; q may be the rotated copy
     DeviceInfo device;
     const Kernel* kernel = nullptr;
     bool whole = false;  // append and attend in one launch

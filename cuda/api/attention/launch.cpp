@@ -1,4 +1,4 @@
-// launch.cpp: the operations beside attention that have one kernel on each device: appending to a cache, merging, rounding to float8.
+// launch.cpp: the operations beside attention, which have one kernel per device: appending to a cache, merging, rounding to float8.
 #include "api/attention/registry.h"
 #include "api/common/serve.h"
 #include "cpu/attention/kernels.h"

@@ -1,5 +1,5 @@
-// refusals.h: reasons for which several attention kernels refuse a call. Each function returns a reason, or nullptr where there is none. A
-// reason is a constant, or text that quotes values, written to `text`.
+// refusals.h: reasons for which several attention kernels refuse a call. Each function returns the reason, or nullptr for no objection. A
+// reason is a constant, or text with values, written to `text`.
 #pragma once
 
 #include "api/common/device.h"
@@ -14,7 +14,7 @@ inline bool is_float8(const AttentionParams& p) { return p.dtype == DType::kFloa
 inline const char* takes_no_8bit_cache(const AttentionParams& p) {
     return p.cache.entries && p.cache.dtype != p.dtype ? "cache_dtype: it takes no 8-bit cache" : nullptr;
 }
-// What a kernel says that gives out and lse alone.
+// For kernels that return only out and lse.
 inline const char* gives_no_max_score(const AttentionParams& p) { return p.max_score ? "gives no max_score" : nullptr; }
 
 #if FA_WITH_CUDA
@@ -27,8 +27,9 @@ inline const char* takes_head_dims(const AttentionParams& p, int step, int most,
     return say(text, size, "headdim=%d, headdim_v=%d: multiples of %d up to %d", p.headdim, p.headdim_v, step, most);
 }
 
-// The options of the scores, as sets. A kernel names those that it knows and refuses a call that uses another one, so a new option is
-// refused until the kernel learns it. Kernels that ask mask.h about every pair (naive, minimal, mma_sm80, simple, the CPU's) know all.
+// Score options, as bit sets. A kernel lists the options that it supports and refuses a call with any other, so a new option is
+// refused until the kernel supports it. Kernels that evaluate mask.h for every (row, key) pair (naive, minimal, mma_sm80, simple, the
+// CPU's) support all.
 enum ScoreOption : uint32_t {
     kLeftEdge = 1,
     kSoftcap = 2,
@@ -41,7 +42,8 @@ enum ScoreOption : uint32_t {
     kChunk = 256,
     kLeftpad = 512
 };
-constexpr uint32_t kOptionsOfTiles = kLeftEdge | kSoftcap | kAlibi | kBias | kMask | kSinks | kDropout;  // wgmma, and the backward pass
+constexpr uint32_t kOptionsOfTiles = kLeftEdge | kSoftcap | kAlibi | kBias | kMask | kSinks | kDropout;  // wgmma kernels and
+                                                                                                         // the backward pass
 constexpr uint32_t kOptionsOfDecode = kLeftEdge | kSoftcap | kAlibi | kSinks;
 inline const char* takes_options(const AttentionParams& p, uint32_t known, char* text, size_t size) {
     const struct {
@@ -70,10 +72,10 @@ inline const char* overflows(const AttentionParams& p, bool does, char* text, si
     return say(text, size, "batch=%d x nheads=%d x seqlen_q=%d over seqlen_k=%d overflows its 32-bit indices", p.batch, p.nheads,
                p.seqlen_q, p.seqlen_k);
 }
-// Row numbers have 32 bits, and tiles reach past the last row.
+// Row indices are 32-bit, and tiles reach past the last row.
 inline bool rows_overflow(int64_t rows) { return rows > kMaxGrid - 1024; }
 
-// The extents of q, k and v as their memory has them: all sequences of a varlen call are one, a paged cache has a page for an entry.
+// Extents of q, k and v in memory: a varlen call has one batch entry for all sequences, a paged cache has one entry per page.
 struct TensorExtents {
     int64_t batch_q, rows_q, batch_k, rows_k;
 };
@@ -81,7 +83,7 @@ inline TensorExtents tensor_extents(const AttentionParams& p) {
     if (p.cu_seqlens_q) return {1, p.total_q, 1, p.total_k};
     return {p.batch, p.seqlen_q, p.cache.entries ? p.cache.entries : p.batch, p.cache.block_table ? p.cache.page_size : p.seqlen_k};
 }
-// q, k and v by the copy engine; k and v without rows are not loaded.
+// For kernels that load q, k and v by TMA; k and v without rows are not loaded.
 inline const char* no_tensor_maps(const AttentionParams& p, int element_bytes, char* text, size_t size) {
     const TensorExtents t = tensor_extents(p);
     const char* reason = no_tensor_map("q", p.q, t.batch_q, t.rows_q, p.nheads, element_bytes, text, size);
@@ -90,13 +92,13 @@ inline const char* no_tensor_maps(const AttentionParams& p, int element_bytes, c
     return reason;
 }
 
-// Pages whose boxes have whole groups of 8 rows, after which the swizzle repeats.
+// Boxes of TMA must consist of whole groups of 8 rows, the period of the swizzle.
 inline const char* takes_pages_of_8(const AttentionParams& p, char* text, size_t size) {
     if (!p.cache.block_table || p.cache.page_size % 8 == 0) return nullptr;
     return say(text, size, "page_size=%d: it takes pages of a multiple of 8 keys", p.cache.page_size);
 }
 
-// Rows that ordinary instructions read or write, 16 bytes each. `step`: elements of 16 bytes.
+// For rows that ordinary instructions read or write 16 bytes at a time. `step`: elements in 16 bytes.
 inline const char* no_wide_access(const char* name, const TensorView& t, int step, char* text, size_t size) {
     if (!(reinterpret_cast<uintptr_t>(t.data) % 16 || t.batch % step || t.row % step || t.head % step)) return nullptr;
     return say(text, size, "%s.data=%p with strides (%lld, %lld, %lld): it moves 16 bytes at a time", name, t.data,

@@ -43,7 +43,7 @@ fa_status cpu_naive_launch(const BackwardParams& b, const DeviceInfo&, void*) {
 // ---- CUDA ----
 
 #if FA_WITH_CUDA
-// A kernel that gives dq, dk and dv, as BackwardKernel has it, with backward_scores beside it for dbias and dsinks: every GPU kernel.
+// Completes a kernel that computes dq, dk and dv by backward_scores, which computes dbias and dsinks. Used for every GPU kernel.
 template <const auto& kernel>
 struct WithScores {
     static const char* refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
@@ -70,7 +70,7 @@ constexpr BackwardKernel with_scores() {
 }
 
 #if FA_WITH_WGMMA_SM90
-template <int blocks>  // that share keys
+template <int blocks>  // blocks that share keys: 1 or 2
 const char* wgmma_sm90_refuses(const BackwardParams& b, const DeviceInfo& device, char* text, size_t size) {
     const AttentionParams& p = b.forward;
     const char* reason = needs_hopper(device, text, size);
@@ -158,7 +158,7 @@ const char* mma_wide_sm80_refuses(const BackwardParams& b, const DeviceInfo& dev
     const char* reason = needs_sm80(device, text, size);
     if (!reason) reason = takes_16_bits(b.forward);
     if (!reason) reason = takes_options(b.forward, kOptionsOfTiles, text, size);
-    constexpr int kMost = 1 << 30;  // whole chunks of rows and keys still have 32-bit numbers
+    constexpr int kMost = 1 << 30;  // whole chunks of rows and keys still have 32-bit indices
     return reason ? reason : overflows(b.forward, b.forward.seqlen_q > kMost || b.forward.seqlen_k > kMost, text, size);
 }
 size_t mma_wide_sm80_workspace(const BackwardParams& b, const DeviceInfo&) { return backward_mma_wide_sm80_workspace(b); }

@@ -13,15 +13,16 @@ namespace fa {
 #if FA_WITH_CUDA && FA_WITH_MMA_SM80
 namespace {
 
-// Whether rows begin at multiples of 16 bytes and are as long: the kernels copy and store 16 bytes at a time. If not, `text` says so.
+// Whether rows begin at multiples of 16 bytes and have a multiple of 16 bytes: the kernels copy and store 16 bytes at a time. If not,
+// `text` says so.
 bool has_wide_rows(const char* name, const TensorView& t, int columns, int element_bytes, char* text, size_t size) {
-    const int step = 16 / element_bytes;  // a power of two: a mask instead of divisions, which every call would pay for
+    const int step = 16 / element_bytes;  // a power of two, so that a mask replaces divisions, which would slow down every call
     if (!(reinterpret_cast<uintptr_t>(t.data) % 16) && !((columns | t.batch | t.row | t.head) & (step - 1))) return true;
     say(text, size, "%s of %d columns, data=%p, strides (%lld, %lld, %lld): it takes multiples of 16 bytes", name, columns, t.data,
         static_cast<long long>(t.batch), static_cast<long long>(t.row), static_cast<long long>(t.head));
     return false;
 }
-// What all decode kernels refuse, but for options that some of them know.
+// Reasons that hold for all decode kernels. `options`: the score options that this kernel supports.
 const char* any_refuses(const AttentionParams& p, const DeviceInfo& device, uint32_t options, char* text, size_t size) {
     if (const char* reason = needs_sm80(device, text, size)) return reason;
     if (is_float8(p)) return kNoFloat8;
@@ -42,7 +43,7 @@ const char* any_refuses(const AttentionParams& p, const DeviceInfo& device, uint
     return nullptr;
 }
 
-// What some of them refuse; nullptr if nothing.
+// Reasons that hold for some decode kernels.
 const char* takes_rows(const AttentionParams& p, int most, char* text, size_t size) {
     if (rows_of_key_head(p) <= most) return nullptr;
     return say(text, size, "seqlen_q=%d x %d heads of a key head: it takes %d rows", p.seqlen_q, p.group, most);
@@ -98,7 +99,7 @@ const char* own_refuses(const AttentionParams& p, const DeviceInfo& device, char
     }
 }
 
-// Why a kernel that is not a decode kernel is faster, or nullptr.
+// Why a kernel outside this table is faster, or nullptr.
 const char* any_yields(const AttentionParams& p, const DeviceInfo& device, char* text, size_t size) {
     if (has_8bit_cache(p)) return nullptr;
     if (rows_of_key_head(p) > 64) {
@@ -106,7 +107,8 @@ const char* any_yields(const AttentionParams& p, const DeviceInfo& device, char*
     }
     if (wgmma_split_is_best(p, device)) return "wgmma_split_sm90 is faster for so many rows and keys";
     if (p.cache.entries) return nullptr;
-    // Plain K and V: decode kernels win where the heads alone leave the GPU idle, or share keys and have one row each (H200).
+    // K and V without a cache: decode kernels win where the heads alone leave half of the SMs idle, or share keys and have one
+    // row each (H200).
     if (p.seqlen_k >= 512 && p.seqlen_q <= 16 &&
         (int64_t(p.batch) * p.nheads * 2 <= device.multiprocessors || (p.seqlen_q == 1 && p.group > 1)))
         return nullptr;

@@ -1,4 +1,4 @@
-// registry_forward.cpp: the kernels of the forward pass, best first on each device, behind those of registry_decode.cpp.
+// registry_forward.cpp: the kernels of the forward pass, best first on each device. Those of registry_decode.cpp come before them.
 #include "api/attention/registry.h"
 
 #include <cstdio>
@@ -22,10 +22,10 @@
 namespace fa {
 namespace {
 
-// What a kernel that takes every cache refuses.
+// For kernels that accept every kind of cache.
 const char* general_refuses(const AttentionParams& p) { return is_float8(p) ? kNoFloat8 : nullptr; }
 
-// A kernel that gives key_sums by itself.
+// Marks a kernel whose launch computes key_sums too.
 constexpr Kernel with_key_sums(Kernel kernel) {
     kernel.gives_key_sums = true;
     return kernel;
@@ -92,7 +92,7 @@ fa_status naive_launch(const AttentionParams& p, const DeviceInfo&, void* stream
 const char* mma_shape_refuses(const AttentionParams& p, const DeviceInfo& device, int most, char* text, size_t size) {
     const char* reason = needs_sm80(device, text, size);
     if (!reason) reason = takes_head_dims(p, 1, most, text, size);
-    const int64_t parts = p.headdim_v > 192 ? 2 : 1;  // its smallest tile has 32 rows, and perhaps half of the columns
+    const int64_t parts = p.headdim_v > 192 ? 2 : 1;  // the smallest tile has 32 rows; above 192 columns it may cover half of them
     if (!reason) reason = too_many_blocks(p, ceil_div(p.seqlen_q, 32) * p.nheads * p.batch * parts, text, size);
     return reason;
 }
@@ -142,7 +142,7 @@ fa_status float32_sm80_launch(const AttentionParams& p, const DeviceInfo& device
 // ---- Hopper ----
 
 #if FA_WITH_WGMMA_SM90
-// What wgmma_sm90 and fp8_sm90 alike ask of extents and memory.
+// Limits of extents and memory for kernels that load by TMA.
 const char* hopper_memory_refuses(const AttentionParams& p, int element_bytes, char* text, size_t size) {
     const int64_t rows = p.cu_seqlens_q ? int64_t(p.total_q) + p.total_k : int64_t(p.seqlen_q) + p.seqlen_k;
     const char* reason = overflows(p, work_items(p, 64) > kMaxGrid || rows_overflow(rows), text, size);
@@ -308,7 +308,7 @@ fa_status cute_sm90_launch(const AttentionParams& p, const DeviceInfo&, void* st
 #endif
 #endif
 
-// Best first within a device, behind those of registry_decode.cpp.
+// Best first within a device; those of registry_decode.cpp come before these.
 constexpr Kernel kKernels[] = {
 #if FA_WITH_CUDA
 #if FA_WITH_WGMMA_SM90

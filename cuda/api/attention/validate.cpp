@@ -14,7 +14,7 @@ namespace fa {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 512;
-constexpr int kMostRead = 16;  // arrays that a call reads
+constexpr int kMostRead = 16;  // the most arrays that a call reads
 
 fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool need) {
     if (!fp8 && d.data) return fail(FA_BAD_ARGUMENT, "%s.data is set, but only dtype=float8_e4m3 has factors", name);
@@ -24,7 +24,7 @@ fa_status check_descale(const char* name, const fa_descale& d, bool fp8, bool ne
     return FA_OK;
 }
 
-// `parts`: the first may begin behind rows that belong to no part, and check_part says how long each is.
+// With `parts` the first sequence may begin after rows that belong to no part, and check_part checks each length.
 fa_status check_cu_seqlens(const char* name, const int32_t* cu, int32_t batch, int64_t total, int64_t longest, const char* longest_name,
                            bool parts = false) {
     if (parts ? cu[0] < 0 : cu[0] != 0) return fail(FA_BAD_ARGUMENT, "%s[0]=%d is %s", name, cu[0], parts ? "negative" : "not 0");
@@ -69,7 +69,7 @@ fa_status check_part(const fa_attention_args& a, int32_t b) {
     return FA_OK;
 }
 
-// The backward pass writes the gradients of a key once.
+// In the backward pass parts must not share keys: the gradients of a key are written once.
 fa_status check_ascending(const fa_attention_args& a) {
     for (int32_t b = 1; b < a.batch; ++b)
         if (const int64_t end = int64_t(a.parts[b - 1].key_begin) + a.parts[b - 1].seqlen_k; a.parts[b].key_begin < end)
@@ -79,7 +79,7 @@ fa_status check_ascending(const fa_attention_args& a) {
     return FA_OK;
 }
 
-// What a forward pass reads beside q, k and v.
+// Adds the arrays that a forward pass reads beside q, k and v.
 void add_options(const fa_attention_args& a, Regions<kMostRead>* read) {
     const auto factors = [&](const char* name, const fa_descale& d, int64_t heads) {
         read->add(Region{name,
@@ -190,18 +190,18 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     const int64_t batch = varlen ? 1 : a.batch;
     const Region out = region("out", a.out, batch, rows_q, a.nheads, headdim_v, dtype_size(out_dtype));
     FA_RETURN_IF_ERROR(check_options(a));
-    if (writes_out) {  // the backward pass reads out: strides of 0 are allowed there
+    if (writes_out) {  // the backward pass reads out, which may then have strides of 0
         FA_RETURN_IF_ERROR(check_output(out));
         Regions<4> written;
         Regions<kMostRead> read;
         written.add(out);
-        if (need) {  // a query says which statistics are wanted, not where they go
+        if (need) {  // a query sets only whether statistics are wanted, not their addresses
             written.add(region("lse", a.lse, batch * a.nheads * rows_q, 4));
             written.add(region("max_score", a.max_score, int64_t(a.batch) * a.nheads, 4));
             written.add(region("key_sums", a.key_sums, batch * a.nheads * rows_k, 4));
         }
         read.add(region("q", a.q, batch, rows_q, a.nheads, a.headdim, element));
-        if (!keys) {  // a cache has entries or pages instead: validate_kvcache.cpp checks it
+        if (!keys) {  // a cache has entries or pages instead, which validate_kvcache.cpp checks
             read.add(region("k", a.k, batch, rows_k, a.nheads_k, a.headdim, element));
             read.add(region("v", a.v, batch, rows_k, a.nheads_k, headdim_v, element));
         }
@@ -247,7 +247,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
 }
 
 namespace {
-// The region of a view that validate made.
+// The region of a view that validate has filled.
 template <typename View>
 Region region_of(const char* name, const View& v, int64_t batch, int64_t rows, int64_t heads, int64_t columns, size_t element) {
     return {name,
@@ -351,7 +351,7 @@ fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa
     for (const Region& gradient : {region("dq", a.dq, batch, rows_q, f.nheads, f.headdim, element),
                                    region("dk", a.dk, batch, rows_k, f.nheads_k, f.headdim, element),
                                    region("dv", a.dv, batch, rows_k, f.nheads_k, headdim_v, element)}) {
-        FA_RETURN_IF_ERROR(check_output(gradient));  // of a query without addresses, too
+        FA_RETURN_IF_ERROR(check_output(gradient));  // also for a query without addresses
         written.add(gradient);
     }
     written.add(region("dbias", a.dbias, f.batch, f.seqlen_q, f.nheads, f.seqlen_k, 4));  // strides of 0 sum over an axis

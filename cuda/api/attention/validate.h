@@ -1,5 +1,4 @@
-// validate.h: turns the C structs into the parameters of the kernels. Every argument is checked here, before any launch, and nowhere
-// below.
+// validate.h: turns the C structs into the parameters of the kernels. Every argument is checked here, before any launch, and nowhere else.
 #pragma once
 
 #include "api/common/checks.h"
@@ -9,22 +8,22 @@
 
 namespace fa {
 
-// What differs in the checks of k and v when they are a cache.
+// How the checks of k and v differ when they are a cache.
 struct Keys {
     int32_t max_headdim;
     size_t element;  // bytes of an element of k and v
-    bool none;       // a cache without entries: there is nothing that k and v could point to
+    bool none;       // a cache without entries: k and v may have no address
 };
 
 fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attention_args* full, AttentionParams* params,
-                   const Keys* keys = nullptr, bool writes_out = true);  // the backward pass reads out and does not write it
+                   const Keys* keys = nullptr, bool writes_out = true);  // writes_out: false for the backward pass, which only reads out
 fa_status validate(const fa_attention_backward_args* args, Pointers pointers, fa_attention_args* forward, BackwardParams* params);
-// `forward` is the attention call inside the cache call, with its kernel, num_threads and workspace.
+// `forward` receives the attention call inside the cache call, with its kernel, num_threads and workspace.
 fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_args* forward, AppendParams* params);
 fa_status validate(const fa_merge_args* args, MergeParams* params);
 
-// Refuses a workspace over an array of the call. `bytes` are those that the kernel uses. `a` holds what both passes have, and params are
-// those that validate made of the call.
+// Refuses a workspace that overlaps an array of the call. `bytes`: the part of the workspace that the kernel uses. `a` holds the fields of
+// both passes; `params` were filled by validate.
 fa_status check_workspace_apart(const fa_attention_args& a, const AttentionParams& params, size_t bytes);
 fa_status check_workspace_apart(const fa_attention_args& a, const BackwardParams& params, size_t bytes);
 fa_status check_workspace_apart(const fa_attention_args& a, const AppendParams& params, size_t bytes);

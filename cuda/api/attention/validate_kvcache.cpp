@@ -1,5 +1,4 @@
-// validate_kvcache.cpp: checks fa_kvcache_args. Lengths and tables are read and checked on the CPU only: on a GPU they are in device
-// memory.
+// validate_kvcache.cpp: checks fa_kvcache_args. Lengths and tables are checked on the CPU only; on a GPU they are in device memory.
 #include <algorithm>
 #include <cinttypes>
 #include <climits>
@@ -14,7 +13,7 @@
 namespace fa {
 namespace {
 
-constexpr int32_t kMaxCacheHeadDim = 576;  // MLA: 512 latent dims and 64 rotary ones
+constexpr int32_t kMaxCacheHeadDim = 576;  // MLA: 512 latent dims and 64 rotary dims
 constexpr int32_t kMaxSplits = 256;
 
 CacheScale view(const fa_cache_scale& s) { return {s.data, s.batch_stride, s.row_stride, s.head_stride}; }
@@ -25,7 +24,7 @@ fa_status check_scale(const char* name, const fa_cache_scale& s, bool quantized,
     return check_pointer(name, s.data, 4, false);
 }
 
-// Lengths, tables and the like: what a call reads beside queries, keys and values.
+// The small arrays that a call reads beside queries, keys and values: lengths, tables, and the like.
 constexpr int kMostSmall = 7;
 Regions<kMostSmall> small_arrays(const fa_kvcache_args& a, const fa_attention_args& f) {
     Regions<kMostSmall> arrays;
@@ -50,8 +49,8 @@ Regions<kMostSmall> small_arrays(const fa_kvcache_args& a, const fa_attention_ar
     return arrays;
 }
 
-// The arrays that a call writes beside out are the cache and the factors of tokens. No element may be written twice, or be one that the
-// call reads from another array.
+// Beside out, a call writes the cache and the factors of the appended tokens. No element may be written twice, or belong to another array
+// that the call reads.
 fa_status check_appended(const fa_kvcache_args& a, const fa_attention_args& f, size_t cache_element, int32_t headdim_v) {
     const size_t element = dtype_size(f.dtype);
     const int64_t rows = a.page_size ? a.page_size : f.seqlen_k;
@@ -61,7 +60,7 @@ fa_status check_appended(const fa_kvcache_args& a, const fa_attention_args& f, s
     const Region k = cache("k", f.k, f.headdim, cache_element), v = cache("v", f.v, headdim_v, cache_element);
     FA_RETURN_IF_ERROR(check_output(k));
     FA_RETURN_IF_ERROR(check_output(v));
-    const bool columns_of_keys = f.v.data == f.k.data;  // the same rows: both writes put the same bytes there
+    const bool columns_of_keys = f.v.data == f.k.data;  // v is columns of k: appending k and v writes the same bytes there
     if (columns_of_keys && rows * a.cache_batch > 1 &&
         (f.v.row_stride != f.k.row_stride || f.v.batch_stride != f.k.batch_stride || f.v.head_stride != f.k.head_stride))
         return fail(FA_BAD_ARGUMENT, "v.data is k.data, but not with the same strides");
@@ -72,7 +71,7 @@ fa_status check_appended(const fa_kvcache_args& a, const fa_attention_args& f, s
     const Region outputs[] = {region("out", f.out, f.batch, f.seqlen_q, f.nheads, headdim_v, element),
                               region("lse", f.lse, int64_t(f.batch) * f.nheads * f.seqlen_q, 4)};
     const Region k_scale = cache("k_scale", a.k_scale, 1, 4), v_scale = cache("v_scale", a.v_scale, 1, 4);
-    Regions<2> factors;  // that an appended token writes
+    Regions<2> factors;  // written, because appended tokens have their own factors
     if (a.k_scale.row_stride) factors.add(k_scale);
     if (a.v_scale.row_stride) factors.add(v_scale);
     for (const Region& input : inputs) {
@@ -92,12 +91,12 @@ fa_status check_appended(const fa_kvcache_args& a, const fa_attention_args& f, s
     return a.k_scale.row_stride || a.v_scale.row_stride ? check_apart(k_scale, v_scale) : FA_OK;
 }
 
-// Rows first .. last of an entry, or of a page, that sequence b appends to.
+// Rows first .. last of cache entry or page `place`, to which sequence b appends.
 struct Appended {
     int32_t place, first, last, b;
 };
 
-// No two sequences may append to one place: chance would decide whose keys remain.
+// No two sequences may append to one place: which keys remain would depend on timing.
 fa_status check_places(const fa_kvcache_args& a, const fa_attention_args& f) {
     if (!a.seqlen_new || !(a.cache_batch_idx || a.block_table)) return FA_OK;
     const char* const name = a.block_table ? "block_table" : "cache_batch_idx";
@@ -107,7 +106,7 @@ fa_status check_places(const fa_kvcache_args& a, const fa_attention_args& f) {
             const int64_t before = a.cache_seqlens ? a.cache_seqlens[b] : f.seqlen_k - a.seqlen_new, after = before + a.seqlen_new;
             if (before < 0) continue;
             if (!a.block_table) {
-                // The whole entry: other sequences of the entry would read what one appends.
+                // the whole entry: other sequences that use it would read the appended keys
                 places.push_back({a.cache_batch_idx[b], 0, INT32_MAX, b});
                 continue;
             }
@@ -130,7 +129,7 @@ fa_status check_places(const fa_kvcache_args& a, const fa_attention_args& f) {
     return FA_OK;
 }
 
-// The tables of the rotary embedding have a row for each position that sequence b, of `before` keys, turns by.
+// Whether the rotary tables have a row for every position in sequence b, which holds `before` keys.
 fa_status check_positions(const fa_kvcache_args& a, const fa_attention_args& f, int32_t b, int64_t before) {
     if (!a.rotary_cos) return FA_OK;
     const bool in_order = f.causal || (f.has_window && (f.window_left >= 0 || f.window_right >= 0)) || f.attention_chunk;
@@ -142,7 +141,7 @@ fa_status check_positions(const fa_kvcache_args& a, const fa_attention_args& f, 
                 a.rotary_rows, b, before, before + rows - 1);
 }
 
-// The contents that the host can read on the CPU: lengths, entries and pages.
+// Checks the contents that only the CPU can read: lengths, entries and pages.
 fa_status check_contents(const fa_kvcache_args& a, const fa_attention_args& f) {
     const int64_t room = f.seqlen_k - a.seqlen_new;
     for (int32_t b = 0; b < f.batch; ++b) {
@@ -250,7 +249,7 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
         return fail(FA_BAD_ARGUMENT, "cache_batch=0 with seqlen_new=%d: a cache without entries takes no keys", a.seqlen_new);
     if (a.cache_batch == 0 && need && !a.cache_seqlens && f.seqlen_k > 0)
         return fail(FA_BAD_ARGUMENT, "cache_batch=0 without cache_seqlens: whether all %d sequences are empty is not said", f.batch);
-    if (a.cache_batch == 0) forward->seqlen_k = p.seqlen_k = 0;  // an empty cache has no keys: nothing of it is read, on any device
+    if (a.cache_batch == 0) forward->seqlen_k = p.seqlen_k = 0;  // an empty cache has no keys and is never read, on any device
     if (a.page_size < 0) return fail(FA_BAD_ARGUMENT, "page_size=%d is negative", a.page_size);
     if (a.block_table && !a.page_size) return fail(FA_BAD_ARGUMENT, "block_table is set with page_size=0: it is 1 or more");
     if (!a.block_table && a.page_size && need && f.seqlen_k > 0)  // a table without columns may have no address
@@ -311,7 +310,7 @@ fa_status validate(const fa_kvcache_args* args, Pointers pointers, fa_attention_
     c.dtype = DType(cache_dtype), c.k_scale = view(a.k_scale), c.v_scale = view(a.v_scale);
     c.batch_invariant = a.batch_invariant, c.num_splits = a.num_splits, c.programmatic = a.programmatic;
     if (a.tree_keys) {
-        // A query may come without addresses; the kernels are told that there is a tree all the same.
+        // A query may have no addresses; the kernels must still see that there is a tree.
         static const uint64_t kSomeTree = 0;
         p.tree = {a.tree_mask ? a.tree_mask : &kSomeTree, a.tree_batch_stride, a.tree_row_stride, a.tree_keys};
     }

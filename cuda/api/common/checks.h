@@ -17,9 +17,9 @@
 
 namespace fa {
 
-enum class Pointers { kRequired, kOptional };  // a query may leave data pointers NULL
+enum class Pointers { kRequired, kOptional };  // kOptional: for a query, whose data pointers may be NULL
 
-constexpr int64_t kMaxLength = (int64_t(1) << 31) - 4096;  // so that int32 can count one tile beyond the end
+constexpr int64_t kMaxLength = (int64_t(1) << 31) - 4096;  // so that int32 can still count one tile past the end
 
 inline const char* dtype_name(int32_t dtype) {
     switch (dtype) {
@@ -51,7 +51,7 @@ inline fa_status check_length(const char* name, int64_t value) {
     return FA_OK;
 }
 
-// The most rows of all heads together. No size derived from so many rows overflows, and no memory holds so many.
+// The most rows of all heads together. Sizes derived from this limit fit in 64 bits, and no memory holds so many rows.
 constexpr int64_t kMaxTotalRows = int64_t(1) << 42;
 
 inline fa_status check_total(int64_t batch, const char* heads_name, int64_t heads, const char* rows_name, int64_t rows) {
@@ -60,15 +60,15 @@ inline fa_status check_total(int64_t batch, const char* heads_name, int64_t head
                 rows_name, rows);
 }
 
-// The environment's number of threads, or 0.
+// The number of threads set by the environment, or 0.
 inline int32_t threads_of_environment() {
     const char* const text = std::getenv("FLASH_ATTN_NUM_THREADS");
     const long n = text ? std::strtol(text, nullptr, 10) : 0;
     return n >= 1 && n <= 4096 ? int32_t(n) : 0;
 }
 
-// The most threads that a call takes by itself. Workspaces are made for so many, whatever processors the thread may run on when it calls:
-// see cpu::GivenThreads.
+// The number of threads of a call that does not set it. Workspaces are sized for it, whatever processors the calling thread may run
+// on: see cpu::GivenThreads.
 inline int32_t default_threads() {
     const int32_t n = threads_of_environment();
     return n ? n : std::min(cpu::processors_of_process(), 4096);
@@ -76,8 +76,8 @@ inline int32_t default_threads() {
 
 inline bool threads_are_given(int32_t num_threads) { return num_threads || threads_of_environment(); }
 
-// Copies the caller's struct. A caller compiled against an older, shorter struct leaves out the newer fields, which are then zero: the
-// default. A caller with a newer, longer struct must leave the fields that this library does not know at zero.
+// Copies the caller's struct. A caller compiled against an older, shorter struct lacks the newer fields; they get 0, their default. A
+// caller with a newer, longer struct must leave fields unknown to this library at zero.
 template <typename Args>
 fa_status copy_args(const Args* args, const char* name, size_t smallest, Args* full) {
     if (!args) return fail(FA_BAD_ARGUMENT, "%s is NULL", name);

@@ -1,4 +1,4 @@
-// device.cpp: asks the CUDA runtime which device runs a call. The facts of each device are read once it answers.
+// device.cpp: asks the CUDA runtime which device runs a call. The properties of each device are read at its first call.
 #include "api/common/device.h"
 
 #include "api/common/status.h"
@@ -28,7 +28,7 @@ int cuda_device_count() {
 namespace {
 constexpr int kMaxDevices = 64;
 struct KnownDevice {
-    std::atomic<bool> known{false};  // once true, `info` stands
+    std::atomic<bool> known{false};  // once true, `info` is complete and never changes
     DeviceInfo info{};
 };
 KnownDevice known_devices[kMaxDevices];
@@ -49,8 +49,8 @@ cudaError_t read_facts(int index, DeviceInfo* info) {
     return cudaSuccess;
 }
 
-// The facts of a device never change, so they are read once and kept for the life of the process. A failure is not kept: a driver may be
-// unable to answer for a while.
+// The properties of a device never change, so they are read once and kept for the life of the process. A failure is not kept, because a
+// driver may be unable to answer for a while.
 fa_status device_facts(int index, DeviceInfo* info) {
     if (index < 0 || index >= kMaxDevices) return fail(FA_UNSUPPORTED, "CUDA device %d: only %d devices are supported", index, kMaxDevices);
     KnownDevice& device = known_devices[index];

@@ -1,5 +1,5 @@
-// dispatch.h: chooses the kernel that serves a call from a table of kernels, best first, and says why not the kernels before it. The
-// queries of the C ABI return the same choice as an answer.
+// dispatch.h: chooses the kernel for a call from a table of kernels, best first, and gives the reasons against the kernels before it. The
+// queries of the C ABI return the result of the same choice.
 #pragma once
 
 #include <cstdio>
@@ -13,7 +13,7 @@
 
 namespace fa {
 
-// A text buffer of fixed size, which takes as many whole lines as fit.
+// A text buffer of fixed size that keeps as many whole lines as fit.
 class Lines {
 public:
     Lines(char* text, size_t size) : text_(text), left_(size) {
@@ -35,6 +35,34 @@ private:
     bool first_ = true;
 };
 
+// The end of a refusal in a build without some of the kernels: the kernels that it lacks, and how to build them.
+#if !FA_WITH_CUDA
+constexpr char kLacks[] = "; this build has no GPU kernels: ./build_and_run.sh --all-kernels builds them (CMake: -DFLASH_ATTN_CUDA=ON)";
+#elif FA_GENERAL_KERNELS
+constexpr char kLacks[] =
+    "; this build has only the general kernels: ./build_and_run.sh --all-kernels builds the rest (CMake: -DFLASH_ATTN_KERNELS=all)";
+#elif !FA_WITH_MMA_SM80
+constexpr char kLacks[] =
+    "; this build has no kernels for sm_80 and newer: ./build_and_run.sh --arch 80 builds them (CMake: -DFLASH_ATTN_ARCH=80)";
+#elif !FA_WITH_WGMMA_SM90
+constexpr char kLacks[] = "; this build has no Hopper kernels: ./build_and_run.sh --arch 90 builds them (CMake: -DFLASH_ATTN_ARCH=90)";
+#else
+constexpr char kLacks[] = "";
+#endif
+
+// Whether a kernel that this build lacks may run on the device.
+inline bool lacks_kernels_for([[maybe_unused]] const DeviceInfo& device) {
+#if FA_GENERAL_KERNELS
+    return device.index >= 0;
+#elif FA_WITH_CUDA && !FA_WITH_MMA_SM80
+    return device.compute >= 80;
+#elif FA_WITH_CUDA && !FA_WITH_WGMMA_SM90
+    return device.compute == 90;
+#else
+    return false;
+#endif
+}
+
 // Chooses the kernel that serves the call: the kernel forced by the argument `forced`, else the one forced by the environment variable,
 // else the first in the table that neither refuses nor yields. `place` is the device argument. kernel_at(i) is null past the end of the
 // table. why_not may be null.
@@ -48,7 +76,7 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
         if (forced && !*forced) forced = nullptr;
     }
     char text[256] = "";
-    if (!forced && !why_not)  // a launch: reasons are worth their microseconds where somebody reads them, that is below
+    if (!forced && !why_not)  // a launch does not format reasons, which takes microseconds; the code below does, for those who read them
         for (int i = 0; const Row* const kernel = kernel_at(i); ++i)
             if (kernel->device == place && !kernel->refuses(params, device, text, 0) &&
                 !(kernel->yields && kernel->yields(params, device, text, 0))) {
@@ -79,13 +107,13 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
         if (why_not) why_not->add(kernel.name, reason);
         last = kernel.name, last_reason = reason;
     }
-    if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build", source, forced);
-    // The most general kernel comes last, so its reason says why the call is not served at all.
-    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
-                last_reason);
+    if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build%s", source, forced, kLacks);
+    // Quotes the reason of the last kernel in the table.
+    return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s%s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
+                last_reason, lacks_kernels_for(device) ? kLacks : "");
 }
 
-// The query functions of the C ABI: they prepare a call from its arguments and do not launch it.
+// The query functions of the C ABI: they prepare a call from its arguments but do not launch it.
 template <typename AnyCall, typename Args>
 fa_status query(const Args* args, fa_attention_plan* plan) {
     const cpu::FloatMode mode;

@@ -1,4 +1,4 @@
-// options.h: checks of the fields of fa_attention_args that say what is computed, and how, rather than where arrays are and how long.
+// options.h: checks of the fields of fa_attention_args that say what is computed, not where arrays are or how long they are.
 #pragma once
 
 #include <cfloat>
@@ -17,7 +17,7 @@ inline fa_status check_options(const fa_attention_args& a) {
         return fail(FA_BAD_ARGUMENT, "softmax_scale=%g is set but has_softmax_scale is 0", a.softmax_scale);
     }
     if (!std::isfinite(a.softcap) || a.softcap < 0) return fail(FA_BAD_ARGUMENT, "softcap=%g is not a finite number >= 0", a.softcap);
-    if (a.softcap > 0 && a.softcap < FLT_MIN)  // its reciprocal is infinite
+    if (a.softcap > 0 && a.softcap < FLT_MIN)  // its reciprocal would be infinite
         return fail(FA_BAD_ARGUMENT, "softcap=%g is below %g, the smallest normal float", a.softcap, FLT_MIN);
     FA_RETURN_IF_ERROR(check_pointer("alibi_slopes", a.alibi_slopes, 4, false));
     if (a.bias_dtype && a.bias_dtype != FA_FLOAT32 && a.bias_dtype != a.dtype)

@@ -12,7 +12,7 @@ namespace {
 
 __extension__ typedef __int128 Wide;
 
-// The bytes [first, end), as addresses or relative to one.
+// The bytes [first, end), either as addresses or relative to an address.
 struct Span {
     Wide first, end;
     void extend(const Axis& axis, int64_t element) {
@@ -27,7 +27,8 @@ Span span_of(const Region& r) {
     return span;
 }
 
-// The same in 64 bits, in a third of the time; false where they do not suffice. Every call has dozens of pairs of arrays, nearly all apart.
+// span_of in 64 bits, in a third of the time; false on overflow. Every call checks dozens of pairs of arrays, which are
+// nearly always apart.
 bool short_span(const Region& r, int64_t* first, int64_t* end) {
     int64_t low = 0, high = 0;
     bool overflows = __builtin_mul_overflow(r.columns, r.element, &high);
@@ -44,20 +45,21 @@ bool short_span(const Region& r, int64_t* first, int64_t* end) {
 
 Wide magnitude(Wide x) { return x < 0 ? -x : x; }
 
-// Along one axis, an element of array a may be m * step bytes ahead of an element of array b, for m in least .. most.
+// For one axis: an element of array a may lie m * step bytes after an element of array b, for m in least .. most.
 struct Lead {
     Wide step, least, most;
 };
 
-// Whether the sum of m_i * step_i, with m_i in least_i .. most_i, lies strictly between low and high for some choice of the m_i. Where the
-// search would take long, the answer is true.
+// Whether some choice of the m_i, each in least_i .. most_i, puts the sum of m_i * step_i strictly between low and high. Returns true
+// without searching further where the search would take long.
 bool reaches(const Lead* lead, int count, Wide low, Wide high) {
     if (count == 0) return low < 0 && 0 < high;
-    Wide first = 0, last = 0;  // the least and the most that the other axes add
+    Wide first = 0, last = 0;  // the least and the most that the axes after the first can add
     for (int i = 1; i < count; ++i) first += lead[i].least * lead[i].step, last += lead[i].most * lead[i].step;
     // So m * step must lie strictly between low - last and high - first.
     const auto floor_of = [&](Wide x) {
-        const Wide towards_zero = x / lead->step;  // without %: GCC 12 makes both one call of __divmodti4, which needs GCC 7's runtime
+        const Wide towards_zero = x / lead->step;  // without %: GCC 12 combines / and % into a call of __divmodti4, which older runtimes
+                                                   // (before GCC 7) lack
         return towards_zero - (towards_zero * lead->step > x);
     };
     const Wide begin = std::max(lead->least, floor_of(low - last) + 1), end = std::min(lead->most, -floor_of(first - high) - 1);
@@ -67,7 +69,7 @@ bool reaches(const Lead* lead, int count, Wide low, Wide high) {
     return false;
 }
 
-// Sorts by size, the largest first.
+// Sorts by decreasing size.
 template <typename Item, typename Size>
 void sort_by(Item* items, int count, const Size& size) {
     for (int i = 1; i < count; ++i)
@@ -108,7 +110,8 @@ bool overlap(const Region& a, const Region& b) {
     for (int i = 0; i < 3; ++i) {
         const Axis &x = a.axes[i], &y = b.axes[i];
         const Wide step_x = Wide(x.stride) * a.element, step_y = Wide(y.stride) * b.element;
-        const bool moves_x = x.extent > 1 && step_x != 0, moves_y = y.extent > 1 && step_y != 0;  // else all indices are one place
+        const bool moves_x = x.extent > 1 && step_x != 0, moves_y = y.extent > 1 && step_y != 0;  // otherwise all indices of the axis are
+                                                                                                  // at one address
         if (moves_x && moves_y && step_x != step_y) {
             own_a.extend(x, a.element), own_b.extend(y, b.element);
             continue;

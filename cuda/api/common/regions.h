@@ -1,4 +1,4 @@
-// regions.h: the memory that an array occupies. With it, outputs are refused if they overlap themselves, or an array that is in use.
+// regions.h: the memory that an array occupies. Serves to refuse outputs that overlap themselves or an array that is in use.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 namespace fa {
 
 struct Axis {
-    const char *name, *count;  // names of the stride and of the extent in a message
+    const char *name, *count;  // how messages name the stride and the extent
     int64_t extent, stride;    // stride in elements
 };
 
@@ -29,7 +29,7 @@ struct Region {
     }
 };
 
-// `batch` and `rows` are those of the array's own shape: a varlen array has batch 1.
+// `batch` and `rows` describe the array's own shape: a varlen array has batch 1.
 template <typename Tensor>
 Region region(const char* name, const Tensor& t, int64_t batch, int64_t rows, int64_t heads, int64_t columns, size_t element) {
     return {name,
@@ -42,7 +42,7 @@ inline Region region(const char* name, const void* data, int64_t count, size_t e
     return {name, data, {{"batch", "batch", 1, 0}, {"row", "rows", 1, 0}, {"head", "nheads", 1, 0}}, count, int64_t(element)};
 }
 
-// The arrays of a call that one of its outputs could overlap. Arrays that are not given take no place.
+// A list of arrays of one call. add() ignores arrays that are NULL or empty.
 template <int kMost>
 class Regions {
 public:
@@ -58,18 +58,18 @@ private:
 };
 
 // Every element of an output must have its own place. The check is that the axes nest: a step along an axis leads past everything that the
-// axes of smaller steps reach. Every array made by slicing, transposing or reshaping such an array passes.
-// A query may have no address; then only strides of 0 are refused.
+// axes of smaller steps reach. Every array made by slicing, transposing or reshaping a contiguous array passes. In a query without
+// addresses only strides of 0 are refused.
 fa_status check_output(const Region& output);
 
 // Whether two arrays have an element in common. The answer is exact for views of one array whose axes have equal steps, such as q, k, v and
-// out in one buffer, or the step 0 of an array that repeats. An axis whose steps differ counts as filled without gaps.
+// out in one buffer, and for broadcast axes (step 0). An axis whose steps differ counts as filled without gaps.
 bool overlap(const Region& a, const Region& b);
 
-// Refuses an output that overlaps the other array. With `in_place` both may be the same array, element for element.
+// Refuses an output that overlaps the other array. With `in_place` both may be the same array with the same layout.
 fa_status check_apart(const Region& output, const Region& other, bool in_place = false);
 
-// Refuses an output that overlaps an array which the call reads, or an output before it.
+// Refuses an output that overlaps an array which the call reads, or a previous output.
 template <int kOutputs, int kInputs>
 fa_status check_apart(const Regions<kOutputs>& outputs, const Regions<kInputs>& inputs) {
     for (const Region& output : outputs) {

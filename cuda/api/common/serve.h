@@ -1,4 +1,4 @@
-// serve.h: what the registries share: how a kernel is run on each device, and a reason to refuse.
+// serve.h: shared by the registries: running a kernel on each device, and common reasons to refuse.
 #pragma once
 
 #include <cstdarg>
@@ -42,7 +42,7 @@ inline fa_status launched(const char* name, cudaError_t error) {
     return fail(FA_CUDA_ERROR, "kernel %s: %s (%s)", name, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-// Checks the number of blocks, then calls launch(), which queues a kernel of that many blocks.
+// Checks the number of blocks, then calls launch(), which enqueues a kernel with that many blocks.
 template <typename Launch>
 fa_status start(const char* name, int64_t blocks, const Launch& launch) {
     if (blocks > kMaxGrid) return fail(FA_UNSUPPORTED, "%s: %lld blocks are more than a grid has", name, static_cast<long long>(blocks));
@@ -50,7 +50,7 @@ fa_status start(const char* name, int64_t blocks, const Launch& launch) {
 }
 #endif
 
-// Writes a reason to refuse, which quotes values, to `text`, and returns it. A size of 0 asks whether there is one: nothing is written.
+// Writes a reason with values to `text` and returns it. With size 0 the caller only asks whether there is a reason: nothing is written.
 [[gnu::format(printf, 3, 4)]] inline const char* say(char* text, size_t size, const char* format, ...) {
     if (!size) return text;
     va_list values;
@@ -69,8 +69,8 @@ inline const char* needs_sm80(const DeviceInfo& device, char* text, size_t size)
     return say(text, size, "needs sm_80 or newer, this device is sm_%d", device.compute);
 }
 
-// nullptr when the copy engine (TMA) can read the tensor: 16-byte aligned, with strides that are positive multiples of 16 bytes below 2^40.
-// Otherwise the reason why not. Axes of one element need no stride.
+// nullptr if TMA can read the tensor: 16-byte aligned, with strides that are positive multiples of 16 bytes below 2^40. Otherwise the
+// reason why not. The stride of an axis with one element does not matter.
 inline const char* no_tensor_map(const char* name, const TensorView& t, int64_t batch, int64_t rows, int64_t heads, int element_bytes,
                                  char* text, size_t size) {
     if (reinterpret_cast<uintptr_t>(t.data) % 16) return say(text, size, "%s.data=%p is not aligned to 16 bytes", name, t.data);

@@ -1,4 +1,4 @@
-// checks.h: checks that the operations around attention share. Each names the argument and quotes its value.
+// checks.h: checks shared by the operations around attention. Each names the argument and quotes its value.
 #pragma once
 
 #include "api/common/checks.h"
@@ -41,8 +41,9 @@ inline fa_status check_pair(const char* name, int32_t pair, int32_t out_features
     return FA_OK;
 }
 
-// Checks and takes over the arguments that fa_linear and fa_w4_linear share. The caller has checked device and dtype, and
-// check_weight(required) checks the weight. `weight_dtype` is the default of bias_dtype. Without `pointers` (a query) arrays may be NULL.
+// Checks the arguments that fa_linear and fa_w4_linear share and copies them to *params. The caller has checked device and dtype,
+// and check_weight(required) checks the weight. `weight_dtype` is the default of bias_dtype. With pointers = false (a query)
+// arrays may be NULL.
 template <typename Args, typename Params, typename CheckWeight>
 fa_status check_product(const Args& a, DType weight_dtype, bool pointers, const CheckWeight& check_weight, Params* params) {
     Params& p = *params;

@@ -77,7 +77,7 @@ struct Call {
         if (const fa_status status = validate(given, pointers, &args, &params); status != FA_OK) return status;
         if (const fa_status status = find_device(fa_device(args.device), args.x.data, &device, "x"); status != FA_OK) return status;
         params.programmatic = params.programmatic && device.compute >= 90;
-        LinearParams planned = params;  // plans divide by the number of rows
+        LinearParams planned = params;  // plans divide by the number of rows, so it must not be 0
         if (planned.rows == 0) planned.rows = 1;
         return choose(args.kernel, args.device, planned, device, dense_linear_kernel_at, "FLASH_ATTN_DENSE_LINEAR_KERNEL", &kernel,
                       why_not);

@@ -1,5 +1,5 @@
-// ops.cpp: the exported functions of the small operations except linear: validate, find the device, launch. Each has one kernel on each
-// device.
+// ops.cpp: the exported functions of the small operations except linear: validate, find the device, launch. Each operation has one
+// kernel per device.
 #include "api/common/serve.h"
 #include "api/transformer/registry.h"
 #include "api/transformer/validate.h"
@@ -34,7 +34,7 @@ void on_cpu(const RopeParams& p) { cpu::rope(p); }
 void on_cpu(const SwigluParams& p) { cpu::swiglu(p); }
 void on_cpu(const SampleParams& p) { cpu::sample(p); }
 
-// The array `input` decides which GPU runs the call. Without rows (any is false) there is nothing to launch.
+// The array `input` decides which GPU runs the call. `any` is false for a call without rows, which launches nothing.
 template <typename Params>
 fa_status run(Params& params, int32_t device, int32_t num_threads, const char* input_name, const void* input, bool any,
               [[maybe_unused]] void* stream) {

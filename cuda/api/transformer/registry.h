@@ -8,7 +8,7 @@
 namespace fa {
 
 using LinearKernel = KernelOf<W4LinearParams>;     // products with 4-bit weights
-using ChainKernel = KernelOf<W4ChainParams>;       // chains of these
+using ChainKernel = KernelOf<W4ChainParams>;       // chains of such products
 using DenseLinearKernel = KernelOf<LinearParams>;  // products with 16 or 32-bit weights
 
 int linear_kernel_count();

@@ -1,9 +1,9 @@
-// registry_w4.cpp: the kernels for products with 4-bit weights and for chains of them, best first on each device: what each refuses, and
-// which calls it leaves to a faster one.
+// registry_w4.cpp: the kernels for products with 4-bit weights and for chains of such products, best first on each device: what each kernel
+// refuses, and which calls it leaves to a faster one.
 //
 //     rows of x    the first choice on Hopper
-//     1            small_w4 up to 4096 columns and some 17,000 features; else few_w4_sm90, and mma_w4 where x needs a norm or rounding
-//     2 .. 16      few_w4_sm90; up to 8 rows that need a norm or rounding mma_w4, where its blocks have room to do it themselves
+//     1            small_w4 up to 4096 columns and about 17,000 features; else mma_w4 if x needs a norm or rounding, and few_w4_sm90 if not
+//     2 .. 16      few_w4_sm90; but mma_w4 for most calls of up to 8 rows that need a norm or rounding, if its blocks have room to do it
 //     17 .. 32     few_w4_sm90 for the smaller weights, wgmma_w4_few_sm90 for the larger
 //     33 ..        wgmma_w4_few_sm90 where tiles of up to 64 rows are estimated to be faster, else wgmma_w4_sm90
 //
@@ -83,9 +83,9 @@ const char* few_refuses(const Params& p, const DeviceInfo& device, char* text, s
     if (few_w4_sm90_fits(p, device)) return nullptr;
     return say(text, size, "rows=%lld: above 32, or too many for shared memory", rows_of(p));
 }
-// x needs a norm or rounding, which few_w4_sm90 leaves to a launch before its own.
+// Whether x needs a norm or rounding. few_w4_sm90 does it in a separate launch first.
 bool rounds_first(const Params& p, const DeviceInfo& device) { return few_w4_sm90_workspace(p, device) > 0; }
-// mma_w4 does so in its own blocks.
+// mma_w4 does it inside its own blocks, if they have room.
 bool mma_rounds_itself(const Params& p, const DeviceInfo& device) { return mma_w4_workspace(p, device) == 0; }
 
 const char* few_yields(const Params& p, const DeviceInfo& device, char* text, size_t size) {
@@ -99,7 +99,7 @@ const char* few_yields(const Params& p, const DeviceInfo& device, char* text, si
     if (p.rows <= 16 || p.out_features <= 4096) return nullptr;
     constexpr int64_t kMillion = 1000000;
     const int64_t weights = int64_t(p.out_features) * p.in_features;
-    const bool low = p.rows <= 24 && p.programmatic && rounds;  // measured by the height of W alone
+    const bool low = p.rows <= 24 && p.programmatic && rounds;  // measured: here only the height of W matters
     if (low ? p.out_features <= 6144 : weights <= (p.rows > 24 ? 20 : 60) * kMillion) return nullptr;
     return say(text, size, "rows=%lld of a %d x %d weight: wgmma_w4_few_sm90 is faster", rows_of(p), p.out_features, p.in_features);
 }
@@ -158,7 +158,7 @@ fa_status chain_launch(const W4ChainParams& p, const DeviceInfo& device, void* s
 }
 #endif
 
-// one_by_one, and the CPU: each product by its own kernel, all with the same workspace.
+// one_by_one, and the CPU: each product by its own kernel; all use the same workspace.
 template <fa_device device>
 fa_status kernel_of(const Params& p, const DeviceInfo& info, const LinearKernel** kernel) {
     return choose(nullptr, device, p, info, linear_kernel_at, kLinearVariable, kernel, nullptr);

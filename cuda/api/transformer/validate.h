@@ -1,4 +1,4 @@
-// validate.h: from the C structs to the kernels' parameters. Every argument is checked here, before any launch, and nowhere below.
+// validate.h: turns the C structs into the kernels' parameters. Every argument is checked here, before any launch, and nowhere else.
 #pragma once
 
 #include "api/common/checks.h"
@@ -19,7 +19,7 @@ fa_status validate(const fa_w4_dequantize_args* args, W4DequantizeParams* params
 fa_status validate(const fa_w4_pack_args* args, W4PackParams* params);
 fa_status validate(const fa_w4_linear_args* args, Pointers pointers, fa_w4_linear_args* full, W4LinearParams* params);
 fa_status validate(const fa_w4_linear_chain_args* args, Pointers pointers, fa_w4_linear_chain_args* full, W4ChainParams* params);
-// Refuses a workspace, of which the kernel uses `bytes` bytes, over an array of the call.
+// Refuses a workspace that overlaps an array of the call. `bytes`: the part of the workspace that the kernel uses.
 fa_status check_workspace_apart(const void* workspace, const W4LinearParams& params, size_t bytes);
 fa_status check_workspace_apart(const void* workspace, const W4ChainParams& params, size_t bytes);
 fa_status packed_bytes(int32_t format, int32_t out_features, int32_t in_features, int32_t pair, int64_t* bytes);

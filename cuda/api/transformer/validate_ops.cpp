@@ -1,4 +1,4 @@
-// validate_ops.cpp: the arguments of the small operations, checked before any launch.
+// validate_ops.cpp: checks the arguments of the small operations before any launch.
 #include <cmath>
 
 #include "api/transformer/checks.h"
@@ -27,7 +27,7 @@ fa_status validate(const fa_rms_norm_args* args, RmsNormParams* params) {
     const Region residual = region("residual", a.residual, a.rows, a.dim, size_of(p.residual_dtype));
     FA_RETURN_IF_ERROR(check_output(out));
     const Region weight = region("weight", a.weight, a.dim, size_of(p.weight_dtype));
-    if (a.residual.data) {  // then x is an output too
+    if (a.residual.data) {  // x is an output too
         FA_RETURN_IF_ERROR(check_output(x));
         FA_RETURN_IF_ERROR(check_apart(x, residual, true));
         FA_RETURN_IF_ERROR(check_apart(x, weight));
@@ -158,7 +158,7 @@ fa_status validate(const fa_sample_args* args, SampleParams* params) {
     p.seeds = a.seeds, p.step = a.step, p.step_stride = a.step_stride, p.seed = a.seed, p.offset = a.offset;
     p.batch = a.batch, p.vocab = a.vocab, p.top_k = a.top_k;
     const double scale = kLog2eDouble / double(a.temperature);
-    p.greedy = !(scale <= 1e30);  // at so low a temperature only the largest logit has weight
+    p.greedy = !(scale <= 1e30);  // at such a low temperature only the largest logit has weight
     p.scale = p.greedy ? 0.0f : float(scale);
     p.top_p = a.top_p == 0 ? uint64_t(1) << 32 : uint64_t(std::ceil(double(a.top_p) * 4294967296.0));
     p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);

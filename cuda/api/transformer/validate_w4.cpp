@@ -1,4 +1,4 @@
-// validate_w4.cpp: the arguments of the operations with 4-bit weights, checked before any launch.
+// validate_w4.cpp: checks the arguments of the operations with 4-bit weights before any launch.
 #include <cstdio>
 
 #include "api/transformer/checks.h"

@@ -1,4 +1,4 @@
-// w4.cpp: the exported functions of 4-bit weights: validate, find the device, choose a kernel (of the products), launch.
+// w4.cpp: the exported functions of 4-bit weights: validate, find the device, choose a kernel (for products), launch.
 #include <algorithm>
 
 #include "api/common/dispatch.h"
@@ -26,7 +26,7 @@ fa_status on_gpu(const W4DequantizeParams& p, cudaStream_t stream) { return laun
 fa_status on_gpu(const W4PackParams& p, cudaStream_t stream) { return launched("w4_pack", w4_pack(p, stream)); }
 #endif
 
-// `data`, the argument called `name`, decides which GPU runs the call.
+// The array `data`, which is the argument called `name`, decides which GPU runs the call.
 template <typename Params>
 fa_status run(const Params& params, int32_t device, int32_t num_threads, const char* name, const void* data,
               [[maybe_unused]] void* stream) {
@@ -45,7 +45,7 @@ fa_status run(const Params& params, int32_t device, int32_t num_threads, const c
 #endif
 }
 
-// Plans divide by the number of rows. A call without rows is never launched, but may be queried; its plan is that of one row.
+// Plans divide by the number of rows. A call without rows is never launched, but may be queried; it then gets the plan of one row.
 W4LinearParams with_rows(W4LinearParams p) {
     if (p.rows == 0) p.rows = 1;
     return p;
@@ -55,7 +55,7 @@ W4ChainParams with_rows(W4ChainParams chain) {
     return chain;
 }
 
-// A call with a choice of kernels: its arguments, checked, and all that a launch needs.
+// A call with a choice of kernels: its checked arguments and everything that a launch needs.
 template <typename Args, typename Params>
 struct Call {
     Args args;

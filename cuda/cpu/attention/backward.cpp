@@ -1,9 +1,10 @@
-// backward.cpp: the CPU backward pass outside the tile: which tiles there are, which thread computes them, where their scratch is.
+// backward.cpp: the CPU backward pass outside the tile kernel: it divides the work into tiles, hands them to threads and lays
+// out their scratch.
 //
-// One task owns a tile of keys. It sums up dK and dV of the tile, and walks over the queries of every head that sees the tile, one block of
-// queries at a time. The tiles add their parts of a block's dQ one after the other; `ready` holds the tile whose turn it is. So every sum
-// has one order, whichever thread runs a task and however many threads there are. The workspace is the scratch of each thread, dQ in
-// float32, and a few words for each row and each block.
+// One task owns a tile of keys. It accumulates the tile's dK and dV while it walks over the queries of every head that sees the tile, one
+// block of queries at a time. The tiles add their parts of a block's dQ in a fixed order; `ready` holds the tile whose turn it is. So every
+// sum has one order, whichever thread runs a task and however many threads there are. The workspace holds the scratch of each thread, dQ in
+// float32, and a few words per row and per block.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -30,15 +31,16 @@ const BackwardTileKernel& tile_kernel(Isa isa) {
     return kBackwardTilePortable;
 }
 
-// Parts of the workspace are counted in floats; each is a whole number of cache lines.
+// Sizes of the parts of the workspace, in floats; each is a whole number of cache lines.
 constexpr int64_t kLine = 64 / sizeof(float);
 int64_t lines(int64_t floats) { return (floats + kLine - 1) / kLine * kLine; }
 
 int64_t blocks_of(int64_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
 
-// Keys of a tile. With more keys, Q and dO are read less often and dQ is added to less often. The five matrices of the tile should take at
-// most half of a usual L2 cache, and there should be tiles for many threads. The number of threads must not matter, because sums depend on
-// the tiles. Measured with AVX-512 on 2048 keys, headdim 128: 256 keys are 15 % faster than 64, and 512 no faster than 256.
+// Keys per tile. With more keys, Q and dO are read less often and dQ is added to less often. The five matrices of the tile should take
+// at most half of a usual L2 cache, and there should be tiles for many threads. The choice must not depend on the number of threads,
+// because the sums depend on the tiles. Measured with AVX-512 on 2048 keys, headdim 128: 256 keys are 15 % faster than 64, and 512 are
+// no faster than 256.
 int32_t tile_keys(const AttentionParams& p) {
     const int64_t fit = (int64_t(3) << 16) / (3 * p.headdim + 2 * p.headdim_v);
     const int64_t share = std::max<int64_t>(int64_t(p.seqlen_k) * p.nheads_k * p.batch / 32, kMaxTileKeys / 2);
@@ -56,13 +58,13 @@ int useful_threads(const AttentionParams& p, const BackwardTileKernel& kernel) {
 
 struct Layout {
     int64_t ld_k, ld_v, ld_dq;
-    int64_t tile, matrix_k, matrix_v, block_k, block_v, panel, thread;  // tile: keys; the others: floats of a thread's scratch
+    int64_t tile, matrix_k, matrix_v, block_k, block_v, panel, thread;  // tile: in keys; all other sizes: floats in a thread's scratch
     int64_t rows, blocks;                                               // query rows and blocks of the whole call
-    int64_t delta, dq, ready, total;                                    // floats; of row_max and log_sum as many as of delta
+    int64_t delta, dq, ready, total;                                    // sizes in floats; row_max and log_sum are as large as delta
     int threads;
     Layout(const BackwardParams& b, const BackwardTileKernel& kernel) {
         const AttentionParams& p = b.forward;
-        // One cache line more than a row needs: if rows were a power of two apart, a column would use only a few sets of the cache.
+        // Each row has one cache line more than it needs: with rows a power of two apart, a column would use only a few sets of the cache.
         ld_dq = lines(p.headdim), ld_k = ld_dq + kLine, ld_v = lines(p.headdim_v) + kLine;
         tile = tile_keys(p);
         matrix_k = ld_k * tile, matrix_v = ld_v * tile;
@@ -101,7 +103,7 @@ struct Backward {
 
     // ---- the blocks of queries ----
 
-    // The turn of a block. Sequences of a varlen batch start at any row, so each sequence has room for one more block.
+    // The turn counter of a block. Sequences of a varlen batch start at any row, so each sequence has room for one extra block.
     Turn& turn(const Sequence& s, int32_t batch, int32_t head, int32_t block) const {
         const int64_t in_head = p.cu_seqlens_q ? s.lse / kBlockRows + batch : batch * blocks_of(p.seqlen_q);
         return ready[head * (layout.blocks / p.nheads) + in_head + block];
@@ -114,8 +116,8 @@ struct Backward {
         return begin < end ? KeyRange{begin / tile, (end - 1) / tile + 1} : KeyRange{0, 0};
     }
 
-    // Computes delta and the statistics of a block, and gives the first turn to the block's first tile. A block that sees no key has a
-    // gradient of zero.
+    // Computes delta and the statistics of a block, and gives the first turn to the block's first tile. If the block sees no key, its
+    // gradient is zero.
     void start_block(int32_t batch, int32_t head, int32_t block, float* at) const {
         const Sequence s = sequence_of(p, batch);
         const int32_t first = block * kBlockRows, rows = std::min(kBlockRows, s.seqlen_q - first);
@@ -134,7 +136,7 @@ struct Backward {
         store_dq(g, head, first, rows, at);
     }
 
-    // Finds row_max and log_sum of the block's rows with a large lse, from S as add_block computes it.
+    // Computes row_max and log_sum of the block's rows with a large lse, from the same S as add_block.
     void part_statistics(const Sequence& s, int32_t batch, int32_t head, int32_t block, const KeyRange& tiles, float* at) const {
         const float sink = p.sinks ? p.sinks[head] : -INFINITY;
         float max[kBlockRows], sum[kBlockRows];
@@ -189,8 +191,8 @@ struct Backward {
         }
     }
 
-    // Calls body(block, tiles) for each block that sees the tile, the last block first. A causal tile then never waits for a tile that has
-    // more to do.
+    // Calls body(block, tiles) for each block that sees the tile, the last block first. In this order a causal tile never waits for a tile
+    // that has more work.
     template <typename Body>
     void for_blocks(const Sequence& s, int32_t tile, const Body& body) const {
         for (int32_t block = int32_t(blocks_of(s.seqlen_q)) - 1; block >= 0; --block) {
@@ -218,7 +220,7 @@ struct Backward {
                           b.accumulate);
     }
 
-    // Waits for the turn of this tile, then adds its part of dQ. The tile before has started earlier, so the turn will come.
+    // Waits for this tile's turn, then adds its part of dQ. The previous tile started earlier, so the turn will come.
     void add_dq(const KeyTile& t, const QueryBlock& q, Turn& turn, int32_t tile, const KeyRange& tiles) const {
         while (turn.load(std::memory_order_acquire) != tile) std::this_thread::yield();
         float* sum = dq_sum + (lse_offset(p, t.sequence, q.head) + q.first) * layout.ld_dq;
@@ -239,7 +241,7 @@ struct Backward {
 
     // ---- the gradients of bias and sinks ----
 
-    // One tile of columns of dbias, for one batch entry and head of dbias. All parts are summed into them in one order.
+    // One tile of columns of dbias, for one batch entry and head of dbias. All parts are added in a fixed order.
     void add_bias_tile(int32_t own_batch, int32_t own_head, int32_t tile, int thread) const {
         const ScoreGradient& g = b.dbias;
         const int32_t first = tile * int32_t(layout.tile), columns = std::min(int32_t(layout.tile), p.seqlen_k - first);
@@ -261,7 +263,7 @@ struct Backward {
         }
     }
 
-    // In every row the probability of the sink has the gradient -delta, like that of a key whose value is zero.
+    // In every row the probability of the sink has the gradient -delta, like a key whose value is zero.
     void add_sink(int32_t head) const {
         double sum = 0;
         for (int32_t batch = 0; batch < p.batch; ++batch) {
@@ -283,8 +285,8 @@ struct Backward {
             const int64_t head = task / blocks;
             start_block(int32_t(head / p.nheads), int32_t(head % p.nheads), int32_t(task % blocks), scratch_of(thread));
         });
-        // As many heads at a time as there are threads; of these heads all first tiles, then all second tiles, and so on. So few tiles
-        // wait for their turn.
+        // Processes as many heads at a time as there are threads: first the first tiles of all these heads, then the second tiles, and so
+        // on. Then few tiles wait for their turn.
         const int64_t heads = int64_t(p.batch) * p.nheads_k, together = std::min<int64_t>(threads, heads);
         parallel_for(heads * tiles, threads, [&](int64_t task, int thread) {
             const int64_t first = task / (together * tiles) * together, width = std::min(together, heads - first);

@@ -1,5 +1,5 @@
-// backward_naive.cpp: the gradients of standard attention, one row of S at a time. These loops define the backward pass. They are slow, and
-// the results do not depend on the number of threads.
+// backward_naive.cpp: the gradients of standard attention, one row of S at a time. These loops define the backward pass. They are slow; the
+// results do not depend on the number of threads.
 //
 //     P_ij = exp(S_ij - lse_i)      dP_ij = dout_i . v_j
 //     delta_i = dout_i . out_i - dlse_i      dS_ij = P_ij (dP_ij - delta_i)
@@ -19,10 +19,10 @@
 namespace fa::cpu {
 namespace {
 
-// Scratch of one thread. weight, grad, slope and key list the visible keys of one query; a hidden key has no entry.
+// Scratch of one thread. weight, grad, slope and key have an entry for each key that the query sees.
 struct Scratch {
-    float *q, *dout, *dq;  // of the query: headdim, headdim_v, headdim
-    float *weight, *grad;  // of each visible key: P with dropout, dS
+    float *q, *dout, *dq;  // of one query: headdim, headdim_v, headdim
+    float *weight, *grad;  // of each visible key: P after dropout, dS
     float* slope;          // of each visible key
     int32_t* key;          // the visible keys
     float *dk, *dv;        // of all keys of one head: seqlen_k x headdim, seqlen_k x headdim_v
@@ -60,7 +60,7 @@ float delta(const BackwardParams& b, const Head& h, int32_t i) {
     return b.dlse ? sum - b.dlse[h.lse + i] : sum;
 }
 
-// Puts the scores of query i into row.grad, and returns the number of keys that the query sees.
+// Stores the scores of query i in row.grad and returns the number of keys that the query sees.
 template <DType dtype>
 int32_t scores(const BackwardParams& b, const Head& h, int32_t i, const Scratch& row) {
     const AttentionParams& p = b.forward;
@@ -78,7 +78,7 @@ int32_t scores(const BackwardParams& b, const Head& h, int32_t i, const Scratch&
     return count;
 }
 
-// The statistics of query i, whose scores are in row.grad.
+// The statistics of query i, from its scores in row.grad.
 RowStatistics statistics(const AttentionParams& p, const Head& h, int32_t i, const Scratch& row, int32_t count) {
     const float lse = p.lse[h.lse + i];
     if (!is_large(lse)) return {lse, 0};
@@ -89,7 +89,7 @@ RowStatistics statistics(const AttentionParams& p, const Head& h, int32_t i, con
     return apart(lse, row_max, row_sum);
 }
 
-// Fills `row` for query i, and returns the number of keys that the query sees.
+// Fills `row` for query i and returns the number of keys that the query sees.
 template <DType dtype>
 int32_t gradients(const BackwardParams& b, const Head& h, int32_t i, const Scratch& row) {
     const AttentionParams& p = b.forward;
@@ -112,7 +112,7 @@ void write(void* data, int64_t at, DType dtype, bool accumulate, const float* va
     for (int32_t d = 0; d < count; ++d) store(data, at + d, dtype, value[d] + (accumulate ? load(data, at + d, dtype) : 0));
 }
 
-// dq, dk and dv of the query heads that share a key head.
+// dq, dk and dv for the query heads that share a key head.
 template <DType dtype>
 void backward_head(const BackwardParams& b, int32_t batch, int32_t head_k, const Scratch& row) {
     const AttentionParams& p = b.forward;
@@ -141,7 +141,7 @@ void backward_head(const BackwardParams& b, int32_t batch, int32_t head_k, const
     }
 }
 
-// One batch entry and head of dbias. All parts are summed into it in one fixed order.
+// One batch entry and head of dbias. All parts are added in a fixed order.
 template <DType dtype>
 void backward_bias(const BackwardParams& b, int32_t own_batch, int32_t own_head, const Scratch& row) {
     const AttentionParams& p = b.forward;

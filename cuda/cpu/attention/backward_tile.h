@@ -1,8 +1,8 @@
-// backward_tile.h: the border between backward.cpp, compiled for any processor, and the backward tile kernel, compiled once per
-// instruction set.
+// backward_tile.h: the interface between backward.cpp, which is compiled for any processor, and the backward tile kernel, which is compiled
+// once per instruction set.
 //
-// One task is a tile of keys against every query that sees the tile, one block of queries of one head after the other. The task sums up dK
-// and dV of the tile. The tile's part of a block's dQ is returned to backward.cpp, which adds these parts in the order of the tiles.
+// One task is a tile of keys with every query that sees the tile, one block of queries of one head at a time. The task accumulates dK and
+// dV of the tile. It returns the tile's part of a block's dQ to backward.cpp, which adds these parts in the order of the tiles.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ constexpr int kBlockRows = 96;     // queries; a multiple of the height of every
 constexpr int kPanelKeys = 64;     // S, P and dS exist for one block of queries and one panel of the tile's keys at a time
 constexpr int kMaxTileKeys = 256;  // a whole number of panels
 
-// Matrices are float32, in the scratch of one thread. Their rows are a whole number of cache lines apart.
+// Matrices are float32, in the scratch of one thread. Rows are a whole number of cache lines apart.
 struct KeyTile {
     const BackwardParams* params;
     Sequence sequence;
@@ -33,14 +33,14 @@ struct KeyTile {
 
 struct QueryBlock {
     int32_t head, first, rows;
-    int32_t begin[kBlockRows], end[kBlockRows];  // the keys that causal and window leave to a row; none for an empty row
+    int32_t begin[kBlockRows], end[kBlockRows];  // the keys that causal and window leave to a row; begin >= end if the row sees no key
     const float *row_max, *log_sum;              // P = exp(S - row_max - log_sum): see statistics.h
     const float* delta;                          // rowsum(dout * out) - dlse
     float *q, *dq;                               // (rows, ld_k); dq without softmax_scale
     float* dout;                                 // (rows, ld_v)
     float *p, *ds;                               // (rows, kPanelKeys)
     int32_t next, next_rows;                     // the next block of the same head; next_rows may be 0
-    const float* next_dq;                        // dQ of the next block so far, summed over earlier tiles: (next_rows, next_ld)
+    const float* next_dq;                        // partial dQ of the next block, summed over earlier tiles: (next_rows, next_ld)
     int64_t next_ld;
 };
 
@@ -50,7 +50,7 @@ struct BackwardTileKernel {
     void (*load_keys)(KeyTile&);                                                              // dK = dV = 0
     void (*add_block)(const KeyTile&, QueryBlock&);                                   // dK, dV += the block's part; dQ = the tile's part
     void (*add_bias)(const KeyTile&, QueryBlock&, float* dbias, int64_t row_stride);  // dbias[block, tile] += dS
-    // Goes on with row_max and row_sum of the block's rows over the tile's keys.
+    // Updates row_max and row_sum of the block's rows with the tile's keys.
     void (*sum_rows)(const KeyTile&, QueryBlock&, float* row_max, float* row_sum);
     // to = factor * from, or to += factor * from
     void (*store_rows)(const TensorView& to, int64_t first, DType dtype, int rows, int dim, const float* from, int64_t ld, float factor,

@@ -4,13 +4,13 @@
 //
 // The block goes through the tile in panels of kPanelKeys keys, with five matrix products each:
 //     S = Q K^T    dP = dO V^T    dV += P^T dO    dK += dS^T Q    dQ += dS K
-// Each product is a sum of (a number of the left matrix, broadcast) x (a vector from a row of the right matrix). K and V of the tile are
-// transposed beforehand. So the lanes of S are keys, the lanes of every gradient are the head dim, and no operation is horizontal. The
-// statistics and delta are one number for a whole row of vectors; bias and mask are read along their rows. Bounded by the multiply-add
-// units: 24 (12) accumulators per 10 (8) loads.
+// Each product is a sum of (an element of the left matrix, broadcast) x (a vector from a row of the right matrix). K and V of the tile are
+// transposed beforehand, so the lanes of S are keys, the lanes of every gradient are head dims, and no operation is horizontal. The
+// statistics and delta are one number per row; bias and mask are read along their rows. Bound by the multiply-add units: a register tile of
+// 6 x 4 vectors (6 x 2 with 16 registers) does 24 (12) multiply-adds per 10 (8) loads.
 //
-// A hidden pair has P = -0, which no exponential gives, and dS = 0. While Q, dO and K are finite, products add a hidden pair like any
-// other. When they are not, products find the hidden pairs by this -0 and leave them out.
+// A hidden pair has P = -0, which no exponential returns, and dS = 0. If Q, dO and K are finite, the products add hidden pairs like any
+// other. If not, the products recognise hidden pairs by this -0 and leave them out.
 #include <stddef.h>
 #include <stdint.h>
 #if defined(__F16C__)
@@ -34,10 +34,10 @@ FA_INLINE int vectors_of(int dim) { return (dim + L - 1) / L; }
 struct NextBlock {
     struct Rows {
         const char* at;
-        int64_t stride, bytes;  // from row to row, and of one row
+        int64_t stride, bytes;  // bytes between rows, and bytes of one row
         int rows;
     };
-    static constexpr int kLines = 6;  // after each register tile; with a tile of kMaxTileKeys, every row of the block is reached
+    static constexpr int kLines = 6;  // per register tile; a key tile of kMaxTileKeys keys then prefetches every row of the block
     Rows matrix[3];                   // Q, dO, dQ
     int64_t byte = 0;
     int current = 0;
@@ -54,7 +54,7 @@ struct NextBlock {
     }
 };
 
-// ---- C += A B, or C = A B, by register tiles. With kTransposed, A is given as its transpose ----
+// ---- C += A B, or C = A B, by register tiles. With kTransposed, A is passed as its transpose ----
 
 struct Matrix {
     float* data;
@@ -101,7 +101,7 @@ void product_columns(Matrix a, Matrix b, int length, bool add, Matrix c, int row
     for (; i + 2 <= rows; i += 2) product_block<kTransposed, 2, kWidth>(left(i), b, length, add, c.at(i, 0));
     for (; i < rows; ++i) product_block<kTransposed, 1, kWidth>(left(i), b, length, add, c.at(i, 0));
 }
-// A (rows, length), with kTransposed given as (length, rows); B (length, vectors); C (rows, vectors)
+// A (rows, length), with kTransposed passed as (length, rows); B (length, vectors); C (rows, vectors)
 template <bool kTransposed>
 void product(Matrix a, Matrix b, int length, bool add, Matrix c, int rows, int vectors, NextBlock& next) {
     int n = 0;
@@ -112,7 +112,7 @@ void product(Matrix a, Matrix b, int length, bool add, Matrix c, int rows, int v
     if (kVectors > 1 && vectors - n == 1) product_columns<kTransposed, 1>(a, b.at(0, n * L), length, add, c.at(0, n * L), rows, next);
 }
 
-// C += A B without the hidden pairs, whose 0 times an infinity in B would be NaN. `p` is P at the same pairs as A.
+// C += A B over the visible pairs only: for a hidden pair 0 times an infinity in B would be NaN. `p` is P at the same pairs as A.
 template <bool kTransposed>
 void visible_product(Matrix a, Matrix p, Matrix b, int length, Matrix c, int rows, int vectors) {
     for (int i = 0; i < rows; ++i)
@@ -131,7 +131,7 @@ struct Panel {
     const KeyTile& t;
     const QueryBlock& q;
     const AttentionParams& p;
-    const int key;                                 // the first key of the panel, counted in the tile
+    const int key;                                 // the first key of the panel, relative to the tile
     int row_begin, row_end;                        // the rows of the block that see a key of the panel
     int begin, end;                                // the keys of the panel that such a row sees
     uint16_t bits[(kBlockRows + L) * kPanelKeys];  // dropout: 16 random bits for every pair, from row_begin on
@@ -157,7 +157,7 @@ struct Panel {
     Matrix queries() const { return {q.q + row_begin * t.ld_k, t.ld_k}; }
     Matrix douts() const { return {q.dout + row_begin * t.ld_v, t.ld_v}; }
 
-    // S without softmax_scale, each product added up in the order of the forward pass.
+    // S without softmax_scale; each product is summed in the order of the forward pass.
     void scores(NextBlock& next) const {
         const Matrix k_t = {t.k_t + int64_t(panel()) * p.headdim * kPanelKeys, kPanelKeys};
         product<false>(queries(), k_t, p.headdim, false, s(), rows(), kPanelVectors, next);
@@ -171,7 +171,7 @@ struct Panel {
     void dropout_bits() {
         const DropoutOrigin& origin = t.origin;
         const IVec lane = lanes();
-        for (int x = 0; x < rows() * (kPanelKeys / 8); x += L) {  // Philox decides eight columns of a row at a time
+        for (int x = 0; x < rows() * (kPanelKeys / 8); x += L) {  // one Philox block covers eight columns of a row
             const UVec block = (UVec)lane + uint32_t(x);
             UVec word[4];
             philox((block & uint32_t(kPanelKeys / 8 - 1)) + (origin.columns + uint32_t(t.first + key) / 8),
@@ -183,8 +183,8 @@ struct Panel {
         }
     }
 
-    // Turns a row of softmax_scale Q K^T into scores, in the order of the contract; hidden scores are -inf. slope is
-    // d score / d (softmax_scale q . k).
+    // Turns a row of softmax_scale Q K^T into scores, in the order of the contract; hidden scores become -inf.
+    // slope is d score / d (softmax_scale q . k).
     void transform(int i, Vec* s, Vec* slope) const {
         const int column = t.first + key, end = t.keys - key < kPanelKeys ? t.keys - key : kPanelKeys, query = q.first + i;
         if (p.softcap != 0)
@@ -215,7 +215,7 @@ struct Panel {
         }
     }
 
-    // softmax_scale Q K^T, rounded as in every pass.
+    // softmax_scale Q K^T, rounded to float32 as in every other pass.
     Vec scaled(Vec s) const {
         s *= p.scale;
         round_now(s);
@@ -265,7 +265,7 @@ struct Panel {
         else gradients<false>(slopes);
     }
 
-    // Goes on with the maximum and the sum of every row, over the keys that it sees.
+    // Updates the maximum and the sum of every row with the keys of the panel that it sees.
     template <bool kGeneral>
     void sum_rows(float* row_max, float* row_sum) const {
         Vec slope[kPanelVectors];
@@ -280,7 +280,7 @@ struct Panel {
                 s[n] = ((column >= first) & (column < last)) ? score : splat(-kInfinity);
                 for (int l = 0; l < L; ++l) new_max = s[n][l] > new_max ? s[n][l] : new_max;
             }
-            if (new_max == -kInfinity) continue;  // every key of the row is hidden so far
+            if (new_max == -kInfinity) continue;  // the row has not seen any key so far
             Vec sum = {};
             for (int n = 0; n < kPanelVectors; ++n) sum += probability(s[n], splat(new_max), Vec{});
             row_sum[i] *= exp(splat(row_max[i] - new_max))[0];
@@ -296,7 +296,7 @@ struct Panel {
     }
 };
 
-// ---- the entries ----
+// ---- the entry points ----
 
 void delta(const BackwardParams& b, int64_t out, int64_t dout, int rows, float* delta) {
     const AttentionParams& p = b.forward;
@@ -327,7 +327,7 @@ void load_keys(KeyTile& t) {
     const AttentionParams& p = t.params->forward;
     t.finite_k = copy_rows(p.k, t.sequence.k + t.head_k * p.k.head + t.first * p.k.row, t.keys, p.headdim, p.dtype, t.k, t.ld_k);
     transpose_rows(t.k, t.ld_k, t.keys, p.headdim, t.k_t);
-    // dv holds V until V^T is made.
+    // dv holds V until V^T has been made.
     copy_rows(p.v, t.sequence.v + t.head_k * p.v.head + t.first * p.v.row, t.keys, p.headdim_v, p.dtype, t.dv, t.ld_v);
     transpose_rows(t.dv, t.ld_v, t.keys, p.headdim_v, t.v_t);
     __builtin_memset(t.dk, 0, size_t(t.keys * t.ld_k) * sizeof(float));

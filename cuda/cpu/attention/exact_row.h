@@ -1,5 +1,6 @@
-// exact_row.h: one row of the forward pass in double precision, for the few rows whose sums leave the range of float32 though the result
-// does not: the kernels add up P v before they divide by the sum of P, and a product q . k may be larger than its score.
+// exact_row.h: recomputes one row of the forward pass in double precision. This serves the few rows whose sums leave the range of
+// float32 although the result does not: the kernels add up P v before they divide by the sum of P, and a product q . k may be larger
+// than its score.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +14,8 @@
 
 namespace fa::cpu {
 
-// The keys of a tile with an infinity or a NaN in K or V, the usual reason why a row is not finite: the first runs of neighbours, such as
-// the padding behind a sequence. Looked for once in a tile.
+// The keys of a tile with an infinity or a NaN in K or V, the usual reason why a row is not finite. Holds the first runs of adjacent keys,
+// such as the padding after a sequence. Searched for once per tile.
 struct SpecialKeys {
     KeyRange run[64];
     int32_t count = -1;
@@ -43,13 +44,13 @@ struct SpecialKeys {
         return false;
     }
 
-    // The score of a key whose product is 0: what the options make of it.
+    // The score that the options give to a key whose product is 0.
     static float score_of_zero(const QueryTile& tile, const QueryRow& row, int32_t j) {
         return transform(*tile.params, tile.sequence, tile.batch, row.head, row.query, j, 0.0f).value;
     }
 };
 
-// Whether a sink, or an option of a key, leaves the row without a finite result whatever its products are: a NaN or +inf in a bias.
+// Whether a sink, or the bias of a key, makes the row's result non-finite whatever its products are: a NaN or +inf.
 inline bool options_spoil(const QueryTile& tile, const QueryRow& row) {
     const AttentionParams& p = *tile.params;
     if (p.sinks && !(p.sinks[row.head] < INFINITY)) return true;
@@ -58,7 +59,7 @@ inline bool options_spoil(const QueryTile& tile, const QueryRow& row) {
     return false;
 }
 
-// Writes out, row_max, row_sum and greatest of row r of a tile. Where the row sees an infinity or a NaN, in whatever array, everything
+// Writes out, row_max, row_sum and greatest of row r of a tile. If the row sees an infinity or a NaN in any array, everything
 // stays as it is.
 template <DType dtype>  // of K and V
 void attend_exactly_as(QueryTile& tile, int32_t r, SpecialKeys& special) {

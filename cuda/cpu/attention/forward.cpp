@@ -1,9 +1,10 @@
-// forward.cpp: the CPU forward pass outside the tile: which tiles there are, which thread computes them, where their scratch is.
+// forward.cpp: the CPU forward pass outside the tile kernel: it divides the work into tiles, hands them to threads and lays
+// out their scratch.
 //
 // The order is FlashAttention's: one task owns a tile of queries and walks over the keys with an online softmax. The memory of a thread
-// does not depend on the sequence length. The result does not depend on which thread runs a task, or on how many threads there are. A
-// decode step has few queries. Its keys are cut into pieces, by the length of the cache alone, and threads share the pieces when there are
-// fewer tiles than threads.
+// does not depend on the sequence length, and the result does not depend on which thread runs a task or how many threads there are. A
+// decode step has few queries. There the keys are cut into pieces, whose number depends on the length of the cache alone, and threads share
+// the pieces when there are fewer tiles than threads.
 #include <algorithm>
 #include <cmath>
 
@@ -30,12 +31,12 @@ const TileKernel& tile_kernel(Isa isa) {
 
 int64_t packed_rows(const AttentionParams& p, int32_t seqlen_q) { return int64_t(seqlen_q) * p.group; }
 
-// Scratch of one thread is counted in floats; each part is a whole number of cache lines.
+// Sizes of one thread's scratch, in floats; each part is a whole number of cache lines.
 constexpr int64_t kLine = 64 / sizeof(float);
 int64_t lines(int64_t floats) { return (floats + kLine - 1) / kLine * kLine; }
 
-// Rows of a tile. With more rows K and V are copied less often. Q^T and O^T should take at most half of a usual L2 cache, and every thread
-// should have several tiles to take. The result of a row does not depend on its tile, so the choice is free.
+// Rows per tile. With more rows, K and V are copied less often. Q^T and O^T should take at most half of a usual L2 cache, and every thread
+// should get several tiles. The result of a row does not depend on its tile, so the choice is free.
 int64_t tile_rows(const AttentionParams& p) {
     const int64_t fit = (int64_t(1) << 18) / (p.headdim + p.headdim_v);
     const int64_t share = packed_rows(p, p.seqlen_q) * p.nheads_k * p.batch / (int64_t(8) * p.num_threads);
@@ -46,7 +47,8 @@ struct Layout {
     int64_t ld_k, ld_v, q, out, s, k, v, total;
     explicit Layout(const AttentionParams& p) {
         const int64_t rows = std::min(tile_rows(p), lines(packed_rows(p, p.seqlen_q)));
-        // One cache line more than a row needs: if rows were a power of two apart, a column of V would use only a few sets of the cache.
+        // Each row has one cache line more than it needs: with rows a power of two apart, a column of V would use only a few sets
+        // of the cache.
         ld_k = lines(p.headdim) + kLine, ld_v = lines(p.headdim_v) + kLine;
         q = rows * p.headdim, out = rows * p.headdim_v, s = std::min<int64_t>(rows, kMaxGroupRows) * kTileKeys;
         k = ld_k * kTileKeys, v = ld_v * (kTileKeys + 1);
@@ -58,8 +60,8 @@ struct Layout {
     }
 };
 
-// Fills `tile` with the packed rows from `first` on that share key head `head_k` in sequence b. Returns false when sequence b of a varlen
-// batch ends before them.
+// Fills `tile` with the packed rows from `first` on that share key head `head_k` in sequence b. Returns false if sequence b of a varlen
+// batch has no such row.
 bool set_tile(const AttentionParams& p, int32_t b, int32_t head_k, int64_t first, int64_t rows, const Scratch& scratch, QueryTile& tile) {
     tile.params = &p;
     tile.sequence = sequence_of(p, b), tile.origin = dropout_origin(p, b);
@@ -73,13 +75,13 @@ bool set_tile(const AttentionParams& p, int32_t b, int32_t head_k, int64_t first
         const KeyRange range = key_range(p, tile.sequence, query);
         tile.row[r] = {head, query, range.begin, range.end};
     }
-    tile.key_begin = tile.row[0].key_begin, tile.key_end = tile.row[tile.rows - 1].key_end;  // begin and end both grow with the query
+    tile.key_begin = tile.row[0].key_begin, tile.key_end = tile.row[tile.rows - 1].key_end;  // both grow with the query
     return true;
 }
 
-// *to = max(*to, score) for all threads.
+// *to = max(*to, score), atomically.
 void raise_to(float& to, float score) {
-    score += 0.0f;  // one zero, not two: which of them comes first depends on the threads
+    score += 0.0f;  // turns -0 into 0: otherwise the sign of a zero would depend on the order of the threads
     float old;
     __atomic_load(&to, &old, __ATOMIC_RELAXED);
     while (score > old && !__atomic_compare_exchange(&to, &old, &score, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
@@ -110,7 +112,7 @@ void attend(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32
 
 // ---- few queries against a cache: the keys are cut into pieces ----
 
-constexpr int kPieceKeys = 32 * kTileKeys;  // about 0.2 ms of reading at headdim 128, which is worth a thread
+constexpr int kPieceKeys = 32 * kTileKeys;  // about 0.2 ms of reading at headdim 128, enough to be worth a thread
 constexpr int kMaxPieces = 16;
 
 int piece_count(const AttentionParams& p, int64_t keys) {
@@ -131,7 +133,8 @@ int64_t pieces_size(const AttentionParams& p) {
     return count == 1 ? 0 : lines(count * packed_rows(p, p.seqlen_q) * (p.headdim_v + 2));
 }
 
-// Attends to piece `index` of the visible keys of key head `head_k` in sequence b. A short sequence has fewer pieces; the others are empty.
+// Attends to piece `index` of the visible keys of key head `head_k` in sequence b. A short sequence has fewer pieces; its remaining
+// pieces are empty.
 void attend_piece(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head_k, int index, const Scratch& scratch,
                   float* pieces) {
     QueryTile tile;
@@ -161,8 +164,8 @@ void attend_piece(const AttentionParams& p, const TileKernel& kernel, int32_t b,
     std::copy_n(tile.row_sum, tile.rows, piece.row_sum);
 }
 
-// Merges the pieces, in order, into out and lse of all rows. A row whose keys all lie in one piece has the bits of that piece: the number
-// of pieces follows the capacity of the cache, and a row's result must not.
+// Merges the pieces, in order, into out and lse of all rows. A row whose visible keys all lie in one piece gets exactly the bits of that
+// piece: the number of pieces depends on the capacity of the cache, but the result of a row must not.
 void merge_pieces(const AttentionParams& p, int32_t b, int32_t head_k, float* pieces) {
     const Sequence s = sequence_of(p, b);
     const int count = piece_count(p, p.seqlen_k);
@@ -194,20 +197,21 @@ int useful_threads(const AttentionParams& p, const TileKernel& kernel) {
     }
     if (p.window_left >= 0 && p.window_right >= 0) keys = std::min(keys, double(p.window_left) + p.window_right + 1);
     if (p.chunk.divisor) keys = std::min(keys, double(p.chunk.divisor));
-    // Many rows are bound by the multiply-adds, at 5 vectors a nanosecond; a few by K and V, at 20 bytes a nanosecond.
+    // Many rows are bound by multiply-adds, 5 vectors per nanosecond; few rows by reading K and V, 20 bytes per nanosecond.
     const double rows = double(packed_rows(p, p.seqlen_q)), elements = p.batch * p.nheads_k * keys * (p.headdim + p.headdim_v);
     return worthwhile_threads(elements * std::max(std::ceil(rows / kernel.lanes) / 5, 0.2), p.num_threads);
 }
 
-// ---- key_sums: a second pass, whose tasks own keys ----
+// ---- key_sums: a second pass, in which each task owns some keys ----
 
-constexpr int kSumKeys = 4 * kTileKeys;  // of a task
-constexpr int kSumRows = kMaxGroupRows;  // of a tile: the order of a sum must not depend on the number of threads
+constexpr int kSumKeys = 4 * kTileKeys;  // keys per task
+constexpr int kSumRows = kMaxGroupRows;  // rows per tile, a constant: the order of a sum must not depend on the number of threads
 
 int64_t query_rows(const AttentionParams& p) { return p.nheads * (p.cu_seqlens_q ? p.total_q : int64_t(p.batch) * p.seqlen_q); }
 int64_t statistics_size(const AttentionParams& p) { return p.key_sums ? lines(2 * query_rows(p)) : 0; }
 
-// The statistics of rows row0 .. row0 + kSumRows - 1 of a head. A large lse is taken apart, from S as sum_keys computes it.
+// The statistics of rows row0 .. row0 + kSumRows - 1 of a head. A large lse is split into row_max and log_sum, from the same S
+// as in sum_keys.
 void part_statistics(const AttentionParams& p, const TileKernel& kernel, int32_t b, int32_t head, int64_t row0, RowStatistics* rows,
                      const Scratch& scratch) {
     QueryTile tile;
@@ -288,7 +292,7 @@ void forward(const AttentionParams& p, Isa isa) {
         const auto merge = [&](int64_t head, int64_t slot) {
             merge_pieces(p, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), pieces + slot * pieces_size(p));
         };
-        if (heads >= threads) {  // a thread takes a head and all its pieces in turn
+        if (heads >= threads) {  // each thread takes a head and does all its pieces
             parallel_for(heads, threads, [&](int64_t head, int thread) {
                 for (int index = 0; index < count; ++index) attend(head, index, thread, thread);
                 merge(head, thread);
@@ -301,8 +305,8 @@ void forward(const AttentionParams& p, Isa isa) {
         return;
     }
     const int64_t rows = tile_rows(p), tiles = (packed_rows(p, p.seqlen_q) + rows - 1) / rows;
-    // The tiles of one head follow each other, so that its keys stay in the cache. Within a head the tiles with the most causal keys come
-    // first.
+    // The tiles of one head are consecutive tasks, so its keys stay in the cache. Within a head the tiles with the most causal
+    // keys come first.
     parallel_for(p.batch * tiles * p.nheads_k, threads, [&](int64_t task, int thread) {
         const int64_t head = task / tiles, first = (tiles - 1 - task % tiles) * rows;
         attend(p, kernel, int32_t(head / p.nheads_k), int32_t(head % p.nheads_k), first, rows,

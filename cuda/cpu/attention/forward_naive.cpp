@@ -1,4 +1,4 @@
-// forward_naive.cpp: standard attention, with all of S in the workspace. Its three loops define attention. They are slow.
+// forward_naive.cpp: standard attention, with all of S in the workspace. Its three loops define attention; they are slow.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -25,15 +25,15 @@ void scores(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head
         const float scale = cache_scale(p, p.cache.k_scale, b, j, head_k);
         row[j] = transform(p, s, b, head, i, j, dot * scale).value;
         if (std::fabs(dot) < INFINITY) continue;
-        double exact = 0;  // the score may be a number though the product is beyond float32
+        double exact = 0;  // the score may be finite although the product overflows float32
         for (int32_t d = 0; d < p.headdim; ++d)
             exact += double(q[d]) * element<dtype>(p.k.data, key_row(p, p.k, s.k, b, j) + head_k * p.k.head + d);
         row[j] = float(transform(p, s, b, head, i, j, exact * scale).value);
     }
 }
 
-// Turns a row of S into a row of P, writes lse, and adds the row before dropout to key_sums, where these are wanted. A hidden key keeps its
-// -inf, and its value is skipped later: 0 x NaN would be NaN.
+// Turns a row of S into a row of P, writes lse, and adds the row before dropout to key_sums if they are wanted. A hidden key keeps its
+// -inf, by which output() skips its value: 0 x NaN would be NaN.
 void softmax(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head, int32_t i, float* row, float* key_sums) {
     float row_max = p.sinks ? p.sinks[head] : -INFINITY;
     for (int32_t j = 0; j < s.seqlen_k; ++j) row_max = std::fmax(row_max, row[j]);
@@ -65,7 +65,7 @@ void output(const AttentionParams& p, const Sequence& s, int32_t b, int32_t head
     for (int32_t d = 0; d < p.headdim_v; ++d) store(p.out.data, out0 + d, p.out_dtype, out[d]);
 }
 
-// Floats that one thread needs: S, and a row of Q or of out.
+// Floats that one thread needs: S, and one row of Q or of out.
 size_t scratch_size(const AttentionParams& p) { return size_t(p.seqlen_q) * p.seqlen_k + std::max(p.headdim, p.headdim_v); }
 
 template <DType dtype>  // of K and V
@@ -84,7 +84,7 @@ void attend(const AttentionParams& p, int32_t b, int32_t head, float* scratch) {
 }  // namespace
 
 size_t forward_naive_workspace(const AttentionParams& p) {
-    size_t bytes;  // may overflow: up to 2^62 floats a thread, because S grows with the product of the lengths
+    size_t bytes;  // may overflow, because S grows with the product of the lengths: up to 2^62 floats per thread
     if (__builtin_mul_overflow(size_t(p.num_threads) * sizeof(float), scratch_size(p), &bytes) || bytes > kMostWorkspace)
         return kMostWorkspace;
     return bytes + alignof(float);

@@ -1,5 +1,5 @@
-// kernels.h: the entries of the CPU backend. They keep the same contract as the GPU kernels, on host pointers. Scratch comes from the
-// caller's workspace.
+// kernels.h: the entry points of the CPU backend. They follow the same contract as the GPU kernels, on host pointers. Scratch comes from
+// the caller's workspace.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ size_t forward_workspace(const AttentionParams& params, Isa isa);
 
 void forward_naive(const AttentionParams& params);  // standard attention: three steps, with S in the workspace
 size_t forward_naive_workspace(const AttentionParams& params);
-constexpr size_t kMostWorkspace = size_t(1) << 56;  // stands for every size that no machine could address
+constexpr size_t kMostWorkspace = size_t(1) << 56;  // stands for any size that no machine could address
 
 void backward(const BackwardParams& params, Isa isa);  // every gradient; memory: dQ in float32, and O(1) in seqlen per thread
 size_t backward_workspace(const BackwardParams& params, Isa isa);

@@ -17,7 +17,7 @@ uint8_t to_byte(DType dtype, float x) {
     return uint8_t(int8_t(std::fmin(std::fmax(std::nearbyint(x), -127.0f), 127.0f)));
 }
 
-// A row of numbers of one type, which stay so: the pairs of `rotated` at once, and the rest as it is.
+// Rotates the pairs of a row whose elements keep their type, and copies the other elements.
 template <typename Load, typename Store>
 void turn(const AppendParams& a, const AppendRow& row, int dim, const Load& load, const Store& store) {
     const int half = row.position < 0 ? 0 : a.rotary_dim / 2;

@@ -1,4 +1,4 @@
-// merge.cpp: two attention results over disjoint keys become the result over their union.
+// merge.cpp: merges two attention results over disjoint keys into the result over their union.
 #include <algorithm>
 #include <cmath>
 
@@ -30,7 +30,7 @@ void merge_row(const MergeParams& p, int64_t a, int64_t b, int64_t out, float we
 void merge(const MergeParams& p) {
     const int64_t rows = int64_t(p.batch) * p.seqlen;
     const double elements = double(rows) * p.nheads * p.headdim_v;
-    const int threads = int(std::clamp(elements / 500e3, 1.0, double(p.num_threads)));  // a quarter of a millisecond for each
+    const int threads = int(std::clamp(elements / 500e3, 1.0, double(p.num_threads)));  // a quarter of a millisecond of work per thread
     constexpr int64_t kRows = 16;
     parallel_for((rows + kRows - 1) / kRows, threads, [&](int64_t task, int) {
         for (int64_t row = task * kRows; row < std::min(rows, (task + 1) * kRows); ++row) {

@@ -1,19 +1,19 @@
-// narrow_kernel.h: a few rows of queries against their keys, as in decoding, where a lane for each query would be wasted. Included by
+// narrow_kernel.h: a few rows of queries against their keys, as in decoding, where one lane per query would waste most lanes. Included by
 // tile_kernel.h inside an instruction set's namespace.
 //
-// Vectors lie along headdim in the two products and along the keys in the softmax. Rows of K and V are read where they are, whatever
-// their type, stride or page. Bound by the memory they come from.
+// Vectors run along headdim in the two products and along the keys in the softmax. Rows of K and V are read in place, whatever their type,
+// stride or page. Bound by reading them from memory.
 
 constexpr int kNarrowRows = L / 2;
-constexpr int kNarrowTogether = kVectors < kNarrowRows ? kVectors : kNarrowRows;  // rows that read K and V together
+constexpr int kNarrowTogether = kVectors < kNarrowRows ? kVectors : kNarrowRows;  // rows that share each load of K and V
 static_assert(kNarrowRows <= kTileKeys, "Q and O row by row take the place of the copies of K and V");
 static_assert(kNarrowRows <= 64 / int(sizeof(float)), "each row has its scores; there is room for a cache line's number of rows");
 
-// Where the rows of K or V of some keys are, and how much their elements count if they are of 8 bits.
+// The addresses of the rows of K or V of some keys, and the factors of their elements if these have 8 bits.
 struct KeyRows {
     const char* at[kTileKeys];
     float scale[kTileKeys + L];
-    int count, bytes;  // of the rows, and of one row
+    int count, bytes;  // number of rows, and bytes of one row
 
     void find(const AttentionParams& p, const TensorView& t, const CacheScale& factors, int64_t start, int32_t b, int32_t head, int first,
               int keys, int dim) {
@@ -26,7 +26,7 @@ struct KeyRows {
                 for (int r = 0; r < run; ++r) scale[i + r] = factor[r * factors.row];
         });
     }
-    // The processor prefetches by itself only rows that touch each other. To the L2 cache: K and V of two tiles are more than L1 holds.
+    // The processor itself prefetches only adjacent rows. The target is the L2 cache, because L1 cannot hold K and V of two tiles.
     void prefetch(int i) const {
         for (int byte = 0; i < count && byte < bytes; byte += 64) __builtin_prefetch(at[i] + byte, 0, 2);
     }
@@ -53,8 +53,8 @@ FA_INLINE Vec max_from(Vec x) {
     else return max_from<block * 2>(max(x, swapped<block>(x, typename MakeLanes<L>::Type())));
 }
 
-// s[n][j] = factor * (k[j] . q[n]), in whole vectors; what lies behind the last key repeats it. Asks for row j of `ahead` on the way, if
-// there is one.
+// s[n][j] = factor * (k[j] . q[n]), in whole vectors; lanes past the last key repeat it. Meanwhile prefetches row j of `ahead`,
+// unless it is null.
 template <DType dtype, int kQueries>
 FA_INLINE void narrow_scores(const char* const* k, const float* scale, int keys, const float* const* q, int headdim, float factor,
                              float* const* s, const KeyRows* ahead) {
@@ -99,11 +99,11 @@ FA_INLINE void narrow_scores(const char* const* k, const float* scale, int keys,
     }
 }
 
-// out[n][d] = out[n][d] * correction[n] + sum of p[n][j] v[j][d], for kColumns vectors of d, the last of `left` numbers.
+// out[n][d] = out[n][d] * correction[n] + sum of p[n][j] v[j][d], for kColumns vectors of d, of which the last has `left` numbers.
 template <DType dtype, int kQueries, int kColumns, bool whole>
 FA_INLINE void narrow_output_block(const char* const* v, int keys, const float* const* p, int d, int left, const float* correction,
                                    float* const* out, const KeyRows* ahead) {
-    constexpr int size = int(element_size(dtype)), kWays = 4 / kColumns;  // as many sums as hide the latency of an addition
+    constexpr int size = int(element_size(dtype)), kWays = 4 / kColumns;  // enough sums to hide the latency of an addition
     Vec acc[kQueries][kWays][kColumns] = {};
     const auto add = [&](int way, int j) __attribute__((always_inline)) {
         const char* const from = v[j] + int64_t(d) * size;
@@ -149,7 +149,7 @@ void narrow_output(const char* const* v, int keys, const float* const* p, int he
 struct NarrowRow {
     const QueryTile* tile;
     const QueryRow* row;
-    float *q, *out, *s;  // headdim and headdim_v numbers up to whole vectors, scores of a key tile
+    float *q, *out, *s;  // headdim and headdim_v floats, rounded up to whole vectors; the scores of one key tile
     float row_max, row_sum, greatest;
 
     void load_query() const {
@@ -162,7 +162,7 @@ struct NarrowRow {
         for (int d = 0; d < p.headdim_v; d += L) *(Vec*)(out + d) = Vec{};
     }
 
-    // Scores of the keys from `key` on, in the contract's order.
+    // Applies the options of a score to the keys from `key` on, in the order of the contract.
     void transform(int key, int keys) const {
         const QueryTile& t = *tile;
         const AttentionParams& p = *t.params;
@@ -194,7 +194,7 @@ struct NarrowRow {
             if (!(bits >> (j - first) & 1)) s[j] = -kInfinity;
     }
 
-    // S becomes P: new row_max, row_sum and greatest. Returns what the old O has to be multiplied with.
+    // Turns S into P and updates row_max, row_sum and greatest. Returns the factor by which the old O must be multiplied.
     float softmax(int keys) {
         if (keys % L) {
             Vec& last = *(Vec*)(s + keys / L * L);
@@ -224,7 +224,7 @@ struct NarrowRow {
         return any;
     }
 
-    // Returns whether the row is spoiled.
+    // Returns whether the row is spoiled, so that exact_row.h has to compute it again.
     bool store_output() const {
         const QueryTile& t = *tile;
         const AttentionParams& p = *t.params;
@@ -240,8 +240,9 @@ struct NarrowRow {
     }
 };
 
-// Keys begin .. end - 1 of the tile that starts at `first`, for rows that read them together: each row of K and V is loaded and widened
-// once. A row's arithmetic is the same in whatever company. While K is read, the memory fetches V; while V is read, K of the next tile.
+// Keys begin .. end - 1 of the tile that starts at `first`, for rows that share the loads: each row of K and V is loaded and widened
+// once. The arithmetic of a query row does not depend on the rows beside it. While K is read, V is prefetched; while V is read, K of
+// the next tile.
 template <DType dtype, int kQueries>
 void attend_narrow(NarrowRow* rows, const KeyRows& k, const KeyRows& v, const KeyRows* next_k, bool ahead, int first, int begin, int end) {
     const AttentionParams& p = *rows[0].tile->params;
@@ -263,7 +264,7 @@ void attend_narrow(NarrowRow* rows, const KeyRows& k, const KeyRows& v, const Ke
         narrow_output<dtype, kQueries>(v.at + begin, keys, weights, p.headdim_v, correction, out, next_k);
         return;
     }
-    for (int n = 0; n < kQueries; ++n) {  // 0 x NaN must not bring the value of a hidden key into the output
+    for (int n = 0; n < kQueries; ++n) {  // the value of a hidden key must not reach the output: 0 x NaN would be NaN
         KeyRows visible;
         int count = 0;
         for (int j = 0; j < keys; ++j) {

@@ -1,4 +1,4 @@
-// quantize_fp8.cpp: rounds fp32, fp16 or bf16 to e4m3, with a factor for every head. The bits are those of quantize_fp8.cu.
+// quantize_fp8.cpp: rounds fp32, fp16 or bf16 to e4m3, with one factor per head. Gives the same bits as quantize_fp8.cu.
 #include "attention/common/quantize_fp8.h"
 
 #include <algorithm>
@@ -36,12 +36,13 @@ void quantize_fp8(const QuantizeParams& p) {
         std::copy(words.word, words.word + 4, signs + 4 * block);
     }
     const int64_t heads = int64_t(p.batch) * p.nheads;
-    parallel_for(heads, p.num_threads, [&](int64_t task, int) {
+    const int threads = worthwhile_threads(10.0 * double(heads) * p.seqlen * p.headdim, p.num_threads);
+    parallel_for(heads, threads, [&](int64_t task, int) {
         const int64_t b = task / p.nheads, head = task % p.nheads;
         float row[kMaxQuantizedHeadDim], amax = 0;
         for (int64_t i = 0; i < p.seqlen; ++i) {
             read_row(p, b * p.x.batch + i * p.x.row + head * p.x.head, signs, row);
-            for (int d = 0; d < p.headdim; ++d) amax = std::fmax(amax, std::fabs(row[d]));  // NaN does not count
+            for (int d = 0; d < p.headdim; ++d) amax = std::fmax(amax, std::fabs(row[d]));  // ignores NaN
         }
         const float scale = quantize_scale(amax);
         for (int64_t i = 0; i < p.seqlen; ++i) {

@@ -1,5 +1,5 @@
-// rows.h: converts rows of the caller's dtype to and from vectors of floats. It is included, like simd.h, inside the namespace of an
-// instruction set.
+// rows.h: converts rows of the caller's dtype to and from vectors of floats. Like simd.h, it is included inside the namespace of
+// an instruction set.
 #pragma once
 
 #include "cpu/common/simd.h"
@@ -19,7 +19,7 @@ FA_INLINE Vec load_vector(const char* from) {
     if constexpr (dtype == DType::kInt8) return int8_to_float(load_unaligned<SignedByteVec>(from));
 }
 template <DType dtype>
-FA_INLINE Vec load_partial(const char* from, int count) {  // the first `count` lanes, fewer than L; the others 0
+FA_INLINE Vec load_partial(const char* from, int count) {  // the first `count` lanes, fewer than L; the other lanes are 0
 #if defined(__AVX512F__)
     const __mmask16 lanes = __mmask16((1u << count) - 1);
     if constexpr (dtype == DType::kFloat32) return (Vec)_mm512_maskz_loadu_ps(lanes, from);
@@ -54,8 +54,8 @@ template <DType dtype>
 bool copy_rows(const char* from, int64_t row_bytes, int rows, int dim, float* to, int64_t ld, const float* scale = nullptr,
                int64_t scale_row = 0) {
     constexpr int size = int(element_size(dtype));
-    constexpr int kAhead = 8;  // rows; the processor prefetches by itself only rows that touch each other
-    Vec poison = {};           // x * 0 is NaN for an infinity or a NaN, and stays in the sum
+    constexpr int kAhead = 8;  // in rows; the processor itself prefetches only adjacent rows
+    Vec poison = {};           // x * 0 is NaN for an infinity or a NaN, and then the sum is NaN
     for (int i = 0; i < rows; ++i, from += row_bytes, to += ld) {
         const float factor = is_8bit(dtype) ? scale[i * scale_row] : 1;
         if (i + kAhead < rows && row_bytes != dim * size)
@@ -86,9 +86,9 @@ bool copy_rows(const TensorView& t, int64_t first, int rows, int dim, DType dtyp
     return copy_rows<DType::kBFloat16>(from, row_bytes, rows, dim, to, ld);
 }
 
-// Keys first .. first + rows - 1 of sequence b: of K or V that lie a stride apart from element `start` on, or of a cache.
-// body(i, run, offset, factor): keys first + i .. first + i + run - 1 lie t.row elements apart, from `offset` on; of 8-bit ones factor[0]
-// is what the first of them counts.
+// Visits keys first .. first + rows - 1 of sequence b: rows of K or V with a constant stride from element `start` on, or rows of a cache.
+// Calls body(i, run, offset, factor) for each run of keys: first + i .. first + i + run - 1 lie t.row elements apart, from `offset` on. For
+// 8-bit elements factor[0] is the factor of the run's first key.
 template <typename Body>
 FA_INLINE void for_runs(const AttentionParams& p, const TensorView& t, const CacheScale& scale, int64_t start, int32_t b, int32_t head,
                         int first, int rows, const Body& body) {
@@ -97,7 +97,7 @@ FA_INLINE void for_runs(const AttentionParams& p, const TensorView& t, const Cac
         body(0, rows, start + first * t.row, static_cast<const float*>(nullptr));
         return;
     }
-    for (int i = 0, run; i < rows; i += run) {  // the keys that lie in one page
+    for (int i = 0, run; i < rows; i += run) {  // one run per page
         int64_t entry = c.batch_idx ? c.batch_idx[b] : b, row = (c.leftpad ? c.leftpad[b] : 0) + first + i;
         run = rows - i;
         if (c.block_table) {

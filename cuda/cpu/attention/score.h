@@ -1,4 +1,4 @@
-// score.h: the score of one pair on the host, written to be read. The tile kernels do the same arithmetic on whole vectors.
+// score.h: the score of one (query, key) pair on the host, written to be read. The tile kernels do the same arithmetic on whole vectors.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@ namespace fa::cpu {
 
 template <typename Real>
 struct Score {
-    Real value;  // natural units; -inf = the pair is hidden by a boolean mask, a tree or a bias of -inf, whatever the product was
+    Real value;  // natural units; -inf = a boolean mask, a tree or a bias of -inf hides the pair, whatever its product
     Real slope;  // d value / d (q . k)
 };
 

@@ -1,7 +1,8 @@
-// tile.h: the border between forward.cpp, compiled for any processor, and the tile kernel, compiled once per instruction set.
+// tile.h: the interface between forward.cpp, which is compiled for any processor, and the tile kernel, which is compiled once
+// per instruction set.
 //
 // One task is a tile of queries against every key that the tile sees. The rows of a tile are packed: row r of a key head is query r / group
-// of query head head_k * group + r % group. So query heads that share a key head share tiles, and read each key once.
+// of query head head_k * group + r % group. So query heads that share a key head share tiles, and each key is read once for all.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 namespace fa::cpu {
 
 constexpr int kMaxTileRows = 512;  // packed rows; they share one copy of a key tile, which stays in the L2 cache
-constexpr int kMaxGroupRows = 64;  // of the widest group of query vectors
+constexpr int kMaxGroupRows = 64;  // rows of the widest group of query vectors
 constexpr int kTileKeys = 96;
 
 struct QueryRow {
@@ -20,7 +21,7 @@ struct QueryRow {
     int32_t key_begin, key_end;  // the keys that causal and window leave to the row
 };
 
-// Float32 scratch of one thread. The transposed matrices hold groups of queries one after the other; each group is contiguous.
+// Float32 scratch of one thread. The transposed matrices are stored group by group; each group of queries is contiguous.
 struct Scratch {
     float* q;     // Q^T (groups, headdim, queries)
     float* out;   // O^T (groups, headdim_v, queries), not normalised
@@ -42,18 +43,18 @@ struct QueryTile {
     QueryRow row[kMaxTileRows];
     float row_max[kMaxTileRows];  // written with row_sum: lse = row_max + log(row_sum)
     float row_sum[kMaxTileRows];
-    float greatest[kMaxTileRows];     // score of the row, -inf when it sees no key: row_max may be the sink's
-    bool spoiled[kMaxTileRows];       // the row's out is not finite, or every score is -inf and no option hid a key: see exact_row.h
+    float greatest[kMaxTileRows];     // largest score of the row, -inf if it sees no key; row_max may be the sink instead
+    bool spoiled[kMaxTileRows];       // out of the row is not finite, or every score is -inf although no option hid a key: see exact_row.h
     RowStatistics lse[kMaxTileRows];  // read by sum_keys; row_max is +inf for a row that sees no key
-    float* key_sums;                  // of key 0
+    float* key_sums;                  // points to key 0
 };
 
 struct TileKernel {
     int lanes;                     // queries per vector
     void (*run)(QueryTile& tile);  // writes the rows of out, row_max, row_sum, greatest and spoiled
-    // Adds to key_sums of keys key_begin .. key_end - 1 their probabilities, exp(S - lse), of all rows. They are rows of one query head.
+    // Adds to key_sums of keys key_begin .. key_end - 1 the sum over all rows of exp(S - lse). All rows belong to one query head.
     void (*sum_keys)(QueryTile& tile);
-    // Goes on with row_max and row_sum of all rows over keys key_begin .. key_end - 1, from the scores that sum_keys computes.
+    // Updates row_max and row_sum of all rows with keys key_begin .. key_end - 1, from the same scores as sum_keys.
     void (*sum_rows)(QueryTile& tile);
 };
 

@@ -1,17 +1,17 @@
 // tile_kernel.h: one tile of queries against its keys, the inner part of the CPU's tiled online softmax. tiles_<isa>.cpp compiles it once
-// per instruction set, and defines
+// per instruction set, after defining
 //     FA_ISA      the namespace
 //     FA_LANES    floats per vector
 //     FA_VECTORS  width of a register tile, here the query vectors of a group: 4 with 32 registers, 2 with 16
 //     FA_TILE     the TileKernel to define
 //
-// Everything is transposed, so that the lanes are queries. S^T[key][query] and O^T[d][query] are sums of (one number of K or V, broadcast)
+// Everything is transposed, so that the lanes are queries. S^T[key][query] and O^T[d][query] are sums of (an element of K or V, broadcast)
 // x (a vector of queries): matrix products without a horizontal operation. row_max, row_sum and the rescaling are plain vertical vectors.
-// Tiles of K and V are first copied to float32 scratch, where they are contiguous whatever the strides.
-// Bounded by the multiply-add units: 24 (12) accumulators per 10 (8) loads.
+// Tiles of K and V are first copied to float32 scratch, where they are contiguous whatever the strides. Bound by the multiply-add units: a
+// register tile of 6 x 4 vectors (6 x 2 with 16 registers) does 24 (12) multiply-adds per 10 (8) loads.
 //
-// This file calls only functions of simd.h, rows.h and itself. Any other inline function would be compiled here for AVX-512, say, and this
-// copy could become the program's only one.
+// This file calls only functions of simd.h, rows.h and its own. Any other inline function would also be compiled here, say for AVX-512, and
+// the linker might keep this copy as the program's only one.
 #include <stddef.h>
 #include <stdint.h>
 #if defined(__F16C__)
@@ -32,9 +32,9 @@ static_assert(kMaxGroupRows % (kQueryVectors * L) == 0 && kMaxTileRows % kMaxGro
 // Prefetches the next tile's rows of K and V while this tile is computed, a few rows at a time.
 struct Prefetch {
     const char *k, *v;
-    int64_t k_row, v_row;  // bytes from row to row
+    int64_t k_row, v_row;  // bytes between rows
     int k_bytes, v_bytes;  // of one row
-    int rows, step;        // rows still to come, and how many at a time
+    int rows, step;        // rows left, and rows per call of advance()
 
     void advance() {
         for (int i = rows < step ? rows : step; i > 0; --i, --rows, k += k_row, v += v_row) {
@@ -46,7 +46,7 @@ struct Prefetch {
 
 // ---- the two matrix products, by register tiles of kHeight x kWidth vectors, for kWidth * L queries ----
 
-// S^T (keys, queries) = scale * K (keys, headdim) Q^T (headdim, queries). The backward pass adds up each product in the same order.
+// S^T (keys, queries) = scale * K (keys, headdim) Q^T (headdim, queries). The backward pass sums each product in the same order.
 template <int kHeight, int kWidth>
 FA_INLINE void scores_block(const float* k, int64_t ld_k, const float* q, int headdim, float scale, float* s) {
     for (int d0 = 0; d0 < headdim; d0 += kSumLength) {
@@ -63,7 +63,7 @@ FA_INLINE void scores_block(const float* k, int64_t ld_k, const float* q, int he
                 for (int n = 0; n < kWidth; ++n) acc[j][n] += key * query[n];
             }
         }
-        const Vec factor = splat(d1 == headdim ? scale : 1.0f);  // only here: the loop above has no register to spare
+        const Vec factor = splat(d1 == headdim ? scale : 1.0f);  // here, because the loop above has no register to spare
 #pragma GCC unroll 12
         for (int j = 0; j < kHeight; ++j)
 #pragma GCC unroll 4
@@ -118,7 +118,7 @@ void output(const float* v, int64_t ld_v, int keys, int headdim_v, const float* 
     for (; d < headdim_v; ++d) output_block<1, kWidth>(v + d, ld_v, keys, p, correction, out + d * ld);
 }
 
-// Whether a row has to be computed again, in double precision. `poison` is 0 times every element of its out.
+// Whether a row has to be computed again, in double precision. `poison` is the sum of 0 times every element of its out.
 FA_INLINE bool is_spoiled(const QueryTile& t, const QueryRow& row, float row_sum, float poison) {
     const AttentionParams& p = *t.params;
     if (row_sum == 0) return row.key_begin < row.key_end && !p.bias.data && !p.mask.data && !p.tree.rows;
@@ -127,7 +127,7 @@ FA_INLINE bool is_spoiled(const QueryTile& t, const QueryRow& row, float row_sum
 
 #include "cpu/attention/narrow_kernel.h"
 
-// ---- a group: the query vectors that go through the products together ----
+// ---- a group: query vectors that go through the products together ----
 
 struct Group {
     QueryTile& t;
@@ -200,7 +200,7 @@ struct Group {
                 for (int i = 0; i < L && j + i < end; ++i) apply(score(j + i, n), x[i]);
             }
     }
-    // A bias of -inf hides its key as a mask does, whatever the score was.
+    // A bias of -inf hides its key like a mask, whatever the score.
     void bias(int key, int begin, int end) const {
         const DType dtype = p.bias_dtype;
         for_score_blocks(
@@ -218,7 +218,7 @@ struct Group {
             [](Vec& score, Vec m) { score = (IVec)m == 0 ? splat(-kInfinity) : score; });
     }
 
-    // mask.h: tree_shows
+    // as tree_shows in mask.h
     void tree(int key, int begin, int end) const {
         const int first = t.sequence.seqlen_k - p.tree.keys - key;  // the key of bit 0, counted from `key`
         for (int n = 0; n < width; ++n)
@@ -246,7 +246,7 @@ struct Group {
             UVec query, head;
             for (int l = 0; l < L; ++l)
                 query[l] = origin.row + uint32_t(row(n * L + l).query), head[l] = origin.head + uint32_t(row(n * L + l).head);
-            for (int j = begin - (key + begin) % 8; j < end; j += 8) {  // one Philox call decides columns 8 n .. 8 n + 7
+            for (int j = begin - (key + begin) % 8; j < end; j += 8) {  // one Philox call covers columns 8 n .. 8 n + 7
                 UVec word[4];
                 philox(origin.columns + uint32_t(key + j) / 8 + UVec{}, query, head, origin.sequence + UVec{}, p.dropout_key, word);
                 for (int i = j < begin ? begin - j : 0; i < 8 && j + i < end; ++i) {
@@ -261,7 +261,7 @@ struct Group {
     void store_output() const {
         for (int n = 0; n < width; ++n) {
             const Vec weight = row_sum[n] == 0.0f ? Vec{} : (p.dropout_threshold ? p.dropout_scale : 1.0f) / row_sum[n];
-            Vec poison = {};  // a lane is NaN where a number of the row is not finite
+            Vec poison = {};  // a lane becomes NaN if an element of the row is not finite
             for (int d = 0; d < p.headdim_v; d += L) {
                 Vec x[L] = {};
                 for (int i = 0; i < L && d + i < p.headdim_v; ++i) {
@@ -287,8 +287,8 @@ struct Tile {
     QueryTile& t;
     const AttentionParams& p;
     const Scratch& scratch;
-    const int all_vectors, narrow_rows;  // narrow_rows: of the last vector, which goes its own way; 0 = there is none
-    const int vectors;                   // the others
+    const int all_vectors, narrow_rows;  // narrow_rows: rows of the last vector if narrow_kernel.h handles it, otherwise 0
+    const int vectors;                   // all other vectors
     Vec row_max[kMaxVectors], row_sum[kMaxVectors], greatest[kMaxVectors];
 
     explicit Tile(QueryTile& tile, bool may_be_narrow = true)
@@ -299,7 +299,8 @@ struct Tile {
           narrow_rows(may_be_narrow && is_narrow() ? t.rows - (all_vectors - 1) * L : 0),
           vectors(all_vectors - (narrow_rows > 0)) {}
 
-    // A vector of its own with a few rows in it. A row's arithmetic must not depend on the tile it is in, but tiles end at whole groups.
+    // Whether the last vector is alone in its group and has few rows. A row's arithmetic must not depend on its tile, and this condition
+    // does not, because tiles end at whole groups.
     bool is_narrow() const {
         return (all_vectors - 1) % kQueryVectors == 0 && t.rows - (all_vectors - 1) * L <= kNarrowRows && !p.dropout_threshold;
     }
@@ -331,8 +332,8 @@ struct Tile {
         for (int64_t i = 0; i < int64_t(p.headdim_v) * vectors; ++i) *(Vec*)(scratch.out + i * L) = Vec{};
     }
 
-    // Rows of V that hold an infinity or a NaN are taken out of the product, because 0 x NaN would reach queries that cannot see them. They
-    // are added afterwards, to the queries that can.
+    // Rows of V that hold an infinity or a NaN are left out of the product, because 0 x NaN would reach queries that cannot see them. They
+    // are added afterwards, to the queries that see them.
     void take_out_special_values(int keys, bool* special) const {
         for (int j = 0; j < keys; ++j) {
             float* v = scratch.v + j * scratch.ld_v;
@@ -342,7 +343,7 @@ struct Tile {
         }
     }
     void add_special_values(const Group& g, int key, int begin, int end, const bool* special) const {
-        float* v = scratch.v + kTileKeys * scratch.ld_v;  // one row beyond the tile
+        float* v = scratch.v + kTileKeys * scratch.ld_v;  // the extra row after the tile
         for (int j = begin; j < end; ++j) {
             if (!special[j]) continue;
             copy_values(key + j, 1, v);
@@ -353,8 +354,8 @@ struct Tile {
         }
     }
 
-    // Turns S of keys begin .. end - 1 into P, updates row_max, row_sum and greatest, and gives the factor by which the old O must be
-    // multiplied.
+    // Turns S of keys begin .. end - 1 into P, updates row_max, row_sum and greatest, and sets correction, the factor by which the old O
+    // must be multiplied.
     template <int kWidth>
     void softmax(float* s, int begin, int end, Vec* row_max, Vec* row_sum, Vec* greatest, Vec* correction) {
         Vec new_max[kWidth], shift[kWidth], sum[kWidth];
@@ -408,7 +409,7 @@ struct Tile {
                 (rows + steps - 1) / steps};
     }
 
-    // The rows of the last vector when they are few. Keys that lie in one tile are looked up once for all of them.
+    // Handles the rows of the last vector if they are few. The addresses of a tile's keys are looked up once for all these rows.
     void run_narrow() {
         const DType dtype = p.cache.entries ? p.cache.dtype : p.dtype;
         if (dtype == DType::kFloat32) run_narrow_as<DType::kFloat32>();
@@ -419,11 +420,11 @@ struct Tile {
     }
     template <DType dtype>
     void run_narrow_as() {
-        const int n = vectors;  // theirs
+        const int n = vectors;  // the vector of the narrow rows
         const QueryRow* const rows = t.row + n * L;
         NarrowRow row[kNarrowRows];
         for (int r = 0; r < narrow_rows; ++r) {
-            float *const q = scratch.k + r * scratch.ld_k, *const out = scratch.v + r * scratch.ld_v;  // no copy of K and V is there yet
+            float *const q = scratch.k + r * scratch.ld_k, *const out = scratch.v + r * scratch.ld_v;  // not yet used for copies of K and V
             row[r] = {&t, rows + r, q, out, scratch.s + r * kTileKeys, row_max[n][r], row_sum[n][r], greatest[n][r]};
             row[r].load_query();
         }
@@ -503,7 +504,7 @@ struct Tile {
         store_statistics();
     }
 
-    // Calls body(width, n, group, key, begin, end) where S of keys key + begin .. key + end - 1 of a group has been computed again.
+    // Computes S again, and calls body(width, n, group, key, begin, end) for keys key + begin .. key + end - 1 of each group.
     template <typename Body>
     void for_scores(const Body& body) {
         for_groups([&](auto width, int n) { group(n, width.value).load_queries(); });
@@ -526,7 +527,7 @@ struct Tile {
         }
     }
 
-    // P is computed a second time: it is known once a row's sum is.
+    // P is computed a second time, because it needs the sum of the whole row.
     void sum_keys() {
         Vec log_sum[kMaxVectors];
         for (int n = 0; n < vectors; ++n)  // lanes past the end add nothing

@@ -1,4 +1,4 @@
-// float_mode.h: the arithmetic of a call does not depend on the mode that the caller's thread computes in.
+// float_mode.h: makes the arithmetic of a call independent of the floating-point mode of the caller's thread.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace fa::cpu {
 
-// While it lives, this thread rounds to nearest, keeps subnormal numbers and traps nothing. A caller may have set something else:
-// torch.set_flush_denormal, fesetround, or a library linked with -ffast-math. Every exported function that computes has one, and every
-// thread that it starts. In the usual mode it costs one read of the control register.
+// While such an object lives, this thread rounds to nearest, keeps subnormal numbers and does not trap. A caller may have set another mode:
+// torch.set_flush_denormal, fesetround, or a library linked with -ffast-math. Every exported function that computes holds one, and so does
+// every thread that it starts. If the usual mode is already set, this costs one read of the control register.
 class FloatMode {
 public:
     FloatMode() : saved_(read()) {
@@ -24,10 +24,10 @@ public:
     FloatMode& operator=(const FloatMode&) = delete;
 
 private:
-    // "memory": numbers are read after the mode is set, and written before it is set back.
+    // "memory": loads come after the mode is set, and stores before it is restored.
 #if defined(__x86_64__)
     using Word = uint32_t;
-    static constexpr Word kUsual = 0x1F80, kFlags = 0x3F;  // flags: what has happened so far; no mode
+    static constexpr Word kUsual = 0x1F80, kFlags = 0x3F;  // kFlags: the sticky exception flags, which are not part of the mode
     static Word read() { return _mm_getcsr(); }
     static void write(Word word) { asm volatile("ldmxcsr %0" ::"m"(word) : "memory"); }
 #elif defined(__aarch64__)

@@ -1,5 +1,5 @@
-// parallel.h: a loop over independent tasks, which threads take one task at a time. There is no pool: threads end with the call that
-// started them. A call that is a list of calls (fa_run_calls) has a Team, whose threads serve the loops of all of them.
+// parallel.h: a loop over independent tasks, which threads take one at a time. There is no pool: threads end with the call that started
+// them. A call that is a list of calls (fa_run_calls) has a Team, whose threads serve the loops of all its calls.
 #pragma once
 
 #include <pthread.h>
@@ -19,13 +19,13 @@
 
 namespace fa::cpu {
 
-// Threads that are joined in any case: destroying a std::thread that is not joined ends the process.
+// Threads that are always joined: destroying a std::thread that is not joined ends the process.
 class Helpers {
 public:
     ~Helpers() {
         for (std::thread& helper : threads_) helper.join();
     }
-    // Returns false when the system has no thread to give, or no memory for one.
+    // Returns false if the system has no thread to give, or no memory for one.
     template <typename Work>
     bool start(const Work& work, int thread) {
         try {
@@ -46,8 +46,8 @@ private:
     std::vector<std::thread> threads_;
 };
 
-// Threads that wait for the loops of the thread that made the team. A loop waits for nobody who has not begun to work on it: a thread
-// that the system wakes up late finds the loop closed.
+// Threads that serve the loops of the thread that made the team. A loop waits only for helpers that have begun to work on it: a thread that
+// the system wakes up late finds the loop closed.
 class Team {
 public:
     Team() { current() = this; }
@@ -61,13 +61,13 @@ public:
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
-    // This thread's, or none.
+    // This thread's team, or null.
     static Team*& current() {
         static thread_local Team* team = nullptr;
         return team;
     }
 
-    // work(0) here, and work(1) .. work(threads - 1) by those who come in time.
+    // Runs work(0) here, and work(1) .. work(threads - 1) on the helpers that come in time.
     template <typename Work>
     void run(int threads, const Work& work) {
         while (helpers_.count() < threads - 1 && helpers_.start([this](int) { help(); }, 0)) {
@@ -81,7 +81,7 @@ public:
         wake_.notify_all();
         work(0);
         std::unique_lock<std::mutex> lock(mutex_);
-        loop_ = {};  // nobody comes in any more
+        loop_ = {};  // no helper can join any more
         while (inside_ != 0) wait(left_);
     }
 
@@ -106,7 +106,7 @@ private:
                 if (--inside_ == 0) left_.notify_one();
                 continue;
             }
-            // The next loop often comes at once: look for a while before going to sleep.
+            // The next loop often comes at once: spin for a while before going to sleep.
             const uint64_t now = opened_;
             lock.unlock();
             for (int i = 0; i < kLooks && opened_.load(std::memory_order_relaxed) == now; ++i) pause();
@@ -115,34 +115,35 @@ private:
         }
     }
 
-    // std::condition_variable::wait is a symbol of its own since GCC 12, which older C++ runtimes lack; pthread_cond_wait is everywhere.
+    // Since GCC 12 std::condition_variable::wait has a symbol version that older C++ runtimes lack; pthread_cond_wait exists everywhere.
     // The calling thread holds mutex_.
     void wait(std::condition_variable& condition) { pthread_cond_wait(condition.native_handle(), mutex_.native_handle()); }
 
-    static constexpr int kLooks = 2000;  // some 20 microseconds
+    static constexpr int kLooks = 2000;  // about 20 microseconds
     static void pause() {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
     }
 
-    std::mutex mutex_;  // of all below; opened_ is also looked at without it
+    std::mutex mutex_;  // guards everything below; opened_ is also read without it
     std::condition_variable wake_, left_;
     Loop loop_ = {};
     int next_ = 0, threads_ = 0, inside_ = 0;
     bool ends_ = false;
-    std::atomic<uint64_t> opened_{0};  // loops so far
-    Helpers helpers_;                  // the last member: joined before the others end
+    std::atomic<uint64_t> opened_{0};  // number of loops so far
+    Helpers helpers_;                  // the last member, so its threads are joined before the other members are destroyed
 };
 
-// Starting a thread takes tens of microseconds: it has to find a tenth of a millisecond of work.
+// Starting a thread takes tens of microseconds, so each should get at least a tenth of a millisecond of work.
 constexpr double kThreadNanoseconds = 100e3;
 inline int worthwhile_threads(double nanoseconds, int threads) {
     return int(std::clamp(nanoseconds / kThreadNanoseconds, 1.0, double(threads)));
 }
 
-// Whether the caller of the library has said how many threads a call takes. Otherwise a loop starts no more than there are processors that
-// its thread may run on. It asks before it starts any, so a call without threads does not pay for it. Lives as long as the call.
+// Whether the caller of the library has set the number of threads of a call. If not, a loop starts at most as many threads as there are
+// processors that its thread may run on. The loop asks for that number only if it wants threads, so a call without threads does not pay for
+// it. Lives as long as the call.
 class GivenThreads {
 public:
     explicit GivenThreads(bool given) : before_(current()) { current() = given; }
@@ -159,8 +160,8 @@ private:
     const bool before_;
 };
 
-// Calls body(task, thread) for every task, with thread in 0 .. threads - 1. body throws nothing. Tasks start in order, so the longest
-// should come first. When the system has no more threads to give, the threads that started do all tasks.
+// Calls body(task, thread) for every task, with thread in 0 .. threads - 1. body must not throw. Tasks start in order, so the longest
+// should come first. If the system has no more threads to give, the threads that did start do all tasks.
 template <typename Body>
 void parallel_for(int64_t tasks, int threads, const Body& body) {
     threads = int(std::min<int64_t>(threads, tasks));

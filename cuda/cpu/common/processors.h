@@ -1,5 +1,5 @@
-// processors.h: how many processors a call may use: those that the machine has, that the calling thread may run on, and that the control
-// group of the process pays for.
+// processors.h: how many processors a call may use. The machine, the affinity of the calling thread and the CPU quota of the process's
+// control group limit the number.
 #pragma once
 
 #include <sched.h>
@@ -26,7 +26,7 @@ inline std::string first_line(const std::string& path) {
     return line;
 }
 
-// Processors that the quota of a control group is worth, in the folder `group` of version 1 or 2; infinity without a quota.
+// The CPU quota of a control group, in processors, from its folder `group` (version 1 or 2); infinity without a quota.
 inline double quota_of_group(const std::string& group) {
     long long quota = 0, period = 0;
     if (std::sscanf(first_line(group + "/cpu.max").c_str(), "%lld %lld", &quota, &period) != 2) {
@@ -37,9 +37,9 @@ inline double quota_of_group(const std::string& group) {
     return quota > 0 && period > 0 ? double(quota) / double(period) : INFINITY;
 }
 
-// Processors that the control groups of a process are worth: the least of its groups and of all groups above them. `list` is the file
-// /proc/self/cgroup, `root` the folder /sys/fs/cgroup. A group may have another name here than in its container: groups that are not there
-// do not count.
+// The CPU quota of a process, in processors: the least of its control groups and of all groups above them. `list` is the file
+// /proc/self/cgroup, `root` the folder /sys/fs/cgroup. A group may have another name here than in its container; groups that do not exist
+// here are ignored.
 inline double quota_of_process(const char* list, const std::string& root) {
     double least = INFINITY;
     std::FILE* const file = std::fopen(list, "re");
@@ -51,7 +51,7 @@ inline double quota_of_process(const char* list, const std::string& root) {
         char* const path = controllers ? std::strchr(controllers + 1, ':') : nullptr;
         if (!path) continue;
         const std::string names = "," + std::string(controllers + 1, path) + ",";
-        const bool unified = names == ",,";  // version 2; in a mixed system its folder is unified/
+        const bool unified = names == ",,";  // version 2; on a system with both versions its folder is unified/
         if (!unified && names.find(",cpu,") == std::string::npos) continue;
         for (const char* const mount : {"", "/unified", "/cpu", "/cpu,cpuacct"}) {
             if (unified != (mount[0] == '\0' || mount[1] == 'u')) continue;
@@ -66,9 +66,9 @@ inline double quota_of_process(const char* list, const std::string& root) {
     return least;
 }
 
-// Processors of the machine, or the quota of the process where that is less, rounded up. Found out once in a process, because it takes many
-// microseconds: a quota that changes later is not seen. Two threads that ask first find the same number, and neither waits, so a process
-// may be forked meanwhile.
+// Processors of the machine, or the quota of the process, rounded up, if that is less. Determined once per process, because it takes many
+// microseconds; later changes of the quota are not noticed. Two threads that ask at the same time find the same number, and neither waits,
+// so the process may be forked meanwhile.
 inline int processors_of_process() {
     static std::atomic<int> known{0};
     int count = known.load(std::memory_order_relaxed);
@@ -76,7 +76,7 @@ inline int processors_of_process() {
         double quota = INFINITY;
         try {
             quota = quota_of_process("/proc/self/cgroup", "/sys/fs/cgroup");
-        } catch (const std::bad_alloc&) {  // every processor then
+        } catch (const std::bad_alloc&) {  // no quota then
         }
         count = int(std::clamp(std::ceil(quota), 1.0, double(std::max(1u, std::thread::hardware_concurrency()))));
         known.store(count, std::memory_order_relaxed);
@@ -84,8 +84,8 @@ inline int processors_of_process() {
     return count;
 }
 
-// Processors that the calling thread may run on now. Asked each time, because it may change, and a forked process may have others; it takes
-// under a microsecond.
+// Processors that the calling thread may run on now. Asked each time, because the affinity may change, and a forked process may have
+// another; takes under a microsecond.
 inline int processors_of_thread() {
     unsigned long words[128];  // 8192 processors
     const long bytes = sched_getaffinity(0, sizeof words, reinterpret_cast<cpu_set_t*>(words)) == 0 ? long(sizeof words) : 0;

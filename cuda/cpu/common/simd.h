@@ -1,5 +1,5 @@
 // simd.h: vectors of FA_LANES floats in GCC's and Clang's vector extensions, and the few functions that attention needs on them.
-// The tile kernels include it inside a namespace of their own for each instruction set. Object files compiled with different flags must not
+// The tile kernels include it once per instruction set, inside a namespace of that set. Object files compiled with different flags must not
 // share any function of this file: the linker would keep one copy for all of them, perhaps one that this processor cannot run.
 #pragma once
 
@@ -29,7 +29,7 @@ FA_INLINE V load_unaligned(const void* data) {
     return x;
 }
 
-// The compiler would rather load a vector anew for each of its uses.
+// Otherwise the compiler loads the vector again for each use.
 FA_INLINE void keep_in_register(Vec& x) {
 #if defined(__AVX512F__)
     __asm__("" : "+v"(x));
@@ -39,8 +39,8 @@ FA_INLINE void keep_in_register(Vec& x) {
     (void)x;
 }
 
-// Rounds a product to float32: otherwise the compiler may fuse it with a later addition, and elsewhere not. Forward and backward pass must
-// have the same bits.
+// Rounds a product to float32 here. Otherwise the compiler may fuse it with a later addition in one function and not in another, but the
+// forward and the backward pass must have the same bits.
 FA_INLINE void round_now(Vec& x) {
 #if defined(__aarch64__)
     if constexpr (L == 4) __asm__("" : "+w"(x));
@@ -82,7 +82,7 @@ FA_INLINE HalfVec float_to_float16(Vec x) {
 
 // ---- 8-bit elements of a cache, by their bits ----
 
-// GCC 12 widens from 8 to 32 bits lane by lane, unless it is told the instruction or does it in two steps.
+// Without an intrinsic, or two steps, GCC 12 widens from 8 to 32 bits lane by lane.
 FA_INLINE IVec widened(SignedByteVec x) {
 #if defined(__AVX512F__)
     return (IVec)_mm512_maskz_cvtepi8_epi32(__mmask16(-1), (__m128i)x);
@@ -94,7 +94,7 @@ FA_INLINE IVec widened(SignedByteVec x) {
 }
 FA_INLINE Vec int8_to_float(SignedByteVec x) { return __builtin_convertvector(widened(x), Vec); }
 FA_INLINE Vec e4m3_to_float(ByteVec x) {
-    const UVec bits = (UVec)widened((SignedByteVec)x);                     // the sign fills what is above the magnitude
+    const UVec bits = (UVec)widened((SignedByteVec)x);                     // sign-extended: the sign bit fills all bits above the magnitude
     const Vec number = (Vec)(bits << 20 & 0x87F00000u) * splat(0x1p120f);  // moves the exponent; exact for subnormals too
     return (bits & 0x7Fu) == 0x7Fu ? (Vec)splat(0x7FC00000) : number;
 }
@@ -118,11 +118,11 @@ FA_INLINE Vec exp(Vec x) {
     return x < -87.33654f ? Vec{} : y * power;
 }
 
-// P = exp(S - lse) of the key of a row whose lse is row_max + log_sum. P is never above 1: a product that was added up in another order for
-// lse may come out larger here.
+// P = exp(S - lse) for keys of a row whose lse is row_max + log_sum. P is never above 1: the pass that computed lse may have summed a
+// product in another order, so S may be larger here.
 FA_INLINE Vec probability(Vec s, Vec row_max, Vec log_sum) {
     Vec zero = {};
-    keep_in_register(zero);  // the compiler makes one minimum of it, which gives x where x is NaN
+    keep_in_register(zero);  // so that the compiler emits one minimum instruction, which returns x if x is NaN
     const Vec x = s - row_max - log_sum;
     return exp(zero < x ? zero : x);
 }
@@ -151,7 +151,7 @@ struct MakeLanes<0, i...> {
 };
 
 template <int block, int... i>
-FA_INLINE void swap_blocks(Vec& a, Vec& b, Lanes<i...>) {  // a's lanes with the bit `block` <-> b's lanes without it
+FA_INLINE void swap_blocks(Vec& a, Vec& b, Lanes<i...>) {  // swaps a's lanes with the bit `block` and b's lanes without it
     const Vec x = __builtin_shufflevector(a, b, (i & block ? L + i - block : i)...);
     b = __builtin_shufflevector(a, b, (i & block ? L + i : i + block)...);
     a = x;
@@ -170,17 +170,17 @@ FA_INLINE void transpose(Vec (&x)[L]) { transpose_from<L / 2>(x); }
 // ---- sums over the lanes ----
 
 template <int block, int... i>
-FA_INLINE Vec swapped(Vec x, Lanes<i...>) {  // lanes with the bit `block` and those without it
+FA_INLINE Vec swapped(Vec x, Lanes<i...>) {  // swaps lanes with the bit `block` and lanes without it
     return __builtin_shufflevector(x, x, (i ^ block)...);
 }
 
 template <int block, int... i>
-FA_INLINE Vec add_blocks(Vec a, Vec b, Lanes<i...>) {  // lanes without the bit `block` go on with a, those with it with b
+FA_INLINE Vec add_blocks(Vec a, Vec b, Lanes<i...>) {  // lanes without the bit `block` sum a, lanes with it sum b
     return __builtin_shufflevector(a, b, (i & block ? L + i - block : i)...) +
            __builtin_shufflevector(a, b, (i & block ? L + i : i + block)...);
 }
 template <int block, int count>
-FA_INLINE Vec sum_from(const Vec* x) {  // of `count` vectors, a power of two
+FA_INLINE Vec sum_from(const Vec* x) {  // sums the lanes of each of `count` vectors; count is a power of two
     if constexpr (block == L) return x[0];
     else if constexpr (count == 1) {
         const Vec sum = add_blocks<block>(x[0], x[0], typename MakeLanes<L>::Type());
@@ -229,8 +229,8 @@ constexpr int kVectors = FA_VECTORS;  // width of the widest register tile
 // Height of a register tile of this width: as many accumulators as fit into the registers beside the operands.
 constexpr int height(int width) { return width == 4 ? 6 : width == 3 ? 8 : width == 2 && kVectors == 2 ? 6 : 12; }
 
-// Number of products that one register sums up before its sum is added to the total. Without a fused multiply-add every product is rounded,
-// too; short partial sums make up for that error.
+// Number of products that are summed in one register before the sum is added to the total. Without a fused multiply-add every product is
+// rounded too; short partial sums make up for that error.
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 constexpr int kSumLength = 512;
 #else

@@ -1,4 +1,4 @@
-// kernels.h: what the CPU backend does around attention. Same contract as the GPU kernels, on host pointers.
+// kernels.h: the CPU backend of the operations around attention. They follow the same contract as the GPU kernels, on host pointers.
 #pragma once
 
 #include "transformer/ops/ops.h"
@@ -17,6 +17,6 @@ void w4_quantize(const W4QuantizeParams& params);
 void w4_dequantize(const W4DequantizeParams& params);
 void w4_pack(const W4PackParams& params);
 void w4_linear(const W4LinearParams& params);
-int64_t w4_linear_workspace(const W4LinearParams& params);  // bytes, aligned to 16
+int64_t w4_linear_workspace(const W4LinearParams& params);  // bytes of a workspace that is aligned to 16
 
 }  // namespace fa::cpu

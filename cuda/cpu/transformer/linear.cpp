@@ -1,4 +1,4 @@
-// linear.cpp: out = residual + act(norm(x) weight^T + bias) on the host: who computes which columns of out.
+// linear.cpp: out = residual + act(norm(x) weight^T + bias) on the host: distributes the columns of out over the threads.
 #include <algorithm>
 
 #include "cpu/common/isa.h"
@@ -26,9 +26,9 @@ void linear(const LinearParams& p) {
     const int32_t columns = p.columns();
     const int64_t blocks = ceil_div(columns, kLinearOutputs);
     const double weights = double(p.in_features) * p.out_features, bytes = p.weight_dtype == DType::kFloat32 ? 4 : 2;
-    // At 20 bytes a nanosecond from memory, or as many multiply-adds.
+    // 20 bytes of weights from memory, or 20 multiply-adds, per nanosecond.
     const int threads = worthwhile_threads(weights * std::max(bytes, double(p.rows)) / 20, p.num_threads);
-    // A task prepares x once, so one thread has one task; several have a few each, for they may be interrupted.
+    // Each task prepares x once, so one thread gets one task. Several threads get up to 8 tasks each, because a thread may be interrupted.
     const int64_t tasks = threads == 1 ? 1 : std::min<int64_t>(blocks, 8 * threads);
     parallel_for(tasks, threads, [&](int64_t task, int) {
         const auto start = [&](int64_t i) { return int32_t(std::min<int64_t>(columns, blocks * i / tasks * kLinearOutputs)); };

@@ -1,4 +1,4 @@
-// linear_tile.h: the border between linear.cpp and linear_tile_kernel.h, compiled once per instruction set.
+// linear_tile.h: the interface between linear.cpp and linear_tile_kernel.h, which is compiled once per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,10 @@
 
 namespace fa::cpu {
 
-constexpr int kLinearOutputs = 32;    // of a block, whose weights stay in the cache while the rows of x pass by
-constexpr int kLinearRows = 16;       // of x that are prepared at a time, as far as they fit into kLinearFloats
-constexpr int kLinearFloats = 8192;   // of prepared x, on the stack
-constexpr int kLinearColumns = 2048;  // summed up in one register before the sum is added to the rest
+constexpr int kLinearOutputs = 32;    // columns of out per block, whose weights stay in the cache while the rows of x pass by
+constexpr int kLinearRows = 16;       // rows of x that are prepared at a time, if they fit into kLinearFloats
+constexpr int kLinearFloats = 8192;   // floats of prepared x, on the stack
+constexpr int kLinearColumns = 2048;  // columns summed in one register before the sum is added to the total
 
 // Columns first .. last - 1 of out, for every row of x.
 struct LinearTask {

@@ -1,10 +1,10 @@
 // linear_tile_kernel.h: some columns of the CPU's linear for all rows of x. Compiled once per instruction set by tiles_<isa>.cpp, after
-// tile_kernel.h, which brings rows.h; it also says
+// tile_kernel.h, which includes rows.h. tiles_<isa>.cpp also defines
 //     FA_LINEAR  the LinearKernel to define
 //
-// Rows of x are widened to float32 and multiplied by norm_weight; 1 / rms comes to the sums. Then for a block of kLinearOutputs rows of
-// weight: dot products, and what is behind them. Every number of out is summed up in one order, whatever the rows beside it and the
-// threads. Bound by the memory the weights come from while the rows are few.
+// Rows of x are widened to float32 and multiplied by norm_weight; the factor 1 / rms is applied to the sums. Then, for each block of
+// kLinearOutputs rows of weight, come the dot products and what follows them (bias, activation, residual). Every element of out is summed
+// in one order, whatever the rows beside it and the number of threads. For few rows, bound by reading the weights from memory.
 #include "cpu/transformer/linear_tile.h"
 
 namespace fa::cpu::FA_ISA {
@@ -12,7 +12,8 @@ namespace {
 
 // ---- sums[m][i] += x[m] . weight[i] ----
 
-constexpr int kTileRows = kVectors == 4 ? 4 : 2;  // with 4 weights each: as many accumulators as the registers hold beside the operands
+constexpr int kTileRows = kVectors == 4 ? 4 : 2;  // rows of x, with 4 weights each: as many accumulators as the registers hold
+                                                  // beside the operands
 constexpr int kSingleWeights = L < 8 ? L : 8;     // with one row of x: enough sums to hide the latency of an addition
 
 template <DType dtype, int kRows, int kWeights>
@@ -26,7 +27,7 @@ FA_INLINE void dot(const char* weight, int64_t weight_bytes, const float* x, int
 #pragma GCC unroll 8
         for (int i = 0; i < kWeights; ++i) {
             const char* const from = weight + i * weight_bytes + int64_t(d) * size;
-            // One row of x is bound by memory: the same columns of the next weights are on their way meanwhile.
+            // With one row of x memory is the bound, so prefetch the same columns of the next weights.
             if (kRows == 1) __builtin_prefetch(from + kWeights * weight_bytes, 0, 2);
             Vec w = load_weights(from);
             if (kRows > 1) keep_in_register(w);
@@ -41,7 +42,7 @@ FA_INLINE void dot(const char* weight, int64_t weight_bytes, const float* x, int
     for (int m = 0; m < kRows; ++m) add_sums<kWeights>(sum[m], sums + m * kLinearOutputs);
 }
 
-// kWeights rows of weight from `n` on, with all rows of x.
+// kWeights rows of weight, the first at `weight`, with all rows of x.
 template <DType dtype, int kWeights>
 FA_INLINE void dots(const char* weight, int64_t weight_bytes, const float* x, int64_t ld, int rows, int columns, float* sums) {
     constexpr int kStep = kWeights < 4 ? 1 : 4;
@@ -64,7 +65,7 @@ void dots_of_block(const char* weight, int64_t weight_bytes, const float* x, int
     }
 }
 
-// ---- before and behind the products ----
+// ---- before and after the products ----
 
 FA_INLINE Vec silu(Vec x) {
     const Vec power = -x > 88.0f ? splat(kInfinity) : exp(-x);
@@ -75,15 +76,15 @@ struct Linear {
     const LinearParams& p;
     const int32_t columns;  // of out
     int64_t prepared_row = -1;
-    int32_t prepared_column = -1;  // what x holds
-    int ld = 0;                    // of x
-    Vec squares[kLinearRows];      // of x before the norm's weight, summed up lane by lane
+    int32_t prepared_column = -1;  // the row and column that x begins with
+    int ld = 0;                    // floats between rows of x
+    Vec squares[kLinearRows];      // sums of the squares of x before the norm's weight, one per lane
     alignas(64) float x[kLinearFloats];
     float gate[kLinearRows][kLinearOutputs], up[kLinearRows][kLinearOutputs];
 
     Linear(const LinearTask& task) : p(*task.params), columns(task.columns) {}
 
-    // Columns k .. k + count - 1 of x, zeros up to the next whole vector.
+    // Fills x with columns k .. k + count - 1, and zeros up to the next whole vector.
     void prepare(int64_t row0, int rows, int32_t k, int count) {
         if (row0 == prepared_row && k == prepared_column) return;
         prepared_row = row0, prepared_column = k;
@@ -139,7 +140,7 @@ struct Linear {
         const int64_t padded = (int64_t(p.in_features) + L - 1) / L * L;
         const int64_t least = p.rows < kTileRows ? p.rows : kTileRows, most = p.rows < kLinearRows ? p.rows : kLinearRows;
         const int64_t fit = kLinearFloats / padded;
-        const bool whole = fit >= least;  // else in pieces
+        const bool whole = fit >= least;  // otherwise x is processed in pieces of columns
         const int group = int(!whole ? least : fit < most ? fit : most);
         const int32_t piece = whole ? p.in_features : kLinearFloats / group / kLinearColumns * kLinearColumns;
         ld = int(whole ? padded : piece);

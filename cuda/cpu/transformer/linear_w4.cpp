@@ -1,5 +1,6 @@
-// linear_w4.cpp: out = residual + act(norm(x) weight^T + bias) on the host, the weight in packed tiles of 4 bits (transformer/w4/w4.h). The
-// workspace takes x, normed and rounded, a few rows at a time, in the order of the tiles' words; then a task is a row of tiles.
+// linear_w4.cpp: out = residual + act(norm(x) weight^T + bias) on the host, with the weight in packed tiles of 4 bits
+// (transformer/w4/w4.h). The workspace holds a few rows of x at a time, normalised and rounded, in the order of the tiles' words. Each task
+// then computes one row of tiles.
 #include <algorithm>
 #include <cmath>
 
@@ -24,7 +25,7 @@ W4Kernel w4_kernel() {
 
 float silu(float v) { return v / (1.0f + std::exp(-v)); }
 
-// Row `row` of x as the products take it; zeros behind its end.
+// Stores row `row` of x as the products read it, with zeros after its end.
 void stage_row(const W4LinearParams& p, int64_t row, int64_t tiles, float* to) {
     float scale = 1.0f;
     if (p.norm_weight) {
@@ -57,9 +58,9 @@ void w4_linear(const W4LinearParams& p) {
     const auto* const packed = reinterpret_cast<const uint8_t*>(header + 1);
     const int64_t tiles = w4::column_tiles(p.in_features);
     const int32_t columns = p.columns();
-    const int outputs = p.swiglu ? 8 : w4::kTileRows;  // of a row of tiles
+    const int outputs = p.swiglu ? 8 : w4::kTileRows;  // columns of out per row of tiles
     float* const x = static_cast<float*>(p.workspace);
-    // Widening takes some 0.1 ns a weight, the products less for each row.
+    // Widening a weight takes about 0.1 ns, its products 0.05 ns per row of x.
     const double weights = double(p.in_features) * p.out_features, many = std::min<double>(kW4Rows, double(p.rows));
     const int threads = worthwhile_threads(weights * (0.1 + 0.05 * many), p.num_threads);
     const int stagers = worthwhile_threads(2.0 * p.in_features * many, p.num_threads);

@@ -1,19 +1,19 @@
 // linear_w4_tile_kernel.h: dot products of rows of x with 16 rows of packed 4-bit weights (transformer/w4/w4.h), the inner part of the
-// CPU's w4_linear. Compiled once per instruction set by tiles_<isa>.cpp, which also says
+// CPU's w4_linear. Compiled once per instruction set by tiles_<isa>.cpp, which also defines
 //     FA_LINEAR_W4  the W4Kernel to define
 //
-// Word i of the 16 of rows g and g + 8 has their columns 4 i .. 4 i + 3. So lane i of a vector of words gives, code after code, columns
-// that x brings in the same order, and a lane stays in one block of the weight: widening is shifts and masks in every lane alike. Bound by
-// the widening for few rows of x, by the products for many.
+// Rows g and g + 8 have 16 words; word i holds columns 4 i .. 4 i + 3 of both rows. So lane i of a vector of words yields, one code
+// after another, columns that x stores in the same order. A lane stays in one block of the weight, so widening is the same shifts and masks
+// in every lane. Bound by the widening for few rows of x, by the products for many.
 #include "cpu/transformer/linear_w4_tile.h"
 #include "transformer/w4/w4_bits.h"
 
 namespace fa::cpu::FA_ISA {
 namespace {
 
-constexpr int kWords = 16, kVectorsOfWords = kWords / L;  // of two rows in a tile
+constexpr int kWords = 16, kVectorsOfWords = kWords / L;  // words of two rows in a tile
 
-// The magnitude of E2M1 whose code is in the low 3 bits; what stands above them does not count.
+// The magnitude of the E2M1 code in the low 3 bits; higher bits are ignored.
 FA_INLINE Vec magnitude_of(UVec code) {
 #if defined(__AVX512F__)
     const Vec table = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, 0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
@@ -22,14 +22,14 @@ FA_INLINE Vec magnitude_of(UVec code) {
     const Vec table = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     return (Vec)_mm256_permutevar8x32_ps((__m256)table, (__m256i)code);
 #else
-    // As the low exponent bits and the first of the mantissa it is twice the number: where the exponent is not 0. There it is 1 too many.
+    // The code as low exponent bits and first mantissa bit is twice the number, if its exponent is not 0. Otherwise it is 1 too many.
     const UVec bits = code & 7u;
     const Vec number = (Vec)((bits << 22) + 0x3F800000u);
     return bits < 2u ? number - 1.0f : number * 0.5f;
 #endif
 }
 
-// Codes `at` of the words of L lanes, as numbers.
+// Code `at` of each word, as a number.
 template <w4::Format format, DType dtype, int at>
 FA_INLINE Vec widen_code(UVec words) {
     constexpr int low = w4::bit_of(format, dtype, at, 0);
@@ -38,8 +38,8 @@ FA_INLINE Vec widen_code(UVec words) {
     return (Vec)((UVec)magnitude_of(words >> low) | (words << (31 - sign) & 0x80000000u));
 }
 
-// A tile's scales lie as rows g and g + 8, for each block of columns, for each g (w4::scale_at). (The functions of w4.h are called at
-// compile time alone: see simd.h for why nothing may be shared between object files.)
+// A tile's scales are stored by g, then by block of columns, then for rows g and g + 8 (w4::scale_at). (The functions of w4.h are only
+// called at compile time: simd.h says why object files may not share a function.)
 template <w4::Format format>
 constexpr int kWordsOfBlock = w4::block_of(format) / 4 < kWords ? w4::block_of(format) / 4 : kWords;
 template <w4::Format format>
@@ -54,7 +54,7 @@ constexpr bool in_order() {
     return true;
 }
 
-// All of them as numbers, with the power of two that the products have beside a code (transformer/w4/w4_bits.h).
+// Converts all scales of a tile, including the power of two that the products apply to each code (transformer/w4/w4_bits.h).
 template <w4::Format format, DType dtype>
 FA_INLINE void widen_scales(const uint8_t* tile, float* scale) {
     static_assert(in_order<format>(), "scales are widened in the order they lie in");
@@ -69,7 +69,7 @@ FA_INLINE void widen_scales(const uint8_t* tile, float* scale) {
         if constexpr (format == w4::Format::kNvfp4) {  // 5 bits exponent, 3 mantissa
             const IVec number = (IVec)((bits << 20) + ((127u - 15 - 14) << 23));
             *(IVec*)(scale + i) = bits < 8u ? IVec{} : bits >= 31u << 3 ? nan : number;
-        } else {  // an exponent of the products' type; what float32 does not have counts nothing
+        } else {  // an exponent of the products' type; what float32 cannot hold becomes 0
             constexpr int top = dtype == DType::kFloat16 ? 31 : 255, bias = dtype == DType::kFloat16 ? 15 + 14 : 127 + 126;
             const IVec exponent = (IVec)bits - (bias - 127);
             *(IVec*)(scale + i) = (IVec)bits == top ? nan : ((IVec)bits == 0) | (exponent <= 0) ? IVec{} : exponent << 23;
@@ -77,7 +77,7 @@ FA_INLINE void widen_scales(const uint8_t* tile, float* scale) {
     }
 }
 
-// Of row g or g + 8, a lane each word of vector v.
+// The scales of row g (or g + 8): one lane per word of vector v.
 template <int words, int upper, int... l>
 FA_INLINE Vec spread(Vec scales, Lanes<l...>) {
     return __builtin_shufflevector(scales, scales, (2 * (l / words) + upper)...);
@@ -108,7 +108,7 @@ void w4_rows(W4RowTile& t) {
         for (int g = 0; g < 8; ++g) sums[m][g][0] = sums[m][g][1] = Vec{};
     for (int64_t tile = 0; tile < t.count; ++tile) {
         const uint8_t* const from = t.tiles + tile * kTile;
-        alignas(64) float scales[kScales<format> + L] = {};  // whole vectors are read behind the end
+        alignas(64) float scales[kScales<format> + L] = {};  // whole vectors are read past the end
         widen_scales<format, dtype>(from, scales);
         for (int g = 0; g < 8; ++g) {
             UVec words[kVectorsOfWords];
@@ -129,7 +129,7 @@ void w4_rows(W4RowTile& t) {
         }
     }
     for (int m = 0; m < t.rows; ++m)
-#pragma GCC unroll 1  // else GCC 12 makes vectors of eight rows, 50 KB of shuffles, which take it 8 s
+#pragma GCC unroll 1  // otherwise GCC 12 vectorises over the eight rows: 50 KB of shuffles that take 8 s to compile
         for (int g = 0; g < 8; ++g)
             for (int upper = 0; upper < 2; ++upper) {
                 float sum = 0;

@@ -1,5 +1,5 @@
-// sampling.cpp: draws tokens on the host, the same ones as sampling.cu: transformer/ops/sampling.h has all the arithmetic. Compiled with
-// -ffp-contract=off, which it relies on.
+// sampling.cpp: draws tokens on the host, the same ones as sampling.cu: transformer/ops/sampling.h has all the arithmetic. Must be
+// compiled with -ffp-contract=off.
 #include "transformer/ops/sampling.h"
 
 #include <algorithm>
@@ -41,16 +41,16 @@ private:
     float logit(int32_t i) const { return load(p_.logits.data, start_ + i, p_.dtype); }
     float exponent(float logit) const { return exponent_of(logit, largest_, p_.scale); }
 
-    // The rank of the first token at which the running sum, of counts or of weights, reaches target >= 1; *mass becomes the sum of the
-    // weights up to and with that token.
+    // The rank of the first token at which the running sum, of counts or of weights, reaches target >= 1. *mass becomes the sum of the
+    // weights up to and including that token.
     uint64_t find(bool by_count, uint64_t target, uint64_t* mass) const {
-        uint64_t sum = 0, weights = 0;  // of what comes before
+        uint64_t sum = 0, weights = 0;  // over the bins before this one
         int bin = 0;
         while (sum + (by_count ? count_[bin] : weight_[bin]) < target)
             sum += by_count ? count_[bin] : weight_[bin], weights += weight_[bin++];
-        uint64_t below = ~0ull;  // ranks from here up have been walked over
+        uint64_t below = ~0ull;  // ranks from here up have been added
         for (;;) {
-            // The next of the bin's tokens in order, as many as there is room for.
+            // The bin's next tokens in order of rank, as many as members[] holds.
             uint64_t members[kMembers];
             int count = 0;
             for (int32_t i = 0; i < p_.vocab; ++i) {
@@ -60,7 +60,7 @@ private:
                 if (count < kMembers) {
                     members[count++] = rank;
                     if (count == kMembers) std::make_heap(members, members + count, std::greater<>());
-                } else if (rank > members[0]) {  // the heap's smallest makes room
+                } else if (rank > members[0]) {  // replaces the heap's smallest
                     std::pop_heap(members, members + count, std::greater<>());
                     members[count - 1] = rank;
                     std::push_heap(members, members + count, std::greater<>());

@@ -1,4 +1,4 @@
-// small_ops.cpp: RMSNorm, RoPE and SwiGLU on the host, row by row. Bound by memory as soon as the rows are many.
+// small_ops.cpp: RMSNorm, RoPE and SwiGLU on the host, row by row. Bound by memory when there are many rows.
 #include <algorithm>
 #include <cmath>
 
@@ -9,7 +9,7 @@
 namespace fa::cpu {
 namespace {
 
-// body(row) for every row, in pieces; an element takes some 2 ns.
+// Calls body(row) for every row, in pieces; assumes about 2 ns per element.
 template <typename Body>
 void for_rows(int64_t rows, int64_t elements_each, int threads, const Body& body) {
     const int64_t piece = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, elements_each));

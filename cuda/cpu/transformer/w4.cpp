@@ -1,5 +1,5 @@
-// w4.cpp: weights of 4 bits on the host: rounded, widened, packed. Byte for byte what quantize_w4.cu writes (transformer/w4/w4_quantize.h
-// has the arithmetic of both); compiled without fused multiply-adds.
+// w4.cpp: 4-bit weights on the host: quantised, dequantised, packed. Writes the same bytes as quantize_w4.cu (transformer/w4/w4_quantize.h
+// has the arithmetic of both). Compiled without fused multiply-adds.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -14,7 +14,7 @@ namespace {
 
 using namespace fa::w4;
 
-// body of the format, as a template argument.
+// Calls body with the format as a template argument.
 template <typename Body>
 void with_format(Format format, const Body& body) {
     if (format == Format::kNvfp4) body(std::integral_constant<Format, Format::kNvfp4>{});
@@ -22,7 +22,7 @@ void with_format(Format format, const Body& body) {
     else body(std::integral_constant<Format, Format::kInt4>{});
 }
 
-// The largest finite magnitude of all.
+// The largest finite magnitude of the matrix.
 float largest_of(const W4QuantizeParams& p) {
     std::atomic<uint32_t> largest{0};
     parallel_for(p.out.out_features, p.num_threads, [&](int64_t row, int) {

@@ -1,12 +1,12 @@
-// elements.cuh: loads and stores of elements whose type is known at run time, and what the kernels here compute of them. The branch on the
-// type is the same for a whole grid and costs nothing beside the memory access.
+// elements.cuh: loads and stores of elements whose type is known at run time, and small computations on them that several kernels here
+// share. The branch on the type is the same for a whole grid and costs nothing beside the memory access.
 #pragma once
 
 #include "common/element.cuh"
 
 namespace fa {
 
-// Loads bypass the L1 cache: after a programmatic launch it may still hold what an earlier kernel has overwritten since.
+// Loads bypass the L1 cache: after a programmatic launch L1 may still hold data that an earlier kernel has overwritten since.
 __device__ __forceinline__ float load_element(const void* data, int64_t at, DType dtype) {
     if (dtype == DType::kFloat32) return __ldcg(static_cast<const float*>(data) + at);
     if (dtype == DType::kFloat16) return to_float(__ldcg(static_cast<const __half*>(data) + at));
@@ -18,7 +18,7 @@ __device__ __forceinline__ void store_element(void* data, int64_t at, DType dtyp
     else static_cast<__nv_bfloat16*>(data)[at] = from_float<__nv_bfloat16>(x);
 }
 
-// The value that a store of x leaves.
+// The value that store_element would store for x.
 __device__ __forceinline__ float round_to(float x, DType dtype) {
     if (dtype == DType::kFloat32) return x;
     return dtype == DType::kFloat16 ? to_float(from_float<__half>(x)) : to_float(from_float<__nv_bfloat16>(x));
@@ -50,14 +50,14 @@ __device__ __forceinline__ void with_element(DType dtype, const Body& body) {
     else if (dtype == DType::kFloat16) body(__half{});
     else body(__nv_bfloat16{});
 }
-// The same for a type that is known.
+// load_4 for a type that is known.
 template <typename From>
 __device__ __forceinline__ float4 load_4(const void* data, int64_t at) {
     if constexpr (sizeof(From) == 4) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(data) + at));
     else return widen_4<From>(__ldcg(reinterpret_cast<const uint2*>(static_cast<const From*>(data) + at)));
 }
-// Elements k .. k + 3 (k is a multiple of four) of a row of `count` elements that starts at `begin`, zeros past its end. fours: load_4 can
-// read the row.
+// Elements k .. k + 3 (k is a multiple of four) of a row of `count` elements that starts at `begin`, with zeros past its end. fours: load_4
+// can read the row.
 __device__ __forceinline__ float4 load_up_to_4(const void* data, int64_t begin, DType dtype, int k, int count, bool fours) {
     float4 x = make_float4(0, 0, 0, 0);
     if (fours) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ float4 load_up_to_4(const void* data, int64_t begin, 
 }
 __device__ __forceinline__ void add_4(float4& sum, const float4& x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 __device__ __forceinline__ float sum_of_squares(float4 x) { return x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w; }
-// x times the reciprocal of its root mean square, times the norm's weight.
+// x times the reciprocal of its root mean square (`scale`), times the norm's weight.
 __device__ __forceinline__ float4 norm_4(float4 x, float scale, float4 weight) {
     return make_float4(x.x * scale * weight.x, x.y * scale * weight.y, x.z * scale * weight.z, x.w * scale * weight.w);
 }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_4(void* data, int64_t at, DType dtype, flo
     }
 }
 
-// What a kernel is compiled for: x as it is, or normed by RMSNorm first.
+// Whether a kernel is compiled to apply RMSNorm to x first.
 enum class Norm { kNone, kRms };
 
 inline int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }

@@ -1,17 +1,17 @@
 // linear_gemv_sm80.cu: out = residual + act(norm(x) W^T + bias) for a few rows of x and any types: a product with RMSNorm, bias, SwiGLU and
-// residual fused. Bound by the memory that W comes from; with a small W by latency.
+// residual fused. Bound by reading W from memory; with a small W by latency.
 //
-//     group   kR columns of out, made by `split` warps that divide the columns of W: in a turn a warp takes 32 lanes x 16 bytes of each of
-//             kR rows. A block has one group for each `split` of its warps, and walks over the matrix in steps of the grid.
+//     group   kR columns of out, computed by `split` warps that divide the columns of W. In one turn a warp takes 32 lanes x 16 bytes of
+//             each of kR rows of W. A block has one group per `split` warps, and walks over the matrix with the stride of the grid.
 //     ring    Every thread copies (cp.async) the weights that it will use itself, kRing x 16 bytes ahead, to its own part of shared memory.
-//             That takes no barrier and no registers, and the copies run on from group to group.
-//     x       is widened to float32 once, in shared memory, so that the four numbers of a lane are next to its neighbour's.
+//             That takes no barrier and no registers, and the copies continue from group to group.
+//     x       is widened to float32 once, in shared memory, in an order that lets neighbouring lanes read neighbouring groups of four.
 //     norm    sum(w x g) / rms(x): the dot product does not wait for rms(x). The squares are summed while x is copied.
-//     SwiGLU  A group takes kR / 2 gate rows and their up rows.
+//     SwiGLU  A group takes kR / 2 gate rows and the matching up rows.
 //
-// W does not depend on the kernel before this one, so a programmatic launch (ptx.cuh) fills the ring before it waits for x. With a small x
-// the ring and x take less than half of the shared memory of an SM. This kernel and the next are then on the SM together, so memory is
-// read while results go from one to the other.
+// W does not depend on the kernel before this one, so a programmatic launch (ptx.cuh) fills the ring before it waits for x. With a small x,
+// the ring and x take less than half of an SM's shared memory. Then this kernel and the next are on the SM together, so memory is read even
+// while the result of one becomes the input of the next.
 #include "device/launch.h"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
@@ -22,8 +22,8 @@ namespace fa {
 namespace {
 
 constexpr int kMaxWarps = 8;
-constexpr size_t kStaticShared = 4096;  // bytes, at most: static shared memory, and what the system takes
-constexpr int kRing = 20;               // vectors of 16 bytes in flight to each thread
+constexpr size_t kStaticShared = 4096;  // upper limit in bytes: static shared memory and the system's reserve
+constexpr int kRing = 20;               // 16-byte vectors in flight per thread
 
 struct Launch {
     LinearParams p;
@@ -31,7 +31,7 @@ struct Launch {
     int32_t steps;       // of 32 x 16 bytes along a row of W
     int64_t walks;       // steps of all blocks together over the columns of out
     float per_feature;   // 1 / in_features
-    int32_t row_blocks;  // ceil(rows / kM); these blocks are neighbours and use the same weights
+    int32_t row_blocks;  // ceil(rows / kM); blocks with consecutive indices that use the same weights
 };
 
 template <typename W>
@@ -44,8 +44,8 @@ __device__ __forceinline__ void widen(uint4 bits, float (&w)[kVector<W>]) {
     for (int j = 0; j < kVector<W>; ++j) w[j] = to_float(x[j]);
 }
 
-// kCopy: elements that a copy takes. With kVector<W> every row of W starts at a multiple of 16 bytes and consists of whole vectors; with 1
-// neither is needed.
+// kCopy: elements per copy. kVector<W> requires that every row of W starts at a multiple of 16 bytes and consists of whole
+// vectors; 1 does not.
 template <typename W, int kCopy>
 __device__ __forceinline__ void copy_weights(uint4* shared, const W* row, int column, int in_features) {
     if constexpr (kCopy == kVector<W>) {
@@ -61,8 +61,8 @@ __device__ __forceinline__ void copy_weights(uint4* shared, const W* row, int co
     }
 }
 
-// Brings x, times the norm's weight, to shared memory, and adds the squares of x to `squares`.
-// Column k of a step of 32 V columns goes to float4 (k % V / 4) * 32 + k / V, so that a quarter warp reads 128 contiguous bytes.
+// Copies x, times the norm's weight, to shared memory, and adds the squares of x to `squares`. Column k of a step of 32 V columns goes to
+// float4 (k % V / 4) * 32 + k / V, so that a quarter warp reads 128 contiguous bytes.
 template <int V, int kM>
 __device__ __forceinline__ void stage_x(const LinearParams& p, int64_t row0, int steps, float4* shared, float (&squares)[kM]) {
     const int quads = steps * 8 * V;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void stage_x(const LinearParams& p, int64_t row0, int
     }
 }
 
-// kM: rows of x in a block.
+// kM: rows of x per block.
 template <typename W, int kM, int kR, int kCopy>
 __global__ void __launch_bounds__(32 * kMaxWarps, 2) linear_gemv_kernel(const __grid_constant__ Launch launch) {
     constexpr int V = kVector<W>, kTurns = kRing / kR;
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 2) linear_gemv_kernel(const __
     const auto find_rows = [&] {
 #pragma unroll
         for (int r = 0; r < kR; ++r) {
-            const int64_t column = first_column(next_walk) + r % per_group;  // past the last column: the last one, not stored
+            const int64_t column = first_column(next_walk) + r % per_group;  // past the last column: the last column again, not stored
             rows[r] = static_cast<const W*>(p.weight.data) +
                       ((column < columns ? column : columns - 1) + (r < per_group ? 0 : columns)) * p.weight.row;
         }
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 2) linear_gemv_kernel(const __
                 find_rows();
             }
         }
-        cp_async_commit();  // also for an empty turn, so that the count of groups stays right
+        cp_async_commit();  // also for an empty turn, to keep the number of groups right
         slot = slot + 1 == kTurns ? 0 : slot + 1;
     };
     find_rows();
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 2) linear_gemv_kernel(const __
     // Lane m * kR + r finishes row m, column r of a group.
     const int m = lane / kR % kM, r = lane % kR;
     const int64_t row = row0 + m;
-    const auto added_to = [&](int64_t column) {  // the residual, called early to hide the latency of memory
+    const auto added_to = [&](int64_t column) {  // the residual, loaded early to hide the latency of memory
         if (!p.residual.data || lane >= kM * kR || r >= per_group || row >= p.rows || column >= columns) return 0.0f;
         return load_element(p.residual.data, row * p.residual.row + column, p.residual_dtype);
     };
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 2) linear_gemv_kernel(const __
                 if (const float sum = warp_sum(sums[i][j]); lane == i * kR + j) value = sum;
         if (split > 1) {
             if (lane < kM * kR) parts[buffer][warp][lane] = value;
-            __syncthreads();  // one in each walk suffices: it also says that the other buffer has been read
+            __syncthreads();  // one barrier per walk suffices, because it also orders reads of the other buffer
             if (part == 0 && lane < kM * kR)
                 for (int other = 1; other < split; ++other) value += parts[buffer][warp + other][lane];
             buffer ^= 1;
@@ -238,8 +238,8 @@ int64_t walks_of(const LinearParams& p, const Plan& plan) {
     return ceil_div(ceil_div(p.columns(), per_group), plan.warps / plan.split);
 }
 
-// How the work is divided. Rows of W that a warp reads together share each number of x, but a small matrix has to be spread over the GPU
-// first. All rows of x in a block have to fit into shared memory beside the ring. The limits were measured on an H200.
+// How the work is divided. With more rows of W per warp, each element of x is read less often, but a small matrix must first be spread over
+// the GPU. All rows of x in a block must fit into shared memory beside the ring. The limits were measured on an H200.
 Plan plan_of(const LinearParams& p, const DeviceInfo& gpu) {
     const size_t room = gpu.shared_memory - kStaticShared;
     const int64_t steps = steps_of(p), sms = gpu.multiprocessors;
@@ -253,8 +253,8 @@ Plan plan_of(const LinearParams& p, const DeviceInfo& gpu) {
     plan.r = plan.vectors && p.out_features >= 24 * sms ? 4 : 2;
     plan.blocks_per_sm = 2 * (shared_of(p, plan.m, plan.warps) + kStaticShared) <= gpu.shared_memory ? 2 : 1;
 
-    // Groups of several warps make smaller pieces of work. A small matrix needs them to reach half of the SMs; beyond that more blocks cost
-    // more than they gain. A large matrix needs them where larger pieces would leave some blocks with less work than others.
+    // Groups of several warps make smaller pieces of work. A small matrix needs them to reach half of the SMs; beyond that, more blocks
+    // cost more than they gain. A large matrix needs them where larger pieces would leave some blocks with less work than others.
     const bool large = p.out_features * steps >= 32768;  // 16 MB
     const double places = double(sms * plan.blocks_per_sm);
     double best = 0;
@@ -267,7 +267,7 @@ Plan plan_of(const LinearParams& p, const DeviceInfo& gpu) {
     return plan;
 }
 
-// Blocks along the columns of out: as few as make the longest walk no longer. All walk equally far, or one step less.
+// Blocks along the columns of out: the fewest that do not lengthen the longest walk. Every block walks that far, or one step less.
 int64_t stride_of(const LinearParams& p, const Plan& plan, const DeviceInfo& gpu) {
     const int64_t walks = walks_of(p, plan), places = int64_t(gpu.multiprocessors) * plan.blocks_per_sm;
     return ceil_div(walks, ceil_div(walks, places));

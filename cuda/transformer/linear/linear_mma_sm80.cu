@@ -1,16 +1,16 @@
-// linear_mma_sm80.cu: the product of linear_gemv_sm80.cu for 2 to 8 rows of x and a 16-bit matrix that the registers of the GPU hold, on
-// tensor cores. Bound by latency. New against linear_small_sm80.cu, which is faster for one row:
+// linear_mma_sm80.cu: the product of linear_gemv_sm80.cu on tensor cores, for 2 to 8 rows of x and a 16-bit matrix that fits into the
+// registers of the GPU. Bound by latency. New against linear_small_sm80.cu, which is faster for one row:
 //
 //     weights  are loaded into registers, before the kernel waits for x, as B fragments of mma.m16n8k16: tiles of 8 rows of W. A block has
-//              kTiles of these, a warp kChunks x 32 columns. Of 32 columns each lane of a quad takes 8 neighbours, 16 contiguous bytes,
-//              of W and of x alike: the order in which columns are summed does not matter.
-//     x        Each warp brings its own columns to shared memory and waits for no other warp. Row m of x is row m of operand A. An x that
-//              is more precise than the weights is split into a sum of two or three 16-bit numbers: row m takes the first, row 8 + m the
-//              second, and a second product the third.
-//     sum      The parts of the warps meet once, at the end, together with the squares for the norm.
+//              kTiles tiles, a warp kChunks x 32 columns of them. Of 32 columns, each lane of a quad takes 8 adjacent ones, 16 contiguous
+//              bytes, of W and of x alike: the order in which columns are summed does not matter.
+//     x        Each warp copies its own columns to shared memory and waits for no other warp. Row m of x is row m of operand A. An x that
+//              is more precise than the weights is split into a sum of two or three 16-bit numbers: row m holds the first, row 8 + m the
+//              second, and a second product uses the third.
+//     sum      The partial sums of the warps are added once, at the end, together with the squares for the norm.
 //
-// float16 has a small range, so a warp first multiplies its part of a row by a power of two. Infinities in a float32 x, and infinite
-// weights, give NaN.
+// float16 has a small range, so a warp first multiplies its part of a row by a power of two. An infinity in a float32 x, or in the
+// weights, gives NaN.
 #include "device/launch.h"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
@@ -30,11 +30,11 @@ struct Launch {
 };
 
 template <typename W>
-constexpr int kFloatParts = std::is_same_v<W, __half> ? 2 : 3;  // 16-bit numbers that add up to a float32
+constexpr int kFloatParts = std::is_same_v<W, __half> ? 2 : 3;  // number of 16-bit numbers that add up to a float32
 template <int kChunks>
-constexpr int kPitch = (kChunks + 1) * 32;  // elements from row to row of a warp's part of x, without bank conflicts
+constexpr int kPitch = (kChunks + 1) * 32;  // elements between rows of a warp's part of x, without bank conflicts
 
-// Splits x into kParts 16-bit numbers each. `to` is the place of the first parts; each next part is `part_elements` further.
+// Splits each x into kParts 16-bit numbers. `to` is the address of the first parts; the next parts lie `part_elements` further on.
 template <typename W, int kParts>
 __device__ __forceinline__ void store_parts(W* to, int part_elements, float (&v)[8]) {
 #pragma unroll
@@ -64,11 +64,11 @@ __device__ __forceinline__ void widen_8(float (&v)[8], uint4 bits, uint4 more) {
     }
 }
 
-// kParts: 16-bit numbers that make a number of x. With 1, x has the type of the weights.
+// kParts: number of 16-bit numbers that represent an element of x. 1: x has the type of the weights.
 template <typename W, int kParts, int kTiles, int kChunks>
 __global__ void __launch_bounds__(kThreads, 2) linear_mma_kernel(const __grid_constant__ Launch launch) {
     constexpr bool kExact = kParts == 1;
-    constexpr int kGroups = 4 * kChunks;                // groups of 8 columns that a warp has in a row of x
+    constexpr int kGroups = 4 * kChunks;                // groups of 8 columns per warp in a row of x
     constexpr int kSets = kTiles < 4 ? 4 / kTiles : 1;  // independent chains of products
     static_assert(32 % kGroups == 0, "a lane takes the same columns in every row");
     extern __shared__ uint4 shared[];
@@ -90,11 +90,11 @@ __global__ void __launch_bounds__(kThreads, 2) linear_mma_kernel(const __grid_co
         }
     }
 
-    const int group = lane % kGroups, k = (warp * kGroups + group) * 8;  // the first of 8 columns of x that this lane brings
+    const int group = lane % kGroups, k = (warp * kGroups + group) * 8;  // the first of 8 columns of x that this lane copies
     const bool inside = k < p.in_features;
     float4 norm[2] = {make_float4(1, 1, 1, 1), make_float4(1, 1, 1, 1)};
     if (p.norm_weight && inside) norm[0] = load_4(p.norm_weight, k, p.norm_dtype), norm[1] = load_4(p.norm_weight, k + 4, p.norm_dtype);
-    // The number of out that this thread finishes.
+    // The element of out that this thread finishes.
     const int n = threadIdx.x % per_block, row = threadIdx.x / per_block, column = first + n;
     const bool mine = row < rows && column < columns;
     W* const x = reinterpret_cast<W*>(shared) + warp * kParts * rows * kPitch<kChunks>;  // (parts, rows, pitch)
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 2) linear_mma_kernel(const __grid_co
     __syncwarp();
 
     float acc[kTiles][kSets][4] = {};
-    const W* const from = x + (g < rows ? g * kPitch<kChunks> : 0) + 8 * q;  // rows of A past the rows of x: their results are not used
+    const W* const from = x + (g < rows ? g * kPitch<kChunks> : 0) + 8 * q;  // A's rows past the rows of x: results not used
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
         if ((warp * kChunks + c) * 32 >= p.in_features) break;
@@ -204,10 +204,11 @@ __global__ void __launch_bounds__(kThreads, 2) linear_mma_kernel(const __grid_co
 }
 
 struct Plan {
-    int tiles, chunks, blocks;  // blocks is 0 where the weights do not fit into the registers
+    int tiles, chunks, blocks;  // blocks is 0 if the weights do not fit into the registers
 };
 
-// A block has the fewest tiles that make at most 1.5 blocks for each SM; if none do, the most tiles, and at most two blocks for each SM.
+// Chooses the fewest tiles per block that give at most 1.5 blocks per SM. If none do, the most tiles, if that gives at most two
+// blocks per SM.
 Plan plan_of(const LinearParams& p, const DeviceInfo& gpu) {
     Plan plan{};
     plan.tiles = p.swiglu ? 2 : 1, plan.chunks = p.in_features <= 1024 ? 4 : 8;

@@ -1,13 +1,13 @@
-// linear_small_sm80.cu: the product of linear_gemv_sm80.cu for one row of x and a matrix that the registers of the GPU hold. Bound by
+// linear_small_sm80.cu: the product of linear_gemv_sm80.cu for one row of x and a matrix that fits into the registers of the GPU. Bound by
 // latency: the small products of a decoder follow each other so quickly that only the path from x to out counts. New against
 // linear_gemv_sm80.cu: everything that does not depend on x is done before the kernel waits for x:
 //
-//     before x  Every lane loads its weights, kTurns x 16 bytes of each of kR rows, into registers, and its part of the norm's weight.
-//     x         One or two loads of 16 bytes for each thread. x goes to shared memory as float32, times the norm's weight; the thread keeps
+//     before x  Every lane loads its weights, kTurns x 16 bytes of each of kR rows, and its part of the norm's weight into registers.
+//     x         One or two 16-byte loads per thread. x goes to shared memory as float32, times the norm's weight; the thread keeps
 //               the sum of its squares.
 //     sum       Dot products of registers with shared memory. The squares are added up at the same time, not before.
 //
-// A group of `split` warps makes kR columns of out (with SwiGLU kR / 2, from gate rows and up rows). A block has one group or several.
+// A group of `split` warps computes kR columns of out (with SwiGLU kR / 2, from gate and up rows). A block has one or more groups.
 #include "device/launch.h"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
@@ -18,9 +18,9 @@ namespace fa {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kMostTurns = 4;               // of a warp along a row of W; a turn is 32 lanes x 16 bytes
+constexpr int kMostTurns = 4;               // turns of a warp along a row of W, at most; a turn is 32 lanes x 16 bytes
 constexpr int kMaxColumns = 2048;           // of x
-constexpr size_t kMost = size_t(14) << 20;  // bytes of weights: more was not measured
+constexpr size_t kMost = size_t(14) << 20;  // bytes of weights; larger matrices were not measured
 
 struct Launch {
     LinearParams p;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void widen(uint4 bits, float (&w)[16 / sizeof(W)]) {
     for (int j = 0; j < int(16 / sizeof(W)); ++j) w[j] = to_float(x[j]);
 }
 
-// Sums kR numbers over the lanes of a warp. The sum of number r goes to lane r * 32 / kR.
+// Sums each of kR numbers over the lanes of a warp. The sum of number r goes to lane r * 32 / kR.
 template <int kR>
 __device__ __forceinline__ float warp_sums(const float (&x)[kR], int lane) {
     float kept[kR];
@@ -43,7 +43,7 @@ __device__ __forceinline__ float warp_sums(const float (&x)[kR], int lane) {
     for (int r = 0; r < kR; ++r) kept[r] = x[r];
     int offset = 16;
 #pragma unroll
-    for (int half = kR / 2; half; half /= 2, offset /= 2)  // a lane keeps one half of its numbers and passes the other half on
+    for (int half = kR / 2; half; half /= 2, offset /= 2)  // a lane keeps half of its numbers and passes on the other half
 #pragma unroll
         for (int r = 0; r < half; ++r) {
             const bool upper = lane & offset;
@@ -55,7 +55,7 @@ __device__ __forceinline__ float warp_sums(const float (&x)[kR], int lane) {
     return kept[0];
 }
 
-// X is the type of x, float or W; with a norm it is float. kLoads: loads of 16 bytes of x by each thread.
+// X is the type of x, float or W; with a norm it is float. kLoads: 16-byte loads of x per thread.
 template <typename W, typename X, Norm kNormOfX, int kLoads, int kR, int kTurns>
 __global__ void __launch_bounds__(kThreads, 2) linear_small_kernel(const __grid_constant__ Launch launch) {
     constexpr bool kNorm = kNormOfX == Norm::kRms;
@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(kThreads, 2) linear_small_kernel(const __grid_
         }
     }
 
-    // Lane r * 32 / kR of the first warp of a group finishes row r of the group. With SwiGLU the lane of a gate row stores the column of
-    // out.
+    // Lane r * 32 / kR of the first warp of a group finishes row r of the group. With SwiGLU the lane of a gate row stores to out.
     const int column = first + r % per_group;
     const bool mine = lane % (32 / kR) == 0 && part == 0 && column < columns, stores = mine && r < per_group;
     constexpr int kEach = 16 / int(sizeof(X));
@@ -155,7 +154,7 @@ struct Plan {
     int r, split, blocks;
 };
 
-// A row has as few warps as kMostTurns allows. A warp takes four rows instead of two where two would make more than 1.5 blocks for each SM.
+// A row has as few warps as kMostTurns allows. A warp takes four rows instead of two if two would make more than 1.5 blocks per SM.
 Plan plan_of(const LinearParams& p, const DeviceInfo& gpu) {
     const int64_t steps = ceil_div(p.in_features, 32 * p.vector());
     Plan plan{2, 1, 0};

@@ -1,5 +1,5 @@
-// kernels.h: the entry of every GPU kernel for the operations around attention. Each launches on `stream` and returns the status of the
-// launch. `programmatic` of the parameters is true only where the device has programmatic dependent launch (sm_90).
+// kernels.h: the launch functions of the GPU kernels for the operations around attention. Each launches on `stream` and returns the status
+// of the launch. `programmatic` in the parameters is true only if the device has programmatic dependent launch (sm_90).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,8 +23,8 @@ cudaError_t rope(const RopeParams& params, cudaStream_t stream);
 cudaError_t swiglu(const SwigluParams& params, cudaStream_t stream);
 cudaError_t sample(const SampleParams& params, const DeviceInfo& gpu, cudaStream_t stream);
 
-// The kernels of linear, sm_80 and newer. linear_gemv serves every call whose rows of x fit into shared memory; the others are faster where
-// they serve.
+// The kernels of linear, sm_80 and newer. linear_gemv serves every call whose rows of x fit into shared memory; the other kernels are
+// faster for the calls that they serve.
 cudaError_t linear_gemv(const LinearParams& params, const DeviceInfo& gpu, cudaStream_t stream);
 bool linear_gemv_fits(const LinearParams& params, const DeviceInfo& gpu);
 cudaError_t linear_small(const LinearParams& params, const DeviceInfo& gpu, cudaStream_t stream);  // one row, small matrices

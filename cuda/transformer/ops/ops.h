@@ -1,12 +1,12 @@
-// ops.h: the arguments of the operations around attention: plain data, validated by api/, for the kernels of the GPU and of the CPU.
-// flash_attn_transformer.h says what each field means. Matrices are data[row * stride + column].
+// ops.h: the parameters of the operations around attention: plain data, validated by api/, for the kernels of GPU and CPU.
+// flash_attn_transformer.h defines each field. Matrices are data[row * stride + column].
 #pragma once
 
 #include "common/types.h"
 
 namespace fa {
 
-// Reads what an earlier kernel may have written while this one was starting: past the L1 cache.
+// Reads data that an earlier kernel may have written while this kernel was starting: bypasses the L1 cache.
 template <typename T>
 FA_HOST_DEVICE T load_fresh(const T* data) {
 #if defined(__CUDA_ARCH__)
@@ -44,8 +44,8 @@ struct RopeParams {
     int32_t num_threads;
 };
 
-// The row of the tables for token i of batch entry b. Positions on the device cannot be checked before the launch. Those outside the tables
-// take the nearest row, so no address outside the tables is read.
+// The row of the tables for token i of batch entry b. Positions in device memory cannot be checked before the launch. A position outside
+// the tables takes the nearest row, so no address outside the tables is read.
 FA_HOST_DEVICE int64_t rope_row(const RopeParams& p, int32_t b, int32_t i) {
     const int64_t position = !p.positions  ? i
                              : p.per_token ? int64_t(load_fresh(p.positions + int64_t(b) * p.seqlen + i))
@@ -53,7 +53,7 @@ FA_HOST_DEVICE int64_t rope_row(const RopeParams& p, int32_t b, int32_t i) {
     return position < 0 ? 0 : position < p.table_rows ? position : p.table_rows - 1;
 }
 
-// out = silu(gate) * up; gate is the first dim columns of gate_up, up the others.
+// out = silu(gate) * up; gate is the first dim columns of gate_up, up the last dim columns.
 struct SwigluParams {
     MatrixView gate_up, out;  // (rows, 2 dim), (rows, dim)
     DType dtype, out_dtype;

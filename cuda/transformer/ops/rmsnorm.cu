@@ -1,5 +1,5 @@
-// rmsnorm.cu: out = x / sqrt(mean(x^2) + eps) * weight, with the residual added to x first. A block has one row, which stays in registers
-// until its sum of squares is known; what does not fit there is read twice. Bound by memory; with few rows by latency.
+// rmsnorm.cu: out = x / sqrt(mean(x^2) + eps) * weight, with the residual added to x first. Each block has one row. The row stays in
+// registers until its sum of squares is known; any rest that does not fit is read twice. Bound by memory; with few rows by latency.
 #include "device/launch.h"
 #include "device/ptx.cuh"
 #include "transformer/common/elements.cuh"
@@ -8,9 +8,9 @@
 namespace fa {
 namespace {
 
-constexpr int kMaxThreads = 512, kHeld = 4;  // steps of a thread along its row that stay in registers
+constexpr int kMaxThreads = 512, kHeld = 4;  // kHeld: steps of a thread along its row that stay in registers
 
-// kWidth: elements in a load, 1 or 4. With 4 every row starts at a multiple of four elements and has a multiple of four elements.
+// kWidth: elements per load, 1 or 4. 4 requires that every row starts at a multiple of four elements and has a multiple of four elements.
 template <int kWidth>
 __global__ void __launch_bounds__(kMaxThreads, 2) rms_norm_kernel(const __grid_constant__ RmsNormParams p) {
     __shared__ float sums[kMaxThreads / 32];
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2) rms_norm_kernel(const __grid_c
 #pragma unroll
     for (int i = 0; i < kHeld; ++i)
         if (const int d = first + i * step; d < p.dim) write(d, held[i]);
-    for (int d = first + kHeld * step; d < p.dim; d += step) write(d, load(d));  // each thread reads what it wrote itself
+    for (int d = first + kHeld * step; d < p.dim; d += step) write(d, load(d));  // each thread reads what it has written itself
 }
 
 }  // namespace
@@ -78,7 +78,7 @@ int64_t rms_norm_blocks(const RmsNormParams& p) { return p.rows; }
 cudaError_t rms_norm(const RmsNormParams& p, cudaStream_t stream) {
     const bool fours = p.dim % 4 == 0 && by_fours(p.x.data, p.x.row, p.dtype) && by_fours(p.out.data, p.out.row, p.out_dtype) &&
                        by_fours(p.weight, 0, p.weight_dtype) && by_fours(p.residual.data, p.residual.row, p.residual_dtype);
-    // With few rows a thread takes one load, so that a row has many threads; with many rows it takes kHeld, which are in flight together.
+    // With few rows a thread does one load, so that a row has many threads; with many rows kHeld loads, which are in flight together.
     const int64_t steps = fours ? p.dim / 4 : p.dim, each = p.rows > 256 ? kHeld : 1;
     const int64_t wanted = ((steps + each - 1) / each + 31) / 32 * 32;
     return launch_kernel(fours ? rms_norm_kernel<4> : rms_norm_kernel<1>, unsigned(p.rows),

@@ -1,5 +1,5 @@
 // rope.cu: rotary position embedding in both conventions of flash-attn: the pairs of a head are (j, j + rotary_dim / 2) or, interleaved,
-// neighbours. A block takes one token. A thread reads whole pairs before it writes them, so out may be x. Bound by memory.
+// (2 j, 2 j + 1). A block takes one token. A thread reads whole pairs before it writes them, so out may be x. Bound by memory.
 #include "device/launch.h"
 #include "device/ptx.cuh"
 #include "transformer/common/elements.cuh"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// kWidth: pairs at a time, 1 or 4.
+// kWidth: pairs per step, 1 or 4.
 template <int kWidth>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const __grid_constant__ RopeParams p) {
     launch_dependents();

@@ -1,11 +1,11 @@
-// sampling.cu: greedy, top-k and top-p sampling (sampling.h defines a draw). The logits are in L2, as the product before has just written
-// them. On sm_90 the blocks of a cluster share a row; each reads its slice once and keeps it in shared memory. Elsewhere one block handles
-// a row. Bound by the latency of a few passes over the slice and of cluster barriers.
+// sampling.cu: greedy, top-k and top-p sampling (sampling.h defines a draw). The logits are in L2, because the previous product has just
+// written them. On sm_90 the blocks of a cluster share a row; each reads its slice once and keeps it in shared memory. Elsewhere one block
+// handles a row. Bound by the latency of a few passes over the slice and of cluster barriers.
 //
 // top_k, top_p and the draw all search for the token at which a running sum reaches a target. The search starts with a histogram over
-// exponents, summed over the cluster, which finds the bin of that token. Each block lists its tokens of the bin. As long as there are
-// many, a histogram over the interval of their ranks narrows them down. The last few go to the first block of the cluster, which
-// compares each with all others.
+// exponents, summed over the cluster, which finds the bin of that token. Each block lists its tokens of the bin. While there are many,
+// a histogram over their interval of ranks narrows them down. The last few go to the first block of the cluster, which compares each
+// with all others.
 #include "device/cluster.cuh"
 #include "device/launch.h"
 #include "device/ptx.cuh"
@@ -20,30 +20,30 @@ constexpr int kScanThreads = kBins / 4;
 
 struct SampleLaunch {
     SampleParams p;
-    int32_t blocks;  // of a cluster, a power of two
-    int32_t slice;   // tokens of each block
-    bool keep;       // shared memory keeps the slice
+    int32_t blocks;  // blocks per cluster, a power of two
+    int32_t slice;   // tokens per block
+    bool keep;       // keep the slice in shared memory
     bool fours;      // load_4 can read the rows
 };
 
 enum class Slice { kRead, kKept };
 
-struct Histogram {  // of tokens; bins are in the order of tokens
+struct Histogram {  // of tokens; the bins are in order, the largest logits first
     uint64_t weight[kBins];
     uint32_t count[kBins];
 };
 
-struct Ends {  // the lowest and the highest rank of some tokens: the last and the first of them
+struct Ends {  // the lowest and the highest rank of a set of tokens, that is its last and its first token
     uint64_t low, high;
 };
 
 struct alignas(16) Smem {
-    Histogram own;                         // of the slice
-    Histogram exponents, ranks;            // of the row, running sums from the first bin on: over bin_of, and over an interval of ranks
-    uint64_t list[kListed];                // ranks of the tokens of the slice in one bin
+    Histogram own;                         // of the block's slice
+    Histogram exponents, ranks;            // of the row, as running sums from the first bin on: over bin_of, and over an interval of ranks
+    uint64_t list[kListed];                // ranks of the slice's tokens in one bin
     uint64_t few[kFew], few_weight[kFew];  // in the first block of the cluster: the last few tokens, from all blocks
     uint64_t found, mass;                  // in the first block of the cluster: the answer
-    Ends ends[2][kMostBlocks];             // from each block; the two are used alternately
+    Ends ends[2][kMostBlocks];             // from each block; two arrays, used alternately
     Ends warp_ends[kWarps];
     uint64_t warp_weight[kScanThreads / 32];
     uint32_t warp_count[kScanThreads / 32];
@@ -54,7 +54,7 @@ struct alignas(16) Smem {
 __device__ __forceinline__ uint64_t shuffle_xor(uint64_t x, int offset) {
     return __shfl_xor_sync(~0u, static_cast<unsigned long long>(x), offset);
 }
-__device__ __forceinline__ Ends join(Ends a, int lanes) {  // over `lanes` neighbouring lanes
+__device__ __forceinline__ Ends join(Ends a, int lanes) {  // over `lanes` adjacent lanes
     for (int offset = lanes / 2; offset; offset /= 2) {
         const uint64_t low = shuffle_xor(a.low, offset), high = shuffle_xor(a.high, offset);
         a.low = low < a.low ? low : a.low, a.high = high > a.high ? high : a.high;
@@ -62,7 +62,7 @@ __device__ __forceinline__ Ends join(Ends a, int lanes) {  // over `lanes` neigh
     return a;
 }
 
-// Adds to a 64-bit sum in shared memory in two 32-bit halves, which are native atomics. The thread that overflows the lower half carries.
+// Adds to a 64-bit sum in shared memory by two native 32-bit atomics. The thread that overflows the lower half adds the carry.
 __device__ __forceinline__ void add_to(uint64_t* sum, uint64_t x) {
     uint32_t* const half = reinterpret_cast<uint32_t*>(sum);
     const uint32_t low = uint32_t(x), before = atomicAdd(half, low);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void add_to(uint64_t* sum, uint64_t x) {
 
 static_assert(sizeof(Smem) <= 64 * 1024, "a block can have 64 KiB on sm_75");
 
-// A thread's view of its row and of the slice of its block. All threads of the cluster call its functions together.
+// A thread's view of its row and of its block's slice. All threads of the cluster call its functions together.
 struct Row {
     const SampleLaunch& all;
     Smem& smem;
@@ -88,7 +88,8 @@ struct Row {
     }
     __device__ __forceinline__ float exponent(float logit) const { return exponent_of(logit, largest, all.p.scale); }
 
-    // Calls body(logit, i) for the slice in global memory. With kKept it is copied to shared memory, if that has room.
+    // Calls body(logit, i) for each token of the slice in global memory. With kKept the slice is also copied to shared memory, if
+    // that has room.
     template <Slice kSlice, typename Body>
     __device__ __forceinline__ void load_each(const Body& body) const {
         const SampleParams& p = all.p;
@@ -144,7 +145,7 @@ struct Row {
         atomicAdd(&smem.own.count[bin], 1u);
         if (weight) add_to(&smem.own.weight[bin], weight);
     }
-    // Adds up the histograms of all blocks and makes running sums from the first bin on. Every block gets the result.
+    // Adds up the histograms of all blocks and turns them into running sums from the first bin on. Every block gets the result.
     __device__ __forceinline__ void sum_up(Histogram& sum) {
         synchronise();
         {  // each block adds up its share of the bins; a thread reads one bin of one block
@@ -188,8 +189,8 @@ struct Row {
         __syncthreads();
     }
 
-    // Returns the bin in which the running sum of counts or weights reaches *target. *target becomes the rest for that bin, *tokens the
-    // number of its tokens, and the weights of the bins before it are added to *mass.
+    // Returns the bin in which the running sum of counts or weights reaches *target. Subtracts the sum before that bin from *target, sets
+    // *tokens to the number of tokens in the bin, and adds the weights of the bins before it to *mass.
     __device__ __forceinline__ int reach(const Histogram& sum, bool by_count, uint64_t* target, uint64_t* mass, uint32_t* tokens) {
         const auto up_to = [&](int bin) { return bin < 0 ? 0 : by_count ? sum.count[bin] : sum.weight[bin]; };
         const int mine = threadIdx.x;
@@ -203,8 +204,8 @@ struct Row {
         return bin;
     }
 
-    // Finds the first token at which the running sum, of counts or of weights, reaches target. 1 <= target <= the sum over all tokens. The
-    // first block of the cluster writes the token's rank to smem.found and the sum of the weights up to and including it to smem.mass.
+    // Finds the first token at which the running sum, of counts or of weights, reaches target; 1 <= target <= the sum over all tokens. The
+    // first block of the cluster writes the token's rank to smem.found, and the sum of the weights up to and including it to smem.mass.
     __device__ __forceinline__ void find(bool by_count, uint64_t target) {
         uint64_t mass = 0;
         uint32_t tokens;
@@ -216,7 +217,7 @@ struct Row {
         });
         __syncthreads();
         const int listed = int(smem.listed);
-        Ends ends{0, ~0ull};                              // of the tokens that may be the answer
+        Ends ends{0, ~0ull};                              // ranks of the tokens that may be the answer
         const auto for_members = [&](const auto& body) {  // body(rank)
             const auto member = [&](uint64_t token) {
                 if (token >= ends.low && token <= ends.high) body(token);
@@ -250,7 +251,7 @@ struct Row {
             first.few[at] = token, first.few_weight[at] = weight(token);
         });
         synchronise();
-        if (rank == 0 && threadIdx.x < tokens) {  // a thread for each token adds up the tokens before it
+        if (rank == 0 && threadIdx.x < tokens) {  // one thread per token adds up the tokens before it
             const uint64_t mine = smem.few[threadIdx.x], own_weight = smem.few_weight[threadIdx.x];
             uint64_t counts = 0, before = 0;
 #pragma unroll 4
@@ -305,12 +306,12 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
     uint64_t mass = smem.exponents.weight[kBins - 1];
     enum { kTopK, kTopP, kDraw };
 #pragma unroll 1
-    for (int step = kTopK; step <= kDraw; ++step) {  // a loop, so that the code of find is there once
+    for (int step = kTopK; step <= kDraw; ++step) {  // a loop, so that find is inlined only once
         if (step == kTopK && (p.top_k == 0 || p.top_k >= p.vocab)) continue;
         if (step == kTopP && p.top_p >> 32) continue;
         const uint64_t cut = step == kTopK ? uint64_t(p.top_k) : nucleus_target(mass, p.top_p);
         row.find(step == kTopK, step == kDraw ? multiply_high(random, mass) + 1 : cut);
-        if (step == kDraw) break;  // the other blocks do not access the first one again, so it may end before them
+        if (step == kDraw) break;  // the other blocks do not access the first block again, so it may end before them
         row.synchronise();
         mass = cluster_object(smem.mass, 0);
     }

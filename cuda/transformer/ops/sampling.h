@@ -1,16 +1,17 @@
-// sampling.h: the definition of a draw from logits, in arithmetic that gives the same token on every device: CPU and GPU draw the same
-// tokens, whether a row is handled by one block or by a cluster.
+// sampling.h: defines a draw from logits, in arithmetic that gives the same token on every device: CPU and GPU, one block per row or a
+// cluster per row.
 //
-//     order    Tokens by logit, the largest first; of equal logits the lower index first. Each token has its own 64-bit rank.
+//     order    Tokens by decreasing logit; of equal logits the lower index first. Each token has its own 64-bit rank.
 //     weight   About floor(2^43 exp((logit - largest) / temperature)): an integer, so that a sum does not depend on its order. The
 //              exponential is a polynomial of separately rounded multiplications and additions, which no compiler may fuse.
 //     top_k    keeps the first k tokens in that order.
 //     top_p    keeps the fewest of these, from the first on, whose weights reach top_p of their sum.
-//     draw     With `mass` the sum of the weights that are kept and u 64 random bits: the first token at which the running sum of weights
+//     draw     With `mass` the sum of the kept weights and u 64 random bits: the first token at which the running sum of weights
 //              exceeds floor(u mass / 2^64).
 //
-// Each of the three looks for the first token, in order, at which a running sum of counts or weights reaches a target. A histogram over
-// bins of (largest - logit) / temperature finds the bin of that token, a search over the ranks in the bin the token.
+// Each of the last three steps looks for the first token, in order, at which a running sum of counts or weights reaches a target.
+// A histogram over bins of (largest - logit) / temperature finds the bin of that token, and a search over the ranks in the bin
+// finds the token.
 #pragma once
 
 #include "common/philox.h"
@@ -30,14 +31,14 @@ struct SampleParams {
     int32_t batch, vocab, top_k;  // top_k 0 keeps all
     bool greedy;
     float scale;     // log2(e) / temperature
-    uint64_t top_p;  // times 2^32; 2^32 keeps all
+    uint64_t top_p;  // top_p times 2^32; 2^32 keeps all tokens
     bool programmatic;
     int32_t num_threads;
 };
 
 constexpr int32_t kMaxVocab = 1 << 20;  // so that a sum of weights stays below 2^64
 constexpr int kWeightBits = 43;
-constexpr int kBinsPerOctave = 22, kBins = 1024;  // 44 octaves have weights above 0; the last bin takes all below them
+constexpr int kBinsPerOctave = 22, kBins = 1024;  // 44 octaves have weights above 0; the last bin takes everything below
 
 // The upper half of a 128-bit product.
 FA_HOST_DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) {
@@ -48,7 +49,7 @@ FA_HOST_DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) {
 #endif
 }
 
-// Larger for a larger logit and, of equal logits, for the lower index. NaN is above all others; no token has rank 0.
+// Larger for a larger logit and, among equal logits, for the lower index. NaN ranks above all other values; no token has rank 0.
 FA_HOST_DEVICE uint64_t rank_of(float logit, uint32_t index) {
     const uint32_t bits = bits_of(add(logit, 0.0f));  // -0 becomes 0
     const uint32_t key = logit != logit ? ~0u : bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -88,7 +89,7 @@ FA_HOST_DEVICE uint64_t weight_of(float exponent) {
     return shift >= 0 ? mantissa << shift : mantissa >> -shift;
 }
 
-// 64 random bits for row b of the batch, from its own seed, or from the seed of the call and its place in the batch.
+// 64 random bits for row b of the batch: from its own seed, or from the call's seed and the row's place in the batch.
 FA_HOST_DEVICE uint64_t sample_bits(const SampleParams& p, int32_t b) {
     const uint64_t seed = p.seeds ? uint64_t(load_fresh(p.seeds + b)) : p.seed;
     const uint32_t step = p.step ? uint32_t(load_fresh(p.step + b * p.step_stride)) : 0, place = p.seeds ? 0 : uint32_t(b);

@@ -13,7 +13,7 @@ bool in_fours(const SwigluParams& p) {
     return p.dim % 4 == 0 && by_fours(p.gate_up.data, p.gate_up.row, p.dtype) && by_fours(p.out.data, p.out.row, p.out_dtype);
 }
 
-// kWidth: elements in a load, 1 or 4.
+// kWidth: elements per load, 1 or 4.
 template <int kWidth>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwigluParams p) {
     launch_dependents();

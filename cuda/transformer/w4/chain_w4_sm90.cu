@@ -1,15 +1,14 @@
-// chain_w4_sm90.cu: a chain of products with packed 4-bit weights in one launch, for a few rows of x, on Hopper. New against a launch for
-// each product: weights keep coming from memory while the results of one product become x of the next. Bound by the bit operations that
-// unpack weights, and by the 3 to 4 us between two products.
+// chain_w4_sm90.cu: a chain of products with packed 4-bit weights in one launch, for a few rows of x, on Hopper. New against one launch per
+// product: weights keep coming from memory while the results of one product become x of the next. Bound by the bit operations that unpack
+// weights, and by the 3 to 4 us between two products.
 //
-//     grid     One block on each SM, all of them resident (a cooperative launch). They wait for each other after each product but the last.
-//     ring     A producer warp fills it by bulk copies and runs on into the weights of the next product, which depend on nothing. A stage
-//              holds a turn of the other warps: one unit, a few column tiles of one row tile, for each. The units of a block are
-//              contiguous in memory.
+//     grid     One block per SM, all of them resident (a cooperative launch). They wait for each other after each product but the last.
+//     ring     A producer warp fills it by bulk copies and goes on with the weights of the next product, which depend on nothing. A stage
+//              holds one unit for each of the other warps: a few column tiles of one row tile. The units of a block are contiguous.
 //     product  mma.m16n8k16 with the weights as operand A and 8 rows of x as the columns of operand B, as in mma_w4.cuh. x is resident.
-//     sums     The warps that share a row tile add their sums in shared memory. The order is fixed, so results repeat bit for bit.
-//     SM       A block leaves room for one of attention/decode/lanes.cuh, the attention that follows in a decoder. That kernel has started,
-//              and has its first keys, when the chain ends.
+//     sums     The warps that share a row tile add their sums in shared memory. The order is fixed, so results are bitwise reproducible.
+//     SM       A block leaves room for one block of attention/decode/lanes.cuh, the attention that follows in a decoder. When the chain
+//              ends, that kernel has already started and loaded its first keys.
 #include <algorithm>
 #include <cstdio>
 
@@ -29,26 +28,26 @@ namespace {
 constexpr int kChainRows = 8, kChainWarps = 16, kConsumers = 32 * kChainWarps;  // beside the producer warp
 constexpr int kChunk = 4;                                                       // column tiles of a unit, at most
 constexpr int kCopy = 9216;                                                     // bytes of a copy, at most
-constexpr int kNormed = 16384;  // numbers of x that a block keeps in registers between the sum of squares and the norm, at most
-// Measured on an H200, in a 7B decoder. While copies fill the queues of the memory, other accesses wait behind them: the reads of x, and
-// the fence before a barrier. So the ring is as small as possible (5 stages cost 2 us for each layer), one stage is filled before the
-// first x is there, two before the block has arrived at a barrier (which saves 0.5 us), and only kLaterBytes of the next launch's
-// weights are brought to L2.
+constexpr int kNormed = 16384;  // elements of x that a block keeps in registers between the sum of squares and the norm, at most
+// Measured on an H200, in a 7B decoder. While copies fill the memory queues, other accesses wait behind them: the reads of x, and the fence
+// before a barrier. So the ring is as small as possible (5 stages cost 2 us more per layer). One stage is filled before the first x has
+// arrived, two before the block has arrived at a barrier (which saves 0.5 us), and only kLaterBytes of the next launch's weights are
+// prefetched into L2.
 constexpr int kChainStages = 3, kEarly = 1, kHeld = 2;
 constexpr int kPiece = 4096, kLaterBytes = 9 << 20;
-// The launch bound, which limits the registers of a thread to 72, as if a block had 896 threads. A quarter of an SM has 512 registers for
-// each of 32 lanes and runs up to 5 of the 17 warps, which leaves room for two warps of attention/decode/lanes.cuh. Measured on an H200:
-// this saves 1.5 us for each layer. int4 would spill.
+// The launch bound. It limits a thread to 72 registers, as if a block had 896 threads. A quarter of an SM has 512 registers for each of 32
+// lanes and runs up to 5 of the 17 warps, which leaves room for two warps of attention/decode/lanes.cuh. Measured on an H200: this saves
+// 1.5 us per layer. int4 would spill.
 constexpr int chain_bound(Format format) { return format == Format::kInt4 ? kConsumers + 32 : 896; }
 
-// A product and how it is divided.
+// A product and how it is divided among blocks and warps.
 struct ChainProduct {
     W4LinearParams p;
     int32_t column_tiles;             // of W
-    int32_t chunk, chunks;            // column tiles of a unit; units of a row tile
-    int32_t tiles, more;              // row tiles of a block; the first `more` blocks have one more
+    int32_t chunk, chunks;            // column tiles per unit; units per row tile
+    int32_t tiles, more;              // row tiles per block; the first `more` blocks have one more
     int32_t step_tiles, step_chunks;  // from one unit of a warp to its next
-    int32_t x_stride;                 // bytes from row to row of x in shared memory
+    int32_t x_stride;                 // bytes between rows of x in shared memory
     float per_feature;                // 1 / in_features
     bool copies_x;                    // x is copied to shared memory unchanged
     bool by_fours;                    // load_4 can read x; always true with a norm
@@ -59,9 +58,9 @@ struct ChainLaunch {
     int32_t count, rows;
     int32_t pair_bits;                 // x has 2^pair_bits pairs of rows; a lane (g, pair) has four sums of a row tile
     int32_t norm_rows;                 // rows, rounded up to a power of two
-    int32_t stages;                    // of the ring; 0 if too few fit
-    int32_t parts_at, ring_at, bytes;  // of shared memory; x is at 0
-    // Arrays that the next launch reads, in pieces that are brought to L2 after the last weights.
+    int32_t stages;                    // stages of the ring; 0 if too few fit
+    int32_t parts_at, ring_at, bytes;  // offsets in shared memory (x is at 0), and its size
+    // Arrays that the next launch reads, in pieces that are prefetched into L2 after the last weights.
     const uint8_t* later[W4ChainParams::kMostAhead];
     int32_t later_pieces[W4ChainParams::kMostAhead];
 };
@@ -69,10 +68,10 @@ struct ChainLaunch {
 // Static shared memory.
 struct ChainStatic {
     uint64_t full[kChainStages], empty[kChainStages];  // barriers of the ring
-    uint64_t proceeds;                                 // the first x is there; later: the block has arrived at the barrier of the grid
-    float squares[kChainWarps];                        // of each warp: the sum of the squares of its part of x
+    uint64_t proceeds;                                 // the first x has arrived; later: the block is at the grid's barrier
+    float squares[kChainWarps];                        // for each warp: the sum of squares of its part of x
     float factor[W4ChainParams::kMost];                // PackedHeader::factor
-    ChainProduct products[W4ChainParams::kMost];       // a copy: the first read of a kernel parameter takes long
+    ChainProduct products[W4ChainParams::kMost];       // a copy, because the first read of a kernel parameter takes long
 };
 
 template <Format kFormat, typename T>
@@ -96,12 +95,12 @@ struct ChainBlock {
     }
     __device__ __forceinline__ uint32_t full(int stage) const { return shared_address(&fixed.full[stage]); }
     __device__ __forceinline__ uint32_t empty(int stage) const { return shared_address(&fixed.empty[stage]); }
-    // Among the warps that multiply.
+    // A barrier of the warps that multiply.
     __device__ __forceinline__ static void consumer_barrier() { bar_sync(1, kConsumers); }
 
     // ---- the producer warp ----
 
-    // The units of a block are contiguous, so the turn of all warps that a stage holds is one piece of memory.
+    // The units of a block are contiguous, so the units of one stage, one per warp, are one piece of memory.
     __device__ __forceinline__ void produce() const {
         int stage = 0;
         uint32_t phase = 1;
@@ -119,7 +118,7 @@ struct ChainBlock {
                 if (lane == 0) {
                     const uint32_t bytes = uint32_t(min(int64_t(turn), int64_t(end - from))), to = stage * kStageBytes;
                     mbarrier_arrive_expect_tx(full(stage), bytes);
-                    for (uint32_t at = 0; at < bytes; at += kCopy)  // read only once: L2 evicts them before x, keys and code
+                    for (uint32_t at = 0; at < bytes; at += kCopy)  // read only once, so L2 evicts weights before x, keys and code
                         bulk_load(shared_address(shared) + launch.ring_at + to + at, from + at, min(bytes - at, uint32_t(kCopy)),
                                   full(stage), kEvictFirst);
                 }
@@ -138,7 +137,7 @@ struct ChainBlock {
         *reinterpret_cast<uint2*>(shared + m * c.x_stride + 2 * k) = narrow_4<T>(x);
     }
 
-    // Brings x of a product to shared memory, padded with zeros. wait() returns when x is there. To norm x, warps divide its rows.
+    // Copies x of a product to shared memory, padded with zeros. wait() returns when x has been written. For a norm, warps divide the rows.
     template <typename Wait>
     __device__ __forceinline__ void stage_x(const ChainProduct& c, const Wait& wait) const {
         const int end = c.column_tiles * kTileColumns;
@@ -155,7 +154,7 @@ struct ChainBlock {
                     }
                 });
             };
-            float4 x[kKept], g[kAtOnce];  // registers have room for no more of g beside x
+            float4 x[kKept], g[kAtOnce];  // registers have no room for more of g beside x
             load(g, 0, c.p.norm_weight, 0, c.p.norm_dtype);
             wait();
             load(x, 0, c.p.x.data, min(m, launch.rows - 1) * c.p.x.row, c.p.dtype);
@@ -199,7 +198,7 @@ struct ChainBlock {
 
     // ---- the product ----
 
-    // The sums of a row tile of the block. Each warp that has a unit of the tile has a share.
+    // Shared memory for the sums of a row tile. Each warp that has a unit of the tile has one share.
     __device__ __forceinline__ float4* share_of(const ChainProduct& c, int tile, int share) const {
         return reinterpret_cast<float4*>(shared + launch.parts_at) +
                ((tile * min(c.chunks, kChainWarps) + share) << (3 + launch.pair_bits));
@@ -245,7 +244,7 @@ struct ChainBlock {
                 unit += kChainWarps, chunk += step_chunks;
                 const int further = step_tiles + (chunk >= chunks);
                 if (chunk >= chunks) chunk -= chunks;
-                if (further || unit >= units) {  // that was the warp's last unit of the tile
+                if (further || unit >= units) {  // that was the warp's last unit of this tile
                     const float(&a)[4] = even[0], (&b)[4] = odd[0];
                     if (has_sums) *to = make_float4(a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]);
 #pragma unroll
@@ -260,8 +259,8 @@ struct ChainBlock {
         }
     }
 
-    // Sum number s of the block, in the order of a share: one sum for each row m of x and each row of a tile. In a pair the sums with
-    // (s & 2) == 0 belong to gate rows, the others to up rows.
+    // Sum number s of the block, in the order of a share: one sum for each row m of x and each row of a tile. In a paired weight, sums with
+    // (s & 2) == 0 belong to gate rows, the other sums to up rows.
     struct Sum {
         int64_t column;   // of out
         int64_t feature;  // row of W
@@ -279,7 +278,7 @@ struct ChainBlock {
     }
     __device__ __forceinline__ int sums_of(const ChainProduct& c) const { return tiles_of(c) << (5 + launch.pair_bits); }
 
-    // What is added to a sum: the bias and the residual.
+    // The bias and the residual that are added to a sum.
     __device__ __forceinline__ float2 addends(const ChainProduct& c, int s) const {
         float2 added = make_float2(0, 0);
         if (s >= sums_of(c)) return added;
@@ -290,11 +289,11 @@ struct ChainBlock {
         return added;
     }
 
-    // `added`: the addends of the thread's first sum, read ahead.
+    // `added`: the addends of the thread's first sum, loaded in advance.
     __device__ __forceinline__ void finish(const ChainProduct& c, float factor, float2 added) const {
         const int shares = min(c.chunks, kChainWarps), all = sums_of(c), row = 32 << launch.pair_bits;
         consumer_barrier();
-        for (int s = threadIdx.x; s < all; s += kConsumers, added = addends(c, s)) {  // whole warps
+        for (int s = threadIdx.x; s < all; s += kConsumers, added = addends(c, s)) {  // by whole warps
             const float* const parts = reinterpret_cast<const float*>(share_of(c, s >> (5 + launch.pair_bits), 0)) + (s & (row - 1));
             float value = 0.0f;
 #pragma unroll 8
@@ -351,7 +350,7 @@ __global__ void __launch_bounds__(chain_bound(kFormat), 1) chain_w4_sm90_kernel(
     ChainBlock<kFormat, T>(launch, dynamic, fixed).run();
 }
 
-// How a chain is divided. Its stages are 0 if shared memory has no room for it.
+// How a chain is divided. stages = 0 if shared memory has no room for it.
 ChainLaunch chain_plan(const W4ChainParams& params, const DeviceInfo& gpu) {
     ChainLaunch launch{};
     launch.count = params.count, launch.rows = int32_t(params.products[0].rows);
@@ -367,7 +366,7 @@ ChainLaunch chain_plan(const W4ChainParams& params, const DeviceInfo& gpu) {
         c.chunks = c.column_tiles / c.chunk;
         c.tiles = row_tiles / gpu.multiprocessors, c.more = row_tiles % gpu.multiprocessors;
         c.step_tiles = kChainWarps / c.chunks, c.step_chunks = kChainWarps % c.chunks;
-        c.x_stride = c.column_tiles * 2 * kTileColumns + 16;  // the 16 avoid bank conflicts
+        c.x_stride = c.column_tiles * 2 * kTileColumns + 16;  // + 16 avoids bank conflicts
         c.per_feature = 1.0f / float(p.in_features), c.copies_x = copies_x(p);
         c.by_fours = reads_by_fours(p);
         x_bytes = std::max(x_bytes, launch.rows * c.x_stride);

@@ -1,4 +1,4 @@
-// few_w4_plan.h: how few_w4_sm90.cuh divides a product. Host only.
+// few_w4_plan.h: how few_w4_sm90.cuh divides a product among blocks and warps. Host only.
 #pragma once
 
 #include <algorithm>
@@ -9,28 +9,28 @@
 
 namespace fa::w4 {
 
-constexpr int kFewRows = 32;                                    // of x, at most
-constexpr int kFewChunk = 4;                                    // column tiles that a copy brings
+constexpr int kFewRows = 32;                                    // rows of x, at most
+constexpr int kFewChunk = 4;                                    // column tiles per copy
 constexpr int kFewWarps = 16, kFewStages = 16, kFewSlots = 16;  // at most: warps that multiply, stages of a warp's ring, slots of x
 constexpr int kFewStatic = 3072;                                // bytes of static shared memory, at most
 
 struct FewPlan {
     int32_t row_tiles, column_tiles;  // of W
-    int32_t cluster, clusters;        // blocks that divide K; clusters of the grid
+    int32_t cluster, clusters;        // blocks that divide K; clusters in the grid
     int32_t warps, groups;            // warps of a block that multiply; warps that share a row tile
-    int32_t group_columns;            // column tiles of a warp, at most
-    int32_t pairs, slots;             // pairs of rows of x; slots of four sums, of a row tile
-    int32_t x_slots, stages;          // of the ring of x; of the ring of a warp, 0 if too few fit
-    int32_t early;                    // stages that are filled before x is asked for
-    int32_t ring_at, bytes;           // of shared memory. x is at 0; the inbox of sums replaces it
-    int32_t blocks_per_sm;            // that the shared memory of an SM has room for: 1 or 2
+    int32_t group_columns;            // column tiles per warp, at most
+    int32_t pairs, slots;             // pairs of rows of x; slots of four sums per row tile
+    int32_t x_slots, stages;          // slots in the ring of x; stages in the ring of a warp, 0 if too few fit
+    int32_t early;                    // stages that are filled before the kernel waits for x
+    int32_t ring_at, bytes;           // offset in and size of shared memory. x is at 0; at the end the inbox of sums replaces it
+    int32_t blocks_per_sm;            // blocks that fit into the shared memory of an SM: 1 or 2
 };
 
-// Rows of x in a box of the copy engine, and the warps that multiply so many rows: as many as registers allow.
+// Rows of x in a TMA box, and the most warps whose registers suffice to multiply so many rows.
 inline int few_tokens(const W4LinearParams& p) { return int(ceil_div(p.rows, 8)) * 8; }
 FA_HOST_DEVICE constexpr int few_warps(int tokens) { return tokens <= 16 ? kFewWarps : kFewWarps - 1; }
 
-// The plan for `clusters` clusters, or more where W needs them, in `room` bytes of shared memory.
+// The plan for `clusters` clusters, or more if W needs them, in `room` bytes of shared memory.
 inline FewPlan few_plan(const W4LinearParams& p, int cluster, int clusters, int groups, int room) {
     FewPlan plan{};
     plan.row_tiles = used_row_tiles(p), plan.column_tiles = int(column_tiles(p.in_features));
@@ -54,15 +54,15 @@ inline FewPlan few_plan(const W4LinearParams& p, int cluster, int clusters, int 
     return plan;
 }
 
-// The copy engine brings x in boxes of whole tiles.
+// TMA loads x in boxes of whole tiles.
 inline bool few_reads_x(const W4LinearParams& p) { return fetches_x(p) && p.in_features % kTileColumns == 0; }
 
-// Measured on an H200, in plain and programmatic launches. Blocks of half an SM are faster if x needs no launch of its own, and for a
-// taller W, so that no second round is left half empty. Otherwise, behind round_x, blocks of a whole SM are faster: with a row tile to each
-// warp most weights take one round of them. They queue two copies of weights before they ask for x, as each copy ahead of x delays it. All
-// warps are used, as long as each has at least one whole copy of columns.
+// Measured on an H200, in plain and programmatic launches. Two blocks per SM are faster if x needs no launch of its own. They are also
+// faster for a taller W, so that no second round is left half empty. Otherwise, after round_x, one block per SM is faster: with one row
+// tile per warp, most weights take one round of blocks. Such a block queues two copies of weights before it asks for x, because each copy
+// ahead of x delays x. All warps are used, as long as each has at least one whole copy of columns.
 inline FewPlan few_plan_of(const W4LinearParams& p, const DeviceInfo& gpu) {
-    constexpr int kSystem = 1024;  // bytes of shared memory that each block takes beside its own
+    constexpr int kSystem = 1024;  // bytes of shared memory that the system takes for each block
     const int warps = few_warps(few_tokens(p)), columns = int(column_tiles(p.in_features)), cluster = columns >= 2 ? 2 : 1;
     const int clusters = std::max(1, gpu.multiprocessors / cluster), tiles = int(ceil_div(used_row_tiles(p), clusters));
     const bool halves = tiles > warps || few_reads_x(p);

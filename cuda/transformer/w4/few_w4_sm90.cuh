@@ -1,21 +1,21 @@
 // few_w4_sm90.cuh: out = residual + act(x W^T + bias) for up to 32 rows of x and packed 4-bit weights, on Hopper. New against mma_w4: each
-// warp has a ring of its own, so no warp waits for another one's weights, and TMA brings x.
+// warp has its own ring, so no warp waits for another warp's weights, and TMA loads x.
 //
 //     product  mma.m16n8k16 with the weights as operand A and 8 rows of x as the columns of operand B, as in mma_w4.cuh.
 //     cluster  Its two blocks have the same row tiles of W and divide K, so that each reads half of x.
-//     warp     has one row tile, and all columns of the block or, where there are more warps than tiles, a share of them.
-//     weights  come to the ring of the warp, four column tiles in each copy, started by the warp's first lane. The warp moves them to
+//     warp     has one row tile, and all columns of the block or, if there are more warps than tiles, a share of them.
+//     weights  come to the ring of the warp, four column tiles per copy, issued by the warp's first lane. The warp moves them to
 //              registers and starts the next copy before it multiplies.
-//     x        comes to a ring of the block by TMA, in boxes of four column tiles of all rows, started by a warp of its own. The first
+//     x        comes to a ring of the block by TMA, in boxes of four column tiles of all rows, issued by a separate warp. The first
 //              product waits for the first box only.
 //     sums     All warps and blocks that share a row tile send their sums to the block that finishes the tile. The sums overwrite the rings
-//              once all have read them. They are added in a fixed order, so results repeat bit for bit.
+//              once all blocks have read them. They are added in a fixed order, so results are bitwise reproducible.
 //
-// A programmatic launch (ptx.cuh) starts its copies of weights before it waits for x. It lets the next launch start when a warp's last
-// copy is on its way, so that the next launch's copies queue behind it. few_w4_plan.h says when a block takes half of an SM.
+// A programmatic launch (ptx.cuh) starts its copies of weights before it waits for x. It lets the next launch start when a warp has issued
+// its last copy, so that the next launch's copies queue after it. few_w4_plan.h says when a block takes half of an SM.
 //
-// Bound, on an H200, by latency and by widening. From x to the first product, and from the last product to the x of the next launch, takes
-// 4 us. Widening takes as long as reading the weights from memory, so weights in L2 are no faster.
+// Bound, on an H200, by latency and by widening. The path from x to the first product, plus the path from the last product to the next
+// launch's x, takes 4 us. Widening takes as long as reading the weights from memory, so weights in L2 are no faster.
 #pragma once
 
 #include "device/cluster.cuh"
@@ -43,13 +43,13 @@ struct FewConfig {
     static constexpr int kXTile = kTokens * 2 * kTileColumns, kXBox = kFewChunk * kXTile;  // bytes
     static constexpr int kHeld = kTokenTiles <= 2 ? kFewChunk : kFewChunk / 2;             // column tiles that a warp holds in registers
     static constexpr int kTile = tile_bytes(kFormat), kStage = kFewChunk * kTile;
-    static constexpr int kThreads = 32 * (few_warps(kTokens) + 1);                     // one warp brings x
+    static constexpr int kThreads = 32 * (few_warps(kTokens) + 1);                     // one more warp loads x
     static constexpr bool kScaledSums = kFormat == Format::kInt4 && kTokenTiles == 1;  // see multiply_tile
 };
 
 // Static shared memory: barriers.
 struct FewStatic {
-    uint64_t full[kFewWarps][kFewStages];            // of the rings of weights
+    uint64_t full[kFewWarps][kFewStages];            // of the weight rings, one per warp
     uint64_t x_full[kFewSlots], x_empty[kFewSlots];  // of the ring of x
     uint64_t inbox_full;                             // all sums have arrived
 };
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(Config::kThreads, 2) few_w4_kernel(const __gri
     const int first_column = plan.column_tiles * rank / plan.cluster;
     const int columns = plan.column_tiles * (rank + 1) / plan.cluster - first_column;
     const int steps = (plan.group_columns + kFewChunk - 1) / kFewChunk;
-    const int finished = (tiles - rank + plan.cluster - 1) / plan.cluster;  // row tiles that the block finishes: every plan.cluster'th
-    const int parts = plan.cluster * plan.groups;                           // warps of the cluster that have sums of the same row tile
+    const int finished = (tiles - rank + plan.cluster - 1) / plan.cluster;  // row tiles that this block finishes: every plan.cluster-th
+    const int parts = plan.cluster * plan.groups;                           // warps of the cluster that have sums of one row tile
     // The row tile of the warp, and its share of the columns.
     const int tile = warp / plan.groups, group = warp % plan.groups;
     const bool multiplies = warp < plan.warps && tile < tiles;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2) few_w4_kernel(const __gri
         grid_dependency_wait();
 
         const int g = lane / 4, q = lane % 4;
-        const uint8_t* lane_x[2];  // row g at the columns of steps 0 and 1, and of steps 2 and 3, in the swizzle of the copy engine
+        const uint8_t* lane_x[2];  // row g at the columns of steps 0 and 1, and of steps 2 and 3, in TMA's swizzle
 #pragma unroll
         for (int half = 0; half < 2; ++half) lane_x[half] = shared + group * kXBox + g * 128 + (((2 * q + half) ^ g) << 4);
         int stage = 0, slot = 0;
@@ -181,7 +181,8 @@ __global__ void __launch_bounds__(Config::kThreads, 2) few_w4_kernel(const __gri
         __syncwarp();
     }
 
-    // Sends sums to the block that finishes their row tile, as (its tiles, parts, slots), over the rings, which all blocks have read.
+    // Sends sums to the block that finishes their row tile, as (its tiles, parts, slots). They overwrite the rings, which all
+    // blocks have read.
     if (plan.cluster > 1) {
         cluster_arrive();
         cluster_wait();

@@ -1,4 +1,4 @@
-// mma_w4.cu: any number of rows of x with packed 4-bit weights (mma_w4.cuh), in the shape that the rows ask for (mma_w4_plan.h).
+// mma_w4.cu: any number of rows of x with packed 4-bit weights (mma_w4.cuh), with the shape that suits the number of rows (mma_w4_plan.h).
 #include "transformer/w4/mma_w4.cuh"
 
 namespace fa {

@@ -1,20 +1,20 @@
 // mma_w4.cuh: out = residual + act(norm(x) W^T + bias) for any number of rows of x and packed 4-bit weights, on tensor cores with
-// asynchronous copies (sm_80; on sm_90 with bulk copies and clusters). Bound by the memory that W comes from and by widening W, which takes
-// up to 60 % of the issue slots and is done again for every block of rows of x.
+// asynchronous copies (sm_80; on sm_90 with bulk copies and clusters). Bound by reading W from memory and by widening W, which takes up to
+// 60 % of the issue slots and is repeated for every block of rows of x.
 //
 //     product  mma.m16n8k16 with the weights as operand A and 8 rows of x as the columns of operand B. One row of x costs as much as 8.
 //              Weights go from the packed word to the operand without an exchange between lanes (w4.cuh).
-//     block    walks over its row tiles of W, a pass at a time, and over the columns of its share of K. In a pass its warps form
-//              row_groups x column_groups: a warp has up to kWarpTiles row tiles beneath each other, and of each column_groups
-//              column tiles it takes one.
-//     ring     A stage holds one turn of all warps. Producer warps fill it: with one bulk copy for each row tile, as its columns are
-//              contiguous, and with pieces of 16 bytes of x. A thread starts a copy in about 60 clocks, so few long copies are best.
-//              The ring has full and empty barriers and runs on from pass to pass.
+//     block    walks over its row tiles of W in passes, and in each pass over the columns of its share of K. In a pass its warps form a
+//              grid of row_groups x column_groups: a warp has up to kWarpTiles adjacent row tiles, and takes one of every column_groups
+//              column tiles.
+//     ring     A stage holds one turn of all warps. Producer warps fill it: weights with one bulk copy per row tile, because the columns of
+//              a row tile are contiguous, and x in pieces of 16 bytes. Starting a copy takes a thread about 60 clocks, so few long copies
+//              are best. The ring has full and empty barriers and continues from pass to pass.
 //     x        16-bit rows in natural order: a lane reads 32 bytes, the 16 columns of one row that its codes multiply. If x is small, a
-//              block norms and rounds all of it and keeps it (resident). Otherwise x comes through the ring, or, where it is not
-//              16-bit, or needs a norm, or is not aligned, from the workspace (round_x.h).
-//     sums     Warps that share rows add their sums in shared memory, the blocks of a cluster, which share K, through distributed shared
-//              memory. The order is fixed, so results repeat bit for bit.
+//              block normalises and rounds all of it and keeps it (resident). Otherwise x comes through the ring. An x that is not 16-bit,
+//              needs a norm or is not aligned then comes from the workspace (round_x.h).
+//     sums     Warps that share rows add their sums in shared memory; the blocks of a cluster, which share K, through distributed shared
+//              memory. The order is fixed, so results are bitwise reproducible.
 //
 // W does not depend on the kernel before this one: a programmatic launch (ptx.cuh) fills the ring before it waits for x.
 #pragma once
@@ -33,9 +33,9 @@ namespace fa::w4 {
 struct MmaLaunch {
     W4LinearParams p;
     MmaPlan plan;
-    const uint8_t* x;  // where it is not resident: 16-bit rows
-    int64_t x_row;     // bytes from row to row
-    int32_t x_bytes;   // of a row, a multiple of 16
+    const uint8_t* x;  // 16-bit rows, if x is not resident
+    int64_t x_row;     // bytes between rows
+    int32_t x_bytes;   // bytes per row, a multiple of 16
     int32_t row_tiles, column_tiles;
     int32_t row_blocks;  // blocks along the rows of x
     int32_t stage_bytes, parts_at, x_at;
@@ -49,7 +49,7 @@ struct MmaConfig {
     using T = T_;
     static constexpr int kTokenTiles = kTokenTiles_;  // tiles of 8 rows of x
     static constexpr int kWarps = mma_warps(kTokenTiles);
-    static constexpr int kProducers = 4, kThreads = 32 * (kWarps + kProducers);  // more producer warps than one cost no registers
+    static constexpr int kProducers = 4, kThreads = 32 * (kWarps + kProducers);  // more than one producer warp costs no more registers
     static constexpr int kTile = tile_bytes(kFormat);
     static constexpr bool kScaledSums = kFormat == Format::kInt4 && kTokenTiles == 1;  // see multiply_tile
 };
@@ -75,7 +75,7 @@ struct MmaBlock {
     static constexpr int kProducers = Config::kProducers;
     static constexpr Format kFormat = Config::kFormat;
 #if __CUDA_ARCH__ >= 900
-    static constexpr bool kCopiesArrive = false;  // weights come by bulk copies, which count bytes instead
+    static constexpr bool kCopiesArrive = false;  // weights come by bulk copies, which count bytes instead of arrivals
 #else
     static constexpr bool kCopiesArrive = true;
 #endif
@@ -84,9 +84,9 @@ struct MmaBlock {
     const W4LinearParams& p;
     const MmaPlan& plan;
     uint8_t* shared;
-    float* squares_of;     // of each warp: the sum of the squares of its part of x
+    float* squares_of;     // for each warp: the sum of squares of its part of x
     uint32_t full, empty;  // barriers
-    int rows;              // of x in this block
+    int rows;              // rows of x in this block
     int first_tile, end_tile, first_column, end_column, pass_tiles, x_stride;
 
     __device__ __forceinline__ MmaBlock(const MmaLaunch& l, uint8_t* dynamic, float* warps, uint32_t full_barriers, uint32_t empty_barriers)
@@ -99,11 +99,11 @@ struct MmaBlock {
         end_tile = int(int64_t(launch.row_tiles) * (place + 1) / plan.clusters);
         first_column = launch.column_tiles * rank / plan.cluster, end_column = launch.column_tiles * (rank + 1) / plan.cluster;
         pass_tiles = plan.row_groups * plan.tiles;
-        // The 16 avoid bank conflicts.
+        // + 16 avoids bank conflicts.
         x_stride = (plan.resident ? end_column - first_column : plan.column_groups) * (2 * kTileColumns) + 16;
     }
 
-    // Opaque, so that they are computed where they are needed and take no registers in between.
+    // Opaque, so that they are computed where they are needed and occupy no registers in between.
     __device__ __forceinline__ int rank() const { return opaque(int(blockIdx.x)) % plan.cluster; }  // in the cluster
     __device__ __forceinline__ int64_t row0() const {                                               // of x
         return int64_t(opaque(int(blockIdx.x)) / plan.cluster % launch.row_blocks) * (8 * kTokenTiles);
@@ -137,7 +137,7 @@ struct MmaBlock {
             for (uint32_t at = 16 * lane; at < bytes; at += 512) cp_async_16(to + at, from + at, 16);
 #endif
     }
-    // By all producers: rows of x in pieces of 16 bytes; pieces past the end of a row are zeros.
+    // Called by all producers: copies rows of x in pieces of 16 bytes; pieces past the end of a row are zeros.
     __device__ __forceinline__ void load_x(const Turn& turn, int warp, int lane) const {
         const int first = turn.column_tile * (2 * kTileColumns), in_row = plan.column_groups * (2 * kTileColumns);
         const uint32_t to = stage_at(turn.stage) + pass_tiles * plan.column_groups * kTile;
@@ -156,7 +156,7 @@ struct MmaBlock {
             for (int i = 0; i < plan.stages && inside(turn); ++i, advance(turn)) load_weights(turn, lane);
         grid_dependency_wait();
         if (plan.resident && warp > 0) return;
-        int ahead = warp == 0 ? plan.stages : 0;  // stages whose weights have been asked for
+        int ahead = warp == 0 ? plan.stages : 0;  // stages whose weights have already been requested
         for (; inside(waiting); advance(waiting)) {
             if (ahead > 0) {
                 --ahead;
@@ -174,7 +174,7 @@ struct MmaBlock {
 
     __device__ __forceinline__ static void consumer_barrier() { bar_sync(1, 32 * kWarps); }
 
-    // Resident x. Warps divide the rows among them; a lane keeps its numbers in registers between the sum of squares and the norm.
+    // Prepares a resident x. Warps divide the rows; a lane keeps its elements in registers between the sum of squares and the norm.
     __device__ __forceinline__ void stage_x() const {
         constexpr int kKept = kResidentNumbers / (128 * kWarps);
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row_warps = kWarps / launch.resident_rows, part = warp % row_warps,
@@ -214,7 +214,7 @@ struct MmaBlock {
         consumer_barrier();
     }
 
-    // kTiles tiles of W, `row_bytes` apart, times the same columns of x. The lane's columns of row 8 n + g start at x + x_rows[n].
+    // Multiplies kTiles tiles of W, `row_bytes` apart, by the same columns of x. The lane's columns of row 8 n + g start at x + x_rows[n].
     template <int kTiles>
     __device__ __forceinline__ static void multiply(float (&sums)[kWarpTiles][kTokenTiles][4], const uint8_t* weights, int row_bytes,
                                                     const uint8_t* x, const int (&x_rows)[kTokenTiles], int lane) {
@@ -226,11 +226,11 @@ struct MmaBlock {
 #pragma unroll
         for (int r = 0; r < kTiles; ++r, weights += row_bytes) {
             multiply_tile<kFormat, T, Config::kScaledSums>(sums[r], weights, columns, lane);
-            if (Config::kScaledSums) __syncwarp();  // holds back the next tile's loads: there are no registers for them yet
+            if (Config::kScaledSums) __syncwarp();  // delays the next tile's loads, for which there are no registers yet
         }
     }
 
-    // The sums of a lane: rows g and g + 8 of a tile, two rows of x.
+    // Stores the sums of a lane: rows g and g + 8 of a tile, two rows of x.
     __device__ __forceinline__ void store(int tile, int n, int lane, float4 sum, float factor) const {
         store_sums(p, row0(), rows, tile, lane / 4, 4 * n + lane % 4, sum, factor);
     }
@@ -286,7 +286,7 @@ struct MmaBlock {
                             parts[((warp * plan.tiles + r) * kTokenTiles + n) * 32 + lane] =
                                 make_float4(sums[r][n][0], sums[r][n][1], sums[r][n][2], sums[r][n][3]);
             consumer_barrier();
-            // Slot s of a pass counts, from slowest to fastest, tiles, tiles of 8 rows of x, and lanes.
+            // Slot s of a pass counts tiles (slowest), tiles of 8 rows of x, and lanes (fastest).
             const int slots = min(pass_tiles, end_tile - tile) * kTokenTiles * 32;
             const auto slot_of = [&](int s) {
                 const int i = s / (32 * kTokenTiles), group = i / plan.tiles * plan.column_groups;
@@ -302,7 +302,7 @@ struct MmaBlock {
                 if (plan.cluster > 1) *from = sum;
                 else store(tile + s / (32 * kTokenTiles), s / 32 % kTokenTiles, s % 32, sum, factor);
             }
-            if (plan.cluster > 1) {  // then the host's plan has one pass
+            if (plan.cluster > 1) {  // the host's plan then has one pass
                 __syncwarp();
                 cluster_arrive_release();
                 cluster_wait();
@@ -315,7 +315,7 @@ struct MmaBlock {
                 }
                 __syncwarp();
                 cluster_arrive_release();
-                cluster_wait();  // a block's shared memory stays until the others have read it
+                cluster_wait();  // a block's shared memory must stay until the other blocks have read it
             } else if (tile + pass_tiles < end_tile) {
                 consumer_barrier();  // all parts have been read: the next pass may overwrite them
             }
@@ -331,8 +331,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) mma_w4_kernel(const __gri
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < launch.plan.stages; ++i) {
-            // Arrivals: one that announces the bulk copies, and one for the copies of x of each producer thread. Before sm_90 the first
-            // producer warp also copies the weights, so it arrives in any case.
+            // Arrivals per stage: one that announces the bulk copies, and one per producer thread for the copies of x. Before sm_90 the
+            // first producer warp also copies the weights, so it always arrives.
             const int announcements = MmaBlock<Config>::kCopiesArrive ? 0 : 1,
                       copiers = launch.plan.resident ? 1 - announcements : Config::kProducers;
             mbarrier_init(shared_address(full + i), announcements + 32 * copiers);
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) mma_w4_kernel(const __gri
     if (warp >= Config::kWarps) {
         block.produce();
         __syncwarp();
-        for (int i = 0; launch.plan.cluster > 1 && i < 2; ++i) {  // the two cluster barriers of the other warps
+        for (int i = 0; launch.plan.cluster > 1 && i < 2; ++i) {  // matches the two cluster barriers of the other warps
             cluster_arrive_release();
             cluster_wait();
         }
@@ -370,7 +370,7 @@ cudaError_t launch_mma(const W4LinearParams& p, const MmaPlan& plan, cudaStream_
         if (const cudaError_t error = round_x(p, p.workspace, stream)) return error;
         launch.x = static_cast<const uint8_t*>(p.workspace), launch.x_row = 2 * rounded_columns(p.in_features);
         launch.x_bytes = int(launch.x_row);
-        programmatic = plan.sm90;  // it overlaps round_x, which itself has waited for the kernel before
+        programmatic = plan.sm90;  // it overlaps round_x, which has itself waited for the previous kernel
     }
     launch.row_tiles = used_row_tiles(p), launch.column_tiles = int(column_tiles(p.in_features));
     launch.row_blocks = int(ceil_div(p.rows, 8 * kTokenTiles));

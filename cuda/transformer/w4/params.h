@@ -1,5 +1,5 @@
-// params.h: the arguments of products with 4-bit weights, and of the operations that make such weights: plain data, validated by api/, for
-// the kernels of the GPU and of the CPU.
+// params.h: the parameters of products with 4-bit weights, and of the operations that make such weights: plain data, validated by api/, for
+// the kernels of GPU and CPU.
 #pragma once
 
 #include "transformer/ops/ops.h"
@@ -7,7 +7,7 @@
 
 namespace fa {
 
-// out = residual + act(norm(x) weight^T + bias), as LinearParams (transformer/ops/ops.h), with a packed weight (w4.h).
+// out = residual + act(norm(x) weight^T + bias), like LinearParams (transformer/ops/ops.h), with a packed weight (w4.h).
 struct W4LinearParams {
     MatrixView x, residual, out;     // (rows, in_features), (rows, columns()), (rows, columns())
     const void* packed;              // w4::PackedHeader, then tiles
@@ -18,16 +18,16 @@ struct W4LinearParams {
     float eps;
     int64_t rows;
     int32_t in_features, out_features;
-    bool swiglu;        // the weight is a pair
+    bool swiglu;        // the weight was packed as a pair
     bool programmatic;  // true only where the device has programmatic dependent launch (sm_90)
-    void* workspace;    // of the size that the kernel asked for, uninitialised
+    void* workspace;    // of the size that the kernel requires, uninitialised
     int64_t workspace_bytes;
     int32_t num_threads;
 
     FA_HOST_DEVICE int32_t columns() const { return swiglu ? out_features / 2 : out_features; }  // of out
 };
 
-// A chain of products, in order: each may read what earlier ones wrote, and overwrite what they read.
+// A chain of products, in order: each may read what earlier products wrote, and overwrite what they read.
 struct W4ChainParams {
     static constexpr int32_t kMost = 8, kMostAhead = 4;
     int32_t count;  // 1 .. kMost
@@ -36,7 +36,7 @@ struct W4ChainParams {
     const void* ahead[kMostAhead];  // aligned to 16 bytes
     int64_t ahead_bytes[kMostAhead];
 
-    // Bytes of all weights. From kLarge on reading them takes more of a model's step than launches do.
+    // Bytes of all weights. From kLarge on, reading the weights takes more of a model's step than the launches do.
     static constexpr int64_t kLarge = 40 << 20;
     int64_t bytes() const {
         int64_t sum = 0;

@@ -1,7 +1,7 @@
 // quantize_w4.cu: quantises, dequantises and packs 4-bit weights on the GPU, to the same bytes as cpu/transformer/w4.cpp (w4_quantize.h has
-// the arithmetic of both). It runs once for each weight and is written to be plain: a thread takes a block of the weight, a warp a packed
-// tile. Maxima over the whole weight (its largest magnitude, its largest scale) are collected by atomics in the place of their result, so
-// nothing is allocated and nothing is waited for.
+// the arithmetic of both). It runs once per weight, so the code is kept simple: a thread takes a block of the weight, a warp a packed tile.
+// Maxima over the whole weight (its largest magnitude, its largest scale) are collected by atomics in the memory of the result, so nothing
+// is allocated and nothing waits.
 #include "device/launch.h"
 #include "transformer/common/elements.cuh"
 #include "transformer/w4/kernels.h"
@@ -15,7 +15,7 @@ using namespace fa::w4;
 
 constexpr int kThreads = 128;
 
-// Blocks for `count` items, `per_block` to a block. Above 65536 blocks a thread takes several items.
+// Thread blocks for `count` items, `per_block` items each. At the limit of 65536 blocks a thread takes several items.
 unsigned blocks_for(int64_t count, int64_t per_block) {
     const int64_t blocks = (count + per_block - 1) / per_block;
     return unsigned(blocks < 65536 ? blocks : 65536);

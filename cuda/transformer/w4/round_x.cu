@@ -1,5 +1,5 @@
-// round_x.cu: norms x, rounds it to the compute dtype and pads its rows to whole tiles, for products whose copies to shared memory can do
-// none of this. Bound by latency: a block writes a piece of one row, and reads the whole row when it needs the norm.
+// round_x.cu: normalises x, rounds it to the compute dtype and pads its rows to whole tiles, for products that copy x to shared memory
+// unchanged. Bound by latency: a block writes a piece of one row, and reads the whole row if it needs the norm.
 #include "device/launch.h"
 #include "device/ptx.cuh"
 #include "transformer/common/elements.cuh"
@@ -9,12 +9,12 @@
 namespace fa {
 namespace {
 
-constexpr int kThreads = 512, kKept = 2;  // a thread writes kKept groups of 4 numbers
+constexpr int kThreads = 512, kKept = 2;  // a thread writes kKept groups of 4 elements
 
 struct Round {
     W4LinearParams p;
     void* to;
-    int32_t quads, pieces;  // groups of 4 columns in a row; blocks for each row
+    int32_t quads, pieces;  // groups of 4 columns per row; blocks per row
     bool fours;             // load_4 can read x and the norm's weight
 };
 

@@ -1,14 +1,14 @@
 // small_w4.cu: out = residual + act(norm(x) W^T + bias) for one row of x with up to 4096 columns and packed 4-bit weights: the counterpart
-// of transformer/linear/linear_small_sm80.cu. A block holds all of its weights in registers. Bound by latency where all blocks run at once:
-// such products follow each other so quickly that only the path from x to out counts, and everything else is done before the kernel waits
-// for x. With a larger W blocks follow each other on an SM, and memory is the bound.
+// of transformer/linear/linear_small_sm80.cu. A block holds all of its weights in registers. If all blocks run at once, latency is the
+// bound: such products follow each other so quickly that only the path from x to out counts, and everything else is done before the kernel
+// waits for x. With a larger W, blocks follow each other on an SM, and memory is the bound.
 //
 //     before x  A warp loads its tiles of 16 rows x 64 columns and its part of the norm's weight. It widens up to two tiles into operands
-//               of mma, 16 registers each; more tiles stay codes. A block has kR row tiles, whose columns its warps divide, kC tiles each.
-//     x         In the product's type the 32 bytes of a lane are operand B of a tile's four steps. As float32, or with a norm, a lane reads
-//               two numbers, and the lanes of the warp exchange them. A warp reads only the part of x that it multiplies.
+//               of mma, 16 registers each; further tiles stay codes. A block has kR row tiles; each of its warps has kC of their columns.
+//     x         If x has the product's type, the 32 bytes of a lane are operand B of a tile's four steps. If x is float32, or needs a norm,
+//               a lane reads two elements, and the lanes of the warp exchange them. A warp reads only the part of x that it multiplies.
 //     product   mma.m16n8k16; all columns of operand B are the same x. The result, not x, is divided by the root mean square.
-//     sum       The parts of the warps, of the product and of the squares of x, meet in shared memory, where the first warp finishes.
+//     sum       The warps put their sums, of the product and of the squares of x, into shared memory, where the first warp adds them.
 #include <type_traits>
 
 #include "device/launch.h"
@@ -25,10 +25,10 @@ namespace {
 using w4::Format, w4::kTileColumns, w4::kTileRows;
 
 constexpr int kMaxWarps = 16, kMaxTiles = 4;  // warps of a block; column tiles of a warp
-// Warps of a block whose warps have rows x columns tiles. Two blocks must fit on an SM, so that the blocks of the next kernel load while
-// those of this one compute: 14 warps of 72 registers, which two row tiles need, or 16 warps of 64.
+// The most warps per block if each warp has rows x columns tiles. Two blocks must fit on an SM, so that the blocks of the next kernel load
+// while those of this one compute: 14 warps with 72 registers, which two row tiles need, or 16 warps with 64.
 constexpr int most_warps(int rows, int columns) { return rows == 2 && columns == 1 ? 14 : kMaxWarps; }
-constexpr int kStride = kMaxWarps + 4;  // floats from row to row of the parts; the 4 avoid bank conflicts
+constexpr int kStride = kMaxWarps + 4;  // floats between rows of parts; the 4 avoid bank conflicts
 
 struct Launch {
     W4LinearParams p;
@@ -36,7 +36,7 @@ struct Launch {
     float per_feature;  // 1 / in_features
 };
 
-// Two neighbouring elements; `at` is even.
+// Two adjacent elements; `at` is even.
 __device__ __forceinline__ float2 load_2(const void* data, int at, DType dtype) {
     if (dtype == DType::kFloat32) return __ldcg(reinterpret_cast<const float2*>(static_cast<const float*>(data) + at));
     const uint32_t bits = __ldcg(reinterpret_cast<const uint32_t*>(static_cast<const __half*>(data) + at));
@@ -66,14 +66,15 @@ __device__ __forceinline__ float sum_of_warps(const float (&parts)[kStride]) {
 template <Format kFormat, typename T, typename X, Norm kNormOfX, int kR, int kC>
 __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(const __grid_constant__ Launch launch) {
     constexpr bool kNorm = kNormOfX == Norm::kRms;
-    constexpr bool kWide = kR * kC <= 2;                             // weights are widened before x is there
+    constexpr bool kWide = kR * kC <= 2;                             // weights are widened before x has arrived
     constexpr bool kExchanged = std::is_same_v<X, float> || !kWide;  // a lane loads pairs of x, which go through shared memory
-    constexpr bool kHeld = kWide && (kC == 1 || (!kExchanged && kFormat != Format::kInt4));  // registers suffice to force that order
+    constexpr bool kHeld = kWide && (kC == 1 || (!kExchanged && kFormat != Format::kInt4));  // there are registers enough to
+                                                                                             // force that order
     constexpr int kRows = kTileRows * kR;
     static_assert(kRows <= 32, "each lane of the first warp finishes at most one row");
     __shared__ struct {
         alignas(16) uint32_t x[kExchanged ? kMaxWarps : 1][kC][kTileColumns / 2];
-        alignas(16) float parts[kRows + 1][kStride];  // each warp's part of a row's sum; last: of the sum of the squares of x
+        alignas(16) float parts[kRows + 1][kStride];  // each warp's part of a row's sum; last row: of the sum of squares of x
     } shared;
     launch_dependents();
     const W4LinearParams& p = launch.p;
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
     uint4 codes[kR][kC];
     uint32_t stored[kR][kC];
 #pragma unroll
-    for (int r = 0; r < kR; ++r) {  // always inside: the packed weight is padded to four row tiles
+    for (int r = 0; r < kR; ++r) {  // always inside, because the packed weight is padded to four row tiles
         const uint8_t* tile = reinterpret_cast<const uint8_t*>(header + 1) +
                               (int64_t(first_row + r) * launch.column_tiles + first_column) * w4::tile_bytes(kFormat);
 #pragma unroll
@@ -103,12 +104,12 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
             norm[c] = k < p.in_features ? load_2(p.norm_weight, k, p.norm_dtype) : make_float2(0, 0);
         }
 
-    // The row that a lane of the first warp finishes. In a pair the lane of the gate row stores the column of out.
+    // The row that a lane of the first warp finishes. In a paired weight the lane of the gate row stores to out.
     const int row = lane % kRows, tile = first_row + row / kTileRows;
     const int column = p.swiglu ? 8 * tile + row % 8 : kTileRows * tile + row % kTileRows;
     const bool up = p.swiglu && row % kTileRows >= 8, mine = warp == 0 && lane < kRows && column < p.columns(), stores = mine && !up;
     const float factor = warp == 0 ? header->factor : 0.0f;
-    for (int i = warp + warps; i < kMaxWarps; i += warps) {  // zeros for the warps that the block does not have
+    for (int i = warp + warps; i < kMaxWarps; i += warps) {  // zeros for the warps that the block lacks
         shared.parts[row][i] = 0;
         if (lane == 0) shared.parts[kRows][i] = 0;
     }
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
 #pragma unroll
                 for (int j = 0; j < 4; ++j) widen(a[r][c][j], r, c, j);
 
-    // For the compiler this may be a loop, so it moves nothing from above it to below the wait.
+    // To the compiler this may be a loop, so it does not move code from before the wait to after it.
 #pragma unroll 1
     for (int once = kHeld ? opaque(1) : 1; once > 0; --once) {
         grid_dependency_wait();
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
             if (stores && p.residual.data) residual = load_bits(p.residual.data, column, p.residual_dtype);
             if (mine && p.bias) bias = load_bits(p.bias, column + (up ? p.columns() : 0), p.bias_dtype);
         };
-        if constexpr (kNorm || !kWide) load_others();  // here, or the compiler delays these loads until x has arrived
+        if constexpr (kNorm || !kWide) load_others();  // here, because otherwise the compiler delays these loads until x has arrived
         uint4 x[kWide ? kC : 1][2];                    // for steps 0 and 1, and for steps 2 and 3
         uint32_t pairs[kC];
         float2 v[kC];
@@ -169,8 +170,8 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
                 v[c].x *= norm[c].x, v[c].y *= norm[c].y;
                 largest = fmaxf(largest, fmaxf(fabsf(v[c].x), fabsf(v[c].y)));
             }
-            // Before it is divided by the root mean square x may overflow or underflow float16. Then the warp multiplies its part by a
-            // power of two that takes its largest number to about 2^14.
+            // Before the division by the root mean square x may overflow or underflow float16. If so, the warp multiplies its part by a
+            // power of two that brings its largest element to about 2^14.
             if constexpr (std::is_same_v<T, __half>)
                 if (__any_sync(~0u, !(largest < 0x1p15f)) || !__any_sync(~0u, largest > 0x1p-8f)) {
                     const int shift = max(-100, int(__reduce_max_sync(~0u, __float_as_uint(largest)) >> 23) - 141);
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
         }
         if constexpr (kNorm) squares = warp_sum(squares);  // overlaps the products
 
-        float sums[kR][2] = {};                                    // of rows g and g + 8
+        float sums[kR][2] = {};                                    // for rows g and g + 8
         constexpr int kChains = kR * kC == 1 ? 4 : kWide ? 2 : 1;  // independent chains of dependent products
 #pragma unroll
         for (int c = 0; c < kC; ++c) {
@@ -223,9 +224,9 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
                     sums[r][i] += sum * scale[i];
                 }
             }
-            if constexpr (!kWide) __syncwarp();  // holds back the next loads: there are no registers for them yet
+            if constexpr (!kWide) __syncwarp();  // delays the next loads, for which there are no registers yet
         }
-        float part = sums[0][0];  // lane 4 g + q takes row 8 q + g of the block
+        float part = sums[0][0];  // lane 4 g + q stores row 8 q + g of the block
 #pragma unroll
         for (int i = 1; i < 2 * kR; ++i)
             if (q == i) part = sums[i / 2][i % 2];
@@ -246,11 +247,11 @@ __global__ void __launch_bounds__(32 * most_warps(kR, kC), 2) small_w4_kernel(co
 }
 
 struct Plan {
-    int rows, columns;  // tiles of a warp
+    int rows, columns;  // tiles per warp
     int warps, blocks;
 };
 
-// A warp has as few column tiles as the number of warps allows, and two row tiles where one would make more than 1.5 blocks for each SM.
+// A warp has as few column tiles as the number of warps allows, and two row tiles if one would make more than 1.5 blocks per SM.
 Plan plan_of(const W4LinearParams& p, const DeviceInfo& gpu) {
     const int64_t rows = p.swiglu ? ceil_div(p.columns(), 8) : ceil_div(p.out_features, kTileRows),
                   columns = w4::column_tiles(p.in_features);

@@ -1,4 +1,4 @@
-// w4.cuh: turns packed 4-bit weights (w4.h, w4_bits.h) into operand A of mma.m16n8k16, in type T of the product, __half or __nv_bfloat16.
+// w4.cuh: turns packed 4-bit weights (w4.h, w4_bits.h) into operand A of mma.m16n8k16, in the product's type T, __half or __nv_bfloat16.
 // Eight E2M1 weights take 9 or 10 bit operations and 4 multiplications, all exact.
 #pragma once
 
@@ -28,12 +28,12 @@ __device__ __forceinline__ uint32_t as_bits(P pair) {
     return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Eight codes before scaling: int4 as numbers, E2M1 times 2^-14 (float16) or 2^-126 (bfloat16).
+// Eight codes before scaling: int4 as its value, E2M1 as its value times 2^-14 (float16) or 2^-126 (bfloat16).
 template <Format kFormat, typename T>
 __device__ __forceinline__ void unpack_word(uint32_t (&a)[4], uint32_t word) {
     constexpr bool kHalf = sizeof(T) == 2 && __is_same(T, __half);
     if constexpr (kFormat == Format::kInt4 && kHalf) {
-        const uint32_t upper = word >> 8;  // below the exponent of 1024 a code u reads as 1024 + u or 1024 + 16 u
+        const uint32_t upper = word >> 8;  // as mantissa bits of 1024 a code u reads as 1024 + u or 1024 + 16 u
         const __half2 sixteenth = __float2half2_rn(1.0f / 16), eight = __float2half2_rn(1032.0f), rest = __float2half2_rn(-72.0f);
         a[0] = as_bits(__hsub2(as_pair<T>((word & 0x000F000Fu) | 0x64006400u), eight));
         a[1] = as_bits(__hfma2(as_pair<T>((word & 0x00F000F0u) | 0x64006400u), sixteenth, rest));
@@ -41,9 +41,9 @@ __device__ __forceinline__ void unpack_word(uint32_t (&a)[4], uint32_t word) {
         a[3] = as_bits(__hfma2(as_pair<T>((upper & 0x00F000F0u) | 0x64006400u), sixteenth, rest));
     } else if constexpr (kFormat == Format::kInt4) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)  // below the exponent of 128 a code u reads as 128 + u
+        for (int i = 0; i < 4; ++i)  // as mantissa bits of 128 a code u reads as 128 + u
             a[i] = as_bits(__hsub2(as_pair<T>((word >> 4 * i & 0x000F000Fu) | 0x43004300u), __float2bfloat162_rn(136.0f)));
-    } else if constexpr (kHalf) {  // one multiplication makes two shifts, and leaves the pipe for bit operations free
+    } else if constexpr (kHalf) {  // one multiplication does two shifts, and leaves the pipe for bit operations free
         constexpr uint32_t kMask = 0x8E008E00u;
         a[0] = word & kMask;
         a[1] = word * 8u & kMask;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void widen_scales(uint32_t (&scale)[2], uint32_t stor
     scale[1] = widen_scale<kFormat, T>(stored >> kBits);
 }
 
-// The same as floats, for sums of products with unscaled codes.
+// widen_scales as floats, for sums of products with unscaled codes.
 template <Format kFormat, typename T>
 __device__ __forceinline__ void float_scales(float& upper, float& lower, uint32_t stored) {
     if constexpr (kFormat == Format::kInt4) {
@@ -110,8 +110,8 @@ __device__ __forceinline__ void dequantize_word(uint32_t (&a)[4], uint32_t word,
 }
 
 // Adds a tile of W times kCount tiles of 8 rows of x to sums. columns[n] holds lane (g, q)'s part of row g of tile n: first the columns of
-// steps 0 and 1, then those of steps 2 and 3. kScalesSums (int4 only, whose rows have one scale in a tile): the scale multiplies the
-// row's sums instead of its weights, which is cheaper and exact.
+// steps 0 and 1, then those of steps 2 and 3. kScalesSums (int4 only, whose rows have one scale per tile): the scale multiplies a row's
+// sums instead of its weights, which is cheaper and exact.
 template <Format kFormat, typename T, bool kScalesSums, int kCount>
 __device__ __forceinline__ void multiply_tile(float (&sums)[kCount][4], uint4 codes, uint32_t stored, const uint4 (&columns)[kCount][2]) {
     static_assert(!kScalesSums || kFormat == Format::kInt4, "the other formats have several scales for a row of a tile");

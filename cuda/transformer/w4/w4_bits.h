@@ -1,28 +1,28 @@
-// w4_bits.h: the bits of a packed 4-bit weight (w4.h), for host and device. `pack` stores them so that w4.cuh turns a word into operands of
-// a product in few instructions.
+// w4_bits.h: the order of the bits in a packed 4-bit weight (w4.h), for host and device, chosen so that w4.cuh turns a word into operands
+// of a product in few instructions.
 //
 // A word holds eight codes, four in each 16-bit half. Code 2 i + h is half h of register i of mma.m16n8k16's operand A (device/mma.cuh):
-// row g + 8 (i % 2) of the tile, column 16 q + 4 j + 2 (i / 2) + h. A half holds one code for each register, with its bits where the
-// operand needs them or one shift away:
+// row g + 8 (i % 2) of the tile, column 16 q + 4 j + 2 (i / 2) + h. A half holds one code per register, with its bits where the operand
+// needs them or one shift away:
 //
-//     E2M1, float16    Bits 15 and 11 .. 9 of a half read as code * 2^-14, including the subnormal 0.5. The code of register 0 stands
-//                      there, that of register 1 three bits lower. Registers 2 and 3 have their signs at 14 and 13, the rest at 5 .. 3
-//                      and 2 .. 0.
-//     E2M1, bfloat16   The same with bits 15 and 8 .. 6, which read as code * 2^-126. Register 2 has the rest at 2 .. 0, register 3 at
-//                      11 .. 9.
-//     int4             code + 8, register i at bits 4 i .. 4 i + 3. Put below the exponent of 1024 (128 in bfloat16) it reads as a number.
+//     E2M1, float16    Bits 15 and 11 .. 9 of a half read as code * 2^-14, including the subnormal 0.5. The code of register 0 is stored
+//                      there, that of register 1 three bits lower. Registers 2 and 3 have their signs at bits 14 and 13, their other bits
+//                      at 5 .. 3 and 2 .. 0.
+//     E2M1, bfloat16   The same with bits 15 and 8 .. 6, which read as code * 2^-126. The other bits of register 2 are at 2 .. 0, those of
+//                      register 3 at 11 .. 9.
+//     int4             code + 8, register i at bits 4 i .. 4 i + 3. As mantissa bits of 1024 (128 in bfloat16) it reads as a number.
 //
-// The stored scale of E2M1 has another exponent bias, so that code * 2^-14 times the scale is exact and in range in 16 bits:
+// The stored scale of E2M1 has a different exponent bias, so that code * 2^-14 times the scale is exact and in range in 16 bits:
 //
 //     nvfp4    Five bits of exponent (bias 15), three of mantissa, no sign: scale * 2^7. A product is code * scale * 2^-7.
 //     mxfp4    An exponent of the product's type. The largest scale of the weight, 2^max, becomes the type's largest, 2^15 or 2^127. A
-//              product is code * scale * 2^(1 - max). float16 is exact for scales down to 2^24 below the largest and gives zeros from
-//              2^30 below it on; bfloat16 is exact over a range of 2^126.
+//              product is code * scale * 2^(1 - max). float16 is exact for scales down to 2^24 below the largest, and scales 2^30 or more
+//              below it become zero; bfloat16 is exact over a range of 2^126.
 //     int4     float16, unchanged; it multiplies the sums, or the codes, of a block.
 //
-// Where a scale cannot be stored this way, the codes change. Under a scale that is 0 or too small they become 0. A scale that is NaN is
-// stored as infinity and its codes as 0, so that the product is NaN. A negative scale flips the signs of its codes. PackedHeader::factor
-// holds the powers of two and tensor_scale.
+// If a scale cannot be stored this way, the codes change. If the scale is 0 or too small, they become 0. A NaN scale is stored as
+// infinity with codes of 0, so that the product is NaN. A negative scale flips the signs of its codes. PackedHeader::factor holds the
+// powers of two and tensor_scale.
 #pragma once
 
 #include "transformer/w4/w4.h"
@@ -31,7 +31,7 @@ namespace fa::w4 {
 
 constexpr int kWordCodes = 8;
 
-// The position in its word of bit 0 .. 3 of code `at` (0 .. 7); bit 3 is the sign.
+// The position, in its word, of bit 0 .. 3 of code `at` (0 .. 7); bit 3 is the sign.
 FA_HOST_DEVICE constexpr int bit_of(Format format, DType dtype, int at, int bit) {
     const int i = at / 2, half = 16 * (at % 2);
     if (format == Format::kInt4) return half + 4 * i + bit;

@@ -1,5 +1,5 @@
 // w4_in_order.cuh: packed 4-bit weights (w4.h) as operand A with their columns in natural order, so that the other operand need not be
-// permuted. New against w4.cuh, and its price: a third more instructions and four times the reads of shared memory.
+// permuted. New against w4.cuh; costs a third more instructions and four times the reads of shared memory.
 //
 // Step s of a tile takes columns 16 s .. 16 s + 15, of which a lane holds 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. These are one pair of columns
 // from each of words q / 2 and 2 + q / 2 of lane 4 g + s. The pair is in registers 0 and 1 of the words where q is even, in registers 2
@@ -15,7 +15,7 @@ template <Format kFormat, typename T>
 class InOrder {
     static constexpr bool kHalf = std::is_same_v<T, __half>;
     static constexpr uint32_t kMask = kHalf ? 0x8E008E00u : 0x81C081C0u;
-    uint32_t mask_[2], factor_[2], shift_;  // for rows g and g + 8
+    uint32_t mask_[2], factor_[2], shift_;  // [0]: for row g, [1]: for row g + 8
     int codes_, scales_;                    // bytes from the start of a tile
     bool upper_;
 
@@ -31,7 +31,7 @@ public:
             mask_[0] = !second ? kMask : kHalf ? 0x40384038u : 0x40074007u, factor_[0] = second ? 66 : 1;
             mask_[1] = !second ? kMask >> 3 : kHalf ? 0x20072007u : 0x2E002E00u;
             factor_[1] = !second ? 8 : kHalf ? 516 : 4, shift_ = second ? 3 : 31;
-            // Opaque, so that they stay in registers: the compiler would select them again in every step.
+            // Opaque, so that they stay in registers: otherwise the compiler would select them again in every step.
             mask_[0] = opaque(mask_[0]), mask_[1] = opaque(mask_[1]), factor_[0] = opaque(factor_[0]), factor_[1] = opaque(factor_[1]);
         }
     }

@@ -1,12 +1,12 @@
-// w4_quantize.h: rounds a block of numbers to 4-bit codes and a scale, in arithmetic that gives the same bytes on every device
+// w4_quantize.h: rounds a block of elements to 4-bit codes and a scale, in arithmetic that gives the same bytes on every device
 // (transformer/common/rounded.h) and in NumPy (reference_w4.py).
 //
 //     tensor_scale  nvfp4: the largest magnitude of the weight / (6 * 448), so that the largest scale is e4m3's largest
-//     scale         from a block's largest magnitude m. nvfp4: m / 6 / tensor_scale, rounded to e4m3; mxfp4: the power of two that takes m
+//     scale         from a block's largest magnitude m. nvfp4: m / 6 / tensor_scale, rounded to e4m3; mxfp4: the power of two that scales m
 //                   to 4 .. 8; int4: m / 7, rounded to float16
-//     code          number / (scale * tensor_scale), rounded to the nearest code, ties to even
-//     search        tries several scales and takes the first of least squared error. nvfp4: from 2 steps of e4m3 below to 6 above, where m
-//                   becomes 4 instead of 6; mxfp4: also the next power of two, which clips nothing; int4: the scales that take m
+//     code          x / (scale * tensor_scale), rounded to the nearest code, ties to even
+//     search        tries several scales and takes the first with the least squared error. nvfp4: from 2 steps of e4m3 below to 6 above,
+//                   where m becomes 4 instead of 6; mxfp4: also the next power of two, which clips nothing; int4: the scales that map m
 //                   to 7, 7.5 .. 11
 #pragma once
 
@@ -36,7 +36,7 @@ FA_HOST_DEVICE float from_float16(uint16_t bits) {
 #endif
 }
 
-// Rounds x >= 0; what is beyond the largest number, 448, becomes 448.
+// Rounds x >= 0; values above 448, the largest number, become 448.
 FA_HOST_DEVICE uint8_t to_e4m3(float x) {
     if (!(x < 448.0f)) return 0x7E;
     if (x < 0.015625f)
@@ -67,7 +67,7 @@ FA_HOST_DEVICE void store_scale(void* scales, int64_t at, uint16_t stored) {
     else static_cast<uint8_t*>(scales)[at] = uint8_t(stored);
 }
 
-// The magnitude of E2M1 nearest to a >= 0. A tie goes to the even code.
+// The magnitude of E2M1 nearest to a >= 0; a tie goes to the even code.
 FA_HOST_DEVICE float nearest_e2m1(float a) {
     return (a > 0.25f ? 0.5f : 0) + (a >= 0.75f ? 0.5f : 0) + (a > 1.25f ? 0.5f : 0) + (a >= 1.75f ? 0.5f : 0) + (a > 2.5f ? 1.0f : 0) +
            (a >= 3.5f ? 1.0f : 0) + (a > 5.0f ? 2.0f : 0);
@@ -110,12 +110,12 @@ template <Format format>
 FA_HOST_DEVICE constexpr int tries() {
     return format == Format::kMxfp4 ? 2 : 9;
 }
-// The number of the scale that is taken without a search.
+// The index of the scale that is used without a search.
 template <Format format>
 FA_HOST_DEVICE constexpr int unsearched() {
     return format == Format::kNvfp4 ? 2 : 0;
 }
-// Scale number i of those to try, for a block with this largest magnitude.
+// Scale number i to try, for a block with this largest magnitude.
 template <Format format>
 FA_HOST_DEVICE uint16_t scale_to_try(float largest, float tensor_scale, int i) {
     if (format == Format::kNvfp4) {
@@ -134,13 +134,13 @@ FA_HOST_DEVICE constexpr uint16_t not_a_number() {
     return format == Format::kNvfp4 ? 0x7F : format == Format::kMxfp4 ? 0xFF : 0x7E00;
 }
 
-// The power of two that takes a block near 1. Errors are multiplied by it before they are squared, so that no square overflows.
+// The power of two that scales a block to about 1. Errors are multiplied by it before they are squared, so that no square overflows.
 FA_HOST_DEVICE float error_unit(float largest) {
     const int exponent = 254 - int(bits_of(largest) >> 23);
     return float_of(uint32_t(exponent < 1 ? 1 : exponent) << 23);
 }
 
-// The scale for the numbers x of a block, padded with zeros; NaN when one of them is not finite.
+// The scale for the elements x of a block, padded with zeros; NaN if one of them is not finite.
 template <Format format>
 FA_HOST_DEVICE uint16_t block_scale(const float (&x)[block_of(format)], float tensor_scale, bool search) {
     constexpr int kBlock = block_of(format), kSums = 8;
@@ -168,26 +168,26 @@ FA_HOST_DEVICE uint16_t block_scale(const float (&x)[block_of(format)], float te
                 sums[j] = add(sums[j], multiply(distance, distance));
             }
         const float error = add(add(add(sums[0], sums[4]), add(sums[2], sums[6])), add(add(sums[1], sums[5]), add(sums[3], sums[7])));
-        if (t == 0 || error < least) best = scale, least = error;  // a scale far too large gives NaN
+        if (t == 0 || error < least) best = scale, least = error;  // NaN for a scale that is far too large
     }
     return best;
 }
 
 template <Format format>
 FA_HOST_DEVICE uint8_t encode_in(float x, float factor) {
-    return encode<format>(factor > 0 ? divide(x, factor) : 0.0f);  // NaN is not above 0
+    return encode<format>(factor > 0 ? divide(x, factor) : 0.0f);  // false for NaN
 }
 
 // ---- packing ----
 
-// What packing depends on besides the weight.
+// The inputs of packing besides the weight.
 struct Packing {
     DType dtype;
     bool pair;
-    int largest;  // the largest scale byte of an mxfp4 weight, NaN excluded; else 0
+    int largest;  // the largest scale byte of an mxfp4 weight, NaN excluded; otherwise 0
 };
 
-// The row of the weight that is row r of row tile `tile`; -1 where there is none.
+// The row of the weight that is row r of row tile `tile`; -1 for a padding row.
 FA_HOST_DEVICE int64_t weight_row(int64_t tile, int r, int32_t out_features, bool pair) {
     if (!pair) {
         const int64_t row = tile * kTileRows + r;
@@ -203,8 +203,8 @@ FA_HOST_DEVICE uint16_t scale_of(const W4View& w, int64_t row, int64_t column) {
                                               : load_scale<format>(w.scales, row * w.blocks_of_a_row() + column / block_of(format));
 }
 
-// Writes the part of lane `lane` of tile (row_tile, column_tile), which starts at `to`: four words, and the scales of the blocks that start
-// at the lane's columns.
+// Writes lane `lane`'s part of tile (row_tile, column_tile), which starts at `to`: four words, and the scales of the blocks that start at
+// the lane's columns.
 template <Format format>
 FA_HOST_DEVICE void pack_lane(const W4View& w, const Packing& packing, int64_t row_tile, int64_t column_tile, int lane, uint8_t* to) {
     const int64_t row_bytes = (int64_t(w.in_features) + 1) / 2, column0 = column_tile * kTileColumns;
@@ -237,7 +237,7 @@ FA_HOST_DEVICE void pack_lane(const W4View& w, const Packing& packing, int64_t r
 
 FA_HOST_DEVICE PackedHeader header_of(const W4View& w, const Packing& packing) {
     PackedHeader header{};
-    const int exponent = factor_exponent(w.format, packing.largest);  // in two steps: float32 may not have 2^exponent
+    const int exponent = factor_exponent(w.format, packing.largest);  // in two steps, because float32 may not hold 2^exponent
     const float half = float_of(uint32_t(exponent / 2 + 127) << 23), rest = float_of(uint32_t(exponent - exponent / 2 + 127) << 23);
     header.factor = multiply(multiply(w.tensor_scale ? *w.tensor_scale : 1.0f, half), rest);
     header.format = int32_t(w.format), header.dtype = int32_t(packing.dtype), header.paired = packing.pair;

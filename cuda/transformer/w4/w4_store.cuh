@@ -6,7 +6,7 @@
 
 namespace fa::w4 {
 
-// Stores four sums of row tile `tile`: sum.x and sum.y belong to its row g, sum.z and sum.w to its row g + 8 (in a pair a gate row and its
+// Stores four sums of row tile `tile`: sum.x and sum.y belong to its row g, sum.z and sum.w to its row g + 8 (in a pair, a gate row and its
 // up row), each for rows 2 pair and 2 pair + 1 of the `rows` rows of x that begin at row0. `factor` is PackedHeader::factor.
 __device__ __forceinline__ void store_sums(const W4LinearParams& p, int64_t row0, int rows, int tile, int g, int pair, float4 sum,
                                            float factor) {

@@ -1,14 +1,14 @@
 // wgmma_w4_few_sm90.cuh: the product of wgmma_w4_sm90.cuh for fewer rows of x, where widening takes longer than multiplying. New against
-// it: x is brought into the column order of the packed weight (column_of in w4.h), instead of the weight into natural order. That takes two
-// thirds of the instructions for each weight and a quarter of the reads of shared memory. Bound by the latency of widening and multiplying
-// in turn, then by memory.
+// it: x is permuted into the column order of the packed weight (column_of in w4.h), instead of the weight into natural order. That takes
+// two thirds of the instructions per weight and a quarter of the reads of shared memory. Bound by the latency of alternating between
+// widening and multiplying, then by memory.
 //
 //     producer, one thread    64 columns of x and of the weight -> ring
-//     three warps             reorder x in the ring, in place; two neighbouring columns move together, as one register
-//     warpgroups 0 and 1      64 rows each; they widen 64 columns while the tensor cores multiply the 64 before
+//     three warps             reorder x in the ring, in place; two adjacent columns move together, as one register
+//     warpgroups 0 and 1      64 rows each; they widen 64 columns while the tensor cores multiply the previous 64
 //
 // With kResident 2 a block takes less than half of an SM and two run on each. Then more clusters fit, and the blocks of the next launch
-// fetch weights beside the last blocks of this one.
+// load weights beside the last blocks of this one.
 #pragma once
 
 #include "transformer/w4/wgmma_w4_sm90.cuh"
@@ -26,8 +26,8 @@ struct alignas(1024) WgmmaW4FewSmem {
     uint64_t raw[kStages], full[kStages], empty[kStages];  // x has arrived; x is in order and the weight has arrived; both have been read
 };
 
-// Reorders a row of a stage of x. Columns 16 i + 8 b + 2 j and the next, a register, become register i of the eight columns 2 j + b. Step j
-// of 16 columns then multiplies what lanes (g, q) hold of columns 16 q + 2 j and 16 q + 8 + 2 j.
+// Reorders a row of a stage of x. Columns 16 i + 8 b + 2 j and the next one, which form a register, become register i of the eight columns
+// 2 j + b. Step j of 16 columns then multiplies what lanes (g, q) hold of columns 16 q + 2 j and 16 q + 8 + 2 j.
 template <int kAtOnce>
 __device__ __forceinline__ void order_row(uint32_t tile, int row) {
     const uint32_t at = tile + row * kChunkRowBytes;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kW4Threads, kResident) wgmma_w4_few_kernel(con
     if (warp >= kW4ConsumerWarps) {
         setmaxnreg_dec<kResident == 1 ? 64 : 48>();
         int slot = 0, phase = 0;
-        if (warp > kW4ConsumerWarps) {  // every third slot
+        if (warp > kW4ConsumerWarps) {  // takes every third slot
             int steps = 0;
             for (int i = 0; find_work(all, i, w); ++i) steps += w.count;
             slot = warp - kW4ConsumerWarps - 1;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kW4Threads, kResident) wgmma_w4_few_kernel(con
             tma_load(smem_weight + slot * kWeightBytes, &all.map_weight, full + 8 * slot, (w.begin + step) * (kTile / 4),
                      w.row_block * kW4RowTiles, 0, 0, 0);
         };
-        int ahead = 0;  // steps whose weights are asked for before the kernel before has ended
+        int ahead = 0;  // steps whose weights are requested before the previous kernel has ended
         if (find_work(all, 0, w))
             for (; ahead < min(kStages, w.count); ++ahead) load_weight(w, ahead, ahead);
         grid_dependency_wait();
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kW4Threads, kResident) wgmma_w4_few_kernel(con
     const int wg = warp / 4;
     const float factor = __ldg(&static_cast<const w4::PackedHeader*>(p.packed)->factor);
     const uint64_t desc_x = wgmma_descriptor(smem_x, 16);
-    int slot = 0, phase = 0;  // visibly the same for all threads, so that descriptors stay in uniform registers
+    int slot = 0, phase = 0;  // uniform over all threads in a way the compiler sees, so that descriptors stay in uniform registers
 
 #pragma unroll 1
     for (int i = 0; find_work(all, i, w); ++i) {
@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(kW4Threads, kResident) wgmma_w4_few_kernel(con
             const uint8_t* const from = smem.weight[slot] + warp * kTile;
             to.codes = w4::load_codes(from, lane), to.scales = w4::load_scales<kFormat>(from, lane);
         };
-        constexpr int kGroup = kResident == 2 ? 2 : 4;  // steps of 16 columns in one commit; two resident blocks have fewer registers
-        uint32_t a[kGroup / 2][4][4];                   // being multiplied, and being widened
+        constexpr int kGroup = kResident == 2 ? 2 : 4;  // steps of 16 columns per commit; two resident blocks have fewer registers
+        uint32_t a[kGroup / 2][4][4];                   // one half is being multiplied, the other widened
         int step = 0, previous = -1;
         const auto release = [&] {
             if (previous >= 0 && lane == 0) mbarrier_arrive(empty + 8 * previous);
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kW4Threads, kResident) wgmma_w4_few_kernel(con
 
         store_sums<T, kTokens>(all, w, wg, factor, sums, smem.x, smem.staging[wg]);
     }
-    if (threadIdx.x % 128 == 0) bulk_wait<0>();  // shared memory must stay until its stores are done
+    if (threadIdx.x % 128 == 0) bulk_wait<0>();  // shared memory must stay until the stores from it are done
 }
 
 }  // namespace fa

@@ -1,5 +1,5 @@
-// wgmma_w4_sm90.cu: how the wgmma products with 4-bit weights are divided among blocks, and their launch. The kernels are in
-// wgmma_w4_sm90.cuh and, with tiles of up to 64 rows of x, in wgmma_w4_few_sm90.cuh.
+// wgmma_w4_sm90.cu: divides the wgmma products with 4-bit weights among blocks, and launches them. The kernels are in wgmma_w4_sm90.cuh
+// and, with tiles of up to 64 rows of x, in wgmma_w4_few_sm90.cuh.
 #include "device/launch.h"
 #include "device/tensor_map.h"
 #include "transformer/w4/kernels.h"
@@ -15,9 +15,9 @@ int64_t row_blocks_of(const W4LinearParams& p) { return ceil_div(w4::row_tiles(p
 // How the product is divided.
 struct Plan {
     int tokens;     // a tile is 128 rows of the weight x `tokens` rows of x
-    int resident;   // blocks on each SM
-    int64_t whole;  // tiles that one block computes; each of the others is split among the blocks of a cluster
-    int splits;     // blocks of a cluster
+    int resident;   // blocks per SM
+    int64_t whole;  // tiles that one block computes; each other tile is split among the blocks of a cluster
+    int splits;     // blocks per cluster
     int64_t blocks;
 };
 
@@ -27,14 +27,14 @@ int64_t clusters_of(int blocks, int resident, int64_t sms) {
     return sms * kFit[resident - 1][blocks] / 132;
 }
 
-constexpr int kFewTokens = 64;  // of a tile of the kernel for few rows, at most
+constexpr int kFewTokens = 64;  // rows of x in a tile of the kernel for few rows, at most
 
-// The plan of the least estimated time, with tiles of `least_tokens` to `most_tokens`.
+// The plan with the least estimated time, with `least_tokens` to `most_tokens` tokens per tile.
 Plan plan_of(const W4LinearParams& p, const DeviceInfo& gpu, int least_tokens, int most_tokens) {
     struct Cost {              // measured on an H200, in ns
-        int tokens, resident;  // of a plan
+        int tokens, resident;  // the plan that the costs belong to
         int step, tile, part;  // a step of 64 columns; the rest of a tile; each part of a split tile
-        int max_splits;        // that were measured
+        int max_splits;        // the most splits that were measured
     };
     constexpr Cost kCosts[] = {{32, 1, 245, 2000, 850, 4}, {32, 2, 440, 3000, 150, 7},  {64, 1, 283, 3800, 850, 4},
                                {64, 2, 510, 5000, 350, 7}, {128, 1, 385, 5500, 500, 4}, {256, 1, 620, 5500, 3000, 4}};
@@ -63,7 +63,7 @@ Plan plan_of(const W4LinearParams& p, const DeviceInfo& gpu, int least_tokens, i
     return best;
 }
 
-// Rows consist of whole 16-byte pieces.
+// Whether rows consist of whole 16-byte pieces.
 bool by_eights(const MatrixView& x, const W4LinearParams& p) {
     return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && (p.rows == 1 || x.row % 8 == 0) && p.columns() % 8 == 0;
 }

@@ -1,15 +1,16 @@
 // wgmma_w4_sm90.cuh: out = residual + act(x weight^T + bias) for many rows of x ("tokens") and packed 4-bit weights, with Hopper's wgmma.
 // Bound by the tensor cores from about 200 tokens on; below that by widening, and for few tokens by memory.
 //
-// New against mma_w4: the product is transposed. One instruction multiplies 64 rows of the weight by kTokens tokens, so the weight is the
-// operand in registers. It is read from shared memory as 4 bits and widened on the way, its columns in natural order (w4_in_order.cuh).
-// x comes by TMA unchanged and feeds the tensor cores from shared memory. A block has 128 rows of the weight and kTokens tokens:
+// New against mma_w4: the product is transposed. One instruction multiplies 64 rows of the weight by kTokens tokens, so the weight is
+// the operand in registers. It is read from shared memory as 4 bits and widened in registers, with its columns in natural order
+// (w4_in_order.cuh). x comes by TMA unchanged, and the tensor cores read it from shared memory. A block has 128 rows of the weight
+// and kTokens tokens:
 //
 //     producer, one thread    64 columns of x and of the weight -> ring
-//     warpgroups 0 and 1      64 rows each; they widen two steps of 16 columns while the tensor cores multiply the two steps before
+//     warpgroups 0 and 1      64 rows each; they widen two steps of 16 columns while the tensor cores multiply the previous two
 //
-// Blocks walk over the tiles of the product. Where the last tiles would leave blocks idle, these tiles are split along the columns: each
-// block of a cluster computes a part, and the cluster adds the parts.
+// Blocks walk over the tiles of the product. If the last tiles would leave blocks idle, these tiles are split along the columns: each block
+// of a cluster computes a part, and the cluster adds the parts.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -32,10 +33,10 @@ struct WgmmaW4 {
     int32_t column_tiles;              // of the weight, 64 columns each
     int32_t row_blocks, token_blocks;  // tiles of the product
     int32_t whole, rounds;             // tiles that are not split; the full rounds in which blocks take them
-    int32_t splits, part_blocks;       // blocks that share a split tile, a cluster; blocks that have a part of one
+    int32_t splits, part_blocks;       // blocks (of a cluster) that share a split tile; blocks that have a part of a split tile
     int32_t share;                     // steps of 64 columns in a part
     bool fours;                        // load_4 and store_4 can access out and residual
-    bool eights;  // out and residual have the compute dtype and rows of whole 16-byte pieces, and the copy engine can store out's
+    bool eights;                       // out and residual have the compute dtype and rows of whole 16-byte pieces, and TMA can store out
 };
 
 template <typename T, w4::Format kFormat, int kTokens>
@@ -47,15 +48,15 @@ struct alignas(1024) WgmmaW4Smem {
     uint64_t full[kStages], empty[kStages];
 };
 
-// A tile of the product, or part of one. Tiles are ordered by groups of token blocks, so that a group's x stays in L2, and within a group
+// A tile of the product, or a part of one. Tiles are ordered by groups of token blocks, so that a group's x stays in L2, and within a group
 // by rows of the weight.
 struct W4Work {
     int row_block, token_block;
     int begin, count;  // steps of 64 columns
     bool part;
 };
-// Work number i of this block; false if there is none. Whether there is work, and its number of steps, are found without a division, so
-// that the compiler sees that they are the same for all threads and keeps the descriptors that depend on them in uniform registers.
+// Work item i of this block; false if there is none. Whether there is work, and its number of steps, are found without a division, so that
+// the compiler sees that they are the same for all threads and keeps the descriptors that depend on them in uniform registers.
 __device__ __forceinline__ bool find_work(const WgmmaW4& all, int i, W4Work& w) {
     constexpr int kGroup = 8;
     int index = blockIdx.x + i * gridDim.x;
@@ -73,7 +74,7 @@ __device__ __forceinline__ bool find_work(const WgmmaW4& all, int i, W4Work& w) 
     return true;
 }
 
-// Stores the sums of this warpgroup's half of a tile, by the fastest way that serves. All of `ring` has been read.
+// Stores the sums of this warpgroup's half of a tile, by the fastest way that applies. All of `ring` has been read.
 template <typename T, int kTokens>
 __device__ __forceinline__ void store_sums(const WgmmaW4& all, const W4Work& w, int wg, float factor, float (&sums)[kTokens / 2],
                                            void* ring, void* staging) {
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(kW4Threads, 1) wgmma_w4_kernel(const __grid_co
                      w.row_block * kW4RowTiles, 0, 0, 0);
         };
         W4Work w;
-        int ahead = 0;  // steps whose weights are asked for before the kernel before has ended
+        int ahead = 0;  // steps whose weights are requested before the previous kernel has ended
         if (find_work(all, 0, w))
             for (; ahead < min(kStages, w.count); ++ahead) load_weight(w, ahead, ahead);
         grid_dependency_wait();
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kW4Threads, 1) wgmma_w4_kernel(const __grid_co
     const float factor = __ldg(&static_cast<const w4::PackedHeader*>(p.packed)->factor);
     const uint64_t desc_x = wgmma_descriptor(smem_x, 16);
     const w4::InOrder<kFormat, T> in_order(lane);
-    int slot = 0, phase = 0;  // visibly the same for all threads, so that descriptors stay in uniform registers
+    int slot = 0, phase = 0;  // uniform over all threads in a way the compiler sees, so that descriptors stay in uniform registers
 
     W4Work w;
 #pragma unroll 1
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(kW4Threads, 1) wgmma_w4_kernel(const __grid_co
 
         store_sums<T, kTokens>(all, w, wg, factor, sums, smem.x, smem.staging[wg]);
     }
-    if (threadIdx.x % 128 == 0) bulk_wait<0>();  // shared memory must stay until its stores are done
+    if (threadIdx.x % 128 == 0) bulk_wait<0>();  // shared memory must stay until the stores from it are done
 }
 
 }  // namespace fa

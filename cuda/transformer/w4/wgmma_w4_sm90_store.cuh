@@ -1,6 +1,6 @@
 // wgmma_w4_sm90_store.cuh: the epilogue of the wgmma products with 4-bit weights. A warpgroup has sums of 64 rows of the weight by kTokens
-// tokens. Neighbouring sums of a thread belong to different tokens, but in out the features of one token are contiguous, so the sums
-// are transposed through shared memory.
+// tokens. Adjacent sums of a thread belong to different tokens, but in out the features of one token are contiguous, so the sums are
+// transposed through shared memory.
 #pragma once
 
 #include "device/cluster.cuh"
@@ -12,7 +12,7 @@
 
 namespace fa {
 
-constexpr int kW4Stride = 64 + 4;  // floats from token to token: eight features of four tokens lie in 32 different banks
+constexpr int kW4Stride = 64 + 4;  // floats between tokens: eight features of four tokens lie in 32 different banks
 constexpr int w4_turned(int tokens) { return tokens < 64 ? tokens : 64; }  // tokens that are transposed at a time
 constexpr int w4_staging(int tokens) { return tokens < 64 ? 9 * 1024 : 17 * 1024; }
 static_assert(w4_staging(64) >= int(sizeof(float)) * kW4Stride * 64 && w4_staging(32) >= int(sizeof(float)) * kW4Stride * 32);
@@ -23,22 +23,22 @@ struct W4Place {
     const W4LinearParams& p;
     const CUtensorMap* map_out;
     bool fours;
-    int rows;   // which 64 rows of the packed weight
+    int rows;   // index of the block of 64 rows of the packed weight
     int token;  // the first token
     float factor;
 };
 
-// For 16-bit out and residual in rows of 16-byte pieces: 64 tokens at a time, in two buffers in turn. A token is a row of 128 bytes, 64
-// features (32 in a pair), in the swizzle of the copy engine. The residual is brought to the buffer first; the thread that has the sum
+// For 16-bit out and residual in rows of 16-byte pieces: handles 64 tokens per turn, in two buffers alternately. A token is a row of
+// 128 bytes, 64 features (32 in a pair), in TMA's swizzle. The residual is copied to the buffer first; the thread that has the sum
 // reads it there.
 //
 // A tile of up to 64 tokens has one turn, and then all tiles use the same buffer. A taller tile has an even number of turns, so the buffers
-// alternate from tile to tile, too. Every turn commits one group of copies, even where it has nothing to store: so the newest group belongs
-// to the turn before, and all groups but the newest to turns that used other buffers or are over.
+// also alternate from tile to tile. Every turn commits one group of copies, even if it stores nothing. So the newest group belongs to the
+// previous turn; all older groups belong to turns that used the other buffer or have finished reading.
 template <typename T, int kTokens>
 __device__ __forceinline__ void store_fast(const W4Place& place, float (&sums)[kTokens / 2], uint32_t staging) {
     constexpr int kTurned = w4_turned(kTokens), kMine = kTurned * 8 / 128;    // tokens at a time; pieces of a thread
-    constexpr int kTurns = kTokens / kTurned, kReading = kTurns > 1 ? 1 : 0;  // groups that may still read when a turn begins
+    constexpr int kTurns = kTokens / kTurned, kReading = kTurns > 1 ? 1 : 0;  // groups that may still be reading when a turn begins
     static_assert(kTurns == 1 || kTurns % 2 == 0, "a turn's buffer is not that of the turn before");
     static_assert(2 * kTurned * kChunkRowBytes <= w4_staging(kTokens));
     const W4LinearParams& p = place.p;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void store_fast(const W4Place& place, float (&sums)[k
         if (p.swiglu) {
 #pragma unroll
             for (int t = 0; t < kTurned; t += 32) {
-                const uint32_t address = at(t + lane, warp);  // matrix m: eight tokens from t + 8 m
+                const uint32_t address = at(t + lane, warp);  // matrix m: the eight tokens from t + 8 m on
                 uint32_t pairs[4], r[4] = {};
                 if (p.residual.data) ldmatrix_x4_trans(r, address);
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_fast(const W4Place& place, float (&sums)[k
             });
         } else {
 #pragma unroll
-            for (int t = 0; t < kTurned; t += 16) {  // matrix m: eight tokens from t + 8 (m / 2), eight rows from 8 (m % 2)
+            for (int t = 0; t < kTurned; t += 16) {  // matrix m: the eight tokens from t + 8 (m / 2) on, the eight rows from 8 (m % 2) on
                 const uint32_t address = at(t + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
                 uint32_t pairs[4], r[4] = {};
                 if (p.residual.data) ldmatrix_x4_trans(r, address);
@@ -121,14 +121,14 @@ __device__ __forceinline__ void store_fast(const W4Place& place, float (&sums)[k
     }
 }
 
-// For any dtype: sums are transposed as floats, and a thread finishes four neighbouring columns of out.
+// For any dtype: sums are transposed as floats, and a thread finishes four adjacent columns of out.
 class W4Columns {
     const W4Place& place_;
     int column_;
     float bias_[2][4];
 
 public:
-    int first_row, up;  // of the four columns: the first of their rows among the warpgroup's 64; the distance from gate to up rows
+    int first_row, up;  // for the four columns: the first of their rows among the warpgroup's 64; the distance from gate to up rows
 
     __device__ __forceinline__ W4Columns(const W4Place& place, int f) : place_(place) {
         const W4LinearParams& p = place.p;
@@ -195,8 +195,8 @@ __device__ __forceinline__ void store_staged(const W4Place& place, float (&sums)
     }
 }
 
-// For a split tile: the sums of a block are parts, which the blocks of the cluster add up, each for some of the tokens. All of the ring,
-// whose memory `parts` is, has been read.
+// For a split tile: the sums of a block are parts. The blocks of the cluster add them up, each for some of the tokens. `parts` is the
+// memory of the ring, all of which has been read.
 template <int kTokens>
 __device__ __forceinline__ void store_parts(const W4Place& place, float (&sums)[kTokens / 2], float* parts, int splits) {
     const int thread = threadIdx.x % 128, threads = place.p.swiglu ? 8 : 16, rank = int(cluster_rank());
@@ -221,7 +221,7 @@ __device__ __forceinline__ void store_parts(const W4Place& place, float (&sums)[
     }
     __syncwarp();
     cluster_arrive_release();
-    cluster_wait();  // a block's shared memory stays until the others have read it
+    cluster_wait();  // a block's shared memory must stay until the other blocks have read it
 }
 
 }  // namespace fa

@@ -31,7 +31,7 @@ LABELS = {
 PEERS = tuple(LABELS)
 ROOM = 3.0  # factor on the tolerance that this library has
 TIMEOUT_S = 60  # for a collective of torch.distributed
-BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")  # backends of PyTorch's attention, the fastest first
+BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")  # PyTorch's, the fastest first
 
 
 class Refused(BenchError):
