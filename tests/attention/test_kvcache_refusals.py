@@ -180,8 +180,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
 def test_refused(call, text):
-    """A call that is refused writes nothing. The query gives the same refusal, unless that depends on contents of
-    arrays."""
+    """A call that is refused changes none of its arrays."""
     before = {name: x.copy() for name, x in call.items() if isinstance(x, np.ndarray)}
     with pytest.raises((fa.BadArgument, fa.Unsupported), match=text):
         fa.flash_attn_with_kvcache(**call)

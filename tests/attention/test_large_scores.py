@@ -1,5 +1,5 @@
-"""Scores that float32 can hold but for which a float32 lse is not exact enough: P of a row still sums to 1, in every
-pass that recomputes it (docs/contract.md, section 3). And numbers at the ends of float32."""
+"""Scores so large that a float32 lse of them is not exact enough: P of a row still sums to 1, in every pass that
+recomputes it (docs/contract.md, section 3). And numbers at the ends of float32."""
 
 import accuracy
 import numpy as np

@@ -82,7 +82,7 @@ def test_modes_see_the_operator(device, kind, grad):
 
 
 def test_modes_that_only_look_on_do_not_hinder(device):
-    """out=, and functions that are not operators, work under modes that leave real tensors as they are."""
+    """out=, and functions that are not operators, can be used under modes that work on real tensors."""
     q, k, v = qkv(device)
     with Seen(), FlopCounterMode(display=False):
         out = torch.empty_like(q)

@@ -465,8 +465,8 @@ def test_a_weight_on_the_other_device():
 
 
 def c_call(**wrong):
-    """Calls fa_w4_linear on the CPU by its struct, with fields replaced by `wrong`. Checks that outputs do not
-    change."""
+    """Calls fa_w4_linear on the CPU by its struct, with fields replaced by `wrong`. A call that is refused must not
+    change out."""
     plain, _ = weight_of("nvfp4", 8, 64)
     packed, x, out = plain.pack("float16"), np.ones((2, 64), np.float32), np.full((2, 8), 7, np.float32)
     workspace = np.empty(1 << 16, np.uint8)

@@ -199,7 +199,7 @@ class Cached(Function):
         return self.batch(spec) * max(self.get(spec, "pages"), 1) + self.get(spec, "spare")
 
     def scales(self, spec) -> str:
-        """Which values share a factor. With pages of one row, "entries" is the same as "tokens"."""
+        """The kind of scales: which values share a factor. With pages of one row, "entries" is the same as "tokens"."""
         kind = self.get(spec, "scales")
         return "tokens" if kind == "entries" and self.get(spec, "rows") == 1 else kind
 
