@@ -38,4 +38,12 @@ private:
     std::atomic<Function*> found_{nullptr};
 };
 
+// Whether this thread has a current context. Takes 20 ns; setting the device without asking takes many times as long.
+inline bool has_current_context() {
+    static DriverFunction<decltype(cuCtxGetCurrent)> current_context("cuCtxGetCurrent");
+    const auto get = current_context.get();
+    CUcontext context = nullptr;
+    return get && get(&context) == CUDA_SUCCESS && context;
+}
+
 }  // namespace fa

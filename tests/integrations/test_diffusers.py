@@ -169,5 +169,13 @@ def test_refusals():
     q, k = normal(1, 5, 4, 8), normal(1, 5, 2, 8)
     with pytest.raises(ValueError, match="query has 4 heads and key 2: that needs enable_gqa"):
         adapter.attention(q, k, k)
+    for text, given in {
+        "query is ndarray": (q.cpu().numpy(), k, k),
+        r"key is \(4, 2, 8\): expected \(batch": (q, k[0, :4], k),
+        r"value is \(\): expected": (q, q, q[0, 0, 0, 0]),
+        "attn_mask is a ndarray": (q, q, q, q.cpu().numpy()),
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            adapter.attention(*given)
     with pytest.raises(NotImplementedError, match="context parallelism"):
         adapter.attention(q, q, q, _parallel_config=object())

@@ -505,6 +505,200 @@ def test_hopper_cache(device, varlen, new, kind, scores):
     assert changed == (2 * sum(count_new) if new else 0)
 
 
+PREPARED = ["two products", "packed rows", "packed keys", "positions of its own"]
+
+
+def prepared(device, kind, batch, new):
+    """A step that is prepared outside of the core: its arguments without those of the cache. The last sequence has two
+    rows of padding after it where k and v are packed."""
+    q, qv = normal(device, batch, 2, HEADS, DIM).detach(), normal(device, batch, 2, HEADS, DIM_V).detach()
+    k, v = (normal(device, batch, new, HEADS_K, d).detach() for d in (DIM, DIM_V))
+    angle = torch.outer(torch.arange(16), 10.0 ** -torch.arange(4)).to(device)
+    given = {"q": q, "k": k, "v": v, "rotary_cos": angle.cos(), "rotary_sin": angle.sin(), "causal": True}
+    if kind == "two products":
+        return given | {"qv": qv}
+    if kind == "positions of its own":
+        return given | {"rotary_seqlens": lengths(device, *range(batch))}
+    given |= {"k": torch.cat([k.flatten(0, 1), k[0, :2] + 1]), "v": torch.cat([v.flatten(0, 1), v[0, :2] + 1])}
+    given["cu_seqlens_k_new"] = torch.arange(batch + 1, dtype=torch.int32, device=device) * new
+    if kind == "packed rows":
+        cu = torch.arange(batch + 1, dtype=torch.int32, device=device) * 2
+        given |= {"q": q.flatten(0, 1), "cu_seqlens_q": cu, "max_seqlen_q": 2}
+    return given
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", PREPARED)
+@pytest.mark.parametrize("place", ["entries", "shared entries", "pages", "shared pages"])
+@pytest.mark.parametrize("idle", [(-1, 4, -7), (-1, -2, -3), (13, 4, -1)], ids=str)
+@pytest.mark.parametrize("read", [False, True])
+def test_sequences_that_append_nothing(device, kind, place, idle, read, monkeypatch):
+    """A sequence that is idle, and on a device also one without room, changes nothing, even where its entry, or its row
+    of the table, is that of another sequence, and points to the row that this one writes."""
+    from flash_attn_minimal.integrations.flash_attn import _caches
+    from flash_attn_minimal.integrations.flash_attn.layers import rotary
+
+    if read and (device != "cpu" or idle[0] > 0):
+        pytest.skip("lengths on a GPU are not read; on a CPU those above the room are refused")
+    if not read:
+        for module in (_caches, rotary):
+            monkeypatch.setattr(module, "readable", lambda x: False)
+    given, rows, where = prepared(device, kind, 3, 4), 16, {}
+    cache = [normal(device, 3, rows, HEADS_K, d).detach() for d in (DIM, DIM_V)]
+    if place == "shared entries":
+        where["cache_batch_idx"] = lengths(device, 1, 1, 1)
+    elif "pages" in place:
+        cache = [x.reshape(12, 4, HEADS_K, -1) for x in cache]
+        table = [[7, 3, 5, 0]] * 3 if "shared" in place else [[1, 2, 4, 6], [7, 3, 5, 0], [8, 9, 10, 11]]
+        where["page_table"] = lengths(device, *table)
+    before = [x.clone() for x in cache]
+    out, lse, *_ = hopper.flash_attn_with_kvcache(
+        k_cache=cache[0],
+        v_cache=cache[1],
+        cache_seqlens=lengths(device, *idle),
+        return_softmax_lse=True,
+        **given,
+        **where,
+    )
+    if kind == "packed rows":
+        out, lse = out.view(3, 2, HEADS, -1), lse.view(HEADS, 3, 2).transpose(0, 1)
+    empty = [b for b in range(3) if idle[b] < 0]
+    assert not out[empty].any() and torch.isneginf(lse[empty]).all()
+    assert torch.isfinite(lse[[b for b in range(3) if idle[b] >= 0]]).all()
+    for x, was, new in zip(cache, before, (given["k"], given["v"]), strict=True):
+        x, was = [y.reshape(-1, *y.shape[2:]) for y in (x, was)]
+        new = (new if new.ndim == 4 else new[:12].unflatten(0, (3, 4)))[1]
+        rows_of = {"pages": 12, "shared pages": 12}.get(place, rows + 4)  # page 3 has keys 4 .. 7 of sequence 1
+        if idle[1] == 4:
+            if new.shape[-1] == DIM_V:
+                assert torch.equal(x[rows_of : rows_of + 4], new)
+            else:
+                assert (x[rows_of : rows_of + 4] != was[rows_of : rows_of + 4]).any(-1).all()
+            was[rows_of : rows_of + 4] = x[rows_of : rows_of + 4]
+        assert torch.equal(x, was)
+
+
+@pytest.mark.parametrize("table", [None, [[3, 0], [-1, 9], [2, 5]]], ids=["entries", "pages"])
+@pytest.mark.parametrize("counts", [(True, True, True), (False, True, True), (False, False, False)], ids=str)
+def test_places_outside_the_cache(table, counts, monkeypatch):
+    """On a device an entry out of range is not refused. No access leaves the cache, and nothing is written."""
+    from flash_attn_minimal.integrations.flash_attn import _caches
+
+    monkeypatch.setattr(_caches, "readable", lambda x: False)
+    cache, owner = torch.randn(6, 4, 2, 8), torch.arange(3)
+    table = None if table is None else lengths("cpu", *table)
+    idx = lengths("cpu", 3, -1, 6) if table is None else None
+    row = torch.tensor([1, 6, 7]) if idx is None else torch.tensor([1, 2, 3])
+    want, new = cache.clone(), torch.randn(3, 2, 8)
+    if counts[0]:
+        want[3, 1] = new[0]
+    if idx is None and counts[2]:
+        want[5, 3] = new[2]
+    undo, before = _caches.Places(cache, owner, row, torch.tensor(counts), idx, table).write, cache.clone()
+    undo = undo(cache, new)
+    assert torch.equal(cache, want)
+    undo()
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("kind", PREPARED)
+@pytest.mark.parametrize("length", ["tensor", 3, None])
+def test_a_step_reads_nothing_on_the_host(kind, length):
+    """So that a CUDA graph can hold it: fake tensors, which have no values, raise where one is read."""
+    from flash_attn_minimal.integrations.flash_attn import _caches
+
+    given = prepared("cpu", kind, 3, 4)
+    cache = [normal("cpu", 12, 4, HEADS_K, d).detach() for d in (DIM, DIM_V)]
+    table = lengths("cpu", *[[7, 3, 5, 0]] * 3)
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        used = mode.from_tensor(lengths("cpu", 3, -1, 15)) if length == "tensor" else length
+        q, after = _caches._rotate_and_append(
+            fake["q"], *map(mode.from_tensor, cache), fake["k"], fake["v"],
+            (fake["rotary_cos"], fake["rotary_sin"], False), used, None, mode.from_tensor(table),
+            fake.get("cu_seqlens_q"), fake.get("cu_seqlens_k_new"), fake.get("rotary_seqlens"),
+            {"causal": True, "window_size": (-1, -1), "attention_chunk": 0}, [],
+        )  # fmt: skip
+    assert q.shape == given["q"].shape and after.shape == (3,) and after.dtype == torch.int32
+
+
+@pytest.mark.parametrize("kind", PREPARED)
+def test_a_refused_step_has_written_nothing(kind):
+    given = prepared("cpu", kind, 2, 3)
+    cache = [normal("cpu", 8, 4, HEADS_K, d).detach() for d in (DIM, DIM_V)]
+    before, pages = [x.clone() for x in cache], {"page_table": lengths("cpu", [0, 1, 2, 3], [4, 5, 6, 7])}
+    for text, wrong in {
+        r"cache_leftpad\[1\]=20 is outside": {"cache_leftpad": lengths("cpu", 0, 20)},
+        "softcap=": {"softcap": math.nan},
+        "num_splits=1000": {"num_splits": 1000},
+        r"page_table\[1\]\[2\]=8 is outside 0 .. 7, the pages": {
+            "page_table": lengths("cpu", [0, 1, 2, 3], [4, 5, 8, 7])
+        },
+        r"block_table\[1\]\[0\]=-1 is outside": {"page_table": lengths("cpu", [0, 1, 2, 3], [-1, 5, 6, 7])},
+        "page_table: two sequences append to the same row of a page": {
+            "page_table": lengths("cpu", *[[0, 1, 2, 3]] * 2)
+        },
+        r"cache_batch_idx\[0\]=2 is outside 0 .. 1, the rows of page_table": {"cache_batch_idx": lengths("cpu", 2, 0)},
+        r"cache_seqlens=\[14, 8\]: with the new keys": {"cache_seqlens": lengths("cpu", 14, 8)},
+        "cache_seqlens=-1 is outside 0": {"cache_seqlens": -1},
+        "cache_seqlens has shape": {"cache_seqlens": lengths("cpu", 8)},
+        "k has shape": {"k": given["k"][..., :1, :]},
+        "v has shape": {"v": given["v"][..., :8]},
+        "v is a ndarray": {"v": given["v"].numpy()},
+        "page_table has shape": {"page_table": lengths("cpu", 0, 1, 2, 3)},
+        "k_descale is given|q_descale, k_descale or v_descale is given": {"k_descale": torch.ones(2, HEADS_K)},
+        "rotary_sin has shape": {"rotary_sin": given["rotary_sin"][:3]},
+        "rotary_cos has shape": {name: torch.ones(16, 9) for name in ("rotary_cos", "rotary_sin")},
+    }.items():
+        with pytest.raises(RuntimeError, match=text):
+            hopper.flash_attn_with_kvcache(
+                **{"k_cache": cache[0], "v_cache": cache[1], "cache_seqlens": lengths("cpu", 8, 8), **given, **pages}
+                | wrong
+            )
+        assert all(map(torch.equal, cache, before)), text
+
+
+def test_entries_that_sequences_share():
+    given = prepared("cpu", "two products", 2, 3)
+    cache = [normal("cpu", 2, 16, HEADS_K, d).detach() for d in (DIM, DIM_V)]
+    for text, idx in ((r"\[1\]=2 is outside 0 .. 1, the entries", (0, 2)), (": two sequences .* same entry", (1, 1))):
+        with pytest.raises(RuntimeError, match="cache_batch_idx" + text):
+            hopper.flash_attn_with_kvcache(
+                k_cache=cache[0], v_cache=cache[1], cache_seqlens=lengths("cpu", 3, 9), **given,
+                cache_batch_idx=lengths("cpu", *idx),
+            )  # fmt: skip
+
+
+def test_lengths_of_packed_rows_are_checked():
+    """Wherever they are read here: on the CPU they are refused, as in the core."""
+    rows, k, cache = torch.randn(7, 4, 16), torch.randn(7, 2, 16), torch.randn(2, 16, 2, 16)
+    good, table = lengths("cpu", 0, 3, 7), lengths("cpu", [0], [1])
+    for text, cu, longest in (
+        (r"\[0\]=1 is not 0", (1, 3, 7), 4),
+        (r"\[2\]=2 is below cu_seqlens_q\[1\]=3", (0, 3, 2), 4),
+        (r"\[2\]=8 is above the 7 rows", (0, 3, 8), 5),
+        (": sequence 1 has 4 rows, more than max_seqlen_q=3", (0, 3, 7), 3),
+        (r" is \(1, 3\): expected a tensor", [(0, 3, 7)], 4),
+    ):
+        cu = lengths("cpu", *cu)
+        for call in (
+            lambda cu=cu, n=longest: hopper.flash_attn_with_kvcache(
+                rows, cache, cache, cu_seqlens_q=cu, max_seqlen_q=n
+            ),
+            lambda cu=cu, n=longest: fa2.flash_attn_varlen_func(rows, cache, cache, cu, good, n, 4, block_table=table),
+        ):
+            with pytest.raises(RuntimeError, match="cu_seqlens_q" + text):
+                call()
+    for text, used in ((r"\[0\]=4 is outside 0 .. 3", (4, 4)), (r"\[1\]=-1 is", (3, -1)), (r" is \(1,\)", (3,))):
+        for name in ("seqused_q", "seqused_k"):
+            with pytest.raises(RuntimeError, match=name + text):
+                hopper.flash_attn_varlen_func(rows, k, k, good, good, 4, 4, **{name: lengths("cpu", *used)})
+    with pytest.raises(RuntimeError, match=r"cu_seqlens_k\[2\]=1 is below"):
+        fa2.flash_attn_varlen_func(rows, cache, cache, good, lengths("cpu", 0, 3, 1), 4, 4, block_table=table)
+    out = hopper.flash_attn_with_kvcache(rows, cache, cache, cu_seqlens_q=lengths("cpu", 0, 0, 0), max_seqlen_q=0)
+    assert out.shape == rows.shape and not out.any()  # rows of no sequence
+
+
 @DEVICES
 @pytest.mark.parametrize("scores", [{}, {"causal": True}, {"window_size": (9, 3)}, {"softcap": 3.0}], ids=str)
 def test_float8(device, scores):
@@ -695,6 +889,87 @@ def test_errors():
         hopper.flash_attn_func(q, q, q, attention_chunk=2.5)
     with pytest.raises(RuntimeError, match=r"window_size\[0\]=2.5 is not an integer"):
         fa2.flash_attn_func(q, q, q, window_size=(2.5, 0))
+
+
+def _calls():
+    """A good call of each kind, to be spoiled."""
+    q, k, cache, pages = (torch.randn(2, n, h, 16) for n, h in ((3, 4), (5, 2), (16, 2), (16, 2)))
+    qp, kp, cu, cu_k, cos = (
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        lengths("cpu", 0, 3, 6),
+        lengths("cpu", 0, 5, 10),
+        torch.randn(32, 8),
+    )
+    packed = {"q": qp, "k": kp, "v": kp, "cu_seqlens_q": cu, "cu_seqlens_k": cu_k, "max_seqlen_q": 3, "max_seqlen_k": 5}
+    two, table = lengths("cpu", 1, 0), lengths("cpu", [0], [1])
+    step = {"k_cache": cache, "v_cache": pages, "cache_seqlens": lengths("cpu", 3, 4)}
+    eight = {name: torch.ones(2, 2) for name in ("q_descale", "k_descale", "v_descale")}
+    small = {name: x.to(torch.float8_e4m3fn) for name, x in (("q", q), ("k", k), ("v", k))}
+    turn = {"rotary_cos": cos, "rotary_sin": cos}
+    return {
+        "fa2": (fa2.flash_attn_func, {"q": q, "k": k, "v": k}),
+        "kvpacked": (fa2.flash_attn_kvpacked_func, {"q": q, "kv": torch.stack([k, k], 2)}),
+        "qkvpacked": (fa2.flash_attn_qkvpacked_func, {"qkv": torch.stack([q, q, q], 2)}),
+        "fa2 varlen": (fa2.flash_attn_varlen_func, packed),
+        "fa2 pages": (fa2.flash_attn_varlen_func, packed | {"k": cache, "v": cache, "block_table": table}),
+        "fa2 cache": (fa2.flash_attn_with_kvcache, {"q": q, **step, "k": k, "v": k, **turn, "cache_batch_idx": two}),
+        "fa3": (hopper.flash_attn_func, {"q": q, "k": k, "v": k, "qv": q}),
+        "fa3 float8": (hopper.flash_attn_func, small | eight),
+        "fa3 qkvpacked": (hopper.flash_attn_qkvpacked_func, {"qkv": torch.randn(2, 3, 8, 16), "num_heads_q": 4}),
+        "fa3 varlen": (hopper.flash_attn_varlen_func, packed | {"seqused_q": two, "seqused_k": two, "qv": qp}),
+        "fa3 cache": (
+            hopper.flash_attn_with_kvcache,
+            {"q": q, **step, "k": k, "v": k, "qv": q, **turn, "cache_batch_idx": two, "rotary_seqlens": two},
+        ),
+        "fa3 pages": (
+            hopper.flash_attn_with_kvcache,
+            {"q": qp, **step, "k": kp, "v": kp, "cu_seqlens_q": cu, "cu_seqlens_k_new": cu_k, "max_seqlen_q": 3}
+            | {"cache_batch_idx": two, "page_table": table},
+        ),
+        "combine": (
+            hopper.flash_attn_combine,
+            {"out_partial": torch.randn(2, 2, 3, 4, 8), "lse_partial": torch.randn(2, 2, 3, 4)},
+        ),
+        "rotary": (fa2.layers.rotary.apply_rotary_emb, {"x": q, "cos": cos, "sin": cos, "seqlen_offsets": two}),
+        "packed rotary": (
+            fa2.layers.rotary.apply_rotary_emb,
+            {"x": qp, "cos": cos, "sin": cos, "seqlen_offsets": two, "cu_seqlens": cu},
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _calls())
+def test_an_argument_of_another_type_or_rank_is_named(kind):
+    function, given = _calls()[kind]
+    function(**given)
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            continue
+        array = x.float().numpy() if x.dtype == torch.float8_e4m3fn else x.numpy()
+        for wrong in (array, [1, 2], x.flatten()[0], x[None, None], *([x.flatten()] if x.ndim > 1 else [])):
+            # one array may be called by the name of another one that it disagrees with, or by that of the core
+            names = {
+                "page_table": "(page|block)_table",
+                "q": "(cu_seqlens_)?q(_descale)?",
+                "k": "k(_cache)?",
+                "v": "v(_cache)?",
+            }
+            names |= {"rotary_cos": "rotary_(cos|sin)", "cos": "(cos|sin)"}
+            with pytest.raises(RuntimeError, match=rf"\b{names.get(name, name)}\b(\.data|\[2\])? ?(is|has|dtype|=)"):
+                function(**given | {name: wrong})
+
+
+def test_packed_heads_that_do_not_add_up():
+    for call, text in (
+        (lambda: fa2.flash_attn_kvpacked_func(torch.randn(1, 3, 2, 8), torch.randn(1, 3, 3, 2, 8)), "kv has shape"),
+        (
+            lambda: hopper.flash_attn_qkvpacked_func(torch.randn(1, 3, 7, 8), num_heads_q=4),
+            "num_heads_q=4, but qkv has 7",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            call()
 
 
 def test_no_gradient_is_lost():

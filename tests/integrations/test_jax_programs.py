@@ -203,6 +203,9 @@ def test_it_says_what_is_wrong():
         ),
         "is_causal|causal=3": lambda: dot_product_attention(q, k, k, is_causal=3),
         r"local_window_size=\(-1, 2\) is negative": lambda: dot_product_attention(q, k, k, local_window_size=(-1, 2)),
+        "local_window_size=2.5 is neither": lambda: dot_product_attention(q, k, k, local_window_size=2.5),
+        r"local_window_size=\(1, 2, 3\) is": lambda: dot_product_attention(q, k, k, local_window_size=(1, 2, 3)),
+        r"local_window_size=\(1, 'a'\) is": lambda: dot_product_attention(q, k, k, local_window_size=(1, "a")),
         "local_window_size=-1 is negative": lambda: dot_product_attention(q, k, k, local_window_size=-1),
     }.items():
         with pytest.raises(fa.BadArgument, match=text):

@@ -244,3 +244,27 @@ def test_refusals():
         torch.vmap(lambda q: attend(q, k_cache, v_cache))(q[None])
     with pytest.raises(fa.BadArgument, match="cache_seqlens=40 and 1 new keys"), torch.no_grad():
         compiled(attend)(q, k_cache, v_cache, k, v, cache_seqlens=40)
+
+
+@pytest.mark.parametrize("seqlen_new", [0, 1])
+def test_refusals_while_a_call_is_traced(seqlen_new):
+    """They name the argument, whatever stands in its place."""
+    q, k, v = step("cpu")
+    k_cache, v_cache, more = caches("cpu", "eight bits")
+    new = {"k": k, "v": v} if seqlen_new else {}
+    for name, wrong, text in (
+        ("k_scale", more["k_scale"].numpy(), "k_scale is a ndarray"),
+        ("v_scale", [1.0, 2.0], "v_scale is a list"),
+        ("k_cache", k_cache.numpy(), "k_cache is a ndarray"),
+        ("k_cache", k_cache.flatten(), r"k_cache has shape \(2048,\): expected 4 axes"),
+        ("v_cache", v_cache[0], r"v_cache has shape \(32, 2, 24\): expected 4 axes"),
+        ("q", q[0, 0, 0, 0], r"q has shape \(\): expected 4 axes"),
+    ):
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new, **more, name: wrong}
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(fa.BadArgument, match=text):
+            attend(**given)
+    torch._dynamo.reset()
+    for name in ("k_scale", "v_scale"):
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **new, **more, name: more[name].numpy()}
+        with pytest.raises(fa.BadArgument, match=f"{name} is a"), torch.no_grad():
+            torch.compile(attend, backend="eager")(**given)

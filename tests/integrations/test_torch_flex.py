@@ -362,6 +362,13 @@ def test_other_calls_of_a_form_are_refused():
         form(q[:, :, :20], k, v)
     with pytest.raises(fa.BadArgument, match=r"value has shape \(2, 4, 20, 16\): this form is of"):
         form(q, k, v[:, :, :20])
+    for name, given in {
+        "query": (q.detach().numpy(), k, v),
+        "key": (q, k.detach().numpy(), v),
+        "value": (q, k, []),
+    }.items():
+        with pytest.raises(fa.BadArgument, match=f"{name} is a"):
+            form(*given)
     with pytest.raises(fa.BadArgument, match="score_mod is given beside a Form"):
         flex_attention(q, k, v, mods.softcap(2.0), form)
     with pytest.raises(fa.BadArgument, match="query is"):

@@ -450,6 +450,8 @@ def test_errors_name_the_argument():
     ):
         with pytest.raises(fa.BadArgument, match=match):
             sdpa(*args, **options)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fa.BadArgument, match="attn_mask is a ndarray"):
+        sdpa(q, k, v, mask.numpy())
     for match, args in (
         (r"query is torch.float64: .* query.float\(\)", (q.double(), k.double(), v.double())),
         ("attn_mask is given, which attention of nested", (nested, nested, nested, mask)),

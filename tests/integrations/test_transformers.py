@@ -484,6 +484,10 @@ def test_masks_of_other_sizes_are_refused():
             call(adapter.Mask(shape, ends=shape[-1]))
     with pytest.raises(ValueError, match="position_bias has shape"):
         call(position_bias=torch.zeros(1, 4, 5, 6, device=DEVICE))
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(\)"):
+        call(ones[0, 0, 0, 0])
+    with pytest.raises(ValueError, match="attention_mask is a ndarray"):
+        call(ones[:, :, :, :7].cpu().numpy())
     assert torch.isfinite(call(ones[:, :, :1, :1])).all()
 
 

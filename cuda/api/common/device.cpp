@@ -93,21 +93,11 @@ fa_status find_device(fa_device device, const void* data, DeviceInfo* info, cons
     return device_facts(index, info);
 }
 
-namespace {
-DriverFunction<decltype(cuCtxGetCurrent)> current_context("cuCtxGetCurrent");
-
-bool has_context() {  // takes 20 ns; setting the device without asking takes many times as long
-    const auto current = current_context.get();
-    CUcontext context = nullptr;
-    return current && current(&context) == CUDA_SUCCESS && context;
-}
-}  // namespace
-
 CurrentDevice::CurrentDevice(int index) {
     int current = -1;
     if (index < 0) return;
     cudaError_t error = cudaGetDevice(&current);
-    if (error == cudaSuccess && current == index && has_context()) return;
+    if (error == cudaSuccess && current == index && has_current_context()) return;
     if (error == cudaSuccess) error = cudaSetDevice(index);
     if (error != cudaSuccess) {
         cudaGetLastError();

@@ -22,14 +22,12 @@ cudaError_t count_wide_clusters(const DeviceInfo& device, int* count) {
     return cudaOccupancyMaxActiveClusters(count, function, &config);
 }
 
-DriverFunction<decltype(cuCtxGetCurrent)> current_context("cuCtxGetCurrent");
 DriverFunction<decltype(cuDevicePrimaryCtxGetState)> context_state("cuDevicePrimaryCtxGetState");
 
 // Whether the GPU can be asked without creating a context, which takes memory and lasts as long as the process. Calls that pass GPU memory
 // have a context; a query for the workspace may come without one.
 bool has_context(const DeviceInfo& device, int current) {
-    CUcontext context = nullptr;
-    if (const auto get = current_context.get(); current == device.index && get && get(&context) == CUDA_SUCCESS && context) return true;
+    if (current == device.index && has_current_context()) return true;
     unsigned flags = 0;
     int active = 0;
     const auto get = context_state.get();

@@ -184,6 +184,22 @@ def outcomes(about: dict[str, Any], numbers, workers: int, seconds: float, until
         selector.close()
 
 
+def gather(result: report.Report, found: Iterator[tuple], progress: Any = None) -> bool:
+    """Adds the outcomes to a report, and shows them. False if the user interrupts: then the report has those so far."""
+    try:
+        with progress or Silent() as bar:
+            for number, spec, message in found:
+                finding = result.add(number, spec, message)
+                if finding:
+                    bar.say(result.headline(finding))
+                bar.step(result.speed())
+    except KeyboardInterrupt:
+        return False
+    finally:
+        result.finish()
+    return True
+
+
 class Shrinker:
     """Makes findings smaller. It runs specs in its own watched process, and sees whether they fail in the same way."""
 
@@ -242,17 +258,8 @@ def campaign(
     workers = workers or len(os.sched_getaffinity(0))
     result = report.Report(about)
     until = time.monotonic() + seconds
-    with progress or Silent() as bar:
-        try:
-            for number, spec, message in outcomes(about, range(first, first + cases), workers, case_seconds, until):
-                finding = result.add(number, spec, message)
-                if finding:
-                    bar.say(result.headline(finding))
-                bar.step(result.speed())
-        except KeyboardInterrupt:  # the findings so far are reported
-            shrink_seconds = 0
-    result.finish()
-    if shrink_seconds > 0 and result.findings:
+    found = outcomes(about, range(first, first + cases), workers, case_seconds, until)
+    if gather(result, found, progress) and shrink_seconds > 0 and result.findings:
         shrinker = Shrinker(about, case_seconds, time.monotonic() + shrink_seconds)
         try:
             for i, finding in enumerate(result.distinct()):

@@ -14,21 +14,30 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def opened() -> tuple[dict[str, Any], Callable[..., None]]:
+    """What the worker is told at its start, and a function that writes a message of the protocol. Whatever else the
+    process prints goes to standard error from here on."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    faulthandler.enable()
+
+    def say(**message: Any) -> None:
+        out.write(json.dumps(message) + "\n")
+        out.flush()
+
+    return json.loads(sys.argv[1]), say
 
 
 def main() -> int:
-    about = json.loads(sys.argv[1])
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # anything else that prints goes to standard error, not into the protocol
-    faulthandler.enable()
+    about, say = opened()
 
     from .arrays import backend_for
     from .case import generate, run
     from .function import BROKEN, STICKY, Outcome, World
-
-    def say(**message):
-        out.write(json.dumps(message) + "\n")
-        out.flush()
 
     world = World(backend_for(about["device"], about.get("framework")), about.get("kernel"), about.get("function"))
     if not world.backend.alive():  # creates the context

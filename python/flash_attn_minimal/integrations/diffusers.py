@@ -68,6 +68,12 @@ def attention(
     """
     if _parallel_config is not None:
         raise NotImplementedError(f"the backend {NAME} takes no context parallelism: use 'native', or one process")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            what = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise BadArgument(f"{name} is {what}: expected (batch, seqlen, nheads, headdim)")
+    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+        raise BadArgument(f"attn_mask is a {type(attn_mask).__name__}: expected a torch.Tensor")
     if query.shape[2] != key.shape[2] and not enable_gqa:
         raise ValueError(f"query has {query.shape[2]} heads and key {key.shape[2]}: that needs enable_gqa=True")
     q, k, v = dense_rows(*autocast(query, key, value))

@@ -128,7 +128,12 @@ def _check_shapes(q, k, v) -> None:
 
 
 def _local_window(size) -> tuple:
-    window = (size, size) if isinstance(size, (int, np.integer)) else tuple(size)
+    try:
+        window = (size, size) if isinstance(size, (int, np.integer)) else tuple(size)
+    except TypeError:  # it has no elements
+        window = ()
+    if len(window) != 2 or not all(hasattr(edge, "__index__") for edge in window):
+        raise BadArgument(f"local_window_size={_quoted(size)} is neither an integer nor a pair of them")
     if any(isinstance(edge, (int, np.integer)) and edge < 0 for edge in window):
         raise BadArgument(f"local_window_size={_quoted(size)} is negative: without an end it would be a large number")
     return window

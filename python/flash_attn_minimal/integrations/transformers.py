@@ -450,7 +450,9 @@ def _check_mask(name: str, x: Mask | torch.Tensor | None, q: torch.Tensor, k: to
             raise BadArgument(
                 f"{name} is {x.dtype}: expected bool or floating point; {name}.bool() attends to the ones"
             )
-        fits = all(n in (1, m) for n, m in zip(x.shape[-2:], sizes[-x.ndim :], strict=True))
+        fits = x.ndim > 0 and all(n in (1, m) for n, m in zip(x.shape[-2:], sizes[-x.ndim :], strict=True))
+    elif not isinstance(x, Mask):
+        raise BadArgument(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
     else:
         fits = tuple(x.shape[2:]) == sizes
     if not fits:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..._library import BadArgument, Unsupported
-from ..._progress import Progress, Silent
-from ..campaign import Shrinker, check_names, outcomes
+from ..._progress import Progress
+from ..campaign import Shrinker, check_names, gather, outcomes
 from ..report import Report
 from .shrink import shrink
 from .steps import functions
@@ -109,17 +109,8 @@ def campaign(
     limit = 60 + 3 * program_seconds  # the worker watches its children; this limit is for the worker
     if device == "cuda":
         limit = program_seconds + 30  # answers that differ take a new process
-    with progress or Silent() as bar:
-        try:
-            for number, spec, message in outcomes(about, range(first, first + programs), workers, limit, until):
-                finding = result.add(number, spec, message)
-                if finding:
-                    bar.say(result.headline(finding))
-                bar.step(result.speed())
-        except KeyboardInterrupt:  # the findings so far are reported
-            shrink_seconds = 0
-    result.finish()
-    if shrink_seconds > 0 and result.findings:
+    found = outcomes(about, range(first, first + programs), workers, limit, until)
+    if gather(result, found, progress) and shrink_seconds > 0 and result.findings:
         if keep:
             keep(result)
         shrinker = ProgramShrinker(about, limit, time.monotonic() + shrink_seconds)

@@ -6,7 +6,6 @@ out  {"ready": ...} once, then for each program {"spec": {...}} before it runs a
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import importlib
 import json
@@ -21,6 +20,7 @@ import numpy as np
 from ..._library import load
 from ..function import BROKEN, CRASH, HANG, PASSED, STICKY, WRONG, Outcome, World
 from ..judge import Wrong
+from ..worker import opened
 from . import exact
 from .alone import Alone
 from .answers import Answer, alone, difference
@@ -168,15 +168,7 @@ class Judge:
 
 
 def main() -> int:
-    about = json.loads(sys.argv[1])
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # anything else that prints goes to standard error, not into the protocol
-    faulthandler.enable()
-
-    def say(**message: Any) -> None:
-        out.write(json.dumps(message) + "\n")
-        out.flush()
-
+    about, say = opened()
     judge = Judge(
         about["device"], about.get("framework"), about.get("program_seconds", 30.0), compares=about["compares"]
     )

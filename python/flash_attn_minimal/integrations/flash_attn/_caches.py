@@ -4,13 +4,16 @@ q. They are prepared here with PyTorch's own operations; the core does the rest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..._checks import _integer
+from ..._library import BadArgument, Unsupported
 from ...kvcache import flash_attn_with_kvcache
-from ._calls import without_gradient
-from ._packed import Tails, inside, owners
+from ._calls import check_array, without_gradient
+from ._packed import Tails, check_packed, inside, owners, readable
 from .layers.rotary import rotate
 
 
@@ -21,6 +24,7 @@ def attend_packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out (total_q, nheads, headdim_v) and lse (nheads, total_q) of packed rows over a cache. lengths: the number of
     keys of each sequence; where: the core's arguments that locate them in the cache."""
+    check_packed("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q, "max_seqlen_q")
     tails = Tails(cu_seqlens_q, max_seqlen_q, q.shape[0])
     if isinstance(lengths, torch.Tensor):
         lengths = lengths.int().contiguous()
@@ -30,11 +34,18 @@ def attend_packed(
     return tails.pack(out, 0.0), tails.pack(lse.transpose(1, 2), -torch.inf).T.contiguous()
 
 
+def lengths_of(cu_seqlens_k: torch.Tensor) -> torch.Tensor:
+    """(batch,) the number of keys of each sequence, whose places a table gives."""
+    check_packed("cu_seqlens_k", cu_seqlens_k, 2**31 - 1)
+    return cu_seqlens_k.diff()
+
+
 def packed_keys(
     k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_k: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Packed keys and values, (total_k, nheads_k, .), as a cache with pages of one row each. Without keys the cache
     gets one row, which no sequence reaches."""
+    check_packed("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k, "max_seqlen_k")
     if not k.shape[0]:
         k, v = (x.new_zeros(1, *x.shape[1:]) for x in (k, v))
     columns = torch.arange(max(max_seqlen_k, 1), device=k.device, dtype=torch.int32)
@@ -62,15 +73,53 @@ def joined(v: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return both, both[..., :width]
 
 
-def append(
-    cache: torch.Tensor, new: torch.Tensor, owner: torch.Tensor, row: torch.Tensor, batch_idx: Any, table: Any
-) -> None:
-    """Writes rows `new` (tokens, nheads_k, dim) to the cache: token t is row `row[t]` of sequence `owner[t]`."""
-    if table is not None:
-        entry, row = table[owner, row // cache.shape[1]].long(), row % cache.shape[1]
-    else:
-        entry = owner if batch_idx is None else batch_idx[owner].long()
-    cache[entry, row] = new.to(cache.dtype)
+class Places:
+    """The rows of a cache that new keys are written to: token t is row `row[t]` of sequence `owner[t]`. Tokens for
+    which `counts` is False, and those whose entry or page the cache does not have, have no place and are not written.
+    The contents of tensors on a GPU are not read on the host."""
+
+    def __init__(self, cache: torch.Tensor, owner, row, counts, batch_idx: Any, table: Any):
+        entries, rows = cache.shape[:2]
+        if table is not None:
+            page, row = row // rows, row % rows
+            entry = table[owner, page].long()
+        else:
+            entry = owner if batch_idx is None else batch_idx[owner].long()
+        written = counts & (entry >= 0) & (entry < entries)
+        host = readable(written)
+        if host and (table is not None or batch_idx is not None):
+            self._check(owner, entry, row, counts, written, entries, None if table is None else page)
+        self.source = self.any = None
+        if not (host and written.all()):
+            # A token without a place does what the first token with a place does, so that all writes to a row are of
+            # the same values. If no token has a place, all of them write what one row holds already.
+            first = written.byte().argmax(0, keepdim=True)
+            self.source = torch.where(written, torch.arange(len(owner), device=owner.device), first)
+            self.any = written[first][:, None, None]
+            entry, row = entry.clamp(0, entries - 1)[self.source], row[self.source]
+        self.at = entry, row
+
+    @staticmethod
+    def _check(owner, entry, row, counts, written, entries: int, page) -> None:
+        """Refuses entries and pages that the cache does not have, and those to which two sequences append."""
+        name, kind = ("cache_batch_idx", "entries") if page is None else ("page_table", "pages")
+        for t in (counts & ~written).nonzero().flatten().tolist():
+            where = f"{name}[{int(owner[t])}]" + ("" if page is None else f"[{int(page[t])}]")
+            raise RuntimeError(f"{where}={int(entry[t])} is outside 0 .. {entries - 1}, the {kind} of the cache")
+        # Other sequences of an entry would read what one of them appends. Pages may be shared, rows of them not.
+        goals = set(zip(entry[written].tolist(), (owner if page is None else row)[written].tolist(), strict=True))
+        if len(goals) != (int(written.sum()) if page is not None else len({entry for entry, _ in goals})):
+            what = "entry" if page is None else "row of a page"
+            raise RuntimeError(f"{name}: two sequences append to the same {what}")
+
+    def write(self, cache: torch.Tensor, new: torch.Tensor) -> Callable[[], None]:
+        """Writes rows `new` (tokens, nheads_k, dim) to the cache. Returns a function that undoes it."""
+        new = new.to(cache.dtype)
+        if cache.element_size() == 1:  # not every release of PyTorch selects among float8 elements
+            cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+        before = cache[self.at]
+        cache[self.at] = new if self.source is None else torch.where(self.any, new[self.source], before)
+        return lambda: cache.index_put_(self.at, before)
 
 
 def per_head(descale: torch.Tensor | None, group: int) -> Any:
@@ -78,40 +127,60 @@ def per_head(descale: torch.Tensor | None, group: int) -> Any:
     return 1.0 if descale is None else descale.float().repeat_interleave(group, -1)[:, None, :, None]
 
 
-def with_kvcache(
-    q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, leftpad, table, cu_seqlens_q,
-    cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, rotary_interleaved,
+def with_kvcache(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention-3's flash_attn_with_kvcache: out and lse, for packed rows as in attend_packed. The arguments are
+    those of _with_kvcache after the first. A refused call leaves the cache as it was."""
+    written: list[Callable[[], None]] = []
+    try:
+        return _with_kvcache(written, *arguments)
+    except (BadArgument, Unsupported):
+        for undo in reversed(written):
+            undo()
+        raise
+
+
+def _with_kvcache(
+    written, q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, leftpad, table,
+    cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale, rotary_interleaved,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """FlashAttention-3's flash_attn_with_kvcache: out and lse, for packed rows as in attend_packed."""
+    """with_kvcache. written: gets functions that undo the writes to the cache."""
     for pair in ({"k": k, "v": v}, {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}):
         if len(missing := [name for name, x in pair.items() if x is None]) == 1:
             raise RuntimeError(f"{missing[0]} is None, but {' and '.join(pair)} come together")
+    eight_bit, descales = k_cache.dtype in (torch.float8_e4m3fn, torch.int8), (q_descale, k_descale, v_descale)
+    if not eight_bit and any(x is not None for x in descales):
+        raise RuntimeError(f"q_descale, k_descale or v_descale is given, but k_cache is {k_cache.dtype}: not of 8 bits")
     if table is not None and batch_idx is not None:
-        table, batch_idx = table[batch_idx.long()], None
+        table, batch_idx = _rows_of(q, table, batch_idx, cache_seqlens), None
     if q.dtype == torch.float8_e4m3fn:
         q = q.to(torch.bfloat16)
     rotary = rotary_cos is not None
     rotary_seqlens = None if rotary_seqlens is cache_seqlens else rotary_seqlens
-    if (
+    prepared = (
         cu_seqlens_q is not None
         or cu_seqlens_k_new is not None
         or qv is not None
         or (rotary and rotary_seqlens is not None)
-    ):
+    )
+    if prepared or eight_bit:
+        _check_step(
+            q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, table, cu_seqlens_q,
+            cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, descales,
+        )  # fmt: skip
+    if prepared:
         # The core rotates and appends only a dense batch at the positions of its keys. Everything else is done here.
         q, cache_seqlens = _rotate_and_append(
             q, k_cache, v_cache, k, v, (rotary_cos, rotary_sin, rotary_interleaved) if rotary else None, cache_seqlens,
-            batch_idx, table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, options,
+            batch_idx, table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, options, written,
         )  # fmt: skip
         k = v = rotary_cos = rotary_sin = None
     if qv is not None:
         k_cache, v_cache = joined(v_cache, k_cache)
         q = torch.cat([qv, q], -1)
     where = {"cache_batch_idx": batch_idx, "cache_leftpad": leftpad, "block_table": table}
-    eight_bit = k_cache.dtype in (torch.float8_e4m3fn, torch.int8)
-    group = q.shape[-2] // k_cache.shape[-2]
     if eight_bit:  # the factors belong to sequences, not to the cache: those of q and k go into q, those of v into out
+        group = q.shape[-2] // k_cache.shape[-2]
         factor = per_head(q_descale, group) * per_head(k_descale, group)
         if isinstance(factor, torch.Tensor):
             if cu_seqlens_q is not None:
@@ -121,8 +190,6 @@ def with_kvcache(
         rotary_cos, rotary_sin = (None if x is None else x.to(q.dtype) for x in (rotary_cos, rotary_sin))
         ones = torch.ones(k_cache.shape[-2], device=q.device)
         options = options | {"k_scale": ones, "v_scale": ones}
-    elif not (q_descale is k_descale is v_descale is None):
-        raise RuntimeError(f"q_descale, k_descale or v_descale is given, but k_cache is {k_cache.dtype}: not of 8 bits")
     if cu_seqlens_q is None:
         out, lse = flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, return_lse=True,
@@ -140,47 +207,120 @@ def with_kvcache(
     return out, lse
 
 
+def _rows_of(q: torch.Tensor, table: torch.Tensor, batch_idx: torch.Tensor, cache_seqlens: Any) -> torch.Tensor:
+    """The rows batch_idx (batch,) of a page_table. A row that the table does not have becomes pages of number -1, which
+    no cache has: the core then writes no keys there."""
+    check_array(q, "page_table", table, "rows", "pages of a sequence")
+    check_array(q, "cache_batch_idx", batch_idx, "batch")
+    if not table.shape[0]:
+        return table.new_full((batch_idx.shape[0], table.shape[1]), -1)
+    exists = (batch_idx >= 0) & (batch_idx < table.shape[0])
+    if readable(batch_idx):
+        lost = ~exists if not isinstance(cache_seqlens, torch.Tensor) else ~exists & (cache_seqlens >= 0)
+        for b in lost.nonzero().flatten().tolist():  # an idle sequence has no row
+            raise RuntimeError(
+                f"cache_batch_idx[{b}]={int(batch_idx[b])} is outside 0 .. {table.shape[0] - 1}, the rows of page_table"
+            )
+    return torch.where(exists[:, None], table[batch_idx.clamp(0, table.shape[0] - 1).long()], -1)
+
+
+def _check_step(
+    q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, batch_idx, table, cu_seqlens_q,
+    cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, descales,
+) -> None:  # fmt: skip
+    """Checks the shapes that the operations here rely on. The core does not see all of these arrays."""
+    if cu_seqlens_q is None:
+        check_array(q, "q", q, "batch", "seqlen_q", "nheads", "headdim")
+        batch = q.shape[0]
+    else:
+        check_array(q, "q", q, "total_q", "nheads", "headdim")
+        check_packed("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q, "max_seqlen_q")
+        batch = cu_seqlens_q.shape[0] - 1
+    nheads, headdim = q.shape[-2:]
+    check_array(q, "qv", qv, *q.shape[:-1], "headdim_v")
+    check_array(q, "k_cache", k_cache, "entries", "seqlen_cache", "nheads_k", headdim)
+    check_array(q, "v_cache", v_cache, *k_cache.shape[:3], "headdim_v" if qv is None else qv.shape[-1])
+    nheads_k = k_cache.shape[2]
+    if not nheads_k or nheads % nheads_k:
+        raise RuntimeError(f"nheads={nheads} is not a multiple of nheads_k={nheads_k}")
+    for name, x in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
+        check_array(q, name, x, batch, nheads_k)
+    check_array(q, "cache_batch_idx", batch_idx, batch)
+    check_array(q, "page_table", table, batch, "pages of a sequence")
+    if table is batch_idx is None and k_cache.shape[0] < batch:
+        raise RuntimeError(f"k_cache has {k_cache.shape[0]} entries for batch={batch} without cache_batch_idx")
+    if table is not None and not k_cache.shape[1]:
+        raise RuntimeError(f"k_cache has shape {tuple(k_cache.shape)}: a page has at least one row")
+    if isinstance(cache_seqlens, torch.Tensor):
+        check_array(q, "cache_seqlens", cache_seqlens, batch)
+    check_array(q, "rotary_seqlens", rotary_seqlens, batch)
+    if rotary_cos is not None:
+        check_array(q, "rotary_cos", rotary_cos, "positions", "rotary_dim / 2")
+        check_array(q, "rotary_sin", rotary_sin, *rotary_cos.shape)
+        if 2 * rotary_cos.shape[1] > headdim:
+            raise RuntimeError(f"rotary_cos has shape {tuple(rotary_cos.shape)}: more than headdim={headdim} dims turn")
+    if k is not None:
+        new: tuple = (batch, "seqlen_new") if cu_seqlens_k_new is None else ("total_k",)
+        check_array(q, "k", k, *new, nheads_k, headdim)
+        check_array(q, "v", v, *k.shape[:-1], v_cache.shape[-1])
+        if cu_seqlens_k_new is not None:
+            check_packed("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0])
+            check_array(q, "cu_seqlens_k_new", cu_seqlens_k_new, batch + 1)
+
+
 def _rotate_and_append(
     q, k_cache, v_cache, k, v, rotary, cache_seqlens, batch_idx, table, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens,
-    options,
+    options, written,
 ):  # fmt: skip
-    """Rotates q, and rotates the new keys and appends them to the cache. Returns q and the new lengths."""
+    """Rotates q, and rotates the new keys and appends them to the cache. Returns q and the new lengths.
+
+    A sequence whose length is below 0 is idle: it appends nothing, and its length stays below 0. On a GPU, where the
+    host does not read lengths, a sequence whose new keys do not fit into its entry appends nothing either. written:
+    gets functions that undo the writes."""
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     room = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    new = 0 if k is None else k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
-    if cache_seqlens is None:
-        before = room - torch.as_tensor(new, device=q.device).expand(batch)
-    else:
-        before = torch.as_tensor(cache_seqlens, device=q.device).expand(batch)
+    new = 0 if k is None else k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff().long()
+    if isinstance(cache_seqlens, torch.Tensor):
+        before = cache_seqlens.long().expand(batch)
+    else:  # filled on the device, because a CUDA graph cannot hold a copy from the host
+        length = room if cache_seqlens is None else _integer("cache_seqlens", cache_seqlens, 0, 2**31 - 1)
+        before = torch.full((batch,), length, device=q.device)
+        before = before - new if cache_seqlens is None else before
+    idle = before < 0
+    if cache_seqlens is None and k is not None and readable(before) and idle.any():
+        raise RuntimeError(f"k has {room - int(before.min())} keys for one sequence, more than the {room} of its entry")
     first = before if rotary_seqlens is None else rotary_seqlens
     if rotary is not None:
         cos, sin, interleaved = rotary
         ordered = options["causal"] or max(options["window_size"]) >= 0 or options["attention_chunk"] > 0
         if cu_seqlens_q is None:
             positions = first[:, None] + torch.arange(q.shape[1], device=q.device) * ordered
-            counts = None
+            counts = ~idle[:, None].expand_as(positions)
         else:
             owner, number = owners(cu_seqlens_q, q.shape[0])
-            positions, counts = first[owner] + number * ordered, inside(cu_seqlens_q, q.shape[0])
+            positions, counts = first[owner] + number * ordered, inside(cu_seqlens_q, q.shape[0]) & ~idle[owner]
         q = rotate(q, cos, sin, positions, interleaved, counts)
     if k is None:
         return q, None if cache_seqlens is None else before.int()
-    after = (before + new).int()
-    if q.device.type == "cpu" and after.max() > room:
+    after = torch.where(idle, before, before + new)
+    if readable(after) and batch and after.max() > room:
         raise RuntimeError(
             f"cache_seqlens={before.tolist()}: with the new keys a sequence has {after.tolist()}, "
             f"more than the {room} keys of {'a cache entry' if table is None else 'a row of page_table'}"
         )
+    fits = ~idle & (after <= room)
     if cu_seqlens_k_new is None:
         owner = torch.arange(batch, device=q.device).repeat_interleave(k.shape[1])
         number = torch.arange(k.shape[1], device=q.device).repeat(batch)
         k, v = k.flatten(0, 1), v.flatten(0, 1)
+        counts = fits[owner]
     else:
         owner, number = owners(cu_seqlens_k_new, k.shape[0])
+        counts = inside(cu_seqlens_k_new, k.shape[0]) & fits[owner]
     if rotary is not None:
-        counts = None if cu_seqlens_k_new is None else inside(cu_seqlens_k_new, k.shape[0])
         k = rotate(k, cos, sin, first[owner] + number, interleaved, counts)
-    row = (before[owner].long() + number).clamp(0, room - 1)  # lengths on a GPU are not read: clamped, to stay inside
-    append(k_cache, k, owner, row, batch_idx, table)
-    append(v_cache, v, owner, row, batch_idx, table)
-    return q, after
+    if k.shape[0] and batch and room and k_cache.shape[0]:
+        row = (before[owner] + number).clamp(0, room - 1)  # inside the entry, also for keys that do not count
+        places = Places(k_cache, owner, row, counts, batch_idx, table)
+        written += [places.write(k_cache, k), places.write(v_cache, v)]
+    return q, after.clamp(-1, room).int()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,7 +21,8 @@ class Refused(RuntimeError):
 
 
 def refusing(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Makes a function raise RuntimeErrors, as flash_attn does, instead of the library's errors."""
+    """Makes a function raise RuntimeErrors, as flash_attn does, instead of the library's errors, and where it failed
+    because an argument is not a tensor or has too few axes."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -30,8 +32,55 @@ def refusing(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
             if isinstance(error, RuntimeError):
                 raise
             raise Refused(str(error)) from error
+        except (AttributeError, IndexError, TypeError) as error:  # looked at only now, so that good calls pay nothing
+            if (why := _misfit(function, args, kwargs)) is None:
+                raise
+            raise Refused(why) from error
 
     return call
+
+
+_ROWS = ("q", "k", "v", "qv", "k_cache", "v_cache")
+
+
+def _misfit(function: Callable, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """The text of an error about the first argument that is not a tensor where the function's annotation wants one, or
+    that has too few axes for rows of heads; None if there is no such argument."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:  # an argument is missing, or unknown, which Python's own error says
+        return None
+    for name, x in given.items():
+        wanted = inspect.signature(function).parameters[name].annotation
+        if wanted not in ("torch.Tensor", "torch.Tensor | None") or (x is None and wanted != "torch.Tensor"):
+            continue
+        if not isinstance(x, torch.Tensor):
+            return f"{name} is a {type(x).__name__}: expected a torch.Tensor"
+        if name in _ROWS and x.ndim < 3:
+            return f"{name} has shape {tuple(x.shape)}: expected (batch, seqlen, nheads, headdim), or packed rows"
+        if x.ndim == 0:
+            return f"{name} has shape (): a tensor without axes"
+    return None
+
+
+def check_array(first: torch.Tensor, name: str, x: Any, *shape: int | str) -> None:
+    """Raises unless x is None or a tensor of this shape on the device of `first`. A string names an axis of any
+    size."""
+    if x is None:
+        return
+    if not isinstance(x, torch.Tensor):
+        raise RuntimeError(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
+    if x.ndim != len(shape) or any(n != m and not isinstance(n, str) for n, m in zip(shape, x.shape, strict=True)):
+        expected = f"{shape[0]}," if len(shape) == 1 else ", ".join(map(str, shape))
+        raise RuntimeError(f"{name} has shape {tuple(x.shape)}: expected ({expected})")
+    if x.device != first.device:
+        raise RuntimeError(f"{name} is on {x.device}: expected {first.device}")
+
+
+def parts(name: str, x: torch.Tensor, count: int, *rows: str) -> tuple[torch.Tensor, ...]:
+    """The tensors that are packed in x (*rows, count, nheads, headdim)."""
+    check_array(x, name, x, *rows, count, "nheads", "headdim")
+    return x.unbind(-3)
 
 
 class _NoGradient(torch.autograd.Function):

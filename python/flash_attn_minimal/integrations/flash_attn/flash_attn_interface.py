@@ -17,7 +17,7 @@ from ... import attention as core
 from ...backward import backward
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
 from . import _caches
-from ._calls import dense_rows, draw_dropout, refusing, score_options, signed_probabilities, without_gradient
+from ._calls import dense_rows, draw_dropout, parts, refusing, score_options, signed_probabilities, without_gradient
 
 __all__ = [
     "flash_attn_func",
@@ -73,13 +73,13 @@ def flash_attn_func(
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *options: Any, **more: Any) -> Any:
     """flash_attn_func with k and v in one tensor, kv (batch, seqlen_k, 2, nheads_k, headdim). The other arguments are
     those of flash_attn_func, in its order."""
-    return flash_attn_func(q, *kv.unbind(-3), *options, **more)
+    return flash_attn_func(q, *parts("kv", kv, 2, "batch", "seqlen_k"), *options, **more)
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *options: Any, **more: Any) -> Any:
     """flash_attn_func with q, k and v in one tensor, qkv (batch, seqlen, 3, nheads, headdim). The other arguments are
     those of flash_attn_func, in its order."""
-    return flash_attn_func(*qkv.unbind(-3), *options, **more)
+    return flash_attn_func(*parts("qkv", qkv, 3, "batch", "seqlen"), *options, **more)
 
 
 @refusing
@@ -110,8 +110,9 @@ def flash_attn_varlen_func(
     if block_table is not None:
         if dropout_p:
             raise RuntimeError(f"dropout_p={dropout_p} with block_table: pages are served without dropout")
+        lengths = _caches.lengths_of(cu_seqlens_k)
         results = _caches.attend_packed(
-            q, k, v, cu_seqlens_q, max_seqlen_q, cu_seqlens_k.diff(), {"block_table": block_table}, options
+            q, k, v, cu_seqlens_q, max_seqlen_q, lengths, {"block_table": block_table}, options
         )
         return (*results, q.new_empty(0)) if return_attn_probs else results[0]
     options |= {"deterministic": deterministic, **draw_dropout(dropout_p, q.device)}
@@ -132,7 +133,7 @@ def flash_attn_varlen_kvpacked_func(
     """flash_attn_varlen_func with k and v in one tensor, kv (total_k, 2, nheads_k, headdim). The other arguments are
     those of flash_attn_varlen_func, in its order."""
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, *kv.unbind(-3), *lengths, *options, **more)
+    return flash_attn_varlen_func(q, *parts("kv", kv, 2, "total_k"), *lengths, *options, **more)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -141,7 +142,7 @@ def flash_attn_varlen_qkvpacked_func(
     """flash_attn_varlen_func with q, k and v in one tensor, qkv (total, 3, nheads, headdim). The other arguments are
     those of flash_attn_varlen_func, in its order."""
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(*qkv.unbind(-3), *lengths, *options, **more)
+    return flash_attn_varlen_func(*parts("qkv", qkv, 3, "total"), *lengths, *options, **more)
 
 
 @refusing
@@ -227,7 +228,7 @@ def _flash_attn_varlen_forward(
         if block_table is not None or seqused_k is not None:
             if dropout_p:
                 raise RuntimeError(f"dropout_p={dropout_p} with block_table or seqused_k: served without dropout")
-            lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+            lengths = _caches.lengths_of(cu_seqlens_k) if seqused_k is None else seqused_k
             where = {"block_table": block_table, "cache_leftpad": leftpad_k}
             if block_table is None:
                 k, v, where = _caches.packed_keys(k, v, cu_seqlens_k, max_seqlen_k)

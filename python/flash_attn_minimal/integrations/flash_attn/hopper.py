@@ -16,7 +16,7 @@ from ... import attention as core
 from ..._library import Unsupported
 from ...kvcache import flash_attn_with_kvcache as core_with_kvcache
 from . import _caches
-from ._calls import dense_rows, refusing, score_options, without_gradient
+from ._calls import check_array, dense_rows, parts, refusing, score_options, without_gradient
 from ._packed import Used, owners
 
 __all__ = [
@@ -46,7 +46,13 @@ def _attend(q, k, v, qv, varlen: tuple | None, descales: tuple, options: dict[st
     if any(x is not None for x in descales):
         raise RuntimeError(f"q_descale, k_descale or v_descale is given, but q is {q.dtype}: not of 8 bits")
     q, k, v, qv = dense_rows(q, k, v, qv)
-    if qv is not None:  # q k^T + qv v^T is one product of the concatenated rows
+    if qv is not None:
+        rows = ("batch", "seqlen") if varlen is None else ("rows",)
+        check_array(q, "q", q, *rows, "nheads", "headdim")
+        check_array(q, "k", k, *rows, "nheads_k", q.shape[-1])
+        check_array(q, "v", v, *k.shape[:-1], "headdim_v")
+        check_array(q, "qv", qv, *q.shape[:-1], v.shape[-1])
+        # q k^T + qv v^T is one product of the concatenated rows
         q = torch.cat([qv, q], -1)
         if q.shape[-1] > _MOST_HEADDIM:
             return _over_a_cache(q, k, v, varlen, options)
@@ -73,6 +79,8 @@ def _float8(q, k, v, varlen, descales, options) -> tuple[torch.Tensor, torch.Ten
     """Runs a float8 kernel or, if none serves the call, computes in bfloat16, which has every number of float8."""
     group = q.shape[-2] // k.shape[-2]
     batch = q.shape[0] if varlen is None else varlen[0].shape[0] - 1
+    for name, x in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
+        check_array(q, name, x, batch, k.shape[-2])
     ones = torch.ones(batch, k.shape[-2], device=q.device)
     q_descale, k_descale, v_descale = (ones if x is None else x.float() for x in descales)
     q_descale = q_descale.repeat_interleave(group, -1)
@@ -148,12 +156,16 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """flash_attn_func with q, k and v in one tensor: qkv (batch, seqlen, 3, nheads, headdim), or with num_heads_q
     (batch, seqlen, num_heads_q + 2 nheads_k, headdim)."""
-    if qkv.ndim == 5:
-        q, k, v = qkv.unbind(-3)
+    if not isinstance(qkv, torch.Tensor) or qkv.ndim != 4:
+        q, k, v = parts("qkv", qkv, 3, "batch", "seqlen")
     elif num_heads_q is None:
         raise RuntimeError(f"num_heads_q is None, but qkv has shape {tuple(qkv.shape)}: its heads belong to q, k and v")
     else:
-        heads_k = (qkv.shape[2] - num_heads_q) // 2
+        heads_k, odd = divmod(qkv.shape[2] - num_heads_q, 2)
+        if heads_k < 1 or odd:
+            raise RuntimeError(
+                f"num_heads_q={num_heads_q}, but qkv has {qkv.shape[2]} heads: expected num_heads_q + 2 nheads_k"
+            )
         q, k, v = qkv.split([num_heads_q, heads_k, heads_k], 2)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
@@ -195,10 +207,14 @@ def flash_attn_varlen_func(
     options = _options(_scale(softmax_scale, q, qv), causal, window_size, attention_chunk, softcap, deterministic)
     rows = keys = None
     if seqused_q is not None:
-        rows = Used(cu_seqlens_q, seqused_q, q.shape[0])
+        check_array(q, "q", q, "total_q", "nheads", "headdim")
+        check_array(q, "qv", qv, *q.shape[:-1], "headdim_v")
+        rows = Used(cu_seqlens_q, seqused_q, q.shape[0], "q")
         q, qv, cu_seqlens_q = rows.gather(q), None if qv is None else rows.gather(qv), rows.cu_seqlens
     if seqused_k is not None:
-        keys = Used(cu_seqlens_k, seqused_k, k.shape[0])
+        check_array(k, "k", k, "total_k", "nheads_k", "headdim")
+        check_array(k, "v", v, *k.shape[:-1], "headdim_v")
+        keys = Used(cu_seqlens_k, seqused_k, k.shape[0], "k")
         k, v, cu_seqlens_k = keys.gather(k), keys.gather(v), keys.cu_seqlens
     varlen = (cu_seqlens_q, cu_seqlens_k, operator.index(max_seqlen_q), operator.index(max_seqlen_k))
     out, lse = _attend(q, k, v, qv, varlen, (q_descale, k_descale, v_descale), options)
@@ -268,6 +284,7 @@ def flash_attn_with_kvcache(
     return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 
+@refusing
 def flash_attn_combine(
     out_partial: torch.Tensor,
     lse_partial: torch.Tensor,
@@ -277,6 +294,9 @@ def flash_attn_combine(
     """Merges attention over disjoint sets of keys into attention over their union. out_partial (splits, batch, seqlen,
     nheads, headdim_v) float32, lse_partial (splits, batch, seqlen, nheads), or both without batch. Returns out, in
     out_dtype or float32, and lse. A split with lse = -inf adds nothing, whatever its out holds."""
+    rows = ("seqlen",) if out_partial.ndim == 4 else ("batch", "seqlen")
+    check_array(out_partial, "out_partial", out_partial, "splits", *rows, "nheads", "headdim_v")
+    check_array(out_partial, "lse_partial", lse_partial, *out_partial.shape[:-1])
     lse = torch.logsumexp(lse_partial.float(), 0)
     weight = (lse_partial - torch.where(lse == -torch.inf, 0.0, lse)).exp().unsqueeze(-1)
     total = torch.zeros_like(out_partial[0], dtype=torch.float32)

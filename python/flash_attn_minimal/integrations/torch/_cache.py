@@ -49,7 +49,8 @@ def flash_attn_with_kvcache(
         raise Unsupported("out is given, which flash_attn_with_kvcache does not take where PyTorch traces it")
     if _modes.transforms():
         raise Unsupported("flash_attn_with_kvcache is not served under a transform of torch.func")
-    found, lse = _operator(step)(*_packed(step, bool(_flag("return_lse", return_lse))))
+    arguments = _packed(step, bool(_flag("return_lse", return_lse)))  # first: it checks what _operator reads
+    found, lse = _operator(step)(*arguments)
     return (found, lse) if return_lse else found
 
 
@@ -71,6 +72,7 @@ def _packed(step: kvcache._Step, return_lse: bool) -> list:
     for name, array in zip(_ARRAYS, arrays, strict=True):
         if array is not None and not isinstance(array, torch.Tensor):
             raise BadArgument(f"{name} is a {type(array).__name__}: where q is a tensor, it must be one too")
+    _check_axes(step.q, step.k_cache, step.v_cache)
     if not by_array and lengths is not None and not isinstance(lengths, (int, torch.SymInt)):
         raise BadArgument(f"cache_seqlens is a {type(lengths).__name__}: expected a tensor or an integer")
     left, right = _window(step.window_size)
@@ -98,10 +100,14 @@ def _run(*arguments):
     return results if return_lse else (results, results.new_empty(0, dtype=torch.float32))
 
 
-def _fake(q, k_cache, v_cache, *rest):
+def _check_axes(q, k_cache, v_cache) -> None:
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dim() != 4:
             raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected 4 axes")
+
+
+def _fake(q, k_cache, v_cache, *rest):
+    _check_axes(q, k_cache, v_cache)
     batch, seqlen_q, nheads, _ = q.shape
     lse = q.new_empty((batch, nheads, seqlen_q) if rest[-1] else 0, dtype=torch.float32)
     return q.new_empty((batch, seqlen_q, nheads, v_cache.shape[-1])), lse

@@ -105,6 +105,9 @@ class Form:
         return (out, lse) if return_lse else out
 
     def _check(self, query, key, value, enable_gqa: bool) -> None:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, torch.Tensor):
+                raise BadArgument(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
         if tuple(query.shape[:-1]) != (self.batch, self.heads, self.rows):
             form = (self.batch, self.heads, self.rows, "headdim")
             raise BadArgument(f"query has shape {tuple(query.shape)}: this form is of {form}")

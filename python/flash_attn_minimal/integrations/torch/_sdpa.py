@@ -48,8 +48,8 @@ def sdpa(
     Raises: BadArgument (a ValueError), Unsupported (a NotImplementedError), as flash_attn_func.
     """
     given = {"query": query, "key": key, "value": value}
-    for name, x in given.items():
-        if not isinstance(x, torch.Tensor):
+    for name, x in (given | {"attn_mask": attn_mask}).items():
+        if not isinstance(x, torch.Tensor) and (x is not None or name in given):
             raise BadArgument(f"{name} is a {type(x).__name__}: expected a torch.Tensor")
     if attn_mask is not None and is_causal:
         raise BadArgument("is_causal=True with attn_mask: scaled_dot_product_attention takes one of them")
@@ -124,8 +124,6 @@ def _mask(attn_mask: torch.Tensor | None, dtype: torch.dtype, full: tuple[int, .
     """attn_mask as an option of the core. full: (..., heads, seqlen_q, seqlen_k)."""
     if attn_mask is None:
         return {}
-    if not isinstance(attn_mask, torch.Tensor):
-        raise BadArgument(f"attn_mask is a {type(attn_mask).__name__}: expected a torch.Tensor")
     if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
         raise BadArgument(f"attn_mask is {attn_mask.dtype}: expected bool, float32 or query's {dtype}")
     shape = tuple(attn_mask.shape)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 
-from .... import _modes
-from .._packed import inside, owners
+from .._calls import check_array, refusing
+from .._packed import check_packed, inside, owners, readable
 
 
 def rotate(
@@ -21,7 +23,7 @@ def rotate(
     positions (...): those outside the tables are refused on a CPU. On a GPU, and in traces and transforms, positions
     are not read; such rows are rotated by the nearest row of the tables. counts (...) bool: rows that do not count may
     have any position."""
-    if positions.device.type == "cpu" and not _modes.active():  # a trace or a transform has no values to read
+    if readable(positions):
         seen = positions if counts is None else positions[counts]
         if seen.numel() and not 0 <= (worst := int(seen.min() if seen.min() < 0 else seen.max())) < cos.shape[0]:
             raise RuntimeError(f"cos has {cos.shape[0]} rows, but a row of x stands at position {worst}")
@@ -35,6 +37,7 @@ def rotate(
     return torch.cat([turned.to(x.dtype), rest], -1)
 
 
+@refusing
 def apply_rotary_emb(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -56,6 +59,16 @@ def apply_rotary_emb(
         cu_seqlens: (batch + 1,) int32; max_seqlen is not needed here.
     """
     counts = None
+    rows = ("batch", "seqlen") if cu_seqlens is None else ("total",)
+    check_array(x, "x", x, *rows, "nheads", "headdim")
+    check_array(x, "cos", cos, "positions", "rotary_dim / 2")
+    check_array(x, "sin", sin, *cos.shape)
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise RuntimeError(f"cos has shape {tuple(cos.shape)}: more than the headdim={x.shape[-1]} of x would turn")
+    if cu_seqlens is not None:
+        check_packed("cu_seqlens", cu_seqlens, x.shape[0])
+    if not isinstance(seqlen_offsets, (Integral, torch.SymInt)):
+        check_array(x, "seqlen_offsets", seqlen_offsets, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     if cu_seqlens is None:
         offsets = seqlen_offsets.unsqueeze(-1) if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
         positions = (torch.arange(x.shape[1], device=x.device) + offsets).expand(x.shape[:2])
