@@ -19,8 +19,8 @@ from typing import Any
 
 
 def opened() -> tuple[dict[str, Any], Callable[..., None]]:
-    """What the worker is told at its start, and a function that writes a message of the protocol. Whatever else the
-    process prints goes to standard error from here on."""
+    """Returns what the worker is told at its start, and a function that writes a message of the protocol. From here on,
+    anything else that the process prints goes to standard error."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     faulthandler.enable()
