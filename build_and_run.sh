@@ -18,7 +18,7 @@ verbs     run      build, native checks, benchmark against standard attention, s
           bench    build, then the benchmark alone          (arguments after -- go to test_flash_attn --bench)
           clean    remove the build folder and the environment, if this script has made them
 
-options   --all-kernels  compile every GPU kernel where there is no GPU, too, for one target, Hopper (10 times the work)
+options   --all-kernels  compile every GPU kernel where there is no GPU, too, for one target, Hopper (5 times the work)
           --arch LIST    the same for these GPU targets, e.g. 90 or 80,86,90, or all
           --with-cuda    compile the general GPU kernels even where there is neither a GPU nor nvcc (which PyPI has)
           --cpu-only     leave the GPU kernels out
@@ -128,6 +128,9 @@ if [[ $verb == clean || $clean ]]; then
             [[ $verb != clean || -L $folder ]] || rmdir -- "$folder"
             say "removed $folder"
         fi
+    done
+    for file in "$venv"/lib/python*/site-packages/flash_attn_minimal_checkout.pth; do # in somebody's environment: see connect
+        [[ $verb == clean && -f $file && $(head -n 1 -- "$file") == "$root/python" ]] && rm -- "$file" && say "removed $file"
     done
     [[ ! $kept ]] || die "delete it yourself, if nothing in it is wanted"
     [[ $verb != clean ]] || exit 0

@@ -1,7 +1,7 @@
 """The library, the devices and the kernels that tests use; and how arrays reach a device.
 
-The library is $FLASH_ATTN_LIBRARY with the sources beside this folder; or else an installed package; or else only the
-sources."""
+The library is $FLASH_ATTN_LIBRARY with the sources beside this folder, else an installed package, else the sources,
+which look for it in build/."""
 
 from __future__ import annotations
 

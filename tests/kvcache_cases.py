@@ -235,7 +235,7 @@ def check(kernel: Kernel, case: Case) -> tuple[np.ndarray, np.ndarray] | None:
     attention over this cache."""
     call = make(case)
     if case.turns_beyond_tables and kernel.device.framework == "numpy":  # the CPU refuses; a GPU uses the last row
-        with pytest.raises(fa.BadArgument, match=f"rotary_rows={case.rotary_rows}: sequence . turns by the positions"):
+        with pytest.raises(fa.BadArgument, match=f"rotary_cos has {case.rotary_rows} rows, but sequence . needs"):
             run(kernel, case, call)
         return None
     out, lse, after = run(kernel, case, call)

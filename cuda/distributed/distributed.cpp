@@ -338,7 +338,11 @@ fa_status collective(fa_group* group, void* stream, const Validate& validate) {
         fa_status status = validate(&p);
         if (status == FA_OK) status = check_group(group, p.a.device);
         // Determined once, so that counting and launching use the same number.
-        if (p.a.device == FA_CPU && !p.a.num_threads) p.a.num_threads = default_threads();
+        if (status == FA_OK && p.a.device == FA_CPU) {
+            int32_t threads;
+            status = find_threads(p.a.device, p.a.num_threads, &threads);
+            if (status == FA_OK) p.a.num_threads = threads;
+        }
         return run(group, p, status, stream);
     });
 }

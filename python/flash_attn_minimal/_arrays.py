@@ -394,14 +394,31 @@ def _find_door(array: Any, name: str, first: tuple[str, View] | None, dtype: str
     if hasattr(array, "__cuda_array_interface__"):
         return CudaArrayDoor(kind)
     raise BadArgument(
-        f"{name} is a {kind.__module__}.{kind.__qualname__}: expected an array of NumPy, PyTorch, CuPy, JAX or Numba, "
+        f"{name}{_value(array)} is {_kind(array)}: expected an array of NumPy, PyTorch, CuPy, JAX or Numba, "
         f"or one with __cuda_array_interface__ or DLPack{_advice(array, name, first, dtype)}"
     )
 
 
+def _kind(value: Any) -> str:
+    """`a list`, `an int`, `a pandas.core.series.Series`, `None`."""
+    if value is None:
+        return "None"
+    kind = type(value)
+    named = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if named[0] in 'aeiou' else 'a'} {named}"
+
+
+def _value(value: Any) -> str:
+    """`=0.5`, of single values and short texts."""
+    short = isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) < 99)
+    return f"={value!r}" if short and not isinstance(value, np.generic) else ""
+
+
 def _advice(array: Any, name: str, first: tuple[str, View] | None, dtype: str) -> str:
-    """Advice for plain Python numbers or lists of them: the call that makes an array."""
-    if isinstance(array, bool) or not isinstance(array, (list, tuple, int, float, np.generic)):
+    """Advice for plain Python numbers or lists of them: the call that makes an array. Only the factors of float8 may be
+    single numbers."""
+    numbers = (list, tuple, int, float, np.generic) if name.endswith("descale") else (list, tuple)
+    if isinstance(array, bool) or not isinstance(array, numbers):
         return ""
     if first is None:
         return pass_array("NumPy", name, "", dtype)

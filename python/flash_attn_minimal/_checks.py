@@ -35,7 +35,7 @@ def _check_dtype(name: str, view: View) -> None:
     if view.dtype not in DTYPES:
         raise BadArgument(
             f"{name} is {view.dtype}: expected float32, float16 or bfloat16 (or float8_e4m3fn)"
-            f"{pass_cast(view.door.name, name, 'float32')}"
+            f"{pass_cast(view.door.name, name, 'float32', view.dtype)}"
         )
 
 
@@ -89,8 +89,11 @@ _LEAST_FLOAT, _MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.
 def _number(name: str, value: Any) -> float:
     """A number in the range of a C float. NaN and infinities pass: the library refuses them."""
     kind = value.dtype.kind if isinstance(value, (np.ndarray, np.generic)) else ""
-    if kind in tuple("bSUO") or isinstance(value, (bool, str, bytes, bytearray)):
-        raise BadArgument(f"{name}={_quoted(value)} is not a number")
+    if kind in tuple("bSUO") or value is None or isinstance(value, (bool, str, bytes, bytearray)):
+        advice = "; leave it out for its default" if value is None else ""
+        if name == "dropout_p" and isinstance(value, bool):
+            advice = f"; name the option that is meant, such as causal={value}: dropout_p comes first"
+        raise BadArgument(f"{name}={_quoted(value)} is not a number{advice}")
     try:
         number = float(value)
         beyond = _MOST_FLOAT < abs(number) < math.inf
@@ -109,24 +112,44 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
             raise TypeError
         number = operator.index(value)
     except (TypeError, ValueError, RuntimeError):
-        raise BadArgument(f"{name}={_quoted(value)} is not an integer") from None
+        whole = isinstance(value, float) and value.is_integer()
+        advice = f"; pass {int(value)}" if whole else "; leave it out for its default" if value is None else ""
+        raise BadArgument(f"{name}={_quoted(value)} is not an integer{advice}") from None
     if not low <= number <= high:
         raise BadArgument(f"{name}={_quoted(number)} is outside {low} .. {high}")
     return number
 
 
 def _name(what: str, value: Any, names: Collection[str], expected: str = "") -> str:
-    """The value, if it is one of the names; a NumPy dtype counts as its name."""
-    name = value.name if isinstance(value, np.dtype) else value
-    if not isinstance(name, str) or name not in names:
-        raise BadArgument(f"{what}={_quoted(value)} is {expected or 'none of ' + ', '.join(map(repr, names))}")
-    return name
+    """The value, if it is one of the names."""
+    if not isinstance(value, str) or value not in names:
+        raise BadArgument(f"{what}={_quoted(value)} is {expected or 'not one of ' + ', '.join(map(repr, names))}")
+    return value
+
+
+def _dtype_name(what: str, value: Any, names: Collection[str], expected: str = "") -> str:
+    """The name of a dtype, if it is one of the names. The value is a name or a dtype of NumPy, PyTorch, CuPy or JAX:
+    np.float16, torch.bfloat16, ..."""
+    name = value
+    if type(value).__module__ == "torch":
+        name = str(value).removeprefix("torch.")
+    elif isinstance(value, (np.dtype, type)) or hasattr(value, "dtype"):  # jnp.bfloat16 has one, and is no type
+        try:
+            name = np.dtype(value).name
+        except (TypeError, ValueError):  # a type that is no dtype
+            pass
+    return name if isinstance(name, str) and name in names else _name(what, value, names, expected)
 
 
 def _window(window_size: Any) -> tuple[int, int]:
     try:
         left, right = window_size
     except (TypeError, ValueError):
-        raise BadArgument(f"window_size={_quoted(window_size)} is not a pair (left, right)") from None
+        hint = f"; for the last {window_size} keys pass ({window_size}, 0)" if type(window_size) is int else ""
+        raise BadArgument(
+            f"window_size={_quoted(window_size)} is not a pair (left, right) of integers, -1 for an open end{hint}"
+        ) from None
+    if left is None or right is None:
+        raise BadArgument(f"window_size[{int(left is not None)}]=None is not an integer: -1 is an open end")
     low, high = -(2**63), 2**63 - 1
     return _integer("window_size[0]", left, low, high), _integer("window_size[1]", right, low, high)

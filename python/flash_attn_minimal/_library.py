@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ._explain import explained
+
 LIBRARY_NAME = "libflash_attn_minimal.so"
 
 
@@ -407,12 +409,17 @@ def declare_table(lib: ct.CDLL, prefix: str) -> None:
 def raise_on_error(status: int, function: object, arguments: tuple) -> None:
     """For ctypes' errcheck: raises unless a function returned OK."""
     if status != OK:
-        raise failure(status)
+        raise failure(status, next((x for x in arguments if isinstance(x, ct.Structure)), None))
 
 
-def failure(status: int) -> FlashAttnError:
-    """The exception for this thread's last failure."""
-    return _ERRORS.get(status, FlashAttnError)(load().fa_last_error().decode(errors="replace"))
+def failure(status: int, struct: Any = None) -> FlashAttnError:
+    """The exception for this thread's last failure. struct: what the failed call was given, where that is known."""
+    return _ERRORS.get(status, FlashAttnError)(last_error(struct))
+
+
+def last_error(struct: Any = None) -> str:
+    """The text of this thread's last failure, in the words of Python's functions."""
+    return explained(load().fa_last_error().decode(errors="replace"), struct)
 
 
 @functools.cache

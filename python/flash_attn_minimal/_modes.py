@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ._library import Unsupported
+
 Tensor: Any = ()  # torch.Tensor once PyTorch is imported; isinstance(x, ()) is False
 
 
@@ -72,6 +74,11 @@ def _connect() -> bool:
     torch = sys.modules.get("torch")
     if not hasattr(torch, "export"):
         return False
+    if torch.compiler.is_compiling():  # what changes in the middle of a trace cannot be part of it
+        raise Unsupported(
+            "flash_attn_minimal was imported before PyTorch, and torch.compile meets its first call: "
+            "import torch first, or flash_attn_minimal.autograd before the compiled function runs"
+        )
     compiling = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
     forward_ad = torch.autograd.forward_ad
     tracing = getattr(torch._C, "_is_tracing", _no)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar
 
 from . import _arrays
 from ._arrays import View
@@ -19,20 +19,36 @@ from ._checks import (
     _check_dtype,
     _check_last_axis,
     _check_same_place,
+    _dtype_name,
     _flag,
     _integer,
-    _name,
     _number,
     _quoted,
     _window,
 )
 from ._library import DTYPES, AttentionArgs, BadArgument, new
-from ._pack import _broadcast, _columns, _destination, _option, _put_strides, _put_tensor, _small_option
+from ._pack import _broadcast, _columns, _destination, _empty, _option, _put_strides, _put_tensor, _small_option
 from ._words import pass_cast
 
 _NAMES = {number: name for name, number in DTYPES.items()}
 
-Array = TypeVar("Array")  # of one call's framework: numpy.ndarray, torch.Tensor, cupy.ndarray, jax.Array, ...
+
+class AnyArray(Protocol):
+    """For type checkers: an array of NumPy, PyTorch, CuPy, JAX or Numba, or one with DLPack."""
+
+    @property
+    def shape(self) -> Any: ...
+
+
+class _DType(Protocol):
+    @property
+    def itemsize(self) -> int: ...
+
+
+# For type checkers: "float16", np.float16, np.dtype("float16"), torch.float16, jnp.float16.
+DType: TypeAlias = str | type | _DType
+
+Array = TypeVar("Array", bound=AnyArray)  # of one call's framework: numpy.ndarray, torch.Tensor, jax.Array, ...
 
 
 class Options(NamedTuple):
@@ -47,20 +63,20 @@ class Options(NamedTuple):
     softcap: float = 0.0
     num_threads: int = 0
     # From here on every option that is not an array must also be listed in `numbers`.
-    alibi_slopes: Any = None
+    alibi_slopes: AnyArray | None = None
     deterministic: bool = False
-    bias: Any = None
-    mask: Any = None
-    sinks: Any = None
+    bias: AnyArray | None = None
+    mask: AnyArray | None = None
+    sinks: AnyArray | None = None
     top_left: bool = False
     dropout_seed: int | None = None
     dropout_offset: int = 0
     kernel: str | None = None
     allow_tf32: bool = False
-    q_descale: Any = None
-    k_descale: Any = None
-    v_descale: Any = None
-    out_dtype: str | None = None
+    q_descale: AnyArray | None = None
+    k_descale: AnyArray | None = None
+    v_descale: AnyArray | None = None
+    out_dtype: DType | None = None
     fast_accum: bool = False
     attention_chunk: int = 0
 
@@ -100,7 +116,7 @@ class Options(NamedTuple):
                 strides = _broadcast(name, view, (batch, heads), "batch, heads", least=0)
                 _put_strides(args, name, view.pointer, strides, ("batch", "head"))
         if self.out_dtype is not None:
-            args.out_dtype = DTYPES[_name("out_dtype", self.out_dtype, DTYPES)]
+            args.out_dtype = DTYPES[_dtype_name("out_dtype", self.out_dtype, DTYPES)]
         if self.fast_accum is not False:
             args.fast_accum = _flag("fast_accum", self.fast_accum)
         _put_kernel(args, self.kernel)
@@ -146,6 +162,8 @@ class Options(NamedTuple):
                 continue
             view = _option(views, name, array, dtypes)
             axes = "batch, nheads, seqlen_q, seqlen_k"
+            if args.cu_seqlens_q:
+                axes = "batch, nheads, max_seqlen_q, max_seqlen_k"
             strides = _broadcast(name, view, scores, axes)
             if strides[-1] != 1 and scores[-1] > 1 and 0 not in view.shape:
                 view = _columns(views, name, view, scores[-1])
@@ -175,19 +193,19 @@ _OTHERS = (
 class KeywordOptions(TypedDict, total=False):
     """For type checkers: the options that flash_attn_func takes by keyword only."""
 
-    bias: Any
-    mask: Any
-    sinks: Any
+    bias: AnyArray | None
+    mask: AnyArray | None
+    sinks: AnyArray | None
     top_left: bool
     dropout_seed: int | None
     dropout_offset: int
     kernel: str | None
     allow_tf32: bool
     num_threads: int
-    q_descale: Any
-    k_descale: Any
-    v_descale: Any
-    out_dtype: str | None
+    q_descale: AnyArray | None
+    k_descale: AnyArray | None
+    v_descale: AnyArray | None
+    out_dtype: DType | None
     fast_accum: bool
     attention_chunk: int
 
@@ -200,7 +218,7 @@ class AttentionOptions(KeywordOptions, total=False):
     causal: bool
     window_size: tuple[int, int]
     softcap: float
-    alibi_slopes: Any
+    alibi_slopes: AnyArray | None
     deterministic: bool
 
 
@@ -228,14 +246,16 @@ def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> 
     for name, view in (("q", qv), ("k", kv), ("v", vv)):
         if len(view.shape) != rank:
             expected = "(batch, seqlen, nheads, headdim)" if rank == 4 else "(total, nheads, headdim)"
-            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {expected}{_batched(name, view, rank)}")
+            raise BadArgument(
+                f"{name} has shape {tuple(view.shape)}: expected {expected}{_regrouped(name, view, rank)}"
+            )
         if view.strides[-1] != 1 and view.shape[-1] > 1:
             _check_last_axis(name, view)
     _check_same_place("k", kv, "q", qv)
     _check_same_place("v", vv, "q", qv)
     if kv.dtype != qv.dtype or vv.dtype != qv.dtype:
         name, like = ("k" if kv.dtype != qv.dtype else "v", "q") if qv.dtype in DTYPES else ("q", "k")
-        advice = pass_cast(qv.door.name, name, f"{like}.dtype")
+        advice = pass_cast(qv.door.name, name, f"{like}.dtype", {"q": qv, "k": kv, "v": vv}[name].dtype)
         raise BadArgument(f"q is {qv.dtype}, k is {kv.dtype}, v is {vv.dtype}: they must be the same{advice}")
     _check_dtype("q", qv)
 
@@ -261,11 +281,24 @@ def _prepare(q: Any, k: Any, v: Any, varlen: tuple | None, options: Options) -> 
     return args, views
 
 
-def _batched(name: str, view: View, rank: int) -> str:
-    """Advice for an array without a batch axis, or with a batch of one that a varlen call does not have."""
-    if rank == 4 and len(view.shape) == 3:
-        return f"; pass {name}[None]"
-    return f"; pass {name}[0]" if rank == 3 and len(view.shape) == 4 and view.shape[0] == 1 else ""
+def _regrouped(name: str, view: View, rank: int) -> str:
+    """Advice for an array with the right numbers and the wrong axes."""
+    shape, heads = tuple(view.shape), "nheads" if name == "q" else "nheads_k"
+    if rank == 3:
+        if len(shape) == 2:
+            return f"; if it is (total, {heads} * headdim), pass {name}.reshape({shape[0]}, {heads}, -1)"
+        if len(shape) == 4:
+            return f"; pass {name}[0]" if shape[0] == 1 else f"; pass {name}.reshape(-1, {shape[2]}, {shape[3]})"
+    elif len(shape) == 2:
+        return f"; if it is (seqlen, headdim), pass {name}[None, :, None]"
+    elif len(shape) == 3:
+        joined = (
+            f"if it is (batch, seqlen, {heads} * headdim), pass {name}.reshape({shape[0]}, {shape[1]}, {heads}, -1)"
+        )
+        return f"; {joined}; if it is one sequence (seqlen, {heads}, headdim), pass {name}[None]"
+    elif len(shape) == 5 and shape[2] == 3:
+        return f"; if it has q, k and v, pass {name}[:, :, 0], {name}[:, :, 1], {name}[:, :, 2]"
+    return ""
 
 
 def _lengths(what: str, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple | None:
@@ -296,9 +329,11 @@ def _sequences(args: AttentionArgs, views: list[View], cu_q, cu_k, max_q, max_k)
 
 
 def _longest(of: str, value: Any) -> int:
-    if value is None:
+    if value is None or getattr(value, "shape", ()):
         starts = f"cu_seqlens_{of}"
-        raise BadArgument(f"max_seqlen_{of}=None is not an integer; pass int(({starts}[1:] - {starts}[:-1]).max())")
+        raise BadArgument(
+            f"max_seqlen_{of}={_quoted(value)} is not an integer; pass int(({starts}[1:] - {starts}[:-1]).max())"
+        )
     return _integer(f"max_seqlen_{of}", value, 0, 2**63 - 1)
 
 
@@ -307,7 +342,7 @@ def _output(args: AttentionArgs, views: list[View], out: Any, shape: tuple[int, 
     qv = views[0]
     dtype = _NAMES.get(args.out_dtype) or ("bfloat16" if qv.dtype == "float8_e4m3fn" else qv.dtype)
     if out is None:
-        view = qv.door.full(qv, shape, dtype, 0) if zeroed else qv.door.empty(qv, shape, dtype)
+        view = qv.door.full(qv, shape, dtype, 0) if zeroed else _empty(qv, shape, dtype)
     else:
         view = _destination("out", out, dict(zip("qkv", views, strict=False)), shape, dtype)
     _put_tensor(args, "out", view)

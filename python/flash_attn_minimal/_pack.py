@@ -49,10 +49,15 @@ def _option(views: list[View], name: str, array: Any, dtypes: tuple[str, ...]) -
 
 def _pass_instead(name: str, view: View, dtypes: tuple[str, ...], dtype: str) -> str:
     """Advice for an array of another dtype than these."""
-    if "bool" not in dtypes:
-        return pass_cast(view.door.name, name, dtype)
-    added = f"; if it is to be added to the scores, pass it as bias={name}" if "float" in view.dtype else ""
-    return f"; pass {name} != 0{added}"
+    if "bool" in dtypes:
+        if "float" not in view.dtype:
+            return f"; pass {name} != 0"
+        return f"; if it is 0 where a key is hidden, pass {name} != 0; to add it to the scores, pass it as bias={name}"
+    if name == "bias" and view.dtype == "bool":
+        return f"; if it says which keys a row attends to, pass mask={name}"
+    if name == "tree_mask" and "int" not in view.dtype:
+        return ": a word for each row, whose bit j is draft j"
+    return pass_cast(view.door.name, name, dtype, view.dtype)
 
 
 def _small_option(views: list[View], name: str, array: Any) -> View:
@@ -86,6 +91,24 @@ def _copied(views: list[View], name: str, view: View, shape: tuple[int, ...], dt
     return copied
 
 
+def _empty(like: View, shape: tuple[int, ...], dtype: str) -> View:
+    """A new array beside `like`, of a dtype that its framework may not have."""
+    missing = (TypeError, KeyError, AttributeError)
+    try:
+        return like.door.empty(like, shape, dtype)
+    except missing:
+        pass
+    try:
+        import ml_dtypes  # noqa: F401  # NumPy knows bfloat16 and float8 once this is imported
+
+        return like.door.empty(like, shape, dtype)
+    except ImportError:
+        needs = f"needs the ml_dtypes package (pip install ml_dtypes) for {dtype}"
+    except missing:
+        needs = f"has no dtype {dtype}"
+    raise Unsupported(f"{like.door.name} {needs}") from None
+
+
 def _destination(name: str, array: Any, inputs: dict[str, View], shape: tuple[int, ...], dtype: str) -> View:
     """Checks an array that is to be written: of this shape and dtype, from the framework and device of the inputs, and
     not one of the inputs."""
@@ -114,17 +137,38 @@ def _results(out: Any, out_view: View, lse_view: View | None) -> Any:
     return result if lse_view is None else (result, lse_view.door.result(lse_view))
 
 
+def _fitted(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> str:
+    """What makes a bias or mask of this shape broadcast to `full`, (batch, nheads, seqlen_q, seqlen_k)."""
+
+    def fits(changed: tuple[int, ...]) -> bool:
+        return all(have in (1, want) for have, want in zip(changed[::-1], full[::-1], strict=False))
+
+    batch, nheads, _, columns = full
+    rank = len(shape)
+    if not 0 < rank <= 4 or 0 in full:
+        return ""
+    if rank == 2 and shape == (batch, columns):
+        return f"; if it is (batch, seqlen_k), pass {name}[:, None, None, :]"
+    if rank == 3 and shape[0] == batch and fits((batch, 1, *shape[1:])):
+        return f"; pass {name}[:, None]"
+    if shape == (nheads,):
+        return f"; if it is a number for each head, pass {name}[:, None, None]"
+    if shape[-1] > columns and fits((*shape[:-1], columns)):
+        return f"; for its first columns pass {name}[..., :{columns}]"
+    if rank > 1 and fits((*shape[:-2], shape[-1], shape[-2])):
+        return f"; if its rows are the keys, pass {name}.swapaxes(-1, -2)"
+    return ""
+
+
 def _broadcast(name: str, view: View, full: tuple[int, ...], axes: str, least: int = 1) -> list[int]:
     """The strides of an array that broadcasts to the shape `full` of these axes, 0 for broadcast axes. It must have at
     least `least` axes."""
     shape, strides = tuple(view.shape), tuple(view.strides)
     fits = all(have in (1, want) for have, want in zip(shape[::-1], full[::-1], strict=False))
     if not (least <= len(shape) <= len(full) and fits):
-        columns = full[-1]
-        cut = least <= len(shape) <= len(full) and shape[-1] > columns > 0 and name in ("bias", "mask")
         raise BadArgument(
             f"{name} has shape {shape}, which does not broadcast to ({axes}) = {full}"
-            f"{f'; for its first columns pass {name}[..., :{columns}]' if cut else ''}"
+            f"{_fitted(name, shape, full) if name in ('bias', 'mask') else ''}"
         )
     moves = [stride if size != 1 else 0 for size, stride in zip(shape, strides, strict=True)]
     return [0] * (len(full) - len(shape)) + moves

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes as ct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from ._library import DEVICES, AttentionArgs, AttentionPlan, load, new
+from ._explain import explained
+from ._library import DEVICES, AttentionArgs, AttentionPlan, last_error, load, new
 
 
 @dataclass(frozen=True)
@@ -22,20 +24,26 @@ class Plan:
 
 def plan_of(args: AttentionArgs) -> Plan:
     """Queries the library about a filled struct, whose data pointers may be NULL."""
-    return plan_from(lambda plan: load().fa_attention_query(args, plan))
+    return plan_from(lambda plan: load().fa_attention_query(args, plan), args)
 
 
-def plan_from(ask: Callable[[AttentionPlan], int]) -> Plan:
-    """The Plan of one of the library's queries; ask(plan) calls it and returns its status."""
+def plan_from(ask: Callable[[AttentionPlan], int], struct: Any = None) -> Plan:
+    """The Plan of one of the library's queries; ask(plan) calls it with this struct and returns its status."""
     lib, plan = load(), new(AttentionPlan)
     status = ask(plan)
     return Plan(
         status=lib.fa_status_name(status).decode(),
-        error=lib.fa_last_error().decode(errors="replace") if status else "",
+        error=last_error(struct) if status else "",
         kernel=plan.kernel.decode(),
         workspace_bytes=plan.workspace_bytes,
-        why_not=dict(line.split(": ", 1) for line in plan.why_not.decode(errors="replace").splitlines()),
+        why_not=reasons(plan.why_not),
     )
+
+
+def reasons(why_not: bytes) -> dict[str, str]:
+    """The library's lines `kernel: reason`, in the words of Python's functions."""
+    lines = (line.split(": ", 1) for line in why_not.decode(errors="replace").splitlines())
+    return {kernel: explained(reason) for kernel, reason in lines}
 
 
 def kernel_table(lib: ct.CDLL, prefix: str) -> list[dict[str, str]]:

@@ -249,7 +249,7 @@ class Repeats:
             if status != OK:
                 if status == WORKSPACE_TOO_SMALL:  # another kernel than last time, or this thread's first call
                     return None
-                raise failure(status)
+                raise failure(status, structs[-1])
             if pick:
                 wrote(pick(arrays))
             if simple:
@@ -280,7 +280,7 @@ class Repeats:
                 return out
             if status == WORKSPACE_TOO_SMALL:
                 return None
-            raise failure(status)
+            raise failure(status, structs[-1])
 
         if simple and not given_out and sources == ["q", "k", "v", "out", *["workspace", "workspace_bytes"] * on_cpu]:
             ((make_out, like_out),) = makers

@@ -16,20 +16,32 @@ class _Words(NamedTuple):
     cast: str
     contiguous: str = ""
     move: str = ""  # to the device of `first`
+    bits: str = ""  # integers that are the bits of this dtype
 
 
 _WORDS = {
-    "NumPy": _Words("np", "np.asarray({x}, {dtype})", "{x}.astype({dtype})", "np.ascontiguousarray({x})"),
+    "NumPy": _Words(
+        "np",
+        "np.asarray({x}, {dtype})",
+        "{x}.astype({dtype})",
+        "np.ascontiguousarray({x})",
+        bits="{x}.view(ml_dtypes.{dtype})",
+    ),
     "PyTorch": _Words(
         "torch",
         "torch.as_tensor({x}, dtype={dtype}, device={first}.device)",
         "{x}.to({dtype})",
         "{x}.contiguous()",
         "{x}.to({first}.device)",
+        "{x}.view(torch.{dtype})",
     ),
     "CuPy": _Words("cupy", "cupy.asarray({x}, {dtype})", "{x}.astype({dtype})", "cupy.ascontiguousarray({x})"),
     "JAX": _Words(
-        "jnp", "jnp.asarray({x}, {dtype})", "{x}.astype({dtype})", move="jax.device_put({x}, {first}.device)"
+        "jnp",
+        "jnp.asarray({x}, {dtype})",
+        "{x}.astype({dtype})",
+        move="jax.device_put({x}, {first}.device)",
+        bits="jax.lax.bitcast_convert_type({x}, jnp.{dtype})",
     ),
 }
 
@@ -39,7 +51,18 @@ def pass_array(framework: str, name: str, first: str, dtype: str) -> str:
     return _say(framework, "array", name, first, dtype)
 
 
-def pass_cast(framework: str, name: str, dtype: str) -> str:
+# Integers of these types are often the bits of floats that a file, or a framework, had no name for.
+_BITS = {"uint16": "bfloat16", "int16": "bfloat16", "uint8": "float8_e4m3fn"}
+
+
+def pass_cast(framework: str, name: str, dtype: str, given: str = "") -> str:
+    """given: the dtype that the array has, where a cast may not be what is wanted: of bits it makes other numbers."""
+    if given.startswith("complex"):
+        return ""
+    words = _WORDS.get(framework)
+    if words and words.bits and given in _BITS and "int" not in dtype:
+        bits = _BITS[given]
+        return f"; if it has the bits of {bits}, pass {words.bits.format(x=name, dtype=bits)}"
     return _say(framework, "cast", name, dtype=dtype)
 
 

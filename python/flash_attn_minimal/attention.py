@@ -19,16 +19,29 @@ from ._checks import (
     _check_dtype,
     _check_last_axis,
     _check_same_place,
+    _dtype_name,
     _flag,
     _integer,
     _wants_lse,
 )
 from ._forward import QKV, QKV_OUT, attend, find, present, repeats
 from ._library import DTYPES, KERNEL_TABLES, BadArgument, MergeArgs, QuantizeArgs, Unsupported, load, new
-from ._options import Array, AttentionOptions, KeywordOptions, Options, _lengths, _options_of, _output, _prepare
-from ._pack import _put_dense, _put_tensor
+from ._options import (
+    AnyArray,
+    Array,
+    AttentionOptions,
+    DType,
+    KeywordOptions,
+    Options,
+    _lengths,
+    _options_of,
+    _output,
+    _prepare,
+)
+from ._pack import _empty, _put_dense, _put_tensor
 from ._query import Plan, kernel_table, plan_of
 from ._trace import is_traced, traceable
+from ._words import pass_cast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,16 +68,22 @@ def flash_attn_func(
     causal: bool = ...,
     window_size: tuple[int, int] = ...,
     softcap: float = ...,
-    alibi_slopes: Any = ...,
+    alibi_slopes: AnyArray | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     *,
-    out: Any = ...,
+    out: AnyArray | None = ...,
     **options: Unpack[KeywordOptions],
 ) -> Array: ...
 @overload
 def flash_attn_func(
-    q: Array, k: Array, v: Array, *, return_lse: Literal[True], out: Any = ..., **options: Unpack[AttentionOptions]
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    return_lse: Literal[True],
+    out: AnyArray | None = ...,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_func(
@@ -73,12 +92,12 @@ def flash_attn_func(
     v: Array,
     *,
     return_softmax_lse: Literal[True],
-    out: Any = ...,
+    out: AnyArray | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_func(
-    q: Array, k: Array, v: Array, *, return_lse: bool, out: Any = ..., **options: Unpack[AttentionOptions]
+    q: Array, k: Array, v: Array, *, return_lse: bool, out: AnyArray | None = ..., **options: Unpack[AttentionOptions]
 ) -> Array | tuple[Array, Array]: ...
 @overload
 def flash_attn_func(
@@ -89,7 +108,7 @@ def flash_attn_func(
     return_lse: bool = ...,
     return_max_score: Literal[True],
     return_key_sums: bool = ...,
-    out: Any = ...,
+    out: AnyArray | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]: ...
 @overload
@@ -100,7 +119,7 @@ def flash_attn_func(
     *,
     return_lse: bool = ...,
     return_key_sums: Literal[True],
-    out: Any = ...,
+    out: AnyArray | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]: ...
 def flash_attn_func(
@@ -112,30 +131,30 @@ def flash_attn_func(
     causal: bool = False,
     window_size: tuple[int, int] = _OPEN,
     softcap: float = 0.0,
-    alibi_slopes: Any = None,
+    alibi_slopes: AnyArray | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     *,
     return_softmax_lse: bool = False,
     return_max_score: bool = False,
     return_key_sums: bool = False,
-    bias: Any = None,
-    mask: Any = None,
-    sinks: Any = None,
+    bias: AnyArray | None = None,
+    mask: AnyArray | None = None,
+    sinks: AnyArray | None = None,
     top_left: bool = False,
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
-    out: Any = None,
+    out: AnyArray | None = None,
     kernel: str | None = None,
     allow_tf32: bool = False,
     num_threads: int = 0,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
-    out_dtype: str | None = None,
+    q_descale: AnyArray | None = None,
+    k_descale: AnyArray | None = None,
+    v_descale: AnyArray | None = None,
+    out_dtype: DType | None = None,
     fast_accum: bool = False,
     attention_chunk: int = 0,
-) -> Any:
+) -> Array | tuple[Array, ...]:
     """out = softmax(softmax_scale * q k^T + ...) v, without the (seqlen_q, seqlen_k) matrix in memory.
 
     Arrays come from NumPy, PyTorch, CuPy, JAX, Numba, or anything with DLPack or __cuda_array_interface__; those of one
@@ -182,8 +201,8 @@ def flash_attn_func(
         q_descale, k_descale, v_descale: factors that the float8_e4m3fn values of q, k and v are multiplied by. Required
             for float8_e4m3fn and refused for other dtypes. float32, positive, broadcasting to (batch, nheads), (batch,
             nheads_k) and (batch, nheads_k).
-        out_dtype: "bfloat16" or "float16" for float8_e4m3fn inputs; None means q's dtype, or bfloat16 for
-            float8_e4m3fn.
+        out_dtype: "bfloat16" or "float16" for float8_e4m3fn inputs, or such a dtype (torch.float16); None means q's
+            dtype, or bfloat16 for float8_e4m3fn.
         fast_accum: with float8_e4m3fn inputs, P v may be summed over all keys in the tensor cores, which keep 14 bits
             of such sums. Faster beyond 1024 keys, but there a mean of v shrinks as keys are added, as in
             FlashAttention-3.
@@ -238,6 +257,8 @@ def flash_attn_func(
             given, arrays = (QKV, (q, k, v)) if out is None else (QKV_OUT, (q, k, v, out))
         else:
             given, arrays = present(q, k, v, bias, mask, alibi_slopes, sinks, q_descale, k_descale, v_descale, out)
+        if out_dtype is not None and type(out_dtype) is not str:
+            out_dtype = _dtype_name("out_dtype", out_dtype, DTYPES)  # a name can be part of a repeat
         values: tuple = return_lse, dropout_p, softmax_scale, causal, window_size, softcap, num_threads
         if (
             deterministic is not False or top_left is not False or kernel is not None
@@ -271,11 +292,11 @@ def flash_attn_varlen_func(
     causal: bool = ...,
     window_size: tuple[int, int] = ...,
     softcap: float = ...,
-    alibi_slopes: Any = ...,
+    alibi_slopes: AnyArray | None = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     *,
-    out: Any = ...,
+    out: AnyArray | None = ...,
     **options: Unpack[KeywordOptions],
 ) -> Array: ...
 @overload
@@ -289,7 +310,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
-    out: Any = ...,
+    out: AnyArray | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]: ...
 @overload
@@ -303,7 +324,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_softmax_lse: Literal[True],
-    out: Any = ...,
+    out: AnyArray | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]: ...
 @overload
@@ -317,7 +338,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     return_lse: bool,
-    out: Any = ...,
+    out: AnyArray | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> Array | tuple[Array, Array]: ...
 @overload
@@ -333,7 +354,7 @@ def flash_attn_varlen_func(
     return_lse: bool = ...,
     return_max_score: Literal[True],
     return_key_sums: bool = ...,
-    out: Any = ...,
+    out: AnyArray | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]: ...
 @overload
@@ -348,7 +369,7 @@ def flash_attn_varlen_func(
     *,
     return_lse: bool = ...,
     return_key_sums: Literal[True],
-    out: Any = ...,
+    out: AnyArray | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]: ...
 def flash_attn_varlen_func(
@@ -364,30 +385,30 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: tuple[int, int] = _OPEN,
     softcap: float = 0.0,
-    alibi_slopes: Any = None,
+    alibi_slopes: AnyArray | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
     *,
     return_softmax_lse: bool = False,
     return_max_score: bool = False,
     return_key_sums: bool = False,
-    bias: Any = None,
-    mask: Any = None,
-    sinks: Any = None,
+    bias: AnyArray | None = None,
+    mask: AnyArray | None = None,
+    sinks: AnyArray | None = None,
     top_left: bool = False,
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
-    out: Any = None,
+    out: AnyArray | None = None,
     kernel: str | None = None,
     allow_tf32: bool = False,
     num_threads: int = 0,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
-    out_dtype: str | None = None,
+    q_descale: AnyArray | None = None,
+    k_descale: AnyArray | None = None,
+    v_descale: AnyArray | None = None,
+    out_dtype: DType | None = None,
     fast_accum: bool = False,
     attention_chunk: int = 0,
-) -> Any:
+) -> Array | tuple[Array, ...]:
     """flash_attn_func for sequences of different lengths, packed one after the other.
 
     Arguments, where they differ:
@@ -494,7 +515,8 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array
     lse_shape = (*batch, nheads, seqlen)
     for name, view in (("lse_a", la), ("lse_b", lb)):
         if tuple(view.shape) != lse_shape or view.dtype != "float32":
-            raise BadArgument(f"{name} is {view.dtype} {tuple(view.shape)}: expected float32 {lse_shape}")
+            axes = "(nheads, total)" if packed else "(batch, nheads, seqlen)"
+            raise BadArgument(f"{name} is {view.dtype} {tuple(view.shape)}: expected float32 {lse_shape}, {axes}")
         _check_contiguous(name, view)
     for name, view in (("out_a", a), ("out_b", b)):
         _check_last_axis(name, view)
@@ -523,8 +545,8 @@ def quantize_fp8(x: Array, hadamard: bool = False, seed: int = 0) -> tuple[Array
             float32, float16 or bfloat16, finite, last axis contiguous, headdim up to 512, with hadamard a power of two.
         seed: 64-bit integer that decides the signs.
 
-    Returns (x8, descale): x8 like x in float8_e4m3fn, descale (batch, nheads) float32. NumPy has float8_e4m3fn only
-    after `import ml_dtypes`.
+    Returns (x8, descale): x8 like x in float8_e4m3fn, descale (batch, nheads) float32. NumPy arrays need the ml_dtypes
+    package for float8_e4m3fn.
 
     On a Hopper GPU, with PyTorch or JAX arrays:
 
@@ -538,19 +560,15 @@ def quantize_fp8(x: Array, hadamard: bool = False, seed: int = 0) -> tuple[Array
             f"x has shape {tuple(view.shape)}: expected (batch, seqlen, nheads, headdim) or (total, nheads, headdim)"
         )
     if view.dtype not in ("float32", "float16", "bfloat16"):
-        raise BadArgument(f"x is {view.dtype}: expected float32, float16 or bfloat16")
+        advice = pass_cast(view.door.name, "x", "float32", view.dtype)
+        raise BadArgument(f"x is {view.dtype}: expected float32, float16 or bfloat16{advice}")
     _check_last_axis("x", view)
     *batch, seqlen, nheads, headdim = view.shape
     args = new(QuantizeArgs)
     args.device, args.dtype = view.device, DTYPES[view.dtype]
     args.batch, args.seqlen, args.nheads, args.headdim = batch[0] if batch else 1, seqlen, nheads, headdim
     args.hadamard, args.seed = _flag("hadamard", hadamard), _integer("seed", seed, 0, 2**64 - 1)
-    try:
-        out = view.door.empty(view, tuple(view.shape), "float8_e4m3fn")
-    except (TypeError, KeyError, AttributeError):
-        raise Unsupported(
-            f"{view.door.name} has no dtype float8_e4m3fn here (NumPy has it after `import ml_dtypes`)"
-        ) from None
+    out = _empty(view, tuple(view.shape), "float8_e4m3fn")
     descale = view.door.empty(view, (args.batch, nheads), "float32")
     _put_tensor(args, "x", view)
     _put_tensor(args, "out", out)
@@ -560,11 +578,11 @@ def quantize_fp8(x: Array, hadamard: bool = False, seed: int = 0) -> tuple[Array
 
 
 def query(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    cu_seqlens_q: AnyArray | None = None,
+    cu_seqlens_k: AnyArray | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
@@ -572,8 +590,8 @@ def query(
     return_softmax_lse: bool = False,
     return_max_score: bool = False,
     return_key_sums: bool = False,
-    out: Any = None,
-    **options: Any,
+    out: AnyArray | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Plan:
     """Tells what flash_attn_func (or, with cu_seqlens, flash_attn_varlen_func) would do with the same arguments,
     without doing it.

@@ -7,8 +7,8 @@ PyTorch does more than run them.
     everything else (_modes.py) the operators flash_attn_minimal::attention and ::attention_backward (torch.library),
                                 which traces and graphs hold without looking inside
 
-Importing this module is optional: the first call that needs it imports it. Import it before torch.compile meets the
-first call, or the import breaks the graph.
+Importing this module is optional: the first call that needs it imports it. A program that imports flash_attn_minimal
+before torch, and whose first call is inside torch.compile(fullgraph=True), must import it.
 
 Gradients exist for q, k, v, bias and sinks, through out and lse, in reverse mode and of first order only.
 """
@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import torch
 
-from . import _modes, _statistics
+from . import _arrays, _modes, _statistics
 from ._checks import _flag, _integer, _number, _window
 from ._forward import attend, find, given_arrays
 from ._library import BadArgument, Unsupported
 from ._options import Options
+from ._words import pass_array
 from .backward import _differentiate, find_gradients
 
 _modes.active()  # fetches PyTorch's functions, in case PyTorch was imported after this library
@@ -103,7 +104,10 @@ def _check_arrays(given: dict) -> None:
             raise Unsupported(f"{name} requires a gradient, which attention does not have: pass {name}.detach()")
     for name, array in given.items():
         if name in _ARRAYS and array is not None and not isinstance(array, torch.Tensor):
-            raise BadArgument(f"{name} is a {type(array).__name__}: where q is a tensor, it must be one too")
+            first = next(x for x in _ARRAYS if isinstance(given[x], torch.Tensor))
+            dtype = {"mask": "bool", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32"}.get(name, f"{first}.dtype")
+            advice = pass_array("PyTorch", name, first, dtype)
+            raise BadArgument(f"{name} is {_arrays._kind(array)}, but {first} is a PyTorch tensor{advice}")
 
 
 def _refuse(name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -346,7 +350,8 @@ def _(q, k, v, *rest):
     rank = 4 if rest[4] is None else 3
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != rank:
-            raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected {rank} axes")
+            axes = "(batch, seqlen, nheads, headdim)" if rank == 4 else "(total, nheads, headdim)"
+            raise BadArgument(f"{name} has shape {tuple(x.shape)}: expected {axes}")
         if x.dtype != q.dtype:
             raise BadArgument(f"q is {q.dtype}, but {name} is {x.dtype}: they must be the same")
     for name, x in zip(_ARRAYS, (q, k, v, *rest), strict=False):

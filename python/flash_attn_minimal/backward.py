@@ -14,7 +14,7 @@ from ._arrays import View
 from ._checks import _check_contiguous, _check_last_axis, _flag
 from ._launch import _with_workspace
 from ._library import KERNEL_TABLES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, load, new
-from ._options import Array, AttentionOptions, Options, _lengths, _options_of, _prepare
+from ._options import AnyArray, Array, AttentionOptions, Options, _lengths, _options_of, _prepare
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor
 from ._query import Plan, kernel_table, plan_from
 from ._repeat import Made, Repeats
@@ -31,16 +31,16 @@ def backward(
     out: Array,
     lse: Array,
     *,
-    dlse: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
+    dlse: AnyArray | None = None,
+    cu_seqlens_q: AnyArray | None = None,
+    cu_seqlens_k: AnyArray | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_dbias: bool = False,
     return_dsinks: bool = False,
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
+    dq: AnyArray | None = None,
+    dk: AnyArray | None = None,
+    dv: AnyArray | None = None,
     accumulate: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, ...]:
@@ -210,14 +210,14 @@ def _launch_backward(
 
 
 def backward_query(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    cu_seqlens_q: AnyArray | None = None,
+    cu_seqlens_k: AnyArray | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> Plan:
     """Tells what `backward` would do for these inputs and options, without doing it: see query.
 
@@ -238,7 +238,7 @@ def backward_query(
     _put_dense(args, "out", out_shape)
     for name, shape in (("dout", out_shape), ("dq", q_shape), ("dk", k_shape), ("dv", v_shape)):
         _put_dense(call, name, shape)
-    return plan_from(lambda plan: load().fa_attention_backward_query(call, plan))
+    return plan_from(lambda plan: load().fa_attention_backward_query(call, plan), call)
 
 
 def backward_kernels() -> list[dict[str, str]]:
@@ -254,7 +254,8 @@ def backward_kernels() -> list[dict[str, str]]:
 def _input(views: list[View], name: str, array, shape: tuple[int, ...], dtype: str) -> View:
     view = _option(views, name, array, (dtype,))
     if tuple(view.shape) != tuple(shape):
-        raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {tuple(shape)}")
+        axes = {"lse": ", (batch, nheads, seqlen_q)", "dlse": ", like lse"}.get(name, "") if len(shape) == 3 else ""
+        raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {tuple(shape)}{axes}")
     _check_last_axis(name, view)
     return view
 

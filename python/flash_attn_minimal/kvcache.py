@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes as ct
 import inspect
 import itertools
+import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import numpy as np
@@ -18,7 +19,7 @@ from ._arrays import View
 from ._checks import _OPEN, _check_contiguous, _check_last_axis, _check_same_place, _flag, _integer, _wants_lse
 from ._launch import _with_workspace
 from ._library import CACHE_DTYPES, DTYPES, AttentionArgs, BadArgument, KVCacheArgs, load, new
-from ._options import Array, Options
+from ._options import AnyArray, Array, Options
 from ._pack import _destination, _option, _put_dense, _put_strides, _put_tensor, _results
 from ._query import Plan, plan_from
 from ._repeat import Made, Repeats
@@ -32,35 +33,35 @@ class CacheKeywordOptions(TypedDict, total=False):
     """For type checkers: flash_attn_with_kvcache's keyword-only arguments."""
 
     attention_chunk: int
-    sinks: Any
-    k_scale: Any
-    v_scale: Any
-    tree_mask: Any
+    sinks: AnyArray | None
+    k_scale: AnyArray | None
+    v_scale: AnyArray | None
+    tree_mask: AnyArray | None
     tree_keys: int
     batch_invariant: bool
     programmatic: bool
     kernel: str | None
-    out: Any
+    out: AnyArray | None
     num_threads: int
 
 
 class CacheOptions(CacheKeywordOptions, total=False):
     """For type checkers: these and the optional arguments that flash_attn_with_kvcache also takes by position."""
 
-    k: Any
-    v: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    cache_seqlens: Any
-    cache_batch_idx: Any
-    cache_leftpad: Any
-    block_table: Any
+    k: AnyArray | None
+    v: AnyArray | None
+    rotary_cos: AnyArray | None
+    rotary_sin: AnyArray | None
+    cache_seqlens: AnyArray | int | None
+    cache_batch_idx: AnyArray | None
+    cache_leftpad: AnyArray | None
+    block_table: AnyArray | None
     softmax_scale: float | None
     causal: bool
     window_size: tuple[int, int]
     softcap: float
     rotary_interleaved: bool
-    alibi_slopes: Any
+    alibi_slopes: AnyArray | None
     num_splits: int
 
 
@@ -69,20 +70,20 @@ def flash_attn_with_kvcache(
     q: Array,
     k_cache: Array,
     v_cache: Array,
-    k: Any = ...,
-    v: Any = ...,
-    rotary_cos: Any = ...,
-    rotary_sin: Any = ...,
-    cache_seqlens: Any = ...,
-    cache_batch_idx: Any = ...,
-    cache_leftpad: Any = ...,
-    block_table: Any = ...,
+    k: AnyArray | None = ...,
+    v: AnyArray | None = ...,
+    rotary_cos: AnyArray | None = ...,
+    rotary_sin: AnyArray | None = ...,
+    cache_seqlens: AnyArray | int | None = ...,
+    cache_batch_idx: AnyArray | None = ...,
+    cache_leftpad: AnyArray | None = ...,
+    block_table: AnyArray | None = ...,
     softmax_scale: float | None = ...,
     causal: bool = ...,
     window_size: tuple[int, int] = ...,
     softcap: float = ...,
     rotary_interleaved: bool = ...,
-    alibi_slopes: Any = ...,
+    alibi_slopes: AnyArray | None = ...,
     num_splits: int = ...,
     return_softmax_lse: Literal[False] = ...,
     *,
@@ -105,36 +106,36 @@ def flash_attn_with_kvcache(
     q: Array,
     k_cache: Array,
     v_cache: Array,
-    k: Any = None,
-    v: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    cache_seqlens: Any = None,
-    cache_batch_idx: Any = None,
-    cache_leftpad: Any = None,
-    block_table: Any = None,
+    k: AnyArray | None = None,
+    v: AnyArray | None = None,
+    rotary_cos: AnyArray | None = None,
+    rotary_sin: AnyArray | None = None,
+    cache_seqlens: AnyArray | int | None = None,
+    cache_batch_idx: AnyArray | None = None,
+    cache_leftpad: AnyArray | None = None,
+    block_table: AnyArray | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = _OPEN,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
-    alibi_slopes: Any = None,
+    alibi_slopes: AnyArray | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
     return_lse: bool = False,
     attention_chunk: int = 0,
-    sinks: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    tree_mask: Any = None,
+    sinks: AnyArray | None = None,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
+    tree_mask: AnyArray | None = None,
     tree_keys: int = 0,
     batch_invariant: bool = False,
     programmatic: bool = False,
     kernel: str | None = None,
-    out: Any = None,
+    out: AnyArray | None = None,
     num_threads: int = 0,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Appends k and v to the cache in place, rotates q and k, and returns attention of q over the cache.
 
     Arguments:
@@ -150,7 +151,8 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), contiguous, float32 or q's dtype: rotate the first
             rotary_dim dims of k and q. New key t is at position cache_seqlens + t. With causal, a window or chunks row
             t of q is at that position too; otherwise all rows of q are at cache_seqlens. Without k and v only q is
-            rotated.
+            rotated. A position without a row is refused, except where cache_seqlens is an array on a GPU: there it is
+            rotated by the last row.
         cache_seqlens: the number of keys in the cache before this call: (batch,) int32 on q's device, or one integer
             for all sequences, which needs neither memory nor a copy. A negative entry of an array marks an idle
             sequence: it appends nothing and returns out = 0, lse = -inf (with sinks, the sink). None: the cache is
@@ -266,7 +268,10 @@ def kvcache_query(*arrays: Any, **options: Any) -> Plan:
     >>> kvcache_query(q, cache, cache, cache_seqlens=700, kernel="cpu_naive").status
     'FA_OK'
     """
-    given = _ARGUMENTS.bind(*arrays, **options).arguments
+    try:
+        given = _ARGUMENTS.bind(*arrays, **options).arguments
+    except TypeError as error:
+        raise TypeError(f"kvcache_query() {error}") from None
     out = given.pop("out", None)
     _wants_lse(given.pop("return_lse", False), given.pop("return_softmax_lse", False))
     call, args, views, _ = _prepare_step(_Step(**given))
@@ -275,7 +280,7 @@ def kvcache_query(*arrays: Any, **options: Any) -> Plan:
         _put_tensor(args, "out", _given_out(out, views, shape))
     else:
         _put_dense(args, "out", shape)
-    return plan_from(lambda plan: load().fa_kvcache_query(call, plan))
+    return plan_from(lambda plan: load().fa_kvcache_query(call, plan), call)
 
 
 _ARGUMENTS = inspect.signature(flash_attn_with_kvcache)
@@ -285,22 +290,22 @@ class _Step(NamedTuple):
     """The arguments of a step except for its results: arrays first, the last of them cache_seqlens, which may also be a
     number."""
 
-    q: Any
-    k_cache: Any
-    v_cache: Any
-    k: Any = None
-    v: Any = None
-    rotary_cos: Any = None
-    rotary_sin: Any = None
-    cache_batch_idx: Any = None
-    cache_leftpad: Any = None
-    block_table: Any = None
-    alibi_slopes: Any = None
-    sinks: Any = None
-    k_scale: Any = None
-    v_scale: Any = None
-    tree_mask: Any = None
-    cache_seqlens: Any = None
+    q: AnyArray
+    k_cache: AnyArray
+    v_cache: AnyArray
+    k: AnyArray | None = None
+    v: AnyArray | None = None
+    rotary_cos: AnyArray | None = None
+    rotary_sin: AnyArray | None = None
+    cache_batch_idx: AnyArray | None = None
+    cache_leftpad: AnyArray | None = None
+    block_table: AnyArray | None = None
+    alibi_slopes: AnyArray | None = None
+    sinks: AnyArray | None = None
+    k_scale: AnyArray | None = None
+    v_scale: AnyArray | None = None
+    tree_mask: AnyArray | None = None
+    cache_seqlens: AnyArray | int | None = None
     softmax_scale: float | None = None
     causal: bool = False
     window_size: tuple[int, int] = _OPEN
@@ -345,7 +350,8 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
     for name, view in (("q", qv), ("k_cache", kv), ("v_cache", vv)):
         if len(view.shape) != 4:
             axes = "(batch, seqlen_q, nheads, headdim)" if view is qv else "(entries, seqlen_cache, nheads_k, headdim)"
-            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {axes}")
+            advice = f"; for one row of each sequence pass {name}[:, None]" if view is qv and len(qv.shape) == 3 else ""
+            raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {axes}{advice}")
         _check_last_axis(name, view)
     _check_same_place("k_cache", kv, "q", qv)
     _check_same_place("v_cache", vv, "q", qv)
@@ -394,6 +400,8 @@ def _prepare_step(step: _Step) -> tuple[KVCacheArgs, AttentionArgs, list[View], 
     lengths = step.cache_seqlens
     if isinstance(lengths, (int, np.integer)) and not isinstance(lengths, bool):
         _shorten(args, lengths, call.seqlen_new)
+    elif isinstance(lengths, (bool, float)):
+        raise BadArgument(f"cache_seqlens={lengths} is neither an integer nor an array of int32")
     elif lengths is not None:
         call.cache_seqlens = _per_sequence(views, "cache_seqlens", lengths, batch)
     if step.rotary_cos is not None or step.rotary_sin is not None:
@@ -419,7 +427,9 @@ def _given_out(out: Any, views: list[View], shape: tuple[int, ...]) -> View:
 def _per_sequence(views: list[View], name: str, array: Any, batch: int) -> int | None:
     view = _option(views, name, array, ("int32",))
     if tuple(view.shape) != (batch,):
-        raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected ({batch},)")
+        one = name == "cache_seqlens" and math.prod(view.shape) == 1
+        advice = "; for one length of all sequences pass int(cache_seqlens)" if one else ""
+        raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected ({batch},){advice}")
     _check_last_axis(name, view)
     return view.pointer
 
@@ -428,8 +438,10 @@ def _shorten(args: AttentionArgs, length: int, seqlen_new: int) -> None:
     """One length for all sequences: the cache of the struct ends after the appended keys, so it needs no lengths."""
     length = _integer("cache_seqlens", length, 0, 2**63 - 1)
     if length + seqlen_new > args.seqlen_k:
+        swapped = "; the order of arguments is q, k_cache, v_cache, k, v" if seqlen_new > args.seqlen_k else ""
         raise BadArgument(
-            f"cache_seqlens={length} and {seqlen_new} new keys are more than the {args.seqlen_k} keys of a cache entry"
+            f"cache_seqlens={length} and {seqlen_new} new keys are more than the {args.seqlen_k} keys of a cache "
+            f"entry{swapped}"
         )
     args.seqlen_k = length + seqlen_new
 
@@ -445,7 +457,8 @@ def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, 
     for name, view, dim in (("k", kn, args.headdim), ("v", vn, args.headdim_v)):
         shape = tuple(view.shape)
         if len(shape) != 4 or (shape[0], *shape[2:]) != (args.batch, args.nheads_k, dim):
-            raise BadArgument(f"{name} has shape {shape}: expected ({args.batch}, seqlen_new, {args.nheads_k}, {dim})")
+            expected = f"expected ({args.batch}, seqlen_new, {args.nheads_k}, {dim})"
+            raise BadArgument(f"{name} has shape {shape}: {expected}{_new_rows(name, shape, args.batch, kv)}")
         _check_last_axis(name, view)
     if vn.shape[1] != kn.shape[1]:
         raise BadArgument(f"v has shape {tuple(vn.shape)}, but k has {tuple(kn.shape)}: seqlen_new must agree")
@@ -457,6 +470,19 @@ def _put_new(call: KVCacheArgs, args: AttentionArgs, views: list[View], k: Any, 
         kv.written = vv.written = True
         _put_tensor(call, "k_new", kn)
         _put_tensor(call, "v_new", vn)
+
+
+def _new_rows(name: str, shape: tuple[int, ...], batch: int, cache: View) -> str:
+    """What to do about new keys or values that do not fit the cache."""
+    rows = cache.shape[1]
+    if len(shape) == 3:
+        return f"; for one row of each sequence pass {name}[:, None]"
+    if len(shape) == 4 and shape[0] == batch and rows in (shape[1], shape[2]):  # heads where the rows should be
+        return (
+            f", as k_cache has shape {tuple(cache.shape)}, (entries, seqlen_cache, nheads_k, headdim): of a cache "
+            "(entries, nheads_k, seqlen_cache, headdim) pass k_cache.swapaxes(1, 2) and v_cache.swapaxes(1, 2)"
+        )
+    return f", as k_cache has shape {tuple(cache.shape)}"
 
 
 def _advice(view: View) -> str:

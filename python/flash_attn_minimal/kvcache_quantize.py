@@ -7,7 +7,7 @@ from typing import Any
 
 from . import _arrays, _record
 from ._arrays import View
-from ._checks import _check_last_axis, _check_same_place, _integer, _name
+from ._checks import _check_last_axis, _check_same_place, _dtype_name, _integer, _name
 from ._launch import _with_workspace
 from ._library import (
     CACHE_DTYPES,
@@ -21,8 +21,8 @@ from ._library import (
     load,
     new,
 )
-from ._options import Array
-from ._pack import _option, _put_strides, _put_tensor
+from ._options import AnyArray, Array, DType
+from ._pack import _empty, _option, _put_strides, _put_tensor
 
 _FACTORS = ("token", "entry", "head")
 _E4M3_MAX, _INT8_MAX = 448.0, 127.0
@@ -31,11 +31,11 @@ _E4M3_MAX, _INT8_MAX = 448.0, 127.0
 def quantize_kvcache(
     k_cache: Array,
     v_cache: Array,
-    dtype: str = "float8_e4m3fn",
+    dtype: DType = "float8_e4m3fn",
     factors: str = "token",
     *,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
     num_threads: int = 0,
 ) -> tuple[Array, Array, Array, Array]:
     """Rounds a cache to the 8-bit form that flash_attn_with_kvcache takes: values are about value8 * scale.
@@ -44,7 +44,7 @@ def quantize_kvcache(
         k_cache: (entries, seqlen_cache, nheads_k, headdim), or pages (pages, page_size, nheads_k, headdim), float32,
             float16 or bfloat16, last axis contiguous. It is only read.
         v_cache: (entries, seqlen_cache, nheads_k, headdim_v), the same dtype.
-        dtype: "float8_e4m3fn" or "int8".
+        dtype: "float8_e4m3fn" or "int8", or such a dtype of NumPy, PyTorch or JAX.
         factors: which values share a factor. A factor is the largest magnitude among them divided by the largest value
             of the dtype, 448 or 127:
             "token": each head of each token, (entries, seqlen_cache, nheads_k). The most accurate; the contents of
@@ -61,7 +61,7 @@ def quantize_kvcache(
 
     Returns k_cache8, v_cache8, k_scale, v_scale: new contiguous arrays, except that given factors are returned as is.
 
-    Raises: as flash_attn_with_kvcache. NumPy has float8_e4m3fn only after `import ml_dtypes`; CuPy has int8 only.
+    Raises: as flash_attn_with_kvcache. NumPy arrays need the ml_dtypes package for float8_e4m3fn; CuPy has int8 only.
 
     >>> import numpy as np
     >>> from flash_attn_minimal import flash_attn_with_kvcache, quantize_kvcache
@@ -89,12 +89,12 @@ def quantize_kvcache(
             f"v_cache is {vv.dtype} {tuple(vv.shape)}, but k_cache is {kv.dtype} {tuple(kv.shape)}: "
             "all but headdim must agree"
         )
-    dtype, factors = _name("dtype", dtype, CACHE_DTYPES), _name("factors", factors, _FACTORS)
+    dtype, factors = _dtype_name("dtype", dtype, CACHE_DTYPES), _name("factors", factors, _FACTORS)
     if (k_scale is None) != (v_scale is None):
         names = ("k_scale", "v_scale") if k_scale is None else ("v_scale", "k_scale")
         raise BadArgument(f"{names[0]} is None and {names[1]} is not")
     views = [kv, vv]
-    k8, v8 = _empty(kv, dtype), _empty(vv, dtype)
+    k8, v8 = _empty(kv, tuple(kv.shape), dtype), _empty(vv, tuple(vv.shape), dtype)
     given = k_scale is not None
     if given:
         scales = [_given(views, n, s) for n, s in (("k_scale", k_scale), ("v_scale", v_scale))]
@@ -110,15 +110,6 @@ def quantize_kvcache(
     if by_token:
         k_scale, v_scale = (view.door.result(view) for view in scales)
     return k8.door.result(k8), v8.door.result(v8), k_scale, v_scale
-
-
-def _empty(like: View, dtype: str) -> View:
-    try:
-        return like.door.empty(like, tuple(like.shape), dtype)
-    except (TypeError, KeyError, AttributeError):
-        raise Unsupported(
-            f"{like.door.name} has no dtype {dtype} here (NumPy has it after `import ml_dtypes`)"
-        ) from None
 
 
 def _given(views: list[View], name: str, scale: Any) -> View:

@@ -167,7 +167,11 @@ REFUSED = {
         fa.Unsupported,
         "alibi_slopes requires a gradient",
     ),
-    "foreign": (lambda q, k, v: {"sinks": np.ones(4, np.float32)}, fa.BadArgument, "sinks is a ndarray"),
+    "foreign": (
+        lambda q, k, v: {"sinks": np.ones(4, np.float32)},
+        fa.BadArgument,
+        "sinks is a numpy.ndarray, but q",
+    ),
     "causal": (lambda q, k, v: {"causal": 3}, fa.BadArgument, "causal=3 is neither True nor False"),
     "seed": (lambda q, k, v: {"dropout_p": 0.5}, fa.BadArgument, "dropout_p=0.5 without dropout_seed"),
     "headdim": (lambda q, k, v: {"k": k[..., :8]}, fa.BadArgument, "k has shape"),

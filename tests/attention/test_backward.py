@@ -440,7 +440,7 @@ def test_float8_has_no_backward_pass():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     q = np.zeros((1, 4, 2, 16), ml_dtypes.float8_e4m3fn)
     plan = fa.backward_query(q, q, q, **{f"{x}_descale": np.ones(1, np.float32) for x in "qkv"})
-    assert plan.status == "FA_UNSUPPORTED" and "float8_e4m3 has no backward pass" in plan.error
+    assert plan.status == "FA_UNSUPPORTED" and "float8_e4m3fn has no backward pass" in plan.error
 
 
 def test_out_is_read_alone(backward_kernel):

@@ -46,8 +46,8 @@ read_only.flags.writeable = False
 
 # (argument, bad value, error, what the message says). Quoted: the argument's name and value.
 BAD = [
-    ("q", [1.0], fa.BadArgument, r"q is a builtins\.list: expected an array"),
-    ("q", None, fa.BadArgument, r"q is a builtins\.NoneType"),
+    ("q", [1.0], fa.BadArgument, r"q is a list: expected an array"),
+    ("q", None, fa.BadArgument, r"q is None"),
     (
         "q",
         zeros((5, 4, 8), f32),
@@ -84,7 +84,7 @@ BAD = [
     ("k", zeros((2, 6, 2, 8), f32), fa.BadArgument, r"v has shape \(2, 5, 2, 8\), but k has \(2, 6, 2, 8\)"),
     ("k", zeros((2, 5, 2, 8), np.float16), fa.BadArgument, "q is float32, k is float16"),
     ("k", zeros((2, 5, 2, 16), f32)[..., ::2], fa.BadArgument, "k has stride 2 along its last axis"),
-    ("k", "k", fa.BadArgument, r"k is a builtins\.str"),
+    ("k", "k", fa.BadArgument, r"k='k' is a str"),
     ("v", zeros((2, 5, 1, 8), f32), fa.BadArgument, r"v has shape \(2, 5, 1, 8\), but k has \(2, 5, 2, 8\)"),
     ("v", zeros((2, 4, 2, 8), f32), fa.BadArgument, r"v has shape \(2, 4, 2, 8\), but k has"),
     ("v", zeros((2, 5, 2, 8), np.int32), fa.BadArgument, "v is int32: they must be the same"),
@@ -106,10 +106,10 @@ BAD = [
     ("softmax_scale", "big", fa.BadArgument, "softmax_scale='big' is not a number"),
     ("causal", "yes", fa.BadArgument, "causal='yes' is neither True nor False"),
     ("causal", 2, fa.BadArgument, "causal=2 is neither True nor False"),
-    ("window_size", 3, fa.BadArgument, r"window_size=3 is not a pair \(left, right\)"),
+    ("window_size", 3, fa.BadArgument, r"window_size=3 is not a pair \(left, right\) of integers, .*pass \(3, 0\)"),
     ("window_size", (1, 2, 3), fa.BadArgument, r"window_size=\(1, 2, 3\) is not a pair"),
-    ("window_size", (-2, 0), fa.BadArgument, "window_left=-2 is below -1"),
-    ("window_size", (0, -5), fa.BadArgument, "window_right=-5 is below -1"),
+    ("window_size", (-2, 0), fa.BadArgument, r"window_size\[0\]=-2 is below -1"),
+    ("window_size", (0, -5), fa.BadArgument, r"window_size\[1\]=-5 is below -1"),
     ("window_size", (0.5, 0), fa.BadArgument, r"window_size\[0\]=0.5 is not an integer"),
     ("window_size", (0, 2**63), fa.BadArgument, r"window_size\[1\]=9223372036854775808 is outside"),
     ("softcap", -1.0, fa.BadArgument, "softcap=-1 is not a finite number >= 0"),
@@ -119,7 +119,7 @@ BAD = [
     ("alibi_slopes", zeros((1, 4), f32), fa.BadArgument, r"alibi_slopes has shape \(1, 4\)"),
     ("alibi_slopes", zeros(4), fa.BadArgument, "alibi_slopes is float64: expected float32"),
     ("alibi_slopes", zeros(8, f32)[::2], fa.BadArgument, "alibi_slopes has stride 2 along its last axis"),
-    ("alibi_slopes", 0.5, fa.BadArgument, r"alibi_slopes is a builtins\.float"),
+    ("alibi_slopes", 0.5, fa.BadArgument, r"alibi_slopes=0.5 is a float"),
     ("deterministic", 3, fa.BadArgument, "deterministic=3 is neither True nor False"),
     ("return_lse", "no", fa.BadArgument, "return_lse='no' is neither True nor False"),
     ("return_key_sums", "x", fa.BadArgument, "return_key_sums='x' is neither True nor False"),
@@ -162,7 +162,7 @@ BAD = [
         fa.BadArgument,
         "out.batch_stride=0 with batch=2",
     ),
-    ("out", [], fa.BadArgument, r"out is a builtins\.list"),
+    ("out", [], fa.BadArgument, r"out is a list"),
 ]
 IDS = [f"{name}-{i}" for i, (name, *_) in enumerate(BAD)]
 
@@ -244,23 +244,23 @@ BAD_VARLEN = [
     ("q", zeros((1, 10, 4, 8), f32), r"q has shape \(1, 10, 4, 8\): expected \(total, nheads, headdim\)"),
     ("k", zeros((10, 2, 9), f32), r"k has shape \(10, 2, 9\), but q has \(10, 4, 8\): headdim must agree"),
     ("v", zeros((9, 2, 8), f32), r"v has shape \(9, 2, 8\), but k has \(10, 2, 8\)"),
-    ("cu_seqlens_q", [0, 5, 10], r"cu_seqlens_q is a builtins\.list"),
-    ("cu_seqlens_q", None, r"cu_seqlens_q is a builtins\.NoneType"),
+    ("cu_seqlens_q", [0, 5, 10], r"cu_seqlens_q is a list"),
+    ("cu_seqlens_q", None, r"cu_seqlens_q is None"),
     ("cu_seqlens_q", np.array([0, 5, 10], np.int64), "cu_seqlens_q is int64: expected int32"),
     ("cu_seqlens_q", np.array([[0, 5, 10]], i32), r"cu_seqlens_q has shape \(1, 3\): expected \(batch \+ 1,\)"),
     ("cu_seqlens_q", np.array([], i32), r"cu_seqlens_q has shape \(0,\)"),
     ("cu_seqlens_q", np.array([0, 0, 5, 0, 10, 0], i32)[::2], "cu_seqlens_q has stride 2"),
     ("cu_seqlens_q", np.array([1, 5, 10], i32), r"cu_seqlens_q\[0\]=1 is not 0"),
     ("cu_seqlens_q", np.array([0, 5, 3], i32), r"cu_seqlens_q\[2\]=3 is below cu_seqlens_q\[1\]=5"),
-    ("cu_seqlens_q", np.array([0, 6, 10], i32), "cu_seqlens_q: sequence 0 has 6 rows, more than seqlen_q=5"),
+    ("cu_seqlens_q", np.array([0, 6, 10], i32), "cu_seqlens_q: sequence 0 has 6 rows, more than max_seqlen_q=5"),
     ("cu_seqlens_q", np.array([0, 5, 10, 15], i32), "cu_seqlens_k has 3 entries, but cu_seqlens_q has 4"),
     ("cu_seqlens_k", np.array([0, 4, 2], i32), r"cu_seqlens_k\[2\]=2 is below"),
-    ("cu_seqlens_k", np.array([0, 0, 9], i32), "cu_seqlens_k: sequence 1 has 9 rows, more than seqlen_k=5"),
+    ("cu_seqlens_k", np.array([0, 0, 9], i32), "cu_seqlens_k: sequence 1 has 9 rows, more than max_seqlen_k=5"),
     ("cu_seqlens_k", np.array([0, 5, 10], np.uint8), "cu_seqlens_k is uint8: expected int32"),
     ("max_seqlen_q", -1, "max_seqlen_q=-1 is outside"),
     ("max_seqlen_q", 2.5, "max_seqlen_q=2.5 is not an integer"),
     ("max_seqlen_k", None, "max_seqlen_k=None is not an integer"),
-    ("max_seqlen_k", 4, "cu_seqlens_k: sequence 0 has 5 rows, more than seqlen_k=4"),
+    ("max_seqlen_k", 4, "cu_seqlens_k: sequence 0 has 5 rows, more than max_seqlen_k=4"),
     ("alibi_slopes", zeros((3, 4), f32), r"alibi_slopes has shape \(3, 4\): expected \(4,\) or \(2, 4\)"),
     (
         "bias",
@@ -292,14 +292,14 @@ def test_cu_seqlens_beyond_the_rows():
 
 def test_huge_lengths_are_refused():
     arguments = packed() | {"max_seqlen_q": 2**40}
-    refused(fa.flash_attn_varlen_func, arguments, fa.Unsupported, "seqlen_q=1099511627776 is above", (10, 4, 8))
+    refused(fa.flash_attn_varlen_func, arguments, fa.Unsupported, "^max_seqlen_q=1099511627776 is above", (10, 4, 8))
 
 
 OUT, LSE = zeros((2, 5, 4, 8), f32), zeros((2, 4, 5), f32)
 BAD_MERGE = [
     ("out_a", OUT[0, 0], fa.BadArgument, r"out_a has shape \(4, 8\): expected"),
     ("out_a", OUT.astype(np.float64), fa.BadArgument, "out_a is float64: expected float32, float16 or bfloat16"),
-    ("out_a", 1, fa.BadArgument, r"out_a is a builtins\.int"),
+    ("out_a", 1, fa.BadArgument, r"out_a=1 is an int"),
     ("out_a", zeros((2, 5, 4, 16), f32)[..., ::2], fa.BadArgument, "out_a has stride 2"),
     ("out_b", OUT[:1], fa.BadArgument, r"out_b is float32 \(1, 5, 4, 8\), but out_a is float32 \(2, 5, 4, 8\)"),
     ("out_b", OUT.astype(np.float16), fa.BadArgument, "out_b is float16"),
@@ -308,7 +308,7 @@ BAD_MERGE = [
     ("lse_a", LSE.astype(np.float64), fa.BadArgument, "lse_a is float64"),
     ("lse_a", zeros((2, 5, 4), f32).swapaxes(1, 2), fa.BadArgument, "lse_a has strides .* it must be contiguous"),
     ("lse_b", zeros((2, 5, 4), f32), fa.BadArgument, r"lse_b is float32 \(2, 5, 4\): expected float32 \(2, 4, 5\)"),
-    ("lse_b", None, fa.BadArgument, r"lse_b is a builtins\.NoneType"),
+    ("lse_b", None, fa.BadArgument, r"lse_b is None"),
 ]
 
 

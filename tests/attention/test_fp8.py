@@ -103,7 +103,7 @@ def test_rotation_helps_with_outliers(headdim, outliers, gain):
         ({"x": np.zeros((1, 2, 3, 4), np.float64)}, "x is float64"),
         ({"x": np.zeros((1, 2, 3, 4), e4m3)}, "x is float8_e4m3fn"),
         ({"x": np.zeros((1, 2, 3, 4), np.float32)[..., ::2]}, "x has stride 2"),
-        ({"x": np.zeros((1, 2, 3, 12), np.float32), "hadamard": True}, "headdim=12 with hadamard=1"),
+        ({"x": np.zeros((1, 2, 3, 12), np.float32), "hadamard": True}, "headdim=12 with hadamard=True"),
         ({"x": np.zeros((1, 2, 3, 513), np.float32)}, "headdim=513"),
         ({"hadamard": 2}, "hadamard=2"),
         ({"seed": -1}, "seed=-1"),
@@ -121,22 +121,22 @@ def test_attention_refuses():
     x8, descale = fa.quantize_fp8(rng().standard_normal((2, 5, 4, 16), dtype=np.float32))
     good = {"q_descale": descale, "k_descale": descale, "v_descale": descale}
     for name in good:
-        with pytest.raises(fa.BadArgument, match=f"{name}.data is NULL"):
+        with pytest.raises(fa.BadArgument, match=f"{name} is None: .* quantize_fp8"):
             fa.flash_attn_func(x8, x8, x8, **{**good, name: None})
         with pytest.raises(fa.BadArgument, match=f"{name} has shape"):
             fa.flash_attn_func(x8, x8, x8, **{**good, name: np.ones((3, 4), np.float32)})
         with pytest.raises(fa.BadArgument, match=f"{name} is float64"):
             fa.flash_attn_func(x8, x8, x8, **{**good, name: np.ones((2, 4))})
         x = np.zeros((2, 5, 4, 16), np.float32)
-        with pytest.raises(fa.BadArgument, match=f"{name}.data is set"):
+        with pytest.raises(fa.BadArgument, match=f"{name} is given, but only q, k and v of float8_e4m3fn"):
             fa.flash_attn_func(x, x, x, **{name: descale})
-    with pytest.raises(fa.BadArgument, match="fast_accum=1, but only dtype=float8_e4m3"):
+    with pytest.raises(fa.BadArgument, match="fast_accum=True, but only q, k and v of float8_e4m3fn"):
         fa.flash_attn_func(x, x, x, fast_accum=True)
     with pytest.raises(fa.BadArgument, match="fast_accum=3 is neither True nor False"):
         fa.flash_attn_func(x8, x8, x8, **good, fast_accum=3)
     with pytest.raises(fa.Unsupported, match="takes no float8_e4m3"):
         fa.flash_attn_func(x8, x8, x8, **good)
-    with pytest.raises(fa.Unsupported, match="out_dtype=float32 with dtype=float8_e4m3"):
+    with pytest.raises(fa.Unsupported, match="out_dtype=float32: the result .* is bfloat16 or float16"):
         fa.flash_attn_func(x8, x8, x8, **good, out_dtype="float32")
     with pytest.raises(fa.BadArgument, match="out_dtype='int8'"):
         fa.flash_attn_func(x8, x8, x8, **good, out_dtype="int8")
@@ -313,7 +313,7 @@ def test_gpu_refusals_name_the_reason(torch):
     x8, descale = fa.quantize_fp8(torch.randn(1, 64, 2, 64, device="cuda"))
     good = {"q_descale": descale, "k_descale": descale, "v_descale": descale}
     for option, text in (
-        ({"window_size": (3, 0)}, "takes no window_left"),
+        ({"window_size": (3, 0)}, r"takes no window_size\[0\]"),
         ({"softcap": 2.0}, "takes no softcap"),
         ({"softmax_scale": -1.0}, "softmax_scale=-1"),
     ):

@@ -557,7 +557,7 @@ def test_no_row_turns():
     cache = np.ones((1, 16, 2, 8), np.float32)
     tables = {f"rotary_{n}": np.ones((4, 4), np.float32) for n in ("cos", "sin")}
     q = np.ones((1, 1, 2, 8), np.float32)
-    with pytest.raises(fa.BadArgument, match=r"rotary_rows=4: sequence 0 turns by the positions 9 \.\. 9"):
+    with pytest.raises(fa.BadArgument, match=r"rotary_cos has 4 rows, but sequence 0 needs rows 9 \.\. 9"):
         fa.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=np.array([9], np.int32), **tables)
     assert fa.flash_attn_with_kvcache(q[:, :0], cache, cache, cache_seqlens=np.array([9], np.int32), **tables).size == 0
 

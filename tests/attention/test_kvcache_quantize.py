@@ -159,8 +159,8 @@ REFUSED = [
     ({"v_cache": X.astype(np.int8)}, "v_cache is int8: expected float32, float16 or bfloat16"),
     ({"v_cache": NARROW}, r"v_cache is float32 \(2, 3, 1, 8\), but k_cache is float32 \(2, 3, 2, 8\)"),
     ({"k_cache": X.swapaxes(2, 3)[..., :2]}, "k_cache has stride 8 along its last axis"),
-    ({"dtype": "float8"}, "dtype='float8' is none of 'float8_e4m3fn', 'int8'"),
-    ({"factors": "row"}, "factors='row' is none of 'token', 'entry', 'head'"),
+    ({"dtype": "float8"}, "dtype='float8' is not one of 'float8_e4m3fn', 'int8'"),
+    ({"factors": "row"}, "factors='row' is not one of 'token', 'entry', 'head'"),
     ({"k_scale": np.ones(2, np.float32)}, "v_scale is None and k_scale is not"),
     ({"k_scale": np.ones((2, 3, 2), np.float32), "v_scale": np.ones(2, np.float32)}, r"k_scale has shape \(2, 3, 2\)"),
 ]  # fmt: skip

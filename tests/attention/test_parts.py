@@ -498,7 +498,7 @@ def test_refused_calls():
     refused(
         lambda args, parts: setattr(args, "cu_seqlens_q", None), "cu_seqlens_q is NULL: only a varlen call has parts"
     )
-    refused(lambda args, parts: setattr(args, "top_left", 1), "top_left=1 with parts")
+    refused(lambda args, parts: setattr(args, "top_left", 1), "top_left=True with parts")
     refused(lambda args, parts: setattr(args, "parts", args.parts + 2), "parts.data=")
     refused(lambda args, parts: None, "first_head=-1 is outside 0 .. 2147483643", first_head=-1)
     refused(lambda args, parts: None, "first_head=2147483644 is outside", first_head=2**31 - 4)

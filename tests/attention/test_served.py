@@ -201,14 +201,14 @@ def test_jax_traces_it():
 # ---- the advice in refusals ----
 
 
-def advised(call, **names):
-    """Evaluates the expression that a refused call advises to pass."""
+def advised(call, choice=0, **names):
+    """Evaluates the expression that a refused call advises to pass. choice: which, where it advises several."""
     with pytest.raises(fa.FlashAttnError) as caught:
         call()
-    words = re.search(r"; (?:for .*? )?pass ([^;]+)", str(caught.value))
+    words = re.findall(r"; (?:(?:for|if) [^;]*?)?pass ([^;]+)", str(caught.value))
     assert words, caught.value
     modules = {"np": np, "torch": torch, "jax": jax, "jnp": jax and jax.numpy}
-    return eval(words[1], {**modules, **names})
+    return eval(words[choice], {**modules, **names})
 
 
 @pytest.fixture(params=["numpy"] + ["torch"] * (torch is not None) + ["jax"] * (jax is not None))
@@ -250,8 +250,11 @@ def test_shapes(framework):
     fa.flash_attn_func(q, k, v, bias=cut)
     sinks = framework(draw(1, HEADS, 1, 1))
     fa.flash_attn_func(q, k, v, sinks=advised(lambda: fa.flash_attn_func(q, k, v, sinks=sinks), sinks=sinks))
-    alone = advised(lambda: fa.flash_attn_func(q[0], k[0], v[0]), q=q[0])
+    alone = advised(lambda: fa.flash_attn_func(q[0], k[0], v[0]), -1, q=q[0])
     assert alone.shape == (1, *q.shape[1:])
+    flat = q.reshape(*q.shape[:2], -1)
+    split = advised(lambda: fa.flash_attn_func(flat, k, v), q=flat, nheads=HEADS)
+    np.testing.assert_array_equal(np.asarray(split), np.asarray(q))
 
 
 def test_lists_and_arrays_of_another_framework(framework):

@@ -149,7 +149,7 @@ def test_workspace(kernel):
 def test_refusals(kernel):
     q, k = (kernel.device.array(np.zeros(shape, np.float32), "float16") for shape in ((1, 4, 8, 64), (1, 64, 2, 64)))
     for options, reason in (
-        ({"window_size": (5, 0)}, "takes no window_left"),
+        ({"window_size": (5, 0)}, "takes no window_size[0]"),
         ({"softcap": 1.0}, "takes no softcap"),
         ({"softmax_scale": -1.0}, "softmax_scale=-1"),
     ):

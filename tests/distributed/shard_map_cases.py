@@ -312,8 +312,8 @@ def test_a_window_fetches_what_it_reaches():
 @pytest.mark.parametrize(
     "text, changes",
     [
-        ("layout='ring' is none of 'contiguous', 'zigzag'", {"layout": "ring"}),
-        ("mode='gathers' is none of 'auto', 'gather', 'ulysses', 'ring'", {"mode": "gathers"}),
+        ("layout='ring' is not one of 'contiguous', 'zigzag'", {"layout": "ring"}),
+        ("mode='gathers' is not one of 'auto', 'gather', 'ulysses', 'ring'", {"mode": "gathers"}),
         ("layout='zigzag' needs a number of tokens that 2 * 4 divides", {"seqlen": 44}),
         ("mode='ulysses' does not serve nheads=6 on 4 devices", {"mode": "ulysses", "nheads": 6}),
         ("mode='ulysses' does not serve nheads_k=6 on 4 devices", {"mode": "ulysses", "nheads": 24, "nheads_k": 6}),

@@ -67,10 +67,10 @@ def test_refusals_of_thread_groups(arguments, text):
     "arguments, text",
     [
         ({"rank": 2}, "rank=2 is outside 0 .. 1"),
-        ({"kind": "mpi"}, "kind='mpi' is none of 'threads', 'processes', 'nccl'"),
-        ({"kind": "nccl"}, "nccl_comm is NULL with kind=FA_GROUP_NCCL"),
-        ({"nccl_comm": 64}, "nccl_comm is set, but kind is not FA_GROUP_NCCL"),
-        ({"kind": "nccl", "nccl_comm": 64}, "kind=FA_GROUP_NCCL with device=FA_CPU"),
+        ({"kind": "mpi"}, "kind='mpi' is not one of 'threads', 'processes', 'nccl'"),
+        ({"kind": "nccl"}, "nccl_comm is NULL with kind='nccl'"),
+        ({"nccl_comm": 64}, "nccl_comm is set, but kind is not 'nccl'"),
+        ({"kind": "nccl", "nccl_comm": 64}, "kind='nccl' with device='cpu'"),
         ({"nccl_comm": "x"}, "nccl_comm='x' is not an integer"),
     ],
 )

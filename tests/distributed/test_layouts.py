@@ -88,7 +88,7 @@ def test_shards_of_numpy_are_contiguous():
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        (("zig", 0, 2, [0, 4]), "layout='zig' is none of 'contiguous', 'zigzag', 'flat'"),
+        (("zig", 0, 2, [0, 4]), "layout='zig' is not one of 'contiguous', 'zigzag', 'flat'"),
         (("zigzag", 2, 2, [0, 4]), "rank=2 is outside 0 .. 1"),
         (("zigzag", 0, 0, [0, 4]), "size=0 is outside 1 .. 1024"),
         (("zigzag", 0, 2, [1, 4]), r"cu_seqlens\[0\]=1 is not 0"),

@@ -184,7 +184,7 @@ def test_implementation(place):
     q, k, v = qkv(place)
     ours = dot_product_attention(q, k, v, implementation="flash_attn_minimal")
     assert_close(ours, dot_product_attention(q, k, v, implementation="xla"), 2e-5)
-    with pytest.raises(fa.BadArgument, match="implementation='fast' is none of None, 'flash_attn_minimal', 'xla'"):
+    with pytest.raises(fa.BadArgument, match="implementation='fast' is not one of None, 'flash_attn_minimal', 'xla'"):
         dot_product_attention(q, k, v, implementation="fast")
 
 

@@ -285,7 +285,7 @@ def test_the_environment_imports_the_package(run, checkout, tmp_path, build_fold
 
 
 def test_somebody_s_environment_imports_the_package_too(run, checkout, tmp_path):
-    """One file is added to it, and no packages of the base Python."""
+    """One file is added to it, and no packages of the base Python. clean removes that file alone."""
     mine = tmp_path / "mine"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", mine], check=True)
     [packages] = mine.glob("lib/python*/site-packages")
@@ -296,6 +296,9 @@ def test_somebody_s_environment_imports_the_package_too(run, checkout, tmp_path)
     assert added == {"flash_attn_minimal_checkout.pth"}
     assert (packages / "flash_attn_minimal_checkout.pth").read_text() == f"{checkout}/python\n"
     assert imports(mine / "bin/python", tmp_path)[0] == f"{checkout}/python/flash_attn_minimal/__init__.py"
+    result = run("clean", FLASH_ATTN_VENV=str(mine))
+    assert result.returncode == 1 and f"kept {mine}: this script has not made it" in result.stderr
+    assert not (packages / "flash_attn_minimal_checkout.pth").exists() and before.keys() <= tree(mine).keys()
 
 
 @pytest.mark.parametrize("shell", ["sh", "dash", "bash as sh"])

@@ -291,7 +291,7 @@ def set_format(header, name, **wrong):
     [
         (lambda h: h["__metadata__"].pop("flash_attn_minimal.w4"), "it holds no 4-bit weights of this package"),
         (lambda h: h.update(x=h.pop("layer.nvfp4.scales")), "it lacks the tensor 'layer.nvfp4.scales'"),
-        (lambda h: set_format(h, "layer.mxfp4", format="fp5"), "weight 'layer.mxfp4': format='fp5' is none of"),
+        (lambda h: set_format(h, "layer.mxfp4", format="fp5"), "weight 'layer.mxfp4': format='fp5' is not one of"),
         (lambda h: set_format(h, "layer.mxfp4", format="nvfp4"), r"scales is uint8 \(6, 4\): expected uint8 \(6, 7\)"),
         (lambda h: set_format(h, "layer.int4", in_features=300), r"codes is uint8 \(6, 50\): expected uint8 .*150"),
         (lambda h: set_format(h, "layer.int4", in_features="x"), "'layer.int4'.in_features='x' is not an int"),
@@ -328,7 +328,7 @@ def test_wrong_arguments():
     weight = W4Weight.quantize(w)
     codes, scales, tensor_scale = weight.codes, weight.scales, weight.tensor_scale
     for call, message in (
-        (lambda: W4Weight.quantize(w, "fp4"), "format='fp4' is none of 'nvfp4', 'mxfp4', 'int4'"),
+        (lambda: W4Weight.quantize(w, "fp4"), "format='fp4' is not one of 'nvfp4', 'mxfp4', 'int4'"),
         (lambda: W4Weight.quantize(w[0]), r"w has shape \(40,\)"),
         (lambda: W4Weight.quantize(w[:0]), r"w has shape \(0, 40\)"),
         (lambda: W4Weight.quantize(w.T), "w has stride 40 along its last axis"),
@@ -344,9 +344,9 @@ def test_wrong_arguments():
             r"codes has strides \(40, 1\) .*not contiguous",
         ),
         (lambda: W4Weight("nvfp4", codes, scales, tensor_scale, 0), "in_features=0 is outside"),
-        (lambda: weight.dequantize("int8"), "dtype='int8' is none of"),
+        (lambda: weight.dequantize("int8"), "dtype='int8' is not one of"),
         (lambda: weight.pack("float32"), "dtype='float32' is neither 'float16' nor 'bfloat16'"),
-        (lambda: W4Weight.quantize(w[:3]).pack(pair=True), "out_features=3 is odd, but pair=1"),
+        (lambda: W4Weight.quantize(w[:3]).pack(pair=True), "out_features=3 is odd, but pair=True"),
     ):
         with pytest.raises(BadArgument, match=message):
             call()

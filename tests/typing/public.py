@@ -15,11 +15,21 @@ if TYPE_CHECKING:
 class Tensor:
     """An array of some framework."""
 
+    shape: tuple[int, ...]
 
-def attention(x: Tensor, cu: Tensor, flag: bool) -> None:
+
+class Dtype:
+    """A dtype of some framework."""
+
+    itemsize: int
+
+
+def attention(x: Tensor, cu: Tensor, flag: bool, dtype: Dtype) -> None:
     assert_type(fa.flash_attn_func(x, x, x), Tensor)
     assert_type(fa.flash_attn_func(x, x, x, 0.0, None, True, (128, 0)), Tensor)
     assert_type(fa.flash_attn_func(x, x, x, causal=True, sinks=x, kernel="minimal"), Tensor)
+    assert_type(fa.flash_attn_func(x, x, x, mask=cu, out=x, out_dtype=dtype), Tensor)
+    assert_type(fa.flash_attn_func(x, x, x, out_dtype="bfloat16"), Tensor)
     assert_type(fa.flash_attn_func(x, x, x, return_lse=True), tuple[Tensor, Tensor])
     assert_type(fa.flash_attn_func(x, x, x, causal=True, bias=x, return_lse=True), tuple[Tensor, Tensor])
     assert_type(fa.flash_attn_func(x, x, x, return_lse=flag), Tensor | tuple[Tensor, Tensor])
@@ -52,6 +62,13 @@ def around(x: Tensor) -> None:
 def wrong(x: Tensor) -> None:
     """Each line has the error that its comment names; mypy reports a comment without one."""
     fa.flash_attn_func(x, x)  # type: ignore[call-overload]
+    fa.flash_attn_func([1.0], x, x)  # type: ignore[call-overload]
+    fa.flash_attn_func(x, x, x, mask=[True])  # type: ignore[call-overload]
+    fa.flash_attn_func(x, x, x, out_dtype=16)  # type: ignore[call-overload]
+    fa.flash_attn_varlen_func(x, x, x, [0, 5], x, 5, 5)  # type: ignore[call-overload]
+    fa.flash_attn_with_kvcache(x, x, x, cache_seqlens=[3, 4])  # type: ignore[call-overload]
+    fa.backward(x, x, x, x, x, x, bias=1.0)  # type: ignore[arg-type]
+    fa.query(x, x, x, casual=True)  # type: ignore[call-arg]
     fa.flash_attn_func(x, x, x, casual=True)  # type: ignore[call-overload]
     fa.flash_attn_func(x, x, x, softmax_scale="1")  # type: ignore[call-overload]
     fa.flash_attn_with_kvcache(x, x, x, num_splits=1.5)  # type: ignore[call-overload]

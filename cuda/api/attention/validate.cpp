@@ -240,7 +240,7 @@ fa_status validate(const fa_attention_args* args, Pointers pointers, fa_attentio
     p.first_head = a.first_head;
     p.allow_tf32 = a.allow_tf32;
     p.fast_accum = a.fast_accum;
-    p.num_threads = a.num_threads ? a.num_threads : a.device == FA_CPU ? default_threads() : 1;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     p.workspace = a.workspace;
     p.q_descale = view(a.q_descale), p.k_descale = view(a.k_descale), p.v_descale = view(a.v_descale);
     return FA_OK;
@@ -410,8 +410,10 @@ fa_status validate(const fa_merge_args* args, MergeParams* params) {
     FA_RETURN_IF_ERROR(check_apart(lse, lse_b, true));
     for (const Region& other : {out, tensor("out_a", a.out_a), tensor("out_b", a.out_b)}) FA_RETURN_IF_ERROR(check_apart(lse, other));
     for (const Region& other : {lse_a, lse_b}) FA_RETURN_IF_ERROR(check_apart(out, other));
+    int32_t threads;
+    FA_RETURN_IF_ERROR(find_threads(a.device, 0, &threads));
     *params = {view(a.out_a),  view(a.out_b), view(a.out), a.lse_a,     a.lse_b,           a.lse,
-               DType(a.dtype), a.batch,       a.nheads,    a.headdim_v, int32_t(a.seqlen), default_threads()};
+               DType(a.dtype), a.batch,       a.nheads,    a.headdim_v, int32_t(a.seqlen), threads};
     return FA_OK;
 }
 
@@ -441,6 +443,8 @@ fa_status validate(const fa_quantize_args* args, QuantizeParams* params) {
     FA_RETURN_IF_ERROR(check_apart(out, x));
     FA_RETURN_IF_ERROR(check_apart(descale, x));
     FA_RETURN_IF_ERROR(check_apart(descale, out));
+    int32_t threads;
+    FA_RETURN_IF_ERROR(find_threads(a.device, 0, &threads));
     *params = {view(a.x),
                view(a.out),
                a.descale,
@@ -452,7 +456,7 @@ fa_status validate(const fa_quantize_args* args, QuantizeParams* params) {
                a.hadamard != 0,
                float(1.0 / std::sqrt(double(a.headdim))),
                {uint32_t(a.seed), uint32_t(a.seed >> 32)},
-               default_threads()};
+               threads};
     return FA_OK;
 }
 

@@ -60,21 +60,25 @@ inline fa_status check_total(int64_t batch, const char* heads_name, int64_t head
                 rows_name, rows);
 }
 
-// The number of threads set by the environment, or 0.
+constexpr int32_t kMostThreads = 4096;
+
+// The number of threads set by the environment; 0 if it sets none, and negative if its value is not a number of threads.
 inline int32_t threads_of_environment() {
     const char* const text = std::getenv("FLASH_ATTN_NUM_THREADS");
-    const long n = text ? std::strtol(text, nullptr, 10) : 0;
-    return n >= 1 && n <= 4096 ? int32_t(n) : 0;
+    if (!text || !*text) return 0;
+    char* end;
+    const long n = std::strtol(text, &end, 10);
+    return end == text || *end || n < 0 || n > kMostThreads ? -1 : int32_t(n);
 }
 
 // The number of threads of a call that does not set it. Workspaces are sized for it, whatever processors the calling thread may run
 // on: see cpu::GivenThreads.
 inline int32_t default_threads() {
     const int32_t n = threads_of_environment();
-    return n ? n : std::min(cpu::processors_of_process(), 4096);
+    return n > 0 ? n : std::min(cpu::processors_of_process(), kMostThreads);
 }
 
-inline bool threads_are_given(int32_t num_threads) { return num_threads || threads_of_environment(); }
+inline bool threads_are_given(int32_t num_threads) { return num_threads || threads_of_environment() > 0; }
 
 // Copies the caller's struct. A caller compiled against an older, shorter struct lacks the newer fields; they get 0, their default. A
 // caller with a newer, longer struct must leave fields unknown to this library at zero.
@@ -123,8 +127,18 @@ inline fa_status check_array(const char* name, const void* data, DType dtype, bo
     return check_pointer(name, data, size_of(dtype), required);
 }
 
-inline int32_t threads_of(int32_t device, int32_t num_threads) {
-    return num_threads ? num_threads : device == FA_CPU ? default_threads() : 1;
+// *found is the number of threads of a call: the argument, else the environment's, else one for each processor.
+inline fa_status find_threads(int32_t device, int32_t num_threads, int32_t* found) {
+    *found = num_threads ? num_threads : 1;
+    if (num_threads || device != FA_CPU) return FA_OK;
+    *found = threads_of_environment();
+    if (*found < 0)
+        return fail(FA_BAD_ARGUMENT,
+                    "FLASH_ATTN_NUM_THREADS=%.99s is not a number of threads: expected an integer from 1 to %d, or 0 for "
+                    "one for each processor",
+                    std::getenv("FLASH_ATTN_NUM_THREADS"), kMostThreads);
+    if (*found == 0) *found = std::min(cpu::processors_of_process(), kMostThreads);
+    return FA_OK;
 }
 
 }  // namespace fa

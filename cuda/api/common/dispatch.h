@@ -107,7 +107,15 @@ fa_status choose(const char* forced, int32_t place, const Params& params, const 
         if (why_not) why_not->add(kernel.name, reason);
         last = kernel.name, last_reason = reason;
     }
-    if (forced && !known) return fail(FA_BAD_ARGUMENT, "%s=%s is not a kernel of this build%s", source, forced, kLacks);
+    if (forced && !known) {
+        char names[640] = "none";
+        size_t length = 0;
+        for (int i = 0; const Row* const kernel = kernel_at(i); ++i)
+            if (kernel->device == place && length < sizeof names)
+                length += size_t(std::snprintf(names + length, sizeof names - length, "%s%s", length ? ", " : "", kernel->name));
+        return fail(FA_BAD_ARGUMENT, "%s=%.99s is not a kernel of this build, whose kernels for %s are %s%s", source, forced,
+                    place == FA_CPU ? "the CPU" : "a GPU", names, kLacks);
+    }
     // Quotes the reason of the last kernel in the table.
     return fail(FA_UNSUPPORTED, "no kernel of this build serves the call on %s; %s: %s%s", place == FA_CPU ? "FA_CPU" : "FA_CUDA", last,
                 last_reason, lacks_kernels_for(device) ? kLacks : "");

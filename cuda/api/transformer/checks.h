@@ -77,7 +77,8 @@ fa_status check_product(const Args& a, DType weight_dtype, bool pointers, const 
     p.x = view(a.x), p.residual = view(a.residual), p.out = view(a.out);
     p.bias = a.bias, p.norm_weight = a.norm_weight, p.eps = a.eps;
     p.rows = a.rows, p.in_features = a.in_features, p.out_features = a.out_features, p.swiglu = a.swiglu;
-    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    p.programmatic = a.programmatic;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 

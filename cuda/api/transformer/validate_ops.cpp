@@ -42,7 +42,8 @@ fa_status validate(const fa_rms_norm_args* args, RmsNormParams* params) {
     FA_RETURN_IF_ERROR(check_reserved(a.reserved));
     p.x = view(a.x), p.residual = view(a.residual), p.out = view(a.out), p.weight = a.weight;
     p.rows = a.rows, p.dim = a.dim, p.eps = a.eps;
-    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    p.programmatic = a.programmatic;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 
@@ -105,7 +106,8 @@ fa_status validate(const fa_rope_args* args, RopeParams* params) {
     p.batch = a.batch, p.seqlen = int32_t(a.seqlen), p.nheads = a.nheads, p.headdim = a.headdim;
     p.rotary_dim = rotary_dim, p.table_rows = int32_t(a.table_rows);
     p.per_token = a.per_token, p.interleaved = a.interleaved, p.inverse = a.inverse;
-    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    p.programmatic = a.programmatic;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 
@@ -128,7 +130,8 @@ fa_status validate(const fa_swiglu_args* args, SwigluParams* params) {
     FA_RETURN_IF_ERROR(check_launch(a.programmatic, a.num_threads));
     p.gate_up = view(a.gate_up), p.out = view(a.out);
     p.rows = a.rows, p.dim = a.dim;
-    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    p.programmatic = a.programmatic;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 
@@ -161,7 +164,8 @@ fa_status validate(const fa_sample_args* args, SampleParams* params) {
     p.greedy = !(scale <= 1e30);  // at such a low temperature only the largest logit has weight
     p.scale = p.greedy ? 0.0f : float(scale);
     p.top_p = a.top_p == 0 ? uint64_t(1) << 32 : uint64_t(std::ceil(double(a.top_p) * 4294967296.0));
-    p.programmatic = a.programmatic, p.num_threads = threads_of(a.device, a.num_threads);
+    p.programmatic = a.programmatic;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 

@@ -82,7 +82,8 @@ fa_status validate(const fa_w4_quantize_args* args, W4QuantizeParams* params) {
     Regions<1> read;
     read.add(region("w", a.w, a.out.out_features, a.out.in_features, size_of(p.dtype)));
     FA_RETURN_IF_ERROR(check_apart(arrays_of(a.out, p.out), read));
-    p.w = view(a.w), p.search = a.search, p.num_threads = threads_of(a.device, a.num_threads);
+    p.w = view(a.w), p.search = a.search;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 
@@ -100,7 +101,8 @@ fa_status validate(const fa_w4_dequantize_args* args, W4DequantizeParams* params
     for (const Region& read : arrays_of(a.weight, p.weight)) FA_RETURN_IF_ERROR(check_apart(out, read));
     FA_RETURN_IF_ERROR(check_launch(0, a.num_threads));
     FA_RETURN_IF_ERROR(check_reserved(a.reserved));
-    p.out = view(a.out), p.num_threads = threads_of(a.device, a.num_threads);
+    p.out = view(a.out);
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 
@@ -129,7 +131,8 @@ fa_status validate(const fa_w4_pack_args* args, W4PackParams* params) {
         return fail(FA_BAD_ARGUMENT, "packed_bytes=%" PRId64 ", but the packed weight has %" PRId64, a.packed_bytes, bytes);
     for (const Region& read : arrays_of(a.weight, p.weight)) FA_RETURN_IF_ERROR(check_apart(region("packed", a.packed, bytes, 1), read));
     FA_RETURN_IF_ERROR(check_launch(0, a.num_threads));
-    p.packed = a.packed, p.pair = a.pair, p.num_threads = threads_of(a.device, a.num_threads);
+    p.packed = a.packed, p.pair = a.pair;
+    FA_RETURN_IF_ERROR(find_threads(a.device, a.num_threads, &p.num_threads));
     return FA_OK;
 }
 

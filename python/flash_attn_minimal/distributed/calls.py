@@ -15,9 +15,10 @@ import numpy as np
 from .. import _arrays, _modes
 from .._arrays import View
 from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _name, _quoted
-from .._library import DTYPES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, load, new
+from .._library import DTYPES, AttentionArgs, AttentionBackwardArgs, BadArgument, Unsupported, last_error, load, new
 from .._options import Array, AttentionOptions, Options, _options_of
 from .._pack import _destination, _put_strides
+from .._query import reasons
 from .._repeat import signature
 from ..backward import _contiguous_input, _input, _new_dbias
 from ._prepared import Prepared, make_call
@@ -80,14 +81,15 @@ class _Whole:
         for x, cu, view in zip("qk", lengths, (qv, kv), strict=True):
             if cu.size < 2 or cu[0] or (np.diff(cu) < 0).any():
                 raise BadArgument(
-                    f"cu_seqlens_{x}={_quoted(cu.tolist())} does not go from 0 upwards: batch + 1 numbers"
+                    f"cu_seqlens_{x}={_quoted(cu.tolist())} does not go from 0 upwards: expected batch + 1 cumulative "
+                    "lengths, such as [0, 3, 8] for sequences of 3 and 5 tokens"
                 )
             local = np.diff(_local(_segments(call.layout, rank, size, cu), cu.size - 1))
             rows, held = rows_of(view), int(local.sum())
             if rows != held:
                 raise BadArgument(
                     f"{x} has shape {tuple(view.shape)}: rank {rank} of {size} holds {held} of the {cu[-1]} tokens "
-                    f"of {f'cu_seqlens_{x}' if len(qv.shape) == 3 else f'{cu.size - 1} sequences'} with "
+                    f"of {f'cu_seqlens_{x}' if len(qv.shape) == 3 else f'{cu.size - 1} sequences of {cu[1]}'} with "
                     f"layout={self.layout!r}"
                 )
             longest.append((int(local.max()), int(np.diff(cu).max())))
@@ -213,7 +215,8 @@ def _sign(arrays: tuple, values: tuple, options: Options) -> tuple | None:
 
 def check_group(group: Any) -> None:
     if not isinstance(group, Group):
-        raise BadArgument(f"group={_quoted(group)} is a {type(group).__name__}: expected a Group of this rank")
+        given = "" if hasattr(group, "shape") else f"={_quoted(group)}"
+        raise BadArgument(f"group{given} is a {type(group).__name__}: expected a Group of this rank")
 
 
 def forward(
@@ -469,12 +472,12 @@ def plan(
     found = Prepared(name, outer, args, qv, lengths).ask(kind, rank, size)
     return DistributedPlan(
         status=lib.fa_status_name(found.status).decode(),
-        error=lib.fa_last_error().decode(errors="replace") if found.status else "",
+        error=last_error() if found.status else "",
         mode=_MODE_NAMES.get(found.mode, "") if found.mode else "",
         rows=(found.rows_q, found.rows_k),
         workspace_bytes=found.workspace_bytes,
         shared_bytes=found.shared_bytes,
         received_bytes=found.received_bytes,
         calls=found.calls,
-        why_not=dict(line.split(": ", 1) for line in found.why_not.decode(errors="replace").splitlines()),
+        why_not=reasons(found.why_not),
     )

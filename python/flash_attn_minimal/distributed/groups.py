@@ -296,6 +296,8 @@ def create_group(
         args.nccl_comm = _integer("nccl_comm", nccl_comm, 1, 2**64 - 1)
     if nccl_library is not None:
         args.nccl_library = os.fsencode(nccl_library)
+    if not callable(all_gather):
+        raise BadArgument(f"all_gather={_quoted(all_gather)} is not a function: it gathers the bytes of all ranks")
     return Group(args, all_gather, kind)
 
 

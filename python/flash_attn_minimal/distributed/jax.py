@@ -156,7 +156,7 @@ def _chunks_of(x: Any, size: int, layout: str, axis: int) -> tuple[int, int]:
 
 def _slots(layout: Any) -> int:
     if layout not in tuple(LAYOUTS):
-        raise BadArgument(f"layout={_quoted(layout)} is none of {', '.join(map(repr, LAYOUTS))}")
+        raise BadArgument(f"layout={_quoted(layout)} is not one of {', '.join(map(repr, LAYOUTS))}")
     return LAYOUTS[layout]
 
 
@@ -263,7 +263,7 @@ def _four_axes(name: str, given: dict, tokens: _Tokens):
 
 def _choose(mode: str, given: dict, tokens: _Tokens, options: Options, by_row: frozenset) -> str:
     if mode not in MODES:
-        raise BadArgument(f"mode={_quoted(mode)} is none of {', '.join(map(repr, MODES))}")
+        raise BadArgument(f"mode={_quoted(mode)} is not one of {', '.join(map(repr, MODES))}")
     if mode == "auto":
         return "gather" if tokens.left >= 0 or _refusal("ulysses", given, tokens, options, by_row) else "ulysses"
     if reason := _refusal(mode, given, tokens, options, by_row):

@@ -78,7 +78,7 @@ def dot_product_attention(
     """
     if implementation not in _IMPLEMENTATIONS:
         raise BadArgument(
-            f"implementation={_quoted(implementation)} is none of {', '.join(map(repr, _IMPLEMENTATIONS))}"
+            f"implementation={_quoted(implementation)} is not one of {', '.join(map(repr, _IMPLEMENTATIONS))}"
         )
     if implementation in ("xla", "cudnn"):
         more = {"return_residual": return_residual} if return_residual else {}

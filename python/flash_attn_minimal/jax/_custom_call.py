@@ -74,7 +74,7 @@ def workspace_bytes(args: Any, query: Callable[[AttentionPlan], int]) -> int:
             size = plan.workspace_bytes if device == CUDA else 0
     args.q_data = q
     if not served:
-        raise failure(status)
+        raise failure(status, args)
     return size
 
 

@@ -23,13 +23,23 @@ import numpy as np
 
 from .. import _arrays, _record
 from .._arrays import View
-from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _name, _number, _quoted
+from .._checks import (
+    _check_last_axis,
+    _check_same_place,
+    _dtype_name,
+    _flag,
+    _integer,
+    _is_contiguous,
+    _number,
+    _quoted,
+)
 from .._launch import _with_workspace
 from .._library import DTYPES, BadArgument, Unsupported, new
-from .._options import Array, _put_kernel
-from .._pack import _put_tensor
+from .._options import AnyArray, Array, DType, _put_kernel
+from .._pack import _empty, _put_tensor
 from .._query import Plan, plan_from
 from .._trace import traceable
+from .._words import pass_cast, pass_contiguous
 from ._library import (
     W4_FORMATS,
     LinearArgs,
@@ -41,7 +51,7 @@ from ._library import (
     W4LinearChainArgs,
     load,
 )
-from .quantized import PackedW4
+from .quantized import PackedW4, W4Weight
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -49,12 +59,12 @@ _FLOATS = ("float32", "float16", "bfloat16")
 @traceable
 def rms_norm(
     x: Array,
-    weight: Any,
+    weight: AnyArray,
     eps: float = 1e-5,
-    residual: Any = None,
+    residual: AnyArray | None = None,
     *,
-    out: Any = None,
-    out_dtype: str | None = None,
+    out: AnyArray | None = None,
+    out_dtype: DType | None = None,
     programmatic: bool = False,
     num_threads: int = 0,
 ) -> Array:
@@ -96,12 +106,12 @@ def rope(
     x: Array,
     cos: Array,
     sin: Array,
-    positions: Any = None,
+    positions: AnyArray | None = None,
     interleaved: bool = False,
     rotary_dim: int | None = None,
     inverse: bool = False,
     *,
-    out: Any = None,
+    out: AnyArray | None = None,
     programmatic: bool = False,
     num_threads: int = 0,
 ) -> Array:
@@ -161,7 +171,12 @@ def rope(
 
 @traceable
 def swiglu(
-    gate_up: Array, *, out: Any = None, out_dtype: str | None = None, programmatic: bool = False, num_threads: int = 0
+    gate_up: Array,
+    *,
+    out: AnyArray | None = None,
+    out_dtype: DType | None = None,
+    programmatic: bool = False,
+    num_threads: int = 0,
 ) -> Array:
     """silu(gate) * up, where silu(x) = x / (1 + exp(-x)); gate is the first half of the last axis, up the second.
 
@@ -184,19 +199,19 @@ def swiglu(
 @traceable
 def linear(
     x: Array,
-    weight: Any,
-    bias: Any = None,
-    norm_weight: Any = None,
+    weight: AnyArray | PackedW4,
+    bias: AnyArray | None = None,
+    norm_weight: AnyArray | None = None,
     eps: float = 1e-5,
-    residual: Any = None,
+    residual: AnyArray | None = None,
     swiglu: bool = False,
     *,
-    out: Any = None,
-    out_dtype: str | None = None,
+    out: AnyArray | None = None,
+    out_dtype: DType | None = None,
     programmatic: bool = False,
     num_threads: int = 0,
     kernel: str | None = None,
-    workspace: Any = None,
+    workspace: AnyArray | None = None,
 ) -> Array:
     """residual + act(norm(x) weight^T + bias): the products of a decoder, at the speed at which memory delivers
     weights.
@@ -235,14 +250,14 @@ def linear(
 
 
 def linear_query(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    norm_weight: Any = None,
-    residual: Any = None,
+    x: AnyArray,
+    weight: AnyArray | PackedW4,
+    bias: AnyArray | None = None,
+    norm_weight: AnyArray | None = None,
+    residual: AnyArray | None = None,
     swiglu: bool = False,
     *,
-    out_dtype: str | None = None,
+    out_dtype: DType | None = None,
     programmatic: bool = False,
     kernel: str | None = None,
 ) -> Plan:
@@ -260,7 +275,7 @@ def linear_chain(
     ahead: Sequence[PackedW4] = (),
     *,
     kernel: str | None = None,
-    workspace: Any = None,
+    workspace: AnyArray | None = None,
 ) -> list[Any]:
     """Products with 4-bit weights one after the other: a list of the results of linear(**product) for each.
 
@@ -394,11 +409,15 @@ def _linear_args(
             raise BadArgument(f"swiglu={swiglu!r}, but weight was packed with pair={weight.pair}")
         args.packed, args.format, args.compute_dtype = wv.pointer, W4_FORMATS[weight.format], DTYPES[weight.dtype]
     else:
+        if isinstance(weight, W4Weight):
+            raise BadArgument("weight is a W4Weight: expected an array or a PackedW4; pass weight.pack()")
         wv = _input("weight", weight, xv)
         shape = tuple(wv.shape)
     _put_kernel(args, kernel)
     if len(shape) != 2 or shape[1] != args.in_features:
-        raise BadArgument(f"weight has shape {shape}: expected (out_features, {args.in_features})")
+        turned = len(shape) == 2 and shape[0] == args.in_features and not packed
+        advice = (pass_contiguous(xv.door.name, "weight.T") or "; pass weight.T") if turned else ""
+        raise BadArgument(f"weight has shape {shape}: expected (out_features, {args.in_features}){advice}")
     args.out_features = shape[0]
     if not packed:
         _put_matrix(args, "weight", wv)
@@ -433,12 +452,12 @@ def sample(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    seed: Any = 0,
-    offset: Any = 0,
-    step: Any = None,
-    seeds: Any = None,
+    seed: int = 0,
+    offset: int = 0,
+    step: AnyArray | None = None,
+    seeds: AnyArray | None = None,
     *,
-    out: Any = None,
+    out: AnyArray | None = None,
     programmatic: bool = False,
     num_threads: int = 0,
 ) -> Array:
@@ -476,12 +495,12 @@ def sample(
     args.seed, args.offset = _integer("seed", seed, 0, 2**64 - 1), _integer("offset", offset, 0, 2**64 - 1)
     views = [lv]
     if step is not None:
-        views.append(_integers("step", step, lv, "int32"))
+        views.append(_integers("step", step, lv, "int32", "logits"))
         if math.prod(views[-1].shape) not in (1, rows):
             raise BadArgument(f"step has shape {tuple(views[-1].shape)}: expected one number, or ({rows},)")
         args.step, args.step_stride = views[-1].pointer, int(math.prod(views[-1].shape) != 1)
     if seeds is not None:
-        views.append(_integers("seeds", seeds, lv, "int64"))
+        views.append(_integers("seeds", seeds, lv, "int64", "logits"))
         if math.prod(views[-1].shape) != rows:
             raise BadArgument(f"seeds has shape {tuple(views[-1].shape)}: expected ({rows},)")
         args.seeds = views[-1].pointer
@@ -489,7 +508,7 @@ def sample(
     if out is None:
         ov = lv.door.empty(lv, shape, "int32")
     else:
-        ov = _integers("out", out, lv, "int32")
+        ov = _integers("out", out, lv, "int32", "logits")
         if tuple(ov.shape) != shape:
             raise BadArgument(f"out has shape {tuple(ov.shape)}: expected {shape}")
         if not ov.writable:
@@ -519,11 +538,13 @@ def _run(name: str, args: Any, views: list[View], out: Any, out_view: View):
 
 def _input(name: str, array: Any, first: View | None = None, shape: tuple[int, ...] | None = None) -> View:
     """Checks a float array, which must come from the framework and device of `first`."""
-    view = _arrays.view(array, name)
+    beside = ("x", first) if first else None
+    view = _arrays.view(array, name, beside)
     if first:
-        _check_same_place(name, view, "the first argument", first)
+        _check_same_place(name, view, "x", first, "float32" if view.dtype not in _FLOATS else view.dtype)
     if view.dtype not in _FLOATS:
-        raise BadArgument(f"{name} is {view.dtype}: expected {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}")
+        advice = pass_cast(view.door.name, name, "float32", view.dtype)
+        raise BadArgument(f"{name} is {view.dtype}: expected {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}{advice}")
     if shape is not None and tuple(view.shape) != shape:
         raise BadArgument(f"{name} has shape {tuple(view.shape)}: expected {shape}")
     if not view.shape:
@@ -532,11 +553,11 @@ def _input(name: str, array: Any, first: View | None = None, shape: tuple[int, .
     return view
 
 
-def _integers(name: str, array: Any, first: View, dtype: str) -> View:
-    view = _arrays.view(array, name)
-    _check_same_place(name, view, "the first argument", first)
+def _integers(name: str, array: Any, first: View, dtype: str, first_name: str = "x") -> View:
+    view = _arrays.view(array, name, (first_name, first), dtype)
+    _check_same_place(name, view, first_name, first, dtype)
     if view.dtype != dtype:
-        raise BadArgument(f"{name} is {view.dtype}: expected {dtype}")
+        raise BadArgument(f"{name} is {view.dtype}: expected {dtype}{pass_cast(view.door.name, name, dtype)}")
     if not _is_contiguous(view):
         raise BadArgument(f"{name} has strides {tuple(view.strides)} for shape {tuple(view.shape)}: not contiguous")
     return view
@@ -544,13 +565,9 @@ def _integers(name: str, array: Any, first: View, dtype: str) -> View:
 
 def _output(array: Any, first_name: str, first: View, shape: tuple[int, ...], dtype: str | None) -> View:
     if array is None:
-        dtype = first.dtype if dtype is None else _name("out_dtype", dtype, _FLOATS)
-        try:
-            return first.door.empty(first, shape, dtype)
-        except (TypeError, KeyError):
-            raise Unsupported(f"{first.door.name} has no dtype {dtype} here (NumPy: `import ml_dtypes`)") from None
+        return _empty(first, shape, first.dtype if dtype is None else _dtype_name("out_dtype", dtype, _FLOATS))
     if dtype is not None:
-        dtype = _name("out_dtype", dtype, _FLOATS)
+        dtype = _dtype_name("out_dtype", dtype, _FLOATS)
     view = _arrays.view(array, "out")
     view.door.check_seen()
     _check_same_place("out", view, first_name, first)

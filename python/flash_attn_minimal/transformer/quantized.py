@@ -38,10 +38,12 @@ import numpy as np
 
 from .. import _arrays, _record
 from .._arrays import View
-from .._checks import _check_last_axis, _check_same_place, _flag, _integer, _is_contiguous, _name
+from .._checks import _check_last_axis, _check_same_place, _dtype_name, _flag, _integer, _is_contiguous, _name
 from .._files import Fields, parse_json, quoted
 from .._library import CPU, DTYPES, BadArgument, new
+from .._options import DType
 from .._query import kernel_table
+from .._words import pass_cast
 from ._library import KERNEL_TABLES, W4_FORMATS, W4DequantizeArgs, W4PackArgs, W4QuantizeArgs, load
 from ._safetensors import ALL, FLOATS, read_metadata, read_safetensors, write_safetensors
 
@@ -100,7 +102,8 @@ class W4Weight:
         format = _name("format", format, W4_FORMATS)
         view = _arrays.view(w, "w")
         if view.dtype not in _FLOATS:
-            raise BadArgument(f"w is {view.dtype}: expected float32, float16 or bfloat16")
+            advice = pass_cast(view.door.name, "w", "float32", view.dtype)
+            raise BadArgument(f"w is {view.dtype}: expected float32, float16 or bfloat16{advice}")
         if len(view.shape) != 2 or 0 in view.shape:
             raise BadArgument(
                 f"w has shape {tuple(view.shape)}: expected (out_features, in_features), neither of them 0"
@@ -123,9 +126,9 @@ class W4Weight:
             _check_int4_range(w, made[1])
         return cls(format, *(each.door.result(each) for each in made), columns)
 
-    def dequantize(self, dtype: str = "float32", *, num_threads: int = 0):
+    def dequantize(self, dtype: DType = "float32", *, num_threads: int = 0):
         """The matrix in float32, float16 or bfloat16."""
-        dtype = _name("dtype", dtype, _FLOATS)
+        dtype = _dtype_name("dtype", dtype, _FLOATS)
         views = self._views()
         out = views[0].door.empty(views[2], self.shape, dtype)
         args = new(W4DequantizeArgs)
@@ -137,13 +140,13 @@ class W4Weight:
         _record.wrote([*views, out])
         return out.door.result(out)
 
-    def pack(self, dtype: str = "bfloat16", pair: bool = False, *, num_threads: int = 0) -> PackedW4:
+    def pack(self, dtype: DType = "bfloat16", pair: bool = False, *, num_threads: int = 0) -> PackedW4:
         """Reorders the weight for ops.linear, which computes its products in `dtype`: "float16" or "bfloat16".
 
         pair: for linear(swiglu=True); the first half of the rows is the gate, the second half is up.
         """
         names, expected = ("float16", "bfloat16"), "neither 'float16' nor 'bfloat16', which products are made in"
-        dtype = _name("dtype", dtype, names, expected)
+        dtype = _dtype_name("dtype", dtype, names, expected)
         views = self._views()
         args = new(W4PackArgs)
         args.device, args.dtype = views[0].device, DTYPES[dtype]

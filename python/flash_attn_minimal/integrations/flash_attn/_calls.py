@@ -11,6 +11,7 @@ import torch
 
 from ... import _modes
 from ... import attention as core
+from ..._checks import _window
 from ..._library import FlashAttnError, Unsupported
 
 _Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
@@ -147,8 +148,8 @@ def autocast(*tensors: torch.Tensor | None) -> list[Any]:
 
 def window(window_size: Any) -> tuple[int, int]:
     """The window with -1 for an open end, for which flash_attn takes any negative number."""
-    left, right = (max(edge, -1) for edge in window_size)
-    return left, right
+    left, right = _window(window_size)
+    return max(left, -1), max(right, -1)
 
 
 def score_options(softmax_scale, causal, window_size, softcap, alibi_slopes=None) -> dict[str, Any]:
