@@ -3,8 +3,8 @@
     python examples/cupy_alone.py
     python examples/cupy_alone.py --length 4000 --heads 32 --dtype float32
 
-A text goes through causal attention, gets its gradients, and is continued over a cache of pages, all on one stream.
-The results are compared with standard attention in float64. Needs CuPy (`pip install cupy-cuda13x`).
+Causal attention over a text, its gradients, and the last tokens again over a paged cache, all on one stream. The
+results are compared with standard attention in float64. Needs CuPy (`pip install cupy-cuda13x`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
     if not 0 < args.steps < args.length:
         parser.error(f"--steps {args.steps} is outside 1 .. {args.length - 1}, the length less one")
 
-    with cp.cuda.Stream(non_blocking=True) as stream:  # calls go to the current stream, and wait for nothing
+    with cp.cuda.Stream(non_blocking=True) as stream:  # calls run on the current stream, and the host does not wait
         shape = (1, args.length, args.heads, args.dim)
         rng = cp.random.default_rng(0)
         q, k, v, dout = (rng.standard_normal(shape, np.float32).astype(args.dtype) for _ in range(4))
@@ -58,7 +58,7 @@ def main() -> None:
         out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
         dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True)
 
-        # The last tokens once more, one after the other: each appends its key and value to the cache in its call.
+        # The last tokens again, one after another. Each call also appends the token's key and value to the cache.
         pages = -(-args.length // PAGE)
         k_cache, v_cache = (cp.zeros((pages, PAGE, args.heads, args.dim), args.dtype) for _ in range(2))
         table = cp.arange(pages, dtype=np.int32)[None, ::-1].copy()  # the sequence's pages, in any order
@@ -71,7 +71,7 @@ def main() -> None:
             now = slice(i, i + 1)
             new = {"k": k[:, now], "v": v[:, now], "cache_seqlens": lengths, "block_table": table, "causal": True}
             texts.append(flash_attn_with_kvcache(q[:, now], k_cache, v_cache, **new))
-            lengths += 1  # the kernels read it, the host never does
+            lengths += 1  # only kernels read it, never the host
         continued = cp.concatenate(texts, 1)
 
         exact = exact_attention(cp, q, k, v, dout)

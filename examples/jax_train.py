@@ -3,8 +3,8 @@
     python examples/jax_train.py                    trains twice, with JAX's attention and with ours: the losses agree
     python examples/jax_train.py --steps 500 --width 256 --length 512
 
-A Transformer of one kind of layer learns to repeat: the second half of each sequence is the first half again, so the
-loss of the second half falls only when attention finds the way back. Needs jax.
+A Transformer learns to repeat: the second half of each sequence equals the first, so the loss of the second half falls
+only when attention finds the matching tokens in the first. Needs jax.
 """
 
 from __future__ import annotations

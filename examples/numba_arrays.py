@@ -1,4 +1,4 @@
-"""Attention between functions of your own that Numba compiles.
+"""Attention between your own functions, compiled by Numba.
 
     python examples/numba_arrays.py                 on a GPU if there is one: device arrays, kernels of cuda.jit
     python examples/numba_arrays.py --device cpu    NumPy arrays, functions of @njit
@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"{error} (pip install numba)") from None
 
-BASE = 10000.0  # of the rotary embedding
+BASE = 10000.0  # base of the rotary embedding's frequencies
 
 
 def angle(row, pair, pairs):
@@ -72,7 +72,7 @@ def on_cpu(q, k, v):
     return mean
 
 
-# ---- device arrays: the same, one thread for each innermost step ----
+# ---- device arrays: the same functions, one thread for each innermost step ----
 
 
 def on_gpu(q, k, v):
@@ -99,7 +99,7 @@ def on_gpu(q, k, v):
     batch, rows, _, dim = q.shape
     rotate[(rows, batch), dim // 2](q)
     rotate[(rows, batch), dim // 2](k)
-    out = flash_attn_func(q, k, v, causal=True)  # a device array of Numba's, behind the kernels above
+    out = flash_attn_func(q, k, v, causal=True)  # a device array of Numba's; runs after the kernels above
     mean = cuda.device_array((batch, rows, dim), np.float32)
     mean_of_heads[(rows, batch), dim](out, mean)
     return mean.copy_to_host()

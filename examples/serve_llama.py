@@ -1,7 +1,7 @@
 """A Llama server: OpenAI's /v1/completions on the engine of flash_attn_minimal.llama, streamed or whole.
 
-    python examples/serve_llama.py                                  the small model of the package, http://127.0.0.1:8000
-    python examples/serve_llama.py Llama-3.2-1B/ --slots 16 --context 8192
+    python examples/serve_llama.py                                  the small model of the package,
+    http://127.0.0.1:8000 python examples/serve_llama.py Llama-3.2-1B/ --slots 16 --context 8192
 
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \
         -d '{"model": "stories", "prompt": "One day", "max_tokens": 60, "temperature": 0, "stream": true}'
@@ -10,11 +10,11 @@
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
     print(client.completions.create(model="stories", prompt="One day", max_tokens=60).choices[0].text)
 
-Needs `pip install fastapi uvicorn`. It runs on a GPU where CuPy finds one, else on the CPU. Up to --slots
-texts are written at once; more wait in line and join where one has ended. A client that goes away frees its slots.
+Needs `pip install fastapi uvicorn`. It runs on a GPU if CuPy finds one, else on the CPU. Up to --slots texts are
+written at once; further texts wait in line and start when one has ended. A client that disconnects frees its slots.
 
-A text that fails ends with an error, in a stream as an event. The others go on. Bodies, prompts and lists have limits,
-so no client makes the others wait.
+A request with a text that fails ends with an error (in a stream: an event). Other requests go on. Bodies, prompts and
+lists have size limits, so that no client delays the others.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ except ImportError as error:
     raise SystemExit(f"{error} (pip install fastapi uvicorn)") from None
 
 MAX_BODY = 4 << 20  # bytes of a request
-MAX_DRAIN = 64 << 20  # bytes of a refused body that are read, so that its client comes to reading the refusal
-MAX_ENTRIES = {"prompt": 256, "stop": 16, "logit_bias": 64}  # of a list or an object
-MAX_TOKENS = 1 << 17  # of prompts that are given as tokens
+MAX_DRAIN = 64 << 20  # bytes of a refused body that are read, so that its client gets to read the refusal
+MAX_ENTRIES = {"prompt": 256, "stop": 16, "logit_bias": 64}  # entries of a list or an object
+MAX_TOKENS = 1 << 17  # of a prompt given as tokens
 MAX_FIELDS = 64
 SHORT_PROMPT = 1 << 14  # characters, encoded in a few milliseconds
 
@@ -61,13 +61,13 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 Tokens = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
 
 
-short = reprlib.Repr()  # of what a client sent
+short = reprlib.Repr()  # for values that a client sent
 short.maxstring = short.maxother = 100
 
 
 class Body(BaseModel):
-    """Fields that are not here are refused by their names. `null` is the default: clients send it for what they leave
-    out."""
+    """Refuses unknown fields by name. A field that is null gets its default: clients send null for fields they do not
+    set."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -83,12 +83,12 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool = False  # padding of events; there is none
+    include_obfuscation: bool = False  # padding of events, which this server never adds
 
 
 class Completion(Body):
-    """What is understood of OpenAI's request. Fields from `n` on are not served: they take the value that asks for
-    nothing."""
+    """The fields of OpenAI's request that this server accepts. Those from `n` on stand for features that are not
+    served, so they accept only the value that turns the feature off."""
 
     model: str
     prompt: str | Annotated[list[str], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)] = ""
@@ -112,7 +112,7 @@ class Completion(Body):
     @field_validator(*MAX_ENTRIES, mode="before")
     @classmethod
     def short(cls, value: Any, field: Any) -> Any:
-        """A long list or object is refused before each of its entries is looked at."""
+        """Refuses a long list or object before its entries are checked."""
         most = MAX_ENTRIES[field.field_name]
         if field.field_name == "prompt" and isinstance(value, list):
             if value and isinstance(value[0], int):
@@ -142,13 +142,13 @@ class Text:
         self.reason: str | None = None
 
     def due(self) -> bool:
-        """Whether `news` has something to look at."""
+        """Whether `news` has new tokens or an end to report."""
         return self.reason is None and bool(self.request.finished or self.read < len(self.request.tokens))
 
     def news(self) -> str:
-        """What has come since the last call; `reason` says whether and why it was the last. The last characters wait
-        while they may be the beginning of a stop."""
-        ended = self.request.finished  # is set behind the last token, so it is read before the tokens
+        """The text that has come since the last call. Sets `reason` once the text has ended. The last characters are
+        held back while they may be the beginning of a stop."""
+        ended = self.request.finished  # set after the last token, so it is read before the tokens
         while self.read < len(self.request.tokens):
             self.text += next(self.pieces)
             self.read += 1
@@ -164,7 +164,7 @@ class Text:
 
 
 class Writer:
-    """The engine lives on a thread of its own, which does one thing after another: a step, or what came between."""
+    """Runs the engine on its own thread, which does one job at a time: a step, or a request that came between steps."""
 
     def __init__(self, checkpoint: str, device: str, slots: int, context: int | None, pages: int | None):
         opened = load_checkpoint(checkpoint)
@@ -173,11 +173,11 @@ class Writer:
         model = Llama(opened, open_device(device, stored=opened.dtype))
         self.engine = Engine(model, slots, context, page_size=16, num_pages=pages)
         self.thread = ThreadPoolExecutor(1)
-        # A long prompt holds up neither the steps nor the event loop, and no short prompt.
+        # Encoding a long prompt delays neither the steps, nor the event loop, nor short prompts.
         self.encoders = {"short": ThreadPoolExecutor(1), "long": ThreadPoolExecutor(1)}
         # Each token stands for at most `longest` characters, so a longer prompt does not fit.
         self.most_characters = self.engine.context * self.tokenizer.longest
-        self.waiting: dict[asyncio.Future, Callable[[], bool]] = {}  # -> whether it is over
+        self.waiting: dict[asyncio.Future, Callable[[], bool]] = {}  # future -> whether its wait is over
         self.driver: asyncio.Task | None = None
 
     def ask(self, function, *arguments) -> asyncio.Future:
@@ -195,8 +195,9 @@ class Writer:
         return await asyncio.get_running_loop().run_in_executor(encoder, self.tokenizer.encode, prompt)
 
     async def wait(self, over: Callable[[], bool]) -> None:
-        """Until over(), which is asked after each step of the engine. All who wait share the steps, and the engine
-        rests when nobody waits. Steps do not wake those in line, who may be thousands."""
+        """Waits until over(), which is checked after each step of the engine. All waiters share the steps, and the
+        engine rests when nobody waits. A step wakes only those whose wait is over, not the thousands that may be in
+        line."""
         if over():
             return
         there = asyncio.get_running_loop().create_future()
@@ -215,7 +216,7 @@ class Writer:
                 for there, over in self.waiting.items():
                     if not there.done() and over():
                         there.set_result(None)
-                await asyncio.sleep(0)  # those take what has come, and wait again
+                await asyncio.sleep(0)  # the woken take their new text, and wait again
         except Exception as error:
             for there in self.waiting:
                 if not there.done():
@@ -224,8 +225,9 @@ class Writer:
     async def write(
         self, jobs: list[tuple], stops: list[str], gone: Callable[[], bool] = lambda: False
     ) -> AsyncGenerator[Any, None]:
-        """First the requests, once the engine has taken all; then (number, new text, reason of the end or None). Raises
-        where one of the texts fails, which ends the others of these. Ends early once gone() is true, in line too."""
+        """Yields first the list of requests, once the engine has taken all jobs; then (number, new text, reason of the
+        end or None). Raises if one of the texts fails, and ends the other texts of these jobs. Ends early once gone()
+        is true, even in line."""
         requests: list[Any] = []
 
         def add() -> None:
@@ -249,17 +251,17 @@ class Writer:
                         continue
                     try:
                         new = text.news()
-                    except Exception as error:  # of the tokenizer
+                    except Exception as error:  # from the tokenizer
                         raise FlashAttnError(f"text {number}: {described(error)}") from error
                     failed = text.reason == "error"
                     if text.reason:
-                        self.thread.submit(self.engine.cancel, text.request)  # a stop of the client's
+                        self.thread.submit(self.engine.cancel, text.request)  # the engine knows no client stops
                     if new or (text.reason and not failed):
                         yield number, new, None if failed else text.reason
                     if failed:
                         raise FlashAttnError(f"text {number}: {described(text.request.error)}")
         finally:
-            self.thread.submit(cancel)  # after `add`, whether or not somebody still waited for it
+            self.thread.submit(cancel)  # runs after `add`, even if nobody waited for `add` any more
 
 
 def described(error: BaseException) -> str:
@@ -274,7 +276,8 @@ def refusal(status: int, message: str, param: str | None = None) -> JSONResponse
 
 @contextlib.asynccontextmanager
 async def leaving(http: Request) -> AsyncGenerator[Callable[[], bool], None]:
-    """A function that says whether the client has gone: its body has been read, so what comes next is its leave."""
+    """Gives a function that says whether the client has disconnected. The body has been read, so the next message is
+    the disconnect."""
 
     async def wait() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -288,7 +291,7 @@ async def leaving(http: Request) -> AsyncGenerator[Callable[[], bool], None]:
 
 
 class Limited:
-    """An application that gets no body above MAX_BODY."""
+    """Wraps an application so that no body above MAX_BODY reaches it."""
 
     def __init__(self, app: Any):
         self.app = app
@@ -320,7 +323,7 @@ def make_app(writer: Writer) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def bad_request(_, error):
-        errors = error.errors()  # of a field with several types: of the type that was given, if there is one
+        errors = error.errors()  # for a field with several types: preferably the error of the type that was given
         first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])
         if first["type"] == "json_invalid":
             return refusal(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
@@ -382,7 +385,7 @@ def make_app(writer: Writer) -> FastAPI:
 
         if asked.stream:
             news = writer.write(jobs, stop)
-            requests = await anext(news)  # a refusal comes here, while there is no answer yet
+            requests = await anext(news)  # raises a refusal here, before the response begins
             return StreamingResponse(events(news, requests), media_type="text/event-stream")
         texts, reasons = [""] * len(jobs), [None] * len(jobs)
         async with leaving(http) as gone, contextlib.aclosing(writer.write(jobs, stop, gone)) as news:
@@ -390,7 +393,7 @@ def make_app(writer: Writer) -> FastAPI:
             async for number, text, reason in news:
                 texts[number], reasons[number] = texts[number] + text, reason
         if not all(reasons):
-            return Response(status_code=499)  # to nobody
+            return Response(status_code=499)  # nobody reads it
         return {**head, "choices": list(map(choice, range(len(jobs)), texts, reasons)), "usage": usage(requests)}
 
     app.add_middleware(Limited)

@@ -42,7 +42,7 @@ WISHES = ("to play with it every day", "to show it to everyone", "to keep it for
 
 
 class _Teller:
-    """Draws the cast of a story, and writes sentences about it."""
+    """Draws the cast of a story, and writes sentences about the cast."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)

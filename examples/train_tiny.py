@@ -113,8 +113,9 @@ def held_out_text() -> str:
 
 
 def tokens_of(texts: list[str], tokenizer: Tokenizer) -> torch.Tensor:
-    """The tokens of all texts, one text after another, each after a BOS. No piece spans two words, so each word is
-    encoded once. `encode` would put a space before a word, so each is encoded after a neighbour of the other kind."""
+    """The tokens of all texts, one text after another, each after a BOS. No piece spans two words, so each distinct
+    word is encoded only once. `encode` puts a space before its text, so a word is encoded after a character of another
+    kind, and that character's tokens are cut off."""
     known: dict[str, list[int]] = {}
     ids: list[int] = []
     for text in texts:
@@ -190,7 +191,7 @@ class Llama(nn.Module):
                 nn.init.normal_(p, std=0.02 / (2 * config.n_layers) ** 0.5 if deep else 0.02)
 
     def forward(self, tokens, attention, dtype, positions=None):
-        """positions: of the tokens in their sequences, where they are not 0, 1, 2, ..."""
+        """positions: the positions of the tokens in their sequences; None stands for 0, 1, 2, ..."""
         x = self.embedding(tokens)
         rope = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
         for block in self.blocks:
@@ -229,7 +230,7 @@ def held_out_loss(model, tokens, preset, attention, dtype, device) -> float:
 
 
 def optimizer_of(model, steps: int):
-    """AdamW, and its learning rate: a short rise, then a cosine."""
+    """AdamW and its learning rate: a short warm-up, then a cosine."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.05)
     warm = max(1, steps // 30)
     schedule = torch.optim.lr_scheduler.LambdaLR(

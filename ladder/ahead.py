@@ -1,4 +1,4 @@
-"""How long nvcc takes for the rungs that are compiled ahead."""
+"""Measures how long nvcc takes for the rungs that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .rung import ROOT, Rung
 
 
 def nvcc_command(unit: str, capability: tuple[int, int], out: str) -> list[str]:
-    """Compiles a unit of the library as its build does, for one GPU. $FLASH_ATTN_CUTLASS: CUTLASS's headers."""
+    """The command that compiles a unit of the library for one GPU, as the library's build does. $FLASH_ATTN_CUTLASS
+    names the folder of CUTLASS's headers."""
     number = f"{10 * capability[0] + capability[1]}{'a' if capability[0] == 9 else ''}"
     words = [
         "nvcc",
@@ -28,12 +29,12 @@ def nvcc_command(unit: str, capability: tuple[int, int], out: str) -> list[str]:
 
 
 class Ahead:
-    """The times, taken beside the run of a benchmark: a process for each unit, where there are cores to spare."""
+    """Times nvcc while a benchmark runs: one process for each unit, if there are cores to spare."""
 
-    LIMIT_S = 150.0  # of waiting at the end
+    LIMIT_S = 150.0  # the longest wait at the end
 
     def __init__(self, rungs: list[Rung], capability: tuple[int, int] | None):
-        """capability: of the GPU; None: there is none, and nothing is compiled."""
+        """capability: the GPU's; None without a GPU, and then nothing is compiled."""
         self.folder = tempfile.TemporaryDirectory(prefix="ladder-", ignore_cleanup_errors=True)
         self.running: dict[str, tuple[subprocess.Popen, float]] = {}
         self.seconds: dict[str, float] = {}
@@ -46,7 +47,7 @@ class Ahead:
             self.running[name] = process, time.monotonic()
 
     def read(self) -> None:
-        """Notes the units that are done; to be called often."""
+        """Records the units that are done. Call it often: a unit's time ends when it is seen to be done."""
         for name, (process, start) in list(self.running.items()):
             if process.poll() is not None:
                 if process.returncode == 0:
@@ -54,7 +55,7 @@ class Ahead:
                 del self.running[name]
 
     def finish(self, rows: list[dict]) -> None:
-        """Waits for the rest, and adds build_s to the rows of a benchmark."""
+        """Waits for the remaining units, then adds build_s to the rows of a benchmark."""
         end = time.monotonic() + self.LIMIT_S
         while self.running and time.monotonic() < end:
             time.sleep(0.1)

@@ -90,7 +90,7 @@ def formula() -> Figure:
 
 
 def online() -> Figure:
-    """One row of 32 scores in four tiles: the running maximum, and what the sum is worth under it."""
+    """One row of 32 scores in four tiles: the running maximum, and the running sum relative to it."""
     rng = np.random.default_rng(12)
     scores = np.clip(rng.standard_normal(32), -2, 1) + np.repeat([0.0, 1.2, 0.4, 2.2], 8)
     figure = Figure(figsize=(9, 4.2))
@@ -128,7 +128,7 @@ def online() -> Figure:
 
 
 def order() -> Figure:
-    """The tiles of S in the order of the two loops, and what is read and written again and again."""
+    """The tiles of S in the order of the two loops, and what each order reads and writes repeatedly."""
     figure, axes = canvas(9, 3.7, (-3, 57), (-4.5, 20))
     for left, name, key_outside, lines in (
         (0, "v1: keys outside, queries inside", True, "read and written for every tile:\nO, row_max, row_sum"),
@@ -156,7 +156,7 @@ def order() -> Figure:
 
 
 def memory() -> Figure:
-    """The levels of an H200: size, and bytes a second."""
+    """The memory levels of an H200, with size and bandwidth."""
     figure, axes = canvas(9, 3.9, (0, 60), (-1, 24))
     levels = (
         ("registers", "256 KB on each of 132 SMs: 33 MB", "S, P, O of the rows at hand", 14, BLUE, "white"),
@@ -178,7 +178,7 @@ def memory() -> Figure:
 
 
 def roofline() -> Figure:
-    """TFLOP/s over FLOP per byte that must move, log-log, with what was measured."""
+    """TFLOP/s over FLOP per byte that must move, log-log, with the measured points."""
     figure, axes = plot(9, 4.6, left=0.08, bottom=0.13)
     x = np.array([0.5, 989 / 4.8, 2e4])
     axes.loglog(x, np.minimum(4.8 * x, 989), color=INK, linewidth=1.6)
@@ -213,7 +213,7 @@ def roofline() -> Figure:
 
 
 def fragments() -> Figure:
-    """Which lane holds what: two accumulator tiles of S are one A fragment of P V."""
+    """The values that each lane holds: two accumulator tiles of S are one A fragment of P V."""
     figure, axes = canvas(9.4, 5.0, (-3, 56), (-4.5, 27))
     colours = (BLUE, ORANGE, GREEN, PINK)
     inks = ("white", "black", "white", "black")
@@ -244,7 +244,7 @@ def fragments() -> Figure:
 
 
 def swizzle() -> Figure:
-    """Where the 16-byte pieces of eight rows lie, plain and swizzled; the same piece of all rows is marked."""
+    """The places of the 16-byte pieces of eight rows, plain and swizzled; piece 2 of every row is marked."""
     figure, axes = canvas(9, 3.5, (-4, 52), (-4, 18.5))
     for left, name, flips in ((0, "plain", False), (28, "swizzled: piece ^ row % 8", True)):
         write(axes, left, -3.0, name, ha="left", weight="bold")
@@ -303,7 +303,7 @@ def pingpong() -> Figure:
 
 
 def fp8() -> Figure:
-    """The e4m3 numbers on a logarithmic axis, and what the probabilities use of them."""
+    """The e4m3 numbers on a logarithmic axis, and the ranges of them that the probabilities use."""
     figure, axes = canvas(9, 2.7, (-11.5, 10.2), (-1.3, 6.0))
     bits = np.arange(1, 127)
     numbers = np.where(bits // 8 == 0, bits % 8 * 2.0**-9, (1 + bits % 8 / 8) * 2.0 ** (bits // 8 - 7))
@@ -330,7 +330,7 @@ def fp8() -> Figure:
 
 
 def backward() -> Figure:
-    """The five products of a tile, and which way their sums run."""
+    """The five products of a tile, and the direction in which each sum runs."""
     figure, axes = canvas(9.2, 4.2, (-4, 60), (-4, 22))
     write(axes, 0, -3, "a block owns a tile of keys", ha="left", weight="bold")
     for i in range(4):
@@ -384,7 +384,7 @@ def split() -> Figure:
 
 
 def budget() -> Figure:
-    """Every measured answer of ours: its error as a share of what is allowed."""
+    """Every measured answer of this library: its error as a share of the error allowed."""
     figure, axes = plot(9, 3.4, left=0.16, bottom=0.17)
     suites = ("ladder", "forward", "mma", "fp8", "float32", "short", "varlen", "prefill", "decode", "shapes",
               "backward", "backward_mma")  # fmt: skip

@@ -15,7 +15,8 @@ ALL = ("float32", *SIXTEEN)
 
 
 def calls(kernel: str | None, backward_kernel: str | None, device: str, **options: Any) -> Calls:
-    """Kernels of the library by their names; None: the library's own choice. Options are those of flash_attn_func."""
+    """Calls of the library's kernels with these names; None leaves the choice to the library. `options` go to
+    flash_attn_func."""
     import flash_attn_minimal as fa
 
     if kernel and kernel not in {row["name"] for row in fa.kernel_tables()["forward"]}:
@@ -28,7 +29,7 @@ def calls(kernel: str | None, backward_kernel: str | None, device: str, **option
 
     @functools.cache
     def factors(batch: int, nheads: int, nheads_k: int) -> dict[str, Any]:
-        """What 8 bits need: here every factor is 1."""
+        """The descale factors that 8-bit inputs need, all 1."""
         names = {"q_descale": nheads, "k_descale": nheads_k, "v_descale": nheads_k}
         if device == "cpu":
             return {name: np.ones((batch, heads), "float32") for name, heads in names.items()}

@@ -1,7 +1,8 @@
-"""Other projects as rungs: rows of the measurements beside ours, and not tested here.
+"""Other projects as rungs. They are measured beside this library, and not tested here.
 
-What a peer wants in another layout it gets as views of the same memory. A call is what a user of the peer would call:
-copies that it needs, of keys for each query head or between frameworks, are inside. lse is None where there is none.
+A peer that wants another layout gets views of the same memory. A call is timed as a user of the peer would make it,
+including the copies it needs, such as keys repeated for each query head or arrays passed between frameworks. lse is
+None if the peer does not return it.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ def _torch(device: str):
 
 
 def _top_left(shape) -> str | None:
-    """Why a peer cannot serve a causal call whose mask it aligns at the first row, not at the last."""
+    """The reason why a peer that aligns its causal mask at the first row cannot serve this shape, or None."""
     if shape.causal and shape.seqlen_q != shape.seqlen_k:
         return "its causal mask is top-left aligned, which differs where seqlen_q is not seqlen_k"
     return None
 
 
 class Graphs:
-    """The backward pass alone of a function that only PyTorch's autograd can differentiate: the first call with given
-    inputs runs the forward pass and keeps its graph, and the calls after it find it. The inputs are not written to
-    between them. Graphs are kept for inputs of one kind: those of another shape, dtype or mask push them out."""
+    """Runs only the backward pass of a function that PyTorch's autograd differentiates. The first call with given
+    inputs runs the forward pass and keeps its graph; later calls reuse the graph. Callers do not write to the inputs
+    between the calls. Graphs of one shape, dtype and mask are kept; a call with others drops them."""
 
-    MOST = 64  # graphs that are kept, the oldest is dropped first
+    MOST = 64  # graphs that are kept; the oldest is dropped first
 
     def __init__(self, torch, attention):
         self.torch, self.attention = torch, attention
@@ -61,7 +62,7 @@ class Graphs:
                 self.kept.popitem(last=False)
             leaves = [x.detach().requires_grad_() for x in given]
             with self.torch.enable_grad():
-                # The inputs are kept as well, so that no other arrays come to lie where they are.
+                # The inputs are kept as well, so that no other array can have their addresses.
                 self.kept[key] = self.attention(*leaves, causal)[0], leaves, given
         graph, leaves, _ = self.kept[key]
         return self.torch.autograd.grad(graph, leaves, dout, retain_graph=True)
@@ -80,7 +81,8 @@ class Graphs:
 
 
 def _sdpa(backend: str, q, k, v, causal: bool):
-    """scaled_dot_product_attention, which gives no lse. The memory-efficient kernel knows no groups of query heads."""
+    """scaled_dot_product_attention, which returns no lse. The memory-efficient kernel has no grouped heads, so k and v
+    are repeated for it."""
     import torch
 
     from flash_attn_minimal.bench.systems import only
@@ -104,7 +106,7 @@ def _load_cpu() -> Calls:
     graphs = Graphs(torch, functools.partial(_sdpa, "torch"))
 
     def given(x):
-        """bfloat16 goes through its bits: PyTorch does not know NumPy's extension types."""
+        """x as a tensor. bfloat16 is passed as its bits, because PyTorch does not know NumPy's extension types."""
         if x.dtype.name == "bfloat16":
             return torch.from_numpy(x.view("uint16")).view(torch.bfloat16)
         return torch.from_numpy(x)
@@ -132,7 +134,7 @@ def _load_flex() -> Calls:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     except ImportError as error:
         raise Unavailable(f"FlexAttention: {error}") from None
-    # Each shape has a kernel of its own. Beyond its limit the compiler would quietly fall back to S in memory.
+    # Each shape gets its own kernel. Beyond this limit the compiler would silently fall back to S in memory.
     for limit in ("recompile_limit", "cache_size_limit"):
         if hasattr(torch._dynamo.config, limit):
             setattr(torch._dynamo.config, limit, 1000)
@@ -157,11 +159,11 @@ def _load_flex() -> Calls:
 
 
 def _load_flash_attention(module: str, package: str, **options: Any) -> Calls:
-    """flash_attn_func of one of the packages, asked for lse with `options`. Releases differ in whether they obey."""
+    """flash_attn_func of one of the packages. `options` ask for lse, which not every release then returns."""
     torch = _torch("cuda")
     try:
         function = importlib.import_module(module).flash_attn_func
-    except Exception as error:  # a package of kernels also fails for want of a driver, or of its own compiler
+    except Exception as error:  # the import also fails without a driver, or without the package's compiler
         raise Unavailable(f"{package}: {type(error).__name__}: {error}") from None
 
     def attention(q, k, v, causal):
@@ -187,15 +189,15 @@ def _pallas_refusal(shape) -> str | None:
 
 
 def _load_pallas() -> Calls:
-    """The example of attention on Hopper in JAX's Pallas, with Mosaic GPU. It has no scale: q is scaled before it."""
+    """The example of attention on Hopper in JAX's Pallas, with Mosaic GPU. It has no scale, so q is scaled first."""
     torch = _torch("cuda")
     if torch.cuda.get_device_capability()[0] != 9:
         raise Unavailable("the example is for Hopper")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes most of the memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes most of the memory
     try:
         import jax
         from jax.experimental.pallas.ops.gpu import attention_mgpu
-    except Exception as error:  # an example, which may lean on anything inside JAX
+    except Exception as error:  # an example may use anything inside JAX
         raise Unavailable(f"JAX's Pallas with Mosaic GPU: {type(error).__name__}: {error}") from None
     if not [device for device in jax.devices() if device.platform == "gpu"]:
         raise Unavailable("JAX sees no GPU")
@@ -228,7 +230,7 @@ def _load_pallas() -> Calls:
                 try:
                     config = attention_mgpu.TuningConfig(rows, keys, max_concurrent_steps=2, causal=causal)
                     times[config] = seconds(arrays, config)
-                except Exception as error:  # most often: more shared memory than there is
+                except Exception as error:  # usually: more shared memory than the GPU has
                     said = first_line(error)
             if not times:
                 raise RuntimeError(f"no tile serves q {tuple(q.shape)}, k {tuple(k.shape)}: {said}")

@@ -1,4 +1,4 @@
-"""What a rung is: one implementation of attention that can be run, tested, timed and read."""
+"""Defines a rung: one implementation of attention that can be run, tested, timed and read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Unavailable(Exception):
 class Calls:
     """A loaded rung. q (batch, seqlen_q, nheads, headdim), k and v (batch, seqlen_k, nheads_k, headdim), contiguous.
     The scale is headdim ** -0.5, and causal is bottom-right aligned, as in flash_attn_func. A rung that serves
-    float8_e4m3fn gets such arrays, all descale factors 1, and returns out in bfloat16 or float32."""
+    float8_e4m3fn gets 8-bit arrays with descale factors of 1, and returns out in bfloat16 or float32."""
 
     forward: Callable[..., tuple[Any, Any]]  # (q, k, v, causal) -> out like q, lse (batch, nheads, seqlen_q) float32
     backward: Callable[..., tuple[Any, Any, Any]] | None = None  # (dout, q, k, v, out, lse, causal) -> dq, dk, dv
@@ -33,16 +33,16 @@ class Calls:
 class Rung:
     name: str  # short, as it stands in tables and file names: c_tiles, triton, cute_sm90
     language: str  # NumPy, C, CUDA C++, Triton, Gluon, CuTe C++, ...
-    about: str  # what is new against the rung before, in a line
+    about: str  # one line: what is new compared with the previous rung
     device: str  # "cpu": NumPy arrays; "cuda": PyTorch tensors
-    files: tuple[str, ...]  # what a reader has to read, below the root of the repository; () for another project's
-    parts: tuple[str, ...] = ()  # of one Python file: the classes and functions to read; () for all of it
-    unit: str | None = None  # what nvcc compiles ahead: of the files of several head dims that of 128
-    load: Callable[[], Calls]  # compiles or finds what it needs; raises Unavailable. Called once
+    files: tuple[str, ...]  # the source files to read, relative to the repository; () for another project's rung
+    parts: tuple[str, ...] = ()  # the classes and functions to read in a single Python file; () for the whole file
+    unit: str | None = None  # the file that nvcc compiles; if there is a file for each head dim, that of 128
+    load: Callable[[], Calls]  # compiles or finds what it needs, or raises Unavailable; called once
     dtypes: tuple[str, ...] = ("float32",)
     headdims: tuple[int, ...] = (64, 128)
     refusal: Callable[[Any], str | None] = lambda shape: None  # why it cannot serve a shape beyond dtype and headdim
-    peer: bool = False  # another project's: a row of the table, and not tested here
+    peer: bool = False  # another project's rung: measured, not tested here
 
     def lines(self) -> int:
         return sum(lines_of_code(self._text(file), file) for file in self.files)
@@ -66,7 +66,7 @@ def lines_of_code(text: str, name: str) -> int:
 def _python_lines(text: str) -> set[int]:
     silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     lines: set[int] = set()
-    begins = True  # whether a statement begins here: a string there is a docstring
+    begins = True  # whether a statement begins here; a string that begins one is a docstring
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
             begins = True

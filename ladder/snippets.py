@@ -1,20 +1,21 @@
 """Keeps docs/learn fresh: python -m ladder.snippets fills the pages from the sources and the measurements, --check says
 what is stale.
 
-A page holds three kinds of places, each opened by a comment that readers of the page do not see:
+A page holds places of three kinds. Each begins with a comment that readers of the page do not see:
 
     <!-- code: FILE#symbol -->                     the fenced block below it is the definition of the symbol
     <!-- code: FILE "first" .. "last" -->          ... the lines from the only one with `first` to the next with `last`
-    text <!-- value: FILE QUERY -->1.27<!-- / -->  a number; never at the beginning of a line, where Markdown takes HTML
-    <!-- table: FILE                               a table, a row and a column for each of these lines; its last line is
+    text <!-- value: FILE QUERY -->1.27<!-- / -->  a number; not at the start of a line, which Markdown would take for
+                                                   HTML
+    <!-- table: FILE                               a table with one row or column for each of these lines; it ends with
     row: NAME | CONDITIONS                         <!-- end -->
     column: NAME | QUERY
     -->
 
-A QUERY is arithmetic over {CONDITIONS FIELD}: the field of the only row of FILE's "rows" that meets all conditions,
-each KEY=VALUE, KEY="TWO WORDS", or KEY=None where the row lacks the key. {.KEY.KEY} is a place from the root of the
-file. `:FORMAT` at the end formats the number; without it, it has three digits. In a table the conditions of the row are
-added to those of the column."""
+A QUERY is arithmetic over {CONDITIONS FIELD}: the field of the only row of FILE's "rows" that meets all conditions.
+A condition is KEY=VALUE, KEY="TWO WORDS", or KEY=None for a row without the key. {.KEY.KEY} is a path from the root of
+the file. `:FORMAT` at the end formats the number; the default is three significant digits. In a table the conditions of
+the row are added to those of the column."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 class Stale(Exception):
-    """A place of a page that cannot be filled. The text says why."""
+    """A place of a page cannot be filled. The text says why."""
 
 
 # ---- numbers ----
@@ -139,7 +140,7 @@ def anchors(text: str) -> set[str]:
 
 
 def dead_links(page: Path) -> list[str]:
-    """Relative links of a page whose file is not there, or whose fragment is no symbol or heading of it."""
+    """Relative links of a page whose file does not exist, or whose fragment is not a symbol or heading of the file."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     dead = []
     for link in LINK.findall(text):
@@ -161,7 +162,7 @@ def pages() -> list[Path]:
 
 
 def problems(page: Path) -> list[str]:
-    """What is stale or dead in a page."""
+    """A line for everything stale in a page, and for each dead link."""
     text, name = page.read_text(), page.relative_to(ROOT)
     try:
         stale = [f"{name} is stale: run python -m ladder.snippets"] if filled(text) != text else []

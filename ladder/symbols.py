@@ -1,4 +1,4 @@
-"""Where a symbol stands in a source file: what documents quote and link to, so that no document holds a line number."""
+"""Finds symbols in source files. Documents quote and link to symbols, so that no document contains a line number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_TYPE = {"return", "else", "new", "throw", "case", "goto", "do"}
 
 
 class NotFound(Exception):
-    """A file lacks a symbol or a marker, or has several of the name. The text says which."""
+    """A file lacks a symbol or marker, or has several of that name. The text says which."""
 
 
 def source_of(path: Path, symbol: str) -> str:
@@ -31,7 +31,8 @@ def has_symbol(path: Path, symbol: str) -> bool:
 
 
 def line_of(path: Path, symbol: str) -> int:
-    """The line, from 1, on which the definition of a symbol begins, or the comment above it; the first of several."""
+    """The line, counted from 1, where the definition of a symbol or the comment above it begins. If there are several
+    definitions: the first."""
     text = path.read_text()
     spans = _spans(path, text, symbol)
     if not spans:
@@ -40,7 +41,7 @@ def line_of(path: Path, symbol: str) -> int:
 
 
 def between(path: Path, first: str, last: str) -> str:
-    """The lines from the only one that contains `first` to the next one, or the same, that contains `last`."""
+    """The lines from the only one that contains `first` to the first from there on that contains `last`."""
     lines = path.read_text().splitlines()
     found = [i for i, line in enumerate(lines) if first in line]
     if len(found) != 1:
@@ -59,7 +60,8 @@ def _lines(text: str, begin: int, end: int) -> str:
 
 
 def _dedent(text: str) -> str:
-    """Moves all lines to the left by the indentation of the first; lines of the preprocessor may have less."""
+    """Moves all lines to the left by the indentation of the first. Lines of the preprocessor may have less
+    indentation."""
     lines = text.rstrip().splitlines()
     width = len(lines[0]) - len(lines[0].lstrip())
     return "\n".join(line[min(width, len(line) - len(line.lstrip())) :] for line in lines)
@@ -97,7 +99,7 @@ def _names_of(node: ast.AST) -> set[str]:
     return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
 
 
-# ---- C and C++: no parser, but braces that match once comments, strings and the preprocessor's lines are blank ----
+# ---- C and C++: no parser; braces match once comments, strings and preprocessor lines are blanked ----
 
 
 def _blank(found: re.Match) -> str:
@@ -118,7 +120,7 @@ def _cpp(text: str, names: list[str]) -> list[tuple[int, int]]:
 
 
 def _definitions(bare: str, name: str, begin: int, end: int):
-    """Spans of the definitions of a name; of its declarations where there is no definition."""
+    """Spans of the definitions of a name, or of its declarations if it has no definition."""
     word = re.escape(name)
     found = []
     for match in re.finditer(
@@ -149,13 +151,13 @@ def _follows_a_type(bare: str, at: int) -> bool:
 
 
 def _statement(bare: str, at: int) -> int:
-    """Where the statement begins that `at` belongs to: behind the last ; { or }, at its first word."""
+    """The start of the statement that contains `at`: the first word after the previous ; { or }."""
     begin = max(bare.rfind(edge, 0, at) for edge in ";{}") + 1
     return begin + len(bare[begin:at]) - len(bare[begin:at].lstrip())
 
 
 def _after(bare: str, opening: int) -> int:
-    """The place behind the bracket that closes the one at `opening`, and behind a semicolon there."""
+    """The position after the bracket that closes the one at `opening`, and after a semicolon that follows it."""
     pairs = {"(": ")", "{": "}", "[": "]"}
     depth, close = 0, pairs[bare[opening]]
     for at in range(opening, len(bare)):
@@ -166,7 +168,7 @@ def _after(bare: str, opening: int) -> int:
 
 
 def _with_comment(text: str, begin: int) -> int:
-    """The beginning of the comment lines right above."""
+    """The start of the comment lines directly above `begin`."""
     begin = text.rfind("\n", 0, begin) + 1
     while begin and text[text.rfind("\n", 0, begin - 1) + 1 : begin].lstrip().startswith("//"):
         begin = text.rfind("\n", 0, begin - 1) + 1

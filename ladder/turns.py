@@ -1,9 +1,9 @@
-"""Orders in which key blocks may add to dq, compared: `python -m ladder.turns`.
+"""Compares orders in which key blocks may add to dq: `python -m ladder.turns`.
 
 A deterministic backward pass adds to each tile of dq in one fixed order, so blocks wait for each other. How long they
-wait is a matter of the order alone, and can be computed. Time is counted in query tiles. Thread blocks take key blocks
-in the order of a list. A key block hands over its part of a tile when its products are done and the key block before
-it has added; the next one may add `lag` later. Its products run at most AHEAD tiles in front.
+wait depends only on the order, and can be computed. Time is counted in query tiles. Thread blocks take key blocks in
+the order of a list. A key block adds its part of a tile when its products are done and the previous key block has
+added; the next key block may add `lag` later. A key block's products run at most AHEAD tiles ahead of its additions.
 
 An order is three choices:
     list    in which order key blocks are taken; those of a head also add in this order
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 AHEAD = 3
-NOISE = 0.06  # of the time of a tile: standard deviation
+NOISE = 0.06  # standard deviation of the time of a tile
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,17 @@ class Shape:
 
     @property
     def workers(self) -> int:
-        """Thread blocks at a time; above headdim 128 two share their keys."""
+        """Key blocks that run at the same time. Above headdim 128 two thread blocks share one."""
         return 132 if self.headdim <= 128 else 66
 
     @property
     def start(self) -> float:
-        """Tiles that it takes to begin and to end a key block."""
+        """Time to begin and end a key block, in tiles."""
         return 2.0 if self.headdim <= 128 else 3.0
 
     @property
     def section(self) -> int:
-        """Heads whose tiles fit into L2: backward_section_heads in wgmma_sm90_tiles.h."""
+        """The number of heads whose tiles fit into L2, as backward_section_heads in wgmma_sm90_tiles.h."""
         heads = 1
         while 2 * heads * self.seqlen * self.group * 8 * self.headdim <= 32 << 20 and heads < self.all_heads:
             heads *= 2
@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def section_in_order(self) -> int:
-        """backward_section_heads_in_order in wgmma_sm90_tiles.h."""
+        """As backward_section_heads_in_order in wgmma_sm90_tiles.h."""
         least = 8 if self.group > 1 else 32 if self.headdim <= 64 else 16
         return min(max(self.section, least), self.all_heads)
 
@@ -89,7 +89,7 @@ def lowest_first(shape: Shape, width: int) -> Iterable[tuple[int, int]]:
 
 
 def highest_first(shape: Shape, width: int) -> Iterable[tuple[int, int]]:
-    """With a causal mask the shortest first."""
+    """With a causal mask the key blocks with the fewest queries come first."""
     return list(lowest_first(shape, width))[::-1]
 
 
@@ -100,16 +100,16 @@ def walk_up(shape: Shape, n: int) -> np.ndarray:
 
 
 def walk_down(shape: Shape, n: int) -> np.ndarray:
-    """Tiles downwards, at each all heads of the group."""
+    """Tiles downwards; at each tile, all heads of the group."""
     m = np.arange(shape.first_tile(n), shape.tiles)[::-1]
     return (np.arange(shape.group) * shape.tiles + m[:, None]).ravel()
 
 
 def makespan(shape: Shape, order, walk, width: int, lag: float | None) -> float:
-    """When the last thread block ends. lag None: nobody waits."""
+    """The time at which the last thread block ends. With lag None, no block waits."""
     noise = np.random.default_rng(0)
     free = [0.0] * shape.workers  # when each thread block takes its next key block
-    added: dict[int, np.ndarray] = {}  # of a head: when each tile may be added to
+    added: dict[int, np.ndarray] = {}  # head -> when each tile may next be added to
     for head, n in order(shape, width):
         begin = heapq.heappop(free) + shape.start
         visits = walk(shape, n)
@@ -138,7 +138,7 @@ LIBRARY = "the same, more heads side by side"  # find_key_block in wgmma_sm90_wo
 
 
 def ratios(shape: Shape, lag: float) -> dict[str, float]:
-    """Of each order, its speed over that of the free order: lowest keys first, nobody waits."""
+    """The speed of each order relative to the free order: lowest keys first, without waits."""
     plain = makespan(shape, lowest_first, walk_up, shape.section if shape.causal else 1, None)
     spans = {name: makespan(shape, *order, shape.section, lag) for name, order in ORDERS.items()}
     spans[LIBRARY] = makespan(shape, lowest_first, walk_down, shape.section_in_order, lag)
@@ -146,7 +146,7 @@ def ratios(shape: Shape, lag: float) -> dict[str, float]:
 
 
 def shapes() -> list[Shape]:
-    """Those of the benchmark `backward`, and two of models whose heads share keys."""
+    """The shapes of the benchmark `backward`, and shapes of models with grouped heads."""
     plain = [
         Shape(d, n, 2048 // d, 2048 // d, 16384 // n, causal)
         for d in (64, 128, 256)

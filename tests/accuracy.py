@@ -1,5 +1,5 @@
-"""Calls with all their inputs, the float64 answer, and the error that a plain implementation of the same precision
-makes. How much a result may be off is in flash_attn_minimal/fuzz/judge.py."""
+"""Calls with all their inputs, the float64 answer, and the error of a plain implementation of the same precision. The
+allowed error of a result is in flash_attn_minimal/fuzz/judge.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Case:
-    """One call, small enough to print; the arrays follow from the seed."""
+    """One call, small enough to print. Its arrays follow from the seed."""
 
     seqlen_q: int = 65
     seqlen_k: int = 65
@@ -77,7 +77,7 @@ class Case:
 
 
 def inputs(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-    """q, k, v as float32 values that case.dtype has, and the options."""
+    """(q, k, v, options). The arrays hold values of case.dtype, as float32."""
     rng = np.random.default_rng(case.seed)
     if case.varlen:
         batch = len(case.cu_seqlens_q) - 1
@@ -122,8 +122,8 @@ def gradient_floor(case: Case, exact: np.ndarray) -> float:
 
 @functools.lru_cache(maxsize=128)
 def expected_backward(case: Case):
-    """(inputs with dout, out and lse; float64 gradients; plain gradients) of a case. With dlse, which is one of the
-    options, rows that see nothing have NaN there."""
+    """(inputs with dout, out and lse; float64 gradients; plain gradients) of a case. If the options have dlse, it is
+    NaN in rows that see nothing."""
     (q, k, v, options), (out, lse), _ = expected(case)
     rng = np.random.default_rng(case.seed + 1)
     dout = round_to(rng.standard_normal(out.shape, dtype=np.float32), case.dtype)
@@ -144,7 +144,7 @@ def expected_backward(case: Case):
 
 @functools.lru_cache(maxsize=128)
 def expected(case: Case):
-    """(inputs, float64 out and lse, plain out and lse) of a case; shared by all kernels that run it."""
+    """(inputs, float64 out and lse, plain out and lse) of a case. All kernels that run the case share them."""
     q, k, v, options = inputs(case)
 
     def plain(*arrays, **rest):

@@ -1,4 +1,4 @@
-"""Runs the bench command and checks what it wrote, for its tests."""
+"""Runs the bench command for its tests, and checks the files that it writes."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ ROW_TYPES |= dict.fromkeys(
 
 
 def run(tmp_path, *argv, code=0):
-    """Runs the command and returns what it wrote, checked against the schema."""
+    """Runs the command, and returns its result after checking it against the schema."""
     assert bench.main([*argv, "--output", str(tmp_path)]) == code
     suite = argv[argv.index("--suite") + 1]
     data = json.loads((tmp_path / f"{suite}.json").read_text())

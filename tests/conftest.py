@@ -1,4 +1,4 @@
-"""Which library, which devices, which kernels; and how arrays reach a device.
+"""The library, the devices and the kernels that tests use; and how arrays reach a device.
 
 The library is $FLASH_ATTN_LIBRARY with the sources beside this folder, else an installed package, else the sources,
 which look for it in build/."""
@@ -71,7 +71,7 @@ class Device:
         return self.array(np.full(shape, np.nan, np.float32), dtype)
 
     def numpy(self, array) -> np.ndarray:
-        """Back to NumPy, 16-bit floats as float32."""
+        """An array as a NumPy array; 16-bit floats become float32."""
         if self.framework == "torch":
             return (array.float() if array.dtype in (torch.float16, torch.bfloat16) else array).cpu().numpy()
         array = array.get() if self.framework == "cupy" else array
@@ -87,12 +87,13 @@ class Kernel:
 
     @property
     def general(self) -> bool:
-        """Serves every call, so that a refusal is a failure and not a skip. Only kernels named after a GPU's
-        architecture may refuse."""
+        """Whether the kernel serves every call, so that a refusal is a failure and not a skip. Only kernels named after
+        a GPU's architecture may refuse."""
         return "_sm" not in self.name
 
     def __call__(self, q, k, v, dtype="float32", cu_seqlens=None, **options):
-        """Attention over NumPy arrays; out, pre-filled with NaN, and lse as NumPy."""
+        """Attention over NumPy arrays. Returns out, which was filled with NaN before the call, and lse as NumPy
+        arrays."""
         arrays, options = self.arguments(q, k, v, dtype, cu_seqlens, options)
         plan = fa.query(*arrays, **options)
         if plan.status == "FA_UNSUPPORTED" and not self.general:
@@ -138,7 +139,7 @@ class BackwardKernel(Kernel):
     """One kernel of the backward pass on one device."""
 
     def __call__(self, dout, q, k, v, out, lse, dtype="float32", cu_seqlens=None, before=None, **options):
-        """Gradients over NumPy arrays; dq, dk and dv start as NaN, or accumulate onto `before`."""
+        """Gradients over NumPy arrays. dq, dk and dv start as NaN, or are added to `before`."""
         wanted = {name: options.pop(name, False) for name in ("return_dbias", "return_dsinks")}
         if (dlse := options.pop("dlse", None)) is not None:
             wanted["dlse"] = self.device.array(dlse)

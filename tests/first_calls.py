@@ -1,15 +1,15 @@
-"""Every sample call as the first that a process makes: in its main thread, in a new thread, in PyTorch's backward
+"""Makes every sample call as the first call of a process: in its main thread, in a new thread, in PyTorch's backward
 thread, on a second stream, and captured in a graph.
 
     python tests/first_calls.py [--device cuda|cpu] [--scenario NAME] [--name NAME] [--jobs N] [--json FILE]
     python tests/first_calls.py --repeat 1000 [--load] [--items]
 
-Each call has a process of its own, forked before anything has touched the GPU and killed after a time limit. A call
-that hangs or ends the process is a finding, as a wrong result is. --repeat N instead makes every call N times in one
-process, and compares the bits where the contract promises the same ones; with --load, while copies and products on a
-second stream take memory, cache and multiprocessors from it; with --items, calls of the kernels whose blocks take
-one piece of work after another, at least three for each block. --in-process makes all calls in this process,
-one after the other, for a memory checker."""
+Each call has its own process, forked before anything has touched the GPU and killed after a time limit. A call that
+hangs or ends the process is a finding, as is a wrong result. --repeat N instead makes every call N times in one
+process, and compares the bits if the contract promises equal bits; with --load, while copies and products on a second
+stream compete for memory, cache and multiprocessors; with --items, calls of the kernels whose blocks take one piece of
+work after another, with at least three pieces for each block. --in-process makes all calls in this process, one after
+another, for a memory checker."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TorchSide:
         self.torch.cuda.synchronize()
 
     def load(self) -> None:
-        """Queues half a millisecond of copies and products on a stream of their own."""
+        """Queues half a millisecond of copies and products on a separate stream."""
         torch = self.torch
         if not hasattr(self, "busy"):
             self.busy, self.copied = torch.cuda.Stream(), torch.ones(1 << 26, device="cuda")
@@ -144,7 +144,7 @@ def refused(error: Exception) -> bool:
 
 
 def forked(work, log: str) -> str:
-    """ "" when `work` ends well in a child, else what happened."""
+    """Runs `work` in a forked child. Returns "" if it ends well, else a text about what happened."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -178,8 +178,8 @@ AT_ONCE = 8  # calls that nothing waits for
 
 
 def repeat(sample, times: int, load: bool, side) -> None:
-    """sample: a Sample, or what makes one. A result that the contract does not promise again is checked once in AT_ONCE
-    calls."""
+    """Makes a call many times. sample: a Sample, or a function that makes one. A result without a promise of equal bits
+    is checked once in AT_ONCE calls."""
     sample = sample if isinstance(sample, sample_calls.Sample) else sample()
     on = {name: side.put(*about) for name, about in sample.arrays.items()}
     first: list = []

@@ -10,7 +10,7 @@ import pytest
 
 @contextmanager
 def chromium(*arguments: str):
-    """A headless Chromium that is installed, with these arguments; without one the test skips."""
+    """An installed Chromium, headless, with these arguments. Skips the test if there is none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
     found = next(filter(None, map(shutil.which, names)), None)

@@ -1,4 +1,5 @@
-"""Calls with a cache, arrays from a seed, and how they are judged: attention and what joined the cache, in float64."""
+"""Calls with a cache, with arrays from a seed. They are judged against float64: the attention, and the keys and values
+appended to the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ SCALES = ("heads", "entries", "tokens")  # (nheads_k,), (entries, 1, nheads_k), 
 
 @dataclass(frozen=True)
 class Case:
-    """One call; the arrays follow from the seed. Lengths are those before the call; None is an idle sequence."""
+    """One call. Its arrays follow from the seed. Lengths are those before the call; None stands for an idle
+    sequence."""
 
     lengths: tuple[int | None, ...] = (37, 0, 65)
     seqlen_q: int = 1
@@ -38,7 +40,7 @@ class Case:
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     attention_chunk: int = 0
-    leftpads: tuple[int, ...] | None = None  # of each sequence, no more than its length
+    leftpads: tuple[int, ...] | None = None  # the padding of each sequence, at most its length
     softcap: float = 0.0
     softmax_scale: float | None = None
     alibi: int = 0
@@ -61,7 +63,7 @@ class Case:
 
     @property
     def turns_beyond_tables(self) -> bool:
-        """Whether a row stands at a position that the tables of the rotary embedding do not have."""
+        """Whether a row has a position beyond the tables of the rotary embedding."""
         in_order = self.causal or max(self.window_size) >= 0 or self.attention_chunk > 0
         rows = max(self.seqlen_q if in_order else min(self.seqlen_q, 1), self.seqlen_new)
         lengths = [length for length in self.lengths if length is not None]
@@ -70,7 +72,7 @@ class Case:
 
 @dataclass
 class Call:
-    """NumPy arrays of a case; what must not be read is NaN, integers are nonsense there."""
+    """NumPy arrays of a case. Values that must not be read are NaN; such integers are nonsense."""
 
     q: np.ndarray
     cache: dict[str, np.ndarray]  # k_cache, v_cache: float32 values, or int8 and float8 ones
@@ -176,7 +178,7 @@ def place(case: Case, where: dict[str, np.ndarray], b: int, j: int) -> tuple[int
 
 
 def on_device(kernel: Kernel, case: Case, call: Call) -> dict[str, Any]:
-    """The call's arrays as the kernel's framework has them."""
+    """The call's arrays as arrays of the kernel's framework."""
     arrays: dict[str, Any] = {"q": kernel.device.array(call.q, case.dtype)}
     for name, x in call.arrays.items():
         if name in ("k_cache", "v_cache") and case.cache_dtype:
@@ -213,7 +215,8 @@ def from_device(kernel: Kernel, array) -> np.ndarray:
 
 
 def run(kernel: Kernel, case: Case, call: Call):
-    """out, pre-filled with NaN, lse, and the cache and factors after the call, as NumPy."""
+    """Makes the call. Returns out, which was filled with NaN before, lse, and the cache and factors after the call, as
+    NumPy arrays."""
     arrays = on_device(kernel, case, call)
     plan = fa.kvcache_query(**arrays)
     if plan.status == "FA_UNSUPPORTED" and not kernel.general:
@@ -228,16 +231,17 @@ def run(kernel: Kernel, case: Case, call: Call):
 
 
 def check(kernel: Kernel, case: Case) -> tuple[np.ndarray, np.ndarray] | None:
-    """Runs a case: what joined the cache is right and the rest of it untouched, and the attention is that over it."""
+    """Runs a case. Checks that appended rows are right, that the rest of the cache is unchanged, and that the result is
+    attention over this cache."""
     call = make(case)
-    if case.turns_beyond_tables and kernel.device.framework == "numpy":  # the CPU refuses; a GPU turns by the last row
+    if case.turns_beyond_tables and kernel.device.framework == "numpy":  # the CPU refuses; a GPU uses the last row
         with pytest.raises(fa.BadArgument, match=f"rotary_cos has {case.rotary_rows} rows, but sequence . needs"):
             run(kernel, case, call)
         return None
     out, lse, after = run(kernel, case, call)
     check_cache(case, call, after)
 
-    # Attention over what the cache now holds, with q rotated and rounded as the kernels are given it.
+    # Attention over the new contents of the cache, with q rotated and rounded as in the kernels.
     q = call.q.astype(np.float64)
     ordered = case.causal or max(case.window_size) >= 0 or case.attention_chunk > 0
     for b, length in enumerate(case.lengths):
@@ -254,7 +258,8 @@ def check(kernel: Kernel, case: Case) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def rounded_either_way(case: Case, q: np.ndarray, after: dict[str, np.ndarray]) -> float:
-    """How far a score moves when one element of a rotated q, half way between two 16-bit numbers, goes to the other."""
+    """How much a score changes if one element of a rotated q, half way between two 16-bit numbers, is rounded the other
+    way."""
     scale = case.headdim**-0.5 if case.softmax_scale is None else abs(case.softmax_scale)
     return scale * accuracy.EPSILON[case.dtype] * np.abs(q).max(initial=0) * largest(case, after, "k")
 
@@ -270,7 +275,7 @@ _expected: dict[tuple, tuple] = {}
 
 
 def expected(case: Case, call: Call, q: np.ndarray, after: dict[str, np.ndarray]):
-    """float64 and plain (out, lse) over a cache as a call left it; kernels that left the same one share them."""
+    """float64 and plain (out, lse) over the cache after a call. Kernels that leave the same cache share them."""
     content = hashlib.sha256(b"".join(x.tobytes() for x in after.values())).digest()
     key = (replace(case, num_splits=0, batch_invariant=False), content)
     if key in _expected:
@@ -297,7 +302,8 @@ def rotated(case: Case, call: Call, x: np.ndarray, length: int, ordered: bool = 
 
 
 def check_cache(case: Case, call: Call, after: dict[str, np.ndarray]) -> None:
-    """Appended rows hold the rotated keys and the values, to a rounding; every other byte is as it was."""
+    """Checks that appended rows hold the rotated keys and the values, up to rounding, and that no other byte has
+    changed."""
     for name in ("k", "v"):
         old, got = call.cache[f"{name}_cache"], after[f"{name}_cache"]
         touched = np.zeros(old.shape[:2], bool)
@@ -319,7 +325,7 @@ def check_cache(case: Case, call: Call, after: dict[str, np.ndarray]) -> None:
                         np.testing.assert_allclose(factor[at], np.where(amax == 0, 1, amax / most), rtol=1e-5)
                     factor = np.broadcast_to(factor, old.shape[:3])[at][:, None]
                     row = row * factor
-                    # half a step: of int8 half a factor, of e4m3 1/16 of the value or half its smallest step
+                    # half a step: in int8 half a factor; in e4m3 1/16 of the value, or half the smallest step
                     step = 0.501 * factor if case.cache_dtype == "int8" else np.abs(want[t]) / 15.9 + 2**-10 * factor
                     want_row = np.clip(want[t], -factor * 448, factor * 448)
                     if case.cache_dtype == "int8":

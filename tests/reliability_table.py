@@ -1,6 +1,6 @@
-"""The table of docs/reliability.md, from the reports beside it.
+"""Makes the table of docs/reliability.md from the reports beside it.
 
-python tests/reliability_table.py     writes it anew"""
+python tests/reliability_table.py     writes the table again"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def report(name: str) -> dict:
 
 
 def outcomes() -> dict[tuple[str, str], Counter]:
-    """(table, kernel or operation) -> how many of its cases on the GPU had which outcome."""
+    """(table, kernel or operation) -> the number of its cases on the GPU with each outcome."""
     found: dict[tuple[str, str], Counter] = {}
     for campaign in (report("fuzz_cuda"), *report("fuzz_cuda_changed_kernels")["campaigns"]):
         for row in campaign["counts"]:
@@ -38,7 +38,7 @@ def outcomes() -> dict[tuple[str, str], Counter]:
 
 
 def rows(name: str, *key: str) -> list[dict]:
-    """Of a report, with those of the kernels that have changed since in their place: the last campaign counts."""
+    """The rows of a report. For kernels that have changed since, the rows of the last campaign replace them."""
     found: dict[tuple, list[dict]] = {}
     for campaign in (report(name), *report(f"{name}_changed_kernels")["campaigns"]):
         newer: dict[tuple, list[dict]] = {}

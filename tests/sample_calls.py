@@ -1,7 +1,7 @@
 """Small calls of every kernel that can be forced and of every operation, with their exact results. They have to be
-right in any thread, the first and the thousandth time, and under a memory checker. Where a block of the kernel works on
-several tiles, segments or items one after the other, the call has two for each block of an H200: state that is kept
-from one to the next is used.
+right in any thread, the first and the thousandth time, and under a memory checker. If a block of the kernel works on
+several tiles, segments or items one after another, the call has two for each block of an H200, so that state kept from
+one to the next is used.
 
 Imports nothing that touches a GPU: a process may fork after it has made the samples."""
 
@@ -24,7 +24,8 @@ TOLERANCE = {"float32": 2e-6, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1.5e-2,
 
 @dataclass(frozen=True)
 class Sample:
-    """`arrays` go to the device as their dtypes; `call` takes them there and gives its results, as `exact` has them."""
+    """A call. `arrays` go to the device with their dtypes; `call` takes them there, and returns results in the order of
+    `exact`."""
 
     name: str
     arrays: dict[str, tuple[np.ndarray, str]]
@@ -56,7 +57,8 @@ def _qkv(batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v=None):
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
-    """To 8 bits of fraction, which bfloat16 and float16 hold: one exact result for all dtypes."""
+    """x rounded to 8 bits of fraction, which bfloat16 and float16 can hold, so that the exact result is the same for
+    all dtypes."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x8000) & np.uint32(0xFFFF0000)).view(np.float32)
 
@@ -65,7 +67,7 @@ STATISTICS = ("max_score", "key_sums")
 
 
 def _forward(name: str, dtype: str, shape: tuple, tolerance: str = "", statistics=STATISTICS, **options) -> Sample:
-    """statistics: those that the kernel gives, in the order of the results."""
+    """A forward call. statistics: the names of those that the kernel gives, in the order of the results."""
     q, k, v = _qkv(*shape)
     exact = list(reference.standard_attention(q, k, v, causal=True))
     exact += [getattr(reference, name)(q, k, v, causal=True) for name in statistics]
@@ -226,8 +228,8 @@ Makers = list[Callable[..., Sample]]  # partial(function, name, ...): only the w
 
 
 def cuda_items(names: list[str] | None = None) -> Makers:
-    """Calls of the kernels whose blocks take one piece of work after another, with at least three for each of the 132
-    blocks of an H200: a third piece is the first to use what the first has left behind, such as the phase of a barrier.
+    """Calls of the kernels whose blocks take one piece of work after another, with at least three pieces for each of
+    the 132 blocks of an H200. Only the third piece uses state that the first has left, such as the phase of a barrier.
 
     tiles      wgmma_sm90, wgmma_wide_sm90 (66 pairs of blocks), fp8: rows of q, at most 192 of a head
     segments   wgmma_split_sm90, decode_ring_sm90, decode_split_sm80, decode_lanes_sm80: keys of a head of a sequence
@@ -271,7 +273,7 @@ def _made(makers: Makers, names: list[str] | None) -> list[Sample]:
 
 
 def names(device: str) -> list[str]:
-    """Of all samples, each once."""
+    """The names of all samples, each once."""
     makers = _cuda_makers() if device == "cuda" else _cpu_makers()
     return list(dict.fromkeys([*(make.args[0] for make in makers), *(sample.name for sample in _small_operations())]))
 
@@ -281,7 +283,7 @@ def cpu_samples(names: list[str] | None = None) -> list[Sample]:
 
 
 def cuda_samples(names: list[str] | None = None) -> list[Sample]:
-    """For a Hopper GPU. On another GPU some of the kernels refuse."""
+    """The samples for a Hopper GPU. On other GPUs some of the kernels refuse."""
     return _made(_cuda_makers(), names)
 
 
@@ -300,7 +302,7 @@ def _cpu_makers() -> Makers:
 
 
 def _built(optional: str) -> list[str]:
-    """A kernel that only some builds have."""
+    """[optional] if this build has the kernel, else []."""
     return [kernel["name"] for kernel in fa.kernel_tables()["forward"] if kernel["name"] == optional]
 
 
@@ -350,7 +352,7 @@ def _cuda_makers() -> Makers:
         partial(_linear, "linear_gemv_sm80", 3, 3000, 1000, half),
         partial(_w4, "small_w4", 1, 512, 512),
         partial(_w4, "few_w4_sm90", 9, 5120, 1024),  # blocks of half a multiprocessor
-        partial(_w4, "few_w4_sm90", 9, 5120, 1024, x_type="float32"),  # of a whole one, behind the rounding of x
+        partial(_w4, "few_w4_sm90", 9, 5120, 1024, x_type="float32"),  # of a whole one, after the rounding of x
         partial(_w4, "wgmma_w4_few_sm90", 50, 5120, 1024),
         partial(_w4, "wgmma_w4_sm90", 300, 5120, 1024),
         *(partial(_w4, "mma_w4", rows, 5120, 1024) for rows in (2, 9, 40)),  # its three shapes

@@ -1,4 +1,4 @@
-"""The sample call of every kernel and operation under compute-sanitizer.
+"""Runs the sample calls of every kernel and operation under compute-sanitizer.
 
     python tests/sanitize.py [--tool memcheck ...] [--race-library FILE] [--json FILE]
 
@@ -6,9 +6,9 @@ memcheck finds accesses outside of allocations and failed calls, initcheck reads
 synccheck barriers that some threads do not reach, racecheck accesses to shared memory that no barrier separates.
 
 racecheck does not know that one lane's arrival at a barrier counts for its whole warp. Build its library with
--DFLASH_ATTN_RACECHECK=ON, where every lane arrives. initcheck does not see what the copy engine writes. The kernels
-that read sums of dq, which it adds up, are left out; first_calls.py starts every workspace as NaN instead. Every tensor
-has an allocation of its own."""
+-DFLASH_ATTN_RACECHECK=ON, with which every lane arrives. initcheck does not see the writes of the copy engine, so
+kernels that read sums of dq, which the copy engine adds up, are left out; first_calls.py starts every workspace as NaN
+instead. Every tensor has a separate allocation."""
 
 from __future__ import annotations
 

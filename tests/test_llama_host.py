@@ -32,7 +32,7 @@ def texts(engine, jobs=JOBS):
 
 
 class NotRecorded(Host):
-    """Every step is made by Python, call by call."""
+    """A host on which Python makes every step call by call."""
 
     def once(self, body):
         return body
@@ -43,7 +43,8 @@ class NotRecorded(Host):
 @pytest.mark.parametrize("page_size", [None, 7])
 @pytest.mark.parametrize("narrow_rows", [16, 0])
 def test_a_replayed_step_is_the_step(monkeypatch, attention, dtypes, page_size, narrow_rows):
-    """Bit for bit, while sequences with different rules join and leave, with the library's products and with BLAS's."""
+    """Equal bit for bit, while sequences with different rules join and leave, with products of the library and of
+    BLAS."""
     monkeypatch.setattr(host_module, "NARROW_ROWS", narrow_rows)
     recorded, plain = (model(kind(attention, *dtypes)) for kind in (Host, NotRecorded))
     engines = [Engine(each, 3, page_size=page_size) for each in (recorded, plain)]
@@ -53,7 +54,7 @@ def test_a_replayed_step_is_the_step(monkeypatch, attention, dtypes, page_size, 
 
 
 def test_a_step_of_a_kind_is_made_by_python_twice(monkeypatch):
-    """Once as it is, once to record it; from then on it is replayed."""
+    """The first time without a recording, the second time to record it; from then on the step is replayed."""
     calls, forward = [], Llama.forward
     monkeypatch.setattr(Llama, "forward", lambda *arguments: calls.append(1) or forward(*arguments))
     engine = Engine(model(Host()), 1)
@@ -64,7 +65,8 @@ def test_a_step_of_a_kind_is_made_by_python_twice(monkeypatch):
 
 @pytest.mark.parametrize("variable, value", [("FLASH_ATTN_NUM_THREADS", "16"), ("FLASH_ATTN_KERNEL", "cpu_portable")])
 def test_the_environment_may_change_behind_a_recording(monkeypatch, variable, value):
-    """More threads, or another kernel, may need more workspace than the recording has."""
+    """The environment may then ask for more threads or another kernel, which need more workspace than the recording
+    has."""
     monkeypatch.setenv("FLASH_ATTN_NUM_THREADS", "1")
     llama = model(Host())
     [whole] = texts(Engine(llama, 1), [([3, 4], 50)])
@@ -112,7 +114,7 @@ def test_both_write_the_same_and_are_timed_in_turns(monkeypatch):
 
 
 def test_the_ratio_is_that_of_pieces_side_by_side(monkeypatch):
-    """A machine that is ten times as slow for a while changes the medians, not the ratio."""
+    """If the machine is ten times as slow for a while, the medians change, but not the ratio."""
     both = engines()
     speeds, piece = iter(np.repeat([1.0, 10.0, 1.0, 10.0], 12)), compare._piece
 

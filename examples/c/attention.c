@@ -5,9 +5,10 @@
  *     ./a.out
  *
  * A text of ROWS tokens goes through causal attention at once. Then its last token comes alone, over a cache that holds the keys and values
- * of those before: the answer has to be the last row of the first one. Both are compared with standard attention in double precision.
+ * of the tokens before it. Its output has to equal the last row of the first output. Both are compared with standard attention in double
+ * precision.
  *
- * Memory on a GPU works alike: device = FA_CUDA, pointers from cudaMalloc, and a cudaStream_t in place of the NULL. */
+ * For memory on a GPU: device = FA_CUDA, pointers from cudaMalloc, and a cudaStream_t in place of the NULL. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -40,14 +41,14 @@ static void check(fa_status status) {
     exit(1);
 }
 
-/* The library allocates nothing: a call says how much scratch memory it wants, and gets it. */
+/* The library allocates nothing: the plan of a call says how much scratch memory it needs, and the caller provides it. */
 static void attach_workspace(fa_attention_args* args, const fa_attention_plan* plan) {
     args->workspace = malloc(plan->workspace_bytes);
     args->workspace_bytes = plan->workspace_bytes;
     if (!args->workspace && plan->workspace_bytes) exit(1);
 }
 
-/* The largest distance of one row of attention over `keys` keys from the definition. */
+/* The largest difference between one row of attention over `keys` keys and the definition. */
 static double row_error(const float* row, float (*result)[DIM], int keys) {
     double worst = 0;
     for (int h = 0; h < HEADS; h++) {

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/context_parallel/train.py                  a GPU for each rank
     torchrun --nproc-per-node 2 examples/context_parallel/train.py --device cpu     two processes
 
-A rank has its tokens of each sequence, their labels and their positions (for RoPE), and all weights. Attention is the
-one place where the ranks need each other's tokens. The loss of a rank is its share of the mean over all tokens, so
-gradients, summed over the ranks, are those of one GPU.
+A rank has its tokens of each sequence, their labels and positions (for RoPE), and all weights. Only attention needs the
+tokens of other ranks. The loss of a rank is its share of the mean over all tokens, so gradients summed over the ranks
+equal those of one GPU.
 
 It needs torch and rich, and with --out matplotlib.
 """
@@ -46,8 +46,8 @@ def text_of(preset) -> torch.Tensor:
 
 
 def train(preset, tokens, attention, part, where, dtype, device, seed, advance) -> list[float]:
-    """The loss of every step. part: gives this rank's part of (batch, seqlen); where: the positions of its tokens.
-    Both are None on one rank."""
+    """The loss of every step. part(x): this rank's part of x (batch, seqlen). where: the positions of this rank's
+    tokens. Both are None on one rank."""
     torch.manual_seed(seed)  # the same weights on every rank
     model = Llama(preset.config).to(device)
     optimizer, schedule = optimizer_of(model, preset.steps)

@@ -1,7 +1,8 @@
-// 01_naive.c: attention as the formula has it, in three steps with S in memory.
+// 01_naive.c: attention as the formula states it, in three steps with S in memory.
 //
 // Bound by the latency of an addition. A score is a sum of headdim products, and each addition waits for the one before: about four cycles
-// for two operations, on a core that could do sixty-four in one. The compiler may not split the sum, because that would round otherwise.
+// for two operations, on a core that could do sixty-four in one. The compiler may not split the sum, because that would change its
+// rounding.
 #include "attention.h"
 
 int attention_forward(const float* q, const float* k, const float* v, float* out, float* lse, const struct attention* a) {

@@ -4,7 +4,8 @@
 // keys and their sums are independent. For that K is transposed once for each head. out is the sum over j of P[j] x (a row of V). The
 // maximum and the sum of a row are kept in 16 lanes until the end, and the exponential is a polynomial.
 //
-// Bound by loads and stores: each multiply-add of a vector loads two and stores one, and a row of K^T comes from the second-level cache.
+// Bound by loads and stores: each multiply-add of a vector loads two vectors and stores one, and a row of K^T comes from the second-level
+// cache.
 #include "attention.h"
 #include "row.h"
 

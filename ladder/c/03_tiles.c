@@ -2,9 +2,9 @@
 //
 // New: the online softmax. A tile of 32 queries walks over tiles of 64 keys. Each row keeps the largest score so far and the sum of
 // exponentials relative to it; when a larger score comes, both that sum and the row of out are multiplied by e^(old max - new max). out is
-// divided by the sum once, at the end. Memory is linear in the length, and of a causal mask only the tiles with visible keys are computed.
-// K^T is stored tile after tile, because rows a power of two apart would fight for the same lines of the cache. And four products join a
-// sum at a time, so that it is loaded and stored once for all of them (add_rows).
+// divided by the sum once, at the end. Memory is linear in the length. Under a causal mask only the tiles with visible keys are computed.
+// K^T is stored tile after tile, because rows a power of two apart would compete for the same cache lines. Four products are added to a
+// sum at a time, so that the sum is loaded and stored once for all four (add_rows).
 //
 // Bound by loads from the first-level cache: five vectors for four multiply-adds.
 #include "attention.h"
@@ -28,7 +28,7 @@ static void scores(struct tile* t, int rows, const float* kt, int headdim) {
     }
 }
 
-// One row: S becomes P, and what stood for the keys before is brought to the new maximum.
+// One row: S becomes P, and the sum and output of earlier keys are rescaled to the new maximum.
 static void softmax(struct tile* t, int i, int seen, int headdim) {
     float* s = t->s[i];
     for (int j = seen < 0 ? 0 : seen; j < kBlockN; ++j) s[j] = -INFINITY;

@@ -1,7 +1,7 @@
 // 04_register_tiles.c: the same loops, with both products as sums of outer products in registers.
 //
 // New: the micro kernel. A block of C, 6 rows x 4 vectors, stays in 24 registers while the sum runs. One step of the sum loads 4 vectors of
-// B and 6 numbers of A and makes 24 multiply-adds, so loads are no bound any more. Both products have that form: S = Q K^T, with B a tile
+// B and 6 numbers of A and makes 24 multiply-adds, so loads are no longer the bound. Both products have that form: S = Q K^T, with B a tile
 // of K^T, and out += P V, with B a tile of V. Tiles are copied and padded with zeros, so the kernel has no edges.
 //
 // With 16 registers (AVX2) the block is 6 x 2 vectors of half the length. Bound by the multiply-add units of one core.
@@ -9,7 +9,7 @@
 #include "row.h"
 
 #if defined(__AVX512F__)
-enum { kVector = 16, kWidth = 4 };  // floats of a vector; vectors of a block
+enum { kVector = 16, kWidth = 4 };  // floats in a vector; vectors in a row of a block
 #else
 enum { kVector = 8, kWidth = 2 };
 #endif
@@ -91,7 +91,7 @@ static void attend(struct tile* t, const struct attention* a, const struct packe
     }
 }
 
-// Queries first .. last - 1 of one head. Returns 1 where there is not enough memory.
+// Queries first .. last - 1 of one head. Returns 1 if there is not enough memory, or headdim is above kMaxDim.
 static int attend_rows(const struct attention* a, int b, int h, int first, int last, const float* q, const float* k, const float* v,
                        float* out, float* lse) {
     struct packed x = {a->headdim, padded_dim(a), 0, 0};

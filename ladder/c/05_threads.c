@@ -1,13 +1,12 @@
 // 05_threads.c: the micro kernel of 04_register_tiles.c on all cores.
 //
 // New: threads. The work is cut into items of 384 queries of one head, more items than cores. A thread takes the next item from a counter
-// that all share, so a core that is slower, or finds items with fewer visible keys, takes fewer. No item writes what another reads, hence
-// no lock. Each item packs its keys for itself, which costs a few percent; 384 queries are enough to pay for it.
+// that all threads share, so slow threads, and threads whose items have many visible keys, take fewer items. No item writes what another
+// reads, so there is no lock. Each item packs its own copy of the keys, which costs a few percent with 384 queries in an item.
 //
-// Bound by the multiply-add units of all cores. What the library's kernel (cuda/cpu/attention/tile_kernel.h) still has more: lanes that are
-// queries, so that maximum, sum and correction of 16 rows are single vectors; exponentials of S while it is in registers' reach; tiles
-// sized after the caches and fetched ahead; threads that outlive the call; one program for every instruction set, every dtype and every
-// option.
+// Bound by the multiply-add units of all cores. The library's kernel (cuda/cpu/attention/tile_kernel.h) goes further: its lanes are
+// queries, so that maximum, sum and correction of 16 rows are single vectors; it takes the exponentials of S soon after the product; its
+// tiles fit the caches and are fetched ahead; its threads outlive the call; one program serves every instruction set, dtype and option.
 #define FROM_NEXT_STEP
 #include <pthread.h>
 #include <stdatomic.h>

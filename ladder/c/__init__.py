@@ -1,4 +1,5 @@
-"""Attention in C, one file for each step. They are compiled where they run, and called through ctypes."""
+"""Attention in C, one file for each step. The files are compiled on the machine that runs them, and called through
+ctypes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ..rung import ROOT, Calls, Rung, Unavailable
 
 HERE = "ladder/c/"
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-pthread")
-CACHE = "FLASH_ATTN_LADDER_CACHE"  # the environment variable that names another folder for what is compiled
+CACHE = "FLASH_ATTN_LADDER_CACHE"  # environment variable: another folder for the compiled libraries
 
 
 class Shape(ctypes.Structure):
@@ -28,7 +29,7 @@ class Shape(ctypes.Structure):
 
 
 def compiled(sources: tuple[str, ...]) -> Path:
-    """The shared library of some files of this folder. It is kept, under a name that says what went into it: sources,
+    """Compiles some files of this folder into a shared library. The library is kept under a name that hashes sources,
     compiler, flags and processor."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
@@ -40,7 +41,7 @@ def compiled(sources: tuple[str, ...]) -> Path:
     library = folder / f"c_{digest[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # renamed when whole: another process may do the same
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # renamed when complete: processes may race
             made = Path(scratch) / library.name
             paths = [str(ROOT / HERE / source) for source in sources]
             _output(compiler, *FLAGS, *paths, "-o", str(made), "-lm")
@@ -58,7 +59,7 @@ def _output(*command: str) -> str:
 
 
 def _with_includes(paths: list[Path]) -> list[Path]:
-    """The files and those of this folder that they include, in a fixed order."""
+    """The files and all files of this folder that they include, sorted."""
     found: dict[Path, None] = {}
     while paths:
         path = paths.pop()
@@ -95,7 +96,7 @@ def _load(sources: tuple[str, ...], backward: bool) -> Calls:
 
 
 def _rung(name: str, about: str, *sources: str, also: tuple[str, ...] = (), backward: bool = False) -> Rung:
-    """`also`: what the sources include."""
+    """`also`: files that the sources include."""
     files = tuple(HERE + file for file in (*sources, *also, "attention.h"))
     load = functools.partial(_load, sources, backward)
     return Rung(name=name, language="C", about=about, device="cpu", files=files, load=load, headdims=(32, 64, 128))

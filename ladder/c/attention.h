@@ -1,8 +1,10 @@
-// attention.h: what every step of the C ladder computes.   out = softmax(q k^T / sqrt(headdim)) v, lse = log(sum(exp(scores)))
+// attention.h: the function that every step of the C ladder computes.
+//
+//     out = softmax(q k^T / sqrt(headdim)) v     lse = log(sum(exp(scores)))
 //
 // q, out (batch, seqlen_q, heads, headdim), k, v (batch, seqlen_k, heads_k, headdim), lse (batch, heads, seqlen_q): float32, contiguous.
 // Query head h uses key head h / (heads / heads_k). With `causal` the last query sees the last key, the one before it one key less, ...
-// A query that sees no key has out = 0, lse = -inf. The functions return 0, or 1 where there is not enough memory.
+// A query that sees no key has out = 0, lse = -inf. The functions return 0, or 1 if there is not enough memory.
 #pragma once
 #include <math.h>
 #include <stddef.h>
@@ -14,7 +16,7 @@ struct attention {
 };
 
 int attention_forward(const float* q, const float* k, const float* v, float* out, float* lse, const struct attention* a);
-// dq, dk, dv of sum(out * dout); out and lse are those of the forward pass.
+// The gradients dq, dk, dv of sum(out * dout). out and lse are results of the forward pass.
 int attention_backward(const float* dout, const float* q, const float* k, const float* v, const float* out, const float* lse, float* dq,
                        float* dk, float* dv, const struct attention* a);
 
@@ -24,7 +26,7 @@ static inline int visible_keys(const struct attention* a, int i) {
     return count < 0 ? 0 : count;
 }
 static inline int key_head(const struct attention* a, int h) { return h / (a->heads / a->heads_k); }
-// Where row 0 of one head begins; row i is i * stride behind it.
+// Offset of row 0 of one head; row i is i * stride further.
 static inline size_t query_start(const struct attention* a, int b, int h) { return ((size_t)b * a->seqlen_q * a->heads + h) * a->headdim; }
 static inline size_t key_start(const struct attention* a, int b, int h) {
     return ((size_t)b * a->seqlen_k * a->heads_k + key_head(a, h)) * a->headdim;

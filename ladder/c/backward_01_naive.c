@@ -1,8 +1,8 @@
-// backward_01_naive.c: the gradients as the chain rule has them, with P and dS in memory.
+// backward_01_naive.c: the gradients as the chain rule states them, with P and dS in memory.
 //
 //     P = exp(S - lse)     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta), delta = rowsum(dO * O)     dQ = dS K     dK = dS^T Q
 //
-// S and P are not kept from the forward pass: lse is enough to make P again. Bound like 01_naive.c by the latency of an addition.
+// S and P are not kept from the forward pass: P is recomputed from lse. Bound, like 01_naive.c, by the latency of an addition.
 #include "attention.h"
 
 int attention_backward(const float* dout, const float* q, const float* k, const float* v, const float* out, const float* lse, float* dq,

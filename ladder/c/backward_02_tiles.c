@@ -1,8 +1,9 @@
 // backward_02_tiles.c: the gradients by tiles, in loops that the compiler turns into vectors.
 //
-// New against backward_01_naive.c: P and dS are a row of a tile of 64 keys, made again from lse and used at once. Keys are outside: a tile
-// of K, K^T, V^T, dK and dV stays in the cache while all queries pass by, and dQ is added to. Neighbouring lanes are neighbouring keys
-// where a sum runs over head dims, and neighbouring head dims where it runs over keys or queries.
+// New against backward_01_naive.c: P and dS exist for one query and a tile of 64 keys at a time; they are recomputed from lse and used at
+// once. The outer loop walks over keys: a tile of K, K^T, V^T, dK and dV stays in the cache while the inner loop walks over all queries
+// and adds to dQ. Where a sum runs over head dims, neighbouring lanes are neighbouring keys; where it runs over keys or queries, they are
+// neighbouring head dims.
 //
 // Bound by loads and stores of the first-level cache: each multiply-add of dK and dV loads two vectors and stores one.
 #include "attention.h"
@@ -31,7 +32,7 @@ static void one_row(struct key_tile* t, const float* q, const float* dout, float
     add_rows(p, kKeys, q, t->kt[0], kKeys, headdim);
     add_rows(ds, kKeys, dout, t->vt[0], kKeys, headdim);
     for (int j = 0; j < kKeys; ++j) {
-        const float above = p[j] * scale - lse;  // 0 or less, but for rounding
+        const float above = p[j] * scale - lse;  // 0 or less, except for rounding
         p[j] = exponential(above < 0 ? above : 0);
         ds[j] = p[j] * (ds[j] - delta) * scale;
     }

@@ -1,5 +1,5 @@
 // check.h: the main program of a step that is compiled alone.   cc -O3 -march=native -DMAIN 03_tiles.c -lm && ./a.out
-// Compares both passes with sums in double over a few shapes, then prints the speed, unless there is an argument. Exit status 1 where an
+// Compares both passes with sums in double on a few shapes, then prints the speed, unless there is an argument. The exit status is 1 if an
 // answer is wrong.
 #include <stdio.h>
 #include <time.h>

@@ -1,12 +1,12 @@
-// row.h: the softmax of a row of scores, in loops that the compiler turns into vectors: no call inside, and sums and maxima in as many
-// lanes as a vector may have.
+// row.h: the softmax of a row of scores, in loops that the compiler turns into vectors. They contain no calls, and keep sums and maxima in
+// 16 lanes, as many as the widest vector has.
 #pragma once
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-enum { kLanes = 16 };  // of a row; its length is a multiple
+enum { kLanes = 16 };  // the length of a row is a multiple of this
 
 // e^x for x <= 0. x = n ln 2 + r with n whole and |r| <= ln 2 / 2. e^r is a polynomial, and 2^n is added to the exponent's bits. Error: 1.5
 // units in the last place. Below -87 it is 0; so are hidden keys, whose score is -inf.
@@ -52,8 +52,8 @@ static inline float exponentials(float* s, int count, float shift) {
     return sum[0];
 }
 
-// sum[0 .. n - 1] += the sum of weight[r] * (row r), row r at rows + r * stride. Four rows at a time: sum is loaded and stored once for
-// them.
+// sum[0 .. n - 1] += the sum of weight[r] * (row r), with row r at rows + r * stride. Takes four rows at a time, so that `sum` is loaded
+// and stored once for all four.
 static inline void add_rows(float* restrict sum, int n, const float* weight, const float* restrict rows, size_t stride, int count) {
     int r = 0;
     for (; r + 4 <= count; r += 4, rows += 4 * stride)

@@ -1,4 +1,5 @@
-"""Attention in NumPy, for the order of the work: the standard three steps, FlashAttention v1, v2, v3, and 8 bits."""
+"""Attention in NumPy, to show the order of the work: the standard three steps, FlashAttention v1, v2, v3, and 8
+bits."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def _reference(name: str, backward: bool = False) -> Calls:
         out, lse = attention(q, k, v, causal=causal)
         return out.astype(q.dtype), lse.astype("float32")
 
-    def gradients(dout, q, k, v, out, lse, causal):  # they need neither out nor lse: they compute both again
+    def gradients(dout, q, k, v, out, lse, causal):  # the reference computes out and lse again
         found = reference.standard_attention_backward(dout, q, k, v, causal=causal)
         return found.dq.astype(q.dtype), found.dk.astype(k.dtype), found.dv.astype(v.dtype)
 

@@ -1,13 +1,13 @@
-"""A thread block of Hopper as far as the order of its work needs it: barriers, a ring of tiles, tensor cores, turns.
+"""A model of a thread block on Hopper that shows the order of its work: barriers, rings of tiles, tensor cores, turns.
 
-A role (the producer, a warpgroup) is a generator. What it yields is one of two things:
+A role (the producer, a warpgroup) is a generator. It yields one of two things:
 
     Wait     it sleeps until a condition holds. A condition that holds already takes no time.
     Work     it is busy for one turn.
 
-`run` gives every role its part of one turn, then the next turn. The tensor cores work beside the roles, on what the
-roles have given them. So a turn is a slice of time in which everything happens at once, and the log of all turns says
-who was busy when. The lengths are a model, not a measurement.
+`run` lets every role do its part of one turn, then starts the next turn. In the same turn the tensor cores work on the
+products that the roles have issued. So a turn is a slice of time in which everything happens at once, and the log of
+all turns says who was busy when. The lengths are a model, not a measurement.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ Role = Generator["Work | Wait", None, None]
 
 
 class Barrier:
-    """Counts arrivals. Each time `count` have arrived, a phase ends and the count starts again (an mbarrier; one of
-    the numbered barriers works alike). Hardware keeps the lowest bit of `phases`: nobody is ever two phases behind."""
+    """Counts arrivals. Each time `count` have arrived, a phase ends and the count starts again. An mbarrier works this
+    way, and so do the numbered barriers. Hardware keeps only the lowest bit of `phases`, which is enough because no
+    role ever lags two phases."""
 
     def __init__(self, name: str, count: int = 1):
         self.name, self.count, self.arrived, self.phases = name, count, 0, 0
@@ -55,15 +56,15 @@ class Barrier:
             self.arrived, self.phases = 0, self.phases + 1
 
     def phase(self, n: int) -> Wait:
-        """Until phase n (from 0) has ended. Phase -1 has ended before the start."""
+        """A wait until phase n has ended. Phases count from 0; phase -1 has ended before the start."""
         return Wait(f"{self.name}, phase {n}", lambda: self.phases > n)
 
 
 class Ring:
     """Tiles on their way from the producer to the readers: tile j lies in stage j mod stages.
 
-    full[stage] ends a phase when the tile is there, empty[stage] when all readers have read it. The stages are
-    arrays that are written over and over, so a reader that came late would read another tile.
+    full[stage] ends a phase when the tile is there, empty[stage] when all readers have read it. The stages are arrays
+    that are overwritten again and again, so a reader that came late would read a later tile.
     """
 
     def __init__(self, name: str, source: np.ndarray, rows: int, stages: int, readers: int):
@@ -73,7 +74,7 @@ class Ring:
         self.empty = [Barrier(f"{name} empty[{s}]", readers) for s in range(stages)]
 
     def _place(self, tile: int) -> tuple[int, int]:
-        """The stage of a tile, and how many tiles were in it before."""
+        """The stage of a tile, and how many earlier tiles used that stage."""
         return tile % len(self.stage), tile // len(self.stage)
 
     # the producer's side
@@ -83,7 +84,7 @@ class Ring:
         return self.empty[stage].phase(before - 1)
 
     def fill(self, tile: int) -> None:
-        """What the asynchronous copy (TMA) does: rows past the end are zeros, and the barrier counts the bytes."""
+        """Copies a tile as TMA does: rows past the end become zeros, and the barrier `full` is signalled."""
         stage, _ = self._place(tile)
         rows = self.source[tile * self.rows : (tile + 1) * self.rows]
         self.stage[stage][:] = 0
@@ -105,7 +106,7 @@ class Ring:
 
 @dataclass
 class Product:
-    """A product that was given to the tensor cores. `compute` runs in its last turn: its operands are read then."""
+    """A product issued to the tensor cores. `compute` runs in the product's last turn, and reads the operands then."""
 
     who: str
     what: str
@@ -119,11 +120,11 @@ class Product:
 
 @dataclass
 class TensorCores:
-    """One product at a time. A warpgroup's products run in its order; two warpgroups that both have some get every
-    other turn."""
+    """Run one product at a time. The products of a warpgroup run in the order in which it issued them. While two
+    warpgroups have products, their products alternate turn by turn."""
 
-    turns: int  # of a product
-    queues: dict[str, deque[Product]] = field(default_factory=dict)  # whoever was served last stands last
+    turns: int  # turns that one product takes
+    queues: dict[str, deque[Product]] = field(default_factory=dict)  # the warpgroup that was served last comes last
 
     def begin(self, who: str, what: str, tile: int, compute: Callable[[], None]) -> Product:
         """Returns at once: the product is asynchronous, as wgmma is."""
@@ -132,7 +133,7 @@ class TensorCores:
         return product
 
     def work(self) -> Product | None:
-        """One turn of somebody's product."""
+        """Does one turn of the next warpgroup's product and returns that product, or None if there is none."""
         for who, queue in list(self.queues.items()):
             if queue:
                 product = queue[0]
@@ -146,7 +147,7 @@ class TensorCores:
 
 
 def run(roles: dict[str, Role], tensor_cores: TensorCores) -> list[Event]:
-    """Runs all roles to their ends. Raises RuntimeError when all that are left wait for something."""
+    """Runs all roles to their ends. Raises RuntimeError when every role that is left waits (a deadlock)."""
     log: list[Event] = []
     waits: dict[str, Wait | None] = dict.fromkeys(roles)
     turn = 0
@@ -163,7 +164,7 @@ def run(roles: dict[str, Role], tensor_cores: TensorCores) -> list[Event]:
                 busy.append(Event(turn, who, *step))
             elif step is None:
                 del roles[who]
-        if product := tensor_cores.work():  # last: what it finishes in this turn is seen in the next
+        if product := tensor_cores.work():  # last: roles see its result in the next turn
             busy.append(Event(turn, product.who, product.what, product.tile))
         if roles and not busy and not any((wait := waits[who]) is None or wait.over() for who in roles):
             stuck = "; ".join(f"{who} for {waits[who].what}" for who in roles)
@@ -174,7 +175,7 @@ def run(roles: dict[str, Role], tensor_cores: TensorCores) -> list[Event]:
 
 
 def timeline(log: list[Event]) -> str:
-    """The log as text, one column a turn: S and O are products, digits are the tile of a load or a softmax."""
+    """The log as text, one column a turn: S and O are products; a digit is the tile (mod 10) of a load or a softmax."""
     lines: dict[str, list[str]] = {}
     end = 1 + max((event.turn for event in log), default=-1)
     for who in sorted({event.who for event in log}):

@@ -3,39 +3,40 @@
 Tensor cores multiply float8_e4m3 twice as fast as 16 bits. Its numbers have 4 significant bits, end at 448, and have
 nothing below 2^-9. Four things keep attention accurate:
 
-    scales for blocks   A block of rows of q, k or v is divided by a factor of its own, so that one large row does not
-                        push the small ones of all others below 2^-9. Factors are powers of two: they round nothing.
+    scales for blocks   Each block of rows of q, k or v is divided by its own factor, so that one large row does not
+                        push small values in other blocks below 2^-9. Factors are powers of two, so that the division
+                        rounds nothing.
     rotation            q and k are multiplied by the same random orthogonal matrix. Scores stay what they are, but a
-                        large entry is spread over all head dims (section 3.3, incoherent processing). Worth it where
-                        few entries are large, so it is off by default: it rounds q and k again.
-    the range of P      P lies between 0 and 1, so it is multiplied by 2^8 first.
-    sums of two levels  What the tensor cores add up has about 14 bits: each product is cut off at 2^-13 of the sum that
-                        it joins. Over thousands of keys nearly all products of a mean lose bits, always towards zero.
-                        So the tensor cores sum a block of keys, and blocks are added in float32.
+                        large entry is spread over all head dims (section 3.3, incoherent processing). It helps only
+                        where few entries are large, and rounds q and k once more, so it is off by default.
+    the range of P      P lies between 0 and 1, so it is multiplied by 2^8 before it is rounded.
+    sums of two levels  Sums in the tensor cores have about 14 bits: each product is truncated at 2^-13 of the sum that
+                        it joins. In a mean over thousands of keys nearly every product loses bits, always towards zero.
+                        So the tensor cores sum one block of keys, and the blocks are added in float32.
 
-The order of the work is that of v3. This file shows the numbers alone, one tile after another as in v2.
+A kernel does this work in the order of v3. This file shows only the arithmetic, one tile after another as in v2.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest e4m3 number
 P_FACTOR = 256.0
-BITS = 13  # a product that joins a sum is cut off at 2^-13 of it
+BITS = 13  # a product that joins a sum is truncated at 2^-13 of the sum
 INSTRUCTION = 32  # values of a row that one instruction multiplies and adds
 
 
 def round_e4m3(x: np.ndarray) -> np.ndarray:
-    """The nearest e4m3 number, ties to even, kept as float32; beyond 448 the largest."""
+    """The nearest e4m3 number, ties to even, stored as float32. Values beyond 448 become 448."""
     x = np.asarray(x, np.float32)
-    exponent = np.maximum(np.frexp(x)[1], -5)  # x = m 2^exponent, m in [1/2, 1); below 2^-6 steps stay the same
+    exponent = np.maximum(np.frexp(x)[1], -5)  # x = m 2^exponent, m in [1/2, 1); below 2^-6 steps are equal
     step = np.ldexp(np.float32(1), exponent - 4)
     return np.clip(np.rint(x / step) * step, -LARGEST, LARGEST)
 
 
 def quantised(x: np.ndarray) -> tuple[np.ndarray, np.float32]:
-    """A block in e4m3 and its factor: x is about values * factor."""
+    """(values, factor) of a block: e4m3 values and a power of two, with x about values * factor."""
     largest = float(np.abs(x).max(initial=0))
     factor = np.float32(np.exp2(np.ceil(np.log2(largest / LARGEST)))) if largest else np.float32(1)
     return round_e4m3(x / factor), factor
@@ -54,8 +55,8 @@ def rotation(headdim: int, seed: int = 0) -> np.ndarray:
 
 
 def add_products(acc: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """acc + a b as the tensor cores have it. Each product is exact; it and the sum so far are cut off, towards zero, at
-    a unit of 2^-13 of the largest among them."""
+    """acc + a b as the tensor cores compute it. Each product is exact. Products and the sum so far are then truncated,
+    towards zero, to multiples of 2^-13 of the largest among them."""
     for first in range(0, a.shape[1], INSTRUCTION):
         part = slice(first, first + INSTRUCTION)
         products = a[:, part, None] * b[None, part]
@@ -105,9 +106,9 @@ def _one_head(q, k, v, last_key, block_q, block_k, two_levels):
 def flash_attention_fp8(
     q, k, v, *, causal=False, block_q=64, block_k=128, rotate=False, two_levels=True, one_block=False
 ):
-    """Attention of q (batch, seqlen_q, nheads, headdim) over k and v (batch, seqlen_k, nheads_k, headdim), which are
-    rounded here. Returns out and lse (batch, nheads, seqlen_q) in float32. one_block gives a head one factor for all
-    of its rows instead of one for each block."""
+    """Attention of q (batch, seqlen_q, nheads, headdim) over k and v (batch, seqlen_k, nheads_k, headdim). This
+    function rounds them to 8 bits. Returns out and lse (batch, nheads, seqlen_q) in float32. With one_block a head has
+    one factor for all its rows, instead of one for each block."""
     q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
     batch, seqlen_q, nheads, headdim = q.shape
     seqlen_k, group = k.shape[1], nheads // k.shape[2]
@@ -117,7 +118,7 @@ def flash_attention_fp8(
         one_q, one_k, one_v = q[b, :, h], k[b, :, h // group], v[b, :, h // group]
         if rotate:
             one_q, one_k = (x @ rotation(headdim) for x in (one_q, one_k))
-        if one_block:  # the factor of the whole head, applied before the blocks': theirs add nothing then
+        if one_block:  # rounded with the factor of the whole head; the blocks' factors then round nothing
             one_q, one_k, one_v = (values * factor for values, factor in map(quantised, (one_q, one_k, one_v)))
         out[b, :, h], lse[b, h] = _one_head(one_q, one_k, one_v, last_key, block_q, block_k, two_levels)
     return out, lse

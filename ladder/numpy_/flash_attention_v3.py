@@ -1,5 +1,5 @@
 """FlashAttention-3's order of work in NumPy (Shah et al. 2024, sections 3.1 and 3.2). The arithmetic is that of
-flash_attention_v2 in reference.py: what is new is who does what, and when.
+flash_attention_v2 in reference.py. New is who does what, and when.
 
 A block owns 2 x rows queries of one head and has three roles (block.py says what a role is):
 
@@ -8,17 +8,17 @@ A block owns 2 x rows queries of one head and has three roles (block.py says wha
 
 Tensor cores multiply, everything else does the softmax, and the two can work at the same time. On Hopper at headdim
 64 a tile's exponentials take twice as long as one of its two products, so a warpgroup alone would leave the tensor
-cores idle most of the time. Two things fill them:
+cores idle most of the time. Two techniques keep them busy:
 
-    ping-pong   The warpgroups take turns. One multiplies while the other is in its softmax. Named barriers give the
-                turn from one to the other; without them both multiply, then both are in the softmax.
+    ping-pong   The warpgroups take turns. One multiplies while the other is in its softmax. Named barriers pass the
+                turn from one to the other. Without them both multiply, then both are in the softmax.
     overlap     Within a warpgroup, S of tile j is begun together with O += P V of tile j - 1. The softmax of tile j
-                needs S alone, so it runs while that product is still under way.
+                needs only S, so it runs while O += P V is still under way.
 
-The model is kind to the softmax: two at a time do not slow each other down, while on the GPU they share one unit for
-exponentials.
+The model favours the softmax: two at a time do not slow each other down, while on the GPU they share the units that
+compute exponentials.
 
-`python -m ladder.numpy_.flash_attention_v3` prints the turns with and without each.
+`python -m ladder.numpy_.flash_attention_v3` prints the turns with and without each technique.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 
 from .block import Barrier, Event, Product, Ring, Role, TensorCores, Work, run, timeline
 
-PRODUCT_TURNS, SOFTMAX_TURNS = 2, 6  # of one tile, for 64 rows at headdim 64: 2 n and 6 n cycles for n keys
+PRODUCT_TURNS, SOFTMAX_TURNS = 2, 6  # for one tile of 64 rows at headdim 64: 2 n and 6 n cycles for n keys
 
 
 def producer(tiles: int, keys: Ring, values: Ring) -> Role:
@@ -39,7 +39,7 @@ def producer(tiles: int, keys: Ring, values: Ring) -> Role:
 
 
 class Warpgroup:
-    """One consumer: its rows of Q, and what it keeps in registers."""
+    """One consumer: its rows of Q, and the values it keeps in registers."""
 
     def __init__(self, number: int, q, last_key, keys: Ring, values: Ring, cores: TensorCores, turns: list[Barrier]):
         """last_key[i] is the last key that row i sees; it may be -1. turns is empty without ping-pong."""
@@ -50,7 +50,7 @@ class Warpgroup:
         self.row_sum = np.zeros(len(q), q.dtype)
         self.acc = np.zeros((len(q), values.source.shape[1]), q.dtype)
         self.s = self.p = self.correction = None
-        self.had = 0  # turns at the tensor cores
+        self.had = 0  # turns at the tensor cores so far
 
     def role(self, tiles: int, overlap: bool) -> Role:
         # The first scores have nothing to overlap with.
@@ -76,7 +76,7 @@ class Warpgroup:
             yield from self.softmax(j)
             yield output.done()
             self.values.release(j - 1)
-            self.acc *= self.correction[:, None]  # acc holds tiles up to j - 1, relative to the maximum before j
+            self.acc *= self.correction[:, None]  # acc held tiles up to j - 1, relative to the maximum before j
 
         yield self.values.there(tiles - 1)
         yield from self.my_turn()
@@ -92,8 +92,8 @@ class Warpgroup:
             self.had += 1
 
     def give_turn(self) -> None:
-        """Stands behind the products in the warpgroup's instructions, which are executed in order: so it comes about
-        when the tensor cores are through with them, and no warp waits for that."""
+        """Lets the other warpgroup begin. In the warpgroup's instructions this follows the products, and the model runs
+        it when the tensor cores have finished them. No warp waits for that."""
         if self.turns:
             self.turns[1 - self.number].arrive()
 

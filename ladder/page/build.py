@@ -23,7 +23,7 @@ DECLARED = re.compile(r"^(?:export )?(?:async )?(?:function|const|let|class) (?:
 
 
 def script() -> str:
-    """The modules as one: their imports taken out, which works while no two of them declare the same name."""
+    """The modules as one script, without their imports. Raises SystemExit if two modules declare the same name."""
     parts, owner = [], {}
     for module in MODULES:
         text = (HERE / module).read_text()

@@ -1,4 +1,4 @@
-"""The examples that the page ships: inputs, and what the reference in float64 makes of them.
+"""The examples that the page ships: inputs, and the results of the float64 reference.
 
 python ladder/page/examples.py          writes examples.json; needs flash_attn_minimal on the path
 """
@@ -14,7 +14,7 @@ from flash_attn_minimal import reference
 
 FILE = Path(__file__).resolve().with_name("examples.json")
 
-# name -> seqlen_q, seqlen_k, headdim, tile rows, tile keys, causal: the tiles are where the page starts
+# name -> seqlen_q, seqlen_k, headdim, tile rows, tile keys, causal; the page starts with these tiles
 EXAMPLES = {
     "First steps": (8, 8, 4, 4, 4, False),
     "Causal": (16, 16, 8, 4, 4, True),
@@ -26,11 +26,11 @@ EXAMPLES = {
 
 
 def inputs(name: str, seqlen_q: int, seqlen_k: int, headdim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q, k, v (seqlen, headdim), normal, in steps of 1 / 64: what a reader sees is what is multiplied."""
+    """q, k, v (seqlen, headdim), normal, rounded to 1 / 64: the numbers a reader sees are exactly those multiplied."""
     rng = np.random.default_rng(list(EXAMPLES).index(name))
     q, k, v = (rng.standard_normal((rows, headdim)) for rows in (seqlen_q, seqlen_k, seqlen_k))
     q *= 1.5
-    if name == "The maximum keeps rising":  # keys that lean further and further towards every row
+    if name == "The maximum keeps rising":  # later keys score higher with every row
         q += 1.5
         k = 0.4 * k + np.linspace(-1, 1.5, seqlen_k)[:, None]
     return tuple(np.round(64 * x) / 64 for x in (q, k, v))

@@ -1,10 +1,10 @@
-"""Records trace.json, the page's time line, on a Hopper GPU: a work item of one block of a kernel that writes stamps.
+"""Records trace.json, the page's time line, on a Hopper GPU: one work item of a block whose kernel writes time stamps.
 
     PYTHONPATH=python python -m ladder.page.record && python ladder/page/build.py
 
-It needs the experiments library (ladder/variants) and PyTorch. Stamps say when a thread begins to do something, which
-lasts until its next stamp (fa_trace in experiments.h). What no thread sees is inferred: a copy ends when its first
-reader finds it, and of two products that a warpgroup has issued the second begins when the first has ended.
+It needs the experiments library (ladder/variants) and PyTorch. A stamp says when a thread begins an activity, which
+lasts until the thread's next stamp (fa_trace in experiments.h). Events that no thread sees are inferred: a copy ends
+when its first reader finds it, and the second of two products in flight begins when the first has ended.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ladder.page import recording
 
 EVENT = {name: number for number, name in enumerate(variants.TRACE_EVENTS)}
 SHAPE = (4, 1024, 16, 128)  # batch, seqlen, heads, headdim: about four work items a block
-ITEM = 1  # of a block: the first finds nothing in L2
+ITEM = 1  # the item of a block that is recorded: item 0 finds nothing in L2
 OPERANDS = {"wait_keys": "K", "wait_values": "V"}
 Span = tuple[str, int, int, int]  # event, tile, begin, end in cycles
 
 
 def spans(role: np.ndarray, item: int) -> list[Span]:
-    """What a role did for an item, each until the role's next stamp; the item's last stamp ends where the next item
-    begins."""
+    """The activities of a role for an item. Each lasts until the role's next stamp; the item's last activity ends where
+    the next item begins."""
     stamps = role["stamps"][: min(int(role["count"]), variants.TRACE_STAMPS)]
     places = np.flatnonzero(stamps["item"] == item)
     found = []
@@ -40,10 +40,10 @@ def spans(role: np.ndarray, item: int) -> list[Span]:
 
 
 def consumer_events(found: list[Span]) -> list[tuple]:
-    """(event, tile, begin, end, operand) of a consumer, in the words of the page."""
+    """(event, tile, begin, end, operand) for each activity of a consumer, with the page's names of events."""
     events: list[tuple] = []
     issued: dict[tuple[str, int], int] = {}  # products in flight: when each was issued
-    free = 0  # when the product before this one had ended
+    free = 0  # when the previous product ended
 
     def finish(event: str, tile: int, end: int) -> None:
         nonlocal free
@@ -53,7 +53,7 @@ def consumer_events(found: list[Span]) -> list[tuple]:
 
     for name, tile, begin, end in found:
         if name in OPERANDS:
-            if not issued:  # else the thread waits while the tensor cores work for it
+            if not issued:  # otherwise the tensor cores work for this consumer while it waits
                 events.append(("wait_full", tile, begin, end, OPERANDS[name]))
         elif name == "wait_turn":
             events.append(("wait_turn", tile, begin, end, None))
@@ -69,7 +69,7 @@ def consumer_events(found: list[Span]) -> list[tuple]:
 
 
 def recorded(block: np.ndarray, consumers: int, item: int, clock_mhz: float, **about: Any) -> dict[str, Any]:
-    """The trace of one item of a block, (roles,) of variants.ROLE, in the format of recording.py."""
+    """The trace of one item, in the format of recording.py. block: (roles,) of variants.ROLE."""
     reads = [spans(block[1 + i], item) for i in range(consumers)]
     arrived: dict[tuple[str, int], int] = {}  # (operand, tile) -> when its first reader had it
     for found in reads:
@@ -96,14 +96,14 @@ def recorded(block: np.ndarray, consumers: int, item: int, clock_mhz: float, **a
 
 
 def record(name: str) -> dict[str, Any]:
-    """Runs a trace variant. Raises what the variants' library raises, and ValueError for a wrong answer or trace."""
+    """Runs a trace variant. Raises the errors of the variants' library, and ValueError for a wrong answer or trace."""
     import torch
 
     variant = next(v for v in variants.variants() if v.name == name)
     torch.manual_seed(0)
     q, k, v = (torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     launch, out, _, workspace = variants.prepare_forward(name, q, k, v)
-    for _ in range(200):  # until the clock is that of work
+    for _ in range(200):  # until the clock has settled under load
         launch()
     clock = subprocess.run(
         ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={torch.cuda.current_device()}"],

@@ -5,10 +5,10 @@
 
 trace.json, all times of one block of the Hopper kernel:
 
-    {"source": "...",         what was recorded on what. One that begins with "model:" is labelled as not measured
-     "clock_mhz": 1755,       of the multiprocessor: the page shows cycles beside nanoseconds
+    {"source": "...",         GPU, kernel and date. The page labels a source that begins with "model:" as not measured
+     "clock_mhz": 1755,       of the multiprocessor: the page shows cycles and nanoseconds
      "tiles": 8,              tiles of keys that the block walked through, 0 .. tiles - 1, in any order
-     "stages": 2,             optional, tiles that a ring holds; 2 where it is not given
+     "stages": 2,             optional, tiles that a ring holds; default 2
      "about": "...",          optional, a sentence for the reader: shape, dtype
      "events": [{"role": "producer" | "consumer0" | "consumer1" | "consumer2",
                  "event": one of EVENTS below,
@@ -33,7 +33,7 @@ EVENTS = {
 
 
 def check(trace: dict) -> None:
-    """Raises ValueError that names the field which is wrong."""
+    """Raises a ValueError that names the wrong field."""
 
     def need(holds: bool, what: str) -> None:
         if not holds:
@@ -64,15 +64,15 @@ def model(tiles: int = 8, stages: int = 2, clock_mhz: int = 1755) -> dict:
     """A block of 2 x 64 rows, headdim 128, tiles of 128 keys, walked as wgmma_sm90.cuh does: the last keys first, K one
     tile ahead of V, S(n) and O += P(n + 1) V(n + 1) in one turn of a consumer.
 
-    In cycles: a product of 64 x 128 x 128 takes the tensor cores 512 (4096 operations a cycle), a tile of 32 KB comes
-    from L2 in 930, a softmax of 64 x 128 takes 16 exponentials a cycle and about as long again for the rest. Copies
-    follow each other, and so do products.
+    Cycles: a product of 64 x 128 x 128 takes the tensor cores 512 (4096 operations a cycle). A tile of 32 KB comes from
+    L2 in 930. A softmax of 64 x 128 takes 980: 16 exponentials a cycle, and about as long again for the rest. Only one
+    copy and one product run at a time.
     """
     PRODUCT, COPY, SOFTMAX = 512, 930, 980
     events = []
-    copied, free = 0, 0  # when the copy engine, when the tensor cores are done
+    copied, free = 0, 0  # when the copy engine and when the tensor cores become free
     full, empty = {}, {}  # (operand, tile) -> cycle
-    ready = [0, 0]  # when each consumer has issued or computed all before
+    ready = [0, 0]  # when each consumer has finished its earlier steps
 
     def record(role, event, tile, begin, end, operand=None):
         if end > begin:
@@ -108,7 +108,7 @@ def model(tiles: int = 8, stages: int = 2, clock_mhz: int = 1755) -> dict:
             scored = ready[consumer]
             if n + 1 < tiles:
                 product(consumer, "values", "V", n + 1)
-            if n >= 0:  # the softmax runs beside this consumer's own product with V
+            if n >= 0:  # the softmax runs during this consumer's product with V
                 record(f"consumer{consumer}", "softmax", n, scored, scored + SOFTMAX)
                 ready[consumer] = max(ready[consumer], scored + SOFTMAX)
     about = (
@@ -127,7 +127,7 @@ def model(tiles: int = 8, stages: int = 2, clock_mhz: int = 1755) -> dict:
 
 
 def dump(trace: dict) -> str:
-    """One event a line, so that a changed recording can be read as a difference."""
+    """trace as JSON with one event a line, so that a diff of two recordings is readable."""
     head = json.dumps({key: value for key, value in trace.items() if key != "events"}, indent=1)
     events = ",\n".join("  " + json.dumps(event) for event in trace["events"])
     return f'{head[:-2]},\n "events": [\n{events}\n ]\n}}\n'

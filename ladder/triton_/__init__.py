@@ -9,7 +9,7 @@ SIXTEEN = ("float16", "bfloat16")
 
 
 def _gpu() -> tuple[int, int]:
-    """The compute capability of the GPU, where PyTorch and Triton are there as well."""
+    """The compute capability of the GPU. Raises Unavailable without PyTorch, Triton or a GPU."""
     try:
         import torch
         import triton  # noqa: F401
@@ -30,7 +30,7 @@ def _triton() -> Calls:
 
 
 def gluon_refusal() -> str | None:
-    """Gluon is an experiment of Triton's, and its functions change from release to release."""
+    """The reason not to run, or None. Gluon is an experimental part of Triton, and changes from release to release."""
     import triton
 
     here = triton.__version__

@@ -1,6 +1,6 @@
-"""python -m ladder.triton_.compile: every configuration of the Triton kernels for Hopper, compiled without a GPU.
+"""python -m ladder.triton_.compile compiles every configuration of the Triton kernels for Hopper, without a GPU.
 
-Prints what a thread and a block of each use; --keep writes their PTX and machine code into a folder.
+It prints the resources that each uses per thread and block; --keep writes PTX and machine code into a folder.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-SHARED_LIMIT, REGISTER_FILE = 227 << 10, 64 << 10  # of a block and of a multiprocessor
+SHARED_LIMIT, REGISTER_FILE = 227 << 10, 64 << 10  # bytes for a block; registers of a multiprocessor
 
 
 class Hopper:
-    """Stands in for the driver: Triton asks it what to compile for."""
+    """Stands in for the driver, which Triton asks for the target to compile for."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -50,7 +50,7 @@ class Compiled:
         return self.kernel.metadata.shared
 
     def resources(self) -> tuple[int, int, int]:
-        """Registers of a thread, bytes that it spills, and its wgmma instructions."""
+        """Registers of a thread, bytes that a thread spills, and wgmma instructions of the kernel."""
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.kernel.asm["cubin"])
             file.flush()
@@ -73,8 +73,8 @@ def compiled(fn, config, args, options) -> Compiled:
 
 
 def compile_all(call, quick: bool = False):
-    """Runs `call`, which launches kernels: each is compiled in all its configurations instead, or in the first of them,
-    and yielded."""
+    """Runs `call` and yields a Compiled for each kernel that it would launch, in all its configurations (`quick`: in
+    the first). Nothing is launched."""
     launches = []
 
     def record(self, *args, **options):
@@ -98,7 +98,7 @@ def compile_all(call, quick: bool = False):
 
 
 def passes(headdim: int, causal: bool, dtype, seqlen: int = 4096):
-    """A call of the forward pass and one of the backward pass, on arrays without a GPU."""
+    """A function that calls the forward and the backward pass on arrays in the CPU's memory."""
     from . import flash_attention, gluon_refusal
 
     q, k, v, out, dout = (torch.empty((1, seqlen, 2, headdim), dtype=dtype) for _ in range(5))
@@ -116,7 +116,7 @@ def passes(headdim: int, causal: bool, dtype, seqlen: int = 4096):
 
 
 def report(calls, keep: Path | None, quick: bool) -> int:
-    """Prints a line for each kernel; how many do not fit or spill."""
+    """Prints a line for each kernel. Returns how many spill or do not fit."""
     poor = 0
     print(f"{'kernel':18} {'regs':>4} {'spill':>5} {'shared':>7} {'blocks':>6} {'wgmma':>5} {'s':>5}  configuration")
     for call in calls:

@@ -1,8 +1,8 @@
 """FlashAttention in Triton: the forward pass, and gradients in three kernels.
 
-A program owns a tile of queries (forward, dq) or of keys (dk and dv), and walks over the tiles of the other kind. To a
-kernel arrays are (batch, seqlen, heads * headdim), behind descriptors: a load of a tile is one TMA copy, and rows
-behind the end of a sequence are read as zeros and never written. Triton chooses everything below a tile: which thread
+A program owns a tile of queries (forward, dq) or of keys (dk and dv), and walks over the tiles of the other kind.
+Kernels see arrays as descriptors of shape (batch, seqlen, heads * headdim): loading a tile is one TMA copy, and rows
+past the end of a sequence are read as zeros and never written. Triton chooses everything below a tile: which thread
 holds what, the shared memory, the wgmma instructions, and how many copies are under way.
 """
 
@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = math.log2(math.e)
-SHORT = 512  # calls up to so many keys are bound by their launch, and not tuned
+SHORT = 512  # calls with at most this many keys are bound by their launch, and not tuned
 SIZES = ["nheads", "nheads_k", "seqlen_q", "seqlen_k", "bucket"]
 
 
@@ -30,7 +30,7 @@ def _config(block_m: int, block_n: int, warps: int, stages: int) -> triton.Confi
 
 
 def _set_tiles(arguments) -> None:
-    """A descriptor carries the shape of its tiles: that of the configuration that is launched next."""
+    """Sets the tile shape of the descriptors to that of the configuration that is launched next."""
     for name, value in arguments.items():
         if isinstance(value, TensorDescriptor):
             rows = arguments["BLOCK_N" if name in ("k", "v", "dk", "dv") else "BLOCK_M"]
@@ -38,8 +38,8 @@ def _set_tiles(arguments) -> None:
 
 
 def _prune(configs, arguments, DTYPE, HEADDIM, **_):
-    """The first configuration is for float32, which has no tensor cores here, the second for short calls. The largest
-    tiles do not fit with a large headdim."""
+    """The configurations to try. The first is for float32, which has no tensor cores here, the second for short calls.
+    The largest tiles do not fit with a large headdim."""
     scalar, short, *rest = configs
     if DTYPE == tl.float32:
         return [scalar]
@@ -48,7 +48,7 @@ def _prune(configs, arguments, DTYPE, HEADDIM, **_):
     return [short, *(c for c in rest if max(c.kwargs.values()) * HEADDIM <= 128 * 128)]
 
 
-spent: list[float] = []  # seconds that each tried configuration took: to compile it, and to time it
+spent: list[float] = []  # seconds to compile and time each configuration that was tried
 
 
 def _measure(call, quantiles):
@@ -60,8 +60,8 @@ def _measure(call, quantiles):
 
 
 def _tuned(*configs):
-    """The fastest configuration for each headdim, dtype, mask and power of two of the keys. They are given as
-    (BLOCK_M, BLOCK_N, warps, stages)."""
+    """Tunes a kernel: the fastest configuration for each headdim, dtype, mask and power of two of the keys.
+    Configurations are (BLOCK_M, BLOCK_N, warps, stages)."""
     configs = [_config(*config) for config in configs]
     return triton.autotune(
         configs[1:2] if triton.knobs.runtime.interpret else configs,
@@ -93,8 +93,8 @@ def _dot(a, b, c):
 
 @triton.jit
 def _key_range(row, shift, seqlen_k, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of a tile of rows: every row sees the keys before the first number, whole tiles of them, and none sees the second
-    or a later one. Row i sees the keys up to i + shift."""
+    """Two numbers for a tile of rows: every row sees all keys before the first number, a multiple of BLOCK_N; no row
+    sees a key from the second number on. With a causal mask row i sees the keys up to i + shift."""
     everybody, somebody = seqlen_k, seqlen_k
     if CAUSAL:
         everybody = tl.minimum(seqlen_k, tl.maximum(row + shift + 1, 0))
@@ -115,8 +115,8 @@ def _attend(
     acc, row_sum, row_max, q, k, v, batch, head_k, rows, begin, end, shift, seqlen_k, scale_log2,
     HEADDIM: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the keys from `begin` to `end`. Scores and row_max are in base 2; the sum and the maximum
-    are of exp2(score - row_max)."""
+    """The online softmax over the keys from `begin` to `end`. Scores and row_max are in base 2; row_sum and acc are
+    sums of exp2(score - row_max)."""
     for key in tl.range(begin, end, BLOCK_N):
         zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         score = _dot(q, _load(k, batch, key, head_k, BLOCK_N, HEADDIM).T, zero)
@@ -168,7 +168,7 @@ def _forward(
 
 @triton.jit(do_not_specialize=SIZES)
 def _delta(out, dout, delta, nheads, seqlen_q, HEADDIM: tl.constexpr, BLOCK_M: tl.constexpr):
-    """delta = sum over the columns of out * dout: what a row of dP loses, as P's rows sum to 1."""
+    """delta = sum over the columns of out * dout. It is subtracted from each row of dP, because P's rows sum to 1."""
     row, head, batch = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
     rows = row + tl.arange(0, BLOCK_M)
     a = _load(out, batch, row, head, BLOCK_M, HEADDIM).to(tl.float32)
@@ -179,7 +179,7 @@ def _delta(out, dout, delta, nheads, seqlen_q, HEADDIM: tl.constexpr, BLOCK_M: t
 
 @triton.jit
 def _load_rows(lse, delta, rows, seqlen_q):
-    """lse in base 2 and delta. Behind the last row lse is inf, so that P is 0 there."""
+    """lse in base 2, and delta. In rows past the last, lse is inf, so that P is 0 there."""
     there = rows < seqlen_q
     lse_tile = tl.load(lse + rows, mask=there, other=float("inf"))
     return lse_tile * 1.4426950408889634, tl.load(delta + rows, mask=there, other=0.0)
@@ -192,11 +192,11 @@ def _backward_keys(
     dout, q, k, v, dk, dv, lse, delta, nheads, nheads_k, seqlen_q, seqlen_k, scale, scale_log2, bucket,
     DTYPE: tl.constexpr, HEADDIM: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys: the sum over the query heads of its head is inside, and needs no atomics.
+    """dk and dv of a tile of keys. The program sums over all query heads of its key head, so it needs no atomics.
 
     Scores are transposed, (keys, rows), so that P and dS are left operands of the products that sum over rows, and stay
-    in registers. The mask is in every tile: a second loop without it would cost more, in registers that spill. Keys
-    behind the last one need no mask: what they gather is never written."""
+    in registers. Every tile is masked: a second loop without the mask would cost more, in registers that spill. Keys
+    past the last one need no mask, because their gradients are never written."""
     key, head_k, batch = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2)
     shift = seqlen_k - seqlen_q
     keys = key + tl.arange(0, BLOCK_N)
@@ -232,7 +232,7 @@ def _walk_keys(
     acc, q_tile, dout_tile, lse_row, delta_row, k, v, batch, head_k, rows, begin, end, shift, seqlen_k, scale_log2,
     HEADDIM: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What the keys from `begin` to `end` add to the gradients of a tile of rows."""
+    """Adds the share of the keys from `begin` to `end` to dq of a tile of rows."""
     for key in tl.range(begin, end, BLOCK_N):
         zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         k_tile = _load(k, batch, key, head_k, BLOCK_N, HEADDIM)
@@ -252,7 +252,7 @@ def _backward_queries(
     dout, q, k, v, dq, lse, delta, nheads, nheads_k, seqlen_q, seqlen_k, scale, scale_log2, bucket,
     DTYPE: tl.constexpr, HEADDIM: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of rows: the walk of the forward pass once more."""
+    """dq of a tile of rows, with the same walk over keys as the forward pass."""
     tile = tl.program_id(0)
     if CAUSAL:
         tile = tl.num_programs(0) - 1 - tile
@@ -301,7 +301,7 @@ class _Call:
 
 
 def _describe(array) -> TensorDescriptor:
-    """(batch, seqlen, heads * headdim). The tile is set when the configuration is known."""
+    """A descriptor of shape (batch, seqlen, heads * headdim). Its tile is set when the configuration is known."""
     batch, seqlen, heads, headdim = array.shape
     width = heads * headdim
     return TensorDescriptor(array, [batch, seqlen, width], [seqlen * width, width, 1], [1, 128, headdim])
@@ -337,6 +337,7 @@ def backward(dout, q, k, v, out, lse, causal: bool):
 
 
 def tuned() -> list[tuple[str, tuple, str]]:
-    """What this process has tuned: the kernel, (bucket, dtype, headdim, causal), and the configuration it runs with."""
+    """The results of tuning in this process: kernel, (bucket, dtype, headdim, causal), and the fastest
+    configuration."""
     kernels = (_forward, _backward_keys, _backward_queries)
     return [(fn.base_fn.__name__, key[:4], str(config)) for fn in kernels for key, config in fn.cache.items()]

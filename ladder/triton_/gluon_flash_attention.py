@@ -1,11 +1,11 @@
-"""The forward pass on Hopper in Gluon: Triton's compiler, with what a kernel in CUDA decides written down.
+"""The forward pass on Hopper in Gluon: Triton's compiler, but the program states what a CUDA kernel would decide.
 
 A block owns 128 rows of queries. Three roles run at once, as in wgmma_sm90: one warp copies tiles of K and V into rings
 of shared memory with TMA, and two consumer warpgroups, of 64 rows each, multiply with wgmma. A consumer starts the
 scores of the next tile before the product with V of this one, so that the tensor cores work during the softmax.
 
-The tiles of keys are walked from the last to the first: those at the diagonal or at the end of the sequence, which need
-a mask, come first, and the loop after them has none.
+The tiles of keys are walked from the last to the first. The tiles at the diagonal or at the end of the sequence need a
+mask and come first; the loop after them has no mask.
 """
 
 import math
@@ -26,16 +26,16 @@ from triton.language.core import _aggregate as aggregate
 
 LOG2_E = math.log2(math.e)
 SIZES = ["nheads", "nheads_k", "seqlen_q", "seqlen_k"]
-ROWS = gl.constexpr(64)  # of a consumer
+ROWS = gl.constexpr(64)  # of each consumer
 CONSUMERS = gl.constexpr(2)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-MAX_REGISTERS = 168  # of a thread at launch, when all three warpgroups have the same
+MAX_REGISTERS = 168  # of a thread at launch, when all three warpgroups have equally many
 
 
 @aggregate
 class Call:
-    """What all roles know. A barrier `ready` counts the bytes that have come into a tile, a barrier `empty` the
-    consumers that have read it."""
+    """The state that all roles share. A `ready` barrier counts the bytes that have arrived in a tile, an `empty`
+    barrier the consumers that have read the tile."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -76,7 +76,7 @@ class Call:
 
     @gluon.jit
     def first_row(self):
-        """Of this block."""
+        """The first query row of this block."""
         tile = gl.program_id(0)
         if self.CAUSAL:
             tile = gl.num_programs(0) - 1 - tile  # the rows with most keys begin first
@@ -84,8 +84,8 @@ class Call:
 
     @gluon.jit
     def tiles(self):
-        """How many tiles of keys the block walks over, at least one, and how many of them need no mask. Row i sees the
-        keys up to i + seqlen_k - seqlen_q."""
+        """The number of key tiles that the block walks over, at least one, and the number of those that need no mask.
+        With a causal mask row i sees the keys up to i + seqlen_k - seqlen_q."""
         everybody, somebody = self.seqlen_k, self.seqlen_k
         if self.CAUSAL:
             last_key = self.first_row() + self.seqlen_k - self.seqlen_q
@@ -96,8 +96,8 @@ class Call:
 
 @gluon.jit
 def _produce(call):
-    """Keeps the rings full. The first wait for an empty stage is for the phase before the first, which is over from the
-    start."""
+    """Keeps the rings full. The first wait for each empty stage is for the phase before the first, which counts as
+    complete from the start."""
     head, batch = gl.program_id(1), gl.program_id(2)
     column = head // (call.nheads // call.nheads_k) * call.HEADDIM
     tiles, _ = call.tiles()
@@ -141,14 +141,14 @@ def _wait_for_values(call, i):
 
 @gluon.jit
 def _start_output(call, acc, p, i):
-    """Starts acc + P V with tile i of V, which is there."""
+    """Starts acc + P V with tile i of V, which has already arrived."""
     return warpgroup_mma(p, _matrix(call.v_tiles.index(i % call.STAGES)), acc, is_async=True)
 
 
 @gluon.jit
 def _softmax(call, score, row_max, row_sum, row, key, MASKED: gl.constexpr):
-    """One tile of the online softmax in base 2: P as the left operand of a wgmma, the factor for all that was summed
-    before, and the new maximum and sum."""
+    """One tile of the online softmax in base 2. Returns P as the left operand of a wgmma, the factor for the output
+    accumulated so far, and the new maximum and sum."""
     layout: gl.constexpr = score.type.layout
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, call.HEADDIM, 16])
     if MASKED:
@@ -171,19 +171,19 @@ def _softmax(call, score, row_max, row_sum, row, key, MASKED: gl.constexpr):
 
 @gluon.jit
 def _walk(call, q_tile, acc, p, row_max, row_sum, row, begin, end, tiles, MASKED: gl.constexpr):
-    """Steps `begin` to `end` of the walk: the scores of a tile are computed while P of the tile before, given as `p`,
-    is multiplied with V."""
+    """Steps `begin` to `end` of the walk. The scores of a tile are computed while `p`, P of the previous tile, is
+    multiplied with V."""
     for i in range(begin, end):
         score = _start_scores(call, q_tile, i)
         running = _start_output(call, acc, p, i - 1)
-        score = warpgroup_mma_wait(1, deps=(score,))  # for all but the last product that was started
+        score = warpgroup_mma_wait(1, deps=(score,))  # for all products except the last one started
         mbarrier.arrive(call.k_empty.index(i % call.STAGES), count=1)
         key = (tiles - 1 - i) * call.BLOCK_N
         next_p, decay, row_max, row_sum = _softmax(call, score, row_max, row_sum, row, key, MASKED)
-        # Between the softmax and the end of the product beside it: the assembler moves the end up where it can, but not
-        # across the branch of a wait.
+        # This wait stands between the softmax and the wait for the product. The assembler moves the latter up where it
+        # can, which would end the overlap, but not across the branch of this wait.
         _wait_for_values(call, i)
-        acc, p = warpgroup_mma_wait(0, deps=(running, p))  # until here the registers of p were read
+        acc, p = warpgroup_mma_wait(0, deps=(running, p))  # the product reads the registers of p until here
         mbarrier.arrive(call.v_empty.index((i - 1) % call.STAGES), count=1)
         acc = acc * gl.expand_dims(decay, 1)
         p = next_p
@@ -255,7 +255,7 @@ def gluon_forward(
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     call = Call(q, k, v, out, lse, nheads, nheads_k, seqlen_q, seqlen_k, scale_log2, CAUSAL, STAGES,
                 q_tiles, k_tiles, v_tiles, q_ready, k_ready, v_ready, k_empty, v_empty)  # fmt: skip
-    # The first role runs in the warps of the launch, and gets the registers that the others leave.
+    # The first role runs in the warps of the launch, and gets the registers that the other roles leave.
     gl.warp_specialize(
         [(_consume_first, (call,)), (_consume_second, (call,)), (_produce, (call,))],
         [4, 1],
@@ -264,7 +264,7 @@ def gluon_forward(
 
 
 def _describe(array, rows: int) -> TensorDescriptor:
-    """(batch, seqlen, heads * headdim), in tiles of `rows` rows of one head."""
+    """A descriptor of shape (batch, seqlen, heads * headdim), in tiles of `rows` rows of one head."""
     batch, seqlen, heads, headdim = array.shape
     tile = [1, rows, headdim]
     layout = gl.NVMMASharedLayout.get_default_for(tile, getattr(gl, str(array.dtype).removeprefix("torch.")))

@@ -1,6 +1,6 @@
 """The experiments library from Python: experiments.h through ctypes, with PyTorch tensors on a GPU.
 
-The table and the file are those of `python -m flash_attn_minimal experiment` (flash_attn_minimal.experiments).
+`python -m flash_attn_minimal experiment` reads the same library and table (flash_attn_minimal.experiments).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SOFTMAX_ROW = np.dtype([("tiles", "<u4"), ("moved", "<u4"), ("rescales", "<u4"),
 
 @functools.cache
 def load() -> ct.CDLL:
-    """The library. Its functions raise; LibraryNotFound says how to build it."""
+    """The library, whose functions raise exceptions. LibraryNotFound says how to build it."""
     return _variants.open_variants()[1]
 
 
 def variants(device: int = -1) -> list[Variant]:
-    """The table, as it stands for a GPU, or with device=-1 what is known without one."""
+    """The table for a GPU; with device=-1, the facts known without a GPU."""
     return _variants.table(load(), device)
 
 
-# ---- calls; q, k, v and the others are PyTorch tensors (batch, seqlen, heads, headdim), bfloat16, on a GPU ----
+# ---- calls; q, k, v, out and gradients are PyTorch tensors (batch, seqlen, heads, headdim), bfloat16, on a GPU ----
 
 
 def arguments(shape_q, shape_k, causal: bool = False, dtype: str = "bfloat16") -> _library.AttentionArgs:
@@ -63,7 +63,7 @@ def _put(args, **tensors):
 
 
 def workspace_bytes(name: str, args) -> int:
-    """What a call needs; raises Unsupported with the reason when the variant does not serve it."""
+    """Bytes of workspace for a call. Raises Unsupported with the reason if the variant does not serve the call."""
     size = ct.c_size_t()
     load().fa_variant_workspace(name.encode(), args, size)
     return size.value
@@ -84,7 +84,7 @@ def _stream(x) -> int:
 
 
 def prepare_forward(name: str, q, k, v, causal: bool = False):
-    """A call to be repeated: launch(), and the tensors it writes: out, lse, workspace."""
+    """Prepares a call for repetition. Returns launch, and the tensors that launch() writes: out, lse, workspace."""
     import torch
 
     out = torch.full_like(q, float("nan"))
@@ -109,7 +109,7 @@ def forward(name: str, q, k, v, causal: bool = False):
 
 
 def prepare_backward(name: str, dout, q, k, v, out, lse, causal: bool = False):
-    """A call to be repeated: launch(), and dq, dk, dv."""
+    """Prepares a call for repetition. Returns launch, and the tensors that launch() writes: dq, dk, dv."""
     import torch
 
     args, whole = arguments(q.shape, k.shape, causal), _library.new(_library.AttentionBackwardArgs)
@@ -136,7 +136,7 @@ def backward(name: str, dout, q, k, v, out, lse, causal: bool = False):
 
 
 def read_trace(workspace) -> np.ndarray:
-    """The trace in a workspace after its call: (blocks, roles) of ROLE; stamps from `count` on are empty."""
+    """The trace in a workspace after the call: (blocks, roles) of ROLE. Stamps from index `count` on are empty."""
     raw = workspace.cpu().numpy()[TRACE_OFFSET:]
     return raw.view(ROLE).reshape(TRACE_BLOCKS, TRACE_ROLES)
 

@@ -20,7 +20,7 @@ namespace {
 
 using T = __nv_bfloat16;
 constexpr int kChunk = 64, kPitch = kChunk + 4;  // columns of the head dim in shared memory at a time
-constexpr int kLanes = 16;                       // that share a row
+constexpr int kLanes = 16;                       // lanes that share a row
 constexpr int threads_of(int rows) { return rows / 4 * kLanes; }
 
 template <int kRows, int kKeys>
@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply_pv(float (&O)[4][4], const float (*p)[k
     }
 }
 
-// Which head a block works on, and its tensors.
+// The head that a block works on, and that head's tensors.
 struct Head {
     Sequence s;
     int b, head;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(threads_of(kRows), 1) v2_kernel(const __grid_c
     Smem<kRows, kKeys>& smem = *reinterpret_cast<Smem<kRows, kKeys>*>(shared);
     const int heads = p.nheads * p.batch, tiles = gridDim.x / heads;
     const Head h(p, blockIdx.x % heads);
-    const int row0 = (tiles - 1 - blockIdx.x / heads) * kRows;  // the last rows see most keys under a causal mask: they come first
+    const int row0 = (tiles - 1 - blockIdx.x / heads) * kRows;  // under a causal mask the last rows see most keys, so they come first
     const int last_row = min(row0 + kRows, h.s.seqlen_q) - 1, end_key = key_range(p, h.s, last_row).end;
     const int tx = threadIdx.x % kLanes, ty = threadIdx.x / kLanes, key_tiles = (end_key + kKeys - 1) / kKeys;
 
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(threads_of(kTile), 1) v1_kernel(const __grid_c
     RowState<kD>* const state = static_cast<RowState<kD>*>(p.workspace) + int64_t(index) * p.seqlen_q;
     const auto end_of = [&](int row0) { return key_range(p, h.s, min(row0 + kTile, h.s.seqlen_q) - 1).end; };
 
-    for (int m = part; m < row_tiles; m += parts) {  // rows that see no key are met by no tile of keys
+    for (int m = part; m < row_tiles; m += parts) {  // no tile of keys visits rows that see no key
         const SoftmaxRow none[4];
         const float zero[kChunks][4][4] = {};
         if (end_of(m * kTile) == 0) finish<kD>(p, h, none, zero, m * kTile, tx, ty);

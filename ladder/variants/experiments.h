@@ -1,4 +1,4 @@
-/* experiments.h: kernels that are not in the library, because they are slower or show something: the experiments of the ladder.
+/* experiments.h: the ladder's experiments, kernels that are not in the library because they are slower or exist to show something.
  *
  * Built from a checkout alone, with -DFLASH_ATTN_EXPERIMENTS=ON, into libflash_attn_experiments.so beside the library. A variant is one
  * kernel for one head dim. It differs from a kernel of the library in what `about` says. The rules of flash_attn.h hold here too: structs
@@ -40,8 +40,8 @@ FA_API int32_t fa_variant_count(void);
 /* device: the number of a GPU, or -1 for what is known without one. */
 FA_API fa_status fa_variant_get(int32_t index, int32_t device, fa_variant* variant);
 
-/* The call's `kernel` is ignored, and its workspace is the variant's. A forward variant refuses fa_variant_backward and the other way
- * round. */
+/* The call's `kernel` is ignored, and its workspace is the variant's. A forward variant refuses fa_variant_backward, and a backward variant
+ * fa_variant_forward. */
 FA_API fa_status fa_variant_forward(const char* name, const fa_attention_args* args, void* stream);
 FA_API fa_status fa_variant_backward(const char* name, const fa_attention_backward_args* args, void* stream);
 /* The bytes of workspace for a call with these arguments, or FA_UNSUPPORTED when the variant does not serve it; launches nothing. For a

@@ -1,4 +1,4 @@
-// mma_climb.cu: from CUDA cores to the mma_sm80 kernel, one change a step. What a step adds stands in Step; everything else stays.
+// mma_climb.cu: from CUDA cores to the mma_sm80 kernel, one change a step. The enum Step says what each step adds.
 //
 // A block of 4 warps computes 64 rows (from kTallWarps on 128) over tiles of 64 keys, last keys first. A warp owns its rows, so the softmax
 // of a row takes the four lanes of a quad, and P goes from accumulators to A fragments without leaving the registers.
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) climb_kernel(const __grid_constant__
         const int stage = kStages == 2 ? (last_tile - tile) % 2 : 0, key0 = tile * kKeys;
         if (kStages == 1) copy_keys(tile, 0);
         else cp_async_wait_all();
-        __syncthreads();  // this tile is here, and with two stages nobody reads the one before it any more
+        __syncthreads();  // this tile has arrived; with two stages, all warps have read the previous one
         if (kStages == 2 && tile > 0) copy_keys(tile - 1, stage ^ 1);
 
         // ---- S = Q K^T ----

@@ -1,5 +1,5 @@
-// mma_tiles.cuh: the mma_sm80 kernel in tiles of other sizes than the library's. A tile is a specialisation of the template's table for a
-// number of its own; the kernel is the library's.
+// mma_tiles.cuh: the mma_sm80 kernel in tiles of other sizes than the library's. A tile is a specialisation of the template's table for an
+// unused number; the kernel is the library's.
 #pragma once
 
 #include "attention/forward/mma_sm80.cuh"

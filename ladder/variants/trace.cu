@@ -1,11 +1,12 @@
-// trace.cu: wgmma_sm90 that writes down when each role begins what (fa_trace in experiments.h), at headdim 128. The first warpgroups' first
-// threads, and the producer's, write. The kernel's parts are the library's; WgmmaTrace and the producer's loads are specialised here.
+// trace.cu: wgmma_sm90 at headdim 128, with a record of when each role begins each activity (fa_trace in experiments.h). The first thread
+// of each consumer warpgroup and the producer's thread write. The kernel's parts are the library's; WgmmaTrace and the producer's loads are
+// specialised here.
 #include "ladder/variants/wgmma_roles.cuh"
 
 namespace fa {
 namespace {
 
-// One thread's stamps. Nothing is recorded in other threads, and in the blocks after the first ones.
+// One thread's stamps. Other threads, and blocks after the first FA_TRACE_BLOCKS, record nothing.
 class Recorder {
 public:
     __device__ __forceinline__ Recorder(const AttentionParams& p, int role) : alone_(role == 0) {

@@ -11,8 +11,8 @@
 #include "device/device_info.h"
 #include "ladder/variants/experiments.h"
 
-// In a kernel's template arguments nvcc 13.0 writes an enumeration by its mangled name when a value has no enumerator: the variants'
-// numbers.
+// When a value has no enumerator, nvcc 13.0 writes the enumeration in a kernel's template arguments by its mangled name. The numbers of
+// the variants are such values.
 namespace fa {
 enum class MmaSm;
 enum class WgmmaPlanId;

@@ -83,7 +83,7 @@ fa_status refuse(const Variant& v, const AttentionParams& p) {
     return reason ? fail(FA_UNSUPPORTED, "%s: %s", v.name.c_str(), reason) : FA_OK;
 }
 
-// The status of a call of the library, whose text becomes this library's.
+// The status of a call of the library; the library's error text becomes this library's.
 fa_status from_library(fa_status status) { return status == FA_OK ? FA_OK : fail(status, "%s", fa_last_error()); }
 
 fa_attention_args forced(const fa_attention_args& args, const Variant& v) {
@@ -92,7 +92,7 @@ fa_attention_args forced(const fa_attention_args& args, const Variant& v) {
     return copy;
 }
 
-// What a launch needs, checked.
+// The checked arguments of a launch.
 template <typename Params>
 struct Call {
     fa_attention_args forward;

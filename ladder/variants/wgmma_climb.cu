@@ -43,7 +43,7 @@ void add_blocks(Variants* variants, int order, const char* name, const char* abo
     };
     variants->push_back(std::move(v));
 }
-// A step whose blocks stay on their multiprocessor, as the library's.
+// A step with persistent blocks, like the library's kernel.
 template <int kId>
 void add_persistent(Variants* variants, int order, const char* name, const char* about) {
     constexpr WgmmaPlanId kPlanId = WgmmaPlanId(kId);

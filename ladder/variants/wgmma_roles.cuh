@@ -1,5 +1,5 @@
-// wgmma_roles.cuh: what the variants of wgmma_sm90 share: a block with roles of its own, a consumer that does one thing after another, and
-// how a variant is launched.
+// wgmma_roles.cuh: shared parts of the variants of wgmma_sm90: a block with its own roles, a consumer that does one thing after another,
+// and the launch of a variant.
 #pragma once
 
 #include "attention/forward/wgmma_sm90.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ void run_roles(const Produce& produce, const Consume&
     consume(smem, Consumer{warpgroup - 1, int(threadIdx.x % 128 / 32), int(threadIdx.x % 32)});
 }
 
-// The consumer before any of it overlaps: S = Q K^T, then the softmax, then O += P V, each to its end. Only the copies run beside them.
+// A consumer without overlap: S = Q K^T, then the softmax, then O += P V, each to its end. Only the copies run at the same time.
 template <typename T, WgmmaPlanId kId>
 __device__ __forceinline__ void consume_in_order(const AttentionParams& p, WgmmaSmem<T, kId>& smem, const Consumer& me) {
     constexpr WgmmaPlan kPlan = kWgmmaPlan<kId>;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(128 * (kWgmmaPlan<kId>.warpgroups + 1), 1)
         [&](WgmmaSmem<T, kId>& smem, const Consumer& me) { consume_in_order(p, smem, me); });
 }
 
-// How a variant shares out its items.
+// How a variant distributes its work items over blocks.
 enum class Grid {
     kBlockPerItem,             // a block computes 64 rows for each consumer warpgroup and ends; blocks start head by head
     kBlockPerItemLongestFirst  // the same; of the heads that share L2 the items with most keys start first

@@ -85,7 +85,7 @@ CHUNKS = [1, 2, 33, 64, 1000, 2**31 - 1]
 @pytest.mark.parametrize("top_left", [False, True])
 @pytest.mark.parametrize("seqlen_q,seqlen_k", [(113, 203), (203, 113), (1, 100)])
 def test_chunks(kernel, seqlen_q, seqlen_k, top_left, attention_chunk):
-    """Chunks are those of the keys: where rows stand in front of the first key, none is theirs."""
+    """Chunks are counted from the first key. Rows before the first key belong to no chunk."""
     case = Case(seqlen_q, seqlen_k, 40, nheads=1, top_left=top_left, attention_chunk=attention_chunk)
     kernel.check(case)
     kernel.check(replace(case, causal=True, dtype="float16"))
@@ -177,8 +177,8 @@ def test_empty_rows(kernel, why):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_values_do_not_leak(kernel, bad, dtype):
-    """What no row may see does not reach the output: past the diagonal, outside the window, behind the mask,
-    under a bias of -inf."""
+    """Values that no row may see do not reach the output: past the diagonal, outside the window, hidden by the mask or
+    by a bias of -inf."""
     (q, k, v, _), *_ = accuracy.expected(Case(50, 90, 40, dtype=dtype, nheads_k=2))
     hidden = {
         "causal": (slice(50, 90), {"causal": True, "top_left": True}),
@@ -197,7 +197,7 @@ def test_masked_values_do_not_leak(kernel, bad, dtype):
 
 
 def test_lse_has_two_names():
-    """return_lse and return_softmax_lse are one option, of every function that gives lse."""
+    """return_lse and return_softmax_lse are the same option, in every function that returns lse."""
     q, cu = np.ones((1, 5, 2, 8), np.float32), np.array([0, 5], np.int32)
     for call in (
         lambda **on: fa.flash_attn_func(q, q, q, **on),
@@ -216,8 +216,8 @@ def test_lse_has_two_names():
 
 
 def test_visible_nan_arrives(kernel):
-    """A NaN in a key reaches exactly the rows that may look at it; one in a value at least those, in its own column
-    and head."""
+    """A NaN in a key reaches exactly the rows that may look at the key. A NaN in a value reaches at least those rows,
+    and only its column and head."""
     (q, k, v, _), *_ = accuracy.expected(Case(50, 50, 40, nheads_k=2))
     k_bad, v_bad = k.copy(), v.copy()
     k_bad[0, 20, 1, 3] = np.nan
@@ -232,7 +232,7 @@ def test_visible_nan_arrives(kernel):
 
 
 def _padded(x, pad, fill=np.nan):
-    """The same values in a buffer with `pad` more elements after every row, head and batch, all NaN."""
+    """The values of x in a buffer with `pad` more elements, all NaN, after every row, head and batch entry."""
     big = np.full([size + extra for size, extra in zip(x.shape, pad, strict=True)], fill, x.dtype)
     view = big[tuple(slice(0, size) for size in x.shape)]
     view[...] = x
@@ -299,7 +299,7 @@ def test_bitwise_reproducible(kernel, dtype, repeat_threads):
 
 
 def test_result_does_not_depend_on_the_batch(kernel):
-    """A sequence alone gives the same bits as among others."""
+    """A sequence gives the same bits alone and in a batch."""
     (q, k, v, _), *_ = accuracy.expected(Case(65, 99, 64, batch=3, nheads=4))
     out, lse = kernel(q, k, v)
     alone, alone_lse = kernel(q[1:2], k[1:2], v[1:2])
@@ -308,7 +308,8 @@ def test_result_does_not_depend_on_the_batch(kernel):
 
 
 def test_heads_that_read_keys_together(kernel):
-    """Query heads of a CPU read their key head together. Each has the bits that it has alone, and a mask of its own."""
+    """On a CPU the query heads of a key head read it together. Each head gives the same bits as alone, with its own
+    mask."""
     if not kernel.name.startswith("cpu_"):
         pytest.skip("the work of a GPU depends on the number of heads")
     rng = np.random.default_rng(0)

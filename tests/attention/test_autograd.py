@@ -37,7 +37,7 @@ def _inputs(device, dtype=torch.float32, seqlen_q=37, seqlen_k=37, heads=(4, 2),
 
 
 def _standard(q, k, v, bias=None, causal=False, sinks=None):
-    """The same in PyTorch's own operations, so that its autograd gives the gradients."""
+    """Attention in PyTorch's own operations, so that autograd computes the gradients."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     s = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
@@ -116,7 +116,7 @@ def test_varlen(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_expanded_and_transposed_inputs(device):
-    """out.sum() gives dout of stride 0; heads before rows, as most PyTorch models have them."""
+    """out.sum() gives dout of stride 0. Inputs have heads before rows, as in most PyTorch models."""
     q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in _inputs(device))
     got = torch.autograd.grad(fa.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v))).sum(), (q, k, v))
     want = torch.autograd.grad(_standard(*(x.transpose(1, 2) for x in (q, k, v))).sum(), (q, k, v))
@@ -125,7 +125,7 @@ def test_expanded_and_transposed_inputs(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled(device):
-    """One graph, no break; the same gradients as eager, with dropout's pattern too."""
+    """One graph without a break, and the same gradients as eager; also with dropout, which drops the same elements."""
     bias = torch.randn(1, 4, 1, 37, device=device, requires_grad=True)
 
     def attend(q, k, v, bias):
@@ -152,7 +152,7 @@ def test_no_gradient_no_cost():
 
 
 def test_only_what_is_needed():
-    """A gradient for v alone, through one that PyTorch never asks for."""
+    """Only v requires a gradient; those of q and k are not asked for."""
     q, k, v = _inputs("cpu")
     q, k = q.detach(), k.detach()
     (dv,) = torch.autograd.grad(fa.flash_attn_func(q, k, v).sum(), (v,))

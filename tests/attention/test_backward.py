@@ -125,7 +125,7 @@ def test_varlen(backward_kernel, options, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("option", ["plain", *OPTIONS])
 def test_dlse(backward_kernel, option, dtype):
-    """With every option. Causal, the first rows see nothing: dlse is NaN there."""
+    """dlse with every option. With a causal mask the first rows see nothing, and dlse is NaN there."""
     for seqlen_q, seqlen_k, causal in ((70, 133, False), (133, 70, True)):
         shape = {"batch": 2, "nheads": 4, "nheads_k": 2, "causal": causal}
         case = Case(seqlen_q, seqlen_k, 48, dtype=dtype, dlse=True, **shape, **OPTIONS.get(option, {}))
@@ -165,7 +165,8 @@ def test_dlse_with_all_options(backward_kernel, dtype):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dlse_of_rows_that_see_nothing(backward_kernel, bad, dtype):
-    """Behind causal, a window, a mask and a bias. It changes no bit, for dlse is zero in the other rows."""
+    """Rows that see nothing because of causal, a window, a mask or a bias. dlse of these rows changes no bit; in the
+    other rows dlse is zero."""
     (dout, q, k, v, *_), *_ = accuracy.expected_backward(Case(150, 90, 64, dtype=dtype, nheads_k=2))
     blind = np.r_[[False] * 20, [True] * 30, [False] * 100][:, None]
     for options in (
@@ -220,7 +221,7 @@ def test_empty_rows(backward_kernel, dtype):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_values_do_not_leak(backward_kernel, bad, dtype):
-    """What no row may see reaches no gradient, and its own is zero."""
+    """Keys and values that no row may see reach no gradient, and their own gradient is zero."""
     (dout, q, k, v, *_), *_ = accuracy.expected_backward(Case(50, 90, 64, dtype=dtype, nheads_k=2))
     hidden = {
         "causal": (slice(50, 90), {"causal": True, "top_left": True}),
@@ -264,7 +265,7 @@ def test_accumulate(backward_kernel, dtype):
 
 
 # Keys wider than values. Several sizes have more sets of 128 keys than an H200 has clusters, so a cluster takes a
-# second and a third set; some sets have no queries, one query tile, or an odd number of them.
+# second and a third set. Some sets have no query tile, one, or an odd number.
 NARROW_VALUES = {
     "one tile": Case(64, 128, batch=1, nheads=2, nheads_k=2),
     "ends of tiles": Case(129, 65, batch=2, nheads=2, nheads_k=1),
@@ -280,7 +281,7 @@ NARROW_VALUES = {
 
 
 def narrow_values(kernel, shape) -> Case:
-    """On a CPU, which has no clusters to fill, with two key heads and at most two sequences."""
+    """The case of a shape. On a CPU, which has no clusters to fill, only two key heads and at most two sequences."""
     case = NARROW_VALUES[shape]
     if kernel.device.name != "cpu":
         return case
@@ -301,7 +302,7 @@ def test_narrow_values(backward_kernel, shape, causal, headdim, headdim_v, dtype
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", NARROW_VALUES)
 def test_narrow_values_in_order(backward_kernel, shape, causal):
-    """Deterministic: near the exact gradients, and the same bits again."""
+    """Deterministic gradients are near the exact ones, and a second call gives the same bits."""
     case = narrow_values(backward_kernel, shape)
     case = dataclasses.replace(case, headdim=192, headdim_v=128, causal=causal, dtype="bfloat16")
     cu_seqlens = (case.cu_seqlens_q, case.cu_seqlens_k, case.seqlen_q, case.seqlen_k) if case.varlen else None
@@ -342,7 +343,7 @@ def test_extreme_logits(backward_kernel, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_strides(backward_kernel, dtype):
-    """Inputs and gradients with heads before rows and padding behind every row."""
+    """Inputs and gradients with heads before rows, and padding after every row."""
     case = Case(70, 99, 64, batch=2, nheads=4, nheads_k=2, causal=True, dtype=dtype)
     (dout, q, k, v, out, lse, options), exact, plain = accuracy.expected_backward(case)
     device = backward_kernel.device

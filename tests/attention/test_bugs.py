@@ -1,6 +1,6 @@
-"""Bugs that other attention libraries shipped, each as the test that would have caught it. (Contract, section 8.)
+"""Bugs that other attention libraries shipped, each with a test that would have caught it. (Contract, section 8.)
 
-One of them is not here: one active row per block in decode is a matter of bandwidth, and the benchmark shows it.
+One of them has no test here: one active row per block in decode costs bandwidth, which the benchmark shows.
 """
 
 import mmap
@@ -14,7 +14,7 @@ import flash_attn_minimal as fa
 
 
 def test_launch_needs_more_than_48_kib_of_shared_memory(kernel):
-    """The launch was refused, logged, and the output left as it was: here it was full of NaN."""
+    """In the bug the launch was refused and logged, and the output stayed as it was. Here it was full of NaN."""
     for dtype in ("float32", "float16"):
         kernel.check(Case(130, 130, 512, 512, dtype=dtype))
 
@@ -48,8 +48,7 @@ def test_mask_on_the_wrong_triangle(kernel, seqlen_q, seqlen_k):
 
 @pytest.mark.parametrize("direction", [1, -1])
 def test_correction_applied_twice_to_the_row_sum(kernel, direction):
-    """The maximum rises (or falls) from tile to tile: a wrong row sum cancels out of nothing, and lse shows it
-    exactly."""
+    """The maximum rises (or falls) from tile to tile. A wrong row sum then shows in out and, exactly, in lse."""
     seqlen_k = 700
     q = np.ones((1, 5, 1, 1), np.float32)
     k = (direction * np.linspace(-20, 20, seqlen_k, dtype=np.float32)).reshape(1, seqlen_k, 1, 1)
@@ -73,7 +72,7 @@ def test_unnormalised_block_weighted_as_normalised(kernel):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_decode_position_ignored_by_the_causal_mask(kernel, dtype):
-    """One query against a growing cache says what the same row says in one causal call."""
+    """One query against a growing cache gives the same result as that row in one causal call."""
     (q, k, v, _), *_ = accuracy.expected(Case(70, 70, 32, dtype=dtype, nheads=4, nheads_k=2))
     whole, whole_lse = kernel(q, k, v, dtype, causal=True)
     for position in (0, 1, 30, 31, 32, 63, 64, 69):
@@ -127,8 +126,7 @@ def test_headdim_72_silently_wrong(kernel, headdim, dtype):
 
 @pytest.mark.parametrize("axis", ["row", "head", "batch"])
 def test_32_bit_overflow(kernel, axis):
-    """Strides that carry an offset beyond 2^32 elements. On the CPU the memory between is reserved but never
-    touched."""
+    """Strides with offsets beyond 2^32 elements. On the CPU the memory between is reserved but never touched."""
     if kernel.device.name != "cpu":
         pytest.skip("the GPU's large tensors are in test_gpu.py")
     try:

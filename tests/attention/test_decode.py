@@ -1,4 +1,4 @@
-"""Each decode kernel by name: every way in which the keys of a call are cut, loaded and merged, against float64."""
+"""Each decode kernel by name: every way to cut, load and merge the keys of a call, against float64."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_batches(kernel, batch):
 @CACHES
 @pytest.mark.parametrize("batch", [3, 64, 130])
 def test_equal_lengths(kernel, batch, cache_dtype):
-    """Units that are cut at their ends, given whole to blocks, or neither: all of one length, and one that differs."""
+    """Units that are cut at their ends, that whole blocks take, or neither: all lengths equal, and one that differs."""
     case = replace(LONG, lengths=(300,) * batch, rows=320, nheads=4, spare=0, cache_dtype=cache_dtype)
     check(kernel, case)
     check(kernel, replace(case, lengths=(300,) * (batch - 1) + (37,), window_size=(250, 0)))
@@ -100,7 +100,7 @@ def test_equal_lengths(kernel, batch, cache_dtype):
     "splits, heads", [(0, (8, 2)), (1, (8, 2)), (2, (16, 1)), (4, (3, 3)), (8, (8, 2)), (16, (16, 1))]
 )
 def test_clusters(kernel, dtype, cache_dtype, splits, heads):
-    """Up to 16 rows in clusters of blocks: a tile of one warp alone, and rings that go round."""
+    """Up to 16 rows in clusters of blocks: a tile for only one warp, and rings that wrap around."""
     case = replace(LONG, lengths=(1000, None, 0, 64, 517, 15), rows=1020, seqlen_new=0, dtype=dtype)
     case = replace(case, cache_dtype=cache_dtype, num_splits=splits, nheads=heads[0], nheads_k=heads[1])
     check(kernel, case)
@@ -114,7 +114,7 @@ def test_clusters(kernel, dtype, cache_dtype, splits, heads):
 @pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("headdim", [(64, None), (128, None), (16, 48), (96, 80)], ids=str)
 def test_one_row_of_8_bits(kernel, dtype, cache_dtype, headdim):
-    """One factor for a key head, or for one of a sequence: it is no longer found key by key."""
+    """One factor for a key head, or for a key head of a sequence. It is not looked up for each key."""
     case = replace(LONG, dtype=dtype, cache_dtype=cache_dtype, headdim=headdim[0], headdim_v=headdim[1], nheads_k=8)
     for seqlen_new in (0, 1):
         for scales in ("heads", "entries"):
@@ -123,7 +123,7 @@ def test_one_row_of_8_bits(kernel, dtype, cache_dtype, headdim):
 
 
 def test_factors_by_key_are_refused():
-    """decode_lanes_cluster_sm90 takes an 8-bit cache with one factor for all keys of a head alone."""
+    """decode_lanes_cluster_sm90 takes an 8-bit cache only with one factor for all keys of a head."""
     name = "decode_lanes_cluster_sm90"
     if NO_CUDA or name not in NAMES:
         pytest.skip(NO_CUDA or "a build without GPU kernels")
@@ -166,7 +166,7 @@ def test_same_bits_again(kernel, options):
 
 
 def test_batch_invariant(kernel):
-    """A sequence alone and among others: the same bits."""
+    """A sequence gives the same bits alone and in a batch."""
     call = test_kvcache.make(replace(LONG, lengths=(1300, 900, 517, 64, 1), seqlen_new=0))
     arrays = {"q": call.q, **call.cache}
 
@@ -210,7 +210,7 @@ def test_plain_calls(kernel):
 @pytest.mark.parametrize("headdim", [(64, None), (128, None), (256, None), (16, 32), (96, None), (192, 128)], ids=str)
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (5, 1), (40, 1)])
 def test_float32(kernel, headdim, heads):
-    """Caches longer than a cluster takes, and short ones."""
+    """Caches too long for a cluster, and short ones."""
     case = replace(LONG, dtype="float32", headdim=headdim[0], headdim_v=headdim[1], nheads=heads[0], nheads_k=heads[1])
     check(kernel, case)
     check(kernel, replace(case, seqlen_q=3, causal=True, rows=17, pages=83))
@@ -221,7 +221,7 @@ def test_float32(kernel, headdim, heads):
 @pytest.mark.parametrize("splits", [0, 1, 2, 4, 8, 16])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (14, 2), (32, 1)])
 def test_whole_steps(kernel, dtype, splits, heads):
-    """One new key, in clusters: turned, rounded, written to the cache and attended to in one launch."""
+    """One new key, in clusters: one launch rotates it, rounds it, writes it to the cache and attends to it."""
     case = replace(STEP, dtype=dtype, num_splits=splits, nheads=heads[0], nheads_k=heads[1])
     check(kernel, case)
     check(kernel, replace(case, rotary_interleaved=False, rotary_float32=True, headdim=40, headdim_v=80, sinks=True))
@@ -247,7 +247,7 @@ def test_whole_steps_need_no_workspace(kernel):
 @ALL_DTYPES
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 def test_programmatic_steps(kernel, dtype, heads):
-    """Steps among programmatic products in a graph, replayed as the lengths grow, leave what plain calls do."""
+    """Steps between programmatic products in a graph, replayed as the lengths grow, give the results of plain calls."""
     from flash_attn_minimal.transformer import ops
 
     nheads, nheads_k = heads
@@ -301,7 +301,7 @@ def test_plain_calls_of_few_rows_come_here():
     assert fa.query(q, k[:, :100], k[:, :100]).kernel not in NAMES
 
 
-# (batch, nheads, nheads_k, seqlen_k, headdim): tiles of keys that no usual number of multiprocessors shares evenly, so
+# (batch, nheads, nheads_k, seqlen_k, headdim): tiles of keys that no usual number of multiprocessors divides evenly, so
 # that a block ends one sequence and begins the next.
 UNEVEN = [
     (5, 28, 4, 2339, 256), (8, 40, 5, 2936, 192), (33, 4, 4, 700, 256), (7, 19, 19, 1031, 160), (3, 64, 1, 4099, 256),
@@ -321,6 +321,6 @@ def test_work_that_is_not_cut_evenly(kernel, dtype, shape):
     plain, plain_lse = accuracy.plain_attention(q, k, v, dtype, causal=True)
     accuracy.check("out", out, exact, plain, dtype)
     accuracy.check("lse", lse, exact_lse, plain_lse, "float32")
-    lengths = tuple(int(x) for x in rng.integers(0, seqlen_k, batch))  # and each sequence of a length of its own
+    lengths = tuple(int(x) for x in rng.integers(0, seqlen_k, batch))  # and each sequence has a different length
     case = Case(lengths=lengths, rows=seqlen_k, seqlen_new=0, dtype=dtype, spare=0, causal=True)
     check(kernel, replace(case, nheads=nheads, nheads_k=nheads_k, headdim=headdim))

@@ -1,4 +1,5 @@
-"""Arrays in and out: each framework's own type comes back, right, on its device and stream; mixtures are refused."""
+"""Arrays of every framework: results have the framework's type, device and stream, and are right. Mixtures are
+refused."""
 
 import subprocess
 import sys
@@ -24,7 +25,8 @@ CASE = Case(
 
 
 def round_trip(make, back, case=CASE):
-    """Everything through one door; returns the outputs as the framework's own."""
+    """Attention and merge with arrays of one framework, against float64; returns (arrays, out, lse) of the
+    framework."""
     (q, k, v, options), exact, plain = accuracy.expected(case)
     arrays = [make(x, case.dtype) for x in (q, k, v)]
     options = {name: make(x, x.dtype.name) if isinstance(x, np.ndarray) else x for name, x in options.items()}
@@ -211,11 +213,11 @@ def test_numba(dtype):
     assert type(out) is type(arrays[0])
 
 
-# ---- types that we know nothing about ----
+# ---- types that the library does not know ----
 
 
 class Opaque:
-    """An array type with DLPack and nothing else."""
+    """An array type that has only DLPack."""
 
     def __init__(self, array):
         self._array = array
@@ -235,7 +237,7 @@ class OldOpaque(Opaque):
 
 
 class Namespaced(Opaque):
-    """An array type that follows the array API: it says how to make another."""
+    """An array type that follows the array API, and so says how to make another array."""
 
     dtype = property(lambda self: self._array.dtype)
     device = property(lambda self: self._array.device)
@@ -280,7 +282,7 @@ def test_dlpack_from_torch(where, kind, dtype):
 
 
 def test_dlpack_capsules_are_returned():
-    """The capsule is borrowed: whoever made the array sees every reference come back."""
+    """The capsule is only borrowed: every reference to the array is given back."""
     array = np.zeros((1, 5, 2, 8), np.float32)
     before = sys.getrefcount(array)
     wrapped = Opaque(array)
@@ -313,7 +315,7 @@ def test_dlpack_device_that_is_not_served():
 
 
 class CudaArray:
-    """An array type with __cuda_array_interface__ and nothing else."""
+    """An array type that has only __cuda_array_interface__."""
 
     def __init__(self, array, **changes):
         self._array = array
@@ -337,7 +339,7 @@ def test_cuda_array_interface():
 
 
 class OnStream:
-    """As CudaArray, but its memory is the host's."""
+    """Like CudaArray, but with memory of the host."""
 
     def __init__(self, array, stream):
         self._array, (pointer, _) = array, array.__array_interface__["data"]
@@ -347,7 +349,7 @@ class OnStream:
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What happens to streams, in order, and the launches among them, which do nothing."""
+    """The operations on streams in order, with the launches, which do nothing here."""
     seen = []
 
     class Library:
@@ -362,8 +364,8 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("out_stream, bias_stream", [(7, 7), (None, 7), (8, 7), (7, 8), (8, 9)])
 def test_streams_of_cuda_arrays(out_stream, bias_stream, launched):
-    """What is queued on another array's stream is waited for before the call, and the call before what comes after it
-    there. One of these arrays is `out`."""
+    """The call waits for work that is queued on another array's stream, and later work on that stream waits for the
+    call. One of these arrays is `out`."""
     q, k, v, out = (OnStream(np.zeros((1, 5, 2, 8), np.float32), stream) for stream in (7, 7, 7, out_stream))
     bias = OnStream(np.zeros((5, 5), np.float32), bias_stream)
     assert fa.flash_attn_func(q, k, v, bias=bias, out=out) is out
@@ -373,7 +375,7 @@ def test_streams_of_cuda_arrays(out_stream, bias_stream, launched):
 
 
 def test_streams_of_dlpack(launched, monkeypatch):
-    """A producer's stream waits for nobody, so the host waits for the call."""
+    """A producer's stream cannot be made to wait for the call, so the host waits for the call."""
 
     class Producer(Opaque):
         def __dlpack__(self, stream, max_version):

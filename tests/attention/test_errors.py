@@ -1,4 +1,4 @@
-"""Bad input: every argument of every function is refused by name, with its value, and the output stays as it was."""
+"""Bad input: every argument of every function is refused with its name and value, and the output is not changed."""
 
 import re
 

@@ -36,7 +36,7 @@ def test_quantiser_rounds_as_ml_dtypes_does(dtype, shape):
 
 
 def test_every_byte_comes_back():
-    """With the largest number present the factor is 1, and every finite e4m3 value is its own rounding."""
+    """If the largest number is present the factor is 1, and every finite e4m3 value is kept."""
     values = np.arange(256, dtype=np.uint8).view(e4m3).astype(np.float32)
     values = values[np.isfinite(values)].reshape(1, -1, 1, 1)
     x8, descale = fa.quantize_fp8(values)
@@ -78,8 +78,8 @@ def test_rotation_keeps_the_scores(headdim):
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize(("outliers", "gain"), [("scattered", 1.2), ("channels", 2.0)])
 def test_rotation_helps_with_outliers(headdim, outliers, gain):
-    """Attention from e4m3 q and k with a thousandth of the entries ten times as large, or every 32nd head dim eight
-    times: with the rotation its error was 1.7 .. 2.3 and 4.4 .. 4.9 times smaller at 1024 rows."""
+    """Attention with q and k in e4m3, a thousandth of whose entries are ten times as large, or every 32nd head dim
+    eight times. With the rotation the error was 1.7 .. 2.3 and 4.4 .. 4.9 times smaller at 1024 rows."""
     generator = rng(3)
     q, k, v = generator.standard_normal((3, 1, 512, 2, headdim), dtype=np.float32)
     for x in (q, k):
@@ -158,7 +158,8 @@ def torch():
 
 
 def plain_attention(q, k, v, causal, p_dtype=None):
-    """(batch, seqlen, nheads, headdim) float64; with p_dtype, P is rounded to it as a plain implementation would."""
+    """out (batch, seqlen, nheads, headdim) in float64. With p_dtype, P is rounded to it, as in a plain
+    implementation."""
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, group, 2) for x in (k, v))
     s = np.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
@@ -217,7 +218,8 @@ def test_attention_within_budget(torch, headdim, causal, lengths, fast_accum):
 
 
 def few_rows(torch, keys, headdim, mean, spread):
-    """48 queries, V of this mean and spread: q, k, v; their factors as options; and what they stand for."""
+    """48 queries, and V with this mean and spread: (q, k, v; the descale factors as options; the numbers that the
+    arrays represent)."""
     generator = torch.Generator("cuda").manual_seed(keys)
     q, k, v = (torch.randn(1, n, 1, headdim, device="cuda", generator=generator) for n in (48, keys, keys))
     pairs = [*map(fa.quantize_fp8, (q, k, mean + spread * v))]
@@ -230,8 +232,9 @@ def few_rows(torch, keys, headdim, mean, spread):
 @pytest.mark.parametrize("keys", [1024, 4096, 16384])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 1.0])
 def test_a_mean_in_v_survives_many_keys(torch, headdim, causal, keys, spread):
-    """8-bit tensor cores cut products off at 2^-13 of the sum they join: unless that sum stays short, out falls short
-    of V's mean by a part that grows with the keys. Allowed are P's rounding, out's, and 2^-7 of the mean."""
+    """8-bit tensor cores truncate products at 2^-13 of the sum that they join. Unless that sum stays short, out falls
+    below V's mean by a share that grows with the number of keys. Allowed are the rounding of P and of out, and 2^-7 of
+    the mean."""
     arrays, options, host = few_rows(torch, keys, headdim, 1.3, spread)
     out = fa.flash_attn_func(*arrays, causal=causal, **options)
     exact, _ = plain_attention(*host, causal)
@@ -245,8 +248,8 @@ def test_a_mean_in_v_survives_many_keys(torch, headdim, causal, keys, spread):
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_fast_accum(torch, headdim, causal):
-    """Up to 1024 keys it changes nothing. Beyond, values of either sign come out as well as by default, the row sums
-    too; a mean of V is what fades, by 8 % of it at 4096 keys."""
+    """Up to 1024 keys fast_accum changes nothing. With more keys, values of either sign and row sums are as exact as by
+    default; but a mean of V shrinks, by 8 % at 4096 keys."""
     for keys, mean, spread in ((1024, 1.3, 0.1), (4096, 0.0, 1.0), (4096, 1.3, 0.1)):
         arrays, options, host = few_rows(torch, keys, headdim, mean, spread)
         exact, exact_lse = plain_attention(*host, causal)
@@ -266,8 +269,9 @@ def test_fast_accum(torch, headdim, causal):
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("lengths", [(500, 1572), (500, 1540), (1572, 1572)])
 def test_warpgroups_pass_hidden_tiles_by(torch, headdim, lengths):
-    """In blocks of 192 rows the first 64 see fewer tiles than the last: by one tile of 128 keys at head dim 64, by one
-    or two of 96 keys at 128 (the first lengths: two). 100 equal heads keep blocks busy item after item."""
+    """In blocks of 192 rows the first 64 rows see fewer tiles than the last 64: one tile of 128 keys fewer at head dim
+    64, one or two tiles of 96 keys at 128 (two with the first lengths). 100 equal heads give each block several
+    items."""
     generator = torch.Generator("cuda").manual_seed(headdim)
     draw = [torch.randn(1, n, 1, headdim, device="cuda", generator=generator) for n in (*lengths, lengths[1])]
     pairs = [fa.quantize_fp8(x) for x in draw]

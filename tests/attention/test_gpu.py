@@ -1,4 +1,4 @@
-"""What only a GPU has: streams, graphs, tensors beyond 2^31 elements."""
+"""Tests that need a GPU: streams, graphs, tensors beyond 2^31 elements."""
 
 import gc
 
@@ -122,7 +122,7 @@ def test_cupy_graph(cuda_kernel):
 
 @with_torch
 def test_no_memory_but_the_output(cuda_kernel):
-    """O(seqlen) memory: the peak of a long call is its output, its lse and the workspace that the query named."""
+    """O(seqlen) memory: the peak of a long call is its output, its lse and the workspace that the query returned."""
     x = torch.randn(1, 8192, 4, 64, device="cuda").half()
     served(cuda_kernel, x, x, x)
     plan = fa.query(x, x, x, kernel=cuda_kernel.name)

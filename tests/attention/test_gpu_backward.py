@@ -1,4 +1,5 @@
-"""What only a GPU has, backward: graphs, streams, memory, tensors beyond 2^31 elements, very long sequences."""
+"""Tests of the backward pass that need a GPU: graphs, streams, memory, tensors beyond 2^31 elements, very long
+sequences."""
 
 import gc
 import time
@@ -47,7 +48,8 @@ def close(got, want, tolerance):
 
 
 def test_graph_capture_and_replay(cuda_kernel):
-    """A captured call follows its inputs, and calls of other sizes in between do not move its workspace."""
+    """A replayed call uses the new contents of its inputs, and calls of other sizes in between do not affect its
+    workspace."""
     arrays = inputs(300)
     served(cuda_kernel, *arrays[1:4], causal=True)
     options = {"causal": True, "kernel": cuda_kernel.name}
@@ -88,7 +90,7 @@ def test_two_streams_at_once(cuda_kernel):
 
 
 def test_deterministic_a_hundred_times(cuda_kernel):
-    """Bitwise equal, also while another kernel takes part of the multiprocessors."""
+    """Bitwise equal, even while another kernel occupies some of the multiprocessors."""
     arrays = inputs(700, heads=(8, 4), batch=2)
     served(cuda_kernel, *arrays[1:4], causal=True, deterministic=True)
     options = {"causal": True, "kernel": cuda_kernel.name, "deterministic": True}
@@ -113,7 +115,7 @@ extern "C" __global__ void hold(const volatile int* go) {
 @pytest.mark.parametrize("heads_k", [24, 3])
 @pytest.mark.parametrize("causal", [False, True])
 def test_deterministic_in_part_of_the_gpu(cuda_kernel, headdim, heads_k, causal):
-    """It ends, with the same bits, beside a kernel that has all multiprocessors but four until then: blocks that take
+    """The call ends, with the same bits, while another kernel holds all multiprocessors except four. Blocks that take
     turns must not wait for blocks that have not started."""
     cupy = pytest.importorskip("cupy")
     arrays = inputs(1500, headdim, heads=(24, heads_k), batch=24 // heads_k)  # more blocks of keys than multiprocessors
@@ -147,7 +149,7 @@ def test_deterministic_in_part_of_the_gpu(cuda_kernel, headdim, heads_k, causal)
 
 
 def test_memory_grows_with_seqlen(cuda_kernel):
-    """The peak is the gradients and the workspace that the query named, which is linear in seqlen."""
+    """The peak is the gradients and the workspace that the query returned, which is linear in seqlen."""
     used = {}
     for seqlen in (4096, 8192):
         arrays = inputs(seqlen)
@@ -171,7 +173,8 @@ def test_memory_grows_with_seqlen(cuda_kernel):
     (4096, 4096, (14, 2), (-1, 0)),  # and in twos and fours
 ])  # fmt: skip
 def test_gradients_in_rounds(cuda_kernel, seqlen_q, seqlen_k, heads, window):
-    """P and dS of 256 MB, and of 8192 rows and keys, exist at a time: what the rounds add up is what `simple` gives."""
+    """Only P and dS of 256 MB, and of 8192 rows and keys, exist at a time. The sum over the rounds is the result of
+    `simple`."""
     if cuda_kernel.name != "mma_wide_sm80":
         pytest.skip("for the kernel with rounds")
     torch.manual_seed(0)
@@ -190,7 +193,8 @@ def test_gradients_in_rounds(cuda_kernel, seqlen_q, seqlen_k, heads, window):
 
 @pytest.mark.parametrize("headdim", [320, 512])
 def test_wide_heads_repeat(cuda_kernel, headdim):
-    """Bitwise, in either mode, and both modes alike where a kernel has one order only."""
+    """Repeated calls give the same bits in either mode; if a kernel has only one order, both modes give the same
+    bits."""
     arrays = inputs(1000, headdim, heads=(4, 2), batch=2)
     served(cuda_kernel, *arrays[1:4], causal=True, deterministic=True)
     options = {"causal": True, "kernel": cuda_kernel.name}
@@ -201,7 +205,8 @@ def test_wide_heads_repeat(cuda_kernel, headdim):
 
 
 def test_beyond_2_to_31_elements(cuda_kernel):
-    """Every tensor starts or ends beyond 2^31 elements of its buffer; the same values close together give the same."""
+    """Every tensor starts or ends beyond 2^31 elements of its buffer. The same values in compact tensors give the same
+    results."""
     gc.collect()
     torch.cuda.empty_cache()
     needs = 40 << 30
@@ -230,8 +235,8 @@ def test_beyond_2_to_31_elements(cuda_kernel):
 
 
 def test_a_long_sequence(cuda_kernel):
-    """131072 tokens at headdim 128 run on one card: checked against the sequence's last keys alone, whose gradients
-    depend on the last rows only."""
+    """131072 tokens at headdim 128 run on one card. Only the gradients of the last keys are checked, because they
+    depend only on the last rows."""
     if cuda_kernel.name == "simple":
         pytest.skip("minutes on CUDA cores")
     seqlen, tail = 131072, 512

@@ -1,5 +1,5 @@
-"""batch_invariant on a GPU: the bits of a sequence follow from its own keys, whatever the capacity of the cache, the
-width of the block table and the other sequences of the batch."""
+"""batch_invariant on a GPU: the bits of a sequence depend only on its keys, not on the capacity of the cache, the width
+of the block table or the other sequences of the batch."""
 
 import pytest
 from conftest import CUDA, NO_CUDA, torch
@@ -28,7 +28,7 @@ FORCED = [None, *(row["name"] for row in fa.kernels() if row["device"] == "cuda"
 
 
 def arrays_of(shape, sequences=1):
-    """q of each sequence, and the pool of pages that they own, WIDTH each, with values that are columns of the keys."""
+    """q of each sequence, and a pool with WIDTH pages for each. Values are columns of the keys."""
     nheads, nheads_k, headdim, headdim_v, seqlen_q, dtype = SHAPES[shape]
     torch.manual_seed(len(shape))
     kind = {"device": "cuda", "dtype": getattr(torch, dtype)}
@@ -38,13 +38,13 @@ def arrays_of(shape, sequences=1):
 
 
 def same(one, two):
-    """Bit for bit: the sign of a zero counts."""
+    """Whether the arrays are equal bit for bit, including the sign of zeros."""
     bits = torch.int32 if one.dtype == torch.float32 else torch.int16
     return torch.equal(one.contiguous().view(bits), two.contiguous().view(bits))
 
 
 def attend(q, k, v, kernel, **where):
-    """(out, lse, kernel)."""
+    """Returns (out, lse, name of the kernel)."""
     options = {"causal": q.shape[1] > 1, "batch_invariant": True, "kernel": kernel, **where}
     plan = fa.kvcache_query(q, k, v, **options)
     if plan.status == "FA_UNSUPPORTED":
@@ -90,7 +90,7 @@ def test_capacity(shape, kernel):
 @pytest.mark.parametrize("kernel", FORCED)
 @pytest.mark.parametrize("shape", ["one row", "group of 4", "wide", "40 rows", "latent", "float32"])
 def test_many_other_sequences(shape, kernel):
-    """So many rows that their pieces are merged by another number of blocks than those of one sequence."""
+    """So many rows that a different number of blocks merges their pieces than for one sequence."""
     q, k, v = arrays_of(shape)
     k, v = (x.flatten(0, 1)[None] for x in (k, v))
     batch, length = 300, 5000

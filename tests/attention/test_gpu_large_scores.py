@@ -46,7 +46,7 @@ def close(got, want, tolerance, what):
 
 
 def probabilities(scores):
-    """The softmax in float64 of float32 scores, a row that sees nothing being zero."""
+    """The softmax of float32 scores in float64. A row that sees nothing is zero."""
     return torch.nan_to_num(torch.softmax(scores.double(), -1))
 
 
@@ -54,7 +54,8 @@ def probabilities(scores):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("kernel", FORWARD)
 def test_a_row_of_the_lowest_bias_is_a_mean(kernel, dtype, bias_dtype):
-    """A row whose bias is the lowest finite number was 0 with lse -inf: times log2 e its scores were -inf."""
+    """A row whose bias is the lowest finite number used to give 0 with lse -inf, because its scores times log2 e were
+    -inf."""
     dtype = getattr(torch, dtype)
     q, k, v, _ = inputs(64, dtype)
     bias_dtype = torch.float32 if bias_dtype == "float32" else dtype
@@ -87,7 +88,7 @@ def test_a_row_of_the_lowest_bias_is_a_mean(kernel, dtype, bias_dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(("kernel", "headdim"), BACKWARD)
 def test_probabilities_of_a_large_row_sum_to_one(kernel, headdim, dtype, center):
-    """P of the backward pass did not sum to 1 beside a bias of 1e5 and more: lse cannot hold log(sum) there."""
+    """P of the backward pass did not sum to 1 with a bias of 1e5 or more, because lse cannot hold log(sum) there."""
     dtype = getattr(torch, dtype)
     q, k, v, dout = inputs(headdim, dtype)
     center = torch.finfo(torch.float32).min if center == "lowest" else center
@@ -117,7 +118,8 @@ def test_probabilities_of_a_large_row_sum_to_one(kernel, headdim, dtype, center)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("kernel", "headdim"), BACKWARD)
 def test_probabilities_of_large_products_sum_to_one(kernel, headdim, dtype, window, deterministic, size):
-    """P of the backward pass did not sum to 1 where products are large: lse had another order of S."""
+    """P of the backward pass did not sum to 1 where products are large, because S was summed in another order for
+    lse."""
     dtype = getattr(torch, dtype)
     q, k, v, dout = inputs(headdim, dtype, size)
     q, k = q.abs(), (k * 1e-3 + 1).to(dtype)  # no row near zero; products close to each other, so that many keys count
@@ -134,7 +136,8 @@ def test_probabilities_of_large_products_sum_to_one(kernel, headdim, dtype, wind
 
 @pytest.mark.parametrize(("kernel", "headdim"), BACKWARD)
 def test_a_part_of_the_keys_keeps_its_share(kernel, headdim):
-    """lse may cover keys that a call does not have: then its probabilities keep their share and do not sum to 1."""
+    """lse may cover keys that a call does not have. The call's probabilities then keep their share, and do not sum to
+    1."""
     q, k, v, dout = inputs(headdim, torch.bfloat16)
     bias = torch.full((1, 1, ROWS, KEYS), -1e4, device="cuda")
     served(fa.backward_query(q, k, v, bias=bias, kernel=kernel))

@@ -1,5 +1,5 @@
-"""What launches remember: the shared memory that a kernel has been granted belongs to the kernel in a context, not to
-the thread that asked for it."""
+"""State of launches: the shared memory that a kernel has been granted belongs to the kernel in a context, not to the
+thread that asked for it."""
 
 import subprocess
 import sys
@@ -35,8 +35,8 @@ def sample(temperature):
     return lambda: ops.sample(logits, temperature, top_k=50 if temperature else 0)
 
 
-# Two calls of the same instantiation with shared memory of two sizes: a ring of more slots, rows of a tile, and logits
-# that are kept.
+# Pairs of calls that run the same instantiation with different sizes of shared memory: a ring with more slots, rows of
+# a tile, and logits that are kept.
 PAIRS = {
     "decode_cluster_sm90": lambda name: (decode(name, 16, 128, 4000), decode(name, 16, 128, 60)),
     "decode_lanes_cluster_sm90": lambda name: (decode(name, 64, 256, 512), decode(name, 16, 256, 500)),
@@ -126,7 +126,7 @@ print("done")
 
 
 def test_contexts_of_one_device():
-    """Every context grants a kernel its shared memory anew."""
+    """Every context has to grant a kernel its shared memory."""
     x = torch.zeros(1, 200, 2, 128, device="cuda", dtype=torch.half)
     names = [n for n in ("mma_sm80", "wgmma_sm90") if n in [row["name"] for row in fa.kernels()]]
     names = [n for n in names if fa.query(x, x, x, kernel=n).status == "FA_OK"]

@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.skipif(CUDA.framework != "torch", reason="needs PyTorch with CUDA"),
 ]
 
-# The workspace is filled with sevens: a counter that no kernel clears would keep a block waiting for ever.
+# The workspace is filled with sevens, so that a counter that no kernel clears would keep a block waiting forever.
 PROGRAM = """
 import sys
 import torch
@@ -48,7 +48,8 @@ print("ended")
 @pytest.mark.parametrize("deterministic", [False, True], ids=["free", "in order"])
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_backward_ends_on_any_lengths(headdim, deterministic):
-    """The backward pass hung: blocks waited for key blocks that are not there, or for counters that nobody cleared."""
+    """The backward pass used to hang: blocks waited for key blocks that do not exist, or for counters that no kernel
+    cleared."""
     command = [sys.executable, "-c", PROGRAM, str(headdim), str(deterministic)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

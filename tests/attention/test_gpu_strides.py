@@ -1,5 +1,5 @@
-"""Strides that the copy engine cannot follow: its kernels refuse them, and another kernel serves the call. A launch
-never comes to another end than the query said."""
+"""Strides that the copy engine cannot follow: kernels that use it refuse them, and another kernel serves the call. A
+launch always does what the query says."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ BACKWARD = [None, *(row["name"] for row in fa.kernel_tables()["backward"] if row
 
 
 class Reversed:
-    """A tensor with one axis in descending order, which PyTorch does not have: through __cuda_array_interface__."""
+    """A tensor with one axis in descending order, through __cuda_array_interface__. PyTorch has no such tensors."""
 
     def __init__(self, tensor, axis):
         strides = [x * tensor.element_size() for x in tensor.stride()]
@@ -30,7 +30,7 @@ class Reversed:
 
 
 def plain(tensor):
-    """The same kind of array in the order it has."""
+    """An array of the same type with the tensor's order."""
     array = Reversed(tensor, 0)
     strides = tuple(x * tensor.element_size() for x in tensor.stride())
     array.__cuda_array_interface__ |= {"data": (tensor.data_ptr(), False), "strides": strides}
@@ -66,7 +66,7 @@ def test_descending_axis(kernel, headdim, name, axis):
     skip_if_refused(fa.query(*given.values(), kernel=kernel), kernel)
     try:
         fa.flash_attn_func(*given.values(), out=result, kernel=kernel)
-    except fa.Unsupported as error:  # of out, which a query does not see; or these arrays cannot make a workspace
+    except fa.Unsupported as error:  # for out, which a query does not see; or arrays that cannot make a workspace
         assert (kernel and "out" in str(error)) or "workspace" in str(error), error
         pytest.skip(str(error))
     got = out.flip(axis) if name == "out" else out

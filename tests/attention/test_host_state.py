@@ -1,4 +1,4 @@
-"""What a call on the CPU finds in its thread and process: the float mode, and the processors that it may use."""
+"""State of the thread and process that affects a call on the CPU: the float mode, and the usable processors."""
 
 import os
 import subprocess
@@ -91,7 +91,7 @@ def bits(results):
     ],
 )
 def test_flushing_subnormal_numbers_changes_no_bit(function):
-    """They used to become 0, in some kernels."""
+    """Subnormal numbers used to become 0 in some kernels."""
     tiny = torch.full((8,), 1e-39)
     call = function()
     usual = bits(call())
@@ -150,7 +150,7 @@ print("two again", helpers())
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
 def test_the_number_of_threads_follows_the_affinity():
-    """Of the thread that calls, when it calls; also after a fork."""
+    """The affinity of the calling thread at the time of the call counts; also after a fork."""
     environment = {name: value for name, value in os.environ.items() if name != "FLASH_ATTN_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-c", COUNT], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -45,7 +45,7 @@ def _standard(q, k, v, bias=None, causal=False, sinks=None, return_lse=False):
 
 
 def _gradients(function, inputs):
-    """Of a loss of out, or of out and lse."""
+    """Gradients of a loss of out, or of out and lse."""
 
     def loss(*inputs):
         return sum(jnp.sin(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(function(*inputs)))
@@ -114,7 +114,7 @@ WRAPS = {"plain": lambda f: f, "jit": jax.jit, "checkpoint": jax.checkpoint, "vm
 
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_loss_of_out_alone_has_no_dlse(place, wrap, monkeypatch):
-    """The custom call of the gradient is given dlse where the loss depends on lse, and there alone."""
+    """The custom call of the gradient gets dlse only if the loss depends on lse."""
     q, k, v = _inputs(place)
     described, real = [], fa_jax.Call._describe_backward
 
@@ -136,7 +136,7 @@ def test_a_loss_of_out_alone_has_no_dlse(place, wrap, monkeypatch):
 
 
 def test_merged_halves_of_the_keys_have_one_call_s_gradients(place):
-    """Causal: half of the rows see nothing of the second half."""
+    """With a causal mask, half of the rows see nothing of the second half."""
     q, k, v = _inputs(place)
     causal = place(np.tri(37), bool)
 
@@ -154,7 +154,7 @@ def test_merged_halves_of_the_keys_have_one_call_s_gradients(place):
 
 
 def test_mask_slopes_and_dropout(place):
-    """Arrays without a gradient, and every kind of option, reach the library as in an eager call."""
+    """Arrays without a gradient, and options of every kind, reach the library as in an eager call."""
     q, k, v = _inputs(place)
     options = {
         "mask": place(np.random.default_rng(1).random((2, 1, 37, 37)) < 0.7, bool),
@@ -247,7 +247,7 @@ def test_scan_of_layers(place, wrap):
 
 
 def test_one_program_called_again_and_again(place):
-    """A GPU may capture the program, of calls enough for that, into a graph and replay it on other arrays."""
+    """The program has enough calls that XLA may capture it in a CUDA graph, and replay it on other arrays."""
     q, k, v = (x[..., :16] for x in _inputs(place))
 
     def chain(attend, q):
@@ -260,7 +260,7 @@ def test_one_program_called_again_and_again(place):
 
 
 def test_one_function_for_calls_of_any_size(place):
-    """What is kept of a call goes by the shapes of its arrays: each size comes back as it was, smaller or larger."""
+    """State that is kept of a call belongs to the shapes of its arrays, so each size gives its own result again."""
 
     def attend(q, k, v, through_lse):
         out, lse = fa.flash_attn_func(q, k, v, causal=True, return_lse=True)
@@ -282,7 +282,8 @@ def test_one_function_for_calls_of_any_size(place):
 
 
 def test_a_kernel_forced_after_tracing(place, monkeypatch):
-    """The workspace of a program is what its kernel needed when it was traced: another kernel is right, or refused."""
+    """A program has the workspace that its kernel needed when it was traced. A kernel forced later gives the right
+    result, or is refused."""
     q, k, v = _inputs(place, seqlen_q=70, seqlen_k=130)
     program = jax.jit(functools.partial(fa.flash_attn_func, causal=True))
     want = program(q, k, v)
@@ -303,7 +304,7 @@ def test_a_kernel_forced_after_tracing(place, monkeypatch):
 
 @pytest.mark.parametrize("wanted", [slice(0, 1), slice(1, 2), slice(0, 2)], ids=["out", "lse", "both"])
 def test_shard_map(place, wanted):
-    """Arrays that differ over the mesh beside ones that do not, whose gradients are summed over it."""
+    """Some arrays differ over the mesh; the gradients of arrays that do not are summed over it."""
     shard_map = getattr(jax, "shard_map", None)
     if shard_map is None:
         pytest.skip("this JAX has no jax.shard_map")
@@ -345,7 +346,7 @@ def test_large_enough_for_workspace_and_threads(place):
 
 @pytest.mark.parametrize("kernel", [{"cpu": "cpu_naive", "gpu": "naive"}, {"cpu": "cpu_portable", "gpu": "minimal"}])
 def test_a_forced_kernel_and_its_workspace(place, kernel):
-    """In either program the gradient is the best kernel's."""
+    """In both programs the best kernel computes the gradient."""
     q, k, v = _inputs(place)
     kernel = kernel["cpu" if q.device.platform == "cpu" else "gpu"]
     got = jax.jit(lambda q, k, v: fa.flash_attn_func(q, k, v, kernel=kernel))(q, k, v)

@@ -1,4 +1,5 @@
-"""Attention over a cache: appended, rotated, paged, 8-bit, on every kernel that takes it, against float64."""
+"""Attention over a cache: with new keys, rotary embedding, pages and 8 bits, on every kernel that serves it, against
+float64."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_scores(kernel, scores):
 
 @pytest.mark.parametrize("scores", [*SCORES, {}], ids=str)
 def test_left_padding(kernel, scores):
-    """Keys begin behind padding, which holds NaN; positions of the scores count them from there."""
+    """Keys begin after padding, which holds NaN. Positions of the scores are counted from the first key."""
     case = Case(seqlen_q=6, seqlen_new=2, lengths=(37, None, 0, 71, 71, 5), leftpads=(11, 0, 0, 40, 70, 5), **scores)
     check(kernel, case)
     check(kernel, replace(case, dtype="float16", batch_idx=True, seqlen_new=0, seqlen_q=1))
@@ -98,7 +99,7 @@ def test_left_padding_of_8_bits(kernel, cache_dtype, scales):
 
 
 def test_left_padding_and_rotary(kernel):
-    """Positions of the rotary embedding are rows of an entry, those of the padding counted."""
+    """Positions of the rotary embedding are rows of an entry, including the padding."""
     case = Case(lengths=(37, 0, 71), leftpads=(11, 0, 3), rotary_dim=24, seqlen_q=4, seqlen_new=4, causal=True)
     check(kernel, case)
     check(kernel, replace(case, causal=False, rows=16, pages=5))
@@ -106,7 +107,7 @@ def test_left_padding_and_rotary(kernel):
 
 @pytest.mark.parametrize("leftpads", [None, (3, 0, 0, 60)])
 def test_rotary_without_new_keys(kernel, leftpads):
-    """q alone turns, from the position behind the keys that are there."""
+    """Only q is rotated, from the position after the existing keys on."""
     case = Case(lengths=(10, None, 0, 76), leftpads=leftpads, rotary_dim=24, seqlen_q=4, seqlen_new=0)
     check(kernel, case)
     check(kernel, replace(case, causal=True, dtype="float16", rotary_interleaved=False))
@@ -115,7 +116,7 @@ def test_rotary_without_new_keys(kernel, leftpads):
 
 
 def test_append_then_attend_equals_concatenation(kernel):
-    """Token by token with a cache, and in one causal call without."""
+    """Token by token with a cache gives the result of one causal call without a cache."""
     rng = np.random.default_rng(5)
     q, k, v = accuracy.round_to(rng.standard_normal((3, 2, 23, 4, 32), dtype=np.float32), "float16")
     k, v = k[:, :, :2], v[:, :, :2]
@@ -137,7 +138,7 @@ def test_append_then_attend_equals_concatenation(kernel):
 
 
 def test_one_length_for_all(kernel):
-    """An integer, an array of it, and None for a full cache are the same call."""
+    """An integer, an array of that integer, and None for a full cache give the same result."""
     case = Case(lengths=(79, 79), seqlen_new=1)
     call = make(case)
     arrays = on_device(kernel, case, call)
@@ -164,7 +165,7 @@ PAGE_SIZES = [1, 3, 16, 17, 64, 256]
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @DTYPES
 def test_pages(kernel, page_size, dtype):
-    """Shuffled tables; unused pages are full of NaN, unused entries of the tables of nonsense."""
+    """Shuffled tables. Unused pages are full of NaN, and unused entries of the tables hold nonsense."""
     case = Case(dtype=dtype, rows=page_size, pages=-(-300 // page_size), lengths=(37, None, 0, 297), causal=True)
     check(kernel, case)
     check(kernel, replace(case, seqlen_q=3, seqlen_new=3, nheads=6, nheads_k=3, window_size=(70, 0)))
@@ -239,7 +240,7 @@ def test_values_that_are_columns_of_the_keys(kernel):
 
 @pytest.mark.parametrize("num_splits", [0, 1, 2, 7, 64, 256])
 def test_long_caches(kernel, num_splits):
-    """Few rows against many keys: whoever cuts the keys into pieces puts them together again."""
+    """Few rows against many keys, which a kernel may cut into pieces whose results it merges."""
     case = Case(lengths=(9000, 0, 5000, None), rows=9001, nheads=4, nheads_k=2, headdim=32, num_splits=num_splits)
     check(kernel, case)
     check(kernel, replace(case, window_size=(3100, 0), sinks=True, seqlen_q=3, seqlen_new=3, rows=9003))
@@ -247,7 +248,7 @@ def test_long_caches(kernel, num_splits):
 
 
 def test_row_alone_equals_row_in_a_batch(kernel):
-    """batch_invariant: regrouping a batch changes no bit of a sequence's result."""
+    """batch_invariant: the other sequences of a batch change no bit of a sequence's result."""
     case = Case(
         lengths=(5000, 3, 7001, 640, None), rows=7100, seqlen_q=2, seqlen_new=0, headdim=32, batch_invariant=True
     )
@@ -266,7 +267,7 @@ def test_row_alone_equals_row_in_a_batch(kernel):
 
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_the_capacity_changes_no_bit(kernel, num_splits):
-    """batch_invariant: a wider block table, as a long sequence beside this one needs, leaves a result as it is."""
+    """batch_invariant: a wider block table, such as a longer sequence needs, changes no bit of a result."""
     rng = np.random.default_rng(3)
     pages = [rng.standard_normal((640, 16, 2, 64), dtype=np.float32) for _ in range(2)]
     q, lengths = rng.standard_normal((2, 1, 4, 64), dtype=np.float32), np.array([100, 4500], np.int32)
@@ -305,7 +306,7 @@ def test_equal_calls_give_equal_bits(kernel):
 
 
 def test_threads_change_no_bit():
-    """The keys of one head are cut by their number, and the pieces shared out to however many threads there are."""
+    """The pieces of a head's keys depend only on the number of keys; then any number of threads shares them."""
     rng = np.random.default_rng(4)
     q = rng.standard_normal((1, 1, 2, 64), dtype=np.float32)
     cache = rng.standard_normal((2, 1, 40_000, 1, 64), dtype=np.float32)
@@ -322,7 +323,7 @@ def test_threads_change_no_bit():
 
 
 def random_cases(st):
-    """Everything the contract allows, small."""
+    """Draws any small case that the contract allows."""
 
     @st.composite
     def cases(draw):
@@ -384,8 +385,8 @@ def test_random_calls(kernel):
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_repeated_steps(framework):
-    """From its third call on a step takes the shortcut: other arrays, one length for all or an array of them, the end
-    of the cache, a longer cache, and refusals are what they are on the long way."""
+    """From its third call on a step takes the shortcut. Other arrays, one length for all or an array of lengths, the
+    end of the cache, a longer cache, and refusals must give the results of the long way."""
     if framework == "torch" and torch is None:
         pytest.skip("PyTorch is not installed")
     as_array = torch.from_numpy if framework == "torch" else np.asarray
@@ -423,7 +424,7 @@ def test_repeated_steps(framework):
             fa.flash_attn_with_kvcache(q, *cache, cache_seqlens=-3, out=out)
 
 
-# ---- what only a GPU has ----
+# ---- on a GPU ----
 
 on_gpu = pytest.mark.skipif(bool(NO_CUDA) or torch is None, reason=NO_CUDA or "needs PyTorch with CUDA")
 
@@ -445,7 +446,7 @@ def served(kernel: Kernel, arrays: dict[str, Any]) -> None:
 @on_gpu
 @pytest.mark.parametrize("pages", [0, 40])
 def test_graph_whose_lengths_change(cuda_kernel, pages):
-    """A captured step is replayed as the cache grows: the device reads lengths, entries, tables and new tokens."""
+    """A captured step is replayed while the cache grows. The device reads lengths, entries, tables and new tokens."""
     case = Case(lengths=(0, None, 500), rows=16 if pages else 640, pages=pages, dtype="float16", rotary_dim=64)
     case = replace(case, causal=True, batch_idx=not pages, spare=0)
     call = make(case)
@@ -505,8 +506,8 @@ APART = [{"tree", other} for other in ("causal", "window", "chunk")] + [
 @pytest.mark.parametrize("entries", [0, 2])
 @pytest.mark.parametrize("one", EMPTY)
 def test_caches_without_keys(kernel, one, entries):
-    """Pools without entries, rows of a table without pages, entries without rows: out is 0 and lse that of the sink. No
-    address is read, so arrays without elements may have none."""
+    """Pools without entries, rows of a table without pages, entries without rows: out is 0, and lse is that of the
+    sink. No address is read, so arrays without elements need no address."""
     for other in EMPTY:
         if {one, other} in APART:
             continue
@@ -537,7 +538,7 @@ def test_caches_without_keys(kernel, one, entries):
 
 
 def test_arrays_without_elements_have_no_address():
-    """As PyTorch has them: a pool without pages, its factors and a table without columns."""
+    """A pool without pages, its factors, and a table without columns, without addresses as in PyTorch."""
     torch = pytest.importorskip("torch")
     q, lengths = torch.ones(2, 1, 4, 16), torch.zeros(2, dtype=torch.int32)
     for pages, table in ((0, (2, 3)), (0, (2, 0)), (3, (2, 0))):
@@ -564,7 +565,7 @@ def test_no_row_turns():
 @on_gpu
 @pytest.mark.parametrize("pages", [0, 4])
 def test_wild_lengths_and_pages_stay_inside(cuda_kernel, pages):
-    """What only the device knows cannot be refused: entries out of range are clamped and append nothing."""
+    """Values that only the device knows cannot be refused. Entries out of range are clamped, and append nothing."""
     case = Case(lengths=(3, 30, 60), rows=16 if pages else 64, pages=pages, batch_idx=not pages, dtype="float16")
     arrays = on_device(cuda_kernel, case, make(case))
     served(cuda_kernel, arrays)

@@ -1,4 +1,5 @@
-"""quantize_kvcache: factors and rounded values against float64, what is not finite, and attention over the result."""
+"""quantize_kvcache: factors and rounded values against float64, values that are not finite, and attention over the
+result."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def served(device, dtype):
 
 
 def exact_factors(x, factors, dtype):
-    """(entries, rows or 1, nheads_k) or (nheads_k,) in float64; 1 where there are zeros alone."""
+    """The factors, (entries, rows or 1, nheads_k) or (nheads_k,), in float64; 1 where all values are zero."""
     largest = np.abs(x.astype(np.float64)).max(AXES[factors], keepdims=factors == "entry")
     largest = largest[..., 0] if factors == "entry" else largest
     return np.where(largest > 0, largest / LIMIT[dtype], 1)
@@ -128,7 +129,7 @@ def test_what_is_not_finite(device, factors, cache_dtype):
 
 
 def test_memory_that_is_not_contiguous(device):
-    """Keys and values side by side in one pool, heads before rows; values that are columns of the keys; no rows."""
+    """Keys and values side by side in one pool; heads before rows; values that are columns of the keys; no rows."""
     k, v = caches("float16", (5, 6, 3, 16), 16)
     pool = device.array(np.ascontiguousarray(np.stack([k, v], 1).swapaxes(2, 3)), "float16")
     views = [pool[:, i].swapaxes(1, 2) for i in (0, 1)]
@@ -174,7 +175,7 @@ def test_refused(change, text):
 @pytest.mark.parametrize("factors", AXES)
 @pytest.mark.parametrize("framework", ["torch", "jax.numpy"])
 def test_frameworks(framework, factors):
-    """Arrays come back as what they came, and say the same."""
+    """Results have the type of the inputs, and the same values in every framework."""
     xp = pytest.importorskip(framework)
     given = [x.astype(np.float16) for x in caches("float16")]
     arrays = [xp.asarray(x) for x in given]

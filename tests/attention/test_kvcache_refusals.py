@@ -1,4 +1,4 @@
-"""Calls with a cache that are refused, each for its own reason, on the CPU."""
+"""Calls with a cache that are refused on the CPU, each for a different reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import flash_attn_minimal as fa
 
 
 def small(**change) -> dict[str, Any]:
-    """A call that works, on the CPU, with changes."""
+    """The arguments of a call that works on the CPU, with changes."""
     call = {
         "q": np.zeros((2, 1, 4, 16), np.float32),
         "k_cache": np.zeros((3, 20, 2, 16), np.float32),
@@ -72,7 +72,7 @@ def tokens(**change) -> dict[str, Any]:
 
 
 def new_in_cache(name: str, cache: str, target: str = "") -> dict[str, Any]:
-    """What is to join the cache lies in it."""
+    """A call whose new keys or values are themselves part of the cache."""
     call = appending(cache_seqlens=lengths(5, 19))
     call[name] = call[cache][:2, 7:8]
     if target:
@@ -180,7 +180,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
 def test_refused(call, text):
-    """Nothing is written by a call that is refused, and the query says the same of what needs no contents."""
+    """A call that is refused changes none of its arrays."""
     before = {name: x.copy() for name, x in call.items() if isinstance(x, np.ndarray)}
     with pytest.raises((fa.BadArgument, fa.Unsupported), match=text):
         fa.flash_attn_with_kvcache(**call)
@@ -189,7 +189,7 @@ def test_refused(call, text):
 
 
 def test_factors_that_repeat_are_read():
-    """A factor that stands for many tokens, or for many heads, counts as its copies would."""
+    """A factor that stands for many tokens or heads (stride 0) gives the same result as copies of it."""
     rng = np.random.default_rng(0)
     cache = {n: rng.integers(-127, 128, (3, 20, 2, d)).astype(np.int8) for n, d in (("k_cache", 16), ("v_cache", 8))}
     call = small(**cache, q=rng.standard_normal((2, 1, 4, 16)).astype(f4))
@@ -202,7 +202,8 @@ def test_factors_that_repeat_are_read():
 
 
 def test_factors_of_tokens_where_they_may_lie():
-    """Interleaved with each other, padded, or in another order: each has a place of its own, so an append writes it."""
+    """Factors interleaved with each other, padded, or in another order. No two share a place, so an append may write
+    them."""
     rng = np.random.default_rng(0)
     new = {n: rng.standard_normal((2, 1, 2, d)).astype(f4) for n, d in (("k", 16), ("v", 8))}
     both = np.ones((3, 20, 2, 2), f4)
@@ -216,7 +217,7 @@ def test_factors_of_tokens_where_they_may_lie():
 
 
 def test_caches_in_one_buffer():
-    """Keys and values of a token side by side, and an entry for each of two sequences: no place is written twice."""
+    """Keys and values of a token side by side, and an entry for each of two sequences. No place is written twice."""
     rng = np.random.default_rng(0)
     both = np.zeros((3, 20, 2, 24), f4)
     call = appending(k_cache=both[..., :16], v_cache=both[..., 16:], cache_seqlens=lengths(5, 19))
@@ -229,7 +230,7 @@ def test_caches_in_one_buffer():
 
 
 def test_idle_sequences_share_an_entry():
-    """Only what appends wants an entry of its own; pages that are full are read by many."""
+    """Only a sequence that appends needs its own entry; several sequences may read the same full pages."""
     out = fa.flash_attn_with_kvcache(**appending(cache_seqlens=lengths(5, -1), cache_batch_idx=lengths(2, 2)))
     assert np.isfinite(out).all()
     table = np.array([[0, 1], [0, 2]], np.int32)
@@ -239,7 +240,7 @@ def test_idle_sequences_share_an_entry():
 
 
 def test_the_small_calls_work():
-    """So that each refusal above is for its own reason."""
+    """The unchanged calls work, so each refusal above has the reason that it names."""
     for call in (small(), appending(cache_seqlens=lengths(5, 19)), paged(), int8(), rotating()):
         out, lse = fa.flash_attn_with_kvcache(**call, return_softmax_lse=True)
         assert out.shape == (2, 1, 4, 8) and lse.shape == (2, 4, 1) and np.isfinite(lse).all()

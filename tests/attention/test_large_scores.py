@@ -1,5 +1,5 @@
-"""Scores that float32 holds and a float32 lse does not: P of a row still sums to 1, in every pass that computes it
-again (docs/contract.md, section 3). And numbers at the ends of float32."""
+"""Scores so large that a float32 lse of them is not exact enough: P of a row still sums to 1, in every pass that
+recomputes it (docs/contract.md, section 3). And numbers at the ends of float32."""
 
 import accuracy
 import numpy as np
@@ -22,7 +22,7 @@ def arrays(rows, keys, dtype, headdim=64):
 
 
 def sums_of_dv(dv, dout):
-    """(sum of dv over keys and heads, what it is when every row of P sums to 1)."""
+    """(the sum of dv over keys and heads, that sum if every row of P sums to 1)."""
     return dv.sum((1, 2)), dout.sum((1, 2))
 
 
@@ -30,14 +30,14 @@ def sums_of_dv(dv, dout):
 @pytest.mark.parametrize("rows", [1, 3, 64, 130])
 @pytest.mark.parametrize("size", [1e4, 1e5, 1e6, 1e7, 1e8, 1e10, 1e12])
 def test_gradients_at_large_scores(backward_kernel, size, rows, dtype):
-    """dv used to be up to 1e28 times too large: S was added up in two orders, and P = exp(S - lse)."""
+    """dv used to be up to 1e28 times too large, because S was summed in two orders, and P = exp(S - lse)."""
     q, k, v, dout = arrays(rows, 150, dtype)
     scale = float(np.float32(size / 20))
     out, lse = reference.standard_attention(q, k, v, softmax_scale=scale)
     out, lse = accuracy.round_to(out.astype(np.float32), dtype), lse.astype(np.float32)
     exact = reference.standard_attention_backward(dout, q, k, v, softmax_scale=scale)
     dq, dk, dv = backward_kernel(dout, q, k, v, out, lse, dtype, softmax_scale=scale)[:3]
-    # One key has all the weight of a row, or two share it where their scores are closer than float32 knows them.
+    # One key has all the weight of a row; two keys share it if their scores differ by less than float32 resolves.
     unsure = close_rows(q, k, scale)
     assert unsure.mean() < 0.1
     got, want = sums_of_dv(dv, dout)
@@ -52,7 +52,7 @@ def test_gradients_at_large_scores(backward_kernel, size, rows, dtype):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": True}, {"sinks": True}], ids=str)
 def test_gradients_of_the_largest_scores(backward_kernel, options, sign):
-    """Finite, with a P that sums to 1, whatever the form of the score."""
+    """Gradients are finite, and P sums to 1, for every kind of score."""
     q, k, v, dout = arrays(70, 150, "bfloat16")
     scale = sign * 5e10
     given = dict(options)
@@ -79,8 +79,8 @@ def close_rows(q, k, scale):
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("level", LEVELS)
 def test_rows_of_one_large_bias(backward_kernel, level, rows, dtype):
-    """A bias that is the same for all keys of a row: P stays, until the scores are lost beside it; then every key has
-    the same weight, as in PyTorch."""
+    """A bias that is the same for all keys of a row does not change P, until the scores are too small beside it. Then
+    every key has the same weight, as in PyTorch."""
     q, k, v, dout = arrays(rows, 64, dtype)
     bias = accuracy.round_to(np.full((1, 1, rows, 64), level, np.float32), "float32")
     scores = (np.einsum("bihd,bjgd->bhij", q, k) / 8 + bias).astype(np.float32).astype(np.float64)
@@ -103,11 +103,11 @@ def test_rows_of_one_large_bias(backward_kernel, level, rows, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_rows_of_the_lowest_bias(kernel, dtype):
-    """finfo.min is a number, as in PyTorch: a row of it alone is a mean of V, and lse is about finfo.min. -inf is a
-    mask."""
+    """finfo.min counts as a number, as in PyTorch: a row with only this bias gives the mean of V, and lse is about
+    finfo.min. -inf is a mask."""
     q, k, v, _ = arrays(70, 100, dtype)
     bias = np.zeros((2, 1, 70, 100), np.float32)
-    bias[0, :, :, 60:] = LOWEST  # padding behind the keys of a sequence
+    bias[0, :, :, 60:] = LOWEST  # padding after the keys of a sequence
     bias[1, :, 5] = LOWEST  # a row of padding
     bias[1, :, 6] = -np.inf
     out, lse = kernel(q, k, v, dtype, bias=bias)
@@ -125,7 +125,8 @@ def test_rows_of_the_lowest_bias(kernel, dtype):
 
 @pytest.mark.parametrize("level", [0, 1e4, -1e5])
 def test_parts_of_the_keys(backward_kernel, level):
-    """lse of all keys beside half of them, as in ring attention by hand: the halves add up to the whole."""
+    """Calls on half of the keys with the lse of all keys, as in ring attention by hand: the halves add up to the
+    whole."""
     q, k, v, dout = arrays(33, 80, "float32")
     bias = np.full((1, 1, 33, 80), level, np.float32)
     exact = reference.standard_attention_backward(dout, q, k, v, bias=bias)
@@ -146,7 +147,7 @@ def test_parts_of_the_keys(backward_kernel, level):
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_sink_among_large_scores(backward_kernel, sinks):
-    """The sink takes part in the sum, and dsinks is its probability's."""
+    """The sink is part of the sum, and dsinks is the gradient through its probability."""
     q, k, v, dout = arrays(9, 70, "float32")
     bias = np.full((1, 1, 9, 70), 2.0**20, np.float32)
     options = {"sinks": np.array([2.0**20 + 1, 2.0**20 - 2], np.float32)} if sinks else {}
@@ -182,7 +183,7 @@ def test_output_at_large_scores(kernel, dtype, size, rows):
 @pytest.mark.parametrize("rows", [1, 3, 64, 200])
 @pytest.mark.parametrize("size", [1e4, 1e6, 1e8])
 def test_key_sums_at_large_scores(kernel, size, rows, causal):
-    """Each row adds 1."""
+    """Each row adds 1 to the sum of key_sums."""
     for dtype in ("float32", "bfloat16"):
         q, k, v, _ = arrays(rows, 250, dtype)
         given, options = kernel.arguments(q, k, v, dtype, None, {"softmax_scale": size / 20, "causal": causal})
@@ -211,7 +212,7 @@ def available(name):
 @pytest.mark.parametrize("rows,keys", [(1, 4), (3, 100), (64, 250), (130, 40)])
 @pytest.mark.parametrize("name", cpu_kernels())
 def test_sums_beyond_float32(name, rows, keys, options):
-    """V of 1e38: P V is beyond float32 before it is divided by the sum of P, and a number afterwards."""
+    """With V of 1e38, P V is beyond float32 before the division by the sum of P, and finite afterwards."""
     if options.get("causal") and rows > keys:
         rows = keys
     q, k, v, _ = arrays(rows, keys, "float32", headdim=24)
@@ -226,7 +227,7 @@ def test_sums_beyond_float32(name, rows, keys, options):
 
 @pytest.mark.parametrize("name", cpu_kernels())
 def test_a_long_cache_of_large_values(name):
-    """The pieces of a long cache are put together without leaving float32."""
+    """The pieces of a long cache are merged without overflow of float32."""
     q, k, v = normal(1, 1, 2, 16), normal(1, 7000, 1, 16, seed=1), np.sign(normal(1, 7000, 1, 16, seed=2))
     out = fa.flash_attn_with_kvcache(q, k, np.float32(2e38) * v, cache_seqlens=7000, kernel=name)
     want = fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=7000, kernel="cpu_naive")
@@ -237,7 +238,8 @@ def test_a_long_cache_of_large_values(name):
 @pytest.mark.parametrize("name", cpu_kernels())
 @pytest.mark.parametrize("q_size,k_size,scale", [(1e38, 1e-36, 0.02), (1e20, 1e20, 1e-38), (3e38, 1e-38, 100.0)])
 def test_products_beyond_float32(name, rows, q_size, k_size, scale):
-    """softmax_scale follows the product; where the product itself is beyond float32, the score need not be."""
+    """softmax_scale is applied after the product, so the score can be in range even if the product overflows
+    float32."""
     q = np.float32(q_size) * np.sign(normal(1, rows, 1, 16))
     k, v = np.float32(k_size) * np.sign(normal(1, 40, 1, 16, seed=1)), normal(1, 40, 1, 16, seed=2)
     exact, exact_lse = reference.standard_attention(q, k, v, softmax_scale=scale)
@@ -248,7 +250,7 @@ def test_products_beyond_float32(name, rows, q_size, k_size, scale):
 
 @pytest.mark.parametrize("name", cpu_kernels())
 def test_what_is_not_finite_stays_so(name):
-    """An infinity or a NaN that a row sees is not computed away."""
+    """An infinity or a NaN that a row sees reaches its result."""
     q, k, v, _ = arrays(5, 40, "float32")
     v[0, 3] = np.inf
     k[1, 4] = np.nan
@@ -260,7 +262,8 @@ def test_what_is_not_finite_stays_so(name):
 @pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.parametrize("name", cpu_kernels())
 def test_what_hides_among_sums_beyond_float32(name, rows):
-    """Many runs of NaN that no row sees, beside V of 1e38; and rows whose bias or sink gives no finite result."""
+    """Many runs of NaN that no row sees, together with V of 1e38; and rows whose bias or sink gives no finite
+    result."""
     q, k, v, _ = arrays(rows, 300, "float32", headdim=24)
     big = np.float32(1e38)
     hidden = np.arange(300) % 3 == 1  # 100 runs

@@ -56,7 +56,7 @@ def test_commutative_and_associative(device):
 
 
 def test_far_apart(device):
-    """lse 1e4 apart: no overflow, the larger side wins."""
+    """With lse 1e4 apart nothing overflows, and the side with the larger lse decides."""
     a, b = parts(2)
     far = b[0], b[1] + np.float32(1e4)
     out, lse = merge(device, a, far)
@@ -65,7 +65,7 @@ def test_far_apart(device):
 
 
 def test_many_parts_equal_one_call(kernel):
-    """Attention over pieces of the keys, merged, is attention over all of them; one piece is empty."""
+    """Attention over pieces of the keys, merged, equals attention over all keys. One piece is empty."""
     (q, k, v, _), exact, plain = accuracy.expected(accuracy.Case(70, 203, 64, nheads=4, nheads_k=2))
     pieces = [kernel(q, k[:, lo:hi], v[:, lo:hi]) for lo, hi in [(0, 1), (1, 64), (64, 64), (64, 190), (190, 203)]]
     total = pieces[0]

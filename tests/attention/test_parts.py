@@ -1,5 +1,5 @@
-"""Varlen calls on parts of sequences, through the C ABI: what the parts of a batch give, put together, is what the
-whole batch gives."""
+"""Varlen calls on parts of sequences, through the C ABI: the results of the parts of a batch, put together, are the
+results of the whole batch."""
 
 import ctypes as ct
 import itertools
@@ -40,11 +40,11 @@ def case_of(lengths=LENGTHS, **options) -> Case:
 
 
 class Cut:
-    """A batch of sequences in parts: their rows and keys packed with rows between them that belong to no part and hold
-    NaN. A chunk of a sequence's rows is one part, or several that share out the keys; then it is there several times.
+    """A batch of sequences in parts. Their rows and keys are packed, with rows of NaN between them that belong to no
+    part. A chunk of a sequence's rows is one part, or several parts with different keys; the rows are then repeated.
 
-    shared: the parts of a sequence lie in one copy of its keys, as the forward pass allows. Otherwise every part has
-    keys of its own."""
+    shared: the parts of a sequence use one copy of its keys, as the forward pass allows. Otherwise every part has its
+    own copy."""
 
     def __init__(self, case: Case, shared: bool, merges: bool = True, seed: int = 0):
         self.case, rng = case, np.random.default_rng(seed)
@@ -74,7 +74,7 @@ class Cut:
         self.keys[~used] = -1  # in the copies, too: keys of no part
 
     def _keys(self, rng, r0, r1, rows, keys, merges):
-        """Ranges of keys for rows r0 .. r1 - 1 of a sequence, which together hold all that the rows see."""
+        """Ranges of keys for rows r0 .. r1 - 1 of a sequence. Together they contain all keys that the rows see."""
         case = self.case
         shift = 0 if case.top_left else keys - rows
         left, right = case.window_size
@@ -97,7 +97,7 @@ class Cut:
         return np.concatenate([x[self.rows], np.full((7, *x.shape[1:]), np.nan)]).astype(np.float32)
 
     def array(self):
-        """The parts as the library reads them."""
+        """The parts in the form that the library reads."""
         found = np.zeros(len(self.parts), _library.PART_DTYPE)
         for b, (sequence, _, r0, _, _, first, last, begin) in enumerate(self.parts):
             rows, keys = (cu[sequence + 1] - cu[sequence] for cu in (self.case.cu_seqlens_q, self.case.cu_seqlens_k))
@@ -137,7 +137,7 @@ class Cut:
 
 
 class Memory:
-    """Arguments of a call: structs filled with the addresses of arrays, which stay alive with it."""
+    """Arguments of a call: structs filled with the addresses of arrays. It keeps the arrays alive."""
 
     def __init__(self, kernel, dtype):
         self.kernel, self.dtype, self.device, self.alive = kernel, dtype, kernel.device, []
@@ -217,7 +217,7 @@ class Memory:
 
 
 def run_forward(kernel, dtype, *arrays, **more):
-    """out and lse of one call; see Memory.forward. Rows behind the last part stay as they were."""
+    """out and lse of one call; see Memory.forward. Rows after the last part are not written."""
     memory = Memory(kernel, dtype)
     args = memory.forward(*arrays, **more)
     memory.launch("fa_attention_forward", "fa_attention_query", args, args)
@@ -227,7 +227,7 @@ def run_forward(kernel, dtype, *arrays, **more):
 
 
 def run_backward(kernel, dtype, dout, *arrays, **more):
-    """dq, dk, dv and dbias of one call, all of them NaN before."""
+    """dq, dk, dv and dbias of one call. They are filled with NaN before it."""
     memory, q, k, v = Memory(kernel, dtype), *arrays[:3]
     forward = memory.forward(*arrays, **more)
     args = _library.new(_library.AttentionBackwardArgs)
@@ -262,7 +262,7 @@ def check_forward(kernel, case: Case, shared: bool, seed: int = 0):
 
 
 def runs(index):
-    """Ranges of an index in which every entry is the one before plus 1, without its negative entries."""
+    """The runs of consecutive numbers in an index, without its negative entries."""
     index = np.where(index < 0, -9, index)  # never 1 below another entry
     ends = np.flatnonzero(np.diff(index, prepend=-9, append=-9) != 1)
     return [(start, stop) for start, stop in itertools.pairwise(ends.tolist()) if index[start] >= 0]
@@ -355,7 +355,7 @@ def test_long_backward(backward_kernel, headdim, causal):
 
 
 def whole(case: Case, options=None):
-    """A batch whose parts are its sequences: arguments for run_forward, behind the kernel and the dtype."""
+    """A batch whose parts are its sequences: the arguments of run_forward after the kernel and the dtype."""
     (q, k, v, given), *_ = expected(case)
     rows, keys = np.diff(case.cu_seqlens_q), np.diff(case.cu_seqlens_k)
     parts = np.zeros(len(rows), _library.PART_DTYPE)
@@ -415,7 +415,7 @@ def test_gradients_of_rows_that_see_nothing_or_all(backward_kernel, dtype, deter
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_first_head(kernel, dtype):
-    """Dropout of some heads of a call is that of the same heads in the whole call."""
+    """A call on some heads drops the same elements as the call on all heads."""
     case = case_of(dtype=dtype, nheads=6, nheads_k=3, **OPTIONS["dropout_causal"])
     (_, exact, plain), arrays = expected(case), whole(case)
     for first, last in ((0, 2), (2, 6)):
@@ -439,7 +439,7 @@ def test_first_head_backward(backward_kernel, dtype):
 
 
 def test_no_keys(kernel):
-    """Parts without keys, in a call without any."""
+    """Parts without keys, in a call that has no keys at all."""
     q, k = np.ones((9, 2, 16), np.float32), np.zeros((0, 1, 16), np.float32)
     parts = np.zeros(2, _library.PART_DTYPE)
     out, lse = run_forward(kernel, "float32", q, k, k, (0, 4, 9), (5, 0), parts, {"causal": 1})
@@ -450,7 +450,7 @@ def test_no_keys(kernel):
 
 
 class Host:
-    """What Memory needs of a kernel."""
+    """Stands in for a kernel, with the attributes that Memory uses."""
 
     general, name = True, "cpu_portable"
 

@@ -24,7 +24,7 @@ import flash_attn_minimal as fa
     ],
 )
 def test_chunks(kernel, headdim, page_size):
-    """A chunk joins caches of many lengths and attends to all of them: pages that tiles divide and that they do not."""
+    """A chunk is appended to caches of many lengths, and attends to them. Tiles divide some page sizes, not others."""
     case = Case(
         lengths=(0, None, 253, 130), rows=page_size or 390, pages=-(-390 // page_size) if page_size else 0,
         seqlen_q=130, seqlen_new=130, headdim=headdim, nheads_k=1, nheads=2, dtype="bfloat16", batch_idx=not page_size,
@@ -38,7 +38,7 @@ def test_chunks(kernel, headdim, page_size):
     "scores", [{"causal": True}, {}, {"window_size": (90, 20)}, {"softcap": 5.0, "alibi": 1}], ids=str
 )
 def test_capacity_beyond_the_lengths(kernel, scores, page_size):
-    """Tiles are chosen by what the cache can hold; the lengths are the device's."""
+    """Tiles are chosen by the capacity of the cache, because only the device knows the lengths."""
     case = Case(
         lengths=(300, 5, None), rows=page_size or 9000, pages=-(-9000 // page_size) if page_size else 0, spare=0,
         seqlen_q=140, seqlen_new=0, nheads=2, nheads_k=1, headdim=128, dtype="bfloat16", **scores,
@@ -49,7 +49,8 @@ def test_capacity_beyond_the_lengths(kernel, scores, page_size):
 
 @pytest.mark.parametrize("headdim, page_size", [(128, 16), (64, 24), (256, 8), (128, 5)])
 def test_pages_apart_from_each_other(kernel, headdim, page_size):
-    """Keys and values of a page side by side in one pool, heads before rows: other strides than those of two pools."""
+    """Keys and values of a page side by side in one pool, heads before rows; the strides differ from those of two
+    pools."""
     case = Case(
         lengths=(300, None, 129), rows=page_size, pages=-(-330 // page_size), seqlen_q=130, seqlen_new=0, nheads=4,
         nheads_k=2, headdim=headdim, dtype="bfloat16", causal=True,
@@ -72,7 +73,7 @@ def test_pages_apart_from_each_other(kernel, headdim, page_size):
 
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_chunk_alone_equals_chunk_in_a_batch(kernel, page_size):
-    """batch_invariant: the size of the batch decides between no kernels and no tiles."""
+    """batch_invariant: kernel and tiles do not depend on the size of the batch."""
     case = Case(
         lengths=(300, None, 129), rows=page_size or 8200, pages=8200 // page_size + 1 if page_size else 0, spare=0,
         seqlen_q=140, seqlen_new=0, nheads=2, nheads_k=1, headdim=128, dtype="bfloat16", causal=True,
@@ -98,7 +99,8 @@ def test_chunk_alone_equals_chunk_in_a_batch(kernel, page_size):
     "nheads, page_size", [(16, 0), (16, 8), (5, 16), (3, 24), (128, 64), (128, 8), (16, 32), (16, 128), (70, 0)]
 )
 def test_latent_attention(kernel, nheads, page_size, values):
-    """v_cache is the first 512 columns of k_cache, or an array; the rows of all heads are one matrix, cut every 64."""
+    """v_cache is the first 512 columns of k_cache, or a separate array. The rows of all heads form one matrix, in tiles
+    of 64."""
     case = Case(
         lengths=(300, None, 0, 64), rows=page_size or 320, pages=-(-320 // page_size) if page_size else 0,
         batch_idx=not page_size, seqlen_new=0, nheads=nheads, nheads_k=1, headdim=576, headdim_v=512,

@@ -1,4 +1,4 @@
-"""The capability query, forced kernels, workspace: what the query says is what a launch does."""
+"""The capability query, forced kernels, workspaces: a launch does what the query says."""
 
 import ctypes as ct
 
@@ -25,7 +25,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_launch_does_what_the_query_says(device, case, monkeypatch):
-    """Forcing the kernel that the query names gives the same bits as forcing none."""
+    """Forcing the kernel that the query names gives the same bits as a call without a forced kernel."""
     arrays = native(device, case)
     plan = fa.query(*arrays, causal=case.causal)
     assert plan.status == "FA_OK" and plan.error == ""
@@ -116,7 +116,8 @@ def _call(kernel):
 
 @pytest.mark.parametrize("name", ["cpu_portable", "cpu_naive"])
 def test_workspace(name):
-    """Exactly what the query says is enough, at any alignment; one byte less is refused and touches nothing."""
+    """A workspace of exactly the size that the query returns is enough, at any alignment. One byte less is refused, and
+    the call writes nothing."""
     lib = _library.load()
     args, views, out = _call(name)
     size = _query.plan_of(args).workspace_bytes
@@ -137,7 +138,7 @@ def test_workspace(name):
 
 
 def test_strides_of_gradients_without_addresses():
-    """A query refuses what the call would refuse for its strides, whether or not the gradients have memory yet."""
+    """A query refuses the strides that the call would refuse, whether or not the gradients already have memory."""
     forward, *_ = _call("cpu_portable")
     lib, plan = _library.load(), _library.new(_library.AttentionPlan)
     args = _library.new(_library.AttentionBackwardArgs)
@@ -153,7 +154,7 @@ def test_strides_of_gradients_without_addresses():
 
 
 def test_workspace_does_not_grow():
-    """CPU scratch is per thread; once the keys fill a tile it depends on neither batch nor seqlen."""
+    """CPU scratch is per thread. Once the keys fill a tile, it depends neither on batch nor on seqlen."""
     shapes = [(1, 8192, 4, 64), (2, 32768, 4, 64)]
     plans = [fa.query(*[np.zeros(shape, np.float32)] * 3, num_threads=2) for shape in shapes]
     assert plans[0].kernel == plans[1].kernel != "cpu_naive"

@@ -1,4 +1,5 @@
-"""The float64 reference itself: three loop orders agree on every option, and with answers known by hand."""
+"""The float64 reference itself: three loop orders agree with each other on every option, and with answers known by
+hand."""
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def test_blocked_equals_standard(options, blocks):
 
 
 def test_against_the_formula():
-    """Written out once more, with nothing shared."""
+    """The reference equals the formula, written out here without shared code."""
     q, k, v, _ = inputs(Case(5, 7, 4))
     s = q[0, :, 1].astype(float) @ k[0, :, 0].astype(float).T / 2
     p = np.exp(s) / np.exp(s).sum(axis=1, keepdims=True)
@@ -63,7 +64,8 @@ def test_nan_in_a_masked_value_stays_there():
 
 
 def test_dropout_rate_and_scale():
-    """The share that is dropped is p, the mean is kept, and seed, offset, batch, head, row and column all matter."""
+    """The dropped share is p, the mean is kept, and seed, offset, batch, head, row and column all change the
+    pattern."""
     row, column = np.arange(200)[:, None], np.arange(300)[None]
     base = reference.dropout_bits(1, 0, 0, 0, row, column)
     assert abs((base < reference.dropout_threshold(0.25)).mean() - 0.25) < 0.01

@@ -1,5 +1,5 @@
-"""Repeated calls that PyTorch records (_repeat.py, autograd.py): the same bits, graphs and refusals as the first call,
-whatever PyTorch does between them."""
+"""Repeated calls that PyTorch records (_repeat.py, autograd.py): they give the same bits, graphs and refusals as the
+first call, whatever PyTorch does in between."""
 
 import gc
 import threading
@@ -37,14 +37,14 @@ def forget():
 
 @pytest.fixture(params=["guards", "descriptions"])
 def guarded(request, monkeypatch):
-    """With PyTorch's TensorGuards, and in a PyTorch without them."""
+    """Runs a test with PyTorch's TensorGuards, and as in a PyTorch without them."""
     if request.param == "descriptions":
         monkeypatch.setattr(_arrays, "_guards_hold", lambda torch: False)
 
 
 @pytest.fixture
 def shortcuts(monkeypatch):
-    """The names of the calls that were answered by the shortcut."""
+    """The names of the calls that took the shortcut."""
     taken, make = [], _repeat.Repeats._repeat
 
     def counting(table, *about):
@@ -70,7 +70,7 @@ def inputs_of(device, seed=0):
 
 
 def step(inputs, options, through_lse=False, attend=fa.flash_attn_func):
-    """out, and the gradients of all that wants one."""
+    """out, and the gradients of all inputs that require one."""
     out, lse = attend(*inputs, return_lse=True, **options) if through_lse else (attend(*inputs, **options), None)
     loss = (out * out.detach().sin()).sum() + (0 if lse is None else lse.sin().sum())
     wanting = [x for x in (*inputs, *options.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -117,7 +117,7 @@ def warm(device, **options):
 
 
 def test_gradients_wanted_and_not_in_turn(device, guarded):
-    """The same tensors with and without a wish for a gradient, in all ways to say so."""
+    """The same tensors with and without a required gradient, in every way to say so."""
     inputs = inputs_of(device)
     want = step(inputs, {})
     for _ in range(4):
@@ -168,7 +168,7 @@ def test_gradient_of_one_option_alone(device):
 
 
 def test_strides_of_the_gradient(device, shortcuts):
-    """A gradient that is expanded, transposed or strided is read as what it is."""
+    """An expanded, transposed or strided gradient is read with its strides."""
     inputs = inputs_of(device)
     out = fa.flash_attn_func(*inputs)
     kinds = [
@@ -221,7 +221,8 @@ def test_refusals_are_as_before(device):
 
 
 def test_a_change_in_place_is_noticed(device):
-    """What the graph holds must not change before the backward pass; between calls anything may."""
+    """A change of tensors that the graph holds is noticed before the backward pass; between calls tensors may
+    change."""
     warm(device)
     inputs = inputs_of(device)
     for array in (0, 2):
@@ -239,7 +240,7 @@ def test_a_change_in_place_is_noticed(device):
 
 
 def test_whatever_else_pytorch_does(device):
-    """Modes, transforms, traces, hooks and checkpoints after remembered calls: each by its own way, as before."""
+    """Modes, transforms, traces, hooks and checkpoints after remembered calls still take their own way."""
     warm(device)
     inputs = inputs_of(device)
     want = step(inputs, {})
@@ -292,7 +293,7 @@ def test_nothing_is_kept(device):
 
 
 def test_threads_of_different_wishes(device):
-    """Threads with shapes, options and wishes of their own, at the same time."""
+    """Threads at the same time, with different shapes, options and required gradients."""
     cases = []
     for i in range(6):
         inputs = [x.detach()[:, : 5 + i].clone().requires_grad_(i % 3 != 0) for x in inputs_of(device, i)]
@@ -321,8 +322,8 @@ def test_threads_of_different_wishes(device):
 
 
 def test_guards_are_there(device, shortcuts):
-    """In this PyTorch they are, and they serve: a description of the arrays is not asked for. But for a tensor that is
-    given twice."""
+    """This PyTorch has TensorGuards, and they are used: no description of the arrays is made. Only a tensor that is
+    given twice is an exception."""
     assert _arrays._guards_hold(torch)
     inputs = inputs_of(device)
     for arrays in (inputs, [inputs[0], inputs[1], inputs[1]]):

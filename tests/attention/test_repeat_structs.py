@@ -1,5 +1,5 @@
-"""What a repeated call hands to the library is what the long way hands to it, byte for byte. The arrays are those of a
-GPU, in a framework made up here, and the library records what it is called with."""
+"""A repeated call passes to the library the same bytes as the long way. The arrays pretend to be on a GPU, in a
+framework that is made up here, and a stand-in for the library records its arguments."""
 
 import ctypes as ct
 
@@ -13,7 +13,7 @@ WORKSPACE, STREAM = 256, 0x5EED
 
 
 class Fake:
-    """An array with an address of its own, on cuda:1."""
+    """An array with a unique address, on cuda:1."""
 
     made = 0
 
@@ -53,7 +53,7 @@ class FakeDoor(Door):
 
 @pytest.fixture
 def handed(monkeypatch):
-    """The calls of the library: (function, bytes of the structs, stream). It wants workspace."""
+    """The calls of the library as (function, bytes of the structs, stream). They need workspace."""
     calls = []
 
     def run(lib, name, args, stream, views):
@@ -93,7 +93,7 @@ def handed(monkeypatch):
 
 
 def addresses(struct, data):
-    """The fields that hold an array's address or a place in memory, and their values; the rest of the bytes."""
+    """(fields that hold an address, with their values; the remaining bytes)."""
     filled = struct.from_buffer_copy(data)
     found = {name: getattr(filled, name) for name, kind in struct._fields_ if kind in (ct.c_void_p, ct.c_char_p)}
     for name in found:
@@ -104,7 +104,8 @@ def addresses(struct, data):
 
 
 def same(handed, arrays):
-    """The last two calls, the long way and the shortcut: equal but for addresses, and those are of the arrays given."""
+    """Compares the last two calls, the long way and the shortcut. They are equal except for addresses, which belong to
+    the given arrays."""
     (_, *long, long_stream), (_, *short, short_stream) = handed[-2:]
     assert long_stream == short_stream == STREAM
     places = {}

@@ -1,5 +1,5 @@
-"""A repeated call takes a shortcut (_repeat.py). It may change nothing but the time: not an answer, not an
-error, not a reference that is kept."""
+"""A repeated call takes a shortcut (_repeat.py). Only its time may change: no answer, no error, no reference that is
+kept."""
 
 import ctypes as ct
 import gc
@@ -36,7 +36,7 @@ def make(kind, x):
 
 
 def host(results):
-    """As NumPy, whatever it is."""
+    """Any results as NumPy arrays."""
     if isinstance(results, tuple):
         return tuple(map(host, results))
     return (
@@ -57,21 +57,21 @@ def fresh():
 
 
 def long_way(*arguments, **options):
-    """The call with nothing remembered."""
+    """Makes the call without any remembered calls."""
     repeats.clear()
     return fa.flash_attn_func(*arguments, **options)
 
 
 def warm(q, k, v, **options):
-    """Makes sure that this call is one that is remembered."""
-    for _ in range(3):  # the first call of a type finds its door, the first and second of a signature are remembered
+    """Makes the call often enough that it is remembered."""
+    for _ in range(3):  # the first call of a type loads its support; the first two of a signature are remembered
         fa.flash_attn_func(q, k, v, **options)
     assert any(repeats.known.values())
 
 
 @pytest.fixture
 def shortcuts(monkeypatch):
-    """Counts the calls that were answered by the shortcut."""
+    """Counts the calls that took the shortcut."""
     taken, make = [], _repeat.Repeats._repeat
 
     def counting(*about):
@@ -100,7 +100,8 @@ COMMON = [
 
 @every_kind
 def test_same_bits(kind, shortcuts):
-    """New values, and for every set of options the same bits as the long way; the sets do not mix."""
+    """With new values, every set of options gives the same bits as the long way; calls with different options do not
+    mix."""
     for options in COMMON:
         warm(*arrays(kind), **options)
     shortcuts.clear()
@@ -168,7 +169,7 @@ OPTIONS = list(inspect.signature(fa.flash_attn_func).parameters)[3:]
 @every_kind
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_option_is_ignored(kind, name):
-    """A remembered plain call does not answer for one with an option: neither its result nor its refusal."""
+    """A remembered plain call does not replace a call with an option: neither its result nor its refusal."""
     q, k, v = arrays(kind)
     usual = {} if name == "causal" else {"causal": True}  # which top_left needs to make a difference
     unusual = {**usual, name: other_values(kind)[name]}  # a new option needs a value there
@@ -195,7 +196,7 @@ def outcome(call, *arguments, **options):
     ({"softmax_scale": 1.0}, {"softmax_scale": "x"}),
 ])  # fmt: skip
 def test_equal_is_not_legal(usual, odd):
-    """1.0 equals 1 and True, and is refused all the same."""
+    """1.0 equals 1 and True, but is still refused."""
     q, k, v = arrays("numpy")
     warm(q, k, v, **usual)
     with pytest.raises(fa.BadArgument, match=next(iter(odd))):
@@ -215,7 +216,7 @@ def test_scale_that_is_an_array():
 
 @every_kind
 def test_other_arrays(kind):
-    """Other strides, dtypes, shapes and types after a remembered call: the same outcome as without it."""
+    """Other strides, dtypes, shapes and types after a remembered call have the same outcome as without that call."""
     q, k, v = arrays(kind)
     wide = make(kind, np.random.default_rng(5).standard_normal((2, 7, 2, 16), dtype=np.float32))
     half = np.float16 if kind in ("numpy", "cupy") else torch.float16
@@ -252,7 +253,7 @@ def options_with_arrays(kind, seed=0):
 @every_kind
 @pytest.mark.parametrize("names", [("bias",), ("mask",), ("alibi_slopes",), ("sinks",), ("mask", "sinks", "bias"), ()])
 def test_arrays_among_the_options(kind, names, shortcuts):
-    """New values in them are seen, and a call with one more, or one less, is another call."""
+    """New values in these arrays are read, and a call with one array more or less counts as a different call."""
     more = {"causal": True, "top_left": True, "deterministic": True, "kernel": None, "return_lse": True}
 
     def call(seed, names):
@@ -277,7 +278,7 @@ def test_arrays_among_the_options(kind, names, shortcuts):
 @every_kind
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_other_bias_or_mask(kind, name):
-    """Other shapes, strides and dtypes of it after a remembered call: the same outcome as without that call."""
+    """Other shapes, strides and dtypes of bias or mask after a remembered call have the same outcome as without it."""
     q, k, v = arrays(kind)
     usual = {name: options_with_arrays(kind)[name]}
     rng = np.random.default_rng(5)
@@ -315,7 +316,7 @@ def test_changes_in_place(kind, shortcuts):
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_lengths(kind, given, return_lse, shortcuts):
-    """The lengths are read anew at every call; rows of no sequence are 0 and -inf."""
+    """The lengths are read again at every call. Rows that belong to no sequence are 0 and -inf."""
     rng = np.random.default_rng(0)
     q, k = (make(kind, rng.standard_normal((rows, heads, 8), dtype=np.float32)) for rows, heads in ((9, 4), (11, 2)))
     lengths = [([0, 4, 9], [0, 5, 11]), ([0, 1, 9], [0, 11, 11]), ([0, 4, 7], [0, 5, 11]), ([0, 0, 0], [0, 5, 9])]
@@ -376,7 +377,7 @@ def test_torch_tensors_that_only_look_alike():
         fa.flash_attn_func(q, k, torch._neg_view(v))
     subclass = torch.nn.Parameter(q, requires_grad=False)
     assert type(fa.flash_attn_func(subclass, k, v)) is torch.Tensor
-    # A zero stride everywhere is what a sparse tensor answers too: one element, seen from everywhere.
+    # A sparse tensor, too, reports a zero stride everywhere: one element that stands for all.
     one = torch.zeros(()).expand(2, 7, 2, 1)
     warm(one, one, one)
     with pytest.raises(fa.BadArgument, match="q has layout torch.sparse_coo"):
@@ -385,7 +386,7 @@ def test_torch_tensors_that_only_look_alike():
 
 @every_kind
 def test_nothing_is_kept(kind):
-    """The table holds no array, no output and no memory."""
+    """The table of remembered calls keeps no array, no output and no memory alive."""
     q, k, v = arrays(kind)
     warm(q, k, v, return_lse=True)
     counts = [sys.getrefcount(x) for x in (q, k, v)]
@@ -407,7 +408,8 @@ def test_the_table_is_bounded(monkeypatch):
 
 
 def test_forced_by_the_environment(monkeypatch):
-    """The library reads FLASH_ATTN_KERNEL at every call; a kernel that needs more workspace than the last gets it."""
+    """The library reads FLASH_ATTN_KERNEL at every call. A kernel that needs more workspace than the last one gets
+    it."""
     q, k, v = arrays("numpy")
     expected = fa.flash_attn_func(q, k, v)
     warm(q, k, v)
@@ -434,7 +436,8 @@ def test_a_thread_that_has_no_scratch_yet():
 
 @pytest.mark.parametrize("way", ["long", "plain", "with lse"])
 def test_scratch_lives_until_the_launch_is_over(way, monkeypatch):
-    """Whatever a finalizer or a signal handler does in this thread between the look at its scratch and the launch."""
+    """The scratch stays alive, whatever a finalizer or signal handler does in this thread between looking it up and the
+    launch."""
     q, k, v = (np.random.default_rng(i).standard_normal((1, 300, 2, 64), dtype=np.float32) for i in range(3))
     options = {"num_threads": 2, "return_lse": way == "with lse"}
     monkeypatch.setattr(_launch, "_scratch", _launch._Scratch())
@@ -466,7 +469,7 @@ def test_scratch_lives_until_the_launch_is_over(way, monkeypatch):
 
 @pytest.mark.parametrize("table", [repeats, gradients, kvcache._repeats], ids=["forward", "backward", "kvcache"])
 def test_fields_between_the_addresses(table):
-    """The packed structs are the structs, whatever fields they have, in whatever order the values come."""
+    """The packed structs equal the structs, for any set of fields and any order of the values."""
     raw = np.random.default_rng(0).integers(0, 256, table.size, np.uint8).tobytes()
     offsets = list(table.offsets.values())
     layout, gaps, order = _repeat._packing(offsets, table.size)
@@ -487,7 +490,7 @@ def test_fields_between_the_addresses(table):
     ),
 ], ids=["forward", "backward", "kvcache"])  # fmt: skip
 def test_every_address_is_filled_in(table, kinds, constant):
-    """The fields that hold addresses vary, but for the kernel's name and those that no repeated call has."""
+    """All fields that hold addresses are filled in, except the kernel's name and fields that no repeated call has."""
     pointers = (ct.c_void_p, ct.c_char_p, ct.POINTER(_library.AttentionArgs))
     start, wanted, constant = 0, [], re.compile(constant)
     for kind in kinds:

@@ -1,6 +1,6 @@
-"""Arrays that the kernels do not take as they are, and that are served all the same: a bias or mask whose columns are
-strided or one for all keys, and sinks and ALiBi slopes of 16 bits. And what a refusal says to do, in the words of the
-caller's framework: what it says is then done, and works."""
+"""Arrays that the kernels do not take, but that calls serve: a bias or mask whose columns are strided, or one column
+for all keys; and sinks and ALiBi slopes of 16 bits. And the advice in refusals, in terms of the caller's framework: the
+tests follow it, and it works."""
 
 import re
 
@@ -36,19 +36,19 @@ def host(request):
     ids=lambda device: f"{device.name}-{device.framework}",
 )
 def place(request):
-    """Both frameworks of the CPU, and the GPU's where there is one."""
+    """Both frameworks of the CPU, and that of a GPU if there is one."""
     return request.param
 
 
 def strided(device, dense):
-    """The array with its columns two elements apart, and negative ones in between."""
+    """The array with its columns two elements apart, and zeros between them."""
     wide = np.full((*dense.shape, 2), 0, dense.dtype)
     wide[..., 0] = dense
     return device.array(wide)[..., 0]
 
 
 def transposed(device, dense):
-    """The array, laid out with its columns first, as T5 makes its bias."""
+    """The array with its columns outermost in memory, as T5 makes its bias."""
     last = list(range(dense.ndim))[-1:] + list(range(dense.ndim))[:-1]
     back = [*range(1, dense.ndim), 0]
     moved = device.array(np.ascontiguousarray(dense.transpose(last)))
@@ -198,11 +198,11 @@ def test_jax_traces_it():
         np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(want, np.float32), atol=1e-5)
 
 
-# ---- what a refusal says to do ----
+# ---- the advice in refusals ----
 
 
 def advised(call, choice=0, **names):
-    """The expression that a refused call says to pass instead, evaluated. choice: which, where it says several."""
+    """Evaluates the expression that a refused call advises to pass. choice: which, where it advises several."""
     with pytest.raises(fa.FlashAttnError) as caught:
         call()
     words = re.findall(r"; (?:(?:for|if) [^;]*?)?pass ([^;]+)", str(caught.value))
@@ -213,7 +213,7 @@ def advised(call, choice=0, **names):
 
 @pytest.fixture(params=["numpy"] + ["torch"] * (torch is not None) + ["jax"] * (jax is not None))
 def framework(request):
-    """Turns a NumPy array into one of the framework's."""
+    """A function that turns a NumPy array into an array of the framework."""
     return {"numpy": np.asarray, "torch": torch and torch.tensor, "jax": jax and jax.numpy.asarray}[request.param]
 
 

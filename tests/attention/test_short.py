@@ -28,7 +28,8 @@ def plan(shape_q, shape_k, **options):
 
 @pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
 def test_the_faster_kernel_is_chosen():
-    """wgmma_sm90 gives way to mma_sm80 where that was measured to be faster, says so, and can still be forced."""
+    """The library chooses mma_sm80 over wgmma_sm90 where it was measured to be faster, and says so. wgmma_sm90 can
+    still be forced."""
     short, arrays = plan((1, 48, 4, 64), (1, 40, 4, 64))
     assert short.kernel == "mma_sm80"
     expected = "seqlen_q=48, seqlen_k=40: mma_sm80 is faster for short sequences"

@@ -1,4 +1,5 @@
-"""Sizes, numbers and places in memory that an argument cannot have: each refused by name and value, nothing written."""
+"""Sizes, numbers and places in memory that an argument cannot have. Each is refused with its name and value, and
+nothing is written."""
 
 import ctypes as ct
 import math
@@ -23,17 +24,17 @@ ONE, FOUR = np.ones(1, f4), np.ones(4, f4)
 
 
 def huge(*shape):
-    """An array of any shape in a few bytes: every axis but the last repeats."""
+    """An array of any shape in a few bytes: every axis except the last repeats."""
     return np.lib.stride_tricks.as_strided(np.zeros(shape[-1], f4), shape, (0,) * (len(shape) - 1) + (4,))
 
 
 def wide(columns):
-    """One row of so many columns, of which the first has memory."""
+    """One row with this number of columns. Only the first has memory."""
     return np.lib.stride_tricks.as_strided(np.zeros(1, f4), (1, columns), (4, 4))
 
 
 def window(*shape, strides, dtype=f4):
-    """A view of new memory by strides in elements."""
+    """A view of new memory, with strides in elements."""
     count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     data = np.full(count, np.nan, dtype)
     return np.lib.stride_tricks.as_strided(data, shape, [s * data.itemsize for s in strides])
@@ -43,7 +44,7 @@ def q(batch=1, seqlen=4, heads=2, headdim=8):
     return np.zeros((batch, seqlen, heads, headdim), f4)
 
 
-# ---- sizes that a field of 32 bits would cut to their low bits ----
+# ---- sizes of which a 32-bit field would keep only the low bits ----
 
 MANY = 2**32 + 1
 TOO_LARGE = {
@@ -83,7 +84,7 @@ STRUCTS = [kind for kind in MIRRORS if isinstance(kind, type) and kind.__name__.
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda kind: kind.__name__)
 def test_every_integer_of_every_struct(struct):
-    """The ends of its range are kept, what lies beyond is refused, and the fields beside it stay as they are."""
+    """The ends of a field's range are kept, values beyond are refused, and the neighbouring fields do not change."""
     limits = {ct.c_int32: (-(2**31), 2**31 - 1), ct.c_int64: (-(2**63), 2**63 - 1), ct.c_uint64: (0, 2**64 - 1)}
     args = struct()
     checked = [(name, *limits[kind]) for name, kind in struct._fields_ if kind in limits]
@@ -99,7 +100,7 @@ def test_every_integer_of_every_struct(struct):
 
 
 def test_more_rows_than_there_can_be():
-    """Their number is what sizes of workspaces and grids come from."""
+    """The number of rows determines the sizes of workspaces and grids."""
     for shape, text in (
         ((2**20, 1, 2**23, 8), "batch=1048576 x nheads=8388608 x seqlen_q=1 is above 2^42 rows"),
         ((1, 2**24, 2**20, 8), "batch=1 x nheads=1048576 x seqlen_q=16777216 is above 2^42 rows"),
@@ -113,7 +114,7 @@ def test_more_rows_than_there_can_be():
         fa.flash_attn_func(small[:, :0], *[huge(1, 2**20, 2**30, 8)] * 2)
 
 
-# ---- memory that there is not ----
+# ---- more memory than there is ----
 
 
 def test_a_workspace_beyond_all_memory():
@@ -139,7 +140,7 @@ def test_a_result_that_nobody_can_allocate():
         fa.flash_attn_func(*[huge(2**10, 2**20, 2**10, 512)] * 3)
 
 
-# ---- a workspace over an array of its call ----
+# ---- a workspace that overlaps an array of its call ----
 
 
 def put(args, **arrays):
@@ -207,7 +208,7 @@ def test_a_workspace_over_an_array_is_refused(name):
         inner.workspace = memory.ctypes.data + given[over].nbytes - 1
         with pytest.raises(fa.BadArgument, match=f"^workspace.data=.* overlaps {over}.data="):
             getattr(lib, call)(ct.byref(args), None)
-        inner.workspace = memory.ctypes.data + given[over].nbytes  # just behind it
+        inner.workspace = memory.ctypes.data + given[over].nbytes  # just after it
         getattr(lib, call)(ct.byref(args), None)
 
 
@@ -247,7 +248,7 @@ int main() {
 
 
 def test_threads_for_which_there_is_no_memory(tmp_path):
-    """Whichever allocation fails, the threads that started are joined, and do all the tasks."""
+    """Whichever allocation fails, the threads that have started do all the tasks, and are joined."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler or not (ROOT / "cuda/cpu/common/parallel.h").is_file():
         pytest.skip("no C++ compiler, or no sources beside the tests")
@@ -348,7 +349,7 @@ def test_numpy_numbers_are_numbers():
 
 
 def test_a_softcap_that_would_be_none():
-    """A float32 of it is 0, which is off, or has no reciprocal."""
+    """As a float32 this softcap is 0, which means off, or has no reciprocal."""
     for value, text in ((1e-300, "softcap=1e-300 is below"), (1e-40, "softcap=1e-40 is below")):
         with pytest.raises(fa.BadArgument, match=text):
             fa.flash_attn_func(q(), q(), q(), softcap=value)
@@ -476,7 +477,7 @@ def test_outputs_over_what_is_read(name):
     assert np.isnan(ARENA).all()
 
 
-# 512 weights in float32: where each array of the C ABI's call would lie on the other one.
+# 512 weights in float32: pairs of arrays of the C ABI's call that would overlap.
 FOUR_BITS = {
     "quantize": (
         transformer.W4QuantizeArgs,
@@ -503,7 +504,7 @@ FOUR_BITS = {
 
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_arrays_of_a_weight_apart(name):
-    """Through the C ABI: the Python layer makes these outputs itself."""
+    """Tested through the C ABI, because the Python layer makes these outputs itself."""
     kind, places, text = FOUR_BITS[name]
     arena = np.full(16384, 7, np.uint8)
     start = arena.ctypes.data + -arena.ctypes.data % 128
@@ -530,7 +531,7 @@ def test_arrays_of_a_weight_apart(name):
 
 
 def statistics_in_place(name):
-    """An attention call of the C ABI whose statistic lies on another of its arrays."""
+    """An attention call of the C ABI whose statistic overlaps another array of the call."""
     arrays = {x: part(64 * i, 1, 4, 2, 8) for i, x in enumerate("qkv")} | {"out": part(256, 1, 4, 2, 8)}
     args = _library.new(_library.AttentionArgs)
     args.device, args.dtype, args.batch, args.nheads, args.nheads_k, args.headdim = 1, 1, 1, 2, 2, 8
@@ -548,7 +549,7 @@ def statistics_in_place(name):
     "name", [f"{a} over {b}" for a in ("lse", "max_score", "key_sums") for b in ("q", "k", "v", "out")]
 )
 def test_statistics_apart(name):
-    """lse on q was once written while q was read."""
+    """lse that overlapped q used to be written while q was read."""
     statistic, other = name.split(" over ")
     with pytest.raises(fa.BadArgument, match=f"{statistic}.data=.* overlaps {other}.data="):
         statistics_in_place(name)
@@ -557,7 +558,7 @@ def test_statistics_apart(name):
 
 @pytest.mark.parametrize("of_tokens", [False, True], ids=["after the pages", "of tokens"])
 def test_factors_in_the_pages(of_tokens):
-    """Factors may share a buffer with the bytes that they belong to: behind those of each page, or of each token."""
+    """Factors may share a buffer with the bytes that they belong to, after the bytes of each page or of each token."""
     pages, rows, heads, dim, width = 3, 8, 2, 16, 16 + 16 + 4 + 4
     buffer = np.zeros((pages, rows, heads * width), np.uint8)
     call = {}
@@ -584,14 +585,14 @@ def test_factors_in_the_pages(of_tokens):
 
 
 def fused(*widths, heads_first=False):
-    """One buffer with a place for each array, and views of it that have no element in common."""
+    """One buffer with a place for each array, and views of it that share no element."""
     buffer = np.random.default_rng(0).standard_normal((2, 5, sum(widths)), dtype=f4)
     ends = np.cumsum(widths)
     return [buffer[:, :, end - width : end].reshape(2, 5, -1, 8) for end, width in zip(ends, widths, strict=True)]
 
 
 def test_arrays_that_repeat_beside_an_output():
-    """An axis of step 0 is one place: out may lie between the places of an input that repeats."""
+    """An axis of stride 0 is a single place, so out may lie between the places of an input that repeats."""
     q, k, v, out, rest = fused(32, 32, 32, 32, 8)
     bias = np.lib.stride_tricks.as_strided(rest, (2, 4, 5, 5), (rest.strides[0], 0, 0, 4))
     keys = [np.broadcast_to(x[:1, :, :1], x.shape) for x in (k, v)]
@@ -626,7 +627,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_of_one_buffer(layout):
-    """Interleaved or not, they share no element: the call runs and gives what copies give."""
+    """Interleaved or not, the parts share no element. The call runs, and gives the result of separate copies."""
     x, k, v, target = LAYOUTS[layout]()
     want = fa.flash_attn_func(x.copy(), k.copy(), v.copy())
     assert np.shares_memory(x.base if x.base is not None else x, target.base if target.base is not None else target)
@@ -650,8 +651,8 @@ def test_in_place_where_it_was_promised():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_overlaps_against_numpys_answer(seed):
-    """Views of one buffer by chance: whatever has an element in common is refused, anything else only where axes step
-    differently."""
+    """Random views of one buffer. Arrays that share an element are refused; others are refused only if the strides of
+    their axes differ."""
     rng = np.random.default_rng(seed)
     buffer = np.zeros((3, 4, 4, 16), f4)
     refused = 0

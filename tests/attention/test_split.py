@@ -35,7 +35,8 @@ def kernel() -> Kernel:
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 1), (8, 1), (14, 2), (64, 1), (70, 1), (128, 1)])
 def test_groups_and_rows(kernel, heads, headdim):
-    """A warpgroup has whole queries: 63 rows of groups of 3 and 7, 60 of 5. 70 heads go in two parts of 35."""
+    """A warpgroup has whole queries: 63 rows with groups of 3 or 7 heads, 60 with groups of 5. 70 heads are cut into
+    two parts of 35."""
     case = replace(LONG, nheads=heads[0], nheads_k=heads[1], headdim=headdim, lengths=(700, None, 0, 130), rows=760)
     for seqlen_q in (1, 2, 7, 17, 64):
         check(kernel, replace(case, seqlen_q=seqlen_q))
@@ -73,7 +74,7 @@ def test_num_splits(kernel, splits):
 
 @pytest.mark.parametrize("batch", [1, 2, 33, 70, 300])
 def test_batches(kernel, batch):
-    """Lengths that no number of blocks shares evenly, and one length for all."""
+    """Lengths that no number of blocks divides evenly, and one length for all sequences."""
     lengths = np.random.default_rng(batch).integers(-40, 700, batch)
     uneven = tuple(None if x < 0 else int(x) for x in lengths)
     for case in (replace(LONG, lengths=uneven, rows=720), replace(LONG, lengths=(300,) * batch, rows=320)):
@@ -93,7 +94,7 @@ def test_same_bits_again(kernel, options, seqlen_q):
 
 @pytest.mark.parametrize("seqlen_q", [2, 40, 100])
 def test_batch_invariant(kernel, seqlen_q):
-    """A sequence alone and among others: the same bits."""
+    """A sequence gives the same bits alone and in a batch."""
     call = test_kvcache.make(replace(LONG, lengths=(1300, 900, 517, 64, 1), seqlen_q=seqlen_q))
     lengths = call.where["cache_seqlens"]
 
@@ -123,7 +124,7 @@ def test_plain_calls(kernel, shape, alignment):
 
 
 def test_strides_and_hidden_values(kernel):
-    """Heads before rows in memory, and NaN in V where no row looks."""
+    """Heads before rows in memory, and NaN in values that no row sees."""
     rng = np.random.default_rng(0)
     q, k, v = (
         accuracy.round_to(rng.standard_normal(shape, dtype=np.float32), "float16")
@@ -138,7 +139,7 @@ def test_strides_and_hidden_values(kernel):
 
 
 def test_workspace(kernel):
-    """Partial results need a workspace; whole units need none, and say so."""
+    """Partial results need a workspace; whole units need none, and the query says so."""
     q, k = (kernel.device.array(np.zeros(shape, np.float32), "float16") for shape in ((1, 4, 8, 64), (1, 4096, 2, 64)))
     assert fa.query(q, k, k, kernel=NAME).workspace_bytes > 2 * 132 * 4 * 64
     assert fa.query(q, k[:, :50], k[:, :50], kernel=NAME).workspace_bytes == 0
@@ -170,7 +171,7 @@ NOT_CHOSEN = [(1, 131072, 1, 64, 8), (2, 8192, 1, 64, 8), (4, 512, 1, 64, 8), (4
 
 @pytest.mark.parametrize("shape", [*CHOSEN, *NOT_CHOSEN], ids=str)
 def test_choice(kernel, shape):
-    """Over a cache and for plain calls. A query reads no array."""
+    """The choice for calls with a cache and for plain calls. A query reads no array."""
     seqlen_q, seqlen_k, batch, nheads, nheads_k = shape
     sizes = ((batch, seqlen_q, nheads, 128), (batch, seqlen_k, nheads_k, 128))
     on = [unwritten(kernel, size) for size in sizes]

@@ -18,7 +18,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @pytest.fixture(autouse=True)
 def _results_start_as_nan(monkeypatch, request):
-    """What the library allocates for its results holds NaN."""
+    """Fills the arrays that the library allocates for its results with NaN."""
     if "kernel" not in request.fixturenames:
         return
     array = request.getfixturevalue("kernel").device.array(np.zeros(1, np.float32))
@@ -35,7 +35,7 @@ def _results_start_as_nan(monkeypatch, request):
 
 
 def given(kernel, case: Case, **wanted):
-    """The kernel's results beside out, as NumPy arrays; skips where the kernel does not give them."""
+    """The kernel's results besides out, as NumPy arrays. Skips the test if the kernel does not give them."""
     q, k, v, options = accuracy.inputs(case)
     lengths = (case.cu_seqlens_q, case.cu_seqlens_k, case.seqlen_q, case.seqlen_k) if case.varlen else None
     arrays, options = kernel.arguments(q, k, v, case.dtype, lengths, options)
@@ -59,14 +59,15 @@ def exact(name: str, case: Case) -> np.ndarray:
 
 
 def check(kernel, case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """max_score and key_sums, asked for together where the kernel gives both."""
+    """Checks max_score and key_sums against float64, and returns them. They come from one call if the kernel gives
+    both."""
     q, k, *_ = accuracy.inputs(case)
     floor = 4 * accuracy.rounding_floor(q, k, case.softmax_scale)
     (lse, score, sums), want = given(kernel, case, **dict.fromkeys(ALL, True)), exact("max_score", case)
     assert score.dtype == sums.dtype == np.float32
     accuracy.check("max_score", score, want, want, "float32", floor=floor)
     want = exact("key_sums", case)
-    # A probability is known as well as its score and lse are, and a sum of very many float32 numbers a little worse.
+    # The relative error of a probability is the error of its score and lse; that of a long float32 sum is a bit larger.
     finite = np.abs(lse[np.isfinite(lse)]).max(initial=1.0)
     allowed = 1e-5 + 2 * (floor + 2.0**-23 * finite) * (1 + np.abs(want))
     accuracy.within("key_sums", sums, want, allowed)
@@ -113,7 +114,7 @@ def test_packed_sequences(kernel, lengths, causal):
 
 
 def test_rows_without_keys(kernel):
-    """No row of the first head and sequence sees a key: -inf, never NaN; a sink is no score."""
+    """No row of the first head and sequence sees a key: max_score is -inf, never NaN. A sink is not a score."""
     score, sums = check(kernel, Case(70, 133, 48, mask=(True, True, True), mask_rate=0.0, sinks=True))
     assert np.isneginf(score).all() and not sums.any()
     lengths = ((70, 60, 0), (0, 33, 9))
@@ -121,7 +122,8 @@ def test_rows_without_keys(kernel):
     assert np.isneginf(got[[0, 2]]).all() and np.isfinite(got[1]).all()
 
 
-# Long enough for every tile and way to keep the running maximum. Rows and keys of a sequence end inside of tiles.
+# Long enough for every tile size and every way to keep the running maximum. Rows and keys of a sequence end inside
+# tiles.
 LONG = {
     "d64": Case(300, 1500, 64),
     "d64 causal": Case(1000, 2100, 64, causal=True),
@@ -137,8 +139,8 @@ LONG = {
 @pytest.mark.parametrize("signs", ["both", "negative", "rising"])
 @pytest.mark.parametrize("long", LONG)
 def test_long(kernel, long, signs, dtype, monkeypatch):
-    """Also where no score is positive, and where they grow along the keys, or towards the first ones, by far more than
-    a speculative maximum bears."""
+    """Also if no score is positive, and if scores grow along the keys, or towards the first keys, by far more than a
+    speculative maximum allows."""
     if kernel.name == "cpu_naive" and signs != "both":
         pytest.skip("takes the maximum of the whole row before it adds anything up")
     inputs = accuracy.inputs
@@ -182,7 +184,7 @@ def test_empty_axes(kernel, seqlen_q, seqlen_k, batch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seqlen_q,nheads_k", [(1, 1), (5, 2), (64, 4)])
 def test_few_rows_over_many_keys(kernel, seqlen_q, nheads_k, dtype):
-    """key_sums alone: lse lies in the workspace, and kernels for few rows serve the call, too."""
+    """key_sums alone: lse is then in the workspace, and kernels for few rows also serve the call."""
     case = Case(seqlen_q, 1300, 128, nheads=4, nheads_k=nheads_k, causal=True, dtype=dtype)
     (sums,), want = given(kernel, case, return_key_sums=True), exact("key_sums", case)
     accuracy.within("key_sums", sums, want, 1e-5 * (1 + want))
@@ -192,7 +194,7 @@ def test_few_rows_over_many_keys(kernel, seqlen_q, nheads_k, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("headdim,headdim_v", [(320, 320), (512, 512)])
 def test_key_sums_of_wide_heads(kernel, headdim, headdim_v, dtype):
-    """Alone: not every kernel of these head dims gives max_score."""
+    """key_sums alone, because not every kernel for these head dims gives max_score."""
     case = Case(150, 260, headdim, headdim_v, nheads=4, nheads_k=2, causal=True, dtype=dtype)
     (sums,), want = given(kernel, case, return_key_sums=True), exact("key_sums", case)
     q, k, *_ = accuracy.inputs(case)
@@ -201,7 +203,7 @@ def test_key_sums_of_wide_heads(kernel, headdim, headdim_v, dtype):
 
 
 def test_keys_of_no_sequence(device):
-    """They are 0 in a new array, and the library does not write them."""
+    """Sums of keys that belong to no sequence are 0 in a new array, and the library does not write them."""
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 50, 2, 16), dtype=np.float32)
     starts = [device.array(np.array(x, np.int32)) for x in ([0, 15, 15, 30], [0, 25, 30, 40])]
@@ -213,7 +215,7 @@ def test_keys_of_no_sequence(device):
 
 
 def test_threads_agree():
-    """Bitwise, with zeros of both signs among the greatest scores."""
+    """Any number of threads gives the same bits, also with zeros of both signs among the greatest scores."""
     rng = np.random.default_rng(0)
     q, k = (rng.integers(-1, 1, (2, 700, 4, 8)).astype(np.float32) for _ in "qk")
     k[:, :, 0] = 0
@@ -223,7 +225,7 @@ def test_threads_agree():
 
 
 def test_repeats(kernel):
-    """The same bits every time."""
+    """Repeated calls give the same bits."""
     case = Case(700, 900, 64, nheads=4, nheads_k=2, causal=True, dtype="bfloat16")
     first = given(kernel, case, **dict.fromkeys(ALL, True))
     for _ in range(3):
@@ -245,7 +247,8 @@ def test_repeated_calls_without_them_do_not_serve_a_call_with_them(device):
 
 
 def test_what_comes_back():
-    """out, lse, max_score and key_sums, in this order; a given out is returned; nothing is asked for by False."""
+    """The call returns out, lse, max_score and key_sums in this order, and the given out itself. False asks for
+    nothing."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 4, 8), dtype=np.float32)
     out, lse = fa.flash_attn_func(q, k, v, return_lse=True)
     mine, score, sums = np.empty_like(out), reference.max_score(q, k, v), reference.key_sums(q, k, v)
@@ -283,7 +286,7 @@ def test_kernels_that_do_not_give_it_say_so(device):
 
 @pytest.mark.parametrize("name", ["max_score", "key_sums"])
 def test_a_cache_does_not_give_it(name):
-    """In the C ABI, where fa_kvcache_args has a whole fa_attention_args."""
+    """In the C ABI the field exists, because fa_kvcache_args contains a whole fa_attention_args."""
     q, cache = np.zeros((1, 1, 2, 8), np.float32), np.zeros((1, 9, 2, 8), np.float32)
     call, args, _, _ = kvcache._prepare_step(kvcache._Step(q, cache, cache))
     _pack._put_tensor(args, "out", _arrays.view(np.empty_like(q), "out"))
@@ -303,7 +306,7 @@ def test_parts_have_no_key_sums():
 
 
 def test_gradients_stay(device):
-    """PyTorch's gradients through out and lse are those of the call without max_score, which has none."""
+    """PyTorch's gradients through out and lse equal those of the call without max_score. max_score has no gradient."""
     if torch is None or device.framework != "torch" and device.name != "cpu":
         pytest.skip("needs PyTorch")
     q, k, v = torch.randn(3, 2, 33, 4, 16, device=device.name).unbind()

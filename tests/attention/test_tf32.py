@@ -1,5 +1,5 @@
 """float32 inputs with allow_tf32: the tensor-core kernel against float64, within twice the error of standard attention
-on inputs rounded to tf32; and who may run it."""
+on inputs rounded to tf32; and the calls and GPUs that it serves."""
 
 import accuracy
 import numpy as np
@@ -89,7 +89,7 @@ def test_options(option, headdim):
 
 @with_gpu
 def test_special_values():
-    """A NaN or an infinity that nobody sees does not spread; one that all rows see reaches them."""
+    """A NaN or an infinity that no row sees does not spread; one that all rows see reaches all of them."""
 
     def hidden(q, k, v):
         k[:, 70:], v[:, 70:] = np.nan, np.inf
@@ -126,6 +126,6 @@ def test_who_may_run_it():
 
 
 def test_the_processor_keeps_float32():
-    """allow_tf32 allows; where there is no tf32, nothing changes."""
+    """allow_tf32 only allows tf32: on a processor without tf32 nothing changes."""
     q, k, v, _ = accuracy.inputs(Case(33, 65, 64))
     assert np.array_equal(fa.flash_attn_func(q, k, v), fa.flash_attn_func(q, k, v, allow_tf32=True))

@@ -1,4 +1,4 @@
-"""Many Python threads at once: every result is the one that a lone call gives, errors stay with their thread."""
+"""Many Python threads at once: every result equals that of a single call, and errors stay with their thread."""
 
 import subprocess
 import sys
@@ -58,7 +58,7 @@ SHAPES = [(n, 16 + 37 * n, 8 * (1 + n % 9), 1 + n % 3) for n in range(1, 17)]  #
 
 
 def test_sixteen_threads_with_shapes_of_their_own(device):
-    """By default dispatch, so that threads run different kernels at a time, some for the first time."""
+    """The library chooses the kernels, so threads run different kernels at the same time, some for the first time."""
     rng = np.random.default_rng(0)
     calls = []
     for seqlen_q, seqlen_k, headdim, nheads in SHAPES:
@@ -110,7 +110,7 @@ print("child", code)
 
 
 def test_fork_after_use(device):
-    """The child works on the CPU; CUDA is not shared with a child, which is told so, and does not hang."""
+    """The child works on the CPU. CUDA cannot be shared with a child; the child gets an error, and does not hang."""
     if device.name == "cuda" and device.framework != "torch":
         pytest.skip("needs PyTorch")
     done = subprocess.run([sys.executable, "-c", FORK, device.name], capture_output=True, text=True, timeout=120)
@@ -120,7 +120,7 @@ def test_fork_after_use(device):
 @pytest.mark.skipif(CUDA.framework != "torch" or torch.cuda.device_count() < 2, reason="needs PyTorch and two GPUs")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_two_gpus_in_turn(threads):
-    """From one thread and from two; the current device stays what it was."""
+    """Calls from one thread and from two. They do not change the current device."""
     q = torch.randn(2, 300, 4, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     exact, _ = fa.reference.standard_attention(*[q.float().numpy()] * 3, causal=True)
 

@@ -1,4 +1,5 @@
-"""torch.use_deterministic_algorithms means `deterministic` in every backward pass of PyTorch's tensors, as it runs."""
+"""torch.use_deterministic_algorithms makes every backward pass of PyTorch's tensors deterministic, if it is set when
+the pass runs."""
 
 import sys
 
@@ -30,7 +31,7 @@ def restored():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Whether each backward pass that reached the library was asked to be deterministic."""
+    """For each backward pass that reached the library, whether it was asked to be deterministic."""
     seen, launch, load_packed = [], backward._launch_backward, _repeat.load_packed
 
     def launched(call, args, *views):
@@ -88,7 +89,7 @@ def test_read_as_the_backward_pass_runs(asked, name):
 
 @pytest.mark.parametrize("name", ["flash_attn_func", "dropout"])
 def test_compiled(asked, name):
-    """PyTorch itself refuses a compiled backward pass where the flag was set after its forward pass."""
+    """PyTorch itself refuses a compiled backward pass if the flag was set after its forward pass."""
     torch._dynamo.reset()
     function = torch.compile(CALLS[name], backend="aot_eager", fullgraph=True)
     for flag, warns in FLAGS:

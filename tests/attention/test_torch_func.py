@@ -100,7 +100,7 @@ def test_vmap_over_an_option(device, name, shared, last):
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_vmap_with_slopes_of_one_entry(device, mapped):
-    """(1, nheads) beside a batch of one, which is no longer one of one when the entries have joined it."""
+    """Slopes (1, nheads) with a batch of one. vmap joins the entries, so that the batch is then larger than one."""
     q, k, v = (x[:, :1] for x in qkv(device, 3))
     slopes = torch.linspace(0.1, 0.5, q.shape[-2], device=device)[None]
     slopes = torch.stack([slopes, 2 * slopes, 3 * slopes]) if mapped else slopes
@@ -113,7 +113,7 @@ def test_vmap_with_slopes_of_one_entry(device, mapped):
 
 @pytest.mark.parametrize("option", ["plain", "bias", "sinks", "lse"])
 def test_batched_gradients(device, option):
-    """torch.autograd.grad(is_grads_batched=True), and what is made of it: several gradients at once."""
+    """torch.autograd.grad(is_grads_batched=True), and functions built on it: several gradients at once."""
     inputs = [x.requires_grad_() for x in qkv(device)]
     options = {} if option in ("plain", "lse") else {option: options_of(device)[option][option].requires_grad_()}
     inputs += options.values()
@@ -181,7 +181,7 @@ def test_vmap_of_vmap(device):
 
 
 def test_backward_through_vmap(device):
-    """Transforms inside, the tape of plain autograd outside."""
+    """Transforms inside, with plain autograd outside."""
     inputs = [x.requires_grad_() for x in qkv(device, 3)]
     got = torch.autograd.grad(torch.vmap(lambda *a: fa.flash_attn_func(*a))(*inputs).square().sum(), inputs)
     want = torch.autograd.grad(torch.vmap(lambda *a: standard(*a)[0])(*inputs).square().sum(), inputs)
@@ -251,7 +251,7 @@ def test_gradient_of_lse_alone_and_varlen(device):
 @pytest.mark.parametrize("options", [{"dropout_p": 0.5, "dropout_seed": 1}, {"softcap": 2.0, "causal": True}])
 @pytest.mark.parametrize("headdim_v", [8, 512])
 def test_gradient_of_lse_against_the_reference(device, options, headdim_v):
-    """Dropout acts on out alone; and any headdim_v."""
+    """With dropout, which acts only on out; and with any headdim_v."""
     q, k, _ = qkv(device)
     v, sinks = normal(device, *k.shape[:-1], headdim_v), normal(device, HEADS)
     inputs = [x.requires_grad_() for x in (q, k, v, sinks)]
@@ -267,8 +267,8 @@ def test_gradient_of_lse_against_the_reference(device, options, headdim_v):
 @pytest.mark.parametrize("how", ["eager", "func", "compiled"])
 @pytest.mark.parametrize("name", ["plain", "causal", "all"])
 def test_merged_halves_of_the_keys_have_one_call_s_gradients(device, how, name):
-    """Attention over two parts of the keys, merged by lse. Causal: half of the rows see nothing of the second part,
-    whose lse is -inf there."""
+    """Attention over two parts of the keys, merged by lse. With a causal mask, half of the rows see nothing of the
+    second part, whose lse is then -inf."""
     options, half = options_of(device)[name], COLUMNS - 4
     sinks = options.pop("sinks", None)  # in the denominator once
 
@@ -312,7 +312,7 @@ def test_merged_halves_of_the_keys_have_one_call_s_gradients(device, how, name):
 
 
 def test_nan_for_the_gradient_of_an_lse_of_minus_infinity(device):
-    """As PyTorch gives it behind torch.where: the gradients are those of the other rows."""
+    """dlse as PyTorch computes it after torch.where. The gradients are those of the other rows."""
     k, q, v = qkv(device)
     q = q.repeat_interleave(2, 2)  # 11 rows of 8 heads over 9 keys of 4: causal, the first two see nothing
     v = v[:, :ROWS].repeat_interleave(2, 2)
@@ -368,7 +368,7 @@ def test_a_loss_of_out_alone_has_no_dlse(device, how, monkeypatch):
 
 
 def test_expanded_gradient_of_lse(device):
-    """lse.sum() gives dlse of stride 0. lse is used twice, and the tape twice."""
+    """lse.sum() gives dlse of stride 0. lse is used twice, and the graph is used twice."""
     inputs = [x.requires_grad_() for x in qkv(device)]
     losses = []
     for attend in (lambda *a: fa.flash_attn_func(*a, return_lse=True), standard):

@@ -1,4 +1,4 @@
-"""PyTorch's modes, what is refused under them, and the operators themselves."""
+"""PyTorch's modes, the refusals under them, and the operators themselves."""
 
 import subprocess
 import sys
@@ -82,7 +82,7 @@ def test_modes_see_the_operator(device, kind, grad):
 
 
 def test_modes_that_only_look_on_do_not_hinder(device):
-    """out=, and functions that are no operators, under modes that work on real tensors."""
+    """out=, and functions that are not operators, can be used under modes that work on real tensors."""
     q, k, v = qkv(device)
     with Seen(), FlopCounterMode(display=False):
         out = torch.empty_like(q)
@@ -110,7 +110,7 @@ def test_inference_mode(device):
 
 
 def test_inference_mode_and_gradients_enabled(device):
-    """PyTorch records nothing in inference mode, whatever enable_grad says. Nor does the library, before and after
+    """PyTorch records nothing in inference mode, whatever enable_grad says. Neither does the library, before and after
     calls that are recorded."""
     q, k, v = (x.requires_grad_() for x in qkv(device))
     slopes = torch.linspace(0.1, 0.5, HEADS, device=device).requires_grad_()
@@ -129,7 +129,7 @@ def test_inference_mode_and_gradients_enabled(device):
 
 
 def test_lazily_negated_gradients(device):
-    """A gradient that PyTorch has negated in name only, as those of imaginary parts are."""
+    """A gradient that PyTorch negates lazily, like that of an imaginary part."""
     inputs = [x.requires_grad_() for x in qkv(device)]
     for _ in range(4):
         out, lse = fa.flash_attn_func(*inputs, return_lse=True)

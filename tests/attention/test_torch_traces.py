@@ -1,4 +1,4 @@
-"""PyTorch's traces and graphs, and tensors without memory: the numbers are right, or the refusal is ours."""
+"""PyTorch's traces and graphs, and tensors without memory: results are right, or the library refuses the call."""
 
 import subprocess
 import sys
@@ -113,7 +113,7 @@ def test_dropout_is_the_same_in_a_trace(device):
 
 
 def test_traced_after_a_plain_call_of_the_same_kind(device):
-    """The shortcut for repeated calls is not taken while somebody watches."""
+    """The shortcut for repeated calls is not taken while PyTorch traces."""
     q, k, v = qkv(device)
     for _ in range(3):
         fa.flash_attn_func(q, k, v)
@@ -130,7 +130,7 @@ torch.jit.trace(lambda q: fa.flash_attn_func(q, q, q), q)
 
 
 def test_traced_as_the_first_call_of_a_process():
-    """torch.jit.trace calls a function twice, and refuses one whose graphs differ, names of values too."""
+    """torch.jit.trace calls a function twice, and refuses it if the graphs differ, even in the names of values."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_CALL], check=True)
 
 

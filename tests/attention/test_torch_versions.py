@@ -1,5 +1,5 @@
-"""PyTorch's version counters: what the library writes is counted, as PyTorch counts its own operations in place. A
-graph that saved the tensor then raises, and does not compute with other values."""
+"""PyTorch's version counters: a write by the library is counted like an in-place operation of PyTorch. A graph that has
+saved the tensor then raises, instead of computing with other values."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from flash_attn_minimal.integrations import torch as integration  # noqa: E402
 from flash_attn_minimal.transformer import ops, quantized  # noqa: E402
 
 pytestmark = QUIET
-CALLS = 5  # by the long way, then by the shortcut
+CALLS = 5  # the first calls take the long way, later ones the shortcut
 BATCH, ROWS, DIM = 2, 12, 16
 
 
@@ -25,13 +25,14 @@ def device(request):
 
 @pytest.fixture(params=["guards", "descriptions"])
 def guarded(request, monkeypatch):
-    """With PyTorch's TensorGuards, and in a PyTorch without them."""
+    """Runs a test with PyTorch's TensorGuards, and as in a PyTorch without them."""
     if request.param == "descriptions":
         monkeypatch.setattr(_arrays, "_guards_hold", lambda torch: False)
 
 
 def check(write, *written, untouched=()):
-    """Each call of write() is noticed by graphs that saved the tensors `written`, and by no others."""
+    """Checks that graphs that have saved one of the tensors `written` notice each call of write(), and that no other
+    graphs do."""
     for _ in range(CALLS):
         saved = [*written, *untouched]
         weights = [torch.ones_like(x, dtype=torch.float32).requires_grad_() for x in saved]
@@ -140,7 +141,7 @@ def test_tensors_of_the_inference_mode_have_no_counter(device, guarded):
 
 
 def test_releases_that_count_one_tensor_at_a_time(monkeypatch):
-    """As PyTorch 2.4 does, where a tensor of the inference mode is an error."""
+    """PyTorch 2.4 counts one tensor at a time, and a tensor of the inference mode is an error there."""
     counted = []
 
     def increment(x):
@@ -213,7 +214,7 @@ def test_collective_calls(device):
 
 
 def test_recordings(guarded):
-    """Calls like earlier ones are recorded, too; a replay also writes what the recorded call has made."""
+    """Calls that repeat earlier ones are recorded, too. A replay also writes the arrays that the recorded call made."""
     q, k, v = qkv("cpu")
     out = torch.zeros_like(q)
     for _ in range(CALLS):

@@ -1,4 +1,4 @@
-"""A tree of draft tokens over a cache: every kernel that serves it against float64, and what a call refuses."""
+"""A tree of draft tokens over a cache: every kernel that serves it against float64, and the refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def chain(drafts: int) -> np.ndarray:
 
 
 def from_parents(parents: list[int]) -> np.ndarray:
-    """Row i sees itself and what its parent sees; -1: a root."""
+    """Row i sees itself and everything that its parent sees. A parent of -1 makes a root."""
     rows: list[int] = []
     for i, parent in enumerate(parents):
         rows.append(1 << i | (rows[parent] if parent >= 0 else 0))
@@ -62,7 +62,8 @@ def cases() -> dict[str, TreeCase]:
     found = {}
     for name, rows in TREES.items():
         n = len(rows)
-        # Lengths at which the tree ends a tile of keys, begins one, crosses an edge, or is all there is.
+        # Lengths at which the tree ends a tile of keys, begins a tile, crosses an edge of tiles, or is the whole
+        # sequence.
         lengths = (n, 128, 128 + n, 200, None, 64 + n // 2, 1000)
         found[name] = TreeCase(name, replace(base, lengths=lengths, seqlen_q=n, rows=1024))
     n = 64
@@ -132,7 +133,7 @@ def test_against_float64(kernel, name):
 
 @pytest.mark.parametrize("keys", (3, 40, 64))
 def test_fewer_and_more_drafts_than_rows(kernel, keys):
-    """A tree for every sequence, of any bits; those from tree_keys on mean nothing."""
+    """A tree of random bits for every sequence. Bits from tree_keys on have no meaning."""
     case = replace(CASES["group7"].cache, seqlen_q=9, seed=keys)
     call = kvcache_cases.make(case)
     tree = np.random.default_rng(keys).integers(0, 2**64 - 1, (case.batch, 9), np.uint64, endpoint=True)
@@ -145,7 +146,7 @@ def test_fewer_and_more_drafts_than_rows(kernel, keys):
 
 
 def test_more_than_64_rows(kernel):
-    """The rows' words repeat; the drafts are the last 64 keys all the same."""
+    """The words of the rows repeat; the drafts are still the last 64 keys."""
     case = replace(CASES["group7"].cache, seqlen_q=150)
     call = kvcache_cases.make(case)
     tree = np.resize(wide(64, 2), 150)
@@ -153,7 +154,7 @@ def test_more_than_64_rows(kernel):
 
 
 def test_a_chain_is_causal(kernel):
-    """The same kernel gives the same bits for a chain and for a causal call, where it serves both."""
+    """A kernel that serves both gives the same bits for a chain and for a causal call."""
     case = replace(CASES["group1"].cache, seqlen_q=32)
     call = kvcache_cases.make(case)
     out, lse, _ = run(kernel, case, call, chain(32))
@@ -226,7 +227,7 @@ def test_too_many_rows_without_a_number_of_drafts():
 
 
 def test_strides_and_both_types():
-    """Words of uint64 and int64, each row a stride apart, also 0."""
+    """Words of uint64 and int64, with any stride between rows, also 0."""
     rng = np.random.default_rng(0)
     q = rng.standard_normal((2, 4, 4, 64), np.float32)
     cache = rng.standard_normal((2, 40, 2, 64), np.float32)

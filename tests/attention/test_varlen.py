@@ -52,8 +52,8 @@ def test_equals_the_sequences_one_by_one(kernel):
 
 
 def test_rows_of_no_sequence(device):
-    """A new out is 0 and lse -inf in rows that cu_seqlens does not cover; a given out keeps them. NaN keys beyond do
-    not leak."""
+    """In rows that cu_seqlens does not cover, a new out is 0 and lse is -inf; a given out keeps its values. NaN in keys
+    beyond does not leak."""
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 50, 2, 16), dtype=np.float32)
     k[40:], v[40:] = np.nan, np.nan

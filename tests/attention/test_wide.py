@@ -1,4 +1,4 @@
-"""Head dims above 256: columns of the results, and of the loads, in parts, and the choice of a kernel."""
+"""Head dims above 256, whose results and loads are cut into columns; and the choice of a kernel."""
 
 from dataclasses import replace
 
@@ -27,14 +27,14 @@ def test_answers(kernel, headdim, headdim_v):
 
 @pytest.mark.parametrize("headdim", [320, 512])
 def test_many_tiles(kernel, headdim):
-    """The rings of the Hopper kernel go round many times, in items of unequal length."""
+    """The rings of the Hopper kernel wrap around many times, in items of unequal length."""
     case = Case(500, 1100, headdim, batch=2, nheads=3, nheads_k=1, dtype="bfloat16")
     kernel.check(replace(case, causal=True))
     kernel.check(replace(case, window_size=(100, 40)))
 
 
 def test_more_items_than_blocks(kernel):
-    """140 items, of which an H200 takes 66 at a time: state that is kept from one to the next is used."""
+    """140 items, of which an H200 processes 66 at a time, so that state kept from item to item is used."""
     kernel.check(Case(130, 200, 512, batch=10, nheads=7, nheads_k=7, causal=True, dtype="bfloat16"))
 
 
@@ -50,7 +50,7 @@ def test_options(kernel, scores):
 @pytest.mark.parametrize("headdim", [264, 512])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences(kernel, headdim, causal):
-    """What follows a sequence is another one, which may hold NaN for all that this one knows."""
+    """Another sequence follows, which may hold NaN and must not affect this one."""
     starts_q, starts_k = (0, 1, 1, 131, 330), (0, 63, 163, 163, 500)
     kernel.check(
         Case(199, 337, headdim, nheads=2, nheads_k=1, causal=causal, dtype="float16", cu_seqlens_q=starts_q,
@@ -95,7 +95,7 @@ def test_the_choice():
     for headdims in ((264,), (512,), (320, 256), (64, 512), (512, 64)):
         assert chosen(*headdims).kernel == "wgmma_wide_sm90", headdims
         assert chosen(*headdims, dropout_p=0.1, dropout_seed=1).kernel == "mma_sm80", headdims
-    for headdims in ((260,), (333, 301)):  # rows that are not whole pieces of 16 bytes
+    for headdims in ((260,), (333, 301)):  # rows that are not a multiple of 16 bytes
         assert chosen(*headdims).kernel == "mma_sm80", headdims
     assert chosen(256).kernel == "wgmma_sm90"
     assert chosen(256, kernel="wgmma_wide_sm90").kernel == "wgmma_wide_sm90"

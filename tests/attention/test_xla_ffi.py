@@ -1,5 +1,5 @@
-"""The handlers that XLA calls (cuda/api/xla_ffi.cpp): the ABI they are written against, their errors, and
-processes that end with a call in flight."""
+"""The handlers that XLA calls (cuda/api/xla_ffi.cpp): the ABI that they use, their errors, and processes that end while
+a call is running."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ import flash_attn_minimal as fa  # noqa: E402
 from flash_attn_minimal._library import AttentionArgs  # noqa: E402
 from flash_attn_minimal.jax import ffi  # noqa: E402
 
-RUNS = int(os.environ.get("FLASH_ATTN_EXIT_RUNS", 6))  # 20 find more
+RUNS = int(os.environ.get("FLASH_ATTN_EXIT_RUNS", 6))  # 20 runs find more
 
 
 @pytest.fixture(params=jax_platforms())
@@ -29,7 +29,7 @@ def platform(request):
 
 # ---- the ABI ----
 
-# Ours, XLA's, and the fields: ours, then XLA's where it has another name.
+# (our struct, XLA's struct, fields); a field is our name, then XLA's if it differs.
 STRUCTS = [
     ("Extension", "decltype(XLA_FFI_Metadata_Extension::extension_base)", "struct_size type next"),
     (
@@ -98,12 +98,12 @@ def test_the_abi_is_jaxlibs(tmp_path):
     assert said.returncode == 0, said.stderr
 
 
-# ---- what a handler says ----
+# ---- errors of a handler ----
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_an_error_inside_a_program_is_pythons_with_our_text(platform, direction, monkeypatch):
-    """The kernel is forced behind the tracing's back."""
+    """The kernel is forced by the environment, unknown to the trace."""
     q = jax.device_put(jnp.ones((1, 5, 2, 8)), jax.devices(platform)[0])
     name = "FLASH_ATTN_KERNEL" if direction == "forward" else "FLASH_ATTN_BACKWARD_KERNEL"
     gradient = jax.grad(lambda q: fa.flash_attn_func(q, q, q).sum())
@@ -179,7 +179,8 @@ def _check_end(platform, code):
 
 
 def test_a_process_ends_with_a_gradient_in_flight(platform):
-    """XLA's thread must not wait for the interpreter, which waits for it: a handler in Python hung in 5 runs of 6."""
+    """XLA's thread must not wait for the interpreter, because the interpreter waits for that thread. A handler in
+    Python hung in 5 of 6 runs."""
     for _ in range(RUNS):
         _check_end(platform, GRADIENT)
 

@@ -59,7 +59,7 @@ def close(got, want, tolerance=1e-4):
 
 
 def options_of(device):
-    """Every option that is a tensor, one by one, and together with the numbers."""
+    """Every option that is a tensor: alone, and together with options that are numbers."""
     bias, sinks = normal(device, 1, HEADS, ROWS, COLUMNS), normal(device, HEADS)
     mask = (normal(device, BATCH, 1, ROWS, COLUMNS) > -0.5).logical_or(torch.eye(ROWS, COLUMNS, device=device) > 0)
     slopes = torch.linspace(0.1, 0.5, HEADS, device=device)
@@ -81,7 +81,7 @@ LENGTHS = ([0, 4, 9], [0, 6, 11])
 
 
 def varlen(q, k, v, **options):
-    """The first batch entry's rows as two sequences."""
+    """A varlen call on the rows of the first batch entry, as two sequences."""
     cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=q.device) for cu in LENGTHS)
     return fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 6, **options)
 

@@ -1,4 +1,4 @@
-"""Ranks for the tests of crews, in processes that import this file: what they do is said by the order."""
+"""Ranks for the tests of crews, in processes that import this file. The order says what they do."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The bench command on the CPU, end to end with tiny shapes: files, schema, exit codes; nothing wrong is timed."""
+"""The bench command on the CPU, end to end with tiny shapes: files, schema, exit codes; wrong answers are not timed."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The bench command's backward pass: its suite, its ladder, its check."""
+"""The backward pass in the bench command: the suite, the ladder, the check."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_a_wrong_gradient_is_not_timed(tmp_path, monkeypatch, fault):
 
 @needs_torch
 def test_backward_peers(tmp_path, monkeypatch):
-    """PyTorch's gradients pass the check, which knows nothing of PyTorch's."""
+    """PyTorch's gradients pass the check, which does not use PyTorch's attention."""
 
     def through_numpy(*arrays, dq, dk, dv, **options):
         plain_backward(*(x.numpy() for x in arrays), dq=dq.numpy(), dk=dk.numpy(), dv=dv.numpy(), **options)
@@ -77,7 +77,8 @@ def test_backward_peers(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_against_finite_differences(monkeypatch, dtype, causal):
-    """The exact gradients are the slopes of the exact output, in blocks of any size; the plain ones are near them."""
+    """The exact gradients are the slopes of the exact output, for blocks of any size. The plain gradients are near
+    them."""
     pytest.importorskip("ml_dtypes")
     monkeypatch.setattr(check, "BLOCK", 5)
     host, draw, n, d = machine.Numpy(), np.random.default_rng(1), 12, 4

@@ -71,7 +71,7 @@ def test_a_wrong_row_of_queries_is_not_timed(tmp_path, small, monkeypatch, fault
 
 @needs_matplotlib
 def test_the_picture_has_the_bounds():
-    """On a GPU each curve has two: the read of its cache, which is level, and its products, which double."""
+    """On a GPU each curve has two bounds: the read of its cache, which is constant, and its products, which double."""
     rows = []
     for heads in (64, 32):
         shape = {"batch": 8, "nheads": heads, "nheads_k": 8, "headdim": 128, "headdim_v": 128, "seqlen_k": 8192}

@@ -41,7 +41,7 @@ def rung(name, forward=standard, load=None, **more):
 
 @pytest.fixture
 def only(monkeypatch):
-    """The ladder is these rungs."""
+    """A function that replaces the ladder's rungs by the given ones."""
     return lambda *mine: monkeypatch.setattr(rungs, "RUNGS", mine)
 
 
@@ -245,7 +245,7 @@ def test_a_shape_without_inputs_is_left_out(tmp_path, only, monkeypatch):
 
 
 def test_the_machine_of_torch_has_what_the_suite_needs(tmp_path, only, monkeypatch):
-    """A GPU's rungs get PyTorch tensors; here they are of the CPU."""
+    """Rungs for a GPU get PyTorch tensors; in this test the tensors are on the CPU."""
     torch = pytest.importorskip("torch")
 
     def forward(q, k, v, causal):
@@ -282,7 +282,7 @@ def test_without_a_checkout(tmp_path, monkeypatch, capsys):
 
 
 def test_compiling_ahead_is_timed_beside_the_run(tmp_path, monkeypatch):
-    """nvcc is a script here that writes its last word, the object, and fails for one unit."""
+    """nvcc is a script here that writes the file of its last argument, the object, and fails for one unit."""
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(
         '#!/bin/sh\ncase "$*" in *naive.cu*) exit 1;; esac\nsleep 0.2\nfor word; do :; done\ntouch "$word"\n'

@@ -1,4 +1,4 @@
-"""What the bench command sets beside ours, and how it finds a wrong answer."""
+"""The peers of the bench command, and how it finds a wrong answer."""
 
 import sys
 
@@ -14,7 +14,7 @@ from flash_attn_minimal.bench import check, curves, machine, systems, timing
 @needs_torch
 @pytest.mark.parametrize("suite,name", [("cpu", "fa3"), ("backward", "fa3"), ("backward", "fa4")])
 def test_flash_attention_where_it_is_installed(tmp_path, monkeypatch, suite, name):
-    """Through the functions of its package, here a stand-in."""
+    """It is called through the functions of its package, which is a stand-in here."""
     import torch
 
     def attention(q, k, v, causal):
@@ -35,7 +35,7 @@ def test_flash_attention_where_it_is_installed(tmp_path, monkeypatch, suite, nam
 
 
 def test_a_speed_over_flash_attention_3_is_of_rows_of_the_same_run():
-    """A table has a line for it where its rows are, and says nothing of it where they are not."""
+    """A table has a line for this speed if the run has rows of FlashAttention-3, and does not mention it otherwise."""
     shape = systems.Shape(32, 512, 16, 16, 128, False, "bfloat16")
     start = {"suite": "forward", "pass": "fwd", "tbps": 1.0, "us_spread": 0.0} | shape.keys()
     ours = start | {"system": "ours", "us": 80.0, "tflops": 100.0}

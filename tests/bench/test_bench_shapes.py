@@ -1,4 +1,4 @@
-"""The suite `shapes`: queries that are fewer than keys, values that are narrower, and how they are checked."""
+"""The suite `shapes`: fewer queries than keys, values narrower than keys, and their checks."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_shapes_suite(tmp_path, small):
 
 @needs_torch
 def test_shapes_beside_pytorch(tmp_path, small):
-    """PyTorch's answers and gradients pass the check, the mask at the end of the keys included."""
+    """PyTorch's answers and gradients pass the check, also with a mask aligned at the last key."""
     data = run(tmp_path, "--suite", "shapes", "--device", "cpu", "--quick", "--rounds", "1")
     rows = attention_rows(data)
     assert not data["left_out"]
@@ -81,7 +81,7 @@ def test_work_of_a_rectangle_and_of_narrow_values():
 
 @pytest.mark.parametrize("seqlen_k", [50, 300])
 def test_the_check_sees_a_mask_that_starts_at_the_first_key(seqlen_k):
-    """Top-left instead of bottom-right, and off by one."""
+    """A mask that is top-left instead of bottom-right aligned, and one that is off by one."""
     host = machine.Numpy()
     shape = Shape(1, 50, 2, 1, 24, True, "bfloat16", seqlen_k=seqlen_k, headdim_v=8)
     draw = np.random.default_rng(3)
@@ -97,7 +97,8 @@ def test_the_check_sees_a_mask_that_starts_at_the_first_key(seqlen_k):
 
 
 def test_gradients_at_a_few_rows():
-    """A head is judged at its first, its last and some other rows, and a rectangle's gradients are slopes."""
+    """A head is judged at its first rows, its last rows and some others. With fewer queries than keys, the exact
+    gradients are slopes."""
     host, draw = machine.Numpy(), np.random.default_rng(1)
     shape = Shape(1, 200, 1, 1, 4, True, "float32", backward=True, seqlen_k=220, headdim_v=3)
     *inputs, dout = (draw.standard_normal(size).astype(np.float32) for size in shape.sizes)

@@ -60,7 +60,7 @@ def test_varlen_suite(tmp_path):
 
 @pytest.fixture
 def fp8_attention(monkeypatch):
-    """float8 attention on the CPU, where the library has none."""
+    """Provides float8 attention on the CPU, which the library does not have."""
     pytest.importorskip("ml_dtypes")
     exact = systems.flash_attn_func
 
@@ -239,7 +239,7 @@ def test_overhead_suite_with_gradients(tmp_path):
 
 
 def test_a_suite_brings_its_own_table_and_picture(tmp_path, monkeypatch, capsys):
-    """A new suite is one module that registers itself: nothing else knows it by name."""
+    """A new suite is one module that registers itself. No other module has to name it."""
 
     def run(options, protocol):
         row = {"suite": "new", "system": "ours", "pass": "new", "dtype": "float32", "us": 1.5}

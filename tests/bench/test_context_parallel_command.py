@@ -1,4 +1,4 @@
-"""python -m flash_attn_minimal context-parallel, on the CPU: what it writes, what it refuses, ranks that fail."""
+"""python -m flash_attn_minimal context-parallel, on the CPU: its files, its refusals, and ranks that fail."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def read(file):
 
 
 def check_row(row):
-    """A row of ours with a time."""
+    """Checks a row of this library that has a time."""
     assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["rounds"] >= 1 and row["calls"] >= 3
     assert len(row["one_each_ms"]) == row["ranks"] == row["devices"] and row["single_ms"] > 0
     assert row["one_ms"] == pytest.approx(np.mean(row["one_each_ms"]), rel=1e-3)
@@ -98,7 +98,7 @@ def test_groups_of_several_sizes(tmp_path):
 
 
 def test_modes_kinds_and_named_cases(tmp_path):
-    """Every way to share the work, documents, a cache in shards; threads beside processes."""
+    """Every mode, documents, and a cache in shards; with threads and with processes."""
     file = tmp_path / "cp.json"
     chosen = "--modes", "gather,ulysses,ring", "--cases", "documents-flat,decode-16k-x1", "--rounds", "1"
     run("--ranks", "3", "--device", "cpu", *chosen, "--json", str(file))
@@ -117,7 +117,7 @@ def test_modes_kinds_and_named_cases(tmp_path):
 
 
 def test_a_mode_that_refuses_is_no_failure(tmp_path):
-    """4 query heads on 5 ranks: ulysses says no, and the others go on."""
+    """With 4 query heads on 5 ranks, ulysses refuses, and the other modes go on."""
     file = tmp_path / "cp.json"
     asked = "--cases", "forward-512", "--modes", "ulysses,gather", "--kinds", "threads", "--rounds", "1"
     said = run("--ranks", "5", "--device", "cpu", *asked, "--json", str(file), "--md", str(tmp_path / "cp.md"))
@@ -129,7 +129,7 @@ def test_a_mode_that_refuses_is_no_failure(tmp_path):
 
 @needs_torch
 def test_peers(tmp_path):
-    """The ring of our calls runs on gloo; PyTorch's context_parallel is for GPUs, and its refusal is a row."""
+    """The ring of our calls runs on gloo. PyTorch's context_parallel needs GPUs; its refusal becomes a row."""
     file = tmp_path / "cp.json"
     asked = "--cases", "forward-512,backward-512", "--kinds", "threads", "--peers", "ring,torch_allgather"
     run("--ranks", "2", "--device", "cpu", *asked, "--rounds", "2", "--json", str(file))
@@ -164,7 +164,7 @@ def test_interrupted_run_keeps_its_rows(tmp_path):
 
 
 def _parent(pid):
-    """Of a process that runs."""
+    """The parent of a running process."""
     try:
         state, parent = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[:2]
     except OSError:
@@ -373,7 +373,8 @@ def test_ranks_that_do_not_start(ranks):
 
 
 def test_after_lost_ranks_the_others_go_on(monkeypatch):
-    """A crew that is lost is made again; after the second one, and after one that hangs, its cases are left out."""
+    """A lost crew is made again. After the second lost crew, or after one that hangs, the remaining cases are left
+    out."""
     log = []
 
     class Crew:

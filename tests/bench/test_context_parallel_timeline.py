@@ -1,4 +1,4 @@
-"""Timelines of `context-parallel --trace`: what is made of a trace of PyTorch's profiler; on GPUs, a real one."""
+"""Timelines of `context-parallel --trace`, made from traces of PyTorch's profiler; on GPUs, from a real trace."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ def event(category, name, ts, dur, stream=7, device=0, **args):
 
 
 def between_gpus(source, target, ts):
-    """A copy that the engine of its target makes."""
+    """A copy between GPUs, made by the copy engine of its target."""
     args = {"fromDevice": source, "inDevice": target, "toDevice": target, "stream": 16, "bytes": 4096}
     name = "Memcpy PtoP (Device -> Device)"
     return {"ph": "X", "cat": "gpu_memcpy", "name": name, "ts": ts, "dur": 300.0, "args": args}

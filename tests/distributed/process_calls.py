@@ -1,4 +1,5 @@
-"""What the ranks of the tests of processes do. Apart from these, so that a new process does not load all frameworks."""
+"""The work of ranks in the tests with processes. It is in a separate file, so that a new process does not load all
+frameworks."""
 
 import os
 import signal
@@ -13,7 +14,7 @@ Q, K, V, DOUT = np.random.default_rng(0).standard_normal((4, 1, 40, 2, 16), dtyp
 
 
 def several_calls(rank: int, size: int, all_gather, on_gpu: bool) -> list[dict]:
-    """Every case in every mode, through the same group; this rank's rows."""
+    """Runs every case in every mode through one group, and returns this rank's rows."""
     import ranks
     from conftest import CPU, CUDA, CUDA_DEVICES
     from test_processes import CASES
@@ -39,7 +40,7 @@ KEPT = []
 
 
 def dies(rank: int, size: int, all_gather, how: str) -> tuple[str, float]:
-    """Rank 1 ends between two calls; the others say what they were told, and after how long."""
+    """Rank 1 ends between two calls. The other ranks return the error that they got, and after how long."""
     group = fad.create_group(rank, size, all_gather, timeout=20)
     attend(group, mode="gather")
     if rank == 1:
@@ -62,7 +63,7 @@ def dies(rank: int, size: int, all_gather, how: str) -> tuple[str, float]:
 
 
 def comes_late(rank: int, size: int, all_gather, pause: float, timeout: float) -> str:
-    """Rank 1 comes after a pause, or, without one, when rank 0 has given up."""
+    """Rank 1 comes after a pause; without a pause, it comes after rank 0 has given up."""
     group = fad.create_group(rank, size, all_gather, timeout=timeout)
     if rank == 1:
         time.sleep(pause) if pause else all_gather(b"")
@@ -103,7 +104,7 @@ def disagrees(rank: int, size: int, all_gather) -> list[str]:
 
 
 def decodes(rank: int, size: int, all_gather) -> np.ndarray:
-    """Each rank has a third of the keys, and merges; then the same by itself."""
+    """Each rank has a third of the keys. decode merges the results; a call on each rank and merge give the same."""
     with fad.create_group(rank, size, all_gather, timeout=20) as group:
         mine = np.ascontiguousarray(X[:, 4 * rank : 4 * rank + 4])
         out = fad.decode(group, X[:, :1], mine, mine, num_threads=1)

@@ -1,4 +1,4 @@
-"""Ranks that are processes, for the tests: pipes to the test, which is their all-gather."""
+"""Ranks that are processes, for the tests. Pipes connect them to the test, which does their all-gather."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Ranks:
             return "ended", None
 
     def results(self, ended: Callable[[int], None] = lambda rank: None) -> list[tuple[str, Any]]:
-        """What each rank said last: ("result", x), ("error", text) or ("ended", None); then ended(rank) is called."""
+        """The last message of each rank: ("result", x), ("error", text) or ("ended", None). Calls ended(rank) when a
+        rank's last message has come."""
         try:
             said: list[Any] = [None] * len(self.pipes)
             while not all(said):
@@ -68,7 +69,7 @@ class Ranks:
 
 
 def run(size: int, function: Callable, *args: Any) -> list[Any]:
-    """The results of the ranks; a rank that fails is an error."""
+    """The results of the ranks. Raises if a rank fails."""
     said = Ranks(size, function, *args).results()
     assert all(kind == "result" for kind, _ in said), said
     return [value for _, value in said]

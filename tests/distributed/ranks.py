@@ -1,4 +1,5 @@
-"""Calls of several ranks for the tests: a case of accuracy.py cut into the rows of each rank, and joined again."""
+"""Calls across ranks for the tests: a case of accuracy.py is cut into the rows of each rank, and the results are
+joined."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from conftest import CPU, CUDA, CUDA_DEVICES, NO_CUDA, Device
 import flash_attn_minimal as fa
 from flash_attn_minimal import distributed as fad
 
-# FLASH_ATTN_TEST_RANKS=8: every group of the tests has at least so many ranks, which may share GPUs.
+# FLASH_ATTN_TEST_RANKS=8: every group of the tests has at least 8 ranks, which may share GPUs.
 LEAST = int(os.environ.get("FLASH_ATTN_TEST_RANKS") or 1)
 
 LAYOUTS = ("contiguous", "zigzag", "flat")
@@ -27,7 +28,7 @@ NAMES = ("dq", "dk", "dv", "dbias", "dsinks")
 
 @contextlib.contextmanager
 def watchdog(seconds: float, groups=()):
-    """A test that waits for ever ends all the same: its groups are aborted."""
+    """Ends a test that would wait forever, by aborting its groups."""
 
     def bark():
         for group in groups:
@@ -43,7 +44,7 @@ def watchdog(seconds: float, groups=()):
 
 @functools.cache
 def shared_groups(size: int, device: Device = CPU) -> list[fad.Group]:
-    """Groups that many tests use; a test that breaks groups makes its own."""
+    """Groups that many tests share. A test that breaks groups makes its own."""
     return new_groups(size, device, timeout=60)
 
 
@@ -54,7 +55,7 @@ def new_groups(size: int, device: Device = CPU, timeout: float = 20.0) -> list[f
 
 
 def on(device: Device, rank: int) -> Device:
-    """Where a rank's arrays are."""
+    """The device with a rank's arrays."""
     return device if device is CPU else Device(f"cuda:{rank % CUDA_DEVICES}", device.framework)
 
 
@@ -66,7 +67,7 @@ devices = [
 
 @dataclass(frozen=True)
 class Split:
-    """How the ranks share a call."""
+    """The way in which ranks share a call."""
 
     size: int = 2
     layout: str = "zigzag"
@@ -105,7 +106,7 @@ class Shards:
         self.batch = len(self.cu_q) - 1
 
     def rows(self, x: np.ndarray, keys: bool = False) -> np.ndarray:
-        """The rank's rows of q, out, dout, or of k and v."""
+        """The rank's rows of q, out or dout; with keys=True, of k or v."""
         found = packed(x, self.case)[self.k if keys else self.q]
         return found.reshape(self.batch, -1, *found.shape[1:]) if self.split.dense else found
 
@@ -113,7 +114,7 @@ class Shards:
         return np.ascontiguousarray(packed_lse(x, self.case)[:, self.q])
 
     def scores(self, x: np.ndarray, fill: Any) -> np.ndarray:
-        """The rank's rows of a bias or mask that has rows: (batch, heads, the most rows of a sequence, keys)."""
+        """The rank's rows of a bias or mask that has rows, as (batch, heads, the most rows of a sequence, keys)."""
         x = np.broadcast_to(x, (self.batch, *((1,) * (4 - x.ndim) + x.shape)[1:]))
         most = int(np.diff(self.local).max())
         cut = np.full((*x.shape[:2], most, x.shape[3]), fill, x.dtype)
@@ -135,7 +136,7 @@ def has_rows(x: np.ndarray) -> bool:
 
 
 def local_options(shards: Shards, options: dict[str, Any], device: Device) -> dict[str, Any]:
-    """The options of a rank: rows of bias and mask of its own, those that are not there NaN."""
+    """The options of a rank, with its rows of bias and mask. Rows that it does not have are NaN."""
     found = dict(options)
     for name in ("alibi_slopes", "sinks"):
         if name in found:
@@ -154,7 +155,7 @@ def local_options(shards: Shards, options: dict[str, Any], device: Device) -> di
 def rank_of(
     group: fad.Group, case: accuracy.Case, split: Split, device: Device, backward: bool = True, **more: Any
 ) -> dict[str, np.ndarray]:
-    """Both passes on one rank; its rows {"out", "lse", "dq", ...} as NumPy."""
+    """Runs both passes on one rank. Returns its rows {"out", "lse", "dq", ...} as NumPy arrays."""
     (q, k, v, options), _, _ = accuracy.expected(case)
     shards = Shards(case, split, group.rank)
     mine = {**local_options(shards, options, device), **more, **shards.where()}
@@ -181,7 +182,8 @@ def rank_of(
 
 
 def compute(case: accuracy.Case, split: Split, device: Device = CPU, groups=None, backward: bool = True, **more: Any):
-    """Both passes on all ranks, on threads. Returns whole packed arrays {"out", "lse", "dq", ...} as NumPy."""
+    """Runs both passes on all ranks, which are threads. Returns whole packed arrays {"out", "lse", "dq", ...} as
+    NumPy."""
     accuracy.expected(case)  # kept for all ranks
     dbias = accuracy.expected_backward(case)[1].dbias if backward else None
     groups = groups or shared_groups(split.size, device)
@@ -259,8 +261,9 @@ def check_results(case: accuracy.Case, got: dict[str, np.ndarray], backward: boo
 
 
 def _noise_of_dsinks(case: accuracy.Case) -> float:
-    """What rounding out to the case's dtype, twice where results are merged, does to dsinks: the sum over all rows of
-    -exp(sink - lse) (dout . out). Of 16-bit types much, and a plain implementation may have luck with few rows."""
+    """The error of dsinks from rounding out to the case's dtype (twice, if results are merged). dsinks is the sum over
+    all rows of -exp(sink - lse) (dout . out). With 16-bit types the error is large; with few rows a plain
+    implementation may by luck not have it."""
     (dout, _, _, _, out, lse, options), _, _ = accuracy.expected_backward(case)
     lse = packed_lse(lse, case)
     chance = np.exp(options["sinks"][:, None] - lse, where=np.isfinite(lse), out=np.zeros(lse.shape, np.float32))
@@ -285,7 +288,7 @@ def one_call(case: accuracy.Case, device: Device = CPU) -> tuple[np.ndarray, np.
 
 
 def small(**fields: Any) -> accuracy.Case:
-    """A case of three sequences of odd lengths, and of a head for each rank."""
+    """A case of three sequences with odd lengths, and at least one head for each rank."""
     defaults = {"cu_seqlens_q": (0, 37, 50, 113), "cu_seqlens_k": (0, 37, 50, 113), "nheads": 4, "nheads_k": 2}
     case = accuracy.Case(**{**defaults, "headdim": 16, **fields})
     case = replace(case, nheads=case.nheads * -(-LEAST // case.nheads))
@@ -302,7 +305,7 @@ OPTIONS = {"num_threads": 1}
 
 
 def attend(group: fad.Group, tokens: int = 8, **options) -> np.ndarray:
-    """The same rows on every rank, of keys that do not matter: attention over the mean of equal keys."""
+    """Attention over equal keys, which gives the mean of the values: the same rows on every rank."""
     part = fad.shard(Q[:, :tokens], "zigzag", group.rank, group.size)
     return fad.forward(group, part, part, part, seqlen_q=tokens, **({"num_threads": 1} | options))
 
@@ -313,7 +316,7 @@ def still_works(groups) -> None:
 
 
 def each(groups, function) -> list:
-    """What each rank raises, on threads; None for none."""
+    """Calls function on every rank, on threads. Returns the error that each rank raised, or None."""
     raised = [None] * len(groups)
 
     def rank(group):

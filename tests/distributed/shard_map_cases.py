@@ -1,5 +1,5 @@
 """Context parallelism of JAX against one device. test_jax_shard_map.py runs this file in a process with several
-devices: those of the CPU are made by a flag that has to be there before JAX is."""
+devices. Several devices of the CPU need a flag that has to be set before JAX is imported."""
 
 import doctest
 import functools
@@ -16,7 +16,7 @@ import flash_attn_minimal as fa
 from flash_attn_minimal.distributed.jax import context_parallel_attention, shard_tokens, unshard_tokens
 
 TOKENS = PartitionSpec(None, "context")
-AXES = {"q": 1, "k": 1, "v": 1, "out": 1, "lse": 2, "bias": 2, "mask": 2}  # of tokens
+AXES = {"q": 1, "k": 1, "v": 1, "out": 1, "lse": 2, "bias": 2, "mask": 2}  # the axis of tokens
 ALIBI = np.array([0.5, 0.25, 0.1, 0.02], np.float32)
 SINKS = np.array([0.3, -1, 2, 0.5], np.float32)
 
@@ -29,7 +29,7 @@ def mesh_of(*sizes, names=("context",)):
 
 
 def spec(name, x):
-    """How an array lies on the devices: by its tokens, and whole where it has none."""
+    """The sharding of an array: by tokens; an array without tokens is on every device whole."""
     axis = AXES.get(name)
     return PartitionSpec(*["context" if i == axis and x.shape[i] > 1 else None for i in range(x.ndim)])
 
@@ -63,7 +63,7 @@ def on_one_device(x, arrays, options):
 
 
 def on_devices(x, arrays, options, size, layout, mode, **wrap):
-    """The same on a mesh, in the natural order of tokens. Gradients are taken outside shard_map."""
+    """out, lse and the gradients on a mesh, in the natural order of tokens. Gradients are taken outside shard_map."""
     mesh, x = mesh_of(size), {"q": x["q"], "k": x["k"], "v": x["v"], "out": x["dout"], "lse": x["dlse"], **arrays}
     axes = {name: axis for name, axis in AXES.items() if name in x and x[name].ndim > axis and x[name].shape[axis] > 1}
     own = {name: order(x[name].shape[axis], size, layout) for name, axis in axes.items()}
@@ -104,7 +104,7 @@ def check(size, layout, mode, arrays=None, exact=False, wrap=(), **options):
     assert got.keys() == want.keys()
     for name in want:
         assert got[name].shape == want[name].shape and got[name].dtype == want[name].dtype, name
-        # Fewer heads, or parts in place of a sequence, may change the order of a sum, but nothing else.
+        # Fewer heads, or parts instead of a whole sequence, may change the order of a sum, and nothing else.
         close = 2e-6 if exact and name in ("out", "lse") else 2e-5
         np.testing.assert_allclose(got[name], want[name], atol=close, rtol=close, err_msg=name)
 
@@ -162,7 +162,8 @@ def test_bias_and_mask_of_keys(mode):
 @pytest.mark.parametrize("mode", ["gather", "auto", "ulysses"])
 @pytest.mark.parametrize("what", ["bias", "mask"])
 def test_one_row_a_device(what, mode):
-    """A bias or mask of one row may be the device's own: ulysses, which gives a device the rows of all, cannot tell."""
+    """A bias or mask of one row may belong to only one device. ulysses, which gives a device the rows of all devices,
+    cannot tell."""
     size, rng = 4, np.random.default_rng(2)
     own = {"bias": rng.standard_normal((1, 1, size, 8)).astype(np.float32), "mask": rng.random((1, 1, size, 8)) < 0.6}
     x = inputs_of(seqlen=size, seqlen_k=8, batch=1)
@@ -187,19 +188,19 @@ def test_one_row_a_device(what, mode):
     else:
         np.testing.assert_allclose(attend(own[what], rows), want(own[what]), atol=2e-5)
         np.testing.assert_allclose(attend(own[what][:, :, :1], PartitionSpec()), want(own[what][:, :, :1]), atol=2e-5)
-    shared = own[what][0, 0, 0]  # without an axis of rows nothing is in doubt
+    shared = own[what][0, 0, 0]  # without an axis of rows there is no doubt
     np.testing.assert_allclose(attend(shared, PartitionSpec()), want(shared), atol=2e-5)
 
 
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 def test_without_check_vma(mode):
-    """Without JAX's own account of what differs between devices, gradients of shared arrays are still summed."""
+    """Gradients of shared arrays are summed even if JAX does not track which arrays differ between devices."""
     check(2, "zigzag", mode, {"sinks": SINKS}, causal=True, wrap={"check_vma": False})
 
 
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 def test_bfloat16(mode):
-    """At most twice the error of one device: what devices add to dk and dv is rounded once more than there."""
+    """The error is at most twice that of one device: contributions to dk and dv are rounded once more."""
     x = inputs_of(seqlen=128, nheads_k=1)
     given = {name: array if name == "dlse" else array.astype(ml_dtypes.bfloat16) for name, array in x.items()}
     exact = on_one_device({name: array.astype(np.float32) for name, array in given.items()}, {}, {"causal": True})
@@ -284,7 +285,7 @@ def test_second_derivatives_are_refused():
 
 
 def collectives(mode="auto", size=4, **options):
-    """Names of the collectives in a program."""
+    """The names of the collectives in a program, with their numbers."""
     shapes = {name: options.pop(name) for name in ("nheads", "nheads_k") if name in options}
     x = inputs_of(**shapes)
     attend = functools.partial(context_parallel_attention, axis_name="context", mode=mode, **options)

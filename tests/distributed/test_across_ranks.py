@@ -58,7 +58,7 @@ GATHERED = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("options", GATHERED)
 def test_bias_and_mask(options, layout, device):
-    """The rows of bias and mask are those of the rank; so are the rows of dbias."""
+    """A rank has its own rows of bias, mask and dbias."""
     check_case(small(**GATHERED[options]), Split(3, layout, "auto"), device)
 
 
@@ -73,7 +73,8 @@ def test_bias_of_ranks_with_a_row_or_none(layout, device):
 
 @pytest.mark.parametrize("score", ["bias", "mask"])
 def test_an_array_without_rows_is_an_array(score):
-    """PyTorch may give one without elements neither an address nor strides. The rank takes the mode that others do."""
+    """PyTorch may give an array without elements neither an address nor strides. The rank still chooses the same mode
+    as the other ranks."""
     torch = pytest.importorskip("torch")
     q, k = torch.zeros(0, 8, 16), torch.zeros(1, 4, 16)
     rows = torch.tensor(np.zeros((1, 1, 0, 9), bool if score == "mask" else np.float32))
@@ -155,7 +156,7 @@ def test_dense_batches(layout, mode, device):
 
 
 def sampled(rng: np.random.Generator) -> tuple[Case, Split]:
-    """A call of anything that three modes serve together."""
+    """A random call that all three modes serve."""
 
     def chance(p: float) -> bool:
         return bool(rng.random() < p)

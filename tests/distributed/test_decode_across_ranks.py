@@ -16,7 +16,7 @@ from flash_attn_minimal import reference
 
 @dataclass(frozen=True)
 class Step:
-    """One step over a whole cache; token t lies on rank t // page % size."""
+    """One step over a whole cache. Token t is on rank t // page % size."""
 
     size: int = 3
     lengths: tuple[int, ...] = (37, 0, 65)
@@ -41,7 +41,7 @@ class Step:
 
 
 class Whole:
-    """q, keys and values of all ranks, new tokens, and the right result."""
+    """q, the keys and values of all ranks, and the new tokens; result() is the right answer."""
 
     def __init__(self, step: Step):
         rng = np.random.default_rng(step.seed)
@@ -92,7 +92,7 @@ class Whole:
         return [tuple(np.concatenate(x) for x in zip(*(part[i] for part in parts), strict=True)) for i in (0, 1)]
 
     def shard(self, rank: int, device: Device) -> dict:
-        """The arguments of one rank. What must not be read is NaN."""
+        """The arguments of one rank. Values that must not be read are NaN."""
         step, batch = self.step, len(self.step.lengths)
         mine = [[t for t in range(n) if t // step.page % step.size == rank] for n in step.lengths]
         room = max(map(len, mine)) + step.seqlen_new + (0 if step.form in ("full", "zero_rows") else 2)
@@ -190,7 +190,7 @@ def test_decode(step, device):
 
 @pytest.mark.parametrize("device", devices)
 def test_a_growing_cache(device):
-    """One token a step, on the ranks in turn: repeated calls of one signature and of other lengths."""
+    """One token a step, appended on the ranks in turn: repeated calls with one signature and growing lengths."""
     rng = np.random.default_rng(0)
     groups, steps, heads, dim = shared_groups(3, device), 20, 2, 16
     q, k, v = rng.standard_normal((3, steps, heads, dim), dtype=np.float32)
@@ -217,7 +217,7 @@ def test_a_growing_cache(device):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("dense", [False, True])
 def test_merge(dense, dtype, device):
-    """Each rank has attention over a third of the keys; one rank over none, with nonsense in its out."""
+    """Each rank has attention over a third of the keys. One rank has no keys, and nonsense in its out."""
     rng = np.random.default_rng(0)
     rows, heads, dim, size = 24, 3, 16, max(4, LEAST)
     q = accuracy.round_to(rng.standard_normal((1, rows, heads, dim), dtype=np.float32), dtype)

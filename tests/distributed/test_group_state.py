@@ -1,5 +1,5 @@
-"""What groups keep between calls: programs of calls whose shapes, ranks and groups change, ranks that leave, calls that
-break off while other ranks read, and collectors and forks that meet a lock."""
+"""State that groups keep between calls: programs of calls whose shapes, ranks and groups change, ranks that leave,
+calls that break off while other ranks read, and garbage collections and forks while a lock is held."""
 
 import gc
 import itertools
@@ -21,7 +21,7 @@ needs_cuda = pytest.mark.skipif(bool(NO_CUDA) or torch is None, reason=NO_CUDA o
 
 
 class Program:
-    """Random calls, the same on every rank: each a function of the group that returns what is wrong."""
+    """Random calls, the same on every rank. Each is a function of the group, and returns a text about what is wrong."""
 
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
@@ -91,7 +91,7 @@ class Program:
         return lambda group: group.reserve(size * (group.rank + 1)) or []
 
     def refused(self):
-        """Arguments that are wrong on one rank, or calls that differ."""
+        """A call with arguments that are wrong on one rank, or that differ between ranks."""
         wrong = self.choose({"softmax_scale": "x"}, {"softcap": 0.5}, {"kernel": "none"}, {"merge": True})
         which = int(self.rng.integers(8))
 
@@ -114,8 +114,8 @@ class Program:
 
 
 def run_program(seed: int, size: int, steps: int) -> list[str]:
-    """On ranks that are members of a group of all, of one of some, and of one of each; calls and groups take turns,
-    calls come back, and all groups are closed and made again in between."""
+    """Runs a program on ranks that belong to a group of all ranks, to a group of some, and to a group of one. Calls and
+    groups take turns, calls are repeated, and all groups are closed and made again in between."""
     program = Program(seed)
     calls = program.calls(steps)
     order = [(int(program.rng.integers(3)), calls[program.rng.integers(len(calls))]) for _ in range(2 * steps)]
@@ -178,8 +178,8 @@ def test_ranks_that_call_different_functions(two, reserved):
 
 
 def test_a_call_that_breaks_off_returns_after_the_others_have_read():
-    """Rank 0 sees few keys and waits for the others, which read its arrays, when the group is aborted. Its caller may
-    free these arrays as soon as the call returns."""
+    """Rank 0 sees few keys. When the group is aborted, it waits for the other ranks, which read its arrays. The caller
+    may free these arrays as soon as the call returns."""
     groups, ended = new_groups(4), [0.0] * 4
     rows = np.ones((1, 1500, 8, 64), np.float32)
 
@@ -201,7 +201,7 @@ def test_a_call_that_breaks_off_returns_after_the_others_have_read():
 @needs_cuda
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_of_a_call_that_broke_off_on_a_gpu(mode):
-    """What is given back in the order of the caller's stream is not written any more by the group's own streams."""
+    """After memory is given back in the order of the caller's stream, the group's own streams do not write to it."""
     for i in range(20):
         groups = new_groups(2, CUDA)
 
@@ -231,7 +231,7 @@ def test_memory_of_a_call_that_broke_off_on_a_gpu(mode):
 @needs_cuda
 @pytest.mark.parametrize("refused", [False, True])
 def test_calls_on_several_streams_of_a_gpu(refused):
-    """The next call's part does not lie in the group's memory before other ranks have read that of the last one."""
+    """A call does not write its data into the group's memory before other ranks have read the data of the last call."""
     groups = new_groups(2, CUDA)
     cache = torch.randn((2, 1, 64, 4, 64), dtype=torch.bfloat16)
     queries = torch.randn((6, 1, 1, 8, 64), dtype=torch.bfloat16) * 4
@@ -255,7 +255,7 @@ def test_calls_on_several_streams_of_a_gpu(refused):
                     with pytest.raises(fa.BadArgument, match="softcap"):
                         fad.decode(group, -q, k, v, softcap=float(group.rank))
             with torch.cuda.stream(streams[(i + 1) % 2 if group.rank == 0 else 0]):
-                torch.cuda._sleep(60_000_000 * group.rank)  # in which the other rank's host makes all its calls
+                torch.cuda._sleep(60_000_000 * group.rank)  # meanwhile the other rank's host makes all its calls
                 outs.append(fad.decode(group, q, k, v))
         torch.cuda.synchronize(device)
         return [out.cpu() for out in outs]
@@ -270,7 +270,7 @@ def test_calls_on_several_streams_of_a_gpu(refused):
 @needs_cuda
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_that_are_closed_while_a_gpu_works(mode):
-    """Nothing that a rank's GPU reads goes away before it has read."""
+    """No memory that a rank's GPU reads is freed before it has been read."""
     rows = torch.randn((1, 4096, 8, 128), dtype=torch.bfloat16)
     wanted = fa.flash_attn_func(*[rows.to("cuda:0")] * 3, causal=True).cpu()
     for late in (0, 1):
@@ -323,7 +323,7 @@ def test_ranks_that_close_at_once_after_the_last_call():
 
 
 def test_a_timeout_ends_where_all_cores_are_busy():
-    """A thread that waits gives its core to others, which keep it for milliseconds."""
+    """A waiting thread gives its core to other threads, which keep it for milliseconds."""
     groups, rows, stop = new_groups(2, timeout=0.3), np.ones((1, 600, 4, 64), np.float32), threading.Event()
 
     def work():
@@ -353,7 +353,7 @@ def test_a_timeout_ends_where_all_cores_are_busy():
 @pytest.mark.parametrize("name", ["mask", "bias"])
 @pytest.mark.parametrize("mode", ["auto", "gather", "ulysses"])
 def test_rows_of_a_mask_are_not_taken_for_one_that_all_share(mode, name, layout, tokens):
-    """Four ranks with a row each, or two: the axis of one row is a rank's own."""
+    """Four ranks, or two, with one row each: an axis with one row holds the rank's own row."""
     rng, groups = np.random.default_rng(0), new_groups(4)
     q, k, v = (rng.standard_normal((1, n, 4, 8), dtype=np.float32) for n in (tokens, 8, 8))
     scores = rng.standard_normal((1, 1, tokens, 8), dtype=np.float32)
@@ -379,7 +379,7 @@ def test_rows_of_a_mask_are_not_taken_for_one_that_all_share(mode, name, layout,
 
 
 def within(seconds: float, function) -> None:
-    """Calls it on a thread, and fails where it does not end."""
+    """Calls function on a thread, and fails if it does not end in time."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -388,7 +388,7 @@ def within(seconds: float, function) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_collector_that_drops_a_group_while_another_is_closed(first, monkeypatch):
-    """A collector may run at any allocation, also where the crew counts its ranks."""
+    """A garbage collection may run at any allocation, also while the crew counts its ranks."""
     groups, left = new_groups(2), []
 
     class Handles(list):
@@ -422,7 +422,8 @@ def test_a_call_cannot_close_its_own_group():
 
 @pytest.mark.parametrize("call", [attend, lambda group: group.close()], ids=["attend", "close"])
 def test_a_signal_whose_handler_closes_the_group(call):
-    """It may come behind any instruction of a call or of `close`: here where either has the turn and nothing more."""
+    """The signal may come after any instruction of a call or of `close`. Here it comes when one of them has just taken
+    the turn."""
     (group,) = new_groups(1)
     ended = []
 
@@ -459,7 +460,7 @@ def test_a_signal_whose_handler_closes_the_group(call):
 
 
 def test_a_fork_while_another_thread_calls():
-    """The child closes its copy without the locks of threads that it does not have."""
+    """The child closes its copy without waiting for locks of threads that exist only in the parent."""
     groups, done = new_groups(2), threading.Event()
     first = threading.Thread(target=lambda: (attend(groups[0]), done.set()))
     first.start()

@@ -1,4 +1,4 @@
-"""Groups: how they are made and ended, and what goes wrong with ranks: a clear error or the right answer, and never a
+"""Groups: how they are made and ended, and faults of ranks, which give a clear error or the right answer, and never a
 hang."""
 
 import gc
@@ -309,7 +309,7 @@ def test_two_groups_at_once():
 
 
 def test_a_rank_that_closes_while_another_calls():
-    """What ranks say at the end of a group is not taken for a call."""
+    """The messages of ranks at the end of a group are not taken for a call."""
     groups = []
     barrier, slots = threading.Barrier(2), [b"", b""]
 
@@ -363,7 +363,7 @@ def test_reserve_on_one_rank_alone():
 
 
 def test_repeated_calls_take_what_differs():
-    """Other arrays, other options, and numbers that are equal but not alike."""
+    """Repeated calls with other arrays, other options, and numbers that are equal but of different types."""
     rng = np.random.default_rng(1)
     groups = new_groups(2)
     arrays = rng.standard_normal((4, 3, 1, 8, 2, 16), dtype=np.float32)

@@ -32,7 +32,7 @@ def test_cases_on_the_cpu(which):
 
 
 def test_cases_on_gpus():
-    """Those that need no more GPUs than there are."""
+    """Runs the cases for which there are enough GPUs."""
     if "gpu" not in jax_platforms() or len(jax.devices("gpu")) < 2:
         pytest.skip("fewer than two GPUs for the library and JAX")
     run({})

@@ -1,4 +1,4 @@
-"""Which rank holds which tokens: every token once, arrays cut and joined, and what is refused."""
+"""The distribution of tokens over ranks: every token is on one rank; arrays are cut and joined; refusals."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Groups that an NCCL communicator connects: two GPUs or more, a thread for each. NCCL comes from PyTorch's wheels."""
+"""Groups over an NCCL communicator: two GPUs or more, a thread for each. NCCL comes from PyTorch's wheels."""
 
 import ctypes as ct
 import threading

@@ -1,6 +1,7 @@
-"""GPUs that come late, inputs that change at once: transfers wait for what they read, and nothing is read too late.
+"""GPUs that come late, and inputs that change right after a call: transfers wait for the data that they read, and
+nothing is read too late.
 
-The messages are of all sizes, so that kernels and copy engines make them; each piece of heads has a stream of its own.
+Messages have many sizes, so that both kernels and copy engines transfer them. Each piece of heads has its own stream.
 """
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_ranks_out_of_step(pieces, heads, size, mode):
                 for x, y in zip(given, mine[i % 2], strict=True):
                     x.copy_(y)
                 found = call(*given)
-                for x in given:  # as soon as the stream comes here, other ranks must have read them
+                for x in given:  # when the stream arrives here, other ranks must have read them
                     x.fill_(float("nan"))
                 same.append(torch.stack([(x == y).all() for x, y in zip(found, right[i % 2], strict=True)]))
             for i, each in enumerate(torch.stack(same).tolist()):

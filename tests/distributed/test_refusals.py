@@ -234,7 +234,7 @@ def test_refusals_of_backward(wrong, text):
 
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 def test_results_that_overlap_inputs_are_refused_before_anything_is_written(mode):
-    """Other ranks may still read the inputs. A kernel would not see it: it works on copies."""
+    """Other ranks may still read the inputs. A kernel would not notice the overlap, because it works on copies."""
     groups = shared_groups(2)
     buffers = np.random.default_rng(0).standard_normal((2, 4, 1, 5, 2, 16), dtype=np.float32)
     before = buffers.copy()

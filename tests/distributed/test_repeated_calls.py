@@ -1,5 +1,6 @@
-"""Calls like ones before whose workspace is another one: lengths given as numbers, alignment and the environment decide
-about it, too. The library is told what there is, never more, and a call that needs more gets it on every rank."""
+"""Repeated calls whose workspace differs from that of the earlier calls, because it also depends on lengths given as
+numbers, on alignment and on the environment. The library is never told of more workspace than there is, and a call that
+needs more gets it on every rank."""
 
 import threading
 
@@ -19,7 +20,8 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture
 def workspaces(monkeypatch):
-    """Bytes told and bytes there, of every workspace. Those of a GPU are made on the CPU too, by the arrays' door."""
+    """(bytes told, bytes there) of every workspace. Workspaces on a CPU, too, are made through the arrays' framework,
+    as on a GPU."""
     seen, make, put = [], _prepared.Prepared.__init__, _prepared.Prepared._put_workspace
 
     def made(self, *args):
@@ -97,7 +99,7 @@ def test_the_environment_changes_between_calls(mode, variable, on_gpu, monkeypat
 
 
 def test_a_rank_without_memory_for_the_larger_workspace(workspaces, monkeypatch):
-    """It tells the others, which have made theirs, and the group goes on."""
+    """The rank tells the other ranks, which have made their workspaces, and the group stays usable."""
     cache, q = np.ones((1, 6000, 2, 16), np.float32), np.ones((1, 1, 8, 16), np.float32)
     groups, empty, full = new_groups(2), NUMPY.empty, False
 
@@ -126,12 +128,12 @@ def test_a_rank_without_memory_for_the_larger_workspace(workspaces, monkeypatch)
     check(workspaces)
 
 
-# ---- workspaces of exactly the size that is told ----
+# ---- workspaces of exactly the size that the library is told ----
 
 
 @pytest.fixture
 def guards(monkeypatch):
-    """What stands behind the workspaces of all calls."""
+    """The guards after the workspaces of all calls."""
     kept = []
 
     def scratch(self, size):
@@ -146,7 +148,7 @@ def guards(monkeypatch):
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "flat"])
 def test_nothing_behind_a_workspace_is_written(layout, mode, guards, monkeypatch):
-    """Lengths that grow and shrink, on as many threads as the environment says."""
+    """Lengths that grow and shrink, with the number of threads set by the environment."""
     groups = new_groups(3)
     rng = np.random.default_rng(1)
     cases = []

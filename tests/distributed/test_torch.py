@@ -71,7 +71,7 @@ def close(got, want, tolerance=2e-5):
 
 
 def part_of(group, layout, varlen):
-    """A function that gives the rank's part of an array of all tokens."""
+    """A function that returns the rank's part of an array of all tokens."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     return lambda x, axis=None: distributed.shard(x, layout, rank, size, LENGTHS if varlen else None, axis)
 
@@ -138,13 +138,13 @@ def options():
     for mode in MODES:
         agrees(group, mode=mode, sinks=sinks, alibi_slopes=slopes)
         agrees(group, mode=mode, sinks=sinks, varlen=True, causal=True)
-    agrees(group, bias=normal(1, HEADS, 30, 30))  # rows of its own on each rank
+    agrees(group, bias=normal(1, HEADS, 30, 30))  # each rank has its own rows
     agrees(group, bias=normal(2, 1, 1, 30))  # shared by the ranks
     agrees(group, mask=normal(2, 1, 30, 30) > -0.5)
 
 
 def on_gpus(ranks):
-    """Ranks share GPUs where there are fewer."""
+    """Ranks share GPUs if there are fewer GPUs than ranks."""
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     device, group = f"cuda:{torch.cuda.current_device()}", subgroup(*ranks)
     sinks, compiled = normal(HEADS), torch.compile(across.context_parallel_attention, fullgraph=True)
@@ -180,7 +180,7 @@ def gather(mine):
 
 
 def mesh_of_two_by_two():
-    """Two groups of each process at once, one across the other, in one graph."""
+    """Each process belongs to two groups, a row and a column of a mesh, and uses both in one graph."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for name in ("a", "b"):
         agrees(mesh[name].get_group(), causal=True)
@@ -262,7 +262,7 @@ def autocast():
 
 
 def backward_on_another_thread():
-    """Autograd does so for GPUs."""
+    """Runs the backward pass on another thread, as autograd does for GPUs."""
     group = subgroup(0, 1)
     if dist.get_rank(group) < 0:
         return
@@ -289,7 +289,8 @@ def torch_s_own_sharding():
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
     F = torch.nn.functional
     original = F.scaled_dot_product_attention
-    # Head and tail chunks; no multiple of 4, so contiguous ones, which older releases of PyTorch refuse.
+    # PyTorch's head and tail chunks; lengths that are no multiple of 4 have contiguous chunks, which older PyTorch
+    # refuses.
     for length in (24, 22) if torch.__version__ >= torch.torch_version.TorchVersion("2.12") else (24,):
         q, k, v = (normal(2, heads, length, DIM, seed=i) for i, heads in enumerate((4, 2, 2)))
         mask = normal(2, 1, length, length) > -0.5
@@ -318,7 +319,7 @@ def torch_s_own_sharding():
 
 
 def errors():
-    """What is wrong on one rank is raised on both, at once, and the group goes on."""
+    """An error on one rank is raised on both ranks at once, and the group stays usable."""
     group = subgroup(0, 1)
     rank = dist.get_rank(group)
     if rank < 0:
@@ -377,7 +378,7 @@ def lost():
 
 
 def groups_are_made_again():
-    """After close_groups the next call makes its group afresh."""
+    """After close_groups the next call makes a new group."""
     before = across.group_of()
     across.close_groups()
     agrees(None)
@@ -421,7 +422,7 @@ def test_on_gpus(crew, ranks):
     not (CUDA_DEVICES and torch.cuda.is_available()), reason="no CUDA device for the library and PyTorch"
 )
 def test_ranks_that_are_threads_of_one_gpu():
-    """Autograd has one thread for each GPU, in which the ranks would wait for each other."""
+    """Autograd has only one thread for each GPU, in which ranks would wait for each other."""
     q, k, v = (x.cuda() for x in inputs(False))
 
     def rank(group):
@@ -465,7 +466,7 @@ def test_a_rank_that_raises_tells_the_others(tmp_path):
 
 
 def test_training_over_ranks_has_the_losses_of_one(tmp_path):
-    """The example compares them; 25 tokens on two ranks are rows of unequal number."""
+    """The example itself compares the losses. 25 tokens on two ranks give unequal numbers of rows."""
     for module in ("rich", "matplotlib"):
         pytest.importorskip(module)
     example = ROOT / "examples/context_parallel/train.py"

@@ -1,4 +1,5 @@
-"""Processes that stay and run functions together, as ranks of PyTorch over gloo: to start one takes seconds."""
+"""Processes that run many functions together, as ranks of PyTorch over gloo. They are kept, because starting one takes
+seconds."""
 
 import queue
 import traceback

@@ -17,7 +17,7 @@ needs_gpu = pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
 
 
 def run(script, *arguments, returns=0, **environment):
-    """What the script says on standard output, or of its refusal on standard error."""
+    """Runs a script. Returns its standard output, or the standard error of a refusal."""
     command = [sys.executable, EXAMPLES / script, *arguments]
     done = subprocess.run(command, text=True, capture_output=True, timeout=300, env={**os.environ, **environment})
     assert done.returncode == returns, done.stderr
@@ -25,7 +25,7 @@ def run(script, *arguments, returns=0, **environment):
 
 
 def check_training(said, names, least, apart):
-    """Both runs fall from the same loss to the same loss."""
+    """Checks that both runs start and end with the same loss, and that the loss falls."""
     losses = re.findall(r"(\w+) +loss ([\d.]+) -> ([\d.]+)", said)
     assert [name for name, _, _ in losses] == names
     assert all(float(last) < least < 3 < float(first) for _, first, last in losses)
@@ -98,7 +98,7 @@ def test_numba_on_the_cpu():
 
 
 def test_numba_in_its_simulator():
-    """The CUDA part of the script, run by Numba in Python: its device arrays are then on the host."""
+    """Numba's simulator runs the CUDA part of the script in Python, with device arrays on the host."""
     pytest.importorskip("numba")
     small = ["--batch", "1", "--rows", "6", "--heads", "2", "--dim", "8"]
     assert run("numba_arrays.py", "--device", "cuda", *small, NUMBA_ENABLE_CUDASIM="1").startswith(
@@ -115,7 +115,7 @@ def test_numba_on_a_gpu():
 
 
 def _on_gpu(framework):
-    """Whether the framework finds a GPU in a process of its own."""
+    """Whether the framework finds a GPU; asked in a separate process."""
     code = {
         "jax": "import jax; print(jax.default_backend() == 'gpu')",
         "numba": "from numba import cuda; print(cuda.is_available())",
@@ -128,7 +128,7 @@ def _on_gpu(framework):
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    """What `cmake --install` makes, with the library that is tested: nothing is compiled for it."""
+    """A folder made by `cmake --install` with the library that is tested. Nothing is compiled for it."""
     if shutil.which("cmake") is None or shutil.which("ninja") is None:
         pytest.skip("no CMake or no Ninja on PATH")
     build, folder = tmp_path_factory.mktemp("build"), tmp_path_factory.mktemp("prefix")
@@ -206,7 +206,7 @@ def test_cmake_lines_of_the_install_page_are_those_of_the_example():
 
 
 def test_the_index_names_every_example():
-    """And each begins with the command that its line has."""
+    """The index names every example, and each example's first lines have the command of its line in the index."""
     page = (EXAMPLES / "README.md").read_text()
     scripts = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.*") if path.suffix in (".py", ".c")}
     named = set(re.findall(r"(?:examples/|\]\()([\w/]+\.(?:py|c))\b", page))

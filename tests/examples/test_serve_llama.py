@@ -1,4 +1,5 @@
-"""The Llama server of examples/, asked by OpenAI's own client: the texts are the engine's, whatever the company."""
+"""The Llama server of examples/, used through OpenAI's client: texts equal those of the engine, whatever other requests
+run at the same time."""
 
 import asyncio
 import importlib.util
@@ -29,7 +30,7 @@ httpx = pytest.importorskip("httpx")  # which openai brings
 for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package)
 
-# A context so long that no test sees its end: only a client that goes away frees the slot of such a text.
+# A context so long that no test reaches its end: only a client that disconnects frees the slot of such a text.
 ENDLESS = 1 << 18
 CONFIG = Config(dim=32, hidden_dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=1024, seq_len=ENDLESS)
 SLOTS = 2
@@ -46,7 +47,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    """The address of a server that runs as a user's would."""
+    """The address of a server that is started as a user would start it."""
     command = [sys.executable, ROOT / "examples/serve_llama.py", checkpoint, "--slots", str(SLOTS), "--port", "0"]
     process = subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True)
     said = ""
@@ -74,7 +75,8 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """(prompt, new tokens) -> the greedy text and how many tokens it has, from an engine that writes nothing else."""
+    """A function of (prompt, new tokens) that returns the greedy text and its number of tokens, from an engine that
+    writes nothing else."""
     opened = load_checkpoint(checkpoint)
     model, tokenizer = Llama(opened, open_device("cpu")), find_tokenizer(opened)
 
@@ -167,7 +169,7 @@ def test_a_stop_is_where_the_text_ends(client, alone, stream):
 
 
 def test_clients_that_go_away_free_their_slots(client, alone):
-    """Every slot is taken by a text without an end, and more wait in line; then all their clients leave."""
+    """Endless texts take every slot, and more wait in line. Then all their clients disconnect."""
     endless = {"model": "tiny", "prompt": "One day", "max_tokens": ENDLESS - 100, "temperature": 0}
     for _ in range(2):
         streams = [client.completions.create(**endless, stream=True) for _ in range(SLOTS)]
@@ -239,7 +241,7 @@ def test_what_no_client_sends_is_refused_too(server, path, body, message):
     assert refused.value.code == (413 if len(body) > 4 << 20 else 404 if "chat" in path else 400)
 
 
-# What OpenAI's page lists for /v1/completions as optional, and clients send as null or as what asks for nothing.
+# Optional fields of /v1/completions in OpenAI's reference, with the values by which clients ask for nothing.
 OPTIONAL = {
     "best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "max_tokens": 16, "n": 1,
     "presence_penalty": 0.0, "prompt": "", "seed": 3, "stop": [], "stream": False, "stream_options": {}, "suffix": "",
@@ -290,7 +292,7 @@ def writer(serve, checkpoint):
 
 
 def visit(serve, writer, ask):
-    """Runs ask(client), a client of the writer's application without a network."""
+    """Runs ask(client) with a client that is connected to the writer's application without a network."""
 
     async def run():
         transport = httpx.ASGITransport(serve.make_app(writer))
@@ -301,7 +303,7 @@ def visit(serve, writer, ask):
 
 
 def fail(writer, prompt, error):
-    """The pass over this prompt raises the error."""
+    """Makes the pass over this prompt raise the error."""
     ids, forward = writer.tokenizer.encode(prompt), writer.engine.model.forward
 
     def failing(rows, cache):
@@ -380,7 +382,7 @@ def test_a_text_that_cannot_be_decoded_ends_alone(serve, writer, alone):
 
 
 def test_a_nan_ends_one_stream(serve, writer):
-    """While the other's client is slow, and finds its whole text later."""
+    """The other client is slow meanwhile, and finds its whole text later."""
     model, first = writer.engine.model, [writer.tokenizer.encode(prompt) for prompt in ("Why?", "the sea")]
     model.embedding = np.array(model.embedding)  # no tied weights here: only what reads this token is NaN
     jobs = [[(ids, 10, Sampling(1.5, seed=number), frozenset())] for number, ids in enumerate(first)]
@@ -407,7 +409,7 @@ def test_a_nan_ends_one_stream(serve, writer):
 
 
 def test_a_client_that_goes_away_while_its_text_is_added(serve, writer):
-    """What it asked for is taken by the engine all the same, and ended."""
+    """The engine still takes the client's requests, and ends them."""
     started, go_on, add = threading.Event(), threading.Event(), writer.engine.add
 
     def slow(*job):
@@ -431,7 +433,7 @@ def test_a_client_that_goes_away_while_its_text_is_added(serve, writer):
 
 
 def test_those_in_line_are_left_alone(serve, writer, alone, monkeypatch):
-    """The steps of others do not wake them, so their number does not slow the texts that are written."""
+    """Steps do not wake requests that wait in line, so their number does not slow the texts that are being written."""
     looks, news = [], serve.Text.news
     monkeypatch.setattr(serve.Text, "news", lambda text: looks.append(text) or news(text))
     asked = {"model": "tiny", "prompt": "the sea", "max_tokens": 8, "temperature": 0}
@@ -495,7 +497,7 @@ def test_a_client_that_leaves_the_line_gets_no_slot(serve, writer):
 
 
 def test_long_prompts_hold_nobody_up(serve, writer, alone, monkeypatch):
-    """Their tokens are sought in another thread, here for as long as it takes to serve everybody else."""
+    """Long prompts are encoded in another thread, which here takes as long as all other clients need."""
     done, encode = threading.Event(), writer.tokenizer.encode
 
     def slow(text):

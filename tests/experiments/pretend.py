@@ -1,5 +1,5 @@
-"""A machine that says that it is a GPU and computes in NumPy, and a library of variants whose kernels are the CPU's:
-the GPU's half of the experiments runs on any machine."""
+"""A machine that pretends to be a GPU and computes in NumPy, and a library of variants that run the CPU's kernels. With
+them the GPU part of the experiments runs on any machine."""
 
 import shutil
 import subprocess

@@ -18,7 +18,7 @@ CPU = ("--device", "cpu", "--framework", "numpy", "--quick")
 
 
 def run(folder, *argv, code=0):
-    """Runs the command; the checked JSON and the text of the page."""
+    """Runs the command. Returns the checked JSON and the text of the page."""
     assert experiments.main([*argv, "--output", str(folder)]) == code
     name = argv[0]
     data = json.loads((folder / f"{name}.json").read_text())

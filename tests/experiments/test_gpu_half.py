@@ -1,4 +1,4 @@
-"""The half of the experiments that needs a GPU, on a machine that only pretends to be one, and on made-up rows."""
+"""The part of the experiments that needs a GPU, on a machine that pretends to have one, and with made-up rows."""
 
 import json
 import random
@@ -33,7 +33,7 @@ KERNELS = [
 
 
 def small(monkeypatch, module):
-    """Shapes that a CPU computes in no time."""
+    """Makes the shapes of a module so small that a CPU computes them quickly."""
 
     def shape(batch, seqlen, nheads, nheads_k, headdim, *rest, **more):
         return Shape(1, min(seqlen, 96), 2, 2, headdim, *rest, **more)
@@ -294,7 +294,7 @@ def test_pages_of_a_gpu(tmp_path, name):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_run_cut_off_at_once_has_a_page(tmp_path, name):
-    """No rows at all, and each single row of the made-up ones; pictures of the first and the last."""
+    """A page without rows, and pages with each single made-up row; pictures for the first and the last row."""
     rows = ROWS.get(name, [])
     for row in rows:
         assert "## Question" in report.page(made_up(name, [row]), [])
@@ -306,7 +306,7 @@ def test_a_run_cut_off_at_once_has_a_page(tmp_path, name):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_damaged_results_are_refused_or_read(tmp_path, name):
-    """Whatever a file holds, it is a result or the error names it."""
+    """Any file is read as a result, or is refused with an error that names it."""
     rng, file = random.Random(name), tmp_path / "result.json"
     whole = json.dumps(made_up(name, ROWS[name])).encode()
     refused = 0

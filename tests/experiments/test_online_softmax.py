@@ -1,4 +1,4 @@
-"""The counts of the running maximum against a loop over rows, and against what chance gives."""
+"""The counts of the running maximum against a loop over rows, and against their probabilities."""
 
 import numpy as np
 import pytest

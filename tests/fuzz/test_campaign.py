@@ -1,4 +1,5 @@
-"""The fuzz campaign: random calls of every function, what its watchdog and its judges notice, and its command."""
+"""The fuzz campaign: random calls of every function, planted faults that its watchdog and judges must notice, and its
+command."""
 
 import itertools
 import json
@@ -64,7 +65,7 @@ def test_a_kernel_by_name_gets_calls_that_it_serves():
     assert {spec["function"] for spec in specs} >= {"flash_attn_func", "flash_attn_with_kvcache", "backward"}
 
 
-# ---- what it notices ----
+# ---- faults that it must notice ----
 
 SPEC = {"function": "flash_attn_func", "batch": 2, "seqlen_q": 9, "seqlen_k": 17, "group": 2, "out": True, "seed": 3}
 
@@ -75,7 +76,7 @@ def sabotage(monkeypatch, change, name="flash_attn_func"):
 
 
 def beyond(array, elements):
-    """The memory so many elements behind the end of a contiguous array."""
+    """The memory `elements` elements after the end of a contiguous array."""
     return np.lib.stride_tricks.as_strided(array.reshape(-1)[-1:], (elements + 1,))[elements:]
 
 
@@ -92,7 +93,7 @@ ACROSS = {
 
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 def test_a_wrong_row_of_one_rank_is_noticed(monkeypatch, mode):
-    """A number in it, and bytes behind its array."""
+    """A wrong number in the row, and bytes written after its array."""
     spec = ACROSS | {"function": "distributed_forward", "kernel": mode}
     assert run(spec, arrays.Numpy()) == function.Outcome(function.PASSED, mode)
     true = distributed.forward
@@ -256,7 +257,7 @@ def test_numbers_are_stored_as_ml_dtypes_does(dtype):
 
 
 def test_layouts_place_every_element_apart():
-    """Random layouts: no two elements share memory but along repeated axes, and all of it belongs to the array."""
+    """Random layouts: elements share memory only along repeated axes, and all of it belongs to the array."""
     draw, backend = Draw(np.random.default_rng(0)), arrays.Numpy()
     for _ in range(200):
         shape = tuple(draw.size(5) for _ in range(1 + draw.below(4)))
@@ -292,7 +293,7 @@ def test_shrinking_keeps_what_matters():
 
 
 def test_every_smaller_case_is_a_call():
-    """What shrinking tries is made and judged like any other."""
+    """Every case that shrinking tries can be made and judged like any other case."""
     world = World(arrays.Numpy())
     for number in range(EXAMPLES // 2):
         spec = generate(SEED, number, world)
@@ -376,7 +377,7 @@ def test_workers_that_do_not_start(tmp_path, monkeypatch):
 
 
 def test_a_finding_is_made_smaller_in_a_process_of_its_own():
-    """One that is no finding alone stays as it is."""
+    """A case that does not fail alone is left as it is."""
     result = report.Report({"device": "cpu", "seed": 0})
     shrinker = campaign.Shrinker({"device": "cpu", "seed": 0}, 30, time.monotonic() + 60)
     finding = result.add(4, SPEC, {"kind": function.WRONG, "kernel": "", "message": "", "dtype": "", "function": ""})
@@ -505,7 +506,7 @@ def test_a_broken_case_says_what_broke(monkeypatch):
 
 
 def test_a_number_takes_the_place_of_an_array():
-    """cache_leftpad is an int32 array; an option of its name is the fault, and comes instead of the array."""
+    """cache_leftpad is an int32 array. The fault is an option of this name, which replaces the array."""
     spec = {"function": "flash_attn_with_kvcache", "headdim": 8, "leftpad": True, "seed": 1}
     for kernel in (None, "cpu_naive"):
         outcome = reproduce({**spec, "kernel": kernel, "mutation": ["option", "cache_leftpad", 0]})

@@ -1,4 +1,4 @@
-"""Every kernel as the first call of a fresh process, on every way there is to make it: tests/first_calls.py."""
+"""Every kernel as the first call of a new process, in every way to make a call: tests/first_calls.py."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Damaged files for every reader of files: a short campaign, and one that hypothesis drives and shortens.
+"""Damaged files for every reader of files: a short campaign, and one that hypothesis drives and shrinks.
 
 FLASH_ATTN_TEST_SEED=n repeats a run, FLASH_ATTN_TEST_EXAMPLES=n makes it longer. The long campaign:
 `python -m flash_attn_minimal.fuzz.readers --cases 100000`; guided by coverage: tests/fuzz/atheris_readers.py.
@@ -65,8 +65,8 @@ def test_a_case_is_repeated_by_its_number(workshop):
 
 
 def test_what_a_campaign_calls_a_failure(workshop, monkeypatch):
-    """The engine notices: an error of another kind, one without the file's name, and what ends Python itself is not
-    held back."""
+    """The campaign reports an error of another kind, and one without the file's name. It does not catch exceptions that
+    end Python."""
 
     def outcome(error):
         def read(path):

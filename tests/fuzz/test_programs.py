@@ -1,4 +1,4 @@
-"""Programs of calls: what the campaign notices when one call meets what another has left, and its command."""
+"""Programs of calls: faults that the campaign must notice when one call affects another, and its command."""
 
 import json
 import os
@@ -102,12 +102,12 @@ APPENDED = {
 }  # fmt: skip
 KERNEL = "FLASH_ATTN_BACKWARD_KERNEL"
 FAILED = {
-    # The size of a workspace was kept with the call, and another kernel takes more.
+    # The size of a workspace was kept with the call, but another kernel needs more.
     "another kernel across ranks": [
         {"env": {KERNEL: "cpu_naive"}}, {"spec": {**ACROSS, "seed": 1}}, {"env": {KERNEL: "cpu_portable"}},
         {"spec": {**ACROSS, "seed": 2}},
     ],
-    # A call like those before was made inside a recording, and not recorded.
+    # A repeated call was made inside a recording, and was not recorded.
     "a recording of a call like those before": [
         *({"spec": {**APPENDED, "lengths": [n], "seed": n}, "session": 0} for n in range(3)),
         {"spec": {**APPENDED, "lengths": [3], "seed": 3}, "session": 0, "way": "record"},
@@ -128,7 +128,7 @@ def test_programs_that_failed(name, framework):
 
 
 def test_the_contents_of_a_workspace_are_no_answer(judge):
-    """Its own workspace is drawn for a call that then gets another, among guards."""
+    """A workspace is drawn for a call that then gets a different workspace, between guards."""
     spec = {"function": "linear (4 bits)", "format": "int4", "k": 256, "n": 64, "lead": [40], "workspace": True}
     outcome = judge.outcome({"function": "program", "steps": [{"spec": spec, "way": "exact"}]})
     assert outcome.fine, outcome
@@ -163,7 +163,7 @@ def test_gradients_of_a_forward_pass_in_tf32():
 
 
 def test_rows_of_no_sequence_beside_a_dout_that_repeats():
-    """They are set to 0, which would be every row where dout has one row for all."""
+    """Rows of no sequence are set to 0. If dout has one row for all rows, that would set every row to 0."""
     known = steps.functions()["autograd backward"]
     spec = {"function": known.name, "lens": [[4, 5], [3, 3]], "extra": [2, 0], "seed": 1}
     assert not known.values(spec)["dout"][7:].any()
@@ -172,7 +172,7 @@ def test_rows_of_no_sequence_beside_a_dout_that_repeats():
 
 
 def test_wrong_calls_are_not_begun_and_ended_later():
-    """Their forward pass may be right, and what is wrong comes with the gradients."""
+    """The forward pass of a wrong call may be right, and its fault may only show in the gradients."""
     world = World(Places("cpu").backend)
     for number in range(200):
         for step in generate(SEED, number, world)["steps"]:
@@ -180,7 +180,7 @@ def test_wrong_calls_are_not_begun_and_ended_later():
 
 
 def test_errors_that_name_an_address():
-    """A workspace that a query does not know yet is no address."""
+    """A workspace that does not exist yet has no address in a query's error."""
     prepared = prepare({"spec": {"function": "flash_attn_func", "seed": 1}}, {})
     said = "Unsupported: q of 33 columns, data={}, strides (198, 33)"
     assert (
@@ -197,7 +197,7 @@ def test_errors_that_name_an_address():
 
 @pytest.mark.skipif(NO_CUDA != "" or torch is None, reason=NO_CUDA or "no PyTorch here")
 def test_a_replay_of_what_was_refused():
-    """The call was refused under the variables of the recording, and there is nothing to replay under those of now."""
+    """The call was refused under the variables of the recording, so there is nothing to replay under the new ones."""
     spec = {"function": "flash_attn_func", "dtype": "bfloat16", "headdim": 64, "seed": 1}
     program = [
         {"env": {"FLASH_ATTN_KERNEL": "mla_sm90"}},
@@ -209,7 +209,8 @@ def test_a_replay_of_what_was_refused():
 
 @pytest.mark.skipif(NO_CUDA != "" or torch is None, reason=NO_CUDA or "no PyTorch here")
 def test_no_stream_of_a_thread_is_captured():
-    """PyTorch gives its 32 streams out in turn. What a thread does on a stream that is captured goes into the graph."""
+    """PyTorch gives out its 32 streams in turn. Work of a thread on a stream that is being captured goes into the
+    graph."""
     place = Places("cuda", "torch")[0]
     before, threads = place.upload(np.arange(64, dtype=np.uint8)), set()
     for thread in (1, 2, 3):
@@ -247,7 +248,7 @@ def test_the_memory_of_past_graphs_is_given_back(monkeypatch):
 
 
 def test_a_repeat_whose_key_lacks_an_option(monkeypatch, judge):
-    """causal and softmax_scale are left out of what decides whether a call is like one before."""
+    """causal and softmax_scale are left out of the key that decides whether a call repeats an earlier one."""
     find = _repeat.Repeats.find
 
     def finds(self, given, arrays, values, window_size, *more):
@@ -263,7 +264,7 @@ def test_a_repeat_whose_key_lacks_an_option(monkeypatch, judge):
 
 
 def test_grants_that_another_thread_lowers(monkeypatch, judge):
-    """What a function of a GPU is granted belongs to all threads; who remembers it for one thread meets less."""
+    """Shared memory granted to a GPU function is state of all threads. Code that remembers it per thread finds less."""
     run, granted, grant = _record.run, threading.local(), [0]
 
     def launch(lib, name, args, stream, views):
@@ -282,7 +283,7 @@ def test_grants_that_another_thread_lowers(monkeypatch, judge):
 
 
 def test_a_workspace_of_the_size_of_an_earlier_call(monkeypatch, judge):
-    """The query is asked once, and its answer is kept for calls of other sizes."""
+    """The query is made once, and its answer is used for calls of other sizes."""
     with_workspace, known = _launch._with_workspace, {}
 
     def keeps(args, views, launch, query):
@@ -301,7 +302,7 @@ def test_a_workspace_of_the_size_of_an_earlier_call(monkeypatch, judge):
 
 
 def test_a_write_behind_a_workspace(monkeypatch, judge):
-    """One byte more than the query tells."""
+    """Writes one byte more than the size that the query returns."""
     import ctypes
 
     for name in ("fa_attention_forward", "fa_kvcache_attention"):
@@ -321,7 +322,8 @@ def test_a_write_behind_a_workspace(monkeypatch, judge):
 
 
 def test_an_output_that_keeps_what_was_there(monkeypatch, judge):
-    """A row that is not written is what the array held before: in memory that is used again, another answer."""
+    """A row that is not written keeps the array's old contents; in memory that is used again, the answer then
+    differs."""
     forward = attention.flash_attn_func
     times = []
 
@@ -340,7 +342,7 @@ def test_an_output_that_keeps_what_was_there(monkeypatch, judge):
 
 
 def test_a_rank_that_is_not_told(monkeypatch, judge):
-    """Where one rank leaves, another goes on as if nothing had been."""
+    """When one rank leaves, another rank goes on as if nothing had happened."""
     forward = distributed.forward
 
     def goes_on(group, q, *arrays, **options):

@@ -1,4 +1,4 @@
-"""What files can hold: each of these inputs once left a reader as another error than BadArgument, or as none."""
+"""Hostile contents of files: each of these inputs once made a reader raise another error than BadArgument, or none."""
 
 import json
 import os
@@ -315,7 +315,7 @@ def test_shards_outside_of_the_folder(folder, tmp_path, file):
 
 
 def test_shards_below_the_folder_and_linked_ones_are_read(folder):
-    """Caches of models hold links from a file's name to where its contents lie."""
+    """Caches of models have links from a file's name to the place of its contents."""
     names = list(read_safetensors(folder / "model.safetensors"))
     (folder / "sub").mkdir()
     (folder / "model.safetensors").rename(folder / "sub" / "all.safetensors")
@@ -376,7 +376,7 @@ def test_tokenizer_json_of_other_bytes(tokenizer_json, data):
 
 
 def test_a_text_is_neither_cut_nor_filled_up(tokenizer_json):
-    """And 2^50 tokens of padding end no process."""
+    """A text is neither cut nor filled up, and 2^50 tokens of padding do not end the process."""
     plain = JsonTokenizer(tokenizer_json).encode("once upon a time")
     padding = {"strategy": {"Fixed": 1 << 50}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0}
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
@@ -446,7 +446,7 @@ def test_a_disk_that_fails_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "generate: [Errno 5] Input/output error: 'model.bin'\n")
 
 
-# ---- what is made of a model, and of results ----
+# ---- uses of a model, and of results ----
 
 
 def test_reports_of_a_damaged_model(tmp_path):
@@ -489,7 +489,8 @@ def test_what_is_quoted_is_short():
 
 
 def test_headers_of_llama2c(tmp_path):
-    """No version, shape or group takes memory, or divides by zero, before it is compared with the file's size."""
+    """Version, shape and group are compared with the file's size before they are used to allocate memory or to
+    divide."""
     rng = np.random.default_rng(0)
     path = tmp_path / "model.bin"
     values = [-(1 << 31), -1, 0, 1, 2, 8, 1 << 24, (1 << 31) - 1]

@@ -1,4 +1,4 @@
-"""docs/reliability.md says what the reports beside it say."""
+"""docs/reliability.md agrees with the reports beside it."""
 
 import json
 

@@ -1,5 +1,5 @@
 """JAX's arrays that are spread over devices, against one device. test_jax_programs.py runs this file in a process with
-four: those of the CPU are made by a flag that has to be there before JAX is."""
+four devices. Several devices of the CPU need a flag that has to be set before JAX is imported."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ def spread(mesh, arrays, specs):
 
 
 def check(function, arrays, mesh, specs, results, gathers=False):
-    """The same numbers as on one device. The results lie as `results` says, and no input is gathered."""
+    """Checks that the numbers equal those on one device, that results have the sharding `results`, and that no input is
+    gathered (unless gathers)."""
     want = jax.jit(function)(*arrays)
     arrays = spread(mesh, arrays, specs)
     compiled = jax.jit(function).lower(*arrays).compile()
@@ -80,7 +81,8 @@ def test_attention_stays_spread(kind, layout):
 
 @KINDS
 def test_what_cannot_be_cut_is_whole(kind):
-    """Rows are not cut, nor are two key heads over four devices. Dropout counts the heads and sequences of all."""
+    """Rows are not cut, and two key heads are not cut over four devices. Dropout counts the heads and sequences of the
+    whole array."""
     mesh = mesh_of(kind)
     arrays = normal(BATCH, ROWS + 1, HEADS, DIM), normal(BATCH, KEYS, 2, DIM), normal(BATCH, KEYS, 2, DIM, seed=1)
 
@@ -172,8 +174,8 @@ def test_operations_stay_spread(kind):
 @KINDS
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(kind, check_vma):
-    """Under vma's checks and without, over one axis of the mesh and over both: arrays that vary over the mesh beside
-    ones that do not."""
+    """With and without the checks of vma, over one axis of the mesh and over both; some arrays vary over the mesh and
+    some do not."""
     mesh = mesh_of(kind)
     arrays = normal(BATCH, ROWS, HEADS, DIM), normal(BATCH, KEYS, 4, DIM), normal(1, HEADS, ROWS, KEYS)
 

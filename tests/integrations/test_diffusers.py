@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def native_after():
-    """set_attention_backend changes the default of the whole process."""
+    """Restores the backend `native`, because set_attention_backend changes the default of the whole process."""
     yield
     dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
 
@@ -45,7 +45,7 @@ def close(got, expected, tolerance=2e-5):
 
 
 def same(model, inputs, calls):
-    """Result and gradients of both backends."""
+    """Compares result and gradients of both backends."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():  # some begin at zero
@@ -89,7 +89,7 @@ def test_wan(calls):
 
 
 def test_hunyuan_video(calls):
-    """Its text is padded: the model makes a mask of keys."""
+    """The text of HunyuanVideo is padded, so the model makes a mask of keys."""
     sizes = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 10, "num_layers": 1}
     sizes |= {"num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 1, "text_embed_dim": 16}
     model = diffusers.HunyuanVideoTransformer3DModel(**sizes, pooled_projection_dim=8, rope_axes_dim=(2, 4, 4))
@@ -114,7 +114,8 @@ def test_arguments_mean_what_they_mean_to_native(mask):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_integers_are_no_mask(dtype):
-    """1 may mean "attend" or "add 1": `native` refuses them, too, and their booleans hide padding."""
+    """In an integer mask 1 may mean "attend" or "add 1". `native` refuses integers, too; as booleans they hide
+    padding."""
     q, k = normal(2, 5, 2, 8), normal(2, 7, 2, 8)
     tokens = (torch.arange(7) < torch.tensor([[7], [4]])).to(DEVICE, dtype)
     with pytest.raises(ValueError, match=f"attn_mask is {dtype}: expected bool or floating point"):
@@ -126,7 +127,7 @@ def test_integers_are_no_mask(dtype):
 
 
 def test_a_float32_mask_beside_halves_keeps_its_numbers():
-    """A bias of -1e30 is far from -inf: where it is everywhere, it hides nothing. float16 has no such number."""
+    """A bias of -1e30 is not -inf: if all keys of a row have it, it hides nothing. float16 has no such number."""
     q, k = normal(1, 3, 2, 8).half(), normal(1, 5, 2, 8).half()
     mask = torch.full((1, 5), -1e30, device=DEVICE)
     close(adapter.attention(q, k, k, attn_mask=mask), k.float().mean(1, keepdim=True).expand(1, 3, 2, 8), 2e-3)

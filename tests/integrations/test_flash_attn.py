@@ -1,4 +1,4 @@
-"""The stand-in for flash_attn and flash_attn_interface: every function against float64, and what installs them."""
+"""The stand-ins for flash_attn and flash_attn_interface: every function against float64, and their installation."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def lengths(device, *numbers):
 
 
 def on(device, scores):
-    """The options with their arrays as tensors."""
+    """The options, with arrays as tensors on the device."""
     return {n: torch.tensor(x, device=device) if isinstance(x, np.ndarray) else x for n, x in scores.items()}
 
 
 def exactly(scores):
-    """The options as the reference takes them."""
+    """The options in the form that the reference takes."""
     window = scores.get("window_size")
     return scores if window is None else scores | {"window_size": tuple(max(int(edge), -1) for edge in window)}
 
@@ -67,7 +67,7 @@ def close(got, want, tolerance=2e-5):
 
 
 def weights(out):
-    """Of a loss that is their product with out."""
+    """Weights for a loss, which is their product with out."""
     return torch.sin(torch.arange(out.numel(), dtype=torch.float32)).reshape(out.shape).to(out)
 
 
@@ -75,7 +75,7 @@ def weights(out):
 
 
 def dense(device, form):
-    """What a form of flash_attn_func takes, and views of it as q, k, v."""
+    """The array arguments for a form of flash_attn_func (packed or not), and views of them as q, k, v."""
     if form == "qkvpacked":
         qkv = normal(device, 2, 23, 3, HEADS, DIM)
         return (qkv,), qkv.unbind(2)
@@ -137,8 +137,8 @@ def test_varlen(device, form, scores):
 
 
 def dropped(q, k, v, s_dmask, lse, dropout_p, **scores):
-    """Attention in float64 with the dropout that S_dmask shows, after a check that it is P, relative to its rows'
-    greatest elements."""
+    """Attention in float64 with the dropout that S_dmask shows. Checks first that S_dmask is P, relative to the
+    greatest element of each row."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     s = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / math.sqrt(q.shape[-1])
     if scores.get("causal"):
@@ -153,7 +153,7 @@ def dropped(q, k, v, s_dmask, lse, dropout_p, **scores):
 @DEVICES
 @pytest.mark.parametrize("causal", [False, True])
 def test_dropout(device, causal):
-    """The seed is PyTorch's: manual_seed repeats a call, and the next one drops others."""
+    """The seed comes from PyTorch's generator: manual_seed repeats a call, and the next call drops other elements."""
     (q, k, v), _ = dense(device, "")
     torch.manual_seed(5)
     first, lse, s_dmask = fa2.flash_attn_func(q, k, v, 0.3, causal=causal, return_attn_probs=True)
@@ -184,7 +184,7 @@ def test_dropout_of_packed_sequences(device):
 
 @DEVICES
 def test_checkpointing_drops_the_same(device):
-    """Activation checkpointing runs the forward pass twice, from one state of the generator."""
+    """Activation checkpointing runs the forward pass twice, from the same state of the generator."""
     (q, k, v), _ = dense(device, "")
     from torch.utils.checkpoint import checkpoint
 
@@ -217,7 +217,7 @@ def test_compiled(device, dropout_p):
 @DEVICES
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_passes_apart(device, dropout_p):
-    """_flash_attn_forward and _flash_attn_backward, and those of packed sequences, are what autograd gives."""
+    """_flash_attn_forward and _flash_attn_backward, and their packed forms, give the results of autograd."""
     (q, k, v), _ = dense(device, "")
     options = {"softmax_scale": 0.3, "causal": True, "window_size_left": 20, "window_size_right": 0, "softcap": 0.0}
     options |= {"alibi_slopes": None, "dropout_p": dropout_p}
@@ -314,7 +314,7 @@ def test_hopper_packed(device):
 @pytest.mark.parametrize("scores", HOPPER_SCORES, ids=str)
 @pytest.mark.parametrize("which", ["q", "k", "both"])
 def test_used_rows(device, which, scores):
-    """Rows that are not used hold NaN, and have no gradient."""
+    """Unused rows hold NaN, and have no gradient."""
     sizes = [np.diff(CU_Q), np.diff(CU_K)]
     used = [sizes[0] - np.array([2, 0, 9, 11]) * (which != "k"), sizes[1] - np.array([0, 3, 0, 37]) * (which != "q")]
     q, k, v = (normal(device, n, h, d) for n, h, d in ((41, HEADS, DIM), (61, HEADS_K, DIM), (61, HEADS_K, DIM_V)))
@@ -347,7 +347,7 @@ def test_used_rows(device, which, scores):
 @pytest.mark.parametrize("headdim_v", [DIM_V, 512])
 @pytest.mark.parametrize("scores", [{}, {"causal": True}, {"softcap": 2.0, "attention_chunk": 9}], ids=str)
 def test_two_products(device, scores, headdim_v):
-    """qv: scores of q k^T + qv v^T. Up to 512 columns in all there are gradients, of qv, too."""
+    """qv: scores are q k^T + qv v^T. Up to 512 columns in total there are gradients, also of qv."""
     q, qv = normal(device, 2, 23, HEADS, DIM), normal(device, 2, 23, HEADS, headdim_v)
     k, v = normal(device, 2, 37, HEADS_K, DIM), normal(device, 2, 37, HEADS_K, headdim_v)
     out, lse = hopper.flash_attn_func(q, k, v, qv=qv, **scores, return_attn_probs=True)
@@ -372,7 +372,7 @@ def test_two_products(device, scores, headdim_v):
 
 @pytest.mark.parametrize("wanted", ["the whole", "k", "v"])
 def test_gradients_of_columns_of_one_tensor(wanted):
-    """v lies before k, as in a cache of latent attention: both have their gradients, whatever they are views of."""
+    """v comes before k in one tensor, as in a cache of latent attention. Both get their gradients."""
     joint, q, qv = (normal("cpu", *shape).detach() for shape in ((2, 7, 2, 24), (2, 6, 4, 8), (2, 6, 4, 16)))
     found = []
     for apart in (False, True):
@@ -403,7 +403,7 @@ def test_two_products_without_keys(device, headdim_v, max_seqlen_k):
 
 
 def test_columns_of_one_cache_are_not_copied():
-    """Keys and values of latent attention are columns of one cache."""
+    """Keys and values of latent attention are columns of one cache, and are not copied."""
     from flash_attn_minimal.integrations.flash_attn._caches import joined
 
     cache = torch.randn(3, 8, 1, 576)
@@ -433,7 +433,8 @@ CACHE_SCORES = [{}, {"causal": True}, {"window_size": (9, 3)}, {"attention_chunk
 @pytest.mark.parametrize("new", [False, True])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_hopper_cache(device, varlen, new, kind, scores):
-    """Packed rows and packed new keys, rotated, over every kind of cache: each sequence as the reference has it."""
+    """Packed rows and packed new keys, rotated, over every kind of cache. Each sequence is compared with the
+    reference."""
     how, rows, used = CACHES[kind], 48, (17, 1, 40, 33)
     batch, entries, page = 4, 6, how.get("page", rows)
     rng = np.random.default_rng(0)
@@ -752,7 +753,7 @@ def test_cache_of_float8(device, varlen):
 @DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_combine(device, dtype):
-    """Splits without keys hold anything, and add nothing; so where no split has keys."""
+    """Splits without keys may hold anything, and add nothing, even if no split has keys."""
     out, lse = normal(device, 5, 2, 7, HEADS, DIM).detach(), normal(device, 5, 2, 7, HEADS).detach()
     lse[1:3, 0], lse[:, 1, 2] = -torch.inf, -torch.inf
     want_lse = lse.double().logsumexp(0)
@@ -798,7 +799,7 @@ def test_concatenated_sequences():
 
 @pytest.mark.parametrize("how", ["fake", "make_fx", "vmap", "compiled"])
 def test_rotary_embedding_where_positions_have_no_values(how):
-    """Positions are checked on a CPU where they can be read: a trace and a transform have none."""
+    """Positions are checked on a CPU if their values can be read. In a trace or a transform they have no values."""
     x, offsets = torch.randn(2, 5, HEADS, DIM), torch.tensor([3, 20])
     angle = torch.outer(torch.arange(30), torch.ones(4))
 
@@ -847,7 +848,7 @@ def test_rotary_embedding(device, interleaved):
 
 
 def test_errors():
-    """RuntimeErrors, as flash_attn's, with the library's text and its error as the cause."""
+    """Errors are RuntimeErrors, like those of flash_attn, with the library's text, and its error as the cause."""
     q = torch.randn(1, 4, 6, 8)
     with pytest.raises(RuntimeError, match="nheads=6 is not a multiple of nheads_k=4") as caught:
         fa2.flash_attn_func(q, q[:, :, :4], q[:, :, :4])
@@ -972,7 +973,7 @@ def test_packed_heads_that_do_not_add_up():
 
 
 def test_no_gradient_is_lost():
-    """What has no gradient says so when it is asked for, instead of leaving it out."""
+    """A result without a gradient raises an error when its gradient is asked for, instead of leaving it out."""
     q, cache = torch.randn(1, 4, 2, 8, requires_grad=True), torch.randn(1, 9, 2, 8)
     wide, cu, table = torch.randn(1, 9, 2, 512), lengths("cpu", 0, 4), torch.zeros(1, 1, dtype=torch.int32)
     eight, factor = torch.randn(1, 4, 2, 8).to(torch.float8_e4m3fn), torch.ones(1, 2, requires_grad=True)
@@ -1010,7 +1011,7 @@ INSTALL = "from flash_attn_minimal.integrations import flash_attn as s\ns.instal
 
 
 def test_install():
-    """Programs that import flash_attn and flash_attn_interface find the stand-ins, until they are taken away."""
+    """Programs that import flash_attn and flash_attn_interface get the stand-ins, until these are removed."""
     done = python(
         INSTALL + "s.install()\n"
         "import flash_attn, flash_attn_interface, flash_attn.layers.rotary, importlib.util, sys\n"

@@ -1,5 +1,5 @@
-"""JAX: dot_product_attention against jax.nn's, attention over a cache as a function, and in a program merge and the
-operations around attention. mesh_cases.py has arrays that are spread over devices."""
+"""JAX: dot_product_attention against that of jax.nn, attention over a cache as a pure function, and merge and the other
+operations inside programs. mesh_cases.py has arrays that are spread over devices."""
 
 import functools
 import os
@@ -54,7 +54,7 @@ def assert_close(got, want, tolerance):
 
 
 def both_passes(function, *inputs):
-    """Results, and the gradients of a loss of the first one."""
+    """The results of a function, and the gradients of a loss of the first result."""
 
     def loss(*inputs):
         results = function(*inputs)
@@ -85,7 +85,7 @@ CASES = {
 
 
 def arguments(place, case):
-    """Arrays with a gradient, and the rest."""
+    """(arrays with a gradient, other arguments) of a case."""
     case, arrays = dict(CASES[case]), {}
     if shape := case.pop("bias", None):
         arrays["bias"] = normal(place, *shape)
@@ -113,7 +113,7 @@ def test_it_is_jax_nn_s(place, case):
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_precision(place, dtype):
-    """Beside float32 of the same numbers; the bias has the other half precision."""
+    """Compared with float32 of the same numbers. The bias has the other 16-bit type."""
     other = jnp.bfloat16 if dtype == jnp.float16 else jnp.float16
     inputs = [*qkv(place, dtype), normal(place, 1, HEADS, 1, KEYS, dtype=other)]
     got = both_passes(functools.partial(dot_product_attention, is_causal=True, return_residual=True), *inputs)
@@ -135,7 +135,7 @@ def test_residual_and_three_axes(place):
 
 
 def test_what_does_not_count_is_not_read(place):
-    """Rows and keys behind the lengths hold NaN; a sequence without keys, and one without rows, are 0."""
+    """Rows and keys beyond the lengths hold NaN. The result of a sequence without keys, or without rows, is 0."""
     q, k, v = qkv(place)
     rows, keys = place([0, 6], jnp.int32), place([5, 0], jnp.int32)
     k, v = (x.at[0, 5:].set(jnp.nan).at[1].set(jnp.nan) for x in (k, v))
@@ -152,7 +152,7 @@ def test_what_does_not_count_is_not_read(place):
 
 
 def test_a_traced_scale(place):
-    """It has a gradient, and at the usual scale changes no bit."""
+    """A traced scale has a gradient. With the usual value it changes no bit."""
     inputs = [*qkv(place), place(0.4)]
     got = both_passes(lambda q, k, v, scale: dot_product_attention(q, k, v, scale=scale, is_causal=True), *inputs)
     want = both_passes(
@@ -216,7 +216,7 @@ def test_it_says_what_is_wrong():
 
 
 def test_a_cache_in_a_loop(place):
-    """One token at a time in jax.lax.scan, each sequence from a length of its own."""
+    """One token at a time in jax.lax.scan. Sequences begin with different lengths."""
     q, k, v = (x[:, :ROWS] for x in qkv(place))
     begin = place([0, 7], jnp.int32)
     before = normal(place, 2, BATCH, 40, HEADS_K, DIM, seed=9)
@@ -264,7 +264,8 @@ def test_donated_caches_are_written_in_place(place):
 
 @pytest.mark.parametrize("donated", [(), (1, 2)], ids=["kept", "donated"])
 def test_every_version_of_a_cache_is_kept(place, donated):
-    """A cache that is written twice, and read afterwards: each result is of the version that the program names."""
+    """A cache is written twice and read afterwards. Each result belongs to the version of the cache that the program
+    names."""
 
     def program(q, k_cache, v_cache, k, v, lengths):
         first = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
@@ -298,7 +299,7 @@ def test_one_array_for_keys_and_values(place):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own caches", "shared caches"])
 def test_caches_under_vmap(place, shared):
-    """Every member of the batch writes to a cache of its own, or to its own copy of one that all share."""
+    """Every member of the batch writes to its own cache, or to its own copy of a shared one."""
     members = [step_arrays(place) for _ in range(3)]
     many = [jnp.stack([x * (1 + i) for i, x in enumerate(arrays)]) for arrays in zip(*members, strict=True)]
     many[5] = jnp.stack([members[0][5] + i for i in range(3)])
@@ -315,8 +316,8 @@ def test_caches_under_vmap(place, shared):
 
 
 def test_caches_that_xla_parts_from_their_results(place, monkeypatch):
-    """As it does on a GPU where it merges a call with the slices around it: the aliases are gone, the results right,
-    and the caches given are not written."""
+    """XLA may drop the aliases of a call, as it does on a GPU when it merges the call with the slices around it.
+    Results are right, and the given caches are not written."""
     plain = _custom_call.ffi.ffi_call
     parted = SimpleNamespace(**vars(_custom_call.ffi))
     parted.ffi_call = lambda *a, input_output_aliases=None, **options: plain(*a, **options)
@@ -393,11 +394,11 @@ def test_a_cache_that_is_only_read(place):
         jax.grad(lambda q: flash_attn_with_kvcache(q, k_cache, v_cache).out.sum())(q)
 
 
-# ---- merge, and what stands around attention ----
+# ---- merge, and the operations around attention ----
 
 
 def operations(place):
-    """Functions of arrays, and the arrays."""
+    """name -> (function, its arrays) for each operation."""
     x, heads = normal(place, BATCH, ROWS, 32), normal(place, BATCH, ROWS, HEADS, DIM)
     angles = normal(place, 40, DIM // 2)
     weights, seeds = normal(place, 24, 32), place([7, 2**31 - 1], jnp.int32)
@@ -451,7 +452,8 @@ def test_gradients_of_operations(place):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_merge(place, dtype):
-    """Of two halves of the keys, of which some rows see nothing: results and gradients are those of one call."""
+    """Merging two halves of the keys, one of which some rows do not see, gives the results and gradients of one
+    call."""
     q, k, v = qkv(place, dtype)
     causal = place(np.tri(ROWS, KEYS), bool)
 
@@ -476,7 +478,7 @@ def test_merge(place, dtype):
 
 
 def test_a_merge_with_nothing(place):
-    """Whatever the side without keys holds, it has no gradient, and leaves the other side alone."""
+    """The side without keys may hold anything. It gets no gradient, and does not change the other side."""
     out, lse = normal(place, 1, 3, 2, 8), normal(place, 1, 2, 3)
     empty = jnp.full_like(out, jnp.nan), jnp.full_like(lse, -jnp.inf)
 

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache as operators of PyTorch: graphs that hold it write the cache as a plain call does."""
+"""flash_attn_with_kvcache as operators of PyTorch: graphs that contain it write the cache like a plain call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def table(device, *numbers):
 
 
 def caches(device, name):
-    """k_cache, v_cache, and what else a step of this kind takes."""
+    """k_cache, v_cache, and the other arguments of a step of this kind."""
     k_cache, v_cache = normal(device, BATCH, ROOM, HEADS_K, DIM), normal(device, BATCH, ROOM, HEADS_K, DIM + 8)
     more = {"cache_seqlens": table(device, 3, 9), "causal": True}
     if name == "pages":
@@ -82,7 +82,7 @@ def compiled(function, **options):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_compiled_step(device, name, mode):
-    """The outputs, and every byte of the cache and of its factors, are those of a plain call."""
+    """The outputs, and every byte of the cache and of its factors, equal those of a plain call."""
     (q, k, v), graph = step(device), compiled(lambda *args, **more: attend(*args, return_lse=True, **more))
     for trial in range(2):
         (k_cache, v_cache, more), (mine_k, mine_v, mine) = caches(device, name), caches(device, name)
@@ -94,7 +94,7 @@ def test_a_compiled_step(device, name, mode):
 
 
 def test_by_inductor(device):
-    """Which also keeps tensors in place that an operator writes."""
+    """Compiled by inductor, which also has to keep tensors in place that an operator writes."""
     (q, k, v), graph = step(device), compiled(lambda *args, **more: attend(*args, **more) * 2, backend="inductor")
     (k_cache, v_cache, more), (mine_k, mine_v, mine) = caches(device, "plain"), caches(device, "plain")
     want = fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **more) * 2
@@ -105,7 +105,7 @@ def test_by_inductor(device):
 
 
 def test_several_layers_of_one_graph(device):
-    """Two layers, one cache tensor of which both have a part, and a step that reads what one before has written."""
+    """Two layers that use parts of one cache tensor, and a step that reads what an earlier step has written."""
     q, k, v = step(device)
     v = v[..., :DIM].contiguous()
 
@@ -151,7 +151,7 @@ def test_reading_writes_nothing(device):
 
 
 def test_one_graph_for_every_length(device):
-    """A length that is a number is a symbol from its second value on."""
+    """A length given as a number becomes a symbol of the graph at its second value."""
     q, k, v = step(device)
     graph = compiled(lambda n, *args: attend(*args, cache_seqlens=n))
     (k_cache, v_cache, _), (mine_k, mine_v, _) = caches(device, "plain"), caches(device, "plain")

@@ -1,4 +1,5 @@
-"""flex_attention of functions that are recognised, against PyTorch's own and its definition; and what is refused."""
+"""flex_attention of functions that are recognised, against PyTorch's flex_attention and its definition; and
+refusals."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def masks(c):
 
 
 def scores(c):
-    """score_mods, by name; what they capture and has a gradient."""
+    """score_mods by name, with the captured tensors that have a gradient."""
 
     def of_the_paper(score, b, h, q, k):
         return torch.where(q >= k, score + (k - q) * torch.exp2(-((h + 1) * 8.0 / HEADS)), -INF)
@@ -119,7 +120,7 @@ NAMES = list(masks(Captured("cpu"))), list(scores(Captured("cpu")))
 
 
 def definition(q, k, v, score_mod, mask_mod):
-    """(out, lse) in float64, from every place of the functions."""
+    """(out, lse) in float64, by evaluating the functions at every position."""
     s = (q.double() @ k.double().mT) * q.shape[-1] ** -0.5
     places = [torch.arange(n, device=q.device) for n in s.shape]
     if score_mod is not None:
@@ -158,7 +159,7 @@ def check(inputs, score_mod, mask_mod, captured=(), form=None):
 
 @pytest.mark.parametrize("name", NAMES[0])
 def test_masks(device, name):
-    """Against the definition, and against PyTorch, which takes the BlockMask."""
+    """Compared with the definition, and with PyTorch, which takes the BlockMask."""
     mask_mod, inputs = masks(Captured(device))[name], inputs_of(device)
     check(inputs, None, mask_mod)
     block_mask = create_block_mask(mask_mod, BATCH, HEADS, ROWS, ROWS, device=device, BLOCK_SIZE=16)
@@ -259,7 +260,7 @@ def test_functions_in_compiled_code_are_refused():
     close(plain(*inputs), definition(*inputs, None, None)[0])
 
 
-# ---- what is not certain is refused, by what was not understood ----
+# ---- functions that are not understood are refused, with the part that was not understood ----
 
 
 def branch(b, h, q, k):
@@ -340,7 +341,7 @@ def test_scores_that_are_refused():
 
 
 def test_block_masks_that_are_not_their_function():
-    """Blocks that were left out by hand are hidden in PyTorch, whatever mask_mod says."""
+    """PyTorch hides blocks that were left out by hand, whatever mask_mod says."""
     inputs = inputs_of("cpu")
     right = create_block_mask(mods.causal, None, None, ROWS, ROWS, device="cpu", BLOCK_SIZE=8)
     close(flex_attention(*inputs, block_mask=right), definition(*inputs, None, mods.causal)[0])
@@ -378,7 +379,7 @@ def test_other_calls_of_a_form_are_refused():
 
 
 def live(c):
-    """(score_mod, mask_mod, the captured tensor), by name: what a form reads at every call."""
+    """(score_mod, mask_mod, captured tensor) by name. A form reads the captured tensor at every call."""
     table, scalar = c.of_keys, torch.ones((), device=c.bias.device)
     mask = c.larger > 0
     return {
@@ -451,7 +452,7 @@ def test_a_form_whose_tensors_have_changed_raises(device, name):
 @pytest.mark.parametrize("made", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("computed", ["twice", "transposed"])
 def test_a_gradient_that_a_form_would_lose(device, computed, made):
-    """The function computes a tensor of its own, which has no gradient where the form was made."""
+    """The function computes a new tensor from the captured one. The form is made where that tensor has no gradient."""
     c = Captured(device)
     inputs = inputs_of(device)
 
@@ -471,7 +472,7 @@ def test_a_gradient_that_a_form_would_lose(device, computed, made):
 @pytest.mark.parametrize("name", ["factor", "softcap"])
 @pytest.mark.parametrize("asked", ["before", "after"])
 def test_a_gradient_of_a_number_that_a_form_would_lose(device, name, asked):
-    """It is read once, so that no call has its gradient."""
+    """The number is read only once, so calls have no gradient for it."""
     number = torch.tensor(2.0, device=device, requires_grad=asked == "before")
     inputs = inputs_of(device)
 
@@ -489,7 +490,7 @@ def test_a_gradient_of_a_number_that_a_form_would_lose(device, name, asked):
 @pytest.mark.parametrize("made", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("detached", [torch.Tensor.detach, torch.detach, lambda x: x.data])
 def test_a_form_of_detached_tensors(device, made, detached):
-    """Nobody wants a gradient of them, wherever the form was made."""
+    """Detached tensors need no gradient, wherever the form was made."""
     c = Captured(device)
     inputs = inputs_of(device)
     number = torch.tensor(2.0, device=device, requires_grad=True)
@@ -506,7 +507,7 @@ def test_a_form_of_detached_tensors(device, made, detached):
 
 
 def test_functions_that_are_drawn_mean_what_they_say():
-    """Random expressions: one that is recognised has the values of its definition."""
+    """Random expressions: every function that is recognised has the values of its definition."""
     generator = torch.Generator().manual_seed(2026)
     q, k, v = (normal("cpu", 1, 2, 12, 8) for _ in range(3))
 

@@ -37,7 +37,7 @@ def close(got, want, tolerance=2e-5):
 
 
 def check(inputs, tolerance=2e-5, run=sdpa, **options):
-    """out, and the gradients of all inputs and of a float mask, against PyTorch in float64."""
+    """Compares out, and the gradients of all inputs and of a float mask, with PyTorch in float64."""
     mask = options.pop("attn_mask", None)
     inputs = [*inputs, *([] if mask is None else [mask])]
     exact = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in inputs]
@@ -124,7 +124,7 @@ def test_half_precision(device, dtype):
 
 
 def test_memory_in_any_order(device):
-    """As models have it: views of one projection, whose last axis may be any."""
+    """Memory layouts of models: views of one projection, in which the last axis may be any axis."""
     x = normal(device, BATCH, ROWS, 3, HEADS, DIM)
     q, k, v = x.permute(2, 0, 3, 1, 4)
     close(sdpa(q, k, v), theirs(q, k, v))
@@ -149,7 +149,7 @@ def test_autocast_casts_as_it_does_for_pytorch(device):
 
 
 def dropped(device, run, p):
-    """P of a call with dropout, read off v = 1."""
+    """P of a call with dropout, read from the output for v = 1."""
     q, k = normal(device, 1, 2, 64, DIM), normal(device, 1, 2, 64, DIM)
     torch.manual_seed(5)
     return run(q, k, torch.eye(64, device=device).expand(1, 2, 64, 64), dropout_p=p), q, k
@@ -180,7 +180,7 @@ def test_dropout(device, how):
     assert abs(kept.double().mean() - 0.75) < 0.03
     if how == "exported":
         return
-    v = normal(device, 1, 2, 64, 64)  # the same places drop for other values, and in the gradients
+    v = normal(device, 1, 2, 64, 64)  # the same elements are dropped for other values, and in the gradients
     torch.manual_seed(5)
     out = run(q, k, v, dropout_p=0.25)
     exact = theirs(q, k, torch.eye(64, device=device).expand(1, 2, 64, 64)) * kept / 0.75 @ v
@@ -192,7 +192,8 @@ def test_dropout(device, how):
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
 def test_dropout_of_mapped_calls(device, randomness):
-    """vmap's `randomness` is that of PyTorch's own random operations; the gradients drop what the forward pass did."""
+    """vmap's `randomness` acts as on PyTorch's random operations; gradients drop the same elements as the forward
+    pass."""
     q, k, eye = normal(device, 3, 1, 2, 64, DIM), normal(device, 1, 2, 64, DIM), torch.eye(64, device=device)
     v = normal(device, 1, 2, 64, 64)
 
@@ -332,7 +333,7 @@ def heads(x, n):
 
 
 def one_by_one(q, k, v, **options):
-    """A list of (seqlen, heads, headdim_v)."""
+    """out of each sequence, as a list of (seqlen, heads, headdim_v)."""
     rows = zip(q.unbind(), k.unbind(), v.unbind(), strict=True)
     return [theirs(*(x.unsqueeze(0) for x in entry), **options)[0].transpose(0, 1) for entry in rows]
 
@@ -377,7 +378,7 @@ def test_jagged_compiled(device):
         x = jagged(device, lengths, HEADS * DIM)
         out, q = run(x), heads(x, HEADS)
         close(out.transpose(1, 2).values(), torch.cat(one_by_one(q, q * 0.7, q, is_causal=True)))
-    assert counter.frame_count == 1  # lengths are no part of a graph
+    assert counter.frame_count == 1  # lengths are not part of a graph
 
 
 def test_jagged_under_autocast_and_dropout(device):

@@ -1,5 +1,5 @@
-"""transformers' models with our attention: tiny ones of each family with random weights, in float32, against the
-attention that transformers takes by itself."""
+"""transformers' models with this library's attention: a tiny model of each family with random weights, in float32,
+compared with the attention that transformers uses by default."""
 
 import copy
 import inspect
@@ -36,7 +36,7 @@ def config_of(family):
     return transformers.Llama4TextConfig(**DECODER, **sizes, no_rope_layers=[1, 0])
 
 
-DECODERS = {  # and what transformers itself runs them with
+DECODERS = {  # name -> (class, the attention of transformers that can run it)
     "llama": ("LlamaForCausalLM", "sdpa"),
     "mistral": ("MistralForCausalLM", "sdpa"),
     "gemma2": ("Gemma2ForCausalLM", "eager"),  # sdpa knows no softcap
@@ -47,7 +47,7 @@ DECODERS = {  # and what transformers itself runs them with
 
 @pytest.fixture(scope="module")
 def models():
-    """made(family): the model with our attention, and the same weights with transformers'."""
+    """made(family): (the model with this library's attention, the same weights with transformers' attention)."""
     made = {}
 
     def pair(family):
@@ -110,7 +110,7 @@ def same_gradients(ours, theirs, losses):
 
 
 class Watch:
-    """What the layers of a model got for a mask."""
+    """Records the masks that the layers of a model get."""
 
     def __init__(self, monkeypatch):
         self.masks = []
@@ -147,7 +147,7 @@ def test_logits_and_gradients_of_decoders(models, watch, family, side):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_packed_documents(models, watch, family):
-    """position_ids that begin anew: each document by itself, and without an array of all pairs."""
+    """position_ids that begin again separate documents, without an array of all pairs."""
     ours, theirs = models(family)
     lengths = (7, 1, 11)
     positions = torch.cat([torch.arange(n) for n in lengths])[None].to(DEVICE)
@@ -167,7 +167,7 @@ def test_packed_documents(models, watch, family):
 
 
 def test_packed_documents_by_lengths(models):
-    """What DataCollatorWithFlattening gives beside the positions."""
+    """With the lengths that DataCollatorWithFlattening gives besides the positions."""
     ours, theirs = models("llama")
     ids = tokens(1, 12)
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(DEVICE)
@@ -192,7 +192,7 @@ def test_generate_with_padding(models, family, how):
         pytest.skip(f"this transformers fails by itself: {error}")  # 5.17: Llama 4 with a static cache
     got = ours.generate(ids, **options)
     assert got.sequences.tolist() == expected.sequences.tolist()
-    if how == "static":  # what the engine of transformers makes of it without padding, too
+    if how == "static":  # as the engine of transformers passes it, also without padding
         options |= {"attention_mask": torch.ones_like(ids)}
         ids = tokens(3, 7)
         again, expected = ours.generate(ids, **options), theirs.generate(ids, **options)
@@ -202,7 +202,7 @@ def test_generate_with_padding(models, family, how):
 
 
 def test_a_padded_step_copies_no_keys(models, watch, monkeypatch):
-    """Steps of generate go to the cache's kernels, padding as numbers."""
+    """Steps of generate use the kernels for caches, and pass padding as numbers."""
     ours, _ = models("llama")
     calls = []
     original = adapter.flash_attn_with_kvcache
@@ -214,7 +214,7 @@ def test_a_padded_step_copies_no_keys(models, watch, monkeypatch):
 
 
 def test_chunks_of_a_prompt(models):
-    """A prompt in two parts: rows that are neither few nor all."""
+    """A prompt in two parts: the second has several rows, but not all."""
     ours, theirs = models("mistral")
     ids, given = tokens(2, 40), padding("left", (40, 25), 40)
     logits = []
@@ -290,7 +290,7 @@ def test_compiled_whole(models, family):
 
 
 def test_compiled_steps_over_a_static_cache(models):
-    """One graph for all steps, as generate makes it on a GPU: the mask of a step is an argument."""
+    """One graph for all steps, as generate makes it on a GPU. The mask of a step is an argument of the graph."""
     ours, theirs = models("llama")
     if not V5:
         pytest.skip("the cache of transformers 4 asks for more arguments")
@@ -387,14 +387,14 @@ def test_t5(watch):
     assert ours.generate(ids, **options).tolist() == theirs.generate(ids, **options).tolist()
 
 
-# ---- what a model hands through ----
+# ---- options that a model passes on ----
 
 
 SPARSE = DECODER | {"pad_token_id": 0, "eos_token_id": 2, "head_dim": 8}
 
 
 def sparse(module, kind, **sizes):
-    """A model of a newer transformers with our attention, and with eager attention."""
+    """A model of a newer transformers, with this library's attention and with eager attention."""
     package = pytest.importorskip(f"transformers.models.{module}", reason=f"this transformers has no {module}")
     modeling = pytest.importorskip(f"{package.__name__}.modeling_{module}")
     configuration = pytest.importorskip(f"{package.__name__}.configuration_{module}")
@@ -500,7 +500,7 @@ def test_masks_of_integers_are_refused():
 
 
 def test_packed_sequences_keep_what_they_are_given():
-    """Chunks count from the beginning of a sequence; what packed sequences do not have is refused."""
+    """Chunks count from the beginning of a sequence. Options that packed sequences do not have are refused."""
     starts = torch.tensor([0, 6, 10], dtype=torch.int32, device=DEVICE)
     lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 6, "max_length_k": 6}
     torch.manual_seed(0)
@@ -551,7 +551,7 @@ def test_a_float_mask_of_another_dtype():
 
 
 def test_a_name_with_flash_in_it_is_a_kernel_to_download(monkeypatch):
-    """Why the name is what it is: transformers looks for the package behind such a name."""
+    """The reason for the adapter's name: for a name with "flash" in it, transformers looks for a kernel to download."""
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_minimal", adapter.attention)
     model = transformers.LlamaForCausalLM._from_config(config_of("llama"), attn_implementation="sdpa")
     if V5:
@@ -592,7 +592,7 @@ LENGTHS = [(9, 9, 0), (1, 9, 8), (4, 9, 5), (4, 12, 0), (3, 12, 5)]
 )
 @pytest.mark.parametrize("side", [None, "left", "right", "holes"])
 def test_masks_say_what_transformers_arrays_say(form, lengths, side):
-    """lengths: q_length, kv_length, q_offset; with 12 keys, those of a static cache."""
+    """lengths: q_length, kv_length, q_offset. 12 keys are those of a static cache."""
     from transformers import masking_utils
 
     name, made_with = FORMS[form]
@@ -620,7 +620,7 @@ def test_masks_say_what_transformers_arrays_say(form, lengths, side):
         return
     assert isinstance(mask, adapter.Mask)
     got = mask.array(torch.device("cpu")).expand(expected.shape)
-    if mask.pack_rows:  # a row of padding is none
+    if mask.pack_rows:  # rows of padding do not exist
         counted = rows[:, None, :, None]
         got, expected = got & counted, expected & counted
     assert torch.equal(got, expected)
@@ -656,7 +656,7 @@ def test_unknown_masks_stay_arrays(models):
 
 @pytest.mark.parametrize("longest", ["max_length", "max_seqlen"])  # from 5.23, and to 5.17
 def test_a_step_of_continuous_batching(longest):
-    """All that transformers gives a layer, over a cache that has nothing yet."""
+    """A layer with all the arguments that transformers passes, over an empty cache."""
 
     class Cache:
         def update(self, key_states, value_states, **_):
@@ -680,7 +680,8 @@ def test_a_step_of_continuous_batching(longest):
 
 
 def test_continuous_batching(models):
-    """Up to 5.17 transformers takes any name for it; from 5.23 its own, and names with "flash" in them."""
+    """transformers accepts any attention name for continuous batching up to 5.17; from 5.23 on only its own names, and
+    names with "flash" in them."""
     ours, theirs = models("llama")
     prompts = [tokens(n, seed=n).tolist() for n in (5, 9, 3)]
     config = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -693,7 +694,7 @@ def test_continuous_batching(models):
         pytest.skip(str(error))
     finally:
         ours.set_attn_implementation(NAME)
-    assert [batch.error for batch in batches.values()] == [None] * 3  # what its thread has met
+    assert [batch.error for batch in batches.values()] == [None] * 3  # errors of its thread
     expected = [theirs.generate(torch.tensor([x], device=DEVICE), generation_config=config)[0] for x in prompts]
     written = [batch.generated_tokens for batch in batches.values()]
     assert written == [x[len(p) :].tolist() for x, p in zip(expected, prompts, strict=True)]

@@ -1,4 +1,4 @@
-"""The C files by themselves: each compiles alone and without a warning, checks itself, and notices a mistake."""
+"""The C files alone: each compiles by itself without a warning, checks itself, and notices a mistake."""
 
 import os
 import shutil
@@ -37,7 +37,7 @@ def test_a_step_alone(step, tmp_path):
 
 @needs_compiler
 def test_narrow_vectors_and_the_sanitizers(tmp_path):
-    """What AVX2 and NEON get, with every access checked."""
+    """The code for AVX2 and NEON, with every memory access checked."""
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
     if "__AVX512F__" in c._output(CC, "-march=native", "-dM", "-E", "-x", "c", os.devnull):
         flags.append("-mno-avx512f")

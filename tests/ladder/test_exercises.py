@@ -53,7 +53,7 @@ def test_the_command_judges_the_solution():
     assert (done.returncode, done.stdout) == (0, f"{EXERCISES[0]}: passed\n")
 
 
-# ---- mistakes: what a reader writes first, and what the judge must say ----
+# ---- mistakes that readers make first, and what the judge must say about them ----
 
 
 def without_maximum(scores):

@@ -1,4 +1,4 @@
-"""docs/learn: its code, numbers and links are fresh, its Python runs, and its figures are what their script draws."""
+"""docs/learn: code, numbers and links are up to date, Python runs, and figures equal those that their script draws."""
 
 import contextlib
 import doctest
@@ -29,7 +29,7 @@ def test_pages_are_fresh_and_their_links_live(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_blocks_run_and_print_what_the_page_says(page):
-    # A block that quotes a source follows a `code` comment and is no program of its own.
+    # A block that quotes a source follows a `code` comment, and is not a complete program.
     text = snippets.CODE.sub("", page.read_text())
     for code, output in re.findall(r"^```python\n(.*?)^```\n+(?:```text\n(.*?)^```)?", text, re.M | re.S):
         said = io.StringIO()
@@ -87,7 +87,7 @@ def test_the_script_draws_the_figures_again(tmp_path):
         assert drawn.read_text() == committed, f"run python -m ladder.figures: {drawn.name} differs"
 
 
-# ---- the command itself: it must notice ----
+# ---- faults that the command must notice ----
 
 PAGE = """# Page
 

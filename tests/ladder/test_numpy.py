@@ -1,4 +1,4 @@
-"""The NumPy rungs: the order of v3's work, read from its log, and what 8 bits cost."""
+"""The NumPy rungs: the order of v3's work, read from its log, and the error of 8 bits."""
 
 import doctest
 import sys
@@ -74,7 +74,7 @@ def test_every_product_once_and_never_two_at_a_time(overlap, ping_pong):
 
 
 def test_ping_pong_gives_the_turn_to_the_other():
-    """The tensor cores serve one warpgroup, then the other; while one is served, the other is in its softmax."""
+    """The tensor cores serve one warpgroup, then the other. While one is served, the other is in its softmax."""
     log = log_of()
     served = [event.who for event in log if event.what in PRODUCTS]
     visits = [who for i, who in enumerate(served) if i == 0 or served[i - 1] != who]
@@ -90,7 +90,7 @@ def test_ping_pong_gives_the_turn_to_the_other():
 
 @pytest.mark.parametrize("ping_pong", [False, True])
 def test_overlap_within_a_warpgroup(ping_pong):
-    """S of tile j is multiplied before O of tile j - 1, whose product runs during the softmax of tile j."""
+    """S of tile j is multiplied before O of tile j - 1. The product for O runs during the softmax of tile j."""
     for overlap in (False, True):
         log = log_of(ping_pong=ping_pong, overlap=overlap)
         for who in GROUPS:
@@ -124,7 +124,7 @@ def test_each_measure_shortens_the_block():
 
 
 def test_a_release_too_early_gives_a_wrong_answer_and_a_missing_one_a_deadlock(monkeypatch):
-    """The simulation notices what it is there to show."""
+    """The simulation notices the faults that its barriers prevent."""
     q, k, v = arrays(32, 128)
     exact = standard_attention(q, k, v)[0]
     release = block.Ring.release
@@ -171,7 +171,8 @@ def test_round_e4m3():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1), (77, 203), (130, 35), (300, 300)])
 def test_fp8_on_numbers_that_8_bits_have(sizes, causal):
-    """What is left is the rounding of P: 2^-4 of each, half of that either way, and the cut-off of the sums."""
+    """The remaining error is the rounding of P (steps of 2^-4 of each, so half of that either way) and the truncation
+    of the sums."""
     q, k, v = map(round_e4m3, arrays(*sizes, nheads=2, headdim=64))
     out, lse = fp8(q, k, v, causal=causal)
     exact, exact_lse = standard_attention(q, k, v, causal=causal)
@@ -219,7 +220,7 @@ def test_scales_for_blocks_keep_small_rows_beside_large_ones():
 
 
 def test_budgets_of_the_suites_know_the_rounding():
-    """bench's check and this rung round alike."""
+    """bench's check and this rung round to the same values."""
     x = np.random.default_rng(1).standard_normal(1000).astype(np.float32)
     assert np.array_equal(check.round_to(x, "float8_e4m3fn"), round_e4m3(x))
     assert "float8_e4m3fn" not in accuracy.EPSILON  # test_rungs leaves these dtypes to this file

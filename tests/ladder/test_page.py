@@ -1,4 +1,5 @@
-"""docs/learn/flash_attention.html is what its sources make, and in a browser its numbers are those of the reference."""
+"""docs/learn/flash_attention.html is up to date with its sources, and in a browser its numbers equal the
+reference's."""
 
 import json
 import re
@@ -136,7 +137,7 @@ def test_stamps_become_a_recording():
     assert {
         ("copy", 1, "K", 56, 100), ("copy", 0, "K", 160, 951), ("wait_full", 1, "K", 60, 100),
         ("scores", 1, None, 100, 600), ("scores", 0, None, 1000, 1500), ("softmax", 0, None, 1500, 1900),
-        ("values", 1, None, 1500, 2100),  # issued at 1020, behind the scores of tile 0
+        ("values", 1, None, 1500, 2100),  # issued at 1020, after the scores of tile 0
         ("values", 0, None, 2160, 2700),
     } <= found  # fmt: skip
     assert not [e for e in trace["events"] if e["begin_ns"] + 46 > 2700 or e["end_ns"] + 46 > 2700]
@@ -174,7 +175,8 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """open_page(fragment, **context): the page, ready. At the end: no error, and nothing asked of the network."""
+    """open_page(fragment, **context) returns the page when it is ready. After the test: there was no error, and no
+    request to the network."""
     contexts, wrong = [], []
 
     def open_it(fragment="", *, file=PAGE, reduced_motion="reduce", **options):
@@ -197,7 +199,7 @@ def open_page(browser):
 
 @pytest.fixture(scope="module")
 def shared(browser):
-    """One page for the tests that set all they need themselves."""
+    """One page, shared by tests that set everything they need."""
     page = browser.new_page()
     page.goto(PAGE.as_uri())
     page.wait_for_selector("html[data-ready]", state="attached")
@@ -206,7 +208,8 @@ def shared(browser):
 
 
 def until(page, condition):
-    """Playwright's own wait evaluates strings, which the page's content security policy forbids."""
+    """Waits for a condition. Playwright's own wait evaluates strings, which the page's content security policy
+    forbids."""
     for _ in range(200):
         if page.evaluate(condition):
             return
@@ -219,7 +222,7 @@ def slide(page, name, value):
 
 
 def assert_right(page, precision, exact):
-    """Every order ends at the exact answer, and the page says so."""
+    """Checks that every order ends at the exact answer, and that the page says so."""
     for order in ORDERS:
         got = page.evaluate("order => { const {out, lse} = picture.walks()[order]; return {out, lse}; }", order)
         for mine, theirs in zip((got["out"], got["lse"]), exact, strict=True):
@@ -464,7 +467,7 @@ def test_dark_and_light(open_page):
 
 
 def contrast(page, text, behind):
-    """WCAG's ratio of two colours of the page."""
+    """WCAG's contrast ratio of two colours of the page."""
     style = "(element, name) => getComputedStyle(element)[name]"
     colours = page.eval_on_selector(text, style, "color"), page.eval_on_selector(behind, style, "backgroundColor")
     light = []
@@ -514,7 +517,7 @@ def test_time_line_says_who_works_when(open_page):
 
 
 def test_a_recording_takes_the_place_of_the_model(open_page, tmp_path):
-    """As short as the format allows: no operands, no number of stages; and a third consumer."""
+    """The shortest recording that the format allows, without operands and number of stages; and a third consumer."""
     trace = recording.model(tiles=12)
     bare = [{key: value for key, value in event.items() if key != "operand"} for event in trace["events"]]
     third = [event | {"role": "consumer2"} for event in bare if event["role"] == "consumer1"]

@@ -1,4 +1,4 @@
-"""Peers are rows beside ours: that they compute the same, where they run, and say why where they do not."""
+"""Peers compute the same results as the library where they run, and say why where they do not."""
 
 import importlib.util
 import sys

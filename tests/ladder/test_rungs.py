@@ -48,7 +48,7 @@ def cases():
         for shape, sizes in SHAPES.items():
             for causal in (False, True):
                 for dtype in rung.dtypes:
-                    if dtype not in accuracy.EPSILON:  # 8 bits have tests of their own
+                    if dtype not in accuracy.EPSILON:  # 8 bits have separate tests
                         continue
                     headdim = rung.headdims[len(shape) % len(rung.headdims)]
                     case = Case(headdim=headdim, dtype=dtype, causal=causal, **sizes)

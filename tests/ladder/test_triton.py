@@ -84,7 +84,7 @@ def test_compiled_for_hopper(headdim, tmp_path):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_every_configuration_computes_attention(headdim, causal):
-    """Tuning may choose any of them, and the short calls of test_rungs.py run with one alone."""
+    """Tuning may choose any configuration, but the short calls of test_rungs.py run with only one."""
     from ladder.triton_ import flash_attention
 
     sizes = {"seqlen_q": 300, "seqlen_k": 417, "nheads": 4, "nheads_k": 2}

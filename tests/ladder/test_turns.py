@@ -1,4 +1,4 @@
-"""The orders of ladder/turns.py: every key block once, and what the library's order promises."""
+"""The orders of ladder/turns.py: each contains every key block once, and the library's order costs little."""
 
 import pytest
 from ladder import turns
@@ -15,7 +15,7 @@ def test_every_block_once(order, width):
 
 @pytest.mark.parametrize("width", [1, 3, 8, 20])
 def test_blocks_of_a_head_come_in_the_order_of_their_keys(width):
-    """A block waits for the one before it, which must have been taken."""
+    """A block waits for the previous block of its head, which must already have been taken."""
     last = dict.fromkeys(range(20), -1)
     for head, n in turns.lowest_first(SHAPE, width):
         assert n == last[head] + 1

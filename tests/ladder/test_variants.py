@@ -1,7 +1,7 @@
-"""The experiments library: its table and its refusals anywhere, and every variant against float64 on a GPU.
+"""The experiments library: its table and its refusals on any machine, and every variant against float64 on a GPU.
 
-The GPU runs in a process of its own, with a limit for each variant, so that a kernel that hangs fails its test and
-the next variants get a fresh process."""
+Variants run in a separate process, with a time limit for each, so that a kernel that hangs fails its test, and the next
+variants get a new process."""
 
 import ctypes as ct
 import json
@@ -31,7 +31,7 @@ except fa.LibraryNotFound as error:
 NAMES = {variant.name: variant for variant in TABLE}
 OWN = [variant for variant in TABLE if variant.headdim]  # the others are kernels of the library
 HEADER = (ROOT / "ladder/variants/experiments.h").read_text()
-SECONDS = 60  # of a variant's calls, with the start of the process
+SECONDS = 60  # limit for a variant's calls, with the start of the process
 
 # q and k: rows that end inside a tile and heads that share keys, one tile, more queries than keys (rows that see none)
 SHAPES = {"awkward": (2, 333, 4, 717, 2), "a tile": (1, 128, 2, 128, 2), "more queries": (1, 300, 2, 170, 1)}
@@ -133,7 +133,7 @@ def test_a_variant_refuses_the_other_pass():
 
 
 class Watchdog:
-    """A process that runs variants one after another, as long as none of them hangs or breaks the GPU's context."""
+    """A process that runs variants one after another, until one hangs or breaks the GPU's context."""
 
     process = None
 
@@ -185,7 +185,7 @@ def test_against_float64(variant, watchdog):
 
 
 def _failures(variant) -> list[str]:
-    """What is wrong with a variant's results, in the worker."""
+    """Texts about what is wrong with a variant's results. Runs in the worker."""
     import accuracy
     import numpy as np
     import torch

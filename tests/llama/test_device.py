@@ -1,6 +1,6 @@
-"""The GPU's side of the engine without a GPU: the same code over NumPy arrays that pass for CuPy's. It shows that the
-pieces fit (shapes, dtypes, which array goes where); streams, captures and the three small kernels need a GPU and are
-tested in test_llama_engine.py there."""
+"""The GPU code of the engine without a GPU: it runs on NumPy arrays that pass for CuPy's. This shows that the pieces
+fit (shapes, dtypes, which array goes where). Streams, captures and the three small kernels need a GPU; on a GPU the
+tests of the engine run them."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from flash_attn_minimal.llama.weights import load_checkpoint
 
 
 class Array(np.ndarray):
-    """Told apart from the host's, and written to by `set` alone."""
+    """A device array: a class different from the host's arrays, written to only by `set`."""
 
     def set(self, values, stream):
         assert (values.shape, values.dtype) == (self.shape, self.dtype)
@@ -36,7 +36,7 @@ def on_device(x):
 
 
 class StandInCupy(types.ModuleType):
-    """NumPy's functions, with results of the other class."""
+    """NumPy's functions, with results of the class Array."""
 
     ndarray = Array
 
@@ -70,7 +70,7 @@ class Event:
 
 
 class Cublas:
-    """The contract of cuda.Cublas: what it may be given, and what it makes of it."""
+    """The contract of cuda.Cublas: its valid arguments, and its results."""
 
     def __init__(self, *_):
         pass
@@ -133,7 +133,7 @@ def fused_rows(request, monkeypatch):
 @pytest.mark.parametrize("attention", ["flash", "standard"])
 @pytest.mark.parametrize("page_size", [None, 17])
 def test_golden_texts(cuda, fused_rows, dtype, cache_dtype, attention, page_size):
-    """Float32 to the end; 16 bits for as long as no choice is close."""
+    """Float32 follows the golden text to the end; 16 bits as long as no choice is close."""
     if "bfloat16" in (dtype, cache_dtype):
         pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
     cases = json.loads(model_file("stories260K_greedy.json").read_text())["cases"]
@@ -154,7 +154,7 @@ def test_golden_texts(cuda, fused_rows, dtype, cache_dtype, attention, page_size
 
 @pytest.mark.parametrize("attention", ["flash", "standard"])
 def test_biases_and_a_window(cuda, fused_rows, attention, tmp_path):
-    """As the host computes them."""
+    """Biases and a window give the results of the host."""
     from flash_attn_minimal.llama.host import Host
 
     shape = (48, 56, 2, 6, 2, 70, 40)
@@ -172,7 +172,7 @@ def test_biases_and_a_window(cuda, fused_rows, attention, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_standard_attention_reads_nothing_of_a_slot_s_last_owner(cuda, dtype, tmp_path):
-    """It multiplies the values at unfilled positions of a contiguous cache by 0, and 0 * NaN is NaN."""
+    """Standard attention multiplies the values at unfilled positions of a contiguous cache by 0, and 0 * NaN is NaN."""
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
     write_folder(tmp_path, Config(48, 56, 2, 6, 2, 70, 40, rope_interleaved=False), "float32")
@@ -190,7 +190,7 @@ def test_standard_attention_reads_nothing_of_a_slot_s_last_owner(cuda, dtype, tm
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("attention", ["flash", "standard"])
 def test_4_bit_weights(cuda, fused_rows, attention, dtype):
-    """Packed products take any number of rows; matrices that are kept go the 16-bit way."""
+    """Packed products take any number of rows; matrices that are not quantized use 16-bit products."""
     pytest.importorskip("ml_dtypes", reason="the ml_dtypes package is not installed")
     from flash_attn_minimal.llama import w4
     from flash_attn_minimal.llama.host import Host
@@ -205,7 +205,7 @@ def test_4_bit_weights(cuda, fused_rows, attention, dtype):
 
 
 def test_the_fastest_of_several_reads_counts():
-    """A sum over so many bytes, and no more than 512 MiB of them."""
+    """The bandwidth is measured by a sum over as many bytes as asked for, and at most 512 MiB."""
     asked, times = [], iter([9.0, 2.0, 4.0, 3.0, 5.0] * 2)  # milliseconds
 
     class Sums:

@@ -1,4 +1,4 @@
-"""The engine: sequences join and leave a running batch, and each one's tokens are those it has alone."""
+"""The engine: sequences join and leave a running batch, and each has the same tokens as alone."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def model(tmp_path, device, attention):
 
 
 def poison(engine):
-    """Every position that nobody has written, and every page of nobody."""
+    """Fills with NaN every position that is not written yet, and every page that belongs to no sequence."""
     with engine.device.scope():
         for array in (*engine.cache.k, *engine.cache.v):
             array[...] = np.nan
@@ -131,7 +131,7 @@ def test_a_stop_token_ends_a_text(model):
 def test_a_cancelled_sequence_makes_room(model, page_size):
     job = ([3, 4, 5], 30)
     [whole] = run(Engine(model, 1), [job])
-    engine = Engine(model, 2, page_size=page_size, ahead=1)  # so that the tokens are seen while others are made
+    engine = Engine(model, 2, page_size=page_size, ahead=1)  # so that tokens are seen while the next ones are computed
     poison(engine)
     running, other, waiting, last = (engine.add(*job) for _ in range(4))
     while len(running.tokens) < 6:
@@ -163,7 +163,7 @@ def test_the_context_ends_the_text(model, prompt_tokens, new, page_size):
 
 
 def test_engines_share_a_model(model):
-    """A second engine, of another context, changes nothing in the first."""
+    """A second engine with another context length does not affect the first."""
     job = ([3, 4, 5], 30)
     [alone] = run(Engine(model, 1), [job])
     first = Engine(model, 1)
@@ -249,8 +249,8 @@ def sampled_jobs(seed, count, extra=()):
 
 
 def fail_prompt(model, prompt, error):
-    """The model's passes over this prompt raise the error. Decode steps, which have a token of each row, are told apart
-    without a look at the tokens: one that is recorded as a CUDA graph cannot be read."""
+    """Makes the model's passes over this prompt raise the error. Decode steps, which have one token in each row, are
+    recognised without reading the tokens, because tokens of a step that is captured as a CUDA graph cannot be read."""
     assert len(prompt) > 1
     forward = model.forward
 
@@ -265,7 +265,7 @@ def fail_prompt(model, prompt, error):
 @pytest.mark.parametrize("page_size", [None, 3])
 @pytest.mark.parametrize("max_batch", [1, 2, 5])
 def test_a_nan_ends_its_own_text(tmp_path, device, attention, page_size, max_batch):
-    """A row of the embedding becomes NaN: that of a token which one text alone draws."""
+    """The embedding of a token that only one text draws becomes NaN."""
     write_checkpoint(tmp_path / "model.bin", CONFIG, tied=False, version=1, seed=5)
     model = Llama(load_checkpoint(tmp_path / "model.bin"), device(attention))
     jobs = sampled_jobs(4, 9)
@@ -306,7 +306,7 @@ def test_a_prompt_that_fails_ends_its_own_text(model, page_size, max_batch, erro
     engine = Engine(model, max_batch, page_size=page_size)
     poison(engine)
     requests = [engine.add(*job) for job in jobs]
-    with pytest.raises(type(error), match=str(error)):  # once the others are done
+    with pytest.raises(type(error), match=str(error)):  # after the other texts are done
         engine.run()
     assert [request.tokens for request in requests] == [*alone[:2], [], *alone[3:]]
     assert [request.finished for request in requests] == ["length"] * 2 + ["error"] + ["length"] * 3
@@ -318,7 +318,7 @@ def test_a_prompt_that_fails_ends_its_own_text(model, page_size, max_batch, erro
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("a launch failed"), KeyboardInterrupt()])
 @pytest.mark.parametrize("where", ["model", "wait"])
 def test_a_step_that_fails_ends_those_that_run(model, where, error, monkeypatch):
-    """Those that wait go on: the failure may have been of the step's size."""
+    """Sequences that wait go on, because the failure may have depended on the size of the step."""
     jobs = sampled_jobs(5, 6)
     alone = [run(Engine(model, 1), [job])[0] for job in jobs]
     engine = Engine(model, 2, page_size=3)
@@ -355,7 +355,7 @@ def test_a_step_that_fails_ends_those_that_run(model, where, error, monkeypatch)
 
 
 def test_what_always_fails_ends_all(model, monkeypatch):
-    """A device that is lost: nobody waits for ever."""
+    """A lost device ends all sequences, so that none waits forever."""
     engine = Engine(model, 2, page_size=3)
     requests = [engine.add([3, 4, 5], 5) for _ in range(5)]
 
@@ -368,15 +368,15 @@ def test_what_always_fails_ends_all(model, monkeypatch):
     assert [request.finished for request in requests] == ["error"] * 5 and not engine.busy
     monkeypatch.undo()
     requests = [engine.add([3, 4, 5], 5) for _ in range(3)]
-    monkeypatch.setattr(engine.device, "scope", fails, raising=False)  # no sequence is to blame: all end
+    monkeypatch.setattr(engine.device, "scope", fails, raising=False)  # no single sequence is at fault, so all end
     assert engine.step() == [] and [request.finished for request in requests] == ["error"] * 3
 
 
 @pytest.mark.parametrize("page_size", [None, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(tmp_path, device, attention, page_size, seed):
-    """Sequences join, end, are cancelled and fail, steps fail, in any order: each text is the one that it is alone, as
-    far as it came, and in the end all pages are free."""
+    """Sequences join, end, are cancelled and fail, and steps fail, in any order. Each text, as far as it goes, equals
+    the text that it has alone, and in the end all pages are free."""
     large = dataclasses.replace(CONFIG, vocab_size=500)
     write_checkpoint(tmp_path / "model.bin", large, tied=False, version=1, seed=5)
     model = Llama(load_checkpoint(tmp_path / "model.bin"), device(attention))
@@ -433,7 +433,7 @@ def test_random_programs(tmp_path, device, attention, page_size, seed):
 
 
 def test_recorded_steps_are_bounded(model):
-    """A client chooses the rules; as many steps as there are rules would fill the memory."""
+    """Clients choose the sampling rules. A recorded step for every rule would fill the memory."""
     jobs = [([3, 4, 5], 4, Sampling(0.5 + number / 100, seed=number)) for number in range(3 * KEPT_STEPS)]
     engine = Engine(model, 2, page_size=4)
     for job in jobs[:-6]:
@@ -459,7 +459,7 @@ def test_the_same_rule_in_float32_is_one_step(model):
 
 
 def test_the_ring_s_row_stays_in_the_ring(model):
-    """The device's count goes round with the host's, however long the engine runs."""
+    """The device's counter wraps around together with the host's, however long the engine runs."""
     engine = Engine(model, 2)
     for _ in range(4):
         engine.add([3, 4, 5], 20)
@@ -470,7 +470,7 @@ def test_the_ring_s_row_stays_in_the_ring(model):
 
 
 def test_a_text_after_a_step_was_held(model):
-    """hold advances the device's state by itself; the next sequence finds its tokens where the host looks for them."""
+    """hold advances the device's state. The next sequence still has its tokens where the host looks for them."""
     job = ([3, 4, 5], 12, Sampling(1.5, seed=3))
     [alone] = run(Engine(model, 1), [job])
     engine = Engine(model, 2, page_size=4)
@@ -557,7 +557,7 @@ def test_sampling_refuses(arguments, message):
 @pytest.mark.parametrize("top_p", [1.4e-45, 1e-30, 0.5, 1 - 1e-9, 1.0])
 @pytest.mark.parametrize("top_k", [0, 1, (1 << 31) - 1])
 def test_what_sampling_takes_a_step_takes(device, temperature, top_k, top_p):
-    """A step is shared: what the library refuses has to be refused before."""
+    """A step is shared by sequences, so arguments that the library would refuse must be refused before."""
     place = device("flash")
     sampler, xp = Sampler(place, 2), place.xp
     tokens, steps = xp.zeros((2, 1), np.int32), xp.zeros(2, np.int32)

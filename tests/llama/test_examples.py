@@ -1,4 +1,4 @@
-"""The examples run, and the model in the package is what the example wrote."""
+"""The examples run, and the model in the package is the one that the example wrote."""
 
 import json
 import subprocess

@@ -152,7 +152,7 @@ def test_writer_refuses_impossible_shapes(tmp_path):
 
 
 def write_quantised(path, config, tied, group, seed=0):
-    """Version 2, the way llama2.c's export writes it; returns what the file means."""
+    """Writes version 2 as llama2.c's export does. Returns the tensors that the file represents."""
     tensors, meant = RandomTensors(config, tied, seed=seed), {}
     with open(path, "wb") as file:
         header = b"24ka" + struct.pack("<i7iBi", 2, *config.shape, tied, group)

@@ -1,5 +1,4 @@
-"""The command line: text on standard output, one line of error and status 2 for everything that can be wrong with its
-arguments."""
+"""The command line: text on standard output; one line of error and status 2 for any wrong argument."""
 
 import json
 import os
@@ -41,7 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def cli(folder, capsys, monkeypatch):
-    """main() inside the folder -> (exit status, stdout, stderr)."""
+    """A function that calls main() inside the folder and returns (exit status, stdout, stderr)."""
     monkeypatch.chdir(folder)
 
     def call(*argv):
@@ -159,7 +158,8 @@ def test_a_hugging_face_folder(cli, tmp_path):
 
 @pytest.mark.parametrize("measured", [1.0, 1e9, 1e15])
 def test_the_limit_is_one(cli, monkeypatch, measured):
-    """Steps that read faster than the pass that is timed for comparison are the fastest read, not 120 % of it."""
+    """If steps read faster than the pass that is timed for comparison, they count as the fastest read (100 %), not as
+    120 %."""
     asked = []
     monkeypatch.setattr(Host, "read_bandwidth", lambda self, nbytes: asked.append(nbytes) or measured)
     monkeypatch.setattr("flash_attn_minimal.llama.generate.CACHED", 0)
@@ -269,7 +269,7 @@ def test_out_of_memory(cli, monkeypatch):
 
 
 def test_interrupted(cli, monkeypatch):
-    """Ctrl-C while the text runs: what there is so far, the timings, status 130."""
+    """Ctrl-C during the text: the text so far, the timings, and status 130."""
 
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -1,4 +1,5 @@
-"""Folders of Hugging Face: what is written is read back, what is not understood or damaged is refused."""
+"""Folders of Hugging Face: a written model is read back; settings that are not understood and damaged files are
+refused."""
 
 import json
 

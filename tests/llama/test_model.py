@@ -27,7 +27,7 @@ PAGE_SIZES = [None, 1, 3, 16]
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A maker of synthetic checkpoints."""
+    """A function that makes synthetic checkpoints."""
 
     def make(config=CONFIGS["grouped"], version=0, tied=True):
         write_checkpoint(tmp_path / "model.bin", config, version, tied, seed=5)
@@ -37,7 +37,7 @@ def checkpoint(tmp_path):
 
 
 def exact_logits(checkpoint, tokens):
-    """All positions' logits of one sequence in float64: no cache, no fused matrices, heads in a loop."""
+    """The logits of all positions of one sequence in float64: no cache, no fused matrices, heads in a loop."""
     c, n = checkpoint.config, len(tokens)
     hs = c.head_dim
 
@@ -98,7 +98,7 @@ def exact_logits(checkpoint, tokens):
 
 
 class Sequences:
-    """A batch over a cache whose unwritten positions, and pages of nobody, would poison whatever reads them."""
+    """A batch over a cache in which positions that are not written, and pages that belong to no sequence, are NaN."""
 
     def __init__(self, model, batch, page_size=None):
         config = model.config
@@ -120,7 +120,7 @@ class Sequences:
 
 
 def check_parts(file, attention, page_size, tolerance=1e-4):
-    """Prefill, decode, and chunks in between, of two sequences, against float64."""
+    """Checks prefill, decode, and chunks in between, of two sequences, against float64."""
     tokens = np.random.default_rng(0).integers(0, file.config.vocab_size, (2, 21))
     exact = np.stack([exact_logits(file, row) for row in tokens])
     model = Llama(file, Host(attention))
@@ -177,7 +177,8 @@ def test_biases(tmp_path, attention):
 
 
 def test_the_same_model_in_both_formats(checkpoint, tmp_path):
-    """Halves of a head instead of neighbours: the rows of wq and wk in another order, the same logits."""
+    """RoPE on halves of a head instead of neighbours: with the rows of wq and wk in another order, logits are the
+    same."""
     file = checkpoint()
     c = file.config
 

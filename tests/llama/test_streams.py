@@ -1,4 +1,4 @@
-"""Text that comes in pieces: joined, they are what decoding all tokens gives, whatever stands in front of them."""
+"""Text that comes in pieces: joined, the pieces equal the decoding of all tokens, whatever text precedes them."""
 
 import json
 import threading
@@ -13,7 +13,7 @@ from flash_attn_minimal.llama.weights import DEFAULT_CHECKPOINT, find_tokenizer,
 
 pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
 
-MARK = "\u2581"  # what sentencepiece writes for a space
+MARK = "\u2581"  # sentencepiece's character for a space
 SPECIAL = ["<unk>", "<s>", "</s>"]
 TEXTS = [
     "", " leading", "  two", "a\n b", "a\n\n  b.", "    .", "x ,y", "\n", " ", "\U0001f999\n \U0001f999", "a  \n",
@@ -23,7 +23,8 @@ LONG = ["the quick \n fox\n\n " * 60, "\u4f60\u597d\u4e16\u754c" * 80, "\U0001f9
 
 
 def sentencepiece_like(path):
-    """A tokenizer.json as Llama 2's: spaces are marks, one is put in front, other characters are spelled in bytes."""
+    """A tokenizer.json like Llama 2's: spaces are marks, one mark comes first, and unknown characters are spelled in
+    bytes."""
     letters = [chr(code) for code in range(0x21, 0x7F)]
     grown = [[MARK, MARK], [2 * MARK, 2 * MARK], *([MARK, letter] for letter in letters), ["t", "h"], ["th", "e"]]
     grown += [[MARK + "t", "h"], [MARK + "th", "e"]]
@@ -85,8 +86,8 @@ def test_pieces_joined_are_the_text(tokenizer):
 
 
 def test_the_text_after_a_prompt(tokenizer):
-    """Wherever a text is cut between two characters, the second part has what the first has not. No decoding sees more
-    than a few tokens, however long the prompt and the text are."""
+    """Wherever a text is cut between two characters, the second part completes the first. No decoding sees more than a
+    few tokens, however long the prompt and the text are."""
     lengths, decode = [], tokenizer.decode
 
     def counted(tokens):
@@ -115,7 +116,7 @@ def test_a_prompt_s_last_character_is_not_shown_again(tokenizer, prompt):
 
 
 def test_damaged_characters_come_in_the_end(tokenizer):
-    """An unfinished character waits for its last byte, and not for ever."""
+    """An unfinished character waits for its last byte, but not forever."""
     half = tokenizer.encode("\U0001f999")[-4:-2]
     pieces = list(tokenizer.stream(200 * half))
     shown = [at for at, piece in enumerate(pieces) if piece]
@@ -128,7 +129,7 @@ def test_no_token_is_longer_than_the_longest(tokenizer, text):
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tmp_path):
-    """A server encodes beside its steps."""
+    """Other threads can run during an encoding, so that a server can encode while it makes steps."""
     write_tokenizer_json(tmp_path / "tokenizer.json", 600)
     tokenizer, text, times, done = JsonTokenizer(tmp_path / "tokenizer.json"), "the quick " * 60_000, [0], []
 

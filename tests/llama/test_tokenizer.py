@@ -25,7 +25,7 @@ def varint(value):
 
 
 def protobuf(fields):
-    """[(number, int | float | bytes)] -> a message, the way sentencepiece writes it."""
+    """A protobuf message of fields [(number, int | float | bytes)], as sentencepiece writes it."""
     out = b""
     for number, value in fields:
         if isinstance(value, float):
@@ -52,7 +52,7 @@ def sentencepiece_model(vocab_size=400, trainer=((3, 2),), normalizer=((1, b"ide
 
 
 def naive_encode(tokenizer, text):
-    """The rule itself: merge the best adjacent pair, the first on a tie, until there is none."""
+    """The plain rule: merge the best adjacent pair, the first one on a tie, until no pair can be merged."""
     id_of = {piece: token for token, piece in reversed(list(enumerate(tokenizer.pieces))) if token >= 259}
     ids = []
     for character in " " + text if text else "":

@@ -1,5 +1,5 @@
-"""Models with 4-bit weights: their file and its refusals, what the quality report measures, the choice of what stays
-wide, and the engine with them beside the same numbers in float32."""
+"""Models with 4-bit weights: their file and its refusals, the measurements of the quality report, the choice of
+matrices that are not quantized, and the engine, compared with the same numbers in float32."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def saved(tmp_path):
 
 
 def rewrite(path, tensors=None, types=None, about=None):
-    """The file with some of it changed, its checksums right."""
+    """Rewrites the file with some parts changed, and right checksums."""
     metadata, found = read_metadata(path), read_safetensors(path, ALL)
     header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
     shapes = {name: (header[name]["dtype"], tuple(header[name]["shape"])) for name in found}
@@ -196,7 +196,7 @@ def test_the_tokenizer_is_found_again(saved, tmp_path):
     assert given.vocab_size == CONFIG.vocab_size
 
 
-# ---- what is measured ----
+# ---- measurements ----
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_errors_are_what_they_say(text, monkeypatch):
 
 
 def test_losses_are_those_of_the_model(text):
-    """Against the engine's own forward pass, window by window, one token more each time."""
+    """Losses are compared with the engine's forward pass, window by window, with one more token each time."""
     errors = quality.measure(text, "nvfp4")
     found = text.run({"four": errors.change(), "none": errors.change(m.place for m in errors.matrices)}, "stored")
     seqlen, device = text.windows.shape[1] - 1, Host("standard")
@@ -331,12 +331,12 @@ def test_the_engine_multiplies_what_the_bits_stand_for(device, attention, dtype,
     error = np.abs(got - exact).max() / exact.std()
     assert error < TOLERANCE[dtype]
     other = logits(source, Host("standard"))
-    assert np.abs(other - exact).max() / exact.std() > 2 * TOLERANCE[dtype]  # 4 bits are no mere rounding
+    assert np.abs(other - exact).max() / exact.std() > 2 * TOLERANCE[dtype]  # 4 bits change more than rounding does
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_quantised_model_writes_a_story(device):
-    """From the file and quantised on the way, alone and in a batch, on pages: the same tokens."""
+    """A model from a file and one quantised while loading, alone and in a batch, on pages, give the same tokens."""
     source = load_checkpoint(DEFAULT_CHECKPOINT)
     found = []
     for max_batch, page_size in ((1, None), (3, 16)):

@@ -1,4 +1,4 @@
-"""A small random model, in 4 bits and as the numbers that these stand for, for the tests of the engine."""
+"""A small random model for the tests of the engine: in 4 bits, and as the numbers that the 4 bits represent."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ def model(config=CONFIG, tied=True, biases=False, dtype="float32"):
 
 
 def decoded(checkpoint):
-    """The same model in float32: as a Checkpoint of the numbers that the 4 bits stand for."""
+    """The model in float32: a Checkpoint of the numbers that the 4 bits represent."""
     tensors = {name: checkpoint.tensors[name] for name in checkpoint.tensors}
     for name in STACKED:
         tensors[name] = [
@@ -27,7 +27,7 @@ def decoded(checkpoint):
 
 
 def logits(checkpoint, device, tokens=(3, 5, 7, 11, 13)):
-    """Behind a prompt, then of a step of each further token: both sides of the engine's work."""
+    """The logits after a prompt, then of a step for each further token, so that prefill and decode are both tested."""
     with device.scope():
         llama = Llama(checkpoint, device)
         cache = KVCache(device, checkpoint.config, 1, 16)

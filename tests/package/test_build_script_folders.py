@@ -1,5 +1,5 @@
-"""The folders that build_and_run.sh takes, and those that it deletes: only what it has made. Nothing is compiled here:
-the script runs in a checkout of its own, with tools that do nothing."""
+"""The folders that build_and_run.sh uses, and the folders that it deletes: only those that it has made. Nothing is
+compiled here: the script runs in a separate checkout, with tools that do nothing."""
 
 import os
 import shutil
@@ -82,7 +82,7 @@ VERBS = [["build", "--cpu-only"], ["build", "--cpu-only", "--clean"], ["clean"]]
 @pytest.mark.parametrize("setting", ["FLASH_ATTN_BUILD", "FLASH_ATTN_VENV"])
 @pytest.mark.parametrize("where", [".", "..", "../..", "./", "link", "/", "not there/..", "not there/../.."])
 def test_the_checkout_and_what_holds_it_are_refused(run, checkout, tmp_path, arguments, setting, where):
-    """Even where it carries the mark, and looks like a build folder."""
+    """A folder that is or contains the checkout is refused, even if it has the mark and looks like a build folder."""
     for folder in (checkout, checkout.parent):
         (folder / MARK).write_text("")
         (folder / "CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={checkout}\n")
@@ -95,7 +95,7 @@ def test_the_checkout_and_what_holds_it_are_refused(run, checkout, tmp_path, arg
 
 
 def test_a_checkout_by_way_of_a_link(run, checkout, tmp_path, python):
-    """What holds it is known by its place, not by the name that led there."""
+    """A folder that contains the checkout is recognised by its real path, not by the path that was given."""
     (tmp_path / "way").symlink_to(checkout.parent)
     command = ["bash", tmp_path / "way" / checkout.name / "build_and_run.sh", "clean"]
     (tmp_path / MARK).write_text("")
@@ -147,7 +147,7 @@ def test_clean_removes_what_was_made(run, checkout, tmp_path, python, build_fold
 
 
 def test_a_build_of_cmake_s_is_used_and_kept(run, checkout):
-    """cmake -B build, without the script: it may build there, but has not made the folder."""
+    """A folder made by cmake -B build without the script: the script may build there, but has not made the folder."""
     (checkout / "build").mkdir()
     (checkout / "build/CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={checkout}\n")
     (checkout / "build/mine").write_text("mine")
@@ -165,7 +165,7 @@ def test_a_build_of_the_script_before_it_marked(run, checkout):
 
 
 def test_a_folder_of_somebody_else_that_the_script_built_in_before_it_marked(run, checkout, tmp_path):
-    """It wrote made_by into whatever FLASH_ATTN_BUILD named."""
+    """The script used to write made_by into any folder that FLASH_ATTN_BUILD named."""
     precious = tmp_path / "my thesis"
     precious.mkdir()
     (precious / "made_by").write_text(f"{checkout} /usr/bin/cmake\n")
@@ -178,7 +178,7 @@ def test_a_folder_of_somebody_else_that_the_script_built_in_before_it_marked(run
 
 @pytest.mark.parametrize("folder", ["../out side", "../out/below", "./../out/", "link/../out"])
 def test_a_folder_beside_the_checkout(run, checkout, tmp_path, folder):
-    """It need not be there yet. Behind a link, '..' is above what the link leads to."""
+    """The folder need not exist yet. After a link, '..' is the parent of the link's target."""
     (tmp_path / "far/deep").mkdir(parents=True)
     (checkout / "link").symlink_to(tmp_path / "far/deep")
     made = Path(os.path.realpath(checkout / folder))
@@ -188,7 +188,7 @@ def test_a_folder_beside_the_checkout(run, checkout, tmp_path, folder):
 
 
 def test_what_ci_makes_in_the_build_folder_first(run, checkout):
-    """A folder in build/ that is older than the first build: the script builds beside it, and does not delete it."""
+    """A folder in build/ that is older than the first build: the script builds next to it, and does not delete it."""
     (checkout / "build/ci").mkdir(parents=True)
     (checkout / "build/ci/step.log").write_text("passed")
     build(run)
@@ -212,7 +212,7 @@ def test_a_link_stays_and_what_it_leads_to_goes(run, checkout, tmp_path):
 
 
 def test_an_environment_inside_the_build_folder(run, checkout, python):
-    """Somebody's own, in a folder of the script's: that stays, too."""
+    """A user's environment inside a folder of the script is not deleted either."""
     build(run)
     subprocess.run([python, "-m", "venv", "--without-pip", checkout / "build/mine"], check=True)
     for arguments in VERBS[1:]:
@@ -224,7 +224,7 @@ def test_an_environment_inside_the_build_folder(run, checkout, python):
 @pytest.mark.parametrize("below", ["", "/below"])
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_build_in_the_environment_is_refused(run, tmp_path, below, exists):
-    """It would go with the environment."""
+    """The build would be deleted together with the environment."""
     if exists:
         (tmp_path / "one").mkdir()
     result = run("build", "--cpu-only", FLASH_ATTN_BUILD=f"{tmp_path}/one{below}", FLASH_ATTN_VENV=f"{tmp_path}/one/")
@@ -233,8 +233,8 @@ def test_a_build_in_the_environment_is_refused(run, tmp_path, below, exists):
 
 
 def test_environments(run, checkout, tmp_path, python):
-    """One whose Python does not start is made anew where the script has made it, and refused where it has not. One that
-    works is used as it is."""
+    """An environment whose Python does not start is made again if the script has made it, and refused if not. A working
+    environment is used as it is."""
     bare, venv = tmp_path / "bare", tmp_path / "the venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
     if subprocess.run([bare / "bin/python", "-c", "import numpy"], stderr=subprocess.PIPE).returncode == 0:

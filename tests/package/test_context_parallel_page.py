@@ -1,4 +1,5 @@
-"""docs/context_parallel.md: its pictures are what their script draws, its table is what the library plans."""
+"""docs/context_parallel.md: its pictures equal those that their script draws, its table agrees with the library's
+plans."""
 
 import ctypes as ct
 import importlib.util
@@ -106,7 +107,7 @@ T, DIM, DIM_V, ELEMENT = 1 << 16, 64, 128, 2
 
 
 def put(struct, name, heads, dim):
-    """A packed array of the rank's rows; nothing reads its memory."""
+    """Puts a packed array of the rank's rows into a struct. Its memory is never read."""
     setattr(struct, f"{name}_data", ("q", "k", "v", "out", "dout", "dq", "dk", "dv").index(name) + 1 << 36)
     setattr(struct, f"{name}_row_stride", heads * dim)
     setattr(struct, f"{name}_head_stride", dim)
@@ -156,7 +157,7 @@ def plan(library, size, heads, heads_k, mode, backward, rank=0, causal=0, window
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_and_memory_of_the_table(library, heads, heads_k, size, written, layout):
-    """Without a mask, where every rank fetches everything."""
+    """Checked without a mask, when every rank fetches everything."""
     rounds = 2 if layout == "zigzag" else 1
     keys = ELEMENT * T * heads_k * (DIM + DIM_V)
     shared = max(heads_k, size)

@@ -55,7 +55,7 @@ def test_readme_example_prints_what_the_readme_says(tmp_path):
 
 
 def test_commands_of_the_generate_page_run(tmp_path):
-    """Every command that needs no file of the reader's own, in order, in one folder."""
+    """Runs every command that needs no file of the reader, in order, in one folder."""
     pytest.importorskip("tokenizers", reason="the tokenizers package is not installed")
     page = (ROOT / "docs/generate.md").read_text()
     commands = re.findall(r"^python (-m flash_attn_minimal .*)$", page, re.MULTILINE)

@@ -1,4 +1,5 @@
-"""Imports run one way: import-linter checks the contracts in pyproject.toml, and counts imports inside functions."""
+"""Imports go in one direction: import-linter checks the contracts in pyproject.toml, including imports inside
+functions."""
 
 import importlib.util
 import os

@@ -1,4 +1,5 @@
-"""One name, one kernel: every __global__ function belongs to a kernel that can be forced, or to a lone operation."""
+"""One name, one kernel: every __global__ function belongs to a kernel that can be forced, or to an operation with only
+one kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from conftest import ROOT
 import flash_attn_minimal as fa
 
 # The kernel of a file with __global__ functions is the one that the file is named after, in the table of its folder.
-# Folder -> (table, what the kernel's name has before the file's).
+# Folder -> (table, prefix of the kernel's name before the file's name).
 TABLES = {
     "attention/forward": ("forward", ""),
     "attention/split": ("forward", ""),
@@ -21,8 +22,9 @@ TABLES = {
     "transformer/linear": ("linear", ""),
     "transformer/w4": ("w4_linear", ""),
 }
-# The other files: the rows that launch them, or the C functions of an operation that has one kernel on a GPU, or whose
-# every kernel launches the file. A kernel that no call can be made to take has no place here: no test could aim at it.
+# The other files: the rows that launch them, or the C functions of an operation that has one kernel on a GPU, or all of
+# whose kernels launch the file. A kernel that no call can be made to run is not allowed, because no test could reach
+# it.
 ROWS = {
     "flash_attn_minimal.cu": {"forward": ["minimal"]},
     "attention/forward/mma_sm80.cuh": {"forward": ["mma_sm80", "mma_tf32_sm80"]},
@@ -86,7 +88,7 @@ def test_every_global_function_belongs_to_a_row():
 
 @pytest.mark.parametrize("table", fa.kernel_tables())
 def test_every_row_has_a_global_function(table):
-    """And every row that is named here exists, in a build that has the GPU kernels."""
+    """Every row has a __global__ function. Every row that is named here exists, in a build that has the GPU kernels."""
     rows, named = gpu_kernels(table), rows_of(table)
     assert rows <= named | HOST.get(table, set())
     if {"wgmma_sm90", "mma_sm80"} <= {kernel["name"] for kernel in fa.kernels()}:
@@ -95,7 +97,7 @@ def test_every_row_has_a_global_function(table):
 
 @pytest.mark.parametrize("table", fa.kernel_tables())
 def test_every_row_has_a_sample_call(table):
-    """The sanitizers and the first calls run what tests/sample_calls.py has, and nothing else."""
+    """The sanitizers and the first calls run only the calls of tests/sample_calls.py."""
     assert gpu_kernels(table) <= set(sample_calls.names("cuda"))
 
 
@@ -107,8 +109,8 @@ def test_every_row_has_a_line_in_the_documents(table):
 
 
 def test_no_body_is_left_out_in_silence():
-    """A kernel that is not compiled for some GPU and is launched there after all traps. A body that merely returns
-    would look like a result: a build for sm_86 did so on sm_87."""
+    """A kernel that is launched on a GPU for which it is not compiled must trap. A body that only returns would look
+    like a result, as once in a build for sm_86 that ran on sm_87."""
     silent = []
     for file in FILES:
         for block in re.findall(

@@ -1,4 +1,5 @@
-"""Includes run one way: every file of cuda/ includes its own part, and the parts below it, by their path from cuda/."""
+"""Includes go in one direction: a file of cuda/ includes only its own part and the parts below it, by their path from
+cuda/."""
 
 import re
 
@@ -68,7 +69,7 @@ def test_every_file_includes_only_what_lies_below_it():
 
 
 def test_the_parts_have_no_circle():
-    """The arrows of BELOW, followed to their ends, never come back."""
+    """The graph of BELOW has no cycle."""
 
     def below(part, path=()):
         assert part not in path, " -> ".join([*path, part])

@@ -1,4 +1,5 @@
-"""The Python mirror of the three C headers: offsets, constants, versions; loading and its errors; what a call costs."""
+"""The Python mirror of the three C headers: offsets, constants, versions; loading and its errors; the cost of a
+call."""
 
 import ctypes as ct
 import os
@@ -125,7 +126,7 @@ def test_versions_agree():
 
 
 def test_every_exported_function_is_declared():
-    """What the headers export, the two _library modules declare with argument types."""
+    """The two _library modules declare every function that the headers export, with argument types."""
     if not HEADERS[0].is_file():
         pytest.skip("the headers are not beside the tests")
     exported = re.findall(r"FA_API [\w *]*?(fa_\w+)\(", "".join(header.read_text() for header in HEADERS))
@@ -212,8 +213,8 @@ def test_foreign_library():
 
 
 def test_import_brings_numpy_alone():
-    """What makes an import slow is what it imports: nothing installed but NumPy, no suite or engine of ours, and no
-    library before the first call. (The overhead suite of the bench times calls.)"""
+    """Importing the package imports only NumPy among installed packages, no suite and no engine, and does not load the
+    library before the first call; otherwise it would be slow. (The bench suite `overhead` times calls.)"""
     code = (
         "import sys, numpy; before = set(sys.modules); import flash_attn_minimal as fa\n"
         "print(*sorted(set(sys.modules) - before), fa._library.load.cache_info().currsize)"

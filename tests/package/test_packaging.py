@@ -1,4 +1,5 @@
-"""What is shipped: the library's dynamic section and exports, the wheel, versions, the build script's manners."""
+"""The shipped files: the library's dynamic section and exports, the wheel, versions, the behaviour of the build
+script."""
 
 import ctypes
 import os
@@ -138,7 +139,7 @@ def test_build_script_refuses_what_it_does_not_know(arguments, complaint, tmp_pa
     (["--all-kernels"], "all", "90"), (["--arch", "all"], "all", "all"),
 ])  # fmt: skip
 def test_build_script_compiles_one_target_where_there_is_no_gpu(arguments, kernels, target, tmp_path):
-    """As far as the configuration: this nvcc compiles nothing."""
+    """Only the configuration is tested: this nvcc compiles nothing."""
     tools = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     for tool in ("bash", "cmake", "ninja"):
         if shutil.which(tool, path=tools) is None:

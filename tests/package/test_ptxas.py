@@ -8,7 +8,7 @@ import pytest
 from flash_attn_minimal import _library
 
 FOLDER = Path(_library.path()).parent / "ptxas"
-# Every kernel but those that are there to be read or to serve all that is left over.
+# Every kernel except those that exist to be read, or to serve all remaining calls.
 PATTERNS = (
     "attention/*ward/*_sm*.log",
     "attention/split/*.log",
@@ -16,15 +16,15 @@ PATTERNS = (
     "transformer/linear/*.log",
     "transformer/w4/*.log",
 )
-# Kernels that may spill, and how much: 64 rows of head dim 256 leave no register for the place on the line of work; it
-# waits in local memory from before the loop over tiles until behind it.
+# Kernels that may spill, and how much. 64 rows of head dim 256 leave no register for the position in the list of work;
+# it stays in local memory from before the loop over tiles until after it.
 MAY_SPILL = {
     r"decode_split_kernelI\w+Li256ELi64E": 24,
     # One to four registers, each stored and read once in a step of 2200 to 3000 instructions.
     r"gradient_kernelI\w+Li64ELi64ELNS_5MmaSmE[123]E": 16,
     r"gradient_kernelI\w+Li128ELi128ELNS_5MmaSmE[123]E": 12,
     r"gradient_kernelI\w+Li256ELi256ELNS_5MmaSmE4E": 8,
-    # Where dQ is multiplied: how many query tiles the block walks, read once a tile.
+    # In the product for dQ: the number of query tiles of the block, read once for each tile.
     r"backward_wgmma_pair_kernelI\w+BackwardPlanIdE8E": 4,
     # float32_sm80: a pointer, outside the loops over columns and keys.
     r"attention_kernelILi256ELi128ELi32EEEvNS0_13Float32Params": 8,
@@ -52,12 +52,12 @@ def test_no_spills(report):
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: str(report.relative_to(FOLDER)).split(".")[0])
 def test_wgmma_is_not_serialised(report):
-    """C7508 (setmaxnreg ignored) to C7519 (an injected wait) are only infos to ptxas, and halve the speed."""
+    """To ptxas, C7508 (setmaxnreg ignored) to C7519 (an injected wait) are only infos, but they halve the speed."""
     assert re.findall(r".*\(C75\d\d\).*", report.read_text()) == []
 
 
 def registers_of(pattern: str, kernel: str) -> set[int]:
-    """Of a thread, of all kernels for Hopper whose name matches."""
+    """The registers of a thread, for all Hopper kernels whose name matches."""
     text = "".join(report.read_text() for report in FOLDER.glob(pattern))
     entries = re.findall(r"Compiling entry function '(\w+)' for 'sm_90a?'.*?Used (\d+) registers", text, re.DOTALL)
     return {int(used) for name, used in entries if re.search(kernel, name)}

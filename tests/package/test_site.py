@@ -1,6 +1,7 @@
-"""The documentation site: complete, no dead link, nothing from elsewhere, searchable from disk, no wider than a phone.
+"""The documentation site: complete, no dead link, nothing from other sites, searchable from disk, no wider than a
+phone.
 
-$FLASH_ATTN_SITE is a site that docs/site/build.py has made; without it the tests make one, where Sphinx is installed.
+$FLASH_ATTN_SITE is a site that docs/site/build.py has made. Without it the tests make one, if Sphinx is installed.
 """
 
 import importlib.util

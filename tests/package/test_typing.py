@@ -1,4 +1,5 @@
-"""What type checkers are told: tests/typing/public.py passes mypy, and the declared options are the functions'."""
+"""Types for type checkers: tests/typing/public.py passes mypy, and the declared options equal those of the
+functions."""
 
 import importlib.util
 import inspect

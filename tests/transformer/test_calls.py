@@ -1,4 +1,5 @@
-"""fa_run_calls: a list of calls does what its calls do one by one, errors included; and the recordings made of it."""
+"""fa_run_calls: a list of calls does the same as its calls one by one, including errors; and recordings, which use
+it."""
 
 import ctypes as ct
 import re
@@ -50,7 +51,7 @@ def norm_args(x, weight, out):
 
 
 def run_calls(calls, count=None, failed=None):
-    """fa_run_calls of (operation, struct) or (operation, struct, reserved)."""
+    """Calls fa_run_calls with a list of (operation, struct) or (operation, struct, reserved)."""
     table = (_library.Call * max(len(calls), 1))()
     for call, (operation, args, *reserved) in zip(table, calls, strict=False):
         call.operation, call.args = operation, ct.addressof(args) if args is not None else None
@@ -59,7 +60,7 @@ def run_calls(calls, count=None, failed=None):
 
 
 def a_chain(count=4):
-    """Products one behind the other: the arrays, (x, results), and their structs."""
+    """Products one after another: (weight, [x, the results], their structs)."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((8, 8), dtype=np.float32)
     arrays = [rng.standard_normal((2, 8), dtype=np.float32)]
@@ -98,7 +99,8 @@ def test_an_empty_list():
     ("kernel", b"linear_gemv_sm80", (fa.BadArgument, fa.Unsupported), "kernel=linear_gemv_sm80 "),
 ])  # fmt: skip
 def test_the_first_failure_ends_the_list(index, field, value, error, reason):
-    """Those before it have been made; it and those behind it have touched nothing. Status and text are its own."""
+    """The calls before the failing call have been made; the failing call and later calls have written nothing. Status
+    and text are those of the failing call."""
     weight, arrays, structs = a_chain()
     setattr(structs[index], field, value)
     with pytest.raises(error) as alone:
@@ -128,7 +130,7 @@ def test_an_unknown_operation(index, operation):
 
 @pytest.mark.parametrize("name", _library.OPERATIONS)
 def test_every_operation_is_the_function_of_its_name(name):
-    """An empty struct, and no struct at all: what the function says, each other's name in none of it."""
+    """With an empty struct, or none, the list gives the same error as the function."""
     number, lib = 1 + _library.OPERATIONS.index(name), transformer.load()
     for args in (STRUCTS[name](), None):
         with pytest.raises(fa.BadArgument) as alone:
@@ -172,7 +174,7 @@ def test_a_gpu_call_without_a_gpu():
 
 @pytest.mark.skipif(bool(NO_CUDA) or cupy is None, reason=NO_CUDA or "CuPy is not installed")
 def test_calls_on_both_devices():
-    """One list: on the host, on the GPU, on the host. A GPU's call refuses the host's memory."""
+    """One list with calls on the host, on the GPU and on the host. A call on the GPU refuses memory of the host."""
     weight, arrays, structs = a_chain(3)
     x, w, out = (cupy.asarray(array) for array in (arrays[0], weight, arrays[2]))
     cupy.cuda.Device().synchronize()
@@ -247,12 +249,12 @@ def shared(callers, limit):
 
 @pytest.mark.parametrize("callers", [1, 4])
 def test_the_calls_of_a_list_share_threads(callers):
-    """Any number of them gives the same bits, side by side with other lists; none is left behind."""
+    """Any number of threads gives the same bits, also while other lists run. No thread remains afterwards."""
     shared(callers, "")
 
 
 def test_a_list_does_without_threads():
-    """A system that has none to give: every loop is done by the caller. (Root has no limit.)"""
+    """If the system gives no threads, the caller runs every loop. (Root has no limit.)"""
     shared(1, "resource.setrlimit(resource.RLIMIT_NPROC, (0, 0)); os.getuid() or os.setuid(65534)")
 
 
@@ -279,8 +281,8 @@ def arrays_of_a_step():
 
 
 def test_a_recording_repeats_its_calls():
-    """On what the arrays hold by then, bit for bit what the calls would do; also after the signatures of the calls have
-    become shortcuts."""
+    """A recording repeats its calls on the current contents of the arrays, bit for bit; also after the signatures of
+    the calls have become shortcuts."""
     x, weight, packed, cache, lengths, tokens = arrays_of_a_step()
     other = arrays_of_a_step()
     for _ in range(3):
@@ -304,7 +306,8 @@ def test_a_recording_repeats_its_calls():
 
 
 def test_a_recording_owns_what_it_uses():
-    """Arrays that nobody else holds, and the workspace: other calls of this thread do not write there."""
+    """The recording keeps its arrays alive, and has its own workspace, to which other calls of this thread do not
+    write."""
     x, weight, packed, cache, lengths, tokens = arrays_of_a_step()
     with _record.Recording() as recording:
         results = a_step(x, weight, packed, cache, lengths, tokens)
@@ -334,7 +337,7 @@ def test_functions_between_the_calls():
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_call_like_those_before_is_recorded(framework, before):
-    """The shortcut for such calls makes them, and would leave them out of the recording."""
+    """The shortcut for repeated calls would make the call without recording it."""
     if framework == "torch" and torch is None:
         pytest.skip("no PyTorch here")
     arrays = np.random.default_rng(0).standard_normal((4, 1, 6, 2, 16)).astype(np.float32)

@@ -105,7 +105,8 @@ def test_rope_turns_back(device):
 
 
 def test_rope_keeps_to_the_tables(device):
-    """Positions outside are refused where they can be seen, and are no wild address where they cannot."""
+    """Positions outside of the tables are refused if they can be read, and otherwise cause no access outside of
+    memory."""
     x, (cos, sin) = np.ones((2, 1, 1, 4), np.float32), tables(3, 2)
     at = device.array(np.array([-5, 1000], np.int32))
     arrays = device.array(x), device.array(cos), device.array(sin)
@@ -164,7 +165,7 @@ def test_linear_with_everything(device, n, k, rows, weight_dtype, swiglu):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_of_strided_arrays(device, dtype):
-    """Rows of x and weight apart, and weights off 16-byte boundaries."""
+    """Gaps between rows of x and weight, and weights that are not aligned to 16 bytes."""
     rng = np.random.default_rng(3)
     x, weight = normal(rng, (3, 2, 72), dtype), normal(rng, (40, 75), dtype, 0.1)
     xs, ws = device.array(x, dtype)[:, 1, 1:65], device.array(weight, dtype)[:, 3:67]
@@ -173,7 +174,7 @@ def test_linear_of_strided_arrays(device, dtype):
 
 
 def test_linear_nan_and_infinity(device):
-    """They reach the rows and columns they belong to, and no other."""
+    """A NaN or infinity reaches its row or column of the result, and no other."""
     x, weight = np.ones((3, 40), np.float32), np.ones((5, 40), np.float32)
     x[1, 7], weight[2, 39] = np.nan, np.inf
     got = device.numpy(ops.linear(device.array(x), device.array(weight)))
@@ -234,7 +235,7 @@ def test_draws_stay_within_the_kept_tokens(device, kind, cut):
     rows = device.array(np.broadcast_to(logits, (draws, vocab)).copy())
     got = device.numpy(ops.sample(rows, 0.7, seed=11, **cut))
     p = reference.kept(logits, 0.7, **cut)
-    # The last token of a nucleus is where sums in float64 and in integers may differ.
+    # Sums in float64 and in integers may disagree on the last token of a nucleus.
     near = reference.kept(logits, 0.7, **{**cut, "top_p": min(1.0, cut.get("top_p", 1) + 1e-6)})
     assert ((p[got] > 0) | (near[got] > 0)).all()
     if p.max() < 0.01:
@@ -305,7 +306,8 @@ def test_the_gpu_draws_what_the_cpu_draws(vocab, dtype):
 @pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA or "-")
 @pytest.mark.parametrize("batch", [1, 3, 40])  # a row's blocks: as many as the GPU has room for
 def test_draws_from_bins_of_many_tokens(batch):
-    """Most of a large vocabulary in one bin of the histogram: equal, nearly so, masked out, far below the first."""
+    """Most of a large vocabulary falls into one bin of the histogram: equal logits, nearly equal, masked out, or far
+    below the first."""
     rng, vocab = np.random.default_rng(12), 100003  # no multiple of four
     near = 1 + np.arange(vocab) % 7 * np.float32(2.0**-23)
     masked = np.where(rng.random(vocab) < 0.9, -np.inf, 0.0)
@@ -457,7 +459,7 @@ def test_wrong_arguments_are_named(call, text):
 
 @pytest.mark.parametrize("name", transformer.SMALL_OPERATIONS)
 def test_c_structs_are_checked(name):
-    """What Python never sends: each field alone, and none of it reaches memory."""
+    """Values that Python never sends, one field at a time. Nothing is read or written through them."""
     function, kind = getattr(transformer.load(), f"fa_{name}"), transformer.SMALL_OPERATIONS[name]
     fields = [field for field, _ in kind._fields_]
     usual = {"device": _library.CPU, "dtype": 1, "rows": 1, "dim": 4, "batch": 1, "vocab": 4, "nheads": 1, "headdim": 4}

@@ -1,5 +1,5 @@
-"""linear_chain: products with 4-bit weights one behind the other. Every kernel of the build against float64: each
-product with what those before it wrote."""
+"""linear_chain: products with 4-bit weights one after another. Every kernel of the build against float64: each product
+is checked with the inputs that earlier products wrote."""
 
 import ctypes as ct
 import itertools
@@ -25,8 +25,8 @@ def chain(request):
 
 
 class Chain:
-    """Products of random numbers: links (out_features, in_features, options) with x and residual as linear_chain takes
-    them, None for x being an array of its own."""
+    """Products of random numbers. Links are (out_features, in_features, options), with x and residual as linear_chain
+    takes them; x=None stands for a separate array."""
 
     def __init__(self, device, rows, links, format="nvfp4", dtype="bfloat16", seed=0, programmatic=False):
         self.device, self.format, self.dtype = device, format, dtype
@@ -78,7 +78,7 @@ class Chain:
 
 
 def layer(dim, hidden, heads, dtype="bfloat16"):
-    """What a decoder does between two attentions."""
+    """The products of a decoder between two attentions."""
     return [
         (dim, heads, {"residual": True}),
         (2 * hidden, dim, {"x": 0, "norm_weight": True, "swiglu": True, "out_dtype": dtype}),
@@ -119,7 +119,7 @@ def test_one_product(chain, rows, n, k):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("count", [2, 5, 8])
 def test_chains_of_any_length(chain, count, rows):
-    """Odd sizes, every option somewhere; the x of some is that of two products before."""
+    """Odd sizes, and every option somewhere. Some products read the result of two products before."""
     links, widths = [], []
     for i in range(count):
         n, swiglu = (130, 64, 1000, 70, 516, 33, 2048, 192)[i], i % 3 == 1
@@ -140,7 +140,7 @@ def test_chains_of_any_length(chain, count, rows):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_in_place(chain, rows):
-    """x is the residual stream: read by the second product, written over by the first and the third."""
+    """x is the residual stream: the first and the third product overwrite it, and the second reads it."""
     device, name = chain
     made = Chain(device, rows, layer(192, 256, 128))
     results = made(name)
@@ -154,7 +154,7 @@ def test_in_place(chain, rows):
 
 
 def test_rows_apart(chain):
-    """Strided rows of x and out; a new array for the result that is not given."""
+    """Strided rows of x and out; if no result is given, there is a new array."""
     device, name = chain
     made = Chain(device, 3, [(96, 192, {}), (64, 96, {"x": 0})])
     x = device.array(normal((3, 2, 192), "bfloat16"), "bfloat16")
@@ -248,7 +248,7 @@ def test_in_a_graph_between_programmatic_launches(name, programmatic):
 @pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
 @pytest.mark.parametrize("graphs", [False, True])
 def test_two_streams_at_once(graphs):
-    """Neither may hold what the other waits for."""
+    """Neither stream may hold resources that the other waits for."""
     if CUDA.framework != "torch":
         pytest.skip("streams of PyTorch")
     chains = [Chain(CUDA, 1, layer(1024, 2752, 1024), seed=seed, programmatic=True) for seed in (0, 100)]

@@ -31,7 +31,7 @@ def awkward(shape):
 
 
 def inside_int4(w):
-    """Without the numbers that are refused on the CPU."""
+    """w without the numbers that int4 refuses on the CPU."""
     return np.where(np.isfinite(w), np.clip(w, -4e5, 4e5), w)
 
 
@@ -42,7 +42,7 @@ def same_bytes(got, wanted):
 
 
 def numpy_of(device, array):
-    """Without widening."""
+    """The array as NumPy, without conversion to float32."""
     return array.cpu().numpy() if device.framework == "torch" else array.get() if device.framework == "cupy" else array
 
 
@@ -75,7 +75,7 @@ def test_scales_are_those_of_ml_dtypes():
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_code_under_every_scale(device, format):
-    """A row for each scale there is, all 16 codes in it."""
+    """A row with all 16 codes for each possible scale."""
     scales = np.arange(256, dtype=np.uint8)
     if format == "int4":
         scales = np.arange(0, 1 << 16, 97, dtype=np.uint16).view(np.float16)
@@ -118,7 +118,7 @@ def test_the_bytes_are_those_of_numpy(device, format, search, dtype):
 
 @pytest.mark.parametrize("search", [False, True])
 def test_numbers_that_int4_does_not_hold(search):
-    """Refused by name on the CPU: they used to become 0, or to end at 7 x 65504."""
+    """The CPU refuses such numbers by name. They used to become 0, or to be limited to 7 x 65504."""
     w = normal((4, 300))
     w[2, 130] = -1e6
     with pytest.raises(BadArgument, match=r"w\[2, 128:256\] reaches 1e\+06: a block of int4.* up to 4\.5e5"):
@@ -147,7 +147,7 @@ def test_rows_apart_and_one_thread(device, format):
 
 
 def test_the_error_is_that_of_the_format(device):
-    """Root mean square of the error on normal numbers, whose own is 1; and search helps."""
+    """The root mean square of the error on normal numbers, whose root mean square is 1; and search makes it smaller."""
     w = normal((256, 1024))
     for format, plain, searched in (("nvfp4", 0.0955, 0.082), ("mxfp4", 0.115, 0.112), ("int4", 0.118, 0.101)):
         errors = [
@@ -174,7 +174,7 @@ def test_search_never_makes_a_block_worse(format):
 
 
 def test_what_can_be_said_exactly_is():
-    """Numbers of the format come back; zeros and the far ends of float32 too."""
+    """Numbers of the format come back unchanged; so do zeros and numbers at the ends of float32."""
     codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     w = np.concatenate([codes, -codes, codes, -codes])[None] * 2.0 ** np.array([[-120], [-30], [0], [90]], np.float32)
     np.testing.assert_array_equal(W4Weight.quantize(w, "mxfp4").dequantize(), w)

@@ -1,7 +1,7 @@
-"""linear with a packed 4-bit weight: every kernel of the build against float64, and what they all refuse.
+"""linear with a packed 4-bit weight: every kernel of the build against float64, and the refusals.
 
-The exact answer takes the weight as dequantize says it is. x is rounded to the 16 bits the products are made in, and
-int4's products may round the weight too; sums are float32."""
+The exact answer uses the weight that dequantize returns. Kernels round x to the 16-bit type of the products, may round
+int4's weight, too, and sum in float32."""
 
 import ctypes as ct
 import functools
@@ -42,7 +42,7 @@ def product(request):
 
 @functools.lru_cache(maxsize=256)
 def weight_of(format, rows, columns, seed=0, spread=0.02):
-    """(plain, as float64), made on the CPU."""
+    """(the quantized weight, its numbers in float64), made on the CPU."""
     w = spread * np.random.default_rng(seed).standard_normal((rows, columns), dtype=np.float32)
     plain = W4Weight.quantize(w, format)
     return plain, plain.dequantize().astype(np.float64)
@@ -63,7 +63,7 @@ def check(got, y, error):
 
 
 def call(product, x, packed, **options):
-    """linear by this kernel into an array of NaN; skips where it does not serve the call."""
+    """linear with this kernel, into an array of NaN. Skips the test if the kernel does not serve the call."""
     device, name = product
     about = {key: options[key] for key in ("bias", "norm_weight", "residual", "swiglu") if key in options}
     plan = ops.linear_query(x, packed, kernel=name, **about)
@@ -107,7 +107,7 @@ OPTIONS = [
 @pytest.mark.parametrize("one_row", [False, True], ids=["rows", "row"])
 @pytest.mark.parametrize("format, dtype", [("nvfp4", "bfloat16"), ("mxfp4", "float16"), ("int4", "bfloat16")])
 def test_options(product, format, dtype, one_row, options):
-    """Norm, bias, SwiGLU and residual, of x, out and all others in different types."""
+    """Norm, bias, SwiGLU and residual, with different types for x, out and the other arrays."""
     device, (swiglu, norm, bias, residual) = product[0], options
     types = itertools.cycle(("float32", "float16", "bfloat16"))
     shapes = ((1, 66, 288), (5, 130, 172), (18, 64, 1000), (130, 200, 320))
@@ -135,7 +135,7 @@ def test_options(product, format, dtype, one_row, options):
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("size", [1e-8, 1e-3, 1e6, 1e15])
 def test_norm_of_x_that_float16_cannot_hold(product, size, rows):
-    """Also of columns that are 2^20 apart."""
+    """Also with columns whose sizes differ by a factor of 2^20."""
     device = product[0]
     plain, w = weight_of("nvfp4", 66, 768)
     x, norm_weight = normal((rows, 768)) * np.float32(size), normal(768, seed=3)
@@ -180,7 +180,7 @@ def test_nan_and_infinity_stay_in_their_row(product, format, rows):
 @pytest.mark.parametrize("rows", [1, 20, 200])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_weight_that_is_not_finite(product, format, rows):
-    """Its block has the scale NaN, which reaches one column of the result."""
+    """The block of such a weight has the scale NaN, which reaches only one column of the result."""
     device = product[0]
     w = 0.1 * np.random.default_rng(3).standard_normal((70, 300), dtype=np.float32)
     w[5, 17], w[64, 299] = np.nan, np.inf
@@ -197,7 +197,7 @@ def test_a_weight_that_is_not_finite(product, format, rows):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_zeros_and_weights_of_any_size(product, format, dtype, rows):
-    """Rows of zeros, and rows 2^20 apart; the whole of it very small or very large."""
+    """Rows of zeros, and rows whose sizes differ by 2^20; the whole weight very small or very large."""
     device = product[0]
     rng = np.random.default_rng(4)
     w = rng.standard_normal((66, 256), dtype=np.float32) * 2.0 ** rng.integers(-10, 10, (66, 1)).astype(np.float32)
@@ -243,7 +243,7 @@ def test_threads_change_no_bit():
 @pytest.mark.parametrize("rows", [1, 16, 48, 192])
 @pytest.mark.parametrize("programmatic", [False, True])
 def test_a_graph_replays_with_new_numbers(rows, programmatic):
-    """A chain of products, whose x is what the one before it wrote."""
+    """A graph of products; each reads the result of the one before it."""
     first, second = weight_of("nvfp4", 512, 256), weight_of("int4", 256, 512)
     packed = packed_on(CUDA, first[0], "float16"), packed_on(CUDA, second[0], "float16")
     x = CUDA.array(normal((rows, 256), "float16"), "float16")
@@ -330,12 +330,12 @@ def test_the_query_says_what_runs(monkeypatch):
         ("few_w4_sm90", 1, (256, 5120), (False, True), (False,)),
         ("few_w4_sm90", 2, (256, 1024), (False, True), (False,)),
         ("mma_w4", 2, (256, 1024), (True,), (True,)),
-        ("few_w4_sm90", 2, (256, 1024), (False,), (True,)),  # its norm is a launch of its own
+        ("few_w4_sm90", 2, (256, 1024), (False,), (True,)),  # its norm is a separate launch
         ("mma_w4", 2, (256, 2048), (False, True), (True,)),
         ("few_w4_sm90", 8, (256, 4096), (False, True), (False, True)),  # too many numbers for mma_w4 to norm
         ("few_w4_sm90", 16, (256, 1024), (False, True), (False, True)),
         ("few_w4_sm90", 24, (7168, 1024), (False, True), (False,)),
-        ("wgmma_w4_few_sm90", 24, (7168, 1024), (True,), (True,)),  # a product of a model, behind its norm
+        ("wgmma_w4_few_sm90", 24, (7168, 1024), (True,), (True,)),  # a product of a model, after its norm
         ("few_w4_sm90", 32, (256, 1024), (False, True), (False, True)),
         ("wgmma_w4_sm90", 300, (4096, 512), (False, True), (False, True)),
     ],
@@ -351,7 +351,7 @@ def test_first_choices_on_hopper(kernel, rows, features, programmatic, norm):
         assert plan.kernel == kernel, (p, normed, plan)
 
 
-# ---- what the copy engine stores, and what it cannot ----
+# ---- stores of the copy engine, and strides that it cannot follow ----
 
 
 @pytest.mark.skipif(bool(NO_CUDA) or CUDA.framework != "torch", reason=NO_CUDA or "needs PyTorch with CUDA")
@@ -364,8 +364,8 @@ def test_first_choices_on_hopper(kernel, rows, features, programmatic, norm):
     ],
 )  # fmt: skip
 def test_a_block_waits_for_its_stores(kernel, rows, columns, residual):
-    """Blocks with many short tiles, the last ones ragged, while copies keep the memory busy: a tile does not overwrite
-    what is still being stored of the tile before."""
+    """Blocks with many short tiles, the last ones ragged, while copies keep the memory busy. A tile must not overwrite
+    data of the previous tile that is still being stored."""
     torch.manual_seed(rows)
     features = 128 * torch.cuda.get_device_properties(0).multi_processor_count * (16 if rows <= 64 else 6)
     weight = W4Weight.quantize(
@@ -398,7 +398,8 @@ def test_a_block_waits_for_its_stores(kernel, rows, columns, residual):
 @pytest.mark.parametrize("rows", [2, 8, 24, 48, 300])
 @pytest.mark.parametrize("descending", ["out", "x", "residual"])
 def test_rows_in_descending_order(name, rows, descending):
-    """A negative row stride, which the copy engine cannot follow. By the C struct: PyTorch has none."""
+    """A negative row stride, which the copy engine cannot follow. It is given by the C struct, because PyTorch has no
+    negative strides."""
     plain, _ = weight_of("int4", 256, 128)
     packed = packed_on(CUDA, plain, "float16")
     x, residual = (CUDA.array(normal((rows, n), "float16", n), "float16") for n in (128, 256))
@@ -464,7 +465,8 @@ def test_a_weight_on_the_other_device():
 
 
 def c_call(**wrong):
-    """fa_w4_linear on the CPU, by its struct; `wrong` replaces fields. Outputs stay as they were."""
+    """Calls fa_w4_linear on the CPU by its struct, with fields replaced by `wrong`. A call that is refused must not
+    change out."""
     plain, _ = weight_of("nvfp4", 8, 64)
     packed, x, out = plain.pack("float16"), np.ones((2, 64), np.float32), np.full((2, 8), 7, np.float32)
     workspace = np.empty(1 << 16, np.uint8)

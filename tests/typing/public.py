@@ -1,4 +1,5 @@
-"""What a type checker sees of the public functions: `mypy tests/typing/public.py` finds no error. Never run."""
+"""The public functions as a type checker sees them: `mypy tests/typing/public.py` finds no error. This file never
+runs."""
 
 from __future__ import annotations
 

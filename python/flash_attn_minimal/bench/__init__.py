@@ -33,7 +33,7 @@ from .suite import SUITES, Suite
 from .systems import PEERS
 from .timing import QUICK, Protocol
 
-MODULES = (  # of suites
+MODULES = (  # the modules that register suites
     attention, shapes, languages, profile, prefill, decode, queries, llama, block, overhead, linear, small_ops,
     transformers,
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""The suites over shapes of self-attention: which shapes, which systems, in which order. Every answer is checked before
-its time is taken."""
+"""The suites over shapes of self-attention: their shapes and systems, and the order of a run. Every answer is checked
+before its time is taken."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ FORWARD_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 SHORT_SEQLENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MIXES = {"prompts": (256, 1.0, 4096), "documents": (2048, 0.8, 16384)}  # median, sigma of the logarithm, longest
 
-# A peer may round more than ours: standard attention in PyTorch keeps S in 16 bits. Beyond this factor it is wrong.
+# A peer's error may be this many times the budget before its answer counts as wrong. Peers may round more than this
+# library: standard attention in PyTorch keeps S in 16 bits.
 PEER_FACTOR = 5
 
 
@@ -58,7 +59,7 @@ def cpu_shapes(options, machine) -> list[Shape]:
 
 
 def forward_shapes(options, machine, grouped: bool = False) -> list[Shape]:
-    """grouped: adds shapes of headdim 128 with eight query heads to each key head. A CPU gets an eighth of the tokens
+    """grouped: adds shapes of headdim 128 with eight query heads for each key head. A CPU gets an eighth of the tokens
     and a quarter of the heads, so that a run takes minutes and not hours."""
     gpu = machine.device == "cuda"
     tokens = options.tokens or (16384 if gpu else 2048)
@@ -97,7 +98,7 @@ def short_shapes(options, machine) -> list[Shape]:
 
 
 def draw_lengths(mix: str, tokens: int) -> tuple[int, ...]:
-    """Sequence lengths of one mix that add up to `tokens`, the same every time."""
+    """Sequence lengths drawn from one mix, with sum `tokens`. Every call gives the same lengths."""
     middle, sigma, longest = MIXES[mix]
     draw, lengths, left = random.Random(f"flash-attn-minimal {mix}"), [], tokens
     while left:
@@ -119,7 +120,7 @@ def varlen_shapes(options, machine) -> list[Shape]:
 
 
 def one_shape(options, machine) -> list[Shape]:
-    """The only shape of `ladder` and `profile`."""
+    """The single shape of the suites `ladder`, `backward_ladder` and `profile`."""
     gpu = machine.device == "cuda"
     for name in ("headdim", "seqlen", "mask"):
         if len(getattr(options, name) or ()) > 1:
@@ -136,16 +137,16 @@ def one_shape(options, machine) -> list[Shape]:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSuite(Suite):
-    """A suite of shapes."""
+    """A suite over shapes of self-attention."""
 
     shapes: Callable[[Any, Any], list[Shape]]
-    device: str | None = None  # the only device that it runs on
-    kernels: tuple[str, ...] = ("best",)  # unless --kernel is given; () means all of the device
-    peers: str | None = None  # unless --peers is given; None means the usual ones of the device
+    device: str | None = None  # the only device that the suite runs on
+    kernels: tuple[str, ...] = ("best",)  # default of --kernel; () means all kernels of the device
+    peers: str | None = None  # default of --peers; None means the usual peers of the device
     mode: str | None = None  # one of MODES
     backward: bool = False
     allow_tf32: bool = False
-    by_time: bool = False  # small calls, whose time says more than their speed
+    by_time: bool = False  # report times instead of speeds, for small calls
 
 
 def shapes_of(options, machine) -> list[Shape]:
@@ -217,8 +218,8 @@ def timed_on(machine, options, protocol: Protocol) -> Outcome:
 
 
 def prepared(machine, shape: Shape, seed: int, kept: int | None = None) -> tuple[Inputs, Inputs, Exact, Exact]:
-    """(our inputs, the peers' inputs, the exact answer to ours, that to theirs). The two differ for fp8 only. kept:
-    see Exact."""
+    """(our inputs, the peers' inputs, the exact answer for ours, the exact answer for the peers'). Ours and the peers'
+    differ for fp8 only. kept: see Exact."""
     given = Inputs(machine, shape.given, seed)
     q, k, v, _ = given[0]
     exact = Exact(machine, shape.given, q, k, v, given.gradients[0][0] if shape.backward else None, kept=kept)
@@ -242,11 +243,11 @@ def compared(
     by_time: bool = False,
     kept: int | None = None,
 ) -> str:
-    """Checks and times all systems on one shape; returns the line about it. mode: one of MODES, to time ours with it
-    as well. kept: see Exact."""
+    """Checks and times all systems on one shape; returns a line of text about them. mode: one of MODES; this library is
+    then timed with and without it. kept: see Exact."""
     mine, given, our_exact, peer_exact = prepared(machine, shape, options.seed or 0, kept)
     of = {name: (shape, mine) if name == "fa3" else (shape.given, given) for name in peers}
-    makers = []  # (name, whether --kernel gave it, more fields of its row, how to make it)
+    makers = []  # (name, whether it is a kernel asked for by name, more fields of its row, a function that makes it)
     for name in named:
         kernel = None if name == "best" else name
         for row in [{}, {mode: True}] if mode else [{}]:
@@ -285,7 +286,7 @@ def compared(
             outcome.wrong += 1
             outcome.rows.append(rounded(row | {"wrong": True}))
             notes.append(f"{system.kernel or asked} is WRONG: error {err:.3g}, budget {budget:.3g}")
-    # PyTorch runs a backward pass on the stream of its forward, which is not the one being captured.
+    # No graphs for a backward pass: PyTorch runs it on the stream of its forward pass, which is not being captured.
     launches = [system.launch for system, *_ in systems]
     timings = interleave(
         machine, launches, protocol, meter, seed=options.seed or 0, graphs=False if shape.backward else None
@@ -304,8 +305,8 @@ def compared(
 
 
 def roofs(options, machine, protocol: Protocol, meter) -> list[dict[str, Any]]:
-    """What the same framework reaches on this device with a large product and with a copy: the roofs to measure ours
-    by. Also the warm-up. On the CPU only float32 products are fast everywhere."""
+    """Rows for a large product and a copy in the same framework: the roofs that the speeds are compared with. Running
+    them also warms the device up. On a CPU only float32 has roofs, because other products are not fast everywhere."""
     gpu = machine.device == "cuda"
     if not gpu and options.dtype != "float32":
         return []

@@ -1,9 +1,9 @@
-"""The suite `block`: one Transformer block of a 7B shape and decode steps of whole models, with 16-bit weights and with
-4-bit ones, attention over a cache and everything else included.
+"""The suite `block`: one Transformer block of a 7B shape and decode steps of whole models, with 16-bit and with 4-bit
+weights. Attention over a cache and everything else is included.
 
-A launch runs LAYERS blocks one behind the other as the engine does. Each has its own weights, so that they come from
-memory and not from a cache; times are those of one block. Before it is timed, every result is compared with that of the
-same weights in 16-bit matrices.
+A launch runs LAYERS blocks one after another, as the engine does. Each block has its own weights, so that they come
+from memory and not from a cache; times are per block. Before a block with 4-bit weights is timed, its result is
+compared with that of the same weights in 16-bit matrices.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .machine import library_has_cuda, load_average, open_machine
 from .suite import Outcome, Suite, measuring, register, rounded
 from .timing import Protocol
 
-LAYERS, CHECKED = 6, 2  # blocks of a launch; the first of them, whose result is compared
+LAYERS, CHECKED = 6, 2  # blocks in a launch; how many of them, from the first on, are compared
 POSITION = 1000
 PLANS = {  # the block's shape and batches; steps: model, 16-bit type, batches
     "cuda": ("7b", (1, 2, 4, 8, 16, 32, 64), (("stories110M", "float16", (1, 8)), ("7b", "bfloat16", (1, 8)))),
     "cpu": ("stories15M", (1,), ()),
 }
 QUICK = {"cuda": ("7b", (1,), ()), "cpu": PLANS["cpu"]}
-BLOCK_ERROR = 2e-2  # relative to what the blocks add: x, q, k, v and the 16-bit matrices are rounded
+BLOCK_ERROR = 2e-2  # relative to what the blocks add to x; x, q, k, v and the 16-bit matrices are rounded
 
 
 def _device(kind: str, dtype: str) -> Any:
-    """A device with 16-bit matrices, the host, too."""
+    """A device with 16-bit matrices, also on the host."""
     if kind == "cpu":
         return Host("flash", "float32", dtype)
     from ..llama.cuda import Cuda
@@ -57,7 +57,7 @@ def _random(name: str, config, device, seed: int) -> Checkpoint:
 
 
 def _narrow(checkpoint: Checkpoint, weights: str, device) -> Checkpoint:
-    """The model in 4 bits, with every tensor made once and kept."""
+    """The model quantized to 4 bits. Every tensor is made once and kept."""
     layers = range(checkpoint.config.n_layers)
     found = quantize(checkpoint, weights, device=device)
     tensors = {name: found.tensors[name] for name in found.tensors if name not in STACKED}
@@ -67,7 +67,7 @@ def _narrow(checkpoint: Checkpoint, weights: str, device) -> Checkpoint:
 
 
 def _widened(four: Checkpoint, device, layers: int) -> Checkpoint:
-    """A model of the first layers with the same weights in 16-bit matrices."""
+    """The first `layers` layers of a 4-bit model, with the same weights in 16-bit matrices."""
     wide = {name: [w.dequantize(device.matrix_dtype.name) for w in four.tensors[name][:layers]] for name in STACKED}
     return replace(four, tensors=four.tensors | wide)
 
@@ -181,9 +181,9 @@ def _steps(machine, name: str, dtype: str, batches, seed: int, protocol: Protoco
             row = {"suite": "block", "system": "ours", "pass": "model", "model": name, "dtype": weights, "batch": batch}
             rows[weights] = row | {"position": position, "bytes": model.step_bytes}
             rows[weights]["bytes"] += batch * (position + 1) * engine.cache.position_bytes
-            if weights == "nvfp4":  # the 16-bit model was made of its weights
+            if weights == "nvfp4":  # the 16-bit model was made from the nvfp4 weights
                 with device.scope():
-                    for which in (weights, dtype):  # the same tokens for both: rounding may change those of a step
+                    for which in (weights, dtype):  # the same tokens for both: rounding may change a step's tokens
                         device.upload(engines[which].tokens, np.ones((batch, 1), np.int32))
                     got, exact = (machine.host(launches[which]()).astype(np.float64) for which in (weights, dtype))
                 error = {"max_err": logit_error(got, exact), "err_budget": TOLERANCE[dtype]}
@@ -230,7 +230,7 @@ def table(data: dict, _: list[dict]) -> list[str]:
 
 
 def picture(data: dict, _: list[dict]):
-    """How many times faster than with 16 bits, over the batch."""
+    """Speed relative to 16-bit weights, over the batch size."""
     rows = [row for row in data["rows"] if row["pass"] == "block" and "us" in row]
     figure, [[axis]] = figure_of(1, 1, 6.5, 4)
     wide = {row["batch"]: row["us"] for row in rows if row["dtype"] not in FORMATS}
@@ -243,7 +243,7 @@ def picture(data: dict, _: list[dict]):
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axis.set_ylim(bottom=0)
     axis.set(xlabel="sequences at once", ylabel="times as fast as with 16-bit weights")
-    if axis.lines[1:]:  # something beside the line at 1
+    if axis.lines[1:]:  # more than the line at 1
         axis.legend()
     set_title(figure, data, f"A Transformer block of {rows[0]['model']} shape, one token a step")
     return figure

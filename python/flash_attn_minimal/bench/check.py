@@ -1,8 +1,8 @@
-"""Is the answer right? Sampled heads against float64, with the budget that the precision allows.
+"""Checks answers: compares sampled heads with float64, within the error that the precision allows.
 
 The budget is twice the error of the plain three steps in the same precision (scores and sums in float32, P and the
 result rounded to the inputs' dtype), plus a floor. Early rows of a causal mask average few values and have large
-errors, so they get a budget of their own and lend none of it to the others.
+errors. They have a separate budget, so that their errors do not widen the budget of the other rows.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import numpy as np
 
 FACTOR, FLOOR = 2.0, {"float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5, "float8_e4m3fn": 1e-5}
 GRADIENT_FLOOR = {"float32": 1e-5, "float16": 2e-4, "bfloat16": 1e-3}  # times the largest gradient
-EARLY = 64  # rows before this one are judged by themselves
+EARLY = 64  # rows before this one are judged separately
 ROWS, HEADS, GRADIENT_HEADS = 32, 6, 2
 BLOCK = 2048  # rows of S in memory at once
 
 
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values rounded to what `dtype` (or tf32) can hold, kept as float32."""
+    """x rounded to the values of `dtype` (or tf32), returned as float32."""
     if dtype == "float16":
         return x.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":  # the upper half of a float32; to nearest, ties to even
@@ -34,8 +34,8 @@ def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def attend(q, k, v, rows, causal, dtype=None):
-    """Attention of some rows of one head: q (len(rows), headdim), k and v whole. With causal row i sees the keys up to
-    rows[i]. dtype=None computes in float64, tf32 rounds what goes into a product."""
+    """Attention of some rows of one head: q (len(rows), headdim), with all keys in k and v. With `causal`, row i sees
+    the keys up to rows[i]. dtype=None computes in float64; "tf32" rounds the operands of products."""
     working = np.float32 if dtype else np.float64
     q, k, v = (x.astype(working) for x in (q, k, v))
     if dtype == "tf32":
@@ -45,15 +45,15 @@ def attend(q, k, v, rows, causal, dtype=None):
         s[np.arange(len(k)) > rows[:, None]] = -np.inf
     p = np.exp(s - s.max(axis=1, keepdims=True))
     total = p.sum(axis=1, keepdims=True)
-    if dtype == "float8_e4m3fn":  # whose range is too small for P / total; the output has 16 bits
+    if dtype == "float8_e4m3fn":  # its range is too small for P / total; the output has 16 bits
         return round_to(round_to(p, dtype) @ v / total, "bfloat16")
     p /= total
     return round_to(round_to(p, dtype) @ v, "float32" if dtype == "tf32" else dtype) if dtype else p @ v
 
 
 def gradients(machine, q, k, v, dout, causal, dtype=None):
-    """dq, dk, dv of one key head: q and dout are lists of its query heads, all (seqlen, headdim) arrays of the
-    machine, where the work is done. A causal mask ends at the last key. dtype=None computes in float64."""
+    """dq, dk, dv of one key head, computed on the machine. q and dout are lists over the query heads of the key head;
+    arrays are (seqlen, headdim). With `causal` the last query sees the last key. dtype=None computes in float64."""
     xp, working = machine.xp, "float32" if dtype else "float64"
 
     def rounded(x):
@@ -89,9 +89,9 @@ class Exact:
     """The float64 answer on a sample, computed once for all systems that get the same inputs."""
 
     def __init__(self, machine, shape, q, k, v, dout=None, seed=0, kept=None):
-        """q, k, v as in shape: (batch, seqlen, heads, headdim), or (total, heads, headdim) for a varlen shape. With
-        dout of the output's shape the answer is (dq, dk, dv), of which each head is judged at `kept` rows (None: at
-        all); without it the answer is the output."""
+        """q, k, v as in shape: (batch, seqlen, heads, headdim), or (total, heads, headdim) for a varlen shape. Without
+        dout the answer is the output. With dout, of the output's shape, it is (dq, dk, dv); each head is then judged at
+        the first and last EARLY rows and `kept` others (None: at all rows)."""
         self.machine, self.kept = machine, kept
         self.samples = []  # (which array of the answer, where in it, rows there, exact, {precision: plain}, floors)
         sample = self._output if dout is None else self._gradients
@@ -113,7 +113,7 @@ class Exact:
             qh, ends = qh[rows], rows + len(kh) - n
             exact = attend(qh, kh, vh, ends, shape.causal)
             plain = {p: attend(qh, kh, vh, ends, shape.causal, p) for p in shape.precisions}
-            if shape.dtype == "float8_e4m3fn" and n > 1:  # the largest P of the plain steps is 1, which is exact
+            if shape.dtype == "float8_e4m3fn" and n > 1:  # in the plain steps the largest P is 1, which is exact
                 floor = max(floor, FLOOR[shape.dtype] + 2**-5 * float(np.abs(vh).max()))
             self.samples.append((0, in_q, rows, exact, plain, (floor, 0.0)))
 
@@ -135,14 +135,15 @@ class Exact:
                 self.samples.append((array, where, rows, e[rows], {shape.dtype: p[rows]}, floors))
 
     def judge(self, answer, precision: str) -> tuple[float, float]:
-        """(max_err, err_budget) where they are furthest apart. A NaN or Inf anywhere in an array is an error of inf."""
+        """(max_err, err_budget) of the group of rows whose error is the largest share of its budget. A NaN or Inf
+        anywhere in an array counts as an error of inf."""
         arrays = answer if isinstance(answer, tuple) else (answer,)
         if not all(self.machine.finite(x) for x in arrays):
             return float("inf"), self.samples[0][-1][0]
         verdicts: dict[tuple[int, bool], tuple[float, float, float]] = {}  # error, plain's error, floor
         for array, where, rows, exact, plain, (absolute, relative) in self.samples:
             got = self.machine.host(arrays[array][where][rows])
-            for early in (True, False):  # early rows and the others
+            for early in (True, False):  # early rows, then the other rows
                 part = (rows < EARLY) == early
                 if part.any():
                     error, same = (float(np.abs(x[part] - exact[part]).max()) for x in (got, plain[precision]))
@@ -154,7 +155,7 @@ class Exact:
 
 
 def _heads(batch: int, nheads: int, count: int, draw) -> list[tuple[int, int]]:
-    """The first, the last, and some between."""
+    """(b, h) of the first head, the last head, and some heads between."""
     corners = {(0, 0), (batch - 1, nheads - 1)}
     drawn = {(int(draw.integers(batch)), int(draw.integers(nheads))) for _ in range(count - len(corners))}
     return sorted(corners | drawn)

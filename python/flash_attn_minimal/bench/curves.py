@@ -21,7 +21,8 @@ PEAKS = {
 
 
 def group(row: dict, by_time: bool = False) -> tuple:
-    """The panel of a row: (grouped heads or not, headdim, nheads, nheads_k, batch), 0 where panels do not differ."""
+    """The panel of a row: (whether heads are grouped, headdim, nheads, nheads_k, batch). Fields in which panels do not
+    differ are 0."""
     grouped = (row["nheads"], row["nheads_k"]) if row["nheads"] != row["nheads_k"] else (0, 0)
     return (grouped[0] > 0, row["headdim"], *grouped, row["batch"] if by_time else 0)
 
@@ -35,8 +36,8 @@ def group_name(key: tuple) -> str:
 
 
 def table(data: dict, rows: list[dict], axis: str = "seqlen_q", by_time: bool = False) -> list[str]:
-    """One line for each panel and system, one column for each seqlen (or mix of lengths); then ours over the peers.
-    by_time: microseconds of small calls instead of their speed."""
+    """One line for each panel and system, one column for each seqlen (or mix of lengths); then the speed of this
+    library over that of the peers. by_time: microseconds instead of speed."""
     name, scale = unit(data)
     columns = list(dict.fromkeys(row[axis] for row in rows))
     if axis == "seqlen_q":
@@ -48,7 +49,7 @@ def table(data: dict, rows: list[dict], axis: str = "seqlen_q", by_time: bool = 
         if any(row["system"] == package for row in rows):
             against[LABELS[package]] = lambda row, package=package: row["system"] == package
 
-    # Ours by mode. A deterministic pass is shown for what it costs, and takes no part in the ratios.
+    # Our rows by mode. A deterministic pass is shown for its cost, and is left out of the ratios.
     plain = [row for row in rows if row["system"] == "ours" and not any(mode in row for mode in MODES)]
     fast = [row for row in rows if "fast_accum" in row]
     ours = {"": plain, ", fast_accum": fast} if fast else {"": plain}
@@ -151,8 +152,8 @@ def picture(data: dict, rows: list[dict], by_time: bool = False):
 
 
 def roofline(data: dict, rows: list[dict]):
-    """Speed over FLOPs per byte of inputs and outputs; the roofs are the data sheet's where known, and what a product
-    and a copy reached."""
+    """Speed over FLOPs per byte of inputs and outputs. The roofs are the data sheet's, if known, and the measured
+    speeds of a product and a copy."""
     name, scale = unit(data)
     figure, axes = figure_of(1, 1, 8.5, 6)
     axis, looks = axes[0][0], looks_of(rows)
@@ -202,7 +203,7 @@ def roofline(data: dict, rows: list[dict]):
 
 
 def ladder(data: dict, rows: list[dict]):
-    """Every rung as a bar, the first at the top, peers below."""
+    """A bar for each rung, the first at the top, then the peers."""
     name, scale = unit(data)
     rungs = [row for row in rows if row["system"] == "ours"]
     ordered = rungs + [row for row in rows if row["system"] != "ours"]

@@ -1,7 +1,7 @@
-"""The suite `decode`: one query token of every sequence against its cache, at the speed of the memory.
+"""The suite `decode`: one query token of every sequence against its cache, bound by the speed of the memory.
 
-Each call gets another of several KV caches, so that the level-2 cache holds nothing of it. Calls are in CUDA graphs.
-Peers are PyTorch's backends on the same contiguous cache, and a kernel that only reads it.
+Calls rotate through several KV caches, so that the level-2 cache of the GPU holds nothing of the next one. Calls run in
+CUDA graphs. Peers are PyTorch's backends on the same contiguous cache, and a kernel that only reads the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Point:
     nheads: int
     nheads_k: int
     headdim: int
-    queries: int = 1  # of every sequence
+    queries: int = 1  # query tokens of every sequence
 
     def __str__(self) -> str:
         queries = "" if self.queries == 1 else f"{self.queries} queries, "
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(512) read(const uint4* x, long long
 
 
 class Caches:
-    """Sets of q, K and V of one point, and the other arguments of calls over them."""
+    """Sets of K and V of one point, with q, out and the other arguments of calls."""
 
     def __init__(self, machine, point: Point, dtype: str, seed: int):
         torch = self.torch = machine.torch
@@ -89,13 +89,13 @@ class Caches:
             self.order[page] = pages.to(torch.int32).view(point.batch, -1)
 
     def ask(self, point: Point, seed: int) -> None:
-        """Makes q and out of the point."""
+        """Makes q and out for a point."""
         size = point.batch, point.queries, point.nheads, point.headdim
         self.point = point
         self.q, self.out = self.machine.random(size, self.dtype, seed), self.machine.nans(size, self.dtype)
 
     def asked(self, point: Point, seed: int) -> Caches:
-        """The same K and V under the queries of another point, which has as many keys and key heads."""
+        """The same K and V with the queries of another point, which must have the same keys and key heads."""
         other = copy.copy(self)
         other.ask(point, seed)
         return other
@@ -104,7 +104,7 @@ class Caches:
         return x.reshape(-1, page, *x.shape[-2:])
 
     def eight_bit(self, name: str):
-        """K and V rounded with one factor, and that factor for every head."""
+        """([K, V] rounded to 8 bits with one scale factor, that factor for every key head)."""
         torch, most = self.torch, 448.0 if name == "float8_e4m3fn" else 127.0
         factor = torch.full((self.point.nheads_k,), 5 / most, device=self.q.device)
         made = []
@@ -119,8 +119,8 @@ class Caches:
 def ours(
     caches: Caches, kernel: str | None, page: int, cache_dtype: str, **more: Any
 ) -> tuple[str, Callable[[int], Any], list]:
-    """The kernel that runs, its launch, and what `judge` wants: K and V of set 0, (batch, seqlen, nheads_k, headdim),
-    and the factor of both. more: options of the call."""
+    """(name of the kernel, launch, [K, V, factor] for `judge`). K and V are those of set 0, (batch, seqlen, nheads_k,
+    headdim), and factor is the scale of both. more: options of the call."""
     (k, v), scales = caches.kv, {}
     if cache_dtype != caches.dtype:
         (k, v), factor = caches.eight_bit(cache_dtype)
@@ -157,7 +157,7 @@ def peer(caches: Caches, name: str) -> Callable[[int], Any]:
 
 
 def reader(caches: Caches) -> Callable[[int], Any]:
-    """Reads K and V of a set, in two launches of a kernel that does nothing else."""
+    """A launch that reads K and V of a set, with one launch each of a kernel that only reads."""
     try:
         import cupy
     except ImportError:
@@ -176,9 +176,9 @@ def reader(caches: Caches) -> Callable[[int], Any]:
 
 
 def judge(caches: Caches, answer, k, v, factor: float) -> tuple[float, float]:
-    """(max_err, err_budget) over the first and the last head of the first and the last sequence, the budget from the
-    largest error of plain arithmetic in any of them. The last query sees all keys, the one before it all but one, and
-    so on."""
+    """(max_err, err_budget) over the first and last head of the first and last sequence. The budget comes from the
+    largest error of plain arithmetic in any of these heads. The last query sees all keys, the one before it all but
+    one, and so on."""
     point, torch, error, allowed = caches.point, caches.torch, 0.0, 0.0
     dtype = getattr(torch, caches.dtype)
     group = point.nheads // point.nheads_k
@@ -198,7 +198,7 @@ def judge(caches: Caches, answer, k, v, factor: float) -> tuple[float, float]:
 
 
 def one_kernel(options) -> str | None:
-    """--kernel; None lets the library choose."""
+    """The kernel that --kernel names, or None to let the library choose."""
     named = options.kernel or ["best"]
     if len(named) > 1:
         raise BenchError(f"--kernel {','.join(named)}: suite {options.suite} takes one kernel")
@@ -206,7 +206,7 @@ def one_kernel(options) -> str | None:
 
 
 def base_row(suite: str, caches: Caches) -> dict[str, Any]:
-    """What all rows of a point have."""
+    """The fields that all rows of a point share."""
     point = caches.point
     row = {"suite": suite, "pass": "decode", "dtype": caches.dtype, "headdim": point.headdim}
     row |= {"headdim_v": point.headdim, "batch": point.batch, "nheads": point.nheads, "nheads_k": point.nheads_k}
@@ -220,8 +220,8 @@ def leave_out(outcome: Outcome, system: str, point: Point, reason: str) -> None:
 def check(
     caches: Caches, launch: Callable[[int], Any], seen: list, row: dict[str, Any], outcome: Outcome
 ) -> str | None:
-    """Judges the answer of a launch that starts with NaN, and puts error and budget into its row. A wrong answer goes
-    into the outcome; then the words for it, else None."""
+    """Fills out with NaN, launches, and adds error and budget to the row. Returns None if the answer is right.
+    Otherwise adds the row to the outcome as wrong, and returns a text about the error."""
     caches.out.fill_(float("nan"))
     err, budget = judge(caches, launch(0), *seen)
     row |= {"max_err": err, "err_budget": budget}
@@ -237,7 +237,7 @@ def peers_on(machine) -> tuple[str, ...]:
 
 
 def others(caches: Caches, names: Iterable[str], outcome: Outcome) -> Iterator[tuple[str, Callable[[int], Any]]]:
-    """Peers and the reader, with their launches; those that refuse are left out."""
+    """Yields (name, launch) of peers and of the reader ("read"). Those that refuse are left out."""
     for name in names:
         try:
             launch = reader(caches) if name == "read" else peer(caches, name)
@@ -302,7 +302,8 @@ def _one(machine, point: Point, dtype: str, options, protocol, meter, outcome: O
 
 
 def table(data: dict, rows: list[dict]) -> list[str]:
-    """One line for each point: microseconds and TB/s of every system, then ours over the fastest peer and the read."""
+    """One line for each point: microseconds and TB/s of every system, then this library's speed relative to the fastest
+    peer and to the read."""
 
     def name(row):
         if row["system"] != "ours":
@@ -329,7 +330,7 @@ def table(data: dict, rows: list[dict]) -> list[str]:
 
 
 def picture(data: dict, rows: list[dict]):
-    """TB/s of keys and values at every point, a bar for each system on the plain cache."""
+    """TB/s of keys and values at every point, a bar for each system, on the contiguous cache in the inputs' dtype."""
     rows = [
         row for row in rows if row["system"] != "ours" or (row["cache_dtype"] == row["dtype"] and not row["page_size"])
     ]

@@ -1,5 +1,5 @@
-"""What the pictures share. Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers differ too.
-Made to be read at the width of a README."""
+"""Shared parts of the pictures. Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers differ,
+too. Pictures are made to be read at the width of a README."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def say_if_missing() -> None:
 
 
 def figure_of(rows, columns, width, height, sharey=False):
-    """A figure of its own, without pyplot or a window."""
+    """A new figure and its axes, without pyplot or a window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -50,7 +50,7 @@ def set_title(figure, data: dict, what: str):
 
 
 def looks_of(rows: list[dict]) -> dict[str, dict]:
-    """Colour, marker and weight of each system."""
+    """Colour, marker and line width of each system."""
     looks, mine = {}, 0
     for name in order_of(rows):
         system = name.partition(" ")[0]
@@ -76,7 +76,7 @@ def legend(figure, axes):
 
 
 def plain_log(axis):
-    """Ticks 1 2 5 10 20 50 ... in plain digits."""
+    """Sets the ticks 1 2 5 10 20 50 ... in plain digits."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -1,9 +1,9 @@
 """The suite `languages`: every rung of the ladder (`ladder/` of a checkout) that runs on this device, and the library's
 own choice, on the same shapes.
 
-A rung is checked against float64 before it is timed. Slow ones are part of the story, but must not eat the run: where
-a call would take longer than CALL_LIMIT_S, from the rung's speed so far, it is left out. A run that is interrupted, or
-that reaches its limit of minutes, reports what it has.
+A rung is checked against float64 before it is timed. Slow rungs are included, but must not use up the run: a rung is
+left out of a shape where a call would take longer than CALL_LIMIT_S, judging by the rung's speed so far. A run that is
+interrupted, or that reaches its limit of minutes, reports what it has measured.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ SEQLENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 QUICK_SEQLENS = {"cuda": (4096,), "cpu": (512,)}
 PROBE_SEQLEN = {"cuda": 1024, "cpu": 256}
 CALL_LIMIT_S = {"cuda": 0.2, "cpu": 2.0}
-SLOW_S, SLOW_ROUNDS = 0.05, 3  # a call that takes longer needs no more bursts than this
+SLOW_S, SLOW_ROUNDS = 0.05, 3  # calls that take longer than SLOW_S get at most SLOW_ROUNDS bursts
 MINUTES = 20.0
-CACHES = ("FLASH_ATTN_LADDER_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # of what rungs compile
+CACHES = ("FLASH_ATTN_LADDER_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # folders of what rungs compile
 SHAPES = frozenset({"device", "dtype", "headdim", "seqlen", "mask", "batch", "tokens", "heads", "heads_k"})
 
 
@@ -50,7 +50,7 @@ SHAPES = frozenset({"device", "dtype", "headdim", "seqlen", "mask", "batch", "to
 
 
 def ladder() -> types.ModuleType:
-    """The module ladder.rungs of the checkout that this package lies in, else of the current folder."""
+    """The module ladder.rungs of the checkout that contains this package, or of the current folder."""
     for root in (Path(__file__).resolve().parents[3], Path.cwd()):
         if (root / "ladder" / "rungs.py").is_file():
             if str(root) not in sys.path:
@@ -78,8 +78,8 @@ def ours(device: str, headdims: tuple[int, ...]) -> Any:
 
 
 def points(options, machine) -> list[Shape]:
-    """Every shape, dtype and pass. The tutorial's shape comes first, then one dtype after another, small to large: what
-    a limit cuts off is what matters least."""
+    """Every shape, dtype and pass. The tutorial's shape comes first, then one dtype after another, small to large, so
+    that a time limit cuts off the least important points."""
     gpu, quick = machine.device == "cuda", bool(options.quick)
     tokens = options.tokens or (16384 if gpu else 2048)
     nheads = options.heads or (16 if gpu else 4)
@@ -110,7 +110,7 @@ def points(options, machine) -> list[Shape]:
 
 
 class Arrays:
-    """As many sets of inputs as keep a launch from finding its set in the level-2 cache. Rungs make their outputs."""
+    """Enough sets of inputs that a launch does not find its set in the level-2 cache. Rungs allocate their outputs."""
 
     def __init__(self, machine, shape: Shape, seed: int):
         count = math.ceil(Inputs.L2_FACTOR * machine.l2_bytes / shape.bytes) if machine.l2_bytes else 1
@@ -131,7 +131,7 @@ class Arrays:
         return Exact(machine, shape, q, k, v, dout)
 
     def launch(self, calls, shape: Shape) -> Callable[[int], Any]:
-        """Of input set i; returns what check.Exact judges."""
+        """A function of i that runs the rung on input set i, and returns the answer that check.Exact judges."""
         if shape.backward:
             return lambda i: calls.backward(*self.sets[i % len(self.sets)], shape.causal)
         return lambda i: calls.forward(*self.sets[i % len(self.sets)], shape.causal)[0]
@@ -141,12 +141,13 @@ class Arrays:
 
 
 class Stopped(BaseException):
-    """The run ends here; what it has found is reported. No Exception: a rung that catches those must not catch this."""
+    """Ends the run; its results so far are reported. A BaseException, so that a rung that catches Exception does not
+    catch it."""
 
 
 @dataclass
 class Runner:
-    """One rung over the whole run: loaded at most once, with the best speed seen so far."""
+    """One rung during the whole run: it is loaded at most once, and its best speed so far is kept."""
 
     rung: Any
     unavailable: type[Exception]
@@ -154,10 +155,10 @@ class Runner:
     reason: str | None = None  # why it cannot run here
     load_s: float = 0.0
     speed: dict[tuple[str, bool], float] = field(default_factory=dict)  # FLOP/s by dtype and pass
-    first_s: dict[tuple[str, bool], float] = field(default_factory=dict)  # the first call, over a later one
+    first_s: dict[tuple[str, bool], float] = field(default_factory=dict)  # seconds of the first call beyond a later one
 
     def refusal(self, shape: Shape) -> str | None:
-        """Why it does not serve a shape; empty where that needs no word."""
+        """The reason why the rung does not serve a shape, or None. It is empty if the report need not mention it."""
         if shape.dtype not in self.rung.dtypes or shape.headdim not in self.rung.headdims:
             return ""
         if self.reason is None and self.calls is None:
@@ -174,12 +175,13 @@ class Runner:
             self.calls = self.rung.load()
         except self.unavailable as error:
             self.reason = first_line(error)
-        except Exception as error:  # another project's import, say; a broken rung must not end the run
+        except Exception as error:  # such as a failed import; a broken rung must not end the run
             self.reason = f"load() raised {type(error).__name__}: {first_line(error)}"
         self.load_s = time.perf_counter() - start
 
     def probe(self, machine, shape: Shape) -> None:
-        """Three calls on a small shape of the same kind: what the first use costs, and a first idea of the speed."""
+        """Three calls on a small shape of the same dtype and pass give the cost of the first use and an estimate of the
+        speed."""
         key = shape.dtype, shape.backward
         if key in self.speed:
             return
@@ -208,7 +210,7 @@ class Runner:
 
 @contextlib.contextmanager
 def cold_caches() -> Iterator[None]:
-    """What rungs compile goes to a folder that is empty and soon gone, so that compile_s is the time of a first use."""
+    """Lets rungs compile into an empty temporary folder, so that compile_s is the time of a first use."""
     before = {name: os.environ.get(name) for name in CACHES}
     with tempfile.TemporaryDirectory(prefix="ladder-", ignore_cleanup_errors=True) as folder:
         for name in CACHES:
@@ -270,7 +272,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 
 def _one(machine, shape: Shape, name: str, runners, options, protocol, meter, outcome: Outcome) -> str:
-    """Checks and times all rungs at one point; returns the line about it."""
+    """Checks and times all rungs at one point; returns a line of text about them."""
 
     def left_out(runner, reason: str, where: str = name):
         item = {"system": runner.rung.name, "shape": where, "reason": reason}
@@ -289,7 +291,7 @@ def _one(machine, shape: Shape, name: str, runners, options, protocol, meter, ou
     try:
         arrays = Arrays(machine, shape, options.seed or 0)
         exact = arrays.exact(machine, replace(shape, allow_tf32=shape.dtype == "float32" and not shape.backward))
-    except Exception as error:  # a dtype that is not there, or not enough memory
+    except Exception as error:  # a missing dtype, or too little memory
         reason = f"no inputs, {type(error).__name__}: {first_line(error)}"
         outcome.left_out.append({"system": "all", "shape": name, "reason": reason})
         machine.release()
@@ -331,10 +333,10 @@ def _one(machine, shape: Shape, name: str, runners, options, protocol, meter, ou
             notes.append(f"{runner.rung.name} is WRONG: error {err:.3g}, budget {budget:.3g}")
 
     rows = []
-    for slow in (False, True):  # slow ones have few bursts, in turns of their own
+    for slow in (False, True):  # slow rungs have few bursts, and take turns with each other only
         mine = [item for item in ready if (item[0].seconds(shape) > SLOW_S) == slow]
         rounds = replace(protocol, rounds=min(protocol.rounds, SLOW_ROUNDS) if slow else protocol.rounds)
-        # PyTorch runs a backward pass on the stream of its forward, which is not the one being captured.
+        # No graphs for a backward pass: PyTorch runs it on the stream of its forward pass, which is not being captured.
         graphs = False if shape.backward or slow else None
         time_them = functools.partial(
             interleave, machine, protocol=rounds, meter=meter, seed=options.seed or 0, graphs=graphs
@@ -354,7 +356,7 @@ def _one(machine, shape: Shape, name: str, runners, options, protocol, meter, ou
 
 
 def _timings(ready: list, time_them: Callable, left_out: Callable) -> list[tuple]:
-    """(runner, row, timing) of all in turns; where one of them fails, of each by itself."""
+    """(runner, row, timing) of all rungs, timed in turns. If one of them fails, each is timed alone."""
     try:
         timings = time_them([launch for _, launch, _ in ready])
         return [(runner, row, timing) for (runner, _, row), timing in zip(ready, timings, strict=True)]
@@ -366,7 +368,7 @@ def _timings(ready: list, time_them: Callable, left_out: Callable) -> list[tuple
 
 
 def _judged(exact: Exact, answer, shape: Shape, peer: bool) -> tuple[float, float, bool]:
-    """(max_err, err_budget, tf32). A peer may round float32 to tf32: then it is judged, and marked, as such."""
+    """(max_err, err_budget, tf32). A peer may round float32 to tf32; it is then judged by tf32's budget, and marked."""
     err, budget = exact.judge(answer, shape.dtype)
     if peer and err > budget and shape.dtype == "float32" and not shape.backward:
         coarse = exact.judge(answer, "tf32")
@@ -379,7 +381,7 @@ def _judged(exact: Exact, answer, shape: Shape, peer: bool) -> tuple[float, floa
 
 
 def _group(row: dict) -> tuple:
-    """The table of a row: dtype, pass, heads and headdim."""
+    """The table that a row belongs to: dtype, pass, heads and headdim."""
     return row["dtype"], row["pass"], row["nheads"], row["nheads_k"], row["headdim"]
 
 
@@ -388,7 +390,7 @@ def _name(row: dict) -> str:
 
 
 def _order(rows: list[dict]) -> list[str]:
-    """Rungs as they stand on the ladder, then the library, then the peers."""
+    """Names of the rungs in the order of the ladder, then the library, then the peers."""
     place = {_name(row): (row.get("peer", False), row["system"] == "ours") for row in rows}
     return sorted(place, key=lambda name: place[name])
 
@@ -443,8 +445,7 @@ _PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
 def picture(data: dict, rows: list[dict]):
-    """The first shape of the run as bars: a panel for each dtype and pass, a bar for each rung, full mask where there
-    is one."""
+    """The first shape of the run, with its mask: a panel for each dtype and pass, a bar for each rung."""
     name, scale = unit(data)
     first = rows[0]
     same = [
@@ -482,7 +483,8 @@ def picture(data: dict, rows: list[dict]):
 
 
 def curves(data: dict, rows: list[dict]):
-    """Speed over seqlen, both axes logarithmic: a panel for each dtype and pass of the group with most lengths."""
+    """Speed over seqlen, both axes logarithmic, for the heads and headdim with the most lengths: a panel for each dtype
+    and pass."""
     name, scale = unit(data)
     shapes = {_group(row)[2:]: set() for row in rows}
     for row in rows:

@@ -1,5 +1,6 @@
-"""The suite `linear`: products with 4-bit weights beside the framework's own with 16-bit ones (cuBLAS on a GPU), over
-the number of rows of x. Weights rotate, so that they come from memory and not from the level-2 cache."""
+"""The suite `linear`: products with 4-bit weights beside the framework's products with 16-bit weights (cuBLAS on a GPU;
+float32 on a CPU), over the number of rows of x. Calls rotate through copies of the weights, so that these come from
+memory and not from the level-2 cache."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def ends(count: int) -> np.ndarray:
 
 
 class Weights:
-    """A matrix in every format and in 16 bits, each in so many copies that the level-2 cache does not hold all."""
+    """A matrix in every 4-bit format and in the peer's dtype, each in more copies than the level-2 cache holds."""
 
     def __init__(self, machine, n: int, k: int, dtype: str, peer_dtype: str):
         w = machine.random((n, k), "float32", 0) * k**-0.5
@@ -55,7 +56,7 @@ def sets(machine, size: int) -> int:
 
 
 class Product:
-    """Ours with one format and kernel."""
+    """This library's product with one format and kernel."""
 
     def __init__(self, machine, x, packed: list, kernel: str | None, programmatic: bool):
         self.x, self.packed, self.kernel, self.programmatic = x, packed, kernel, programmatic
@@ -73,8 +74,8 @@ class Product:
 
 
 def judge(machine, product: Product, exact: np.ndarray, n: int) -> tuple[float, float]:
-    """(max_err, err_budget) at the first and last rows and columns: the errors that rounding the weight and the result
-    to 16 bits may add up to, twice."""
+    """(max_err, err_budget) at the first and last rows and columns. The budget is twice the error that rounding the
+    weight and the result to 16 bits may cause."""
     rows, columns = ends(product.x.shape[0]), ends(n)
     got = product(0)
     got = np.stack([machine.host(got[int(row)]) for row in rows]).astype(np.float64)[:, columns]
@@ -113,7 +114,7 @@ def _one(machine, weights: Weights, shape, dtype: str, options, protocol, meter,
     base = {"suite": "linear", "pass": PASS, "dtype": dtype, "m": m, "n": n, "k": k}
     timed, notes = [], []
     for format in FORMATS:
-        # A kernel, whether it is launched programmatically, and the mode: as in a model, and as a plain call.
+        # (kernel, whether the launch is programmatic, the mode): as in a model, and as a plain call.
         ways = [(kernel, gpu, "programmatic") for kernel in options.kernel or ["best"]]
         if ("best", True, "programmatic") in ways:
             ways.append(("best", False, "plain"))
@@ -193,7 +194,7 @@ def table(data: dict, rows: list[dict]) -> list[str]:
 
 
 def picture(data: dict, rows: list[dict]):
-    """Speed over the framework's own product against the rows of x, a panel for each weight."""
+    """Speed relative to the framework's product over the rows of x, a panel for each shape of the weight."""
     panels = grouped(rows)
     figure, axes = figure_of(math.ceil(len(panels) / 2), min(2, len(panels)), 9, 1.2 + 2.9 * math.ceil(len(panels) / 2))
     for axis, ((n, k), counts) in zip(axes.flat, panels.items(), strict=False):

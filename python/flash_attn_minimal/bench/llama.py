@@ -1,7 +1,7 @@
-"""The suite `llama`: decode steps of the engine, whole model and sampling included, at a fixed position.
+"""The suite `llama`: decode steps of the engine at a fixed position, with the whole model and sampling.
 
 Flash and standard attention take turns in one engine over one cache of random keys and values; their logits are
-compared before anything is timed. The limit of a step is what it reads, weights and cache, over the bandwidth of a
+compared before anything is timed. The limit of a step is the time to read weights and cache at the bandwidth of a
 large copy in the same run.
 """
 
@@ -43,7 +43,7 @@ PLANS = {  # model -> (dtypes of the matrices, or of matrices/cache; batches; po
 }
 COPY_BYTES = 1 << 30  # read and written
 QUICK = {"cpu": (1, 200), "cuda": (1, 1000)}
-# Of logit_error: the attentions sum in different orders, and round to the cache's dtype in every layer.
+# Limits for logit_error: the two attentions sum in different orders, and round to the cache's dtype in every layer.
 TOLERANCE = {"float32": 1e-4, "float16": 8e-3, "bfloat16": 6e-2}
 
 
@@ -76,7 +76,7 @@ def _model(name: str, device, seed: int, weights: str) -> Llama:
 
 
 def fill(engine: Engine, seed: int) -> None:
-    """Keys and values like a model's: of unit variance."""
+    """Fills the cache with keys and values of unit variance, as a model's have."""
     device = engine.device
     with device.scope():
         if device.name == "cpu":
@@ -129,8 +129,8 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 
 def logit_error(got: np.ndarray, exact: np.ndarray) -> float:
-    """The largest root mean square difference of a sequence's logits, over the standard deviation of all. The largest
-    single difference would grow with their number."""
+    """The root mean square difference of a sequence's logits, for the worst sequence, over the standard deviation of
+    all logits. The largest single difference would grow with the number of logits."""
     return float(np.sqrt(np.square(got - exact).mean(-1)).max() / exact.std())
 
 
@@ -209,7 +209,7 @@ def times(device, steps: dict[str, Callable], protocol: Protocol, seed: int) -> 
 
     order, timings, counts = random.Random(seed), {}, {}
     for name, step in steps.items():
-        burst(step, 2)  # the second is captured
+        burst(step, 2)  # the second call is captured in a graph
         once = median(burst(step, 2) for _ in range(3))
         counts[name] = max(2, min(protocol.max_launches, round(2 * protocol.burst_s / once)))
         timings[name] = Timing()
@@ -229,7 +229,7 @@ def step_dtype(row: dict) -> str:
 
 
 def table(data: dict, rows: list[dict]) -> list[str]:
-    """One line for each model, dtype and batch, steps/s at each position; then what flash attention gains."""
+    """Steps/s at each position, for each model, dtype, batch and attention; then the gain of flash attention."""
     positions = sorted({row["position"] for row in rows})
     body = []
     names = list(dict.fromkeys((row["model"], step_dtype(row), row["batch"]) for row in rows))

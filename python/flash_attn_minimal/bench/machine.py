@@ -1,12 +1,11 @@
-"""The three places arrays come from (NumPy, PyTorch, CuPy) behind one interface: make inputs, read rows back, time
-launches.
+"""One interface to the three sources of arrays (NumPy, PyTorch, CuPy): make inputs, read rows back, time launches.
 
 A framework is imported when its machine is opened, never before. `burst(launch, count, us)` returns a callable that
-queues launches 0 .. count - 1; `seconds(burst)` says how long the device takes for it:
+queues launches 0 .. count - 1; `seconds(burst)` measures how long the device takes for the burst:
 
-    CPU    the calls one after the other between two readings of a steady clock
-    GPU    CUDA events around a replayed CUDA graph of the launches (short kernels: the host is out of the picture),
-           or around plain launches (long kernels: the host keeps ahead by itself)
+    CPU    the calls one after another between two readings of a steady clock
+    GPU    CUDA events around a replayed CUDA graph of the launches (short kernels: no host time is included),
+           or around plain launches (long kernels: the host stays ahead of the device)
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from .._report import cpu_model, plural
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}  # bytes
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
-GRAPH_BELOW_US = 200  # a launch that takes longer hides the host's work for the next one
+GRAPH_BELOW_US = 200  # a launch that takes longer than this hides the host's work for the next launch
 CAPTURE_FAILED = "timed without a CUDA graph"
 
 
 class BenchError(UsageError):
-    """This machine cannot do what was asked; the text says why."""
+    """The command cannot do what was asked on this machine; the text says why."""
 
 
 class CpuClock:
     device = "cpu"
-    l2_bytes = 0  # inputs do not rotate: on a CPU they are often in the cache of a real caller, too
+    l2_bytes = 0  # inputs do not rotate: in real programs, too, they are often in the CPU's cache
     gpu_id = None
 
     def burst(self, launch, count, us):
@@ -173,7 +172,7 @@ class TorchCuda(_Torch):
 
     def seconds(self, burst, repeat=1, warm=True):
         if warm:
-            burst()  # keeps the device busy while the host queues the timed ones
+            burst()  # keeps the device busy while the host queues the timed bursts
         self._start.record()
         for _ in range(repeat):
             burst()
@@ -215,7 +214,7 @@ class Cupy:
         digits = bytes(raw).hex() if raw else ""
         groups = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
         self.gpu_id = f"GPU-{'-'.join(groups)}" if len(digits) == 32 else None
-        # A capture needs a stream other than the default one, and launches go to the current stream: this is both.
+        # A capture needs a stream that is not the default one, and launches go to the current stream. This is both.
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._stream.use()
         self._start, self._end = cupy.cuda.Event(), cupy.cuda.Event()
@@ -301,8 +300,8 @@ FRAMEWORKS = {"numpy": [Numpy], "torch": [TorchCuda, TorchCpu], "cupy": [Cupy]}
 
 
 def open_machine(device: str | None, framework: str | None, suite: str = ""):
-    """A machine on `device` (None: a GPU if there is one) with arrays of `framework` (None: PyTorch, which has peers to
-    time, else CuPy on the GPU, NumPy on the CPU). `suite` has asked for it, where the options have not."""
+    """A machine on `device` (None: a GPU if there is one) with arrays of `framework`. None chooses PyTorch, which has
+    peers to time, or without it CuPy on a GPU and NumPy on the CPU. `suite` names what asked, if no option did."""
     reasons = []
     for kind in (TorchCuda, Cupy, TorchCpu, Numpy):
         if device not in (None, kind.device) or framework not in (None, kind.framework):
@@ -332,17 +331,18 @@ def library_has_cuda() -> bool:
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def load_average() -> float | None:
-    """Processes that ran or waited for a core over the last minute."""
+    """The average number of processes that ran or waited for a core during the last minute."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def device_slug(machine) -> str:
-    """`NVIDIA H200` is h200, `Intel(R) Xeon(R) Processor` is intel-xeon: the folder of this device's results."""
+    """The name of the folder for this device's results: h200 for `NVIDIA H200`, intel-xeon for `Intel(R) Xeon(R)
+    Processor`."""
     name = machine.name if machine.device == "cuda" else cpu_model()
     words = [word for word in name.lower().replace("/", " ").split() if word not in ("nvidia", "geforce", "tesla")]
     return "-".join(words) or machine.device
@@ -354,8 +354,8 @@ def first_line(error) -> str:
 
 
 class Meter:
-    """Samples the SM clock and the board's power in a thread while the block runs; silent where neither NVML nor
-    nvidia-smi answers."""
+    """Samples the SM clock and the board's power in a thread while the block runs. Without NVML and nvidia-smi there
+    are no samples."""
 
     def __init__(self, machine):
         self.samples = []  # (time, MHz, W)
@@ -377,7 +377,7 @@ class Meter:
             self._thread.join()
 
     def between(self, start=0.0, end=float("inf")):
-        """Medians of (MHz, W) over a stretch of time.perf_counter(), or None."""
+        """Medians of (MHz, W) between two times of time.perf_counter(), or None without samples."""
         inside = [sample for sample in list(self.samples) if start <= sample[0] <= end]
         return (median(s[1] for s in inside), median(s[2] for s in inside)) if inside else None
 
@@ -385,7 +385,7 @@ class Meter:
         while not self._stop.wait(self._pause):
             try:
                 mhz, watts = self._read()
-            except Exception:  # whatever the driver's library raises, a missing reading must not end a benchmark
+            except Exception:  # no error of the driver's library may end a benchmark
                 return
             self.samples.append((time.perf_counter(), mhz, watts))
 
@@ -395,7 +395,7 @@ class Meter:
                 read = opener(gpu_id)
                 read()
                 return read
-            except Exception:  # not installed, no driver, or a card that does not tell: the next way
+            except Exception:  # not installed, no driver, or no readings from this card: try the next
                 continue
         return None
 
@@ -407,7 +407,7 @@ class Meter:
         driver = pynvml.nvmlSystemGetDriverVersion()
         self.driver = driver.decode() if isinstance(driver, bytes) else driver
 
-        def watts():  # the plain reading is an average over a second on some cards; the instant one is newer
+        def watts():  # on some cards the plain reading is an average over a second; prefer the instant one
             instant = getattr(pynvml, "NVML_FI_DEV_POWER_INSTANT", None)
             if instant is not None:
                 field = pynvml.nvmlDeviceGetFieldValues(handle, [instant])[0]
@@ -423,5 +423,5 @@ class Meter:
             return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
         self.driver = ask("driver_version")
-        self._pause = 0.2  # a process for each reading
+        self._pause = 0.2  # each reading starts a process
         return lambda: tuple(float(x) for x in ask("clocks.sm,power.draw").split(","))

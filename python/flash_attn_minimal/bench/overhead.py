@@ -1,4 +1,4 @@
-"""The suite `overhead`: the host's share of a call."""
+"""The suite `overhead`: the time that a call takes on the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .timing import Protocol
 
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
-    """Host time of a call on one query and one key, for each framework at hand. On the GPU nothing is waited for."""
+    """Host time of a call on one query and one key, for each installed framework. Calls do not wait for the GPU."""
     machines = []
     for device, framework in (("cpu", "numpy"), ("cpu", "torch"), ("cuda", "torch"), ("cuda", "cupy")):
         if options.device in (None, device) and options.framework in (None, framework):
@@ -102,7 +102,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 
 def _torch_calls(torch, q, k, v, mask) -> dict[tuple[str, str], Callable[[], Any]]:
-    """With gradients, and PyTorch's own attention: (batch, heads, rows, headdim). dout is v."""
+    """Calls with gradients, and calls of PyTorch's attention on (batch, heads, rows, headdim). dout is v."""
 
     def wanting(x):
         return x.detach().clone().requires_grad_()

@@ -1,5 +1,5 @@
 """The suite `prefill`: causal chunks of queries against long caches, and latent attention, whose values are columns of
-its keys. The same keys lie contiguous and in shuffled pages; beside them plain attention without a cache."""
+its keys. The same keys are timed contiguous and in shuffled pages, and also without a cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Chunk:
 
     @property
     def kept(self) -> int:
-        """Elements of the cache, each of which is read at least once."""
+        """Elements of the cache. Each is read at least once."""
         width = self.headdim if self.latent else self.headdim + self.headdim_v
         return self.batch * self.seqlen_k * self.nheads_k * width
 
@@ -131,7 +131,7 @@ def _one(machine, chunk: Chunk, dtype: str, seed: int, protocol: Protocol, meter
 
 
 def _paged(machine, x, page: int, order: np.ndarray):
-    """The rows of x as pages of a pool. Page i, counted through all sequences, is in place order[i]."""
+    """The rows of x as pages of a pool. Page i, counted over all sequences, is at index order[i] of the pool."""
     pages = x.reshape(-1, page, *x.shape[2:])
     return pages[machine.int32(np.argsort(order))]
 

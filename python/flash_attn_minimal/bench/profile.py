@@ -1,4 +1,4 @@
-"""The suite `profile`: one kernel on one shape under ncu, on the CPU under perf."""
+"""The suite `profile`: one kernel on one shape under a profiler, ncu on a GPU and perf on the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(options, protocol) -> int:
 
 
 def command(options, machine, python: str) -> list[str]:
-    """The profiler's command line around `--inner` for one kernel and shape."""
+    """The command line that profiles this command with `--inner`, for one kernel and shape."""
     [shape] = shapes_of(options, machine)
     kernel = _profiled(options, machine, shape)[0].kernel or "best"
     mask = "causal" if shape.causal else "full"
@@ -86,8 +86,8 @@ def command(options, machine, python: str) -> list[str]:
 
 
 def inner(options, machine) -> int:
-    """The profiled process: one launch between the profiler's marks, after two to warm up; on the CPU launches for a
-    second."""
+    """The profiled process. After two launches to warm up: on a GPU, one launch between the profiler's marks; on the
+    CPU, launches for a second."""
     [shape] = shapes_of(options, machine)
     system, exact = _profiled(options, machine, shape)
     for i in range(2):

@@ -1,9 +1,9 @@
-"""The suite `queries`: 1 to 64 query tokens of every sequence against its cache, as speculative decoding and short
-chunks ask for them. Up to where is a token more for nothing, and does a step more anywhere cost more than the work that
-comes with it?
+"""The suite `queries`: 1 to 64 query tokens of every sequence against its cache, as in speculative decoding and short
+chunks. It shows up to which number one more token costs nothing, and whether the time steps up anywhere by more than
+the added work.
 
-All numbers of queries over one cache are timed in shuffled turns, so that a warm card meets each of them alike. Peers
-are PyTorch's backends, without the causal mask, which lies bottom-right here and takes away next to nothing.
+All numbers of queries over one cache are timed in shuffled turns, so that a warm card affects each of them equally.
+Peers are PyTorch's backends, without the causal mask: here the mask is bottom-right aligned, and hides next to nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .timing import Protocol, interleave
 
 COUNTS: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 64)
 QUICK_COUNTS = (1, 4, 16, 17)
-BESIDE = (1, 4, 16, 64)  # counts at which peers run
+BESIDE = (1, 4, 16, 64)  # numbers of queries for which peers are timed
 PAGE = 16
-AWAY = 100  # between the seeds of K and V and those of q: a q that is a row of K gives that key all the weight
+AWAY = 100  # offset of q's seeds from those of K and V; a q equal to a row of K would give that key all the weight
 
-# Each over one cache: points of one query, and whether the cache also lies in pages for the first.
+# One entry for each cache: its points (with one query), and whether the first point is also timed with pages.
 CACHES = {
     "cuda": [
         ([Point(batch, keys, heads, 8, 128) for heads in (64, 32)], keys == 8192)
@@ -35,7 +35,7 @@ CACHES = {
     ],
     "cpu": [([Point(2, 1024, heads, 2, 64) for heads in (8, 4)], True)],
 }
-POWER = 600.0  # TFLOP/s of the upper bound: about what dense 16-bit attention makes on an H200 at its power limit
+POWER = 600.0  # TFLOP/s of the upper bound: about the speed of dense 16-bit attention on an H200 at its power limit
 
 
 def flops(point: Point) -> float:
@@ -95,7 +95,7 @@ def _one(
         names = (peers_on(machine) if point.queries in BESIDE else ()) + (("read",) if caches is asked[0] else ())
         for name, launch in others(caches, names, outcome):
             timed.append((launch, base | {"system": name, "causal": False}, point))
-    # All in graphs: a step from one count to the next is not to be one from a graph to plain launches.
+    # All run in graphs, so that no step between two numbers of queries is one from a graph to plain launches.
     launches = [launch for launch, *_ in timed]
     timings = interleave(machine, launches, protocol, meter, seed=seed, graphs=True)
     parts = []
@@ -116,12 +116,12 @@ CURVE = ("batch", "seqlen_k", "nheads", "nheads_k", "headdim")
 
 
 def curve(row: dict) -> tuple:
-    """What a row shares with the rows of other numbers of queries."""
+    """The fields that a row shares with rows of other numbers of queries."""
     return tuple(row[name] for name in CURVE)
 
 
 def curves_of(rows: list[dict]) -> dict[tuple, list[dict]]:
-    """Rows of ours by curve and page size, in the order of their queries."""
+    """Our rows by curve and page size, ordered by the number of queries."""
     found: dict[tuple, list[dict]] = {}
     for row in rows:
         if row["system"] == "ours":
@@ -130,7 +130,7 @@ def curves_of(rows: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def reads_of(rows: list[dict]) -> dict[tuple, dict]:
-    """The read of a cache, by curve."""
+    """The row of the read-only kernel, by curve."""
     return {curve(row): row for row in rows if row["system"] == "read"}
 
 
@@ -173,7 +173,8 @@ def table(data: dict, rows: list[dict]) -> list[str]:
 
 
 def picture(data: dict, rows: list[dict]):
-    """Microseconds over queries, a panel for each number of heads. Dashed: what reading and what multiplying takes."""
+    """Microseconds over queries, a panel for each number of heads. Dashed: the time of the reads and of the
+    products."""
     found, reads = curves_of(rows), reads_of(rows)
     heads = list(dict.fromkeys(key[2:4] for key in found)) or [(0, 0)]
     figure, [axes] = figure_of(1, len(heads), max(6, 4.6 * len(heads)), 4.6, sharey=True)
@@ -200,7 +201,7 @@ def picture(data: dict, rows: list[dict]):
         axis.set_yscale("log")
         plain_log(axis.yaxis)
     times = [row["us"] for row in rows]
-    axes[0].set_ylim(min(times) / 1.6, max(times) * 1.25)  # a bound far below says nothing
+    axes[0].set_ylim(min(times) / 1.6, max(times) * 1.25)  # bounds far below are cut off
     axes[0].set_ylabel("µs a call")
     what = "Queries against a cache (less is better)"
     dashes = f"dashed: the cache read alone, and FLOPs at {POWER:.0f} TFLOP/s" if "gpu" in data["machine"] else ""

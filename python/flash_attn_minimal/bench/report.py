@@ -48,15 +48,15 @@ def result(suite: str, command: str, machine, outcome) -> dict:
 
 
 def encoded(data: dict) -> str:
-    """The JSON text of a result, a row a line."""
+    """The JSON text of a result, with one row a line."""
     lines = ",\n".join(json.dumps(row) for row in data["rows"])
     head = json.dumps({**data, "rows": None}, indent=1)
     return head.replace('"rows": null', f'"rows": [\n{lines}\n]' if lines else '"rows": []') + "\n"
 
 
 def write(data: dict, folder: Path) -> list[Path]:
-    """<suite>.json, then the table and the pictures beside it. A run that ended early becomes <suite>_part.json, and
-    leaves a whole result as it is."""
+    """Writes <suite>.json, and the table and the pictures beside it. Returns their paths. A run that ended early
+    becomes <suite>_part.json and leaves a whole result as it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{data['suite']}{'_part' * ('stopped' in data)}.json"
@@ -67,12 +67,12 @@ def write(data: dict, folder: Path) -> list[Path]:
 
 
 class NotAResult(BenchError, BadArgument):
-    """A file is no result of a command; the text names both and says why."""
+    """A file is not a result of the command. The text names both and says why."""
 
 
 @contextlib.contextmanager
 def a_result(file: Path, command: str = "bench") -> Iterator[None]:
-    """Turns what goes wrong in the tables and pictures into NotAResult: they read fields that a result has."""
+    """Turns errors of the tables and pictures into NotAResult, because they read fields that every result has."""
     try:
         yield
     except OSError as error:
@@ -97,14 +97,14 @@ def read(file: Path) -> dict:
 
 
 def redraw(file: Path) -> list[Path]:
-    """Table and pictures again, from a file."""
+    """Makes the table and the pictures again from a result file."""
     data = read(file)
     with a_result(file):
         return draw(data, file)
 
 
 def draw(data: dict, file: Path) -> list[Path]:
-    """The Markdown table, and the pictures where matplotlib is installed."""
+    """Writes the Markdown table, and the pictures if matplotlib is installed. Returns their paths."""
     pictures = _pictures(data, file) if figure.available() else []
     table = file.with_suffix(".md")
     table.write_text(markdown(data, pictures))
@@ -112,7 +112,7 @@ def draw(data: dict, file: Path) -> list[Path]:
 
 
 def _pictures(data: dict, file: Path) -> list[Path]:
-    """All pictures of a result, beside `file`."""
+    """Writes all pictures of a result beside `file`. Returns their paths."""
     import matplotlib
 
     rows = timed(data)
@@ -176,7 +176,7 @@ def markdown(data: dict, pictures: list[Path]) -> str:
 
 
 def machine_parts(machine: dict) -> list[str]:
-    """What is to be known of the machine of a result, in parts of a sentence."""
+    """Facts about the machine of a result, as parts of a sentence."""
     versions = [f"{key} {machine[key]}" for key in ("driver", "cuda", "torch", "cudnn", "cupy") if key in machine]
     parts = [", ".join([machine["host"], *versions])]
     if "sm_clock_mhz" in machine:
@@ -189,7 +189,7 @@ def machine_parts(machine: dict) -> list[str]:
 
 
 def conditions(data: dict) -> str:
-    """One sentence on how it was measured."""
+    """One sentence on how the result was measured."""
     machine, parts = data["machine"], machine_parts(data["machine"])
     suite = SUITES[data["suite"]]
     parts.append(suite.how + (", device time" if suite.device_time and "gpu" in machine else ""))

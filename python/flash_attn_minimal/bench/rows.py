@@ -1,4 +1,4 @@
-"""What tables and pictures share: the rows of a result, and how they are named, grouped and ordered."""
+"""Helpers for tables and pictures: selecting, naming and ordering the rows of a result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .machine import SHORT
 from .suite import SUITES
 from .systems import LABELS, MODES
 
-ROOFS = ("linear", "copy")  # passes that show what the machine can do, and are no results
+ROOFS = ("linear", "copy")  # passes that show what the machine can do; they are not results
 
 
 def device_name(data: dict) -> str:
@@ -26,8 +26,8 @@ def timed(data: dict) -> list[dict]:
 
 
 def series(row: dict) -> str:
-    """Which line of a picture or a table a row belongs to: the system, or the kernel when it was asked for by name, and
-    what else sets it apart."""
+    """The name of the line of a picture or table that a row belongs to: the system, or the kernel if it was asked for
+    by name; then the mode, and the dtype if it is not the suite's."""
     name = row["kernel"] if row.get("forced") else row["system"]
     usual = SUITES[row["suite"]].dtype
     other = f" {SHORT[row['dtype']]}" if usual and row["dtype"] != usual else ""
@@ -49,7 +49,7 @@ def number(x: float) -> str:
 
 
 def order_of(rows: list[dict]) -> list[str]:
-    """Ours first, then the peers, standard attention last."""
+    """Names of the series: ours first, then the peers, standard attention last."""
     mine = dict.fromkeys(series(row) for row in rows if row["system"] == "ours")
     places = {series(row): [*LABELS, row["system"]].index(row["system"]) for row in rows if row["system"] != "ours"}
     return [*mine, *sorted(places, key=lambda name: places[name])]

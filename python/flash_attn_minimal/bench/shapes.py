@@ -1,6 +1,6 @@
-"""The suite `shapes`: what models and servers ask for and the grids of the other suites leave out. Head dims above 256,
-keys wider than values, one key head for all, a chunk of queries against many keys, gradients of these, and float32
-without tf32. Bursts are short, so that all of it takes about a minute of a GPU."""
+"""The suite `shapes`: shapes that models and servers use and the grids of the other suites leave out. Head dims above
+256, keys wider than values, one key head for all query heads, a chunk of queries against many keys, gradients of these,
+and float32 without tf32. Bursts are short, so that the suite takes about a minute on a GPU."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .systems import MODES, Shape, peers_of
 from .timing import Protocol
 
 ROUNDS, BURST_S = 5, 0.006
-GRADIENT_ROWS = 512  # of a head, that are checked
+GRADIENT_ROWS = 512  # rows of a head that are checked, besides the first and last ones
 WIDE = (320, 384, 512)
 
 
 @dataclass(frozen=True)
 class Case:
-    part: str  # of the table
+    part: str  # the part of the table: a key of TITLES
     shape: Shape
     kernels: tuple[str, ...] = ("best",)
-    mode: str | None = None  # one of MODES, to time ours with it as well
+    mode: str | None = None  # one of MODES; this library is then timed with and without it
 
 
 PEERS = {
@@ -67,7 +67,7 @@ def _gpu() -> Iterable[Case]:
 
 
 def _cpu() -> Iterable[Case]:
-    """An eighth of the rows, and few heads: it runs in seconds. All of it is in float32."""
+    """An eighth of the rows and few heads, so that it runs in seconds; all in float32."""
     yield Case("forward", Shape(1, 512, 2, 2, 512, True, "float32"))
     yield Case("forward", Shape(1, 512, 8, 8, 192, True, "float32", headdim_v=128))
     yield from _both("forward", Shape(1, 64, 8, 1, 128, False, "float32", seqlen_k=8192))
@@ -76,7 +76,7 @@ def _cpu() -> Iterable[Case]:
 
 
 CASES = {"cuda": list(_gpu()), "cpu": list(_cpu())}
-QUICK = {"cuda": 7, "cpu": 2}  # every so many of them
+QUICK = {"cuda": 7, "cpu": 2}  # --quick takes every n-th case
 
 
 def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
@@ -103,12 +103,12 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 # ---- the table and the picture ----
 
-EFFICIENT = {"efficient": "#56B4E9"}  # elsewhere it has cuDNN's colour, and does not stand beside it
+EFFICIENT = {"efficient": "#56B4E9"}  # in other suites it has cuDNN's colour, because the two never appear together
 SHAPE = ("headdim", "headdim_v", "batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "causal")
 
 
 def by_shape(rows: list[dict], part: str) -> dict[tuple, list[dict]]:
-    """Rows of a part, by shape: ours first, the peers from the fastest on."""
+    """Rows of a part, by shape: ours first, then the peers, the fastest first."""
     found: dict[tuple, list[dict]] = {}
     for row in rows:
         if row["part"] == part:
@@ -129,7 +129,7 @@ def shape_text(key: tuple) -> str:
 
 
 def table(data: dict, rows: list[dict]) -> list[str]:
-    """A part after the other; one line for each shape and system."""
+    """One table for each part, with a line for each shape and system."""
     name, scale = unit(data)
     lines: list[str] = []
     for part, title in TITLES.items():
@@ -149,7 +149,8 @@ def table(data: dict, rows: list[dict]) -> list[str]:
 
 
 def picture(data: dict, rows: list[dict]):
-    """A panel for each part, a group of bars for each shape: ours as the library chooses, then the peers."""
+    """A panel for each part, a group of bars for each shape: this library with the kernel it chooses, then the
+    peers."""
     name, scale = unit(data)
     plain = [row for row in rows if not row.get("forced") and not any(mode in row for mode in MODES)]
     parts = {part: found for part in TITLES if (found := by_shape(plain, part))}

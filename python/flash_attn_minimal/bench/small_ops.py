@@ -1,5 +1,5 @@
-"""The `ops` suite: linear on the shapes of decoders, with weights that are not in the cache, beside the framework's own
-product (cuBLAS on a GPU); a decode step made of them; sampling and the other small operations."""
+"""The suite `ops`: linear on the shapes of decoders, with weights that are not in the cache, beside the framework's
+product (cuBLAS on a GPU); a decode step made of such products; sampling and the other small operations."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .suite import Outcome, Suite, measuring, register, rounded
 from .timing import Protocol, interleave
 
 STORY = [(768, 768), (2304, 768), (4096, 768), (768, 2048), (32000, 768)]  # (out, in) of a 110M-parameter Llama
-LARGE = [(4096, 4096), (12288, 4096), (22016, 4096), (4096, 11008), (32000, 4096)]  # and of a 7B one
+LARGE = [(4096, 4096), (12288, 4096), (22016, 4096), (4096, 11008), (32000, 4096)]  # of a 7B Llama
 LAYERS = 12
-CHECKED_ROWS = 128  # of weight, at each end
+CHECKED_ROWS = 128  # rows of weight that are checked, at each end
 
 
 @dataclass
 class Linear:
-    """One shape: enough sets of weights that they come from memory, one x."""
+    """One shape: one x, and enough sets of weights that they come from memory."""
 
     machine: Any
     n: int
     k: int
     m: int
     dtype: str
-    fused: bool  # float32 x with RMSNorm, as the residual stream of a decoder
+    fused: bool  # x is float32 and goes through RMSNorm, like the residual stream of a decoder
     swiglu: bool = False
 
     def __post_init__(self):
@@ -43,7 +43,7 @@ class Linear:
             machine.cast(machine.random((self.n, self.k), "float32", i) * scale, self.dtype) for i in range(sets)
         ]
         self.x = machine.random((self.m, self.k), "float32" if self.fused else self.dtype, 1000)
-        self.narrow = machine.cast(self.x, self.dtype)  # what the peer multiplies
+        self.narrow = machine.cast(self.x, self.dtype)  # the operand of the peer
         self.norm = machine.random((self.k,), "float32", 1001) if self.fused else None
         columns = self.n // 2 if self.swiglu else self.n
         self.out = machine.nans((self.m, columns), "float32" if self.fused else self.dtype)
@@ -61,7 +61,7 @@ class Linear:
         return self.machine.xp.matmul(self.narrow, self.weights[i % len(self.weights)].T, out=self.peer_out)
 
     def judge(self) -> tuple[float, float]:
-        """Error of ours on the first and last columns, and its budget."""
+        """(max_err, err_budget) of this library on the first and last columns."""
         machine, half = self.machine, self.n // 2
         got = machine.host(self.ours(0)).astype(np.float64)
         columns = got.shape[1]
@@ -105,7 +105,8 @@ def shapes(gpu: bool, quick: bool, sixteen_bit: str) -> list[dict[str, Any]]:
 
 
 class Step:
-    """The products of a decode step of the 110M-parameter Llama, a product in the place of attention, the draw."""
+    """The products of a decode step of the 110M-parameter Llama, with a product in place of attention, and the
+    sampling."""
 
     def __init__(self, machine, dtype: str):
         def matrix(n, k, seed):
@@ -198,7 +199,7 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 
 def small(machine, gpu: bool, sixteen_bit: str):
-    """(row, launch, terabytes moved) of the other operations."""
+    """Yields (row, launch, terabytes moved) of the other operations."""
 
     def row(name, call, dtype):
         return {"suite": "ops", "system": "ours", "pass": name, "call": call, "dtype": dtype}

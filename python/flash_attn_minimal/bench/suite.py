@@ -1,4 +1,4 @@
-"""What a suite is. Each module of suites registers its own, with the table and the pictures of its results."""
+"""Defines a suite. Each module of suites registers its suites, with the table and the pictures of their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .machine import Meter, first_line
 
 @dataclass
 class Outcome:
-    """What a run found."""
+    """The results of a run."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[dict[str, str]] = field(default_factory=list)
@@ -33,11 +33,11 @@ class Suite:
 
     name: str
     about: str  # for --help
-    options: frozenset[str]  # the command's options that it listens to; any other is refused, not ignored
-    run: Callable[[Any, Any], Any]  # options, protocol -> (machine, Outcome); an exit status where nothing is written
+    options: frozenset[str]  # the command's options that the suite knows; any other is refused, not ignored
+    run: Callable[[Any, Any], Any]  # options, protocol -> (machine, Outcome), or an exit status: nothing to write
     table: Callable[[dict, list[dict]], list[str]]
     pictures: Mapping[str, Callable[[dict, list[dict]], Any]] = field(default_factory=dict)  # by the file's suffix
-    dtype: str | None = None  # of our kernels, where the suite has only one
+    dtype: str | None = None  # the dtype of our kernels, if the suite has only one
     titled: bool = True  # whether the title names the dtypes of the rows
     how: str = "median of the bursts, systems in shuffled turns"
     device_time: bool = True  # whether times on a GPU are the device's; else they are the host's
@@ -78,7 +78,7 @@ def register(suite: Suite) -> Suite:
 
 
 def rounded(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with floats cut to five digits: none of the numbers is more exact."""
+    """The row with floats rounded to five digits, because no number is more exact."""
     return {k: float(f"{v:.5g}") if isinstance(v, float) and math.isfinite(v) else v for k, v in row.items()}
 
 

@@ -1,5 +1,5 @@
-"""What is timed: our kernels by name, and the peers that come with PyTorch. Each is a launch(i) on input set i that
-returns its output in our layout. One that refuses a shape is left out, with the reason."""
+"""The systems that are timed: our kernels by name, and the peers that come with PyTorch. Each has a launch(i) that runs
+on input set i and returns the output in our layout. A system that refuses a shape is left out, with the reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .machine import DTYPES, BenchError, first_line
 
 @dataclass(frozen=True)
 class Shape:
-    """Self-attention of `batch` sequences of `seqlen`, or, packed, of sequences of `lengths` with `seqlen` the
-    longest. `seqlen_k` and `headdim_v` are 0 where keys are as many as queries, and values as wide as keys."""
+    """Self-attention of `batch` sequences of `seqlen` tokens, or of packed sequences with `lengths`; `seqlen` is then
+    the longest. `seqlen_k` is 0 if there are as many keys as queries, `headdim_v` 0 if values are as wide as keys."""
 
     batch: int
     seqlen: int
@@ -35,18 +35,18 @@ class Shape:
     mix: str = ""  # the name of the distribution of the lengths
     backward: bool = False
     allow_tf32: bool = False
-    seqlen_k: int = 0  # of sequences that are not packed
+    seqlen_k: int = 0  # only for sequences that are not packed
     headdim_v: int = 0
 
     @property
     def given(self) -> Shape:
-        """The shape of the inputs as they are made: bfloat16 for fp8. Ours quantises them, the peers take them as they
-        are."""
+        """The shape of the inputs as they are made, which are bfloat16 for fp8. This library gets them quantised, and
+        the peers as they are."""
         return replace(self, dtype="bfloat16") if self.dtype == "float8_e4m3fn" else self
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """What a system may compute in."""
+        """The precisions in which a system may compute."""
         return (self.dtype, "tf32") if self.allow_tf32 else (self.dtype,)
 
     @property
@@ -64,8 +64,8 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Two products over all pairs of a query and a key, five in the backward pass, where three are as wide as the
-        keys. A causal mask counts as half of the square at its end, at any S."""
+        """FLOP of two products over all pairs of a query and a key; five in the backward pass, three of them as wide as
+        the keys. A causal mask takes away half of a square of seqlen x seqlen, however many keys there are."""
         squares = sum(n * n for n in self.lengths) or self.batch * self.seqlen**2
         pairs = squares if self.lengths else self.batch * self.seqlen * self.keys_each
         width = 3 * self.headdim + 2 * self.dim_v if self.backward else self.headdim + self.dim_v
@@ -94,7 +94,7 @@ class Shape:
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Of q, k, v and out."""
+        """The shapes of q, k, v and out."""
         queries = (self.tokens,) if self.lengths else (self.batch, self.seqlen)
         keys = queries if self.lengths else (self.batch, self.keys_each)
         return (
@@ -128,9 +128,9 @@ class Shape:
 
 
 class Inputs:
-    """So many sets of q, k, v, out that a launch finds nothing of its set in the level-2 cache. There are at most
-    MAX_SETS: inputs of a few kilobytes stay in it, as they do for a caller that has just written them. For a backward
-    shape out is the answer, and gradients[i] are dout, lse and the arrays for dq, dk, dv."""
+    """Enough sets of q, k, v, out that a launch finds nothing of its set in the level-2 cache, but at most MAX_SETS.
+    Inputs of a few kilobytes therefore stay in the cache, as they do for a caller that has just written them. For a
+    backward shape, out is the forward result, and gradients[i] are dout, lse and the arrays for dq, dk, dv."""
 
     MAX_SETS, L2_FACTOR = 64, 3
 
@@ -148,7 +148,7 @@ class Inputs:
             )
             for i in range(count)
         ]
-        self.options: list[dict[str, Any]] = [{}] * count  # of ours, by set
+        self.options: list[dict[str, Any]] = [{}] * count  # options of our calls, by set
         self.cu_seqlens = machine.int32(shape.starts) if shape.lengths else None
         self.gradients: list[tuple] = []
         for i, (q, k, v, out) in enumerate(self.sets if shape.backward else ()):
@@ -165,11 +165,11 @@ class Inputs:
 
     @property
     def results(self) -> tuple:
-        """The arrays into which ours writes the answer of set 0."""
+        """The arrays into which this library writes the answer of set 0."""
         return self.gradients[0][2:] if self.gradients else self.sets[0][3:]
 
     def quantised(self, machine, shape: Shape) -> tuple[Inputs, list]:
-        """The same in float8_e4m3fn with descale factors; and q, k, v of set 0 as float32, with these factors
+        """These inputs in float8_e4m3fn with descale factors; and q, k, v of set 0 as float32, with the factors
         applied."""
         mine, stand_for = copy.copy(self), []
         mine.sets, mine.options = [], []
@@ -184,14 +184,14 @@ class Inputs:
         return mine, stand_for
 
 
-MODES = ("deterministic", "fast_accum")  # a suite may time ours with one of these options as well, in another row
+MODES = ("deterministic", "fast_accum")  # options; a suite may also time this library with one of them, in another row
 
 
 @dataclass
 class System:
     name: str  # "ours", "cudnn", ...
-    kernel: str | None  # ours: which one
-    launch: Callable[[int], Any]  # of input set i; returns the output in our layout, or the gradients
+    kernel: str | None  # the name of our kernel; None for a peer
+    launch: Callable[[int], Any]  # runs on input set i; returns the output in our layout, or the gradients
     tf32: bool = False  # whether products may round float32 to tf32
 
 
@@ -200,8 +200,8 @@ class Refused(Exception):
 
 
 def ours(shape: Shape, inputs: Inputs, kernel: str | None, threads: int, **more: bool) -> System:
-    """flash_attn_func, flash_attn_varlen_func or backward with the named kernel, or with the one that the library
-    picks; `more` options, one of MODES, beside those of the shape."""
+    """flash_attn_func, flash_attn_varlen_func or backward with the named kernel (None: the library's choice). `more`:
+    one of MODES, in addition to the options of the shape."""
     options: dict[str, Any] = {"causal": shape.causal, "kernel": kernel, "num_threads": threads, **more}
     if shape.allow_tf32:
         options["allow_tf32"] = True
@@ -231,7 +231,7 @@ def ours(shape: Shape, inputs: Inputs, kernel: str | None, threads: int, **more:
 
 
 def only(name: str):
-    """Only this backend of scaled_dot_product_attention, or the one that PyTorch picks."""
+    """A context with only this backend of scaled_dot_product_attention; for any other name, PyTorch chooses."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {
@@ -244,12 +244,12 @@ def only(name: str):
 
 
 def sdpa(name: str, torch, shape: Shape, inputs: Inputs) -> System:
-    """scaled_dot_product_attention with one backend, or on the CPU with the one that PyTorch picks. It wants (batch,
-    heads, seqlen, headdim), and gets that as views of the same memory."""
+    """scaled_dot_product_attention with one backend, or on the CPU with the one that PyTorch chooses. It takes (batch,
+    heads, seqlen, headdim), and gets views of the same memory."""
     if shape.lengths:
         raise Refused("scaled_dot_product_attention has no packed sequences")
     options: dict[str, Any] = {"is_causal": shape.causal}
-    if shape.causal and shape.keys_each != shape.seqlen:  # is_causal puts the last query's end elsewhere: top-left
+    if shape.causal and shape.keys_each != shape.seqlen:  # is_causal is top-left aligned
         if name == "cudnn":
             raise Refused("its causal mask is top-left; bottom-right it takes as an array only")
         from torch.nn.attention.bias import causal_lower_right
@@ -260,7 +260,7 @@ def sdpa(name: str, torch, shape: Shape, inputs: Inputs) -> System:
         options["enable_gqa"] = True
 
     def forward(q, k, v):
-        if one_for_all:  # it has no grouped heads, but takes a view that repeats the only one
+        if one_for_all:  # this backend has no grouped heads, but accepts a view that repeats the single head
             k, v = (x.expand(-1, shape.nheads, -1, -1) for x in (k, v))
         with only(name):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
@@ -279,7 +279,7 @@ def sdpa(name: str, torch, shape: Shape, inputs: Inputs) -> System:
 
 
 def backward_of(torch, outs, leaves, douts):
-    """The backward pass alone, through the graph that each output keeps."""
+    """A launch of only the backward pass, through the graph that each output keeps."""
 
     def launch(i):
         i %= len(outs)
@@ -289,7 +289,7 @@ def backward_of(torch, outs, leaves, douts):
 
 
 def torch_varlen(name: str, torch, shape: Shape, inputs: Inputs) -> System:
-    """FlashAttention-2 on packed sequences, as it comes with PyTorch. The argument for causal differs between
+    """FlashAttention-2 on packed sequences, as it comes with PyTorch. The argument for a causal mask differs between
     releases."""
     if not shape.lengths:
         return sdpa(name, torch, shape, inputs)
@@ -313,7 +313,7 @@ def torch_varlen(name: str, torch, shape: Shape, inputs: Inputs) -> System:
 
 
 def torch_loop(name: str, torch, shape: Shape, inputs: Inputs) -> System:
-    """On the CPU: PyTorch's own choice, one call for each sequence when they are packed."""
+    """PyTorch's default attention on the CPU. Packed sequences take one call each."""
     if not shape.lengths:
         return sdpa(name, torch, shape, inputs)
     starts = shape.starts
@@ -413,7 +413,7 @@ PEERS = {
     },
     "cpu": {"torch": torch_loop, "standard": standard},
 }
-# On the CPU the naive rung plays standard attention.
+# On the CPU the library's kernel cpu_naive takes the place of standard attention.
 USUAL_PEERS = {"cuda": "cudnn,fa2,fa3,fa4,standard", "cpu": "torch"}
 LABELS = {
     "ours": "flash-attn-minimal",
@@ -451,13 +451,13 @@ def peer(name: str, machine, shape: Shape, inputs: Inputs) -> System:
 def _installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ImportError:  # the package that it would be in is not there, or cannot be imported
+    except ImportError:  # the parent package is missing, or cannot be imported
         return False
 
 
 def peers_of(machine, asked: str | None, usual: str | None = None) -> list[str]:
-    """The names behind --peers: `none`, `all` or a list; by default the usual ones of the suite or of the device, with
-    FlashAttention-3 and -4 where they are installed."""
+    """The names that --peers stands for: `none`, `all` or a list. The default is the usual peers of the suite or of the
+    device, with FlashAttention-3 and -4 only if they are installed."""
     known = list(PEERS[machine.device])
     if asked == "none" or (asked in (None, "all") and machine.framework != "torch"):
         return []

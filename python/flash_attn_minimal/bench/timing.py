@@ -1,5 +1,5 @@
-"""How long a launch takes: all systems of one shape in turn, in a new shuffled order every round, so that a card that
-grows warm, or a busy neighbour, meets each of them alike."""
+"""Times launches. All systems of one shape take turns, in a new shuffled order every round, so that a card that grows
+warm, or a busy neighbour, affects each of them equally."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from statistics import median, quantiles
 @dataclass
 class Protocol:
     rounds: int = 9
-    burst_s: float = 0.01  # of launches between two readings of the clock
-    sustained: bool = False  # also a third of a second each, long enough for the power limit to set the clock
+    burst_s: float = 0.01  # seconds of launches between two readings of the clock
+    sustained: bool = False  # also run each for a third of a second, long enough for the power limit to set the clock
     max_launches: int = 512  # in one burst
 
 
@@ -50,7 +50,7 @@ class Timing:
 
 
 def estimate_us(machine, launch) -> float:
-    """A first guess, to size the bursts; not a result."""
+    """An estimate to choose the size of the bursts; not a result."""
     launch(0)
     machine.synchronize()
     count, us = 1, 0.0
@@ -67,9 +67,9 @@ def estimate_us(machine, launch) -> float:
 
 
 def interleave(machine, launches, protocol: Protocol, meter, seed: int, graphs: bool | None = None) -> list[Timing]:
-    """Times every launch(i) of the list. They have to be right already: nothing is checked here. Short ones run in CUDA
-    graphs; with graphs=True all do, and with False none. Every call has orders of its own: else a system would follow
-    the same one, which heats the card or rests it, on every shape of a run."""
+    """Times every launch(i) of the list. Answers are not checked here. Short launches run in CUDA graphs; with
+    graphs=True all do, with graphs=False none. Every call draws new orders. Otherwise a system would follow the same
+    other system, which heats the card or lets it rest, on every shape of a run."""
     order = random.Random(f"{seed} {next(CALLS)}")
     runs = []
     for launch in launches:

@@ -1,10 +1,10 @@
 """The suite `transformers`: a Llama of Hugging Face transformers with random weights, once for each attention.
 
-A prompt in one pass, then decode steps, one token each. Steps are timed over a dynamic cache, which grows by a copy
-each step, called as a program calls them; and over a static cache, on a GPU as a replayed CUDA graph, where the host is
-out of the picture. All systems have the same weights and decode the same tokens. Before anything is timed, the logits
-of the last token of the prompt and of the last step are compared with those of the model in a wider dtype: an error of
-twice that of PyTorch's attention is allowed.
+A prompt in one pass, then decode steps, one token each. Steps are timed in two ways: over a dynamic cache, which is
+copied as it grows each step, with plain calls; and over a static cache, on a GPU as a replayed CUDA graph, which needs
+no host time. All systems have the same weights and decode the same tokens. Before anything is timed, the logits of the
+last token of the prompt and of the last step are compared with those of the model in a wider dtype. The error may be
+twice that of PyTorch's attention.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ SYSTEMS = {
     "ours": "attn_minimal",
     "torch": "sdpa",
     "fa2": "flash_attention_2",
-}  # the checked names, PyTorch's the scale
-FLOOR = 1e-3  # of the budget, in standard deviations of the logits; 1e-5 in float32
+}  # name here -> attn_implementation
+FLOOR = 1e-3  # the least budget, in standard deviations of the logits; 1e-5 in float32
 ROUNDS = 3
 
 
 class _Runs:
-    """One model, its prompt and its tokens to decode."""
+    """One model, its prompt and the tokens that it decodes."""
 
     def __init__(self, machine, name: str, dtype: str, batch: int, prompt: int, steps: int, seed: int):
         import transformers
@@ -72,7 +72,7 @@ class _Runs:
         self.model.set_attn_implementation(implementation)
 
     def logits(self, ids, cache=None) -> Any:
-        """(batch, vocabulary) of the last token."""
+        """Logits (batch, vocabulary) of the last token."""
         with self.torch.no_grad():
             out = self.model(input_ids=ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
         return out.logits[:, -1]
@@ -103,7 +103,7 @@ class _Runs:
         return self.logits(self.prompt, self.cache(False))
 
     def dynamic(self) -> tuple[Any, float]:
-        """The last step's logits, and seconds of all steps."""
+        """(logits of the last step, seconds of all steps) over a dynamic cache."""
         cache = self.cache(False)
         self.logits(self.prompt, cache)
         self.machine.synchronize()
@@ -114,7 +114,7 @@ class _Runs:
         return out, time.perf_counter() - start
 
     def static(self) -> Callable[[], tuple[Any, float]]:
-        """The same over one static cache, which every call takes back to the end of the prompt."""
+        """A function like `dynamic` over one static cache, which every call rewinds to the end of the prompt."""
         torch, cache = self.torch, self.cache(True)
         self.logits(self.prompt, cache)
         layers = cache.layers
@@ -131,7 +131,7 @@ class _Runs:
         if self.machine.device == "cuda":
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # what the first calls of a process set up may not be captured
+            with torch.cuda.stream(side):  # the first calls of a process set up things that must not be captured
                 for _ in range(2):
                     step()
             torch.cuda.current_stream().wait_stream(side)
@@ -183,13 +183,13 @@ def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
 
 
 def _error(got: np.ndarray, exact: np.ndarray) -> float:
-    """The root mean square difference of a row's logits, the largest of a batch, over their standard deviation."""
+    """The root mean square difference of the logits, for the worst row of the batch, over their standard deviation."""
     error = float(np.sqrt(np.square(got - exact).mean(-1)).max() / exact.std())
     return error if math.isfinite(error) else math.inf
 
 
 def _one(runs: _Runs, row: dict[str, Any], rounds: int, seed: int | None, outcome: Outcome) -> None:
-    """Checks and times all systems on one length of prompts."""
+    """Checks and times all systems on one length of the prompt."""
     exact = runs.exact()
     passes: dict[tuple[str, str], Callable[[], float]] = {}
     checks: dict[tuple[str, str], float] = {}
@@ -208,7 +208,7 @@ def _one(runs: _Runs, row: dict[str, Any], rounds: int, seed: int | None, outcom
         try:
             static = runs.static()
             checks[system, "static"] = _error(runs.host(static()[0]), exact[1])
-        except (AttributeError, TypeError, RuntimeError) as error:  # this transformers, or this attention, cannot
+        except (AttributeError, TypeError, RuntimeError) as error:  # not possible with this transformers or attention
             outcome.left_out.append({"system": system, "shape": "static cache", "reason": first_line(error)})
             continue
         passes[system, "static"] = lambda static=static: static()[1] / runs.steps
@@ -254,7 +254,7 @@ def _prefill_seconds(runs: _Runs) -> float:
 
 
 def table(data: dict, rows: list[dict]) -> list[str]:
-    """A line for each length of prompts and system."""
+    """A line for each length of the prompt and each system."""
     found = {(row["seqlen_k"], row["system"], row["mode"]): row for row in rows}
     graph = "gpu" in data["machine"]
     head = ["prompt", "attention", "prefill, ms", "tokens/s", "of PyTorch's time"]

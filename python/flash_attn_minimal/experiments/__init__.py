@@ -1,16 +1,16 @@
 """`python -m flash_attn_minimal experiment NAME`: one question, its measurement, and a page with the answer.
 
-    experiment.py     what an experiment is, and what a run of it has
+    experiment.py     the classes of an experiment and of a run
     report.py         the files: JSON, the page, pictures
     _measure.py       checks and times kernels and variants, with the clocks and checks of `bench`
     _variants.py      the library of variants of kernels, which only a checkout builds
-    _ncu.py           counters of calls
+    _ncu.py           GPU counters of calls
     _calls.py         the process that ncu watches
     _counted.py       attention in NumPy that counts the bytes it moves
     _traffic.py       the same bytes by formula
     _tiles.py         the tiles of the kernels
 
-Every other module is one experiment, or a few of a kind. Only the command line imports this package.
+Every other module is one experiment, or several similar ones. Only the command line imports this package.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The process that ncu watches. It launches each call of a list twice to warm up, and once between the profiler's
-marks, behind a kernel that fills an array: ncu's list of kernels is cut there."""
+marks. A kernel that fills an array comes before that launch, so that ncu's list of kernels can be divided into
+calls."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def main(text: str) -> None:
             print(f"{call['name']}, seqlen {call['seqlen']}: {first_line(error)}", file=sys.stderr)
             system = None
         profiler.start()
-        machine.nans((1,), "float32")  # the kernel that fills
+        machine.nans((1,), "float32")  # the kernel that fills an array
         if system:
             system.launch(0)
         machine.synchronize()

@@ -1,6 +1,6 @@
-"""Attention in NumPy that counts the bytes it moves: `Memory.read` and `Memory.write` are the only ways between the
-large memory and the small one. One head: q, k, v, out (seqlen, headdim), lse (seqlen,) float32. Sums are float64, so
-that the answers can be compared; what is kept in memory has the type that a kernel would keep there."""
+"""Attention in NumPy that counts the bytes it moves: only `Memory.read` and `Memory.write` move data between the large
+memory and the small one. One head: q, k, v, out (seqlen, headdim), lse (seqlen,) float32. Sums are float64, so that
+the answers can be compared; arrays in memory have the type that a kernel would store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Memory:
 
 
 def scores(q: np.ndarray, k: np.ndarray, row: int, key: int, causal: bool) -> np.ndarray:
-    """scale q k^T of a tile whose first row is `row` and first key `key`, in natural units, hidden ones -inf."""
+    """scale q k^T of a tile whose first row is `row` and first key `key`, in natural units; hidden scores are -inf."""
     s = q @ k.T * q.shape[1] ** -0.5
     if causal:
         hidden = key + np.arange(len(k)) > (row + np.arange(len(q)))[:, None]
@@ -39,11 +39,11 @@ def standard(memory: Memory, q, k, v, out, lse, causal=False, score_dtype=np.flo
     memory.write(s, np.exp(held - held.max(1, keepdims=True)))  # P before its division, in place of S
     p = memory.read(s)
     memory.write(out, p @ memory.read(v) / p.sum(1, keepdims=True))
-    lse[...] = np.log(p.sum(1)) + held.max(1)  # not counted: the three steps have no lse
+    lse[...] = np.log(p.sum(1)) + held.max(1)  # not counted, because the three steps have no lse
 
 
 def v1(memory: Memory, q, k, v, out, lse, tile: Tile, causal=False, sum_dtype=np.float32) -> None:
-    """FlashAttention's order: a tile of keys stays, and all queries come by."""
+    """FlashAttention's order: a tile of keys stays, and all queries pass by."""
     o = np.empty(out.shape, sum_dtype)
     row_max, row_sum = np.empty(len(q), np.float32), np.empty(len(q), np.float32)
     memory.write(o, 0)
@@ -56,17 +56,17 @@ def v1(memory: Memory, q, k, v, out, lse, tile: Tile, causal=False, sum_dtype=np
             s = scores(memory.read(q[rows]), keys, row, key, causal)
             before, total = memory.read(row_max[rows]), memory.read(row_sum[rows])
             new = np.maximum(before, s.max(1))
-            base = np.where(np.isneginf(new), 0, new)  # a row that has seen nothing
+            base = np.where(np.isneginf(new), 0, new)  # a row that has seen no key
             p, scale = np.exp(s - base[:, None]), np.exp(before - base)
             memory.write(o[rows], scale[:, None] * memory.read(o[rows]) + p @ values)
             memory.write(row_sum[rows], scale * total + p.sum(1))
             memory.write(row_max[rows], new)
     memory.write(out, memory.read(o) / row_sum[:, None])
-    lse[...] = row_max + np.log(row_sum)  # not counted: row_max and row_sum are in memory already
+    lse[...] = row_max + np.log(row_sum)  # not counted, because row_max and row_sum are already in memory
 
 
 def v2(memory: Memory, q, k, v, out, lse, tile: Tile, causal=False) -> None:
-    """FlashAttention-2's order: a tile of queries stays with its O, and all keys come by."""
+    """FlashAttention-2's order: a tile of queries stays with its O, and all keys pass by."""
     for row in range(0, len(q), tile.m):
         rows = slice(row, row + tile.m)
         queries = memory.read(q[rows])
@@ -85,7 +85,7 @@ def v2(memory: Memory, q, k, v, out, lse, tile: Tile, causal=False) -> None:
 
 
 def plain_v2(q, k, v, tile: Tile) -> np.ndarray:
-    """v2 in float32 without counting or a mask, for its time: (seqlen, headdim)."""
+    """out (seqlen, headdim) of v2 in float32, without counting or a mask, to be timed."""
     out, scale = np.empty_like(q), np.float32(q.shape[1] ** -0.5)
     for row in range(0, len(q), tile.m):
         queries = q[row : row + tile.m] * scale

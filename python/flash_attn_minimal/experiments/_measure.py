@@ -1,4 +1,4 @@
-"""Kernels and variants on one shape: checked against float64, then timed in shuffled turns, with the means of
+"""Checks kernels and variants on one shape against float64, then times them in shuffled turns, with the tools of
 `bench`."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .experiment import Run
 
 @dataclass
 class Candidate:
-    """Something to time on a shape. `make` gets our inputs of the shape, quantised where it is one of float8."""
+    """A kernel or variant to time on a shape. `make` gets our inputs of the shape, which are quantised for float8."""
 
     name: str
     make: Callable[[Shape, Inputs], System]
@@ -25,12 +25,12 @@ class Candidate:
 
 
 def kernel(name: str | None, **more: bool) -> Candidate:
-    """A kernel of the library by its name, or the one that it picks."""
+    """A kernel of the library by its name; None: the kernel that the library chooses."""
     return Candidate(name or "best", lambda shape, inputs: ours(shape, inputs, name, 0, **more), dict(more))
 
 
 def measure(run: Run, shape: Shape, candidates: list[Candidate], graphs: bool | None = None) -> list[dict]:
-    """The rows of those that serve the shape and are right; the others are noted in the outcome."""
+    """The rows of the candidates that serve the shape and are right. Other candidates are noted in the outcome."""
     machine, outcome = run.machine, run.outcome
     inputs, _, exact, _ = prepared(machine, shape, run.seed)
     systems: list[tuple[System, dict]] = []
@@ -71,7 +71,7 @@ def measure(run: Run, shape: Shape, candidates: list[Candidate], graphs: bool | 
 
 
 def summary(rows: list[dict]) -> str:
-    """The fastest of some rows, for a line of progress."""
+    """A text about the fastest of some rows, for a line of progress."""
     if not rows:
         return "nothing was timed"
     best = min(rows, key=lambda row: row["us"])

@@ -1,8 +1,8 @@
 """Counters of calls, read with NVIDIA Nsight Compute.
 
-ncu runs a process of its own (_calls.py), which launches one call after the other between the profiler's marks, each
-behind a kernel that fills an array. ncu's CSV has a line for each kernel and metric. A call of several kernels is their
-sum; of a share of a peak it is the mean weighted by time.
+ncu runs a separate process (_calls.py), which launches one call after another between the profiler's marks. Before each
+call it launches a kernel that fills an array. ncu's CSV has a line for each kernel and metric. The metric of a call is
+the sum over its kernels; for a share of a peak, the mean weighted by time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BYTES = {
     "dram_bytes": ("dram__bytes_read.sum", "dram__bytes_write.sum"),
     "l2_bytes": ("lts__t_bytes.sum",),
 }
-# A wavefront of the load-store unit is a pass of up to 128 bytes. Operands that wgmma reads, and tiles that the copy
-# engine writes, take another way and are not among them.
+# A wavefront of the load-store unit is a pass of up to 128 bytes. Operands that wgmma reads and tiles that the copy
+# engine writes do not go through this unit, and are not counted.
 WAVEFRONTS, WAVEFRONT = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", 128
-# The tensor cores' share of their peak. The name differs between generations and releases: the first one known counts.
+# The tensor cores' share of their peak. The name differs between generations and releases; the first known one is used.
 TENSOR = (
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
@@ -38,12 +38,12 @@ TRAFFIC_METRICS = (DURATION, *BYTES["dram_bytes"], *BYTES["l2_bytes"], WAVEFRONT
 SCALE = {"": 1, "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12, "%": 1}
 SCALE |= {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "s": 1, "second": 1}
 PROCESS = "flash_attn_minimal.experiments._calls"
-FILL = "fill"  # in the name of the kernel in front of each call, of PyTorch and of CuPy
-TIMEOUT = 180  # seconds of one profiled process
+FILL = "fill"  # part of the name of the kernel before each call, in PyTorch and in CuPy
+TIMEOUT = 180  # seconds for one profiled process
 
 
 class NcuError(Exception):
-    """No counters; the text says why."""
+    """There are no counters; the text says why."""
 
 
 class Kernel(NamedTuple):
@@ -86,7 +86,7 @@ def by_call(kernels: Iterable[Kernel], count: int) -> list[list[dict[str, float]
 
 
 def _reason(text: str) -> str:
-    """Why ncu has no table: its first error line."""
+    """The reason why ncu has no table, from its first line with an error or warning."""
     for line in text.splitlines():
         if "==ERROR==" in line or "ERR_NVGPUCTRPERM" in line or "==WARNING==" in line:
             return f"ncu: {line.replace('==ERROR==', '').replace('==WARNING==', '').strip()}"
@@ -95,13 +95,13 @@ def _reason(text: str) -> str:
 
 
 def total(kernels: Iterable[dict[str, float]], names: Iterable[str]) -> float | None:
-    """The sum of metrics over kernels; None where one is missing."""
+    """The sum of metrics over kernels; None if one is missing."""
     values = [kernel.get(name) for kernel in kernels for name in names]
     return None if not values or None in values else sum(value for value in values if value is not None)
 
 
 def traffic(kernels: list[dict[str, float]]) -> dict[str, float]:
-    """Bytes of a call at each level."""
+    """The bytes that a call moved at each level, and its time under ncu."""
     found = {name: total(kernels, metrics) for name, metrics in BYTES.items()}
     wavefronts = total(kernels, (WAVEFRONTS,))
     found["shared_bytes_moved"] = None if wavefronts is None else wavefronts * WAVEFRONT
@@ -110,7 +110,8 @@ def traffic(kernels: list[dict[str, float]]) -> dict[str, float]:
 
 
 def tensor_shares(framework: str, calls: list[dict[str, Any]]) -> list[float | None]:
-    """Percent of the tensor cores' peak over each call, its kernels weighted by their time."""
+    """For each call, the percentage of the tensor cores' peak, averaged over its kernels with their times as
+    weights."""
     unknown = NcuError("ncu knows no metric of the tensor cores")
     for name in TENSOR:
         try:
@@ -139,13 +140,13 @@ def command(metrics: Iterable[str], asked: dict[str, Any], log: Path) -> list[st
 
 
 def profile(metrics: Iterable[str], framework: str, calls: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
-    """The metrics of the kernels of each call; see _calls.py for what a call is."""
+    """The metrics of the kernels of each call. A call is an entry as call_of() in _calls.py makes it."""
     if shutil.which("ncu") is None:
         raise NcuError("ncu is not on PATH")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "LC_ALL": "C"}  # numbers with a point
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "LC_ALL": "C"}  # decimal points in numbers
         words = command(metrics, {"framework": framework, "calls": calls}, log)
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, env=environment)

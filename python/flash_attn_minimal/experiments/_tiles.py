@@ -1,4 +1,4 @@
-"""The tiles of our kernels for plain calls of 16 bits on Hopper, for models and waves. The truth is in
+"""The tiles of our kernels for plain 16-bit calls on Hopper, for models and waves. They are copied from
 cuda/attention/forward/wgmma_sm90_plan.h, cuda/attention/common/tiles_mma_sm80.h and cuda/flash_attn_minimal.cu."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ MMA = {64: Tile(128, 128), 128: Tile(128, 64)}
 
 
 def tile_of(kernel: str, headdim: int, seqlen: int, causal: bool) -> Tile | None:
-    """The tile of a self-attention call that fills the GPU; None where it is not known here."""
+    """The tile of a self-attention call that fills the GPU; None if it is not known here."""
     if kernel == "minimal":
         return Tile(64, 64)
     if kernel == "mma_sm80":
@@ -26,7 +26,7 @@ def tile_of(kernel: str, headdim: int, seqlen: int, causal: bool) -> Tile | None
 
 
 def multiprocessors(machine) -> int:
-    """SMs of the GPU of a bench machine."""
+    """The number of SMs of a bench machine's GPU."""
     if machine.framework == "torch":
         return machine.torch.cuda.get_device_properties(machine.torch.cuda.current_device()).multi_processor_count
     return machine.cupy.cuda.Device().attributes["MultiProcessorCount"]

@@ -1,4 +1,4 @@
-"""How many bytes each order of the loops moves between the large memory and the small one, by formula.
+"""Formulas for the bytes that each order of the loops moves between the large memory and the small one.
 
 One head of attention has seqlen_q = seqlen_k = S and headdim d. The small memory holds M numbers. Orders:
 
@@ -11,7 +11,7 @@ One head of attention has seqlen_q = seqlen_k = S and headdim d. The small memor
     v2 + L2    the same, but tiles of queries that run at the same time       K and V once for every wave of blocks
                find K and V in a cache between the two memories
 
-_counted.py runs the first three and counts; the tests hold the formulas to it, byte for byte.
+_counted.py runs the first three and counts. The tests require that the formulas agree with the counts exactly.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Problem:
     seqlen: int
     headdim: int
     causal: bool = False
-    itemsize: int = 2  # of q, k, v, out
+    itemsize: int = 2  # bytes of an element of q, k, v, out
     heads: int = 1  # batch x heads
-    score_itemsize: int = 4  # of S, P, and of v1's O
+    score_itemsize: int = 4  # bytes of an element of S, P, and of v1's O
 
     @property
     def operand(self) -> int:
@@ -38,7 +38,7 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """As bench counts them: a causal mask is half of the work."""
+        """FLOP as bench counts them: a causal mask halves the work."""
         return 4.0 * self.seqlen**2 * self.headdim * self.heads * (0.5 if self.causal else 1.0)
 
 
@@ -49,30 +49,32 @@ class Tile:
 
 
 def tile_of(small: int, headdim: int) -> Tile:
-    """The tile of algorithm 1 for a small memory of so many numbers: Q, K, V and O take a quarter each."""
+    """The tile of algorithm 1 for a small memory of `small` numbers: Q, K, V and O take a quarter each."""
     n = max(1, small // (4 * headdim))
     return Tile(min(n, headdim), n)
 
 
 def standard(p: Problem) -> int:
-    """q, k in; S out, in; P out, in; v in; out out. A mask saves nothing: hidden scores are written as -inf."""
+    """Bytes of the three steps: q, k in; S out, in; P out, in; v in; out out. A mask saves nothing, because hidden
+    scores are written as -inf."""
     return p.heads * (4 * p.operand + 4 * p.seqlen**2 * p.score_itemsize)
 
 
 def v1(p: Problem, tile: Tile) -> int:
-    """O, row_max and row_sum are set once, then read and written by every pair of tiles that sees something."""
-    row = p.headdim * p.score_itemsize + 2 * STATISTIC  # of O with its statistics
+    """Bytes of v1: O, row_max and row_sum are set once, then read and written by every pair of tiles with a visible
+    score."""
+    row = p.headdim * p.score_itemsize + 2 * STATISTIC  # bytes of a row of O with its statistics
     total = p.seqlen * row + 2 * p.operand  # the start; K and V once
     for first_key in range(0, p.seqlen, tile.n):
         rows = p.seqlen
-        if p.causal:  # the first tile of rows with one that sees first_key
+        if p.causal:  # from the first tile with a row that sees first_key
             rows -= first_key // tile.m * tile.m
         total += rows * (p.headdim * p.itemsize + 2 * row)
     return p.heads * (total + p.seqlen * p.headdim * (p.score_itemsize + p.itemsize))  # O in once more, out out
 
 
 def v2(p: Problem, tile: Tile) -> int:
-    """q in, out and lse out, and for every tile of rows the keys and values that it sees, in whole tiles."""
+    """Bytes of v2: q in, out and lse out; for every tile of rows, the keys and values that it sees, in whole tiles."""
     keys = 0
     for first_row in range(0, p.seqlen, tile.m):
         seen = min(first_row + tile.m, p.seqlen) if p.causal else p.seqlen
@@ -81,13 +83,14 @@ def v2(p: Problem, tile: Tile) -> int:
 
 
 def once(p: Problem) -> int:
-    """Every input read once and every output written once: what no order can go below."""
+    """Bytes if every input is read once and every output written once. No order needs fewer."""
     return p.heads * (4 * p.operand + p.seqlen * STATISTIC)
 
 
 def v2_cached(p: Problem, tile: Tile, cache: int, blocks_at_once: int) -> int:
-    """v2 behind a cache of so many bytes. Blocks run in waves, those of one head side by side; a wave reads the K and V
-    of its heads once, while one tile of K and V for each of its heads fits. All stay where all of them fit."""
+    """Bytes of v2 with a cache of `cache` bytes before the large memory. Blocks run in waves, and blocks of one head
+    run together. A wave reads K and V of its heads only once if the cache holds one tile of K and V for each of these
+    heads. If the cache holds K and V of all heads, every array is read only once."""
     if p.heads * 2 * p.operand <= cache:
         return once(p)
     if 2 * tile.n * p.headdim * p.itemsize * min(p.heads, blocks_at_once) > cache:
@@ -97,12 +100,12 @@ def v2_cached(p: Problem, tile: Tile, cache: int, blocks_at_once: int) -> int:
     for first in range(0, blocks, blocks_at_once):
         last = min(first + blocks_at_once, blocks) - 1
         for head in range(first // per_head, last // per_head + 1):
-            # of the rows of this head in this wave: a causal wave reads up to the keys of its last row
+            # the last row of this head in this wave: a causal wave reads the keys up to it
             row = min(last - head * per_head + 1, per_head) * tile.m
             reads += min(row, p.seqlen) if p.causal else p.seqlen
     return min(v2(p, tile), p.heads * (2 * p.operand + p.seqlen * STATISTIC) + 2 * reads * p.headdim * p.itemsize)
 
 
 def ratio_at_length(p: Problem, tile: Tile) -> float:
-    """standard over v2 as S grows: four passes over a score against its share of K and V."""
+    """The limit of standard / v2 for large S: four passes over a score against the score's share of K and V."""
     return 4 * p.score_itemsize / (2 * p.headdim * p.itemsize / tile.m)

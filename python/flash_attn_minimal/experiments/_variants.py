@@ -1,6 +1,6 @@
 """The library of variants: kernels of the library with other tiles, in another order, or at an earlier step of their
-climb. Only a checkout builds it (CMake option FLASH_ATTN_EXPERIMENTS), so it may be missing; ladder/variants/ has its
-sources and experiments.h, which this file mirrors."""
+development. Only a checkout builds it (CMake option FLASH_ATTN_EXPERIMENTS), so it may be missing. Its sources are in
+ladder/variants/; this file mirrors experiments.h there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..bench.machine import first_line
 from ..bench.systems import Inputs, Refused, Shape, System
 from ._measure import Candidate
 
-DTYPE = "bfloat16"  # of every variant
+DTYPE = "bfloat16"  # the dtype of every variant
 LIBRARY_NAME = "libflash_attn_experiments.so"
 INTEGERS = ("order", "backward", "tile_m", "tile_n", "stages", "threads")
 RESOURCES = ("registers", "shared_bytes", "spill_bytes", "blocks_per_sm")  # 0 without a GPU
@@ -42,7 +42,7 @@ class VariantStruct(ct.Structure):
 class Variant:
     name: str
     experiment: str
-    kernel: str  # of the library, that it is a variant of
+    kernel: str  # the library's kernel of which this is a variant
     about: str
     order: int
     backward: bool
@@ -58,13 +58,14 @@ class Variant:
     compute: int  # 80: sm_80 or newer; 90: Hopper; 0: any
 
     def row(self) -> dict[str, Any]:
-        """What a row of a result says of it."""
+        """The fields of a result row that describe the variant."""
         names = ("kernel", "about", "order", "tile_m", "tile_n", "stages", "threads", *RESOURCES)
         return {"variant_of" if name == "kernel" else name: getattr(self, name) for name in names}
 
 
 def places() -> list[Path]:
-    """Where the library is looked for: $FLASH_ATTN_EXPERIMENTS, beside the library, build/ of the checkout."""
+    """The files to try: $FLASH_ATTN_EXPERIMENTS alone if it is set; else beside the library, then in build/ of the
+    checkout and of the current folder."""
     if named := os.environ.get("FLASH_ATTN_EXPERIMENTS"):
         return [Path(named)]
     checkout = Path(__file__).resolve().parents[3]
@@ -72,7 +73,7 @@ def places() -> list[Path]:
 
 
 def open_variants() -> tuple[Path, ct.CDLL]:
-    """The loaded library and its file. Its functions raise. LibraryNotFound says how to get it."""
+    """(the file, the loaded library), whose functions raise exceptions. LibraryNotFound says how to build it."""
     load()  # the variants use functions of the library
     found = [place for place in places() if place.is_file()]
     if not found:
@@ -105,11 +106,11 @@ def _raise(lib: ct.CDLL, status: int, function, arguments) -> None:
 
 
 def table(lib: ct.CDLL, device: int) -> list[Variant]:
-    """Every variant; device=-1: what is known without a GPU."""
+    """Every variant; device=-1 gives the facts that are known without a GPU."""
     found = []
     for index in range(lib.fa_variant_count()):
         raw = new(VariantStruct)
-        with contextlib.suppress(_library.Unsupported):  # a kernel of another GPU has its name and no registers
+        with contextlib.suppress(_library.Unsupported):  # a kernel for another GPU has a name, but no registers
             lib.fa_variant_get(index, device, raw)
         values = {name: getattr(raw, name) for name, _ in VariantStruct._fields_[1:]}
         texts = {name: value.decode() for name, value in values.items() if isinstance(value, bytes)}
@@ -118,7 +119,7 @@ def table(lib: ct.CDLL, device: int) -> list[Variant]:
 
 
 class Variants:
-    """The library as an experiment uses it."""
+    """The library of variants, as experiments use it."""
 
     def __init__(self, device: str):
         self.file, self.lib = open_variants()
@@ -129,7 +130,7 @@ class Variants:
         return table(self.lib, self.device)
 
     def of(self, experiment: str, headdim: int | None = None) -> list[Variant]:
-        """Those of an experiment, in their order; with headdim those that serve it."""
+        """The variants of an experiment, in their order. headdim: only the variants that serve it."""
         mine = [variant for variant in self.all if variant.experiment == experiment]
         mine = [variant for variant in mine if headdim is None or variant.headdim in (0, headdim)]
         return sorted(mine, key=lambda variant: (variant.backward, variant.order))
@@ -141,7 +142,8 @@ class Variants:
         return Candidate(variant.name, functools.partial(self.system, variant), variant.row())
 
     def system(self, variant: Variant, shape: Shape, inputs: Inputs) -> System:
-        """Launches of a variant on the inputs of a shape, each with a struct of its own that is filled once."""
+        """A system that launches a variant on the inputs of a shape. Each input set has its struct, filled only
+        once."""
         made = [self._call(variant, shape, inputs, i) for i in range(len(inputs))]
 
         def launch(i):
@@ -173,7 +175,7 @@ class Variants:
             views.append(_output(args, views, out, tuple(q.shape), False))
         size, name = ct.c_size_t(0), variant.name.encode()
         asked = AttentionArgs.from_buffer_copy(args)
-        asked.q_data = asked.k_data = asked.v_data = asked.out_data = None  # a query needs the sizes alone
+        asked.q_data = asked.k_data = asked.v_data = asked.out_data = None  # a query needs only the sizes
         try:
             self.lib.fa_variant_workspace(name, asked, size)
         except _library.FlashAttnError as error:
@@ -201,7 +203,7 @@ def _view(name: str, array):
 
 
 def on_gpu(run) -> Variants | None:
-    """The variants of a run on a GPU; None, with the reason noted, where they cannot run."""
+    """The variants for a run on a GPU. If they cannot run: None, with the reason noted in the run."""
     if not run.gpu:
         run.leave_out("variants", "any shape", "they are kernels of a GPU")
         return None

@@ -1,4 +1,4 @@
-"""The tile of queries and keys: speed, registers, shared memory and blocks on an SM of every pair."""
+"""The size of the tile: speed, registers, shared memory and blocks on an SM for pairs of queries and keys."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _gpu(run: Run) -> None:
 
 
 def _cpu(run: Run) -> None:
-    """One head in NumPy, float32, and the CPU's kernel with the tiles that it has."""
+    """One head in NumPy, float32, with every pair; and the library's CPU kernel with its own tiles."""
     seqlen, headdim = (512 if run.quick else 2048), 64
     sizes = SIZES[::2] if run.quick else SIZES
     shape = Shape(1, seqlen, 1, 1, headdim, False, "float32")
@@ -78,19 +78,19 @@ def _cpu(run: Run) -> None:
         best = next(item["name"] for item in kernels() if item["device"] == "cpu")
         try:
             rows_of_kernel = measure(run, shape, [kernel(best)])
-        except Exception as error:  # the arrays of a framework that this build does not take
+        except Exception as error:  # this build may not take the framework's arrays
             run.leave_out(best, shape, first_line(error))
             rows_of_kernel = []
         run.step(summary(rows_of_kernel))
 
 
 def footprint(tile: Tile, headdim: int) -> int:
-    """Bytes of float32 that a step of the loop touches: Q, O, K, V, S."""
+    """The float32 bytes of Q, O, K, V and S that a step of the loop touches."""
     return 4 * (2 * tile.m * headdim + 2 * tile.n * headdim + tile.m * tile.n)
 
 
 def cpu_caches() -> dict[str, int]:
-    """l1d_bytes, l2_bytes of the first core, where Linux says so."""
+    """l1d_bytes and l2_bytes of the first core, as far as Linux reports them."""
     found = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:
@@ -181,7 +181,8 @@ def findings(data: dict, rows: Rows) -> list[str]:
 
 
 def picture(data: dict, rows: Rows):
-    """A heat map for each kernel and mask: speed over the two sizes, the best of several stages or threads."""
+    """A heat map for each kernel, headdim and mask: speed over the two sizes; the best, if there are several
+    variants."""
     rows = _tiled(rows)
     if not rows:
         return None

@@ -22,14 +22,14 @@ from ..bench.timing import interleave
 from .experiment import Experiment, Rows, Run, register
 from .report import set_title
 
-OUTLIERS, TIMES = 0.001, 50.0  # which share of the entries is so many times as large
-EDGE = 3.2905  # beyond which a normal number lies with that probability
-HEADS, ROWS = 2, 256  # of the error measure
+OUTLIERS, TIMES = 0.001, 50.0  # the share of outliers among the entries, and their factor
+EDGE = 3.2905  # a normal number has a larger magnitude with probability OUTLIERS
+HEADS, ROWS = 2, 256  # heads, and rows of each, whose error is measured
 INPUTS = ("normal", "outliers")
 SLACK = {
     "normal": 1,
     "outliers": 4,
-}  # scores of thousands: an ulp of such a score moves P, and sums differ in their order
+}  # outliers give scores of thousands; one ulp of such a score changes P, and sums differ in their order
 SAID = {"normal": "on normal inputs", "outliers": "with outliers"}
 GROUPS = {"attention": "Attention", "cache": "One query over a cache"}
 FLOOR = 2e-5  # of the cache's budget, as in the suite decode
@@ -37,7 +37,7 @@ FLOOR = 2e-5  # of the cache's budget, as in the suite decode
 
 @dataclass
 class Case:
-    """One way to compute: its arrays, and what is compared with what."""
+    """One way to compute the answer: its call and its checks."""
 
     name: str
     group: str  # "attention" or "cache"
@@ -73,7 +73,7 @@ def run(run: Run) -> None:
 def _time(
     run: Run, shape: Any, inputs: str, cases: list[Case], exact: Callable[[int, int], np.ndarray], where, work
 ) -> None:
-    """Checks, compares with float64 of the unrounded inputs, then times all cases in turns."""
+    """Checks all cases, measures their errors against float64 of the unrounded inputs, then times them in turns."""
     right: list[tuple[Case, dict]] = []
     for case in cases:
         answer = case.launch()
@@ -329,7 +329,7 @@ def findings(data: dict, rows: Rows) -> list[str]:
 
 
 def picture(data: dict, rows: Rows):
-    """RMS error over time, a panel for attention and one for caches; hollow: inputs with outliers."""
+    """RMS error over time, a panel for attention and one for caches. Hollow marks: inputs with outliers."""
     groups = [group for group in GROUPS if any(row["group"] == group for row in rows)]
     figure, axes = figure_of(1, len(groups), max(6.5, 5.6 * len(groups)), 5)
     for axis, group in zip(axes[0], groups, strict=True):

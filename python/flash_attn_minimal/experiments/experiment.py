@@ -1,4 +1,4 @@
-"""What an experiment is, and what one run of it has. Each module registers its own, with its table and pictures."""
+"""Defines an experiment, and one run of it. Each module registers its experiments, with their tables and pictures."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SAVE_EVERY = 5.0  # seconds between two copies of the result on disk
 
 
 class Stopped(Exception):
-    """The run ends before its last step; the text says why. What was found is written."""
+    """The run ends before its last step; the text says why. The results so far are written."""
 
 
 @dataclass
 class Run:
-    """One run: where it runs, what was asked for, and what it has found so far."""
+    """One run of an experiment: its machine, its options and its results so far."""
 
     machine: Any
     quick: bool
@@ -45,7 +45,7 @@ class Run:
         return self.machine.device == "cuda"
 
     def steps(self, total: int, title: str) -> Progress:
-        """The progress bar of the next `total` steps, a context manager."""
+        """The progress bar of the next `total` steps; a context manager."""
         self.progress = Progress(total, title)
         return self.progress
 
@@ -77,20 +77,21 @@ def _never(device: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """`table`, `findings` and `pictures` get the whole result and its rows without roofs and wrong answers."""
+    """An experiment. `table`, `findings` and `pictures` get the whole result, and its rows without roofs and wrong
+    answers."""
 
     name: str
-    about: str  # for --list, in a line
+    about: str  # one line, for --list
     question: str
     method: str  # paragraphs
     run: Callable[[Run], None]
     table: Callable[[dict, Rows], list[str]]
-    findings: Callable[[dict, Rows], list[str]]  # sentences made from the rows: what one should see
+    findings: Callable[[dict, Rows], list[str]]  # sentences, made from the rows, about what the result shows
     pictures: Mapping[str, Callable[[dict, Rows], Any]] = field(default_factory=dict)  # by the file's suffix
     devices: tuple[str, ...] = ("cuda", "cpu")
-    framework: str | None = None  # "numpy": nothing but NumPy runs
-    portable: Callable[[str], bool] = _never  # whether a result from this kind of device says nothing of its speed
-    may_be_empty: bool = False  # whether a page without rows still says something
+    framework: str | None = None  # "numpy": the experiment uses only NumPy
+    portable: Callable[[str], bool] = _never  # whether a result from this kind of device is independent of its speed
+    may_be_empty: bool = False  # whether a page without rows is still useful
 
 
 EXPERIMENTS: dict[str, Experiment] = {}
@@ -107,5 +108,5 @@ def results(data: dict) -> Rows:
 
 
 def roofs(data: dict) -> dict[str, dict]:
-    """The measured product and copy, by their pass."""
+    """The rows of the measured product and copy, by their pass."""
     return {row["pass"]: row for row in data["rows"] if row.get("pass") in ("linear", "copy")}

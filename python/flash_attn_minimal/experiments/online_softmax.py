@@ -1,10 +1,10 @@
-"""How often the running maximum moves, and what it costs to follow it less closely: counted in NumPy on activations of
-the model in the package, and on random inputs.
+"""Counts how often the running maximum moves, and how often it must move under cheaper policies. The counts are made in
+NumPy, on activations of the model in the package and on random inputs.
 
-A row of scores (in powers of two, as the kernels hold them) meets its keys in tiles. Policies:
+A row of scores (in base 2, as in the kernels) is processed in tiles of keys. Policies for the maximum m:
 
     exact        m is the maximum of all tiles so far; O is multiplied by 2^(old m - new m) for every later tile
-    skipped      the same, but the product with 1 is left out where no row of a warp moves (a vote)
+    skipped      like exact, but the product with 1 is left out if m moves in no row of a warp (a vote)
     lazy         m moves only when a tile exceeds it by 2^8 (FlashAttention-4; kLazy in wgmma_sm90_plan.h)
     speculative  m is the first tile's; no later maximum is computed. When the sum of a row's exponentials comes too
                  near to overflow, the warp does the tile again with its maximum (kSpeculative there)
@@ -34,29 +34,29 @@ from .experiment import Rows as Table
 from .report import set_title
 
 LOG2E = math.log2(math.e)
-WARP = 16  # rows whose O one warp holds, and which it scales together
-THRESHOLD = 8.0  # of the lazy maximum: 2^8
+WARP = 16  # rows of O that one warp holds and scales together
+THRESHOLD = 8.0  # log2 of the lazy maximum's threshold
 SWEEP = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 LIMITS = {"bfloat16": 60.0, "float16": 15.0}  # log2 of the sum at which the speculative tile is done again
 TILES = (16, 32, 64, 128)
 DRAWN = (*MINE[:4], COLOURS["fa2"], COLOURS["cudnn"])
-TEXTS = 8  # that the model writes
+TEXTS = 8  # texts that the model writes
 
 
 @dataclass
 class Heads:
-    """Scores in powers of two, (heads, rows, keys) float64, hidden ones -inf; v (heads, keys, headdim)."""
+    """Scores in base 2, (heads, rows, keys) float64, with -inf for hidden ones; v (heads, keys, headdim)."""
 
     name: str
     scores: np.ndarray
     v: np.ndarray
 
 
-# ---- where the scores come from ----
+# ---- the source of the scores ----
 
 
 class Listening(Host):
-    """The host, which keeps the rotated q and k and v of every layer of a prompt."""
+    """The host device. It also keeps the rotated q and k, and v, of every layer of a prompt."""
 
     def __init__(self) -> None:
         super().__init__(attention="standard")
@@ -69,8 +69,8 @@ class Listening(Host):
 
 
 def activations(seed: int, length: int | None = None) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """A text that the model in the package writes at temperature 1, and of each layer q (seqlen, heads, headdim), k
-    and v (seqlen, heads_k, headdim) of all its tokens."""
+    """Lets the model in the package write a text at temperature 1. Yields (layer, q, k, v) for each layer, with q
+    (seqlen, heads, headdim), k and v (seqlen, heads_k, headdim) of all tokens of the text."""
     checkpoint = load_checkpoint(DEFAULT_CHECKPOINT)
     device = Listening()
     model = Llama(checkpoint, device)
@@ -88,7 +88,7 @@ def activations(seed: int, length: int | None = None) -> Iterator[tuple[int, np.
 
 
 def heads_of(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> Heads:
-    """q (rows, heads, headdim), k and v (keys, heads_k, headdim)."""
+    """The scores of q (rows, heads, headdim) and k (keys, heads_k, headdim), with v (keys, heads_k, headdim)."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, 1).transpose(1, 0, 2) for x in (k, v))
     s = q.transpose(1, 0, 2) @ k.transpose(0, 2, 1) * (q.shape[2] ** -0.5 * LOG2E)
@@ -107,13 +107,14 @@ def random_heads(seed: int, length: int, heads: int, headdim: int, causal: bool)
 
 @dataclass
 class Count:
-    """Of all (row, tile) pairs of which the row sees a key, but the first of each row."""
+    """Counts over the (row, tile) pairs in which the row sees a key, except the first such pair of each row. For warps:
+    over (warp, tile) pairs in which this holds for one of the warp's 16 rows."""
 
     row_tiles: int = 0
     moved: int = 0  # the exact maximum rises
     lazy: int = 0  # a tile exceeds the lazy maximum
-    warp_tiles: int = 0  # the same, of warps of 16 rows: something happens for one of its rows
-    warp_moved: int = 0
+    warp_tiles: int = 0
+    warp_moved: int = 0  # the exact maximum of one of the rows rises
     warp_lazy: int = 0
     warp_again: int = 0  # speculative: tiles done again
 
@@ -144,8 +145,8 @@ def warps(flags: np.ndarray) -> np.ndarray:
 
 
 def count(heads: Heads, tile: int, backwards: bool, threshold: float = THRESHOLD, dtype: str = "bfloat16") -> Count:
-    """How often each policy acts. The speculative maximum follows the kernel: the first tile that a row sees sets it,
-    and a tile that is done again raises it as the lazy one does."""
+    """Counts how often each policy acts. The speculative maximum behaves as in the kernel: the first tile that a row
+    sees sets it, and a tile that is done again raises it like the lazy maximum."""
     s, found = heads.scores, Count()
     shape = s.shape[:2]
     exact, lazy, guess = (np.full(shape, -np.inf) for _ in range(3))
@@ -175,8 +176,8 @@ def count(heads: Heads, tile: int, backwards: bool, threshold: float = THRESHOLD
 
 
 def error(heads: Heads, tile: int, backwards: bool, threshold: float, dtype: str = "bfloat16") -> float:
-    """RMS error of the output over its RMS, where P is rounded to `dtype` before P V under a maximum that moves by
-    `threshold`. All other arithmetic is float64."""
+    """RMS error of the output over its RMS. P is rounded to `dtype` before P V, relative to a maximum that moves when a
+    tile exceeds it by `threshold`. All other arithmetic is float64."""
     s, shape = heads.scores, heads.scores.shape[:2]
     m, total = np.full(shape, -np.inf), np.zeros(shape)
     out = np.zeros((*shape, heads.v.shape[2]))
@@ -198,7 +199,8 @@ def error(heads: Heads, tile: int, backwards: bool, threshold: float, dtype: str
 
 
 def records(tiles: int) -> float:
-    """Of how many of `tiles` exchangeable numbers the running maximum moves, after the first: 1/2 + 1/3 + ... ."""
+    """The expected number of moves of the running maximum over `tiles` exchangeable numbers, after the first:
+    1/2 + 1/3 + ... ."""
     return sum(1 / i for i in range(2, tiles + 1))
 
 
@@ -242,8 +244,9 @@ def _one(run: Run, heads: Heads, tile: int, backwards: bool) -> str:
 
 
 def expected(keys: int, tile: int) -> float:
-    """The share of a causal square's row tiles in which the maximum of exchangeable scores moves. A diagonal tile has
-    fewer keys than the others: of n keys behind m others it holds the largest with probability n / (n + m)."""
+    """The share of a causal square's row tiles in which the maximum of exchangeable scores moves. A tile of n keys
+    after m earlier keys holds the largest with probability n / (n + m). A diagonal tile has fewer keys than other
+    tiles."""
     moves = pairs = 0.0
     for row in range(keys):
         seen = row + 1
@@ -282,12 +285,12 @@ def table(data: dict, rows: Table) -> list[str]:
 
 
 def shown_tile(rows: Table) -> int:
-    """The tile that the text and the left picture are about: 64 keys, or the largest below."""
+    """The tile size for the text and the left picture: 64 keys, or the largest size below."""
     return max((row["tile"] for row in rows if row["tile"] <= 64), default=rows[0]["tile"])
 
 
 def mean(rows: Table, name: str) -> float:
-    """Over rows of results, weighted by the tiles that they count."""
+    """The mean of a field over result rows, weighted by the numbers of tiles that they count."""
     weight = "row_tiles" if name.startswith("rows") else "warp_tiles"
     return sum(row[name] * row[weight] for row in rows) / max(1, sum(row[weight] for row in rows))
 
@@ -353,7 +356,8 @@ def findings(data: dict, rows: Table) -> list[str]:
 
 
 def picture(data: dict, rows: Table):
-    """Left: warps that act over the threshold. Right: over the size of the tile, exact and lazy."""
+    """The share of warps that must scale O. Left: over the threshold. Right: over the size of the tile, exact
+    maximum."""
     figure, axes = figure_of(1, 2, 10, 4.4, sharey=True)
     sources = list(dict.fromkeys(row["source"] for row in rows))
     middle = shown_tile(rows)

@@ -1,4 +1,4 @@
-"""The climb of the fastest kernels, a step at a time; and what was tried and lost."""
+"""The development of the fastest kernels, one step at a time; and attempts that brought nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
 def lost() -> list[dict[str, str]]:
-    """What was tried and lost; each entry has FIELDS."""
+    """The attempts that brought nothing; each entry has FIELDS."""
     return json.loads(LOST.read_text())
 
 
@@ -45,7 +45,7 @@ def run(run: Run) -> None:
 
 
 def _busy(run: Run, shape: Shape, rows: Rows) -> str:
-    """Adds to the rows of a pass for which share of the time the tensor cores are busy."""
+    """Adds to the rows of a pass the share of time in which the tensor cores are busy. Returns a line of progress."""
     try:
         calls = [call_of(row["name"], shape, True) for row in rows]
         shares = _ncu.tensor_shares(run.machine.framework, calls)
@@ -148,7 +148,7 @@ def findings(data: dict, rows: Rows) -> list[str]:
 
 
 def picture(data: dict, rows: Rows):
-    """A waterfall for each pass: what every step adds to the speed."""
+    """A waterfall chart for each pass: the speed that every step adds."""
     passes = [which for which in ("fwd", "bwd") if climb(rows, which)]
     if not passes:
         return None

@@ -26,13 +26,14 @@ def result(name: str, command: str, machine, outcome, portable: bool) -> dict:
 
 
 def write(data: dict, folder: Path) -> list[Path]:
-    """<name>.json, then the page and the pictures beside it."""
+    """Writes <name>.json, and the page and the pictures beside it. Returns their paths."""
     file = save(data, folder)
     return [file, *draw(data, file)]
 
 
 def save(data: dict, folder: Path) -> Path:
-    """<name>.json alone. The file is complete at any time: the new one takes the place of the old one at once."""
+    """Writes only <name>.json. The file is complete at any time, because the new file replaces the old one
+    atomically."""
     file = folder / f"{data['experiment']}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,7 @@ def redraw(file: Path) -> list[Path]:
 
 
 def draw(data: dict, file: Path) -> list[Path]:
-    """The page, and the pictures where matplotlib is installed."""
+    """Writes the page, and the pictures if matplotlib is installed. Returns their paths."""
     pictures = _pictures(data, file) if figure.available() else []
     text = file.with_suffix(".md")
     text.write_text(page(data, pictures))
@@ -88,7 +89,7 @@ def _pictures(data: dict, file: Path) -> list[Path]:
 
 
 def place(data: dict) -> str:
-    """Where a result is from, for titles."""
+    """The machine of a result, for titles."""
     if data.get("portable"):
         return "any machine"
     return data["machine"].get("gpu") or data["machine"]["host"]

@@ -1,4 +1,4 @@
-"""Every kernel under the roofs of the machine, and by the power that it takes."""
+"""Every kernel under the roofs of the machine, and its speed per watt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._traffic import Problem, Tile
 from .experiment import Experiment, Rows, Run, register, roofs
 from .report import set_title, size, speed
 
-DEFAULT_TILE = Tile(64, 64)  # where a kernel's tile is not known: of a CPU, for one
+DEFAULT_TILE = Tile(64, 64)  # for a kernel whose tile is not known, such as those of a CPU
 
 
 def run(run: Run) -> None:
@@ -49,7 +49,7 @@ def too_large(name: str, shape: Shape) -> bool:
 
 
 def modelled(name: str, shape: Shape) -> dict[str, float]:
-    """Bytes of large memory by the model of the kernel's order, and operations a byte."""
+    """Bytes of large memory by the model of the kernel's order, and operations per byte."""
     p = Problem(
         shape.seqlen, shape.headdim, shape.causal, 4 if shape.dtype == "float32" else 2, shape.batch * shape.nheads
     )
@@ -71,7 +71,7 @@ def modelled(name: str, shape: Shape) -> dict[str, float]:
 
 
 def per_watt(row: dict) -> float | None:
-    """TFLOP/s a watt, while the kernel ran for a third of a second."""
+    """TFLOP/s per watt, while the kernel ran for a third of a second; None without a reading of the power."""
     return row["sustained_tflops"] / row["sustained_w"] if row.get("sustained_w") else None
 
 
@@ -136,7 +136,7 @@ def findings(data: dict, rows: Rows) -> list[str]:
 
 
 def picture(data: dict, rows: Rows):
-    """Left: speed over model operations a byte, under the measured roofs. Right: speed a watt."""
+    """Left: speed over the model's operations per byte, under the measured roofs. Right: speed per watt."""
     known, gpu = roofs(data), "gpu" in data["machine"]
     scale, unit = (1, "TFLOP/s") if gpu else (1e3, "GFLOP/s")
     with_power = [row for row in rows if per_watt(row)]

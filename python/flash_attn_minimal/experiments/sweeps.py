@@ -1,4 +1,4 @@
-"""One size of the call at a time: the sequence length, the number of heads, the causal mask."""
+"""Sweeps over one size of the call at a time: the sequence length, the number of heads; and the causal mask."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ._tiles import BLOCKS_PER_SM, multiprocessors, tile_of
 from .experiment import Experiment, Rows, Run, register
 from .report import set_title, speed
 
-FULL = 0.9  # of the best speed: where a machine counts as full
-GPU_KERNELS = ("mma_sm80", "wgmma_sm90")  # beside the library's choice
+FULL = 0.9  # a machine counts as full from this share of the best speed on
+GPU_KERNELS = ("mma_sm80", "wgmma_sm90")  # measured besides the library's choice
 
 
 def sweep(run: Run, title: str, shapes: list[Shape], candidates: list[Candidate]) -> None:
-    """Measures all candidates on all shapes; rows of known tiles get their blocks and waves."""
+    """Measures all candidates on all shapes. Rows of kernels with known tiles get their blocks and waves."""
     sms = multiprocessors(run.machine) if run.gpu else 0
     with run.steps(len(shapes), title):
         for shape in shapes:
@@ -30,7 +30,7 @@ def sweep(run: Run, title: str, shapes: list[Shape], candidates: list[Candidate]
 
 
 def waves(name: str, shape: Shape, sms: int) -> dict[str, float]:
-    """blocks: tiles of queries in the call. waves: blocks over those that the GPU runs at a time."""
+    """blocks: tiles of queries in the call. waves: blocks, divided by the number that the GPU runs at a time."""
     tile = tile_of(name, shape.headdim, shape.seqlen, shape.causal)
     if tile is None or not sms:
         return {}
@@ -47,7 +47,7 @@ def _candidates(run: Run) -> list[Candidate]:
     return [kernel(None), *(kernel(name) for name in GPU_KERNELS if run.gpu)]
 
 
-# ---- what the tables and pictures share ----
+# ---- shared by the tables and pictures ----
 
 
 def lines_of(rows: Rows) -> dict[str, Rows]:
@@ -169,7 +169,7 @@ def _seqlen_findings(data: dict, rows: Rows) -> list[str]:
 
 
 def _mark_first_wave(panel, mine: Rows, colour) -> None:
-    """Where the call has one block for every place on the GPU."""
+    """Draws a line where the call has exactly one wave of blocks."""
     pairs = [(row["waves"], row["seqlen_q"]) for row in mine if "waves" in row]
     for (w0, n0), (w1, n1) in zip(pairs, pairs[1:], strict=False):
         if w0 <= 1 < w1:
@@ -256,7 +256,7 @@ def _heads_findings(data: dict, rows: Rows) -> list[str]:
 
 
 def _mark_waves(panel, mine: Rows, colour) -> None:
-    """A line at each whole number of waves, up to eight."""
+    """Draws a line at each whole number of waves, up to eight."""
     waved = [row for row in mine if "waves" in row]
     if not waved:
         return
@@ -309,7 +309,7 @@ def ratios(rows: Rows) -> dict[str, list[tuple[int, float]]]:
 
 
 def needed(seqlen: int, tile_m: int, tile_n: int) -> float:
-    """The share of a full call's tiles that a causal mask leaves."""
+    """The share of a full call's tiles that a causal mask does not skip."""
     tiles = [math.ceil(min(first + tile_m, seqlen) / tile_n) for first in range(0, seqlen, tile_m)]
     return sum(tiles) / (len(tiles) * math.ceil(seqlen / tile_n))
 

@@ -27,15 +27,15 @@ TILE = Tile(128, 128)
 SMALL = (8, 16, 32, 64, 128, 256)  # KiB of the small memory, for the second picture
 SMALL_SEQLEN = 4096
 COUNTED_HEADDIM, COUNTED_TILE = 64, Tile(64, 64)
-H200 = {"l2": 50 << 20, "sms": 132}  # what the model without a GPU assumes
-# Which order each kernel of the library keeps, and so which curve it belongs to.
+H200 = {"l2": 50 << 20, "sms": 132}  # assumed by the model if there is no GPU
+# The order of the loops in each kernel of the library, which is also the kernel's curve.
 ORDER = {"naive": "standard", "minimal": "v2", "mma_sm80": "v2", "wgmma_sm90": "v2"}
 CURVES = ("standard", "v1", "v2", "v2 + L2", "once")
-MOST_SCORES = 5 << 30  # bytes of S that naive may take under ncu, which keeps a copy
+MOST_SCORES = 5 << 30  # bytes of S that naive may take under ncu, because ncu keeps a copy
 
 
 def modelled(p: Problem, tile: Tile, cache: int, blocks: int) -> dict[str, int]:
-    """Bytes of each curve."""
+    """The bytes for each of CURVES."""
     return {
         "standard": _traffic.standard(p),
         "v1": _traffic.v1(p, tile),
@@ -81,7 +81,7 @@ def run(run: Run) -> None:
 
 
 def _count(run: Run, order: str, seqlen: int) -> str:
-    """One head, float32. The answer is checked, and so is the formula."""
+    """Counts the bytes of one head in float32. Checks the answer and the formula. Returns a line of progress."""
     tile, p = COUNTED_TILE, Problem(seqlen, COUNTED_HEADDIM, itemsize=4)
     q, k, v = np.random.default_rng(run.seed).standard_normal((3, seqlen, COUNTED_HEADDIM), dtype=np.float32)
     memory, out, lse = _counted.Memory(), np.full_like(q, np.nan), np.empty(seqlen, np.float32)
@@ -105,13 +105,13 @@ def _count(run: Run, order: str, seqlen: int) -> str:
 
 
 def _variants(run: Run) -> dict[str, Variant | None]:
-    """The variants of this experiment, by their names."""
+    """The variants of this experiment by name."""
     found = on_gpu(run)
     return {} if found is None else {v.name: v for v in found.of("traffic", HEADDIM)}
 
 
 def _profile(run: Run, seqlens: tuple[int, ...], kernels: dict[str, Variant | None]) -> None:
-    """One profiled process for each kernel; none any more after two that failed."""
+    """Runs one profiled process for each kernel. After two failures no more are started."""
     failures = 0
     for kernel, variant in kernels.items():
         order = ORDER.get(kernel) or ("v1" if "v1" in kernel else "v2")
@@ -161,7 +161,7 @@ def _counted_by_gpu(
         at_once = max(1, variant.blocks_per_sm) if variant else BLOCKS_PER_SM.get(kernel, 2)
         wanted = modelled(p, tile, run.machine.l2_bytes, multiprocessors(run.machine) * at_once)
         row |= {"tile_m": tile.m, "tile_n": tile.n, "model_l2_bytes": wanted[order]}
-        if order == "v2":  # what reaches HBM of v1's sums depends on what L2 keeps of them
+        if order == "v2":  # how much of v1's sums reaches HBM depends on how much of them L2 keeps
             row["model_dram_bytes"] = wanted["v2 + L2"]
     else:
         row |= {"model_l2_bytes": _traffic.standard(p), "model_dram_bytes": _traffic.standard(p)}
@@ -251,7 +251,7 @@ def table(data: dict, rows: Rows) -> list[str]:
 
 
 def growth(points: list[tuple[int, float]]) -> float:
-    """The exponent of the last doubling or so: by which power of S the bytes grow."""
+    """The power of S with which the bytes grow, from the two longest sequences."""
     (s0, b0), (s1, b1) = sorted(points)[-2:]
     return float(np.log(b1 / b0) / np.log(s1 / s0))
 
@@ -315,7 +315,8 @@ def findings(data: dict, rows: Rows) -> list[str]:
 
 
 def picture(data: dict, rows: Rows):
-    """Left: bytes over seqlen, log-log; lines by formula, dots counted. Right: bytes over the small memory."""
+    """Left: bytes over seqlen, log-log; lines by formula, marks counted. Right: bytes over the size of the small
+    memory."""
     model, small, counted, ncu = (_level(rows, level) for level in ("model", "small memory", "counted", "ncu"))
     figure, axes = figure_of(1, 2, 10.5, 4.8)
     left, right = axes[0]

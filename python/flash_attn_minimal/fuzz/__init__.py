@@ -1,6 +1,6 @@
-"""`python -m flash_attn_minimal fuzz`: random calls of every function, right ones and wrong ones, against float64.
+"""`python -m flash_attn_minimal fuzz`: random valid and invalid calls of every function, compared with float64.
 
-    function.py   what is known of a public function, and the outcomes of a case
+    function.py   the description of a public function, and the outcomes of a case
     attention.py, backward.py, cache.py, distributed.py, small.py, weights.py
                   how each function's calls are drawn, made and judged
     case.py       a spec (a dict of plain values) drawn from a seed and a number, run, judged
@@ -8,8 +8,8 @@
     arrays.py     the arrays of a call among guards of NaN, on the CPU or the GPU
     judge.py      how far from float64 a result may be
     campaign.py   worker processes under a watchdog; worker.py, the other end; report.py; shrink.py
-    programs/     programs of calls: what one call leaves behind for another
-    readers.py    damaged files for the readers of files; edits.py, how they are damaged
+    programs/     programs of calls: whether one call affects another
+    readers.py    damaged files for the readers of files; edits.py damages them
 
 A finding is printed as a Python call that repeats it: `reproduce(spec, device)`.
 """

@@ -1,6 +1,7 @@
-"""The arrays of a case on their device, all in one arena. A call may change its outputs and no other byte of it.
+"""The arrays of a case on their device, all in one arena. A call may change its outputs, and no other byte of the
+arena.
 
-    | guard | q, rows apart | guard | k_cache | guard | out | guard | ...
+    | guard | q, with gaps between rows | guard | k_cache | guard | out | guard | ...
 
 At first the arena holds a pattern that every float type reads as NaN, with random signs. So the gaps between strided
 rows, outputs before the call and everything that a call must not read are NaN, and integers there are nonsense. The
@@ -20,9 +21,9 @@ from ..transformer import reference_w4
 from .judge import Wrong, round_to
 
 GUARD = 2048  # bytes between arrays
-ALIGNMENT = 256  # of an array whose layout has no offset
+ALIGNMENT = 256  # bytes; of an array whose layout has no offset
 
-# How elements lie in the arena: NumPy has no bfloat16 and float8.
+# The types in which the arena stores elements: NumPy has no bfloat16 and float8.
 STORAGE = {
     "float32": np.float32,
     "float16": np.float16,
@@ -43,7 +44,7 @@ def itemsize(dtype: str) -> int:
 
 
 def encode(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Numbers that `dtype` can hold (for float8: any numbers) as the arena stores them."""
+    """Numbers as the arena stores them. `dtype` must be able to hold them, except for float8, which rounds here."""
     if dtype == "bfloat16":
         return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     if dtype == "float8_e4m3fn":
@@ -54,7 +55,7 @@ def encode(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def decode(stored: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers again: floats in float32."""
+    """The numbers that encode() has stored; floats as float32."""
     if dtype == "bfloat16":
         return (stored.astype(np.uint32) << 16).view(np.float32)
     if dtype == "float8_e4m3fn":
@@ -74,32 +75,32 @@ def normal(rng: np.random.Generator, shape, dtype: str = "float32", spread: floa
 
 
 def as_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Rounded to what `dtype` can hold."""
+    """Values rounded to `dtype`."""
     return decode(encode(values, dtype), dtype)
 
 
 @dataclass(frozen=True)
 class Array:
-    """One array of a call. Its layout says where the elements lie, in elements:
+    """One array of a call. Its layout says where the elements are; sizes are in elements:
 
     order: the axes from the outermost in memory to the innermost; the last axis stays the innermost
     step: the distance of neighbours along the last axis
-    pad: unused elements behind an axis, for the last axes
+    pad: the number of unused elements at the end of an axis, for the last axes
     flip: axes with a negative stride
     repeat: axes with stride 0
-    offset: elements behind a multiple of 256 bytes
+    offset: the distance of the array from a multiple of 256 bytes
     """
 
     shape: tuple[int, ...]
     dtype: str
     layout: Mapping[str, Any] = field(default_factory=dict)
     output: bool = False  # the call may write its elements
-    inside: str | None = None  # the first columns of this other array, instead of memory of its own
-    scratch: bool = False  # an output whose contents are no answer: a workspace
+    inside: str | None = None  # the array is the first columns of this other array, and has no memory of its own
+    scratch: bool = False  # an output whose contents are not judged: a workspace
 
     def strides(self) -> tuple[tuple[int, ...], int, int]:
-        """Strides, the place of the first element, and the elements from the lowest to the highest. (In a smaller case
-        the array may have lost an axis that its layout had.)"""
+        """(strides, the index of the first element from the lowest, the number of elements from the lowest to the
+        highest). A shrunk case may have lost an axis that its layout still names."""
         rank = len(self.shape)
         pad = [*[0] * rank, *self.layout.get("pad", ())][len(self.layout.get("pad", ())) :]  # of the last axes
         order = self.layout.get("order", ())
@@ -119,7 +120,7 @@ class Array:
 
 
 def size_of(arrays: Mapping[str, Array]) -> int:
-    """Bytes, gaps included."""
+    """Bytes of all arrays, with their gaps."""
     return sum(array.strides()[2] * itemsize(array.dtype) for array in arrays.values())
 
 
@@ -132,7 +133,8 @@ class _Place:
 
 
 class Layout:
-    """Where the arrays of a call lie in one block of memory, guards among them; the memory may be anywhere."""
+    """The places of a call's arrays in one block of memory, with guards between them. The memory may be on any
+    device."""
 
     def __init__(self, arrays: Mapping[str, Array]):
         self.arrays, self.places = dict(arrays), {}
@@ -158,7 +160,7 @@ class Layout:
         return memory
 
     def view(self, backend, handle, name: str, **changed):
-        """The array as the library is given it; `changed` replaces dtype, shape or strides."""
+        """The array as it is given to the library. `changed` replaces dtype, shape or strides."""
         place, array = self.places[name], self.arrays[name]
         about = {"dtype": array.dtype, "shape": array.shape, "strides": place.strides, "offset": place.offset}
         return backend.view(handle, **(about | changed))
@@ -167,7 +169,7 @@ class Layout:
         return {name: self.view(backend, handle, name) for name in self.arrays}
 
     def stored(self, memory: np.ndarray, name: str) -> np.ndarray:
-        """The array in a host copy of the block, as stored."""
+        """The array in a host copy of the block, in its stored type."""
         place, array = self.places[name], self.arrays[name]
         return host_view(memory, array.dtype, array.shape, place.strides, place.offset)
 
@@ -185,7 +187,7 @@ class Layout:
         return f"element {(byte - place.offset) // size} of {name} (strides {place.strides})"
 
     def check_same(self, expected: np.ndarray, after: np.ndarray, written: Mapping[str, Any], what: str) -> None:
-        """Every byte outside of written[name], an index into the array, is what is expected."""
+        """Raises Wrong unless every byte outside of written[name], an index into the array, is as expected."""
         if written:
             expected = expected.copy()
         for name, index in written.items():
@@ -201,7 +203,7 @@ class Arena(Layout):
     """The arrays of one case in the memory of a backend; `views` has them by name."""
 
     def __init__(self, backend, arrays: Mapping[str, Array], values: Mapping[str, np.ndarray] | None, seed: int = 0):
-        """Without values: for queries, which look at no element."""
+        """values=None makes an arena for queries, which look at no element."""
         super().__init__(arrays)
         self.backend = backend
         if values is None:
@@ -215,7 +217,7 @@ class Arena(Layout):
         return self.backend.download(self.handle)
 
     def check_untouched(self, after: np.ndarray, written: Mapping[str, Any]) -> None:
-        """Every byte outside of written[name], an index into the array, is what it was."""
+        """Raises Wrong if a byte outside of written[name], an index into the array, has changed."""
         self.check_same(self.before, after, written, "changed that are not the call's to write")
 
 
@@ -281,7 +283,7 @@ class Numpy:
         return type(array) is np.ndarray
 
     def foreign(self, array):
-        """The numbers of an array as something that is no array of this backend."""
+        """The numbers of an array as an object that is not an array of this backend."""
         return array.tolist()
 
     def synchronize(self) -> None:
@@ -400,7 +402,7 @@ def without_ml_dtypes(device: str, framework: str | None) -> set[str]:
 
 
 def backend_for(device: str, framework: str | None = None):
-    """NumPy on the CPU, unless told; on a GPU PyTorch, else CuPy."""
+    """The backend of a device and framework. The defaults are NumPy on the CPU; on a GPU PyTorch, or else CuPy."""
     from .._library import Unsupported, load
 
     if device == "cpu":

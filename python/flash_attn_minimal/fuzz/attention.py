@@ -1,4 +1,4 @@
-"""How calls of flash_attn_func and flash_attn_varlen_func are drawn, made and judged."""
+"""Draws, makes and judges calls of flash_attn_func and flash_attn_varlen_func."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def repeated(x: np.ndarray, layout) -> np.ndarray:
 
 
 def round_to_tf32(x: np.ndarray) -> np.ndarray:
-    """To 10 bits of mantissa, ties away from zero."""
+    """x rounded to 10 bits of mantissa, ties away from zero."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     rounded = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
     return np.where(np.isfinite(x), rounded, x)
@@ -63,8 +63,8 @@ def plain_e4m3_head(head: reference.Head):
 
 
 def results_of(got, more: Sequence[str], views) -> dict[str, Any]:
-    """What a call returned by name, out and `more`; a given out is among the views already, and has to be what comes
-    back."""
+    """The results of a call by name: out, then `more`. A given out is among the views already; the call has to return
+    that array, and it is left out here."""
     results = dict(zip(("out", *more), got if more else (got,), strict=True))
     if "out" not in views:
         return results
@@ -74,21 +74,21 @@ def results_of(got, more: Sequence[str], views) -> dict[str, Any]:
 
 
 def largest_score(q, k, softmax_scale) -> float:
-    """No score of these, before bias and softcap, is larger."""
+    """An upper bound of the scores, before bias and softcap."""
     norms = [float(np.linalg.norm(x, axis=-1).max(initial=0)) for x in (q, k)]
     return norms[0] * norms[1] * abs(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
 
 
 def score_floor(q, k, softmax_scale) -> float:
-    """As judge.rounding_floor, but wide enough for very many cases: the error of a float32 sum of headdim terms grows
-    with the root of headdim."""
+    """judge.rounding_floor, made wider because there are very many cases: the error of a float32 sum of headdim terms
+    grows with the root of headdim."""
     floor = judge.rounding_floor(q, k, softmax_scale)
     return 1e-5 + (floor - 1e-5) * (1 + q.shape[-1] ** 0.5 / 8)
 
 
 @functools.cache
 def runnable(table: str, device: str) -> list[str]:
-    """The names in a table of kernels for this device; on the CPU those whose instructions this processor has."""
+    """The names in a table of kernels for this device; on the CPU only kernels whose instructions the processor has."""
     names = [kernel["name"] for kernel in kernel_tables()[table] if kernel["device"] == device]
     ask = {"forward": attention.query, "backward": backward_query}.get(table)
     q = np.zeros((1, 1, 1, 8), np.float32)
@@ -96,7 +96,7 @@ def runnable(table: str, device: str) -> list[str]:
 
 
 def clean(x: np.ndarray) -> np.ndarray:
-    """x with 0 for NaN: a case has NaN only where no row may look."""
+    """x with 0 for NaN. A case has NaN only where no row may look."""
     return np.nan_to_num(x, nan=0.0)
 
 
@@ -133,7 +133,7 @@ class Forward(Function):
 
     def __init__(self, name: str, varlen: bool, weight: float):
         self.name, self.varlen, self.weight = name, varlen, weight
-        if varlen:  # one more row, or head, of q alone
+        if varlen:  # q alone may have one more row or head
             self.LOOSE = {"q": (0, 1), "v": (2,)}
 
     def kernels(self, backend):
@@ -175,9 +175,9 @@ class Forward(Function):
         headdim_v = draw.headdim(self.max_headdim) if draw.option(0.25) else None
         if draw.chance(0.04):
             headdim, headdim_v = 192, 128
-        (work, elements), wide = draw.budget(), headdim + (headdim_v or headdim) + 32  # the 32: a score costs, too
+        (work, elements), wide = draw.budget(), headdim + (headdim_v or headdim) + 32  # + 32 for the scores
         spec = {"dtype": dtype, "headdim": headdim, "headdim_v": headdim_v}
-        if draw.chance(0.12):  # a number of pieces of work near that of the multiprocessors
+        if draw.chance(0.12):  # about as many pieces of work as multiprocessors
             pieces = draw.near_multiprocessors(backend.multiprocessors, int(min(300, elements / wide / 8)))
             spec["batch"] = draw.log_uniform(1, pieces)
             heads = max(pieces // spec["batch"], 1)
@@ -203,7 +203,7 @@ class Forward(Function):
 
     @staticmethod
     def _lengths(draw: Draw, work, elements, wide, heads, group) -> tuple[int, int]:
-        """seqlen_q and seqlen_k within the budgets of work and of elements, for so many heads."""
+        """seqlen_q and seqlen_k within the budgets of work and of elements, for this number of heads."""
         area, most_q = int(work / wide / heads), int(elements / wide / heads)
         most_k = most_q * group
         if draw.chance(0.3):
@@ -348,7 +348,7 @@ class Forward(Function):
         return values
 
     def _hide(self, spec, values) -> None:
-        """NaN in keys and values that no row may see."""
+        """Puts NaN into keys and values that no row may see."""
         layouts, group = self.get(spec, "layouts"), self.get(spec, "group")
         names = [name for name in ("k", "v") if "repeat" not in layouts.get(name, {})]
         for rows, columns, more in self._sequences(spec, values):
@@ -364,7 +364,8 @@ class Forward(Function):
                 part.swapaxes(1, 2)[~seen] = np.nan
 
     def _sequences(self, spec, values):
-        """(rows of q, rows of k, options of the reference) of the one dense batch or of every packed sequence."""
+        """Yields (rows of q, rows of k, options of the reference), once for a dense batch, or for every packed
+        sequence."""
         scores = self._scores(spec, values)
         if self.get(spec, "lens") is None:
             yield slice(None), slice(None), scores
@@ -485,11 +486,11 @@ class Forward(Function):
             judge.check("lse", results["lse"], exact_lse, lambda: plain()[1], "float32", floor=floor)
         if "max_score" in results:
             greatest, room = self._statistic("max_score", spec, values), 2 * floor
-            if self.get(spec, "allow_tf32"):  # of one score, whose products may all be off to the same side
+            if self.get(spec, "allow_tf32"):  # the products of one score may all be off to the same side
                 room += 2.0**-10 * largest_score(q, k, scale)
             judge.check("max_score", results["max_score"], greatest, greatest, "float32", floor=room)
         if "key_sums" in results:
-            # A probability is known as well as its score and lse are.
+            # The relative error of a probability is the error of its score and lse.
             sums, largest = (
                 self._statistic("key_sums", spec, values),
                 np.abs(exact_lse[np.isfinite(exact_lse)]).max(initial=1.0),
@@ -508,14 +509,14 @@ class Forward(Function):
         return getattr(reference, f"varlen_{name}")(*arrays, *self._cu(spec), **scores)
 
     def noise(self, spec, v) -> float:
-        """What the way to share the work adds to the error of out."""
+        """The error of out that a distribution of the work over ranks adds."""
         return 0.0
 
     def _judge_e4m3(self, spec, values, out, exact, results, exact_lse, v):
         rounded = self.attend(spec, values, plain_e4m3_head)[0][: len(exact)]
         budget = 2 * np.abs(rounded - exact).max(initial=0) + 2**-5 * np.abs(v).max(initial=0) + 1e-5
         judge.within("out", out, exact, budget)
-        if "lse" in results:  # scores too are cut off at 13 bits
+        if "lse" in results:  # scores, too, are truncated to 13 bits
             finite = np.abs(exact_lse[np.isfinite(exact_lse)]).max(initial=0)
             judge.within("lse", results["lse"], exact_lse, 1e-2 + 2**-9 * finite)
 

@@ -1,4 +1,4 @@
-"""How calls of backward are drawn, made and judged."""
+"""Draws, makes and judges calls of backward."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Backward(Forward):
 
     @staticmethod
     def _lighten(spec) -> None:
-        """Fewer keys: the gradients cost four times what the forward pass does."""
+        """Takes fewer keys, because gradients cost four times as much as the forward pass."""
         if spec.get("lens") is not None:
             spec["lens"] = [[q, -(-k // 2)] for q, k in spec["lens"]]
         elif spec["seqlen_k"] > 600:
@@ -131,7 +131,7 @@ class Backward(Forward):
 
     @staticmethod
     def named(found, given, options) -> dict:
-        """What a call returned, by name, without the arrays that it was given to write to."""
+        """The arrays that a call returned, by name, except those that it was given to write to."""
         got, results = list(found), {}
         for name in ("dq", "dk", "dv"):
             array = got.pop(0)
@@ -157,13 +157,13 @@ class Backward(Forward):
         return reference.varlen_backward(one, *arrays, *self._cu(spec), **scores)
 
     def _noise(self, spec, values) -> dict[str, float]:
-        """The error that a gradient may have where it is 0. dP - delta is the difference of two float32 sums of
-        headdim_v terms, one of them less dlse, and a gradient sums it over rows or columns."""
+        """The error that a gradient may have even where it is 0. dP - delta is the difference of two float32 sums of
+        headdim_v terms; dlse is subtracted from one of them. A gradient sums this difference over rows or columns."""
         q, k, v, dout = (clean(values[name]) for name in ("q", "k", "v", "dout"))
         scale = q.shape[-1] ** -0.5 if self.get(spec, "softmax_scale") is None else abs(self.get(spec, "softmax_scale"))
         longest = [float(np.linalg.norm(x, axis=-1).max(initial=0)) for x in (dout, v)]
         one = 2.0**-23 * (1 + v.shape[-1] ** 0.5 / 8) * longest[0] * longest[1]
-        # delta comes from a rounded out; the plain implementation's error of it may be small by luck
+        # delta comes from a rounded out; the error of delta in the plain implementation may be small by luck
         one += EPSILON[self.get(spec, "dtype")] / 8 * longest[0] * longest[1] / max(v.shape[-1], 1) ** 0.5
         if self.get(spec, "dlse"):
             one += 2.0**-23 * float(np.abs(clean(values["dlse"])).max(initial=0))
@@ -175,7 +175,7 @@ class Backward(Forward):
         }  # fmt: skip
 
     def _plain(self, spec):
-        """The gradients as one writes them on a GPU: a function as reference.standard_attention_backward is."""
+        """The gradients of a plain GPU implementation: a function like reference.standard_attention_backward."""
         return functools.partial(judge.plain_backward, dtype=self.get(spec, "dtype"))
 
     def _floor(self, spec, q, k, lse, want) -> float:

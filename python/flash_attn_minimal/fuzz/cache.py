@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache and quantize_kvcache."""
+"""Draws, makes and judges calls of flash_attn_with_kvcache and quantize_kvcache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = ("k", "v")
 
 
 def quantised(x: np.ndarray, factor: np.ndarray, dtype: str) -> np.ndarray:
-    """x / factor rounded to an 8-bit type, as numbers; NaN is -127 in int8."""
+    """x / factor rounded to an 8-bit type, as numbers. NaN becomes -127 in int8."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         ratio = np.asarray(x, np.float32) / factor
     if dtype == "int8":
@@ -32,8 +32,8 @@ def quantised(x: np.ndarray, factor: np.ndarray, dtype: str) -> np.ndarray:
 
 
 class Cached(Function):
-    """flash_attn_with_kvcache. `lengths` are the keys before the call: one number for all, None for "full but for the
-    new ones", or a list, in which a negative number is an idle sequence."""
+    """flash_attn_with_kvcache. `lengths` are the numbers of keys before the call: one number for all sequences, None if
+    there is just room for the new keys, or a list, in which a negative number stands for an idle sequence."""
 
     name = "flash_attn_with_kvcache"
     weight = 7
@@ -84,7 +84,7 @@ class Cached(Function):
         spec["seqlen_q"] = draw.pick((1, 1, 1, 1, 1, 2, 3, 4, 5, 7, 8, 16)) if draw.chance(0.8) else draw.size(200)
         spec["group"] = draw.groups(16)
         rows = max(spec["seqlen_q"], 1) * spec["group"]
-        if draw.chance(0.35):  # pieces of work just below, at and above what fills the processor
+        if draw.chance(0.35):  # just fewer, as many, or more pieces of work than fill the processor
             tiles = -(-rows // 64)
             pieces = draw.near_multiprocessors(backend.multiprocessors, int(min(400, elements / wide / 8) * tiles))
             entries = max(pieces // tiles, 1)
@@ -168,7 +168,7 @@ class Cached(Function):
 
     @staticmethod
     def _draw_tree(draw: Draw, spec: dict[str, Any]) -> None:
-        """A tree of draft tokens, in place of what counts positions."""
+        """Draws a tree of draft tokens, and removes options that depend on positions."""
         spec["tree"], spec["trees"] = draw.pick((1, 2, 7, 8, 16, 31, 32, 33, 63, 64)), draw.pick((1, 2))
         spec["causal"], spec["alibi"] = False, 0
         spec.pop("window_size", None), spec.pop("rotary_dim", None)
@@ -186,8 +186,8 @@ class Cached(Function):
         return min(self.get(spec, "seqlen_new"), self.capacity(spec))
 
     def before(self, spec) -> list[int]:
-        """Keys of each sequence before the call, no more than there is room for: shrinking a spec may leave too
-        many."""
+        """The number of keys of each sequence before the call, at most as many as there is room for. (A shrunk spec may
+        ask for more.)"""
         lengths, most = self.get(spec, "lengths"), self.capacity(spec) - self.new(spec)
         if lengths is None:
             lengths = most
@@ -199,7 +199,7 @@ class Cached(Function):
         return self.batch(spec) * max(self.get(spec, "pages"), 1) + self.get(spec, "spare")
 
     def scales(self, spec) -> str:
-        """What shares a factor. With pages of one row, "entries" is the same as "tokens"."""
+        """The kind of scales: which values share a factor. With pages of one row, "entries" is the same as "tokens"."""
         kind = self.get(spec, "scales")
         return "tokens" if kind == "entries" and self.get(spec, "rows") == 1 else kind
 
@@ -263,7 +263,7 @@ class Cached(Function):
         return found
 
     def places(self, spec, values, b: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Entries and rows of `count` keys of sequence b."""
+        """The entries of the cache, and the rows in them, of `count` keys of sequence b from `first` on."""
         at = np.arange(first, first + count)
         if self.get(spec, "pages"):
             page, row = np.divmod(at, self.get(spec, "rows"))
@@ -312,7 +312,7 @@ class Cached(Function):
             values["sinks"] = rng.standard_normal(arrays["sinks"].shape, dtype=np.float32)
         if get("leftpad"):
             values["cache_leftpad"] = np.array([rng.integers(0, max(n, 0) + 1) for n in before], np.int32)
-            for b, padding in enumerate(values["cache_leftpad"]):  # which holds anything
+            for b, padding in enumerate(values["cache_leftpad"]):  # padding may hold anything
                 for name in KEYS:
                     nothing = 127 if get("cache_dtype") == "int8" else np.nan
                     values[f"{name}_cache"][self.places(spec, values, b, 0, padding)] = nothing
@@ -320,14 +320,14 @@ class Cached(Function):
 
     @staticmethod
     def _tree(rng, shape) -> np.ndarray:
-        """Rows that see many, few, all or none of the draft tokens."""
+        """Masks of rows that see many, few, all or none of the draft tokens."""
         words = rng.integers(-(2**63), 2**63 - 1, shape, np.int64, endpoint=True)
         fewer = words & rng.integers(-(2**63), 2**63 - 1, shape, np.int64, endpoint=True)
         kind = rng.integers(0, 4, shape)
         return np.select([kind == 0, kind == 1, kind == 2], [words, fewer, np.full(shape, -1, np.int64)], 0)
 
     def _fill_caches(self, spec, values, arrays, before, rng) -> None:
-        """Keys and values where a sequence has them, NaN (of int8, 127) in every other row."""
+        """Puts keys and values into the rows of sequences, and NaN (in int8: 127) into every other row."""
         dtype, eight, kind = self.get(spec, "dtype"), self.get(spec, "cache_dtype"), self.scales(spec)
         for name in KEYS:
             cache = np.full(arrays[f"{name}_cache"].shape, np.nan, np.float32)
@@ -380,7 +380,7 @@ class Cached(Function):
         return results_of(got, ["lse"] if wanted else [], views)
 
     def appended(self, spec, values) -> tuple[np.ndarray, np.ndarray]:
-        """Entries and rows that the call writes."""
+        """The entries of the cache, and the rows in them, that the call writes."""
         new = self.new(spec)
         places = [self.places(spec, values, b, n, new) for b, n in enumerate(self.before(spec)) if n >= 0]
         if not places or not new:
@@ -452,7 +452,7 @@ class Cached(Function):
         scale = wide = get("headdim") ** -0.5 if get("softmax_scale") is None else abs(get("softmax_scale"))
         floor = 2e-5 + 2.0**-23 * scale * most_q * largest["k"] * get("headdim") ** 0.5
         turned = 0.0
-        if "rotary_cos" in values and dtype != "float32":  # half way between two, q is rounded to either
+        if "rotary_cos" in values and dtype != "float32":  # q half way between two is rounded to either
             turned = wide * judge.EPSILON[dtype] * float(np.abs(q).max(initial=0)) * largest["k"]
         out = results["out"] if "out" in results else after["out"]
         if "lse" in results:
@@ -474,8 +474,8 @@ class Cached(Function):
         return float(np.max(cache, initial=0, where=np.isfinite(cache)))
 
     def _judge_appended(self, spec, values, after) -> None:
-        """Appended rows hold the rotated keys and the values, up to rounding. That no other row has changed was checked
-        before."""
+        """Checks that appended rows hold the rotated keys and the values, up to rounding. That no other row has changed
+        was checked before."""
         new, eight = self.new(spec), self.get(spec, "cache_dtype")
         if not new:
             return
@@ -498,7 +498,7 @@ class Cached(Function):
                         some = largest > 0
                         judge.within(f"{name}_scale", factor[some], largest[some] / most, 1e-5 * largest[some] / most)
                     got, want = got * factor, np.clip(want, -most * factor, most * factor)
-                    # half a step: of int8 half a factor, of e4m3 1/16 of the value or half its smallest step
+                    # half a step: in int8 half a factor; in e4m3 1/16 of the value, or half the smallest step
                     step = 0.501 * factor if eight == "int8" else np.abs(want) / 15.9 + 2**-10 * factor
                     allowed = np.broadcast_to(step + 1e-6, want.shape)
                 judge.within(f"{name}_cache rows of sequence {b}", got, want, allowed)
@@ -568,7 +568,7 @@ class Quantize(Function):
         return False
 
     def exact_query(self, spec):
-        return False  # factors="head" refuses rows that are not at one stride
+        return False  # factors="head" refuses rows at unequal distances
 
     def call(self, spec, views, options):
         got = kvcache_quantize.quantize_kvcache(**views, **options)

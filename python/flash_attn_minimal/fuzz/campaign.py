@@ -1,7 +1,7 @@
-"""The campaign: worker processes, one case each at a time, under a watchdog.
+"""The campaign: worker processes that run one case at a time under a watchdog.
 
-A worker that takes too long for a case is killed. One that dies, by a signal or a sticky CUDA error, is replaced. Both
-are findings about the case that it ran, and the campaign goes on.
+A worker that takes too long for a case is killed. A worker that dies, by a signal or a sticky CUDA error, is replaced.
+Both are findings about the case that the worker ran, and the campaign goes on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .case import functions
 from .function import CRASH, HANG, STICKY
 from .shrink import shrink
 
-FIRST_SECONDS = 120  # a worker's start: imports, a CUDA context, the first launch
+FIRST_SECONDS = 120  # limit for a worker's start: imports, a CUDA context, the first launch
 
 
 class Worker:
@@ -62,7 +62,7 @@ class Worker:
             self.process.stdin.write(json.dumps(line).encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # poll finds it dead
+            pass  # poll() finds that the process has ended
 
     def poll(self) -> dict[str, Any] | None:
         """The outcome of the case, or None while it runs."""
@@ -128,7 +128,7 @@ class Worker:
             try:
                 self.process.wait(timeout=10)
             except subprocess.TimeoutExpired:
-                pass  # the driver still waits for a kernel of its: this process can do nothing about it
+                pass  # the driver still waits for a kernel of that process; nothing can be done about it here
 
     def close(self) -> None:
         self.kill()
@@ -140,7 +140,7 @@ class Worker:
 
 
 def outcomes(about: dict[str, Any], numbers, workers: int, seconds: float, until: float) -> Iterator[tuple]:
-    """(number, spec, message) of every case, as they come."""
+    """Yields (number, spec, message) of every case, in the order in which cases end."""
     left = deque(numbers)
     selector = selectors.DefaultSelector()
     pool: list[Worker] = []
@@ -203,7 +203,7 @@ def gather(result: report.Report, found: Iterator[tuple], progress: Any = None) 
 
 
 class Shrinker:
-    """Runs specs in a watched process of its own, and tells whether they fail in the same way."""
+    """Makes findings smaller. It runs specs in its own watched process, and sees whether they fail in the same way."""
 
     def __init__(self, about: dict[str, Any], seconds: float, until: float):
         self.about, self.seconds, self.until, self.worker = about, seconds, until, None
@@ -222,7 +222,7 @@ class Shrinker:
             time.sleep(0.002)
 
     def shrunk(self, finding: dict[str, Any], tries: int) -> dict[str, Any]:
-        """The finding with a smaller spec; `alone` tells whether the case fails by itself."""
+        """The finding with a smaller spec. Its field `alone` tells whether the case fails when it runs by itself."""
         spec, kind = finding["spec"], finding["kind"]
         if time.monotonic() > self.until:
             return finding
@@ -255,7 +255,7 @@ def campaign(
     kernel: str | None = None, function: str | None = None, framework: str | None = None, workers: int | None = None,
     case_seconds: float = 30.0, shrink_seconds: float = 120.0, shrink_tries: int = 40, progress=None, **more,
 ) -> report.Report:  # fmt: skip
-    """Cases first .. first + cases - 1 of a seed; returns what came of them. `more` goes to the workers."""
+    """Runs cases first .. first + cases - 1 of a seed, and returns the report. `more` goes to the workers."""
     about = {"device": device, "seed": seed, "kernel": kernel, "function": function, "framework": framework, **more}
     workers = workers or len(os.sched_getaffinity(0))
     result = report.Report(about)
@@ -274,7 +274,7 @@ def campaign(
 
 
 def check_names(options, known: dict[str, Any]) -> None:
-    """Names that no case could be drawn for are refused here, before any process starts. known: the functions."""
+    """Refuses names for which no case could be drawn, before any process starts. known: the functions by name."""
     if options.device == "cuda" and not load().fa_cuda_device_count():
         raise UsageError(f"--device cuda: this library sees no CUDA device ({load().fa_build_info().decode()})")
     if options.function and options.function not in known:
@@ -342,7 +342,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     add("--devices", metavar="N,...", help="with --device cuda: the GPUs to use, such as 0,1 (default: all)")
     add("--json", metavar="FILE", type=Path, help="write a report there")
     options = parser.parse_args(argv)
-    if options.devices:  # before anything has asked the driver
+    if options.devices:  # set before the driver is first used
         os.environ["CUDA_VISIBLE_DEVICES"] = options.devices
     options.device = options.device or ("cuda" if load().fa_cuda_device_count() else "cpu")
     for name in ("ranks", "run_only"):
@@ -353,7 +353,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, argv: list[str]) -> int:
-    """The campaign of single calls."""
+    """Runs the campaign of single calls and prints its report. Returns the exit status."""
     check_names(options, functions())
     one = options.case is not None
     cases, first = (1, options.case) if one else (options.cases, options.first)

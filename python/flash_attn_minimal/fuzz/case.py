@@ -1,7 +1,7 @@
-"""One case: a spec, which is a dict of plain values, run on a backend and judged.
+"""One case: a spec, which is a dict of plain values, is run on a backend and judged.
 
-A spec names a function and what the call has that is not the function's default; the numbers in its arrays follow from
-its seed. run(spec, backend) is all that a worker does. It raises nothing but what is to end the process.
+A spec names a function and every property of the call that is not the function's default. The numbers in the arrays
+follow from the spec's seed. A worker does nothing but run(spec, backend), which raises only what is to end the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def functions() -> dict[str, Function]:
 
 
 def generate(seed: int, number: int, world: World) -> dict[str, Any]:
-    """Draws the case of this number. It depends on these arguments, the device and the kernels of the build alone."""
+    """Draws the case of this number. It depends only on these arguments, the device and the kernels of the build."""
     rng = np.random.default_rng([seed, number])
     known = functions()
     names = [world.function] if world.function else list(known)
@@ -60,8 +60,8 @@ def generate(seed: int, number: int, world: World) -> dict[str, Any]:
 
 
 def _served(function: Function, kernel: str | None, draw: Draw, backend, tries: int = 40) -> dict[str, Any]:
-    """Draws a call. Forced to a kernel, it is drawn again until the query says that this kernel serves it; after so
-    many tries the last one is taken."""
+    """Draws a call. With a forced kernel, calls are drawn until the query says that the kernel serves one; after
+    `tries` the last one is taken."""
     for attempt in range(tries if kernel else 1):
         draw.plain = min(attempt / 12, 0.9) if kernel else float(draw.rng.uniform(0, 0.8))
         spec = {"function": function.name, **function.trimmed(function.draw(draw, backend)), "seed": draw.seed()}
@@ -70,7 +70,7 @@ def _served(function: Function, kernel: str | None, draw: Draw, backend, tries: 
         if kernel is None:
             break
         spec["kernel"] = kernel
-        if draw.chance(0.03):  # whether served or not, so that refusals are tested, too
+        if draw.chance(0.03):  # keep it, served or not, so that refusals are tested, too
             break
         try:
             arena = Arena(backend, function.arrays(spec), None)
@@ -101,7 +101,7 @@ def run(spec: dict[str, Any], backend) -> Outcome:
         values = function.values(spec)
         arena = Arena(backend, function.arrays(spec), values, spec.get("seed", 0))
         options = _options(function, spec)
-    except FlashAttnError as error:  # raised by what prepares a call, such as packing a weight
+    except FlashAttnError as error:  # raised while preparing the call, such as by packing a weight
         return Outcome(EXCEPTION, spec.get("kernel") or "", f"{type(error).__name__}: {error}")
     if "mutation" in spec:
         return invalid.run(function, spec, arena, values, options)
@@ -160,7 +160,7 @@ def _launch(function, spec, arena, values, options, plan, kernel) -> tuple[str, 
     if spec.get("graph") and backend.graphs:
         results, graph = backend.replayed(lambda: function.call(spec, arena.views, options))
         _same("a replayed graph of the call", arena, memory, results, returned)
-        del graph  # owns the memory of the results
+        del graph  # kept until here because it owns the memory of the results
     return PASSED, kernel, ""
 
 

@@ -1,8 +1,8 @@
-"""How calls across ranks are drawn, made and judged: forward and backward of flash_attn_minimal.distributed.
+"""Draws, makes and judges calls across ranks: forward and backward of flash_attn_minimal.distributed.
 
-A case is one of packed sequences (attention.py, backward.py) whose rows are cut into those of 2 .. 8 ranks, threads of
-this process. The arena has the arrays of each rank, by name and rank: q0, q1, ... The results are put together again
-and judged as those of one device. The mode takes the place of the kernel: gather, ulysses, ring.
+A case is one of packed sequences (attention.py, backward.py). Its rows are distributed over 2 .. 8 ranks, which are
+threads of this process. The arena has the arrays of each rank, by name and rank: q0, q1, ... The results are put
+together again and judged like those of one device. The mode takes the place of the kernel: gather, ulysses, ring.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ MODES = ("gather", "ulysses", "ring")
 # The arrays that are cut, by the axis of their rows.
 CUT = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), 0) | {"lse": 1, "dlse": 1}
 KEYS = ("k", "v", "dk", "dv")
-TIMEOUT = 20.0  # below the campaign's, which ends the process
+TIMEOUT = 20.0  # seconds; shorter than the campaign's limit, which ends the process
 
 
 @functools.cache
 def groups_of(devices: tuple) -> list[distributed.Group]:
-    """Kept from case to case, as a program keeps them."""
+    """The groups of ranks on these devices, kept from case to case, as a program keeps them."""
     return distributed.thread_groups(devices=devices, timeout=TIMEOUT)
 
 
 os.register_at_fork(after_in_child=groups_of.cache_clear)  # a group belongs to the process that made it
 
-# What calls over ranks do not have.
+# Options that calls over ranks do not have.
 UNSERVED = ("kernel", "return_max_score", "return_key_sums")
 
 
 class AcrossRanks:
-    """What the two functions share; comes before Forward or Backward among the bases."""
+    """The shared part of the two functions. As a base class it comes before Forward or Backward."""
 
     DEFAULTS: dict[str, Any] = {"ranks": 2, "cut": "zigzag", "pieces": 0, "spread": False}
     LEAST = Forward.LEAST | {"ranks": 2}
@@ -72,7 +72,7 @@ class AcrossRanks:
         whole = [name for name in super().arrays(spec) if name in CUT]
         spec["layouts"] = {}
         for name in (f"{name}{r}" for name in whole for r in range(spec["ranks"])):
-            if draw.option(0.1) and not name.startswith(("lse", "dlse")):  # a row lies apart from the next
+            if draw.option(0.1) and not name.startswith(("lse", "dlse")):  # a gap after each row
                 step = draw.pick((1, 8)) * (1 + draw.below(3))
                 spec["layouts"][name] = {"pad": [0, step * spec["headdim"], 0]}
             if draw.option(0.05):
@@ -89,12 +89,12 @@ class AcrossRanks:
     # ---- the rows of the ranks ----
 
     def places(self, spec, keys: bool) -> list[np.ndarray]:
-        """For each rank, where its rows of q, or of k and v, are in the whole arrays."""
+        """For each rank, the indices of its rows of q (or of k and v) in the whole arrays."""
         size, cu = self.get(spec, "ranks"), self._cu(spec)[keys]
         return [distributed.indices(self.get(spec, "cut"), rank, size, cu) for rank in range(size)]
 
     def _score_places(self, spec) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each rank, where the rows of each sequence begin among its own, and the positions of its rows."""
+        """For each rank: where each sequence begins among the rank's rows, and the positions of the rank's rows."""
         how, size, cu = self.get(spec, "cut"), self.get(spec, "ranks"), self._cu(spec)[0]
         return [
             (distributed.local_cu_seqlens(how, r, size, cu), distributed.positions(how, r, size, cu))
@@ -123,12 +123,13 @@ class AcrossRanks:
         return found
 
     def _cut_scores_shape(self, spec, array: Array, starts: np.ndarray) -> tuple[int, ...]:
-        """(batch, heads or 1, the most rows of a sequence, keys): a row stands for another position in each."""
+        """(batch, heads or 1, the most rows of a sequence, keys). The same row stands for a different position in each
+        sequence."""
         heads = array.shape[-3] if len(array.shape) > 2 else 1
         return len(spec["lens"]), heads, int(np.diff(starts).max(initial=0)), array.shape[-1]
 
     def values(self, spec):
-        """Those of the whole arrays, for the judge, and those of each rank."""
+        """The values of the whole arrays, for the judge, and of the arrays of each rank."""
         values = super().values(spec)
         whole = super().arrays(spec)
         for name in CUT:
@@ -152,7 +153,7 @@ class AcrossRanks:
         return {name: ... for name, array in self.arrays(spec).items() if array.output}
 
     def bad_contents(self, spec, values, draw):
-        return None  # lengths are in host memory: options
+        return None  # lengths are in host memory, so they are options
 
     # ---- the call ----
 
@@ -165,7 +166,8 @@ class AcrossRanks:
         return options | ({} if np.array_equal(cu_q, cu_k) else {"cu_seqlens_k": cu_k})
 
     def _devices(self, spec, views) -> tuple:
-        """Of the ranks. With `spread` the GPUs take turns; else all ranks share the one of the arena."""
+        """The device of each rank. With `spread`, ranks are on all GPUs in turn; otherwise all share the arena's
+        GPU."""
         size, gpus = self.get(spec, "ranks"), 1
         on_gpu = [x for x in views.values() if str(getattr(x, "device", "cpu")) != "cpu"]
         if not on_gpu:
@@ -222,14 +224,14 @@ class AcrossRanks:
             parts = distributed.run(groups_of(devices), rank)
         except Exception as error:
             if any(isinstance(e, RankLost) or not isinstance(e, FlashAttnError) for e in (error, *errors.values())):
-                groups_of.cache_clear()  # they may have ended
+                groups_of.cache_clear()  # the groups may have ended
             elif len(errors) != len(devices):
                 raise Wrong(f"ranks {sorted(errors)} of {len(devices)} raised, the others did not: {errors}") from None
             raise
         return {f"{name}{rank}": array for rank, part in enumerate(parts) for name, array in part.items()}
 
     def _odd_rank(self, spec) -> int | None:
-        """The one rank that gets a mutated option, or None: all of them."""
+        """The only rank that gets a mutated option, or None if all ranks get it."""
         if spec.get("mutation", [""])[0] != "option" or spec.get("seed", 0) % 2:
             return None
         return spec.get("seed", 0) // 2 % self.get(spec, "ranks")
@@ -250,7 +252,7 @@ class AcrossRanks:
 
 
 class _on:
-    """The arrays of a rank on its device: those of the arena, or copies, whose outputs are copied back."""
+    """The arrays of a rank on its device: the arena's, or copies of them; outputs are then copied back."""
 
     OUTPUTS = ("out", "dq", "dk", "dv")
 
@@ -295,7 +297,7 @@ class DistributedForward(AcrossRanks, Forward):
         super().judge(spec, values, {}, self.together(spec, {**after, **results}, ("out", "lse")))
 
     def noise(self, spec, v) -> float:
-        """Of ring: a step's result is rounded to the dtype, and may be larger than the sum."""
+        """In mode ring the result of each step is rounded to the dtype, and may be larger than the final sum."""
         dtype = self.get(spec, "dtype")
         if spec.get("kernel") != "ring" or dtype == "float32":
             return 0.0

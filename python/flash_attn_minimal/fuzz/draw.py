@@ -1,4 +1,4 @@
-"""Random sizes, layouts and options, often at edges: of tiles, of pieces of work, and of the number of
+"""Random sizes, layouts and options. They are often next to a multiple of a tile or to the number of
 multiprocessors."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import numpy as np
 TILES = (16, 32, 64, 128, 176, 192, 256)
 HEADDIMS = (32, 64, 64, 64, 128, 128, 128, 40, 72, 80, 96, 160, 192, 256)
 ODD_HEADDIMS = (1, 2, 7, 8, 16, 24, 33, 48, 100, 112, 144, 200, 224, 255, 320, 384, 511, 512)
-WORK = 4e7  # batch * nheads * seqlen_q * seqlen_k * (headdim + headdim_v), which the float64 answer takes
-ELEMENTS = 1e6  # of q, or of k and v
+WORK = 4e7  # batch * nheads * seqlen_q * seqlen_k * (headdim + headdim_v): the cost of the float64 answer
+ELEMENTS = 1e6  # elements of q, or of k and v
 
 
 class Draw:
-    """A random generator that prefers edges. `plain`, from 0 to 1, makes unusual options rarer, so that calls are found
-    for a kernel that serves few."""
+    """A random generator that prefers edge cases. `plain`, from 0 to 1, makes unusual options rarer, so that calls are
+    found for a kernel that serves few."""
 
     def __init__(self, rng: np.random.Generator, plain: float = 0.0):
         self.rng, self.plain = rng, plain
@@ -25,7 +25,7 @@ class Draw:
         return bool(self.rng.random() < p)
 
     def option(self, p: float) -> bool:
-        """Whether an option is taken: less often the plainer the case."""
+        """Whether an option is taken: with probability p, and less often the plainer the case."""
         return self.chance(p * (1 - self.plain))
 
     def pick(self, choices) -> Any:
@@ -38,7 +38,7 @@ class Draw:
         return int(self.rng.integers(2**31))
 
     def log_uniform(self, low: int, high: int) -> int:
-        """low >= 1."""
+        """A log-uniform integer from low to high; low >= 1."""
         return min(high, int(np.exp(self.rng.uniform(np.log(low), np.log(max(high, low) + 1)))))
 
     def size(self, high: int, low: int = 0) -> int:
@@ -62,16 +62,16 @@ class Draw:
         return self.pick([d for d in dims if d <= most])
 
     def groups(self, most: int) -> int:
-        """Query heads of a key head."""
+        """A number of query heads for each key head."""
         return min(self.pick((1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)), max(most, 1))
 
     def near_multiprocessors(self, multiprocessors: int, most: int) -> int:
-        """A number of pieces of work just below, at or above what occupies the processor once or twice."""
+        """A number of pieces of work just below, at or just above a multiple (0.5 to 3) of the multiprocessors."""
         times = self.pick((0.5, 1, 1, 1, 2, 2, 3))
         return int(min(max(round(multiprocessors * times) + self.pick((-2, -1, 0, 0, 1, 2)), 1), max(most, 1)))
 
     def budget(self, large: float = 0.02) -> tuple[float, float]:
-        """The work that the float64 answer may take, and the elements of its inputs; now and then many more."""
+        """(the work that the float64 answer may take, the elements of its inputs); now and then much larger."""
         if self.chance(large):
             return WORK * float(self.rng.uniform(1, 4)), ELEMENTS * float(self.rng.uniform(3, 20))
         part = float(np.exp(self.rng.uniform(np.log(0.01), 0)))
@@ -80,7 +80,7 @@ class Draw:
     def layout(
         self, rank: int, backend, repeat: bool = True, axes_fixed: bool = False, aligned: float = 0.5, p: float = 0.35
     ) -> dict[str, Any]:
-        """How an array of this rank lies; {} is contiguous."""
+        """The layout of an array with `rank` axes; {} is contiguous."""
         layout: dict[str, Any] = {}
         if not self.option(p) and not self.chance(0.1):
             return layout
@@ -104,7 +104,7 @@ class Draw:
         return {key: value for key, value in layout.items() if value}
 
     def layouts(self, ranks: dict[str, int], backend, outputs=(), **how) -> dict[str, Any]:
-        """For arrays by name: those that are contiguous are left out."""
+        """Layouts of arrays by name. Contiguous arrays are left out."""
         drawn = {
             name: self.layout(rank, backend, **(how | ({"repeat": False} if name in outputs else {})))
             for name, rank in ranks.items()

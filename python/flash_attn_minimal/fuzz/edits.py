@@ -1,8 +1,8 @@
-"""How a small valid file is damaged: each edit is a function of a random generator and the file's bytes.
+"""Edits that damage a small valid file. Each is a function of a random generator and the file's bytes.
 
-The edits know the format. Trees of JSON get hostile values, names and depths, also inside the strings that hold JSON;
-fields of protobuf messages and integers of headers become huge, negative or of another type; and bytes anywhere are
-flipped, cut, doubled.
+The edits know the format. JSON gets hostile values, names and depths, also inside strings that hold JSON. Fields of
+protobuf messages and integers of headers become huge, negative or of another type. Bytes anywhere are flipped, cut or
+doubled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def edit_bytes(rng: Random, data: bytes) -> bytes:
 
 
 def edit_int(rng: Random, data: bytes, at: int) -> bytes:
-    """A little-endian number in place of what is there."""
+    """Replaces the bytes at `at` by a little-endian number."""
     size = rng.choice((1, 2, 4, 4, 4, 8))
     value = rng.choice(INTS) * rng.choice((1, 1, -1)) % (1 << 8 * size)
     return data[:at] + value.to_bytes(size, "little") + data[at + size :]
@@ -55,11 +55,11 @@ def edit_int(rng: Random, data: bytes, at: int) -> bytes:
 
 
 class Text(str):
-    """JSON text that goes into a file as it is."""
+    """JSON text that goes into a file unchanged."""
 
 
 class Pairs(list):
-    """An object, as a list of [name, value]: a name may stand twice."""
+    """A JSON object as a list of [name, value], in which a name may occur twice."""
 
 
 VALUES = [*map(str, INTS), "-1", "-2147483649", "1" + "0" * 400, "9" * 5000, "0.5", "16.0", "-0.0", "1e400", "-1e400"]
@@ -96,8 +96,8 @@ def dump(node: Any) -> str:
 
 
 def edit_tree(rng: Random, tree: Any) -> Any:
-    """One edit at a random place. A walk from the root finds it, so that members of short and of long objects are
-    edited equally often."""
+    """One edit at a random place. A walk from the root finds the place, so that members of short and of long objects
+    are edited equally often."""
     root: list = [tree]
     holder, at = root, 0
     while isinstance(holder[at], list) and holder[at] and rng.random() < 0.8:
@@ -142,7 +142,7 @@ def edit_value(rng: Random, value: Any) -> Any:
 def edit_json(rng: Random, data: bytes) -> bytes:
     try:
         return dump(edit_tree(rng, parse(data.decode()))).encode("utf-8", "surrogatepass")
-    except (ValueError, RecursionError):  # an earlier edit has left no JSON, or none that Python can write
+    except (ValueError, RecursionError):  # after an earlier edit it is not JSON, or Python cannot write it
         return edit_bytes(rng, data)
 
 
@@ -225,7 +225,7 @@ PARTS = {  # parts of a tokenizer.json that the valid file does not have
 
 
 def edit_tokenizer_json(rng: Random, data: bytes) -> bytes:
-    """As edit_json. Often one of PARTS takes the place of the file's own part first, or instead."""
+    """Like edit_json. Often one of PARTS replaces the file's own part, either before edit_json or in place of it."""
     if rng.random() < 0.6:
         with contextlib.suppress(ValueError, RecursionError, TypeError):
             name = rng.choice(list(PARTS))
@@ -267,7 +267,7 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def read_message(data: bytes) -> list[tuple[int, int, Any]]:
-    """[(number, wire type, value)], or IndexError."""
+    """The fields of a message as [(number, wire type, value)]. Raises IndexError if the message is cut off."""
     fields, at = [], 0
     while at < len(data):
         key, at = read_varint(data, at)
@@ -328,7 +328,8 @@ def edit_message(rng: Random, data: bytes) -> bytes:
 
 
 def edit_llama2c(rng: Random, data: bytes) -> bytes:
-    """A number of the header; sometimes with the size that it then asks for, so that more than the size is wrong."""
+    """Changes a number of the header. Sometimes the file then gets the size that the header asks for, so that the size
+    is not the only thing wrong."""
     if rng.random() < 0.2:
         return edit_bytes(rng, data)
     magic = data[:4] == b"24ka"
@@ -349,7 +350,7 @@ def edit_llama2c(rng: Random, data: bytes) -> bytes:
 
 
 def edit_entries(rng: Random, data: bytes) -> bytes:
-    """tokenizer.bin: a number of one of the first entries, or of the head."""
+    """Changes a number of one of the first entries of a tokenizer.bin, or of its header."""
     if rng.random() < 0.3:
         return edit_bytes(rng, data)
     at = 0

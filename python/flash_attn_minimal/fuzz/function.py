@@ -1,4 +1,4 @@
-"""What a case is about: a public function, how its calls are drawn, made and judged; and the outcomes of a case."""
+"""The base class for a public function, which draws, makes and judges its calls; and the outcomes of a case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .arrays import Arena, Array
 from .draw import Draw
 from .judge import Wrong
 
-# The outcomes of a case. All but those of the first line (FINE) are findings.
+# The outcomes of a case. All except those of the first line (FINE) are findings.
 PASSED, REFUSED, REJECTED, SKIPPED = "passed", "refused", "rejected", "skipped"
 WRONG, UNTOUCHED, EXCEPTION, ACCEPTED, QUERY, BROKEN = (
     "wrong answer", "canary", "wrong exception", "not refused", "query disagrees", "campaign broken",
@@ -38,32 +38,32 @@ class Outcome:
 
 @dataclass
 class World:
-    """What a case is drawn for."""
+    """The conditions under which a case is drawn."""
 
     backend: Any
-    kernel: str | None = None  # only this one, where a function has a table of kernels
-    function: str | None = None
+    kernel: str | None = None  # draw only for this kernel
+    function: str | None = None  # draw only calls of this function
 
 
 class Function:
-    """A public function: how its calls are drawn, made and judged. One instance serves all cases."""
+    """Draws, makes and judges calls of a public function. One instance serves all cases."""
 
     name: str
     weight = 1.0  # its share of the cases
     NEEDS: tuple[str, ...] = ()  # dtypes without which none of its calls can be drawn
-    DEFAULTS: dict[str, Any] = {}  # of the spec; an entry that has its default is left out
-    LEAST: dict[str, int] = {}  # the smallest value of a size, where that is not 0 (shrinking)
-    REQUIRED: tuple[str, ...] = ()  # arrays that may not be None
+    DEFAULTS: dict[str, Any] = {}  # entries of the spec; one that has its default is left out
+    LEAST: dict[str, int] = {}  # the smallest value of a size, if that is not 0 (for shrinking)
+    REQUIRED: tuple[str, ...] = ()  # arrays that must not be None
     FREE: dict[str, tuple[int, ...]] = {}  # axes that may have another size
-    LOOSE: dict[str, tuple[int, ...]] = {}  # likewise axes that may have another size when there is no `out`
+    LOOSE: dict[str, tuple[int, ...]] = {}  # axes that may have another size in calls without `out`
     BAD_OPTIONS: dict[str, tuple] = {}  # values that must be refused
     any_rank = False  # whether an array with one axis less may be valid, too
     capturable = True  # whether a CUDA graph can hold the call
-    queried = False  # whether the query refuses what the call refuses
+    queried = False  # whether the query refuses every call that is refused
     ALIASES: tuple[tuple[str, str], ...] = ()  # (output, input) that may not be the same array
 
     def kernels(self, backend) -> list[str]:
-        """The names that `kernel` takes on this device; none where there is no choice."""
+        """The names that the option `kernel` accepts on this device; [] if there is no choice."""
         return []
 
     def draw(self, draw: Draw, backend) -> dict[str, Any]:
@@ -76,49 +76,50 @@ class Function:
         raise NotImplementedError
 
     def options(self, spec) -> dict[str, Any]:
-        """The arguments that are no arrays."""
+        """The arguments that are not arrays."""
         return {}
 
     def query(self, spec, views, options) -> Plan | None:
         return None
 
     def exact_query(self, spec) -> bool:
-        """Whether the query gets everything that the call's kernel depends on. It may lack some of the arrays."""
+        """Whether the query gets everything on which the choice of the kernel depends. Some queries get fewer
+        arrays."""
         return True
 
     def call(self, spec, views, options) -> dict[str, Any]:
-        """Makes the call; returns by name the results that are not arrays of the arena."""
+        """Makes the call. Returns, by name, the results that are not arrays of the arena."""
         raise NotImplementedError
 
     def written(self, spec, values) -> dict[str, Any]:
-        """The outputs in the arena, and which part of each the call writes."""
+        """The outputs in the arena by name, with the index of the part that the call writes."""
         return {name: ... for name, array in self.arrays(spec).items() if array.output}
 
     def judge(self, spec, values, after: Mapping[str, np.ndarray], results: Mapping[str, np.ndarray]) -> None:
-        """Raises Wrong. `after` has every array of the arena as the call left it."""
+        """Raises Wrong for a wrong answer. `after` has every array of the arena as it is after the call."""
         raise NotImplementedError
 
     def always_served(self, spec) -> bool:
-        """Whether some kernel must take this call: without a name, a refusal is a finding."""
+        """Whether some kernel must serve this call. A refusal is then a finding, unless a kernel was named."""
         return True
 
     def bad_options(self, spec) -> dict[str, tuple]:
-        """Of BAD_OPTIONS, those that this call looks at."""
+        """The part of BAD_OPTIONS that this call looks at."""
         return self.BAD_OPTIONS
 
     def bad_contents(self, spec, values, draw: Draw) -> tuple[str, int, int] | None:
-        """(name of an integer array, flat index, a number that must not stand there), or None."""
+        """(name of an integer array, flat index, a number that must not be there), or None."""
         return None
 
     def simpler(self, spec) -> Iterator[dict[str, Any]]:
-        """Smaller calls of its own kind, for shrink.py."""
+        """Smaller calls of this function, for shrink.py."""
         return iter(())
 
     def get(self, spec, key: str) -> Any:
         return spec.get(key, self.DEFAULTS[key])
 
     def trimmed(self, spec) -> dict[str, Any]:
-        """The spec without entries that have their default."""
+        """The spec without entries that have their default value."""
         return {k: v for k, v in spec.items() if k not in self.DEFAULTS or v != self.DEFAULTS[k]}
 
 
@@ -138,6 +139,6 @@ def told(error: Exception, frames: int = 6) -> str:
 
 
 def where(error: BaseException) -> str:
-    """The line that raised it, for messages."""
+    """The file and line that raised the error, for messages."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" (at {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""

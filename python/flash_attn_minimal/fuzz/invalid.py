@@ -1,17 +1,17 @@
-"""Calls that must be refused: a valid one with one thing wrong, which is its spec's `mutation`.
+"""Calls that must be refused: a valid call with one thing wrong, its spec's `mutation`.
 
     ["dtype", array]                elements of another type
     ["shape", array, axis]          one more along an axis
-    ["rank", array]                 an axis too few
+    ["rank", array]                 one axis less
     ["last", array]                 a last axis that is not contiguous
-    ["none", array], ["foreign", array]    None, or something that is no array of this framework or device
+    ["none", array], ["foreign", array]    None, or an object that is not an array of this framework or device
     ["alias", output, input]        the same array for both
     ["option", name, value]         a value that is out of range or of another type
     ["keyword", name]               an argument that does not exist: TypeError
-    ["contents", array, index, value]      an integer in the device's memory that refers to no place. On a GPU nothing
-                                    can look at it before the launch: the call may then change its outputs alone
+    ["contents", array, index, value]      an integer in the device's memory that is out of range. On a GPU the library
+                                    cannot look at it before the launch; the call may run, but change only its outputs
 
-The error must be a FlashAttnError, and every byte of every array must be as before.
+The error must be a FlashAttnError (of "keyword": TypeError), and every byte of every array must be as before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OTHER = {"int32": "int64", "int64": "int32", "uint8": "float32", "bool": "float
 
 
 def mutated(function, spec: dict[str, Any], draw: Draw, backend) -> dict[str, Any]:
-    """The spec with a mutation, or as it is where none of a few draws fits."""
+    """The spec with a mutation, or unchanged if none of ten draws fits."""
     spec = {k: v for k, v in spec.items() if k not in ("repeats", "graph")}
     kinds = ("dtype", "shape", "shape", "rank", "last", "none", "foreign", "alias", "option", "option", "option")
     kinds += ("keyword", "contents", "contents")
@@ -98,8 +98,8 @@ def _draw(kind: str, function, spec, draw: Draw) -> list | None:
     if kind == "rank" and (function.any_rank or len(shape) < 2 or name.rstrip("0123456789") in fewer):
         return None  # one axis less may mean the same
     if kind == "foreign" and len(arrays) < 2:
-        return None  # a lone array decides where the call runs: on another device it is valid
-    gaps = "scale" in name or name.rstrip("0123456789") in ("bias", "mask", "tree_mask")  # may be between its elements
+        return None  # a single array decides where the call runs, so it is valid on another device
+    gaps = "scale" in name or name.rstrip("0123456789") in ("bias", "mask", "tree_mask")  # such arrays may have gaps
     if kind == "last" and (gaps or not shape or shape[-1] < 2 or 0 in shape):
         return None
     return [kind, name]
@@ -125,7 +125,7 @@ def apply(spec, arena: Arena, views, options) -> None:
 
 
 def _wrong_array(kind: str, arena: Arena, name: str, more):
-    """The array with its fault, in memory of its own: no call may look at its elements."""
+    """The array with its fault, in separate memory, because no call may look at its elements."""
     array = arena.arrays[name]
     dtype, shape, step = array.dtype, list(array.shape), 1
     if kind == "dtype":

@@ -1,7 +1,7 @@
-"""What right means: the error a plain implementation of the same precision makes, and comparisons with float64.
+"""Judges results: compares them with float64, within the error of a plain implementation of the same precision.
 
-A kernel may be off by twice the plain implementation's largest error, plus a floor for rounding. NaN and infinities
-are compared first: they must sit in the same places with the same signs.
+A kernel's error may be twice the largest error of the plain implementation, plus a floor for rounding. NaN and
+infinities are compared first: they must be in the same places, with the same signs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values rounded to the nearest that `dtype` has."""
+    """float32 values rounded to the nearest value of `dtype`, kept as float32."""
     x = np.asarray(x, np.float32)
     if dtype == "float32":
         return x
     if dtype == "float16":
         with np.errstate(over="ignore"):
             return x.astype(np.float16).astype(np.float32)
-    bits = np.atleast_1d(x).view(np.uint32)  # the sum wraps around for NaN alone
+    bits = np.atleast_1d(x).view(np.uint32)  # the sum wraps around only for NaN
     rounded = (bits + ((bits >> 16 & 1) + np.uint32(0x7FFF)) & np.uint32(0xFFFF0000)).view(np.float32).reshape(x.shape)
     return np.where(np.isnan(x), x, rounded)
 
@@ -33,7 +33,7 @@ class Wrong(AssertionError):
 
 
 def same_kinds(what: str, got: np.ndarray, exact: np.ndarray) -> None:
-    """NaN, infinities and finite numbers in the same places."""
+    """Raises Wrong unless NaN, infinities and finite numbers are in the same places."""
     if got.shape != exact.shape:
         raise Wrong(f"{what} has shape {got.shape}, expected {exact.shape}")
     for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
@@ -44,7 +44,7 @@ def same_kinds(what: str, got: np.ndarray, exact: np.ndarray) -> None:
 
 
 def within(what: str, got, exact, allowed) -> None:
-    """|got - exact| <= allowed where exact is finite; elsewhere the same NaN and infinities."""
+    """Raises Wrong unless |got - exact| <= allowed where exact is finite, and got equals exact elsewhere (NaN, inf)."""
     got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
     same_kinds(what, got, exact)
     if not exact.size:
@@ -62,8 +62,8 @@ def within(what: str, got, exact, allowed) -> None:
 
 
 def check(what: str, got, exact, plain, dtype: str, factor: float = 2.0, floor: float = 1e-5) -> None:
-    """|got - exact| <= factor * max |plain - exact| + floor, everywhere. `plain` may be a function that returns it: it
-    is not called when the rest of the budget is enough."""
+    """Raises Wrong unless |got - exact| <= factor * max |plain - exact| + epsilon * max |exact| + floor everywhere.
+    `plain` may be a function that returns the array; it is called only if the rest of the budget is not enough."""
     got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
     finite = np.isfinite(exact)
     budget = floor + EPSILON[dtype] * np.abs(exact, where=finite, out=np.zeros(exact.shape)).max(initial=0)
@@ -79,7 +79,7 @@ def check(what: str, got, exact, plain, dtype: str, factor: float = 2.0, floor: 
 
 
 def plain_head(head: reference.Head, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Standard attention as one writes it on a GPU: fp32 sums and softmax, probabilities and output rounded to
+    """Standard attention of a plain GPU implementation: fp32 sums and softmax, probabilities and output rounded to
     dtype."""
     f = np.float32
     everything = slice(None)
@@ -110,8 +110,8 @@ def plain_attention(q, k, v, dtype: str, **options):
 
 
 def rounding_floor(q: np.ndarray, k: np.ndarray, softmax_scale: float | None = None) -> float:
-    """1e-5, and more where the terms of q . k are large: half a unit in the last place of the longest q times the
-    longest k, an error that a plain implementation may not have by luck when there are few scores."""
+    """1e-5 plus half a unit in the last place of the scaled product of the longest q and the longest k. With few scores
+    the plain implementation may by luck not have such an error."""
     if not q.size or not k.size:
         return 1e-5
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else abs(softmax_scale)
@@ -122,8 +122,8 @@ def rounding_floor(q: np.ndarray, k: np.ndarray, softmax_scale: float | None = N
 def plain_backward_head(
     head: reference.Head, dout: np.ndarray, dlse: np.ndarray, dtype: str, forward=reference._standard
 ):  # fmt: skip
-    """The gradients as one writes them on a GPU: fp32 sums and softmax; P, dS and the results rounded to dtype. out and
-    lse are those that the kernels are given: `forward` makes them."""
+    """The gradients of a plain GPU implementation: fp32 sums and softmax; P, dS and the results rounded to dtype.
+    `forward` computes out and lse as the kernels are given them."""
     f = np.float32
     everything = slice(None)
     out, lse = forward(head)
@@ -152,7 +152,7 @@ def plain_backward_head(
         weight = round_to(p * kept, dtype).astype(np.float64)
     dq, dk = reference._times_values(raw, head.k), reference._times_values(raw.T, head.q)
     dv = reference._times_values(weight.T, dout.astype(np.float64))
-    return round_to(dq, dtype), dk, dv, ds, sink  # dk and dv are sums over heads: rounded by the caller
+    return round_to(dq, dtype), dk, dv, ds, sink  # dk and dv are summed over heads, then rounded by the caller
 
 
 def plain_backward(dout, q, k, v, dtype: str, forward=reference._standard, **options) -> reference.Gradients:
@@ -162,8 +162,8 @@ def plain_backward(dout, q, k, v, dtype: str, forward=reference._standard, **opt
 
 
 def gradient_floor(q, k, lse, exact, softmax_scale=None) -> float:
-    """What fp32 arithmetic leaves uncertain whatever the plain implementation's luck: P = exp(S - lse) is known to half
-    a unit in the last place of lse, and so is every sum of it; relative to the largest gradient."""
+    """The error of fp32 arithmetic, even if the plain implementation is lucky. P = exp(S - lse) is known to half a unit
+    in the last place of lse, and so is every sum of P. The floor is relative to the largest gradient."""
     finite = np.abs(lse[np.isfinite(lse)]).max(initial=1.0)
     scores = rounding_floor(q, k, softmax_scale) + 2.0**-23 * finite
     largest = np.abs(exact[np.isfinite(exact)]).max(initial=0.0)

@@ -1,9 +1,9 @@
-"""Damaged files for every reader of files: what comes out must be a value, BadArgument that names the file, or OSError.
+"""Damaged files for every reader of files: the result must be a value, a BadArgument that names the file, or OSError.
 
     python -m flash_attn_minimal.fuzz.readers --cases 100000 --seed 1 --memory 4 --out report.json
 
 An input is a small valid file, made here, after one to four edits (edits.py). Case n of a seed is always the same
-input, so that `run(1, seed, first=n)` repeats it.
+input; `run(1, seed, first=n)` repeats it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from .edits import (
 )
 
 EXPECTED = ("read", "BadArgument", "OSError")
-KEPT_FAILURES = 50  # whose inputs the result holds
+KEPT_FAILURES = 50  # failures whose inputs the result holds
 INTERVAL = 10.0  # seconds between two lines of progress
 SMALL = Config(dim=8, hidden_dim=12, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=20, seq_len=16)
 TOKENS = 360  # enough for the bytes and the printable characters
@@ -72,7 +72,7 @@ TOKENS = 360  # enough for the bytes and the printable characters
 
 @dataclass(frozen=True)
 class Reader:
-    """`read` gets the file that holds the input; every BadArgument has to contain `where`."""
+    """A reader of files. `read` gets the file with the input; the text of every BadArgument has to contain `where`."""
 
     name: str
     file: Path
@@ -88,7 +88,7 @@ class Reader:
         return data
 
     def outcome(self, data: bytes) -> tuple[str, str]:
-        """(one of EXPECTED or the kind of failure, the error's text)"""
+        """(one of EXPECTED, or the kind of failure; the error's text)."""
         self.file.write_bytes(data)
         try:
             with np.errstate(all="ignore"):
@@ -106,8 +106,7 @@ class Reader:
 
 
 def use(checkpoint: Checkpoint) -> None:
-    """Takes from every tensor what a model would. A checkpoint that was accepted has the shapes that its config
-    says."""
+    """Reads from every tensor, as a model would. An accepted checkpoint must have the shapes that its config says."""
     config = checkpoint.config
     for name, tensor in checkpoint.tensors.items():
         last = tensor[-1] if len(tensor) == config.n_layers and not isinstance(tensor, np.ndarray) else tensor
@@ -142,7 +141,7 @@ def read_json_tokenizer(file: Path) -> None:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Hides standard error, where Rust reports a panic before Python gets it as an exception."""
+    """Hides standard error: Rust reports a panic there before Python gets it as an exception."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
@@ -183,7 +182,7 @@ def read_prompt(file: Path) -> None:
 
 
 def read_names(file: Path) -> None:
-    """The input is a file's name."""
+    """Calls the readers with a file name that is the input."""
     path, refused = file.with_name("folder") / as_text(file.read_bytes()), None
     for load in (load_checkpoint, load_tokenizer, read_safetensors, stop_ids, JsonTokenizer, bench_report.read):
         if load is not JsonTokenizer or HAS_TOKENIZERS:
@@ -213,7 +212,7 @@ def sentencepiece_model() -> bytes:
 
 
 def quantised_llama2c() -> bytes:
-    """Version 2, with values that mean nothing."""
+    """A llama2.c file of version 2, with meaningless values."""
     header = struct.pack("<4si7iBi", b"24ka", 2, *SMALL.shape, 1, 4)
     return header.ljust(256, b"\0").ljust(checkpoint_bytes(SMALL, 2, True, 4), b"\x3f")
 
@@ -251,7 +250,7 @@ RESULT = {
 
 
 def make_readers(root: Path) -> list[Reader]:
-    """Each with a folder of its own, in which the rest of what it reads is as it should be."""
+    """All readers. Each has its own folder, in which the other files that it reads are valid."""
     found: list[Reader] = []
 
     def add(name: str, file: Path, edit: Callable, read: Callable, where: str | None = None) -> None:
@@ -332,16 +331,19 @@ def make_readers(root: Path) -> list[Reader]:
 
 @contextlib.contextmanager
 def workshop() -> Iterator[list[Reader]]:
-    """The readers, with their files, as long as it lasts."""
+    """The readers, with their files in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="readers-") as root:
         yield make_readers(Path(root))
 
 
 def run(cases: int, seed: int, report: Callable[[str], Any] = print, first: int = 0) -> dict[str, Any]:
-    """Cases first .. first + cases - 1 of a seed, the readers in turn. `report` gets lines: progress, and each failure.
+    """Runs cases first .. first + cases - 1 of a seed, the readers in turn. `report` gets lines of text: progress, and
+    each failure. Returns
 
     {"cases", "seed", "counts": {reader: {outcome: n}}, "failures": [{"case", "reader", "outcome", "error", "input"}],
-    "seconds"}; the input in hexadecimal digits. There are no failures where every outcome is one of EXPECTED.
+    "seconds"}
+
+    with inputs in hexadecimal digits. A failure is a case whose outcome is not in EXPECTED.
     """
     started = said = time.perf_counter()
     counts: dict[str, dict[str, int]] = {}

@@ -23,7 +23,7 @@ class Report:
         self.about, self.command = about, ""
         self.counts: Counter = Counter()  # (function, kernel, dtype, outcome)
         self.findings: list[dict[str, Any]] = []
-        self.more: dict[str, Any] = {}  # sections of others
+        self.more: dict[str, Any] = {}  # additional sections
         self.cases, self.started = 0, time.monotonic()
         self.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.seconds = 0.0
@@ -35,7 +35,7 @@ class Report:
         return 130 if self.interrupted else 1 if self.findings else 0
 
     def add(self, number: int, spec: dict[str, Any] | None, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Counts one case; returns the finding if it is one."""
+        """Counts one case. Returns its finding, or None if the outcome is fine."""
         self.cases += 1
         self.counts[message["function"], message["kernel"], message["dtype"], message["kind"]] += 1
         if message["kind"] in FINE:
@@ -45,7 +45,7 @@ class Report:
         return finding
 
     def add_readers(self, found: dict[str, Any]) -> None:
-        """Adds the result of readers.run as a section of its own, and its failures to the findings."""
+        """Adds the result of readers.run as a section, and its failures to the findings."""
         self.more["readers"] = found
         for failure in found["failures"]:
             spec = {"function": f"reader {failure['reader']}", "number": failure["case"], "input": failure["input"]}
@@ -59,7 +59,7 @@ class Report:
         self.seconds = time.monotonic() - self.started
 
     def distinct(self) -> list[dict[str, Any]]:
-        """The first finding of each function, kernel and kind."""
+        """The first finding of each function, kernel, kind and mutation."""
         seen = {}
         for finding in self.findings:
             mutation = finding["spec"].get("mutation", [""])[:2]
@@ -79,7 +79,7 @@ class Report:
         return f"{where}{finding['spec'].get('function', '')}{kernel}: {finding['kind']}: {first[:300]}"
 
     def call(self, finding) -> str:
-        """A Python call that repeats it."""
+        """Python code that repeats the finding."""
         device = f", {self.about['device']!r}"
         if self.about.get("framework"):
             device += f", {self.about['framework']!r}"
@@ -100,7 +100,7 @@ class Report:
         return "\n".join([*lines, "", *self.table(), self.summary()])
 
     def table(self) -> list[str]:
-        """Cases of every function and kernel, and how many of them were served."""
+        """The numbers of cases and of their outcomes, for every function and kernel."""
         rows: dict[tuple[str, str], Counter] = {}
         for (function, kernel, _, kind), count in self.counts.items():
             rows.setdefault((function, kernel), Counter())[kind] += count
@@ -147,7 +147,7 @@ class Report:
 
 
 def describe(spec: dict[str, Any]):
-    """The arrays of a case in words."""
+    """Yields (name, description) of the arrays of a case."""
     try:
         for name, array in functions()[spec["function"]].arrays(spec).items():
             strides, _, _ = array.strides()

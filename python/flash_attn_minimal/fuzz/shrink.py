@@ -1,4 +1,4 @@
-"""Smaller specs that may fail in the same way: an option less, a size halved, an array contiguous."""
+"""Smaller specs that may fail in the same way: one option less, a size halved, an array made contiguous."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from .case import functions
 from .function import Function
 
-LISTS = ("lens", "lengths", "links", "given", "lead", "bias", "mask")  # of any length
+LISTS = ("lens", "lengths", "links", "given", "lead", "bias", "mask")  # lists that may become shorter
 
 
 def candidates(spec: dict[str, Any], known: dict[str, Function] | None = None) -> Iterator[dict[str, Any]]:
-    """Smaller specs, the largest steps first. Each is a copy, and sizes stay within what the function allows. known:
-    the functions, where they are not those of single calls."""
+    """Yields smaller specs, the largest steps first. Each is a copy; sizes stay within the limits of the function.
+    known: the functions by name; None: those of single calls."""
     function = (known or functions())[spec["function"]]
     kept = ("function", "seed", "mutation", "kernel")
     for key in sorted(spec):  # one option less
@@ -71,7 +71,8 @@ Candidates = Callable[[dict[str, Any]], Iterator[dict[str, Any]]]
 def greedily(
     spec: dict[str, Any], candidates: Candidates, fails: Callable[[dict[str, Any]], bool], tries: int
 ) -> dict[str, Any]:
-    """Makes a spec smaller: goes on from the first candidate that still fails, until none does or `tries` are spent."""
+    """Makes a spec smaller: continues from the first candidate that still fails, until none fails or `tries` candidates
+    have been tried."""
     seen = set()
     while True:
         for smaller in candidates(spec):
@@ -89,6 +90,6 @@ def greedily(
 
 
 def shrink(spec: dict[str, Any], fails: Callable[[dict[str, Any]], bool], tries: int = 40) -> dict[str, Any]:
-    """A smaller spec that fails, too."""
+    """A smaller spec that still fails."""
     trimmed = functions()[spec["function"]].trimmed
     return greedily(spec, lambda spec: map(trimmed, candidates(spec)), fails, tries)

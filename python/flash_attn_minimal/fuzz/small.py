@@ -1,4 +1,4 @@
-"""merge, quantize_fp8, rms_norm, rope, swiglu, linear with plain weights, sample."""
+"""Draws, makes and judges calls of merge, quantize_fp8, rms_norm, rope, swiglu, linear (plain weights) and sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def floats(backend) -> list[str]:
 
 
 def rows_layout(draw: Draw, backend, rank: int = 2) -> dict[str, Any]:
-    """A layout for functions that take rows at equal distances: gaps between the rows, no others."""
+    """A layout for functions that take rows at equal distances: only gaps between rows."""
     if rank < 2 or not draw.option(0.4):
         return {}
     layout: dict[str, Any] = {"pad": [0] * (rank - 1) + [draw.pick((1, 2, 8, 8, 16, 100))]}
@@ -34,14 +34,15 @@ def rows_layout(draw: Draw, backend, rank: int = 2) -> dict[str, Any]:
 
 
 def rounded(name, got, exact, dtype, terms=1.0):
-    """Allows half a unit in the last place of dtype, and the error of float32 sums of terms of this size."""
+    """Raises Wrong if the error is above half a unit in the last place of dtype, plus the error of float32 sums of
+    terms of size `terms`."""
     exact = np.asarray(exact, np.float64)
     allowed = 1.01 * EPSILON[dtype] / 2 * np.abs(exact) + 4e-6 * terms + 6e-8 * (dtype == "float16")
     judge.within(name, got, exact, allowed)
 
 
 class Small(Function):
-    """What these functions have in common: arrays of any rank, most without a table of kernels, everything served."""
+    """The shared part of these functions: arrays of any rank, mostly no choice of kernels, and every call is served."""
 
     any_rank = True
     DEFAULTS: dict[str, Any] = {"layouts": {}, "num_threads": 0, "programmatic": False, "out": False, "repeats": 0}
@@ -103,7 +104,7 @@ class Merge(Small):
             lse = self.get(spec, "apart") * rng.standard_normal(arrays[f"lse_{side}"].shape)
             lse[rng.random(lse.shape) < self.get(spec, "empty")] = -np.inf
             values[f"lse_{side}"] = lse.astype(np.float32)
-            if "repeat" not in arrays[f"out_{side}"].layout:  # its weight is 0, whatever its out holds
+            if "repeat" not in arrays[f"out_{side}"].layout:  # its weight is 0, so out may hold anything
                 values[f"out_{side}"].swapaxes(-2, -3)[np.isneginf(lse)] = np.nan
         return values
 
@@ -142,7 +143,7 @@ class QuantizeFp8(Small):
 
     def arrays(self, spec):
         *lead, headdim = self.get(spec, "shape")
-        if self.get(spec, "hadamard"):  # a power of two, in a smaller case too
+        if self.get(spec, "hadamard"):  # must be a power of two, also in a shrunk case
             headdim = 1 << headdim.bit_length() - 1
         return {"x": Array((*lead, headdim), self.get(spec, "dtype"), self.get(spec, "layouts").get("x", {}))}
 
@@ -168,7 +169,7 @@ class QuantizeFp8(Small):
             raise Wrong(f"descale has shape {descale.shape} for x of shape {x.shape}")
         if not (np.isfinite(descale).all() and (descale > 0).all()):
             raise Wrong("descale is not positive and finite")
-        if self.get(spec, "hadamard"):  # the library draws the signs; lengths of rows do not depend on them
+        if self.get(spec, "hadamard"):  # the library draws the signs, but lengths of rows do not depend on them
             norms = np.linalg.norm(x.astype(np.float64), axis=-1)
             wide = np.linalg.norm(x8.astype(np.float64) * descale[:, None, :, None], axis=-1)
             allowed = norms / 15.9 + 2**-9 * descale[:, None] * x.shape[-1] ** 0.5
@@ -310,7 +311,7 @@ class Rope(Small):
             if self.get(spec, name):
                 options[name] = True
         if self.get(spec, "rotary_dim"):
-            even = max(2, spec["rotary_dim"] // 2 * 2)  # shrinking may leave any number
+            even = max(2, spec["rotary_dim"] // 2 * 2)  # a shrunk spec may have any number
             options["rotary_dim"] = min(even, 2 * self.arrays(spec)["cos"].shape[1])
         return options
 
@@ -430,7 +431,7 @@ class Linear(Small):
         return ops.linear_query(**given, **more)
 
     def exact_query(self, spec):
-        return False  # it is not told of `out`
+        return False  # the query does not get `out`
 
     def bad_options(self, spec):
         return {k: v for k, v in self.BAD_OPTIONS.items() if k != "eps" or self.get(spec, "norm")}
@@ -500,7 +501,7 @@ class Linear(Small):
 
 
 class Sample(Small):
-    """ops.sample: greedy draws are known, others must be among the tokens that top_k and top_p keep."""
+    """ops.sample: greedy draws are known; other draws must be among the tokens that top_k and top_p keep."""
 
     name = "sample"
     DEFAULTS = Small.DEFAULTS | {
@@ -589,7 +590,7 @@ class Sample(Small):
                 if not np.isposinf(row[got[i]]):
                     raise Wrong(f"out[{i}] = {got[i]}, whose logit is {row[got[i]]}, and there is an infinite one")
                 continue
-            # Sums in float64 and in integers may differ about the last token that top_p keeps.
+            # Sums in float64 and in integers may disagree on the last token that top_p keeps.
             near = reference_ops.kept(row, temperature, **{**cut, "top_p": min(1.0, cut["top_p"] + 1e-6)})
             if not near[got[i]] > 0:
                 raise Wrong(f"out[{i}] = {got[i]}, which top_k and top_p leave out")

@@ -1,4 +1,4 @@
-"""Weights of 4 bits: quantize and dequantize, pack, linear and linear_chain with them."""
+"""Draws, makes and judges calls with 4-bit weights: quantize and dequantize, pack, linear and linear_chain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weight_arrays(name: str, format: str, n: int, k: int) -> dict[str, Array]:
 
 
 def random_weight(rng, name: str, format: str, n: int, k: int) -> dict[str, np.ndarray]:
-    """Random codes under scales that make weights of about k ** -0.5 / 2: results do not grow along a chain of
+    """Random codes, with scales that give weights of about k ** -0.5 / 2, so that results do not grow along a chain of
     products."""
     codes = rng.integers(0, 256, (n, -(-k // 2))).astype(np.uint8)
     if k % 2:
@@ -57,20 +57,20 @@ def wide(values, name: str, format: str, k: int) -> np.ndarray:
 
 
 def product(x, w, format, dtype, out_dtype, bias=None, norm_weight=None, eps=1e-5, residual=None, swiglu=False):
-    """(exact result, allowed error) of a product with a 4-bit weight, both float64. x is rounded to the 16 bits that
-    the products are made in; with int4 the weight may be rounded, too; sums are float32."""
+    """(exact result, allowed error) of a product with a 4-bit weight, both float64. Kernels round x to the 16-bit
+    `dtype`, may round an int4 weight to it, too, and sum in float32."""
     epsilon = EPSILON[dtype] / 2 * 1.01
     if norm_weight is None:
         x, rounding = round_to(x, dtype).astype(np.float64), 0.0
-    else:  # before or after the factor 1 / rms
+    else:  # a kernel may round before or after the factor 1 / rms
         x = np.asarray(x, np.float64)
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * norm_weight
         rounding = epsilon
-    rounding += 2 * epsilon * (format == "int4")  # code * scale, of a scale that may be rounded itself
+    rounding += 2 * epsilon * (format == "int4")  # code * scale is rounded, and perhaps the scale
     with np.errstate(invalid="ignore", over="ignore"):
         y, terms = x @ w.T, np.abs(x) @ np.abs(w).T
         error = (rounding + 2e-6) * terms
-        if dtype == "float16":  # x below its smallest normal number
+        if dtype == "float16":  # for x below the smallest normal number
             error = error + 2.0**-25 * np.abs(w).sum(-1)
         if bias is not None:
             y = y + bias
@@ -79,7 +79,7 @@ def product(x, w, format, dtype, out_dtype, bias=None, norm_weight=None, eps=1e-
             silu = gate / (1 + np.exp(-gate))
             y = silu * up
             error = 1.1 * d_gate * (np.abs(up) + d_up) + np.abs(silu) * d_up + 2e-6 * np.abs(y)
-        if residual is not None:  # which may cancel what has been rounded before
+        if residual is not None:  # it may cancel a result that has already been rounded
             error = error + 2.0**-23 * np.abs(y)
             y = y + residual
         error = error + 1.01 * EPSILON[out_dtype] / 2 * np.abs(y) + 1e-6 * np.abs(y) + 1e-30
@@ -88,7 +88,7 @@ def product(x, w, format, dtype, out_dtype, bias=None, norm_weight=None, eps=1e-
 
 
 class Quantize(Function):
-    """W4Weight.quantize and dequantize, which have to give the bytes that NumPy gives."""
+    """W4Weight.quantize and dequantize, which have to give exactly the bytes of the NumPy reference."""
 
     name = "W4Weight.quantize"
     weight = 0.7
@@ -123,7 +123,7 @@ class Quantize(Function):
         if self.get(spec, "awkward"):
             w *= np.exp(rng.uniform(-8, 8, (len(w), 1))).astype(np.float32)
             w[rng.random(len(w)) < 0.1] = 0
-            if self.get(spec, "format") == "int4":  # beyond these the matrix is refused on the CPU
+            if self.get(spec, "format") == "int4":  # beyond these limits the CPU refuses the matrix
                 w = np.where(np.abs(w) < 1e-6, np.float32(0), np.clip(w, -4e5, 4e5))
             w[rng.random(w.shape) < 1e-3] = rng.choice([0.0, -0.0, np.nan, np.inf, -np.inf])
         return {"w": round_to(w, self.get(spec, "dtype"))}
@@ -223,7 +223,7 @@ class Product(Linear):
 
 
 class Chain(Function):
-    """ops.linear_chain: products of which each may read what those before it wrote."""
+    """ops.linear_chain: a product may read the results of earlier products."""
 
     name = "linear_chain"
     weight = 2
@@ -270,7 +270,8 @@ class Chain(Function):
         return spec
 
     def links(self, spec) -> list[dict[str, Any]]:
-        """The links, with defaults filled in. Where shrinking has removed a source, an array takes its place."""
+        """The links, with defaults filled in. If shrinking has removed the source of a link, an array takes its
+        place."""
         usual = {"n": 8, "k": 8, "swiglu": False, "x": None, "residual": None, "bias": None, "norm": None}
         usual |= {"x_dtype": "float32", "out_dtype": "float32"}
         links: list[dict[str, Any]] = []
@@ -356,7 +357,7 @@ class Chain(Function):
             more = {k: v.astype(np.float64) for k, v in more.items() if v is not None}
             w = wide(values, f"{i}.weight", format, link["k"])
             if not np.isfinite(x).all():
-                return  # an earlier result has overflowed its dtype: what follows is not comparable
+                return  # an earlier result has overflowed its dtype, so later ones cannot be compared
             exact, error = product(x, w, format, compute, link["out_dtype"], eps=1e-3, swiglu=link["swiglu"], **more)
             largest = float(np.finfo(np.float16 if link["out_dtype"] == "float16" else np.float32).max)
             exact = np.where(np.abs(exact) > largest, np.copysign(np.inf, exact), exact)

@@ -1,9 +1,9 @@
-"""A worker of the campaign: reads a case a line from its input, writes what came of it to its output.
+"""A worker of the campaign: reads one case a line from its input, and writes the outcome to its output.
 
     in   {"number": 17} or {"spec": {...}}
-    out  {"ready": ...} once, then for each case {"spec": {...}} before it runs and {"kind": ..., ...} behind it
+    out  {"ready": ...} once, then for each case {"spec": {...}} before it runs and {"kind": ..., ...} after it
 
-A sticky CUDA error ends the process, once it is reported.
+A sticky CUDA error ends the process, after it is reported.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 
 def opened() -> tuple[dict[str, Any], Callable[..., None]]:
-    """What the worker is told at its start, and a function that writes a message of the protocol. Whatever else the
-    process prints goes to standard error from here on."""
+    """Returns what the worker is told at its start, and a function that writes a message of the protocol. From here on,
+    anything else that the process prints goes to standard error."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     faulthandler.enable()

@@ -1,9 +1,9 @@
 """`python -m flash_attn_minimal context-parallel`: check and time attention across ranks.
 
-cases.py    what is timed, how often
+cases.py    the cases, and how often each runs
 crew.py     processes for the ranks, which may hang or crash
-rank.py     what a rank does: arrays, the answer of one device, bursts in turns
-timeline.py what the GPU of a rank does in a call, and when
+rank.py     the work of a rank: arrays, the answer of one device, bursts in turns
+timeline.py the kernels and copies on a rank's GPU during a call
 peers.py    PyTorch's context_parallel, a ring over NCCL
 report.py   efficiency, tables, the picture
 """
@@ -33,7 +33,7 @@ from ..report import encoded
 from . import cases, peers, rank, report, timeline
 from .crew import Crew, Lost, Spec
 
-MOST_LOST = 2  # crews of a kind; then its other cases are left out
+MOST_LOST = 2  # after so many lost crews of a kind, its other cases are left out
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Task:
 
     @property
     def seconds(self) -> float:
-        """A guess."""
+        """An estimate of the time it takes."""
         order, device = self.order, "cpu" if self.spec.devices[0] == "cpu" else "cuda"
         turns = max(self.spec.turns) + 1
         return order.case.seconds(device, self.spec.size, turns, order.protocol, max(1, len(order.modes)))
 
     def labelled(self, rows: list[dict]) -> list[dict]:
-        """The rows of the ranks with what they do not know."""
+        """The rows that the ranks sent, with the fields that ranks do not know."""
         spec = self.spec
         who = {"system": spec.kind} if spec.peer else {"system": "ours", "kind": spec.kind}
         who |= {"ranks": spec.size, "devices": spec.size if spec.devices[0] == "cpu" else len(set(spec.devices))}
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
 
 
 def devices_of(options, gpus: int, built: str) -> list[tuple[int | str, ...]]:
-    """The device of each rank of each group, of so many GPUs that the library sees."""
+    """The device of each rank, for each group. gpus: the number of GPUs that the library sees."""
     on_gpus = options.device == "cuda" or (options.device is None and (options.gpus is not None or gpus > 0))
     if options.device == "cpu" and options.gpus is not None:
         raise BenchError(f"--gpus {options.gpus} with --device cpu: give --ranks {options.gpus}")
@@ -133,12 +133,12 @@ def devices_of(options, gpus: int, built: str) -> list[tuple[int | str, ...]]:
 
 
 def _sizes(gpus: int) -> list[int]:
-    """2, 4, 8, ... and all of them."""
+    """The default sizes of groups: 2, 4, 8, ... and all GPUs."""
     return [2**i for i in range(1, gpus.bit_length()) if 2**i < gpus] + [gpus]
 
 
 def tasks_of(options, groups: list[tuple[int | str, ...]]) -> list[Task]:
-    """What runs, for each group: ours by processes, ours by threads, then each peer."""
+    """The tasks, for each group: ours with processes, ours with threads, then each peer."""
     device = "cpu" if groups[0][0] == "cpu" else "cuda"
     names = options.cases.split(",") if options.cases else None
     for name in names or ():
@@ -213,7 +213,8 @@ def _run(options, argv: list[str]) -> int:
 
 
 def _measure(tasks: list[Task], machine: dict[str, Any]) -> Iterator[tuple[list[dict], float]]:
-    """Runs the tasks; yields the rows of each, and a guess of the seconds left. `machine` gets what the crews know."""
+    """Runs the tasks; yields the rows of each, and an estimate of the seconds left. Adds to `machine` what the crews
+    know about it."""
     crew, spec, failures = None, None, []
     started, done = time.monotonic(), 0.0
     try:
@@ -245,7 +246,7 @@ def _measure(tasks: list[Task], machine: dict[str, Any]) -> Iterator[tuple[list[
 
 
 def _traced(row: dict, folder: Path | None) -> dict:
-    """The row with a summary in the place of its timeline, which goes into files of their own."""
+    """The row with a summary in place of its timeline. The timeline goes into separate files."""
     if "timeline" not in row or folder is None:
         return row
     found = row.pop("timeline")

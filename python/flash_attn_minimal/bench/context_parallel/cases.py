@@ -1,4 +1,4 @@
-"""What is timed: the cases, and how often each of them runs."""
+"""The cases that are timed, and how often each of them runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from ..machine import DTYPES
 
 K = 1024
 DOCUMENTS = (3000, 17000, 1017, 18983, 15555, 9981)  # 64k tokens
-_RATE = {"cuda": (6e14, 4.5e14), "cpu": (2e10, 1.5e10)}  # forward, backward FLOP/s: guesses, for the time left alone
-_BYTES = {"cuda": 3e12, "cpu": 5e9}  # a second, of a cache
+_RATE = {"cuda": (6e14, 4.5e14), "cpu": (2e10, 1.5e10)}  # FLOP/s forward, backward: guesses, only for the time left
+_BYTES = {"cuda": 3e12, "cpu": 5e9}  # bytes of a cache read per second, a guess
 
 
 @dataclass(frozen=True)
 class Case:
-    """Self-attention of sequences of `lengths`; in a decode case one query for each sequence against its cache."""
+    """Self-attention of sequences with these lengths. In a decode case: one query for each sequence against its
+    cache."""
 
     name: str
     lengths: tuple[int, ...]
@@ -28,7 +29,7 @@ class Case:
     layout: str = "zigzag"
     dtype: str = "bfloat16"
     line: bool = False  # a point of a line in the picture
-    widely: bool = False  # also by threads and by peers, if nobody asks for anything else
+    widely: bool = False  # by default also run by threads and by peers
 
     @property
     def tokens(self) -> int:
@@ -36,7 +37,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Two products of 2 D FLOP for each visible pair and head, five in the backward pass."""
+        """Two products of 2 x headdim FLOP for each visible pair and head; five in the backward pass."""
         products = 5 if self.of == "backward" else 2
         return 2.0 * products * sum(map(self._pairs, self.lengths)) * self.headdim * self.nheads
 
@@ -44,22 +45,22 @@ class Case:
         if self.of == "decode":
             return n
         if self.window:
-            seen = min(self.window[0] + 1, n)  # by a late query; causal
+            seen = min(self.window[0] + 1, n)  # keys that a late query sees, under a causal mask
             return seen * (seen + 1) // 2 + (n - seen) * seen
         return n * (n + 1) // 2 if self.causal else n * n
 
     @property
     def options(self) -> dict:
-        """Those of the attention call."""
+        """Options of the attention call."""
         return {"causal": self.causal} | ({"window_size": self.window} if self.window else {})
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values, in a decode case."""
+        """Bytes of keys and values in a decode case; 0 in others."""
         return 2 * self.tokens * self.nheads_k * self.headdim * DTYPES[self.dtype] * (self.of == "decode")
 
     def row(self) -> dict:
-        """The case's part of a row."""
+        """The fields of a result row that describe the case."""
         row = {
             "case": self.name, "pass": self.of, "tokens": self.tokens, "sequences": len(self.lengths),
             "nheads": self.nheads, "nheads_k": self.nheads_k, "headdim": self.headdim, "causal": self.causal,
@@ -72,7 +73,7 @@ class Case:
         return row | ({"line": True} if self.line else {})
 
     def seconds(self, device: str, ranks: int, turns: int, protocol: Protocol, modes: int) -> float:
-        """A guess of how long the case takes; `turns`: how many ranks share a device."""
+        """An estimate of the time that the case takes. turns: how many ranks share a device."""
         once = self.flops / _RATE[device][self.of == "backward"] + self.cache_bytes / _BYTES[device]
         alone, together = (n * t for n, t in ((protocol.count(t), t) for t in (once, once / ranks)))
         rounds = protocol.turns(once)
@@ -81,22 +82,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A system runs in bursts of so many calls, one burst in each round."""
+    """How often systems run: in bursts of calls, one burst in each round."""
 
     rounds: int = 5
     burst_s: float = 0.06
     least: int = 3  # calls in a burst
-    most_s: float = 1.0  # beyond it a burst has fewer calls than that
-    whole_s: float = 20.0  # beyond it there are fewer rounds than that
-    rounds_alone: int = 1000  # rounds in which one device alone has its turns, too
+    most_s: float = 1.0  # a burst of `least` calls that takes longer has fewer calls
+    whole_s: float = 20.0  # if `rounds` bursts take longer, there are fewer rounds
+    rounds_alone: int = 1000  # in this many rounds, one device alone is timed as well
 
     def count(self, once: float) -> int:
-        """Calls in a burst, for one of so many seconds."""
+        """Calls in a burst, if one call takes `once` seconds."""
         once = max(once, 1e-6)
         return max(math.ceil(self.burst_s / once), min(self.least, math.ceil(self.most_s / once)))
 
     def turns(self, once: float) -> int:
-        """Rounds, where the longest call takes so many seconds."""
+        """Rounds, if the longest call takes `once` seconds."""
         return max(1, min(self.rounds, math.ceil(self.whole_s / max(once * self.count(once), 1e-6))))
 
 
@@ -167,7 +168,7 @@ def known(device: str) -> dict[str, Case]:
 
 
 def chosen(device: str, names: list[str] | None, quick: bool, long: bool) -> list[Case]:
-    """The named cases, or the usual ones, fewer with quick, more with long."""
+    """The named cases, or else the usual ones: fewer with quick, more with long."""
     found = known(device)
     if names is not None:
         return [replace(found[name], widely=True) for name in names]

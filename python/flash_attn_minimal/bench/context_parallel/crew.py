@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, so that one that hangs or crashes takes nothing else with it.
+"""Runs ranks in separate processes, so that a rank that hangs or crashes does not end the command.
 
     the command   Crew: starts the processes, gives each an order, waits for the answers, ends them
     a process     serve(): opens the ranks, answers orders until there are no more
@@ -27,12 +27,12 @@ from ..._library import FlashAttnError, RankLost
 from ..machine import first_line
 
 START_S = 120.0  # imports, CUDA contexts, communicators
-MEETING_S = 180.0  # how long ranks wait for each other; the command's own limit is shorter
-_SLOT = 1 << 16  # bytes of a rank's message
+MEETING_S = 180.0  # how long ranks wait for each other
+_SLOT = 1 << 16  # bytes for a rank's message and its length
 
 
 class Lost(FlashAttnError):
-    """Ranks that gave no answer; the text says why. final: others of their kind would give none either."""
+    """The ranks gave no answer; the text says why. final: other crews of this kind would give no answer either."""
 
     def __init__(self, text: str, final: bool = False):
         super().__init__(text)
@@ -41,11 +41,11 @@ class Lost(FlashAttnError):
 
 @dataclass(frozen=True)
 class Spec:
-    """What a crew is."""
+    """The description of a crew."""
 
     kind: str  # "processes", "threads" or the name of a peer
-    devices: tuple[int | str, ...]  # of each rank
-    threads: int  # of a rank on the CPU
+    devices: tuple[int | str, ...]  # the device of each rank
+    threads: int  # threads of a rank on the CPU
     folder: str = ""  # where processes find each other
     peer: bool = False
 
@@ -55,12 +55,14 @@ class Spec:
 
     @property
     def turns(self) -> list[int]:
-        """When each rank works alone: ranks on devices of their own at once, ranks that share one in turns."""
+        """The turn in which each rank works alone. Ranks on different devices have the same turn; ranks that share a
+        device have different turns."""
         return [self.devices[:rank].count(device) for rank, device in enumerate(self.devices)]
 
 
 class Meeting:
-    """Where ranks meet, processes or threads: every rank gives a message and gets those of all."""
+    """Exchanges messages between ranks (processes or threads): every rank gives a message and gets those of all
+    ranks."""
 
     def __init__(self, size: int, barrier: Any, slots: Any):
         self.size, self.barrier, self.slots = size, barrier, slots
@@ -83,10 +85,10 @@ class Meeting:
 
 
 class Crew:
-    """The processes of a Spec. A crew that was Lost is over."""
+    """The processes of a Spec. After Lost the crew cannot be used again."""
 
     def __init__(self, spec: Spec, open_ranks: Callable):
-        """open_ranks: a function of a module, see serve()."""
+        """open_ranks: a function of a module, because the processes import it; see serve()."""
         context = multiprocessing.get_context("spawn")
         self.log = tempfile.NamedTemporaryFile(prefix="context-parallel-", suffix=".log")
         self.folder = tempfile.TemporaryDirectory(prefix="context-parallel-")
@@ -110,9 +112,9 @@ class Crew:
             raise Lost(str(error), final=True) from None
 
     def ask(self, order: Any, seconds: float) -> Any:
-        """What rank 0 answers; raises Lost when a rank fails, dies, or takes longer."""
+        """The answer of rank 0. Raises Lost if a rank fails, dies, or takes longer than `seconds`."""
         for connection in self.connections:
-            with contextlib.suppress(OSError):  # it has ended: found below
+            with contextlib.suppress(OSError):  # a process that has ended is found in _answer
                 connection.send(order)
         return self._answer(seconds)
 
@@ -133,7 +135,7 @@ class Crew:
                         self.processes[rank].join(5)
                         how = _how(self.processes[rank].exitcode)
                         raise Lost(f"the process of rank {rank} ended: {how}{self._said()}") from None
-                    if not answers[rank][0]:  # the others follow soon
+                    if not answers[rank][0]:  # a failure: the other ranks answer soon
                         until = min(until, time.monotonic() + 10)
             failed = [answer[1] for answer in answers.values() if not answer[0]]
             if failed:
@@ -150,7 +152,7 @@ class Crew:
             raise
 
     def _said(self) -> str:
-        """The last line that the processes printed."""
+        """The last line that the processes printed, in brackets."""
         with contextlib.suppress(OSError):
             lines = [line for line in open(self.log.name, errors="replace").read().splitlines() if line.strip()]
             return f" ({lines[-1][:300]})" if lines else ""
@@ -187,8 +189,8 @@ def _how(code: int | None) -> str:
 
 
 def serve(spec: Spec, rank: int, barrier: Any, slots: Any, connection: Any, log: str, open_ranks: Callable) -> None:
-    """Answers orders until None comes. `open_ranks(spec, rank, meeting)` is a context whose value is a function of an
-    order; the first answer is the value's `about`."""
+    """Answers orders until None comes. `open_ranks(spec, rank, meeting)` is a context manager; its value has `about`,
+    which is the first answer, and `measure(order)`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends its processes
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -207,7 +209,7 @@ def serve(spec: Spec, rank: int, barrier: Any, slots: Any, connection: Any, log:
 
 @contextlib.contextmanager
 def _failures(meeting: Meeting, connection: Any) -> Iterator[None]:
-    """Sends an error to the command and lets the other ranks know. (how far from its cause it is, its text)"""
+    """Sends an error to the command as (distance from the cause, text), and breaks the barrier for the other ranks."""
     try:
         yield
     except (EOFError, BrokenPipeError):  # the command has ended

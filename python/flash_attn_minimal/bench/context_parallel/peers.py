@@ -1,9 +1,9 @@
-"""What runs beside ours, each in processes of its own: it may hang.
+"""The peers that are timed beside this library. Each runs in its own processes, because it may hang.
 
     torch_allgather, torch_alltoall   torch.distributed.tensor.experimental.context_parallel around
                                       scaled_dot_product_attention, keys moved by one all-gather or from rank to rank
     ring                              our flash_attn_func on each rank, keys sent from rank to rank by isend and irecv,
-                                      results merged in float32 by merge; forward alone
+                                      results merged in float32 by merge; forward only
 
 A process group of torch.distributed moves the keys: NCCL between GPUs, gloo on the CPU.
 """
@@ -29,9 +29,9 @@ LABELS = {
     "ring": "isend/irecv ring",
 }
 PEERS = tuple(LABELS)
-ROOM = 3.0  # times the tolerance of ours
-TIMEOUT_S = 60  # of a collective of torch.distributed
-BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")  # of PyTorch's attention, the fastest first
+ROOM = 3.0  # factor on the tolerance that this library has
+TIMEOUT_S = 60  # for a collective of torch.distributed
+BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")  # PyTorch's, the fastest first
 
 
 class Refused(BenchError):
@@ -39,9 +39,9 @@ class Refused(BenchError):
 
 
 class Peer:
-    """A peer on a case: what race() times, and the answer as ours gives it."""
+    """A peer on one case: the launch that race() times, and the answer in this library's layout."""
 
-    note = ""  # what was done to make it run
+    note = ""  # how it was made to run
     alone: Callable | None = None  # the same attention on one device
 
     def __init__(self, here: Here, order: Order):
@@ -52,7 +52,7 @@ class Peer:
         raise NotImplementedError
 
     def poison(self) -> None:
-        """Its results are new arrays each time."""
+        """Does nothing: the results are new arrays each time."""
 
     def check_again(self) -> dict[str, Any]:
         return self.work.judge(self.results, ROOM)
@@ -62,7 +62,7 @@ class Peer:
 
 
 class Ring(Peer):
-    """Keys go around, rank to rank; while one set is on its way, the rank works on another."""
+    """Keys are passed from rank to rank. While one set is on its way, the rank works on another."""
 
     def __init__(self, here: Here, order: Order):
         case = order.case
@@ -76,8 +76,9 @@ class Ring(Peer):
         self.q, self.k, self.v = (work.mine(x)[None] for x in (work.q, work.k, work.v))
 
     def launch(self):
-        """Zigzag: rank r has chunks r and 2 P - 1 - r. Under a causal mask the keys of an earlier rank are seen as far
-        as their first chunk, and those of a later rank by the second chunk of the queries."""
+        """Zigzag layout: of 2 P chunks, rank r has chunks r and 2 P - 1 - r. Under a causal mask all queries see the
+        first chunk of an earlier rank's keys; only the second chunk of queries sees a later rank's keys, and all of
+        them."""
         rank, size, half = self.here.rank, self.here.size, self.q.shape[1] // 2
         keys = [self.k, self.v]
         for step in range(size):
@@ -106,7 +107,7 @@ class Ring(Peer):
         return merge(out, lse, more[0].float(), more[1])
 
     def _send(self, keys) -> Callable[[], list]:
-        """Starts to send keys to the next rank, and to receive those of the one before."""
+        """Starts to send keys to the next rank, and to receive those of the previous rank."""
         rank, size, dist = self.here.rank, self.here.size, self.dist
         room = [self.torch.empty_like(x) for x in keys]
         moves = [dist.P2POp(dist.isend, x, (rank + 1) % size) for x in keys]
@@ -139,7 +140,7 @@ class TorchContextParallel(Peer):
         self._stack = contextlib.ExitStack()
         self._plain = self.torch.nn.functional.scaled_dot_product_attention
         set_rotate_method(rotate)
-        _cp_options.enable_load_balance = case.causal  # it refuses to balance a full mask
+        _cp_options.enable_load_balance = case.causal  # it does not balance a full mask
         mesh = init_device_mesh(here.machine.device, (here.size,))
         grouped = case.nheads != case.nheads_k
         tried: dict[str, list[str]] = {}  # reasons, and what failed for each
@@ -150,7 +151,7 @@ class TorchContextParallel(Peer):
                     self.launch()
                     here.machine.synchronize()
                     text = ""
-                except Exception as error:  # whatever this prototype raises is a reason to try the next way
+                except Exception as error:  # any error of this prototype is a reason to try the next way
                     text = first_line(error)
                 texts = [text for text in here.gather(text) if text]
                 if not texts:
@@ -232,7 +233,7 @@ class Torch(TorchCpu):
 
 
 class Peers:
-    """A rank of one peer, for serve()."""
+    """A rank of one peer, as serve() needs it."""
 
     def __init__(self, spec: Spec, here: Here):
         self.name, self.here = spec.kind, here
@@ -265,7 +266,7 @@ class Peers:
 
 @contextlib.contextmanager
 def open_peers(spec: Spec, rank: int, meeting: Meeting) -> Iterator[Peers]:
-    """A process group of torch.distributed, and the peer of this rank."""
+    """Opens a process group of torch.distributed, and gives the peer of this rank."""
     try:
         import torch
         import torch.distributed as dist

@@ -1,11 +1,11 @@
-"""What a rank does: its arrays, the answers against one device, the bursts.
+"""The work of a rank: its arrays, the check of answers against one device, and the bursts.
 
 All ranks run these functions together, in the same order. For each case one device alone and all ranks take turns:
 
     round   every device alone; all ranks with mode A, all ranks with mode B, ...
 
-so that a device that grows warm, or a busy neighbour, meets each of them alike. Devices work alone at the same time,
-none of them with another; ranks that share a device do so in turns.
+so that a device that grows warm, or a busy neighbour, affects each of them equally. When devices work alone, all of
+them do so at the same time, without communication; ranks that share a device do it one after another.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ HEAD_START = 0.002  # seconds in which every rank learns when all start
 BLOCK = 4096  # rows compared at once
 WARM_S = 0.1  # a call that takes longer needs no warm-up
 
-# How far a rank's rows may be from those of one device: all together, and the worst row, relative to their norms. A
-# row counts at least as the usual one: some are 0 but for rounding.
+# How far a rank's rows may be from those of one device, relative to their norms: (all rows together, the worst row). To
+# the norm of a single row the usual norm is added, because some rows are 0 except for rounding.
 TOLERANCE = {"float32": (1e-5, 1e-4), "float16": (2e-3, 2e-2), "bfloat16": (1e-2, 1e-1)}
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the command asks of the ranks."""
+    """The job that the command gives to the ranks."""
 
     case: Case
-    modes: tuple[str, ...]  # of ours; a peer has none
+    modes: tuple[str, ...]  # modes of this library; () for a peer
     protocol: Protocol
-    traced: bool = False  # ours with timelines
+    traced: bool = False  # also record timelines of this library
 
 
 # ---- devices ----
 
 
 class Gpu(TorchCuda):
-    """A GPU of this rank's own."""
+    """The GPU of this rank."""
 
     def __init__(self, index: int):
         import torch
@@ -62,7 +62,7 @@ class Gpu(TorchCuda):
         self.index = index
 
     def enter(self) -> None:
-        """Makes it the device of this thread."""
+        """Makes this GPU the current device of the thread."""
         self.torch.cuda.set_device(self.index)
 
     def random(self, shape, dtype, seed):
@@ -76,7 +76,7 @@ class Gpu(TorchCuda):
 
     @contextlib.contextmanager
     def peak(self) -> Iterator[list[int]]:
-        """The bytes that the framework allocated inside, at most at once."""
+        """A list that afterwards holds the peak of bytes that the framework allocated inside the block."""
         found: list[int] = []
         self.synchronize()
         before = self.torch.cuda.memory_allocated()
@@ -97,15 +97,15 @@ class Host(Numpy):
 
     @contextlib.contextmanager
     def peak(self) -> Iterator[list[int]]:
-        """Not known."""
+        """An empty list: not known."""
         yield []
 
 
 class Here:
-    """A rank, and its way to the others."""
+    """A rank, and its connection to the other ranks."""
 
     def __init__(self, spec: Spec, rank: int, meeting: Meeting, on_host: type = Host):
-        """on_host: what makes the arrays of a rank on the CPU."""
+        """on_host: the class that makes the arrays of a rank on the CPU."""
         self.rank, self.size, self.threads, self.meeting = rank, spec.size, spec.threads, meeting
         self.turns = spec.turns
         device = spec.devices[rank]
@@ -115,7 +115,7 @@ class Here:
         return self.meeting.gather(self.rank, value)
 
     def together(self) -> float:
-        """Returns on all ranks at the same moment. Their clock is one: that of the host."""
+        """Returns on all ranks at the same moment. The ranks share one clock, that of the host."""
         start = max(self.gather(time.perf_counter())) + HEAD_START
         time.sleep(max(0.0, start - time.perf_counter() - 2e-4))
         while time.perf_counter() < start:
@@ -127,10 +127,11 @@ class Here:
 
 
 class Work:
-    """All tokens, for one device alone, and where this rank's rows are in them. Every rank has the same."""
+    """The arrays of all tokens, for one device alone, and the positions of this rank's rows. The arrays are the same on
+    every rank."""
 
     def __init__(self, here: Here, case: Case, rows: np.ndarray | None = None):
-        """rows: this rank's; None: those of the case's layout."""
+        """rows: positions of this rank's rows; None takes them from the case's layout."""
         self.here, self.case, self.machine = here, case, here.machine
         self.cu = np.concatenate([[0], np.cumsum(case.lengths)]).astype(np.int32)
         self.rows = distributed.indices(case.layout, here.rank, here.size, self.cu) if rows is None else rows
@@ -161,7 +162,7 @@ class Work:
         return self.gradients if self.case.of == "backward" else (self.out,)
 
     def _whole(self, *arrays):
-        """As the call takes them: one sequence is a dense batch."""
+        """The arrays as the call takes them: a single sequence becomes a dense batch."""
         return [x[None] for x in arrays] if self._one else arrays
 
     def _forward(self, **more):
@@ -182,7 +183,7 @@ class Work:
         return backward(*arrays, **given, **self.options)
 
     def _check_same(self, inputs) -> None:
-        """That every rank has drawn the same numbers."""
+        """Raises if the ranks have drawn different numbers."""
         some = [self.machine.host(x[:: max(1, len(x) // 64)]) for x in inputs]
         sums = self.here.gather([float(np.abs(x).sum(dtype=np.float64)) for x in some])
         if any(other != sums[0] for other in sums):
@@ -193,13 +194,14 @@ class Work:
         return self.machine.take(x, self.rows, axis)
 
     def judge(self, results: tuple, room: float = 1.0) -> dict[str, Any]:
-        """How far the rows of all ranks are from the answer of one device. Collective."""
+        """Compares the rows of all ranks with the answer of one device. Collective. room: see verdict()."""
         found = [difference(self.machine, x, y, self.rows) for x, y in zip(results, self.answer, strict=True)]
         return verdict([error for errors in self.here.gather(found) for error in errors], self.case.dtype, room)
 
 
 class DecodeWork:
-    """Queries, one of each sequence, over a cache: the shard of this rank, and all of it where one device holds it."""
+    """One query of each sequence over a cache: the shard of this rank, and the whole cache if one device can hold
+    it."""
 
     def __init__(self, here: Here, case: Case):
         self.here, self.case, self.machine = here, case, here.machine
@@ -224,7 +226,8 @@ class DecodeWork:
         here.machine.synchronize()
 
     def _cache(self, which: int, cuts: list[int], ranks: Iterable[int]):
-        """Keys (0) or values (1) of these ranks, neighbours; a rank's are the same wherever they are drawn."""
+        """Keys (which=0) or values (1) of these ranks, which must be neighbours. A rank's part is the same on whatever
+        rank it is drawn."""
         case, first, ranks = self.case, cuts[min(ranks)], list(ranks)
         shape = len(case.lengths), cuts[ranks[-1] + 1] - first, case.nheads_k, case.headdim
         cache = self.machine.nans(shape, case.dtype)
@@ -237,7 +240,7 @@ class DecodeWork:
         return cache
 
     def judge(self, results: tuple, room: float = 1.0) -> dict[str, Any]:
-        """As Work.judge. Where no device holds the cache, only that no NaN is left."""
+        """As Work.judge. If no device can hold the cache, checks only that there is no NaN or Inf."""
         if self.answer:
             found = [difference(self.machine, results[0], self.answer[0], self.rows)]
             return verdict([error for errors in self.here.gather(found) for error in errors], self.case.dtype, room)
@@ -247,8 +250,8 @@ class DecodeWork:
 
 
 def verdict(errors: list[tuple[float, float]], dtype: str, room: float = 1.0) -> dict[str, Any]:
-    """The part of a row that says whether the answer is right, from (norm error, worst row) of each rank and array.
-    room: times the usual tolerance."""
+    """The fields of a row that say whether the answer is right. errors: (norm error, worst row) of each rank and array.
+    room: a factor on the tolerance."""
     if not all(map(math.isfinite, (x for pair in errors for x in pair))):
         return {"wrong": True, "why": "NaN or Inf in the answer"}
     err, worst = max(e for e, _ in errors), max(w for _, w in errors)
@@ -259,8 +262,8 @@ def verdict(errors: list[tuple[float, float]], dtype: str, room: float = 1.0) ->
 
 
 def difference(machine, got, want, rows: np.ndarray) -> tuple[float, float]:
-    """|got - want[rows]| over |want[rows]|; and the largest of a row and head, over its norm and the usual one. NaN or
-    infinite where got has NaN or Inf."""
+    """(|got - want[rows]| / |want[rows]|, the largest such ratio of a row and head). In the second, the mean square of
+    all rows is added under the root of the row's norm. Not finite if got has NaN or Inf."""
     apart, norms = [], []
     for start in range(0, len(rows), BLOCK):
         part = slice(start, start + BLOCK)
@@ -279,7 +282,7 @@ def difference(machine, got, want, rows: np.ndarray) -> tuple[float, float]:
 
 
 class Ours:
-    """The calls of this library across the ranks, in one mode."""
+    """This library's calls across the ranks, in one mode."""
 
     def __init__(self, work: Work, group: distributed.Group, mode: str):
         self.work, self.group, case, machine = work, group, work.case, work.machine
@@ -304,12 +307,12 @@ class Ours:
         return distributed.forward(self.group, *self.inputs, out=self.results[0], **self.options)
 
     def poison(self) -> None:
-        """NaN in the results, so that a row that is not written shows."""
+        """Fills the results with NaN, so that a row that is not written is noticed."""
         for x in self.results:
             x[...] = float("nan")
 
     def check(self) -> dict[str, Any]:
-        """One call, judged; and the memory that it takes."""
+        """Makes one call. Returns the verdict on it, and the memory that it takes."""
         self.poison()
         with self.work.machine.peak() as peak:
             self.launch()
@@ -321,12 +324,12 @@ class Ours:
         return found | {name: max(size[name] for size in sizes) for name in memory}
 
     def check_again(self) -> dict[str, Any]:
-        """Judges what the last burst left."""
+        """Judges the results of the last burst."""
         return self.work.judge(self.results)
 
 
 class Decode(Ours):
-    """A step of inference over the shards."""
+    """A step of decoding over the shards of the cache."""
 
     def __init__(self, work: DecodeWork, group: distributed.Group):
         self.work, self.group = work, group
@@ -339,7 +342,7 @@ class Decode(Ours):
 
 
 def measure(here: Here, group: distributed.Group, order: Order) -> list[dict[str, Any]]:
-    """A row for each mode. Collective."""
+    """Checks and times a case; returns a row for each mode. Collective."""
     here.machine.enter()
     case, rows, systems = order.case, [], []
     decode = case.of == "decode"
@@ -369,8 +372,8 @@ def measure(here: Here, group: distributed.Group, order: Order) -> list[dict[str
 
 
 def race(here: Here, protocol: Protocol, alone: Callable | None, systems: list[tuple[dict, Any]]) -> None:
-    """Times one device alone, on each device, and every system on all ranks, in turns; adds the times to the systems'
-    rows. A system has launch, poison and check_again."""
+    """Times, in turns, each device alone and every system on all ranks. Adds the times to the systems' rows. A system
+    has launch, poison and check_again."""
     if not systems:
         return
     once_alone = max(here.gather(_once(here.machine, alone))) if alone else 0.0
@@ -393,7 +396,7 @@ def race(here: Here, protocol: Protocol, alone: Callable | None, systems: list[t
             if last:
                 system.poison()
             found.append(_all_together(here, system.launch, count))
-            if last:  # what bursts leave is right, too
+            if last:  # the results after bursts must be right, too
                 again = system.check_again()
                 row |= again if again.get("wrong") else {}
     for row, _, count, found in runs:
@@ -407,7 +410,7 @@ def race(here: Here, protocol: Protocol, alone: Callable | None, systems: list[t
 
 
 def _once(machine, launch: Callable) -> float:
-    """Seconds of a call; if it is a short one, not of the first."""
+    """Seconds of a call. Calls of up to a second are made twice, and the second one counts."""
     for _ in range(2):
         start = time.perf_counter()
         launch()
@@ -419,7 +422,8 @@ def _once(machine, launch: Callable) -> float:
 
 
 def _alone(machine, launch: Callable, count: int, warm: bool) -> float:
-    """Seconds of a call, of `count` without a pause. warm: wakes the device up, which has waited for the others."""
+    """Seconds per call, of `count` calls without a pause. warm: one more call first, because the device has waited for
+    the other ranks."""
     if warm:
         launch()
         machine.synchronize()
@@ -431,7 +435,7 @@ def _alone(machine, launch: Callable, count: int, warm: bool) -> float:
 
 
 def _each_alone(here: Here, launch: Callable, count: int, warm: bool) -> list[float]:
-    """The same of every rank's device."""
+    """_alone() for the device of every rank."""
     mine = 0.0
     for turn in range(max(here.turns) + 1):
         here.gather(None)
@@ -441,7 +445,7 @@ def _each_alone(here: Here, launch: Callable, count: int, warm: bool) -> list[fl
 
 
 def _all_together(here: Here, launch: Callable, count: int) -> float:
-    """The same of all ranks: from the start, which is one, to the end of the last."""
+    """Seconds per call of all ranks together, from their common start to the end of the last rank."""
     here.machine.synchronize()
     start = here.together()
     for _ in range(count):
@@ -454,7 +458,7 @@ def _all_together(here: Here, launch: Callable, count: int) -> float:
 
 
 class Ranks:
-    """The ranks of one process, all of them threads or a single one."""
+    """The ranks of one process: all ranks as threads, or a single rank."""
 
     def __init__(self, groups: list[distributed.Group], heres: list[Here]):
         self.groups, self.heres = groups, heres
@@ -477,7 +481,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def open_ranks(spec: Spec, rank: int, meeting: Meeting) -> Iterator[Ranks]:
-    """The groups of ours in this process."""
+    """Opens this library's groups of the ranks in this process."""
     if spec.kind == "threads":
         heres = [Here(spec, r, meeting) for r in range(spec.size)]
         groups = distributed.thread_groups(devices=spec.devices, timeout=60)
@@ -495,7 +499,7 @@ def open_ranks(spec: Spec, rank: int, meeting: Meeting) -> Iterator[Ranks]:
 
 
 def about(here: Here) -> dict[str, Any]:
-    """The machine, as far as this process knows it."""
+    """Facts about the machine that this process knows."""
     found = here.machine.describe()
     if here.machine.device == "cuda":
         found["driver"] = Meter(here.machine).driver

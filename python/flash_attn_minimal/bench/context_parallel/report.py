@@ -1,4 +1,4 @@
-"""Rows completed, tables, the picture."""
+"""Completes the rows, and makes tables and the picture."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..rows import number
 from ..suite import rounded
 from .peers import LABELS
 
-ONE = ("one_ms", "one_slowest_ms", "one_min_ms", "one_max_ms", "one_each_ms", "one_calls")  # of one device alone
+ONE = ("one_ms", "one_slowest_ms", "one_min_ms", "one_max_ms", "one_each_ms", "one_calls")  # fields of one device alone
 
 
 def efficiency(one_ms: float, all_ms: float, devices: int) -> float:
-    """1.0 where so many devices are that many times as fast as one."""
+    """1.0 if n devices are n times as fast as one."""
     return one_ms / (devices * all_ms)
 
 
 def completed(rows: list[dict]) -> list[dict]:
-    """The rows with efficiencies. One device is always one with this library's attention, so rows of a case and a group
-    compare; what a peer takes on one device is kept as own_one_ms."""
+    """The rows with efficiencies. They are relative to this library's attention on one device, so that rows of the same
+    case and group can be compared. The time of a peer on one device is kept as own_one_ms."""
     ours = {}
     for row in rows:
         if row["system"] == "ours" and "one_ms" in row:
@@ -50,7 +50,7 @@ def completed(rows: list[dict]) -> list[dict]:
 
 
 def label(row: dict) -> str:
-    """Which system a row is of."""
+    """The name of a row's system."""
     if row["system"] != "ours":
         return LABELS[row["system"]]
     mode = row["asked"] if row["asked"] == row.get("mode", row["asked"]) else f"{row['mode']} ({row['asked']})"
@@ -58,7 +58,8 @@ def label(row: dict) -> str:
 
 
 def series(row: dict) -> str:
-    """Which line of the picture: a mode may choose another way for each case."""
+    """The line of the picture that a row belongs to, by the mode that was asked for; "auto" may choose a different mode
+    for each case."""
     return label({**row, "mode": row["asked"]}) if row["system"] == "ours" else label(row)
 
 
@@ -90,7 +91,7 @@ def unit(data: dict) -> tuple[str, float]:
 
 
 def columns(data: dict, wide: bool) -> tuple[list[str], list[list[str]]]:
-    """Head and cells of the table, one line for each row with a time. wide: with all columns."""
+    """(head, lines) of the table, one line for each row with a time. wide: with all columns."""
     name, scale = unit(data)
     several = len(data["ranks"]) > 1
     head = ["case", "ranks", "system"] if several else ["case", "system"]
@@ -135,14 +136,14 @@ def untimed(data: dict) -> list[str]:
 
 
 def by_case(rows: Iterable[dict]) -> list[dict]:
-    """Rows of a case next to each other, small groups first, cases in the order in which they first came."""
+    """The rows sorted by case, in the order in which cases first occur, then by the size of the group."""
     rows = list(rows)
     order = {case: i for i, case in enumerate(dict.fromkeys(row["case"] for row in rows))}
     return sorted(rows, key=lambda row: (order[row["case"]], row["ranks"]))
 
 
 def listed(numbers: list[int]) -> str:
-    """2, 4 and 8"""
+    """The numbers as text: 2, 4 and 8."""
     *first, last = map(str, numbers)
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -218,8 +219,8 @@ def markdown(data: dict, picture: str | None) -> str:
 
 
 def picture(data: dict, file: Path) -> bool:
-    """Efficiency, forward and backward: over ranks where there are groups of several sizes, a line for each number of
-    tokens; else over tokens, a line for each system. Returns whether there was anything to draw."""
+    """Draws efficiency, forward and backward. With groups of several sizes: over ranks, a line for each number of
+    tokens. Otherwise: over tokens, a line for each system. Returns whether there was anything to draw."""
     import matplotlib
 
     rows = [row for row in data["rows"] if row.get("line") and "efficiency" in row]
@@ -257,7 +258,7 @@ def picture(data: dict, file: Path) -> bool:
     return True
 
 
-Line = tuple[str, dict, list[dict]]  # its name, how it looks, its rows
+Line = tuple[str, dict, list[dict]]  # name, colour and style, rows
 
 
 def _by_system(rows: list[dict]) -> list[Line]:
@@ -272,13 +273,13 @@ def _by_system(rows: list[dict]) -> list[Line]:
 
 
 def _by_tokens(rows: list[dict]) -> list[Line]:
-    """A line for each number of tokens, of the first system of ours; a thin one of the best peer."""
+    """For each number of tokens, a line of our first system and a thin line of the best peer."""
     first = next((series(row) for row in rows if row["system"] == "ours"), "")
     lines = []
     for i, tokens in enumerate(sorted({row["tokens"] for row in rows})):
         of = [row for row in rows if row["tokens"] == tokens]
         peers = sorted((row for row in of if row["system"] != "ours"), key=lambda row: row["efficiency"])
-        best = {(row["pass"], row["ranks"]): row for row in peers}  # of each the last one, which is the best
+        best = {(row["pass"], row["ranks"]): row for row in peers}  # the last one of each key stays, which is the best
         colour, name = {"color": figure.LINES[i % len(figure.LINES)]}, f"{tokens / 1024:g}k tokens"
         mine = [row for row in of if series(row) == first]
         lines.append((name, colour | {"linewidth": 2.2, "zorder": 3}, mine))
@@ -287,7 +288,7 @@ def _by_tokens(rows: list[dict]) -> list[Line]:
 
 
 def sentence(rows: list[dict], ranks: str) -> str:
-    """A line of progress for the rows of a case that has just run."""
+    """The progress line for the rows of a case that has just run."""
     parts = []
     for row in rows:
         if "ms" in row:

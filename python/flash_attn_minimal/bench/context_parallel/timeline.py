@@ -1,8 +1,8 @@
-"""What the GPU of rank 0 does in one call over ranks, and when: kernels and copies, as PyTorch's profiler records them.
+"""The kernels and copies on rank 0's GPU during one call across ranks, as PyTorch's profiler records them.
 
-record()   a call on all ranks, recorded on rank 0
-summary()  how long attention ran, what it waited for
-picture()  a line for each stream
+record()   records on rank 0 a call of all ranks
+summary()  how long attention, copies and the host took
+picture()  draws a line for each stream
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Protocol
 from ..._report import STYLE
 from .. import figure
 
-CALLS = 3  # recorded; the last one counts, the profiler is at work from the first one on
+CALLS = 3  # recorded calls; only the last one counts, because the profiler starts its work in the first
 BETWEEN = ("copies_kernel", "store_kernel", "negative_delta_kernel", "sum_kernel", "merge_parts_kernel",
            "add_part_kernel", "add_kernel", "round_kernel")  # of cuda/distributed/rows.cu  # fmt: skip
 KINDS = {"attention": "#D55E00", "copy engine": "#0072B2", "copy kernel": "#56B4E9", "other kernel": "#7F7F7F"}
 
 
 class Here(Protocol):
-    """A rank, and its way to the others: rank.Here."""
+    """A rank, and its connection to the other ranks: rank.Here."""
 
     rank: int
     machine: Any
@@ -36,13 +36,13 @@ class Here(Protocol):
 
 
 def record(here: Here, launch: Callable[[], Any], index: int) -> dict[str, Any] | None:
-    """One call of all ranks on a device that is idle before. Collective. On rank 0 the timeline of its GPU, `index`:
+    """Records one call of all ranks from idle devices. Collective. Returns on rank 0 the timeline of its GPU, `index`:
 
         call_us   from the start of the call on the host to the end of the last kernel or copy
         host_us   how long the call kept the host
         rows      in the order of their starts: {"kind": one of KINDS, "name", "stream", "start_us", "us", "bytes"}
 
-    elsewhere None."""
+    and None on other ranks."""
     import torch
 
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -66,13 +66,13 @@ def record(here: Here, launch: Callable[[], Any], index: int) -> dict[str, Any] 
 
 
 def _timeline(events: Iterable[dict], began: float, index: int) -> dict[str, Any]:
-    """Of a trace of Chrome's format: what the GPU `index` began after `began`, in microseconds."""
+    """The kernels and copies in a trace of Chrome's format that the GPU `index` began after `began` (microseconds)."""
     found = []
     for event in events:
         if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
         about = event["args"]
-        device = about.get("device", about.get("inDevice"))  # a copy between GPUs has the one whose engine makes it
+        device = about.get("device", about.get("inDevice"))  # a copy between GPUs names the GPU that makes it
         if event["ts"] < began or device != index:
             continue
         name = _short(event["name"])
@@ -98,8 +98,9 @@ def _short(name: str) -> str:
 
 
 def summary(timeline: dict[str, Any]) -> dict[str, Any]:
-    """Microseconds: of the call, and of the host in it; before the first kernel of attention, in which at least one of
-    them runs, in which a copy engine is at work, and behind the last kernel of attention."""
+    """Microseconds of the call, of the host in it, before the first kernel of attention (before_us), with at least one
+    kernel of attention running (attention_us), with a copy engine at work (copy_us), and after the last kernel of
+    attention (behind_us)."""
     spans = {
         kind: [(e["start_us"], e["start_us"] + e["us"]) for e in timeline["rows"] if e["kind"] == kind]
         for kind in ("attention", "copy engine")
@@ -125,7 +126,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 
 def picture(timeline: dict[str, Any], title: str, file: Path) -> None:
-    """A bar for each kernel and copy, a line for each stream."""
+    """Draws a bar for each kernel and copy, a line for each stream."""
     import matplotlib
     from matplotlib.patches import Patch
 

@@ -1,4 +1,5 @@
-"""A process that makes single calls: each on new memory, on the default stream, with nothing beside it."""
+"""A process that makes single calls: each on new memory and on the default stream, with no other call at the same
+time."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _LENGTH = struct.Struct("=Q")
 
 
 class Alone:
-    """The other end of such a process."""
+    """Starts such a process, and talks to it."""
 
     def __init__(self, device: str, framework: str | None):
         about = json.dumps({"device": device, "framework": framework})
@@ -34,7 +35,7 @@ class Alone:
         self.close()
 
     def answers(self, calls: Sequence[tuple]) -> list[Answer]:
-        """Of (step, variables, bytes of its arrays, bytes of its cache)."""
+        """The answers of calls, given as (step, variables, bytes of its arrays, bytes of its cache)."""
         _send(self.process.stdin, calls)
         return _receive(self.process.stdout)
 

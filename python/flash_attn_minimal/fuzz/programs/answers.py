@@ -1,4 +1,4 @@
-"""What came of a call, how a call is made alone, and whether two answers are the same."""
+"""The answer of a call, a call made alone, and the comparison of two answers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .steps import VARIABLES, Prepared
 
 @dataclass
 class Answer:
-    """An error, or the bytes of the call's arrays after it, and its other results as numbers."""
+    """The answer of a call: its error; the bytes of its arrays after it; its other results, as numbers."""
 
     error: str = ""
     memory: np.ndarray | None = None
-    cache: np.ndarray | None = None  # of a session
+    cache: np.ndarray | None = None  # the bytes of a session's cache
     cache_before: np.ndarray | None = None
     results: dict[str, np.ndarray] = field(default_factory=dict)
-    trouble: str = ""  # what the campaign itself found wrong while it made the call
+    trouble: str = ""  # a fault that the campaign itself found while it made the call
 
 
 _AT_START = {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def set_variables(env: dict[str, str]) -> None:
-    """Those of a program; the others are what they were when the process began."""
+    """Sets a program's variables; the other VARIABLES get the values that they had when the process began."""
     for name in VARIABLES:
         value = env.get(name, _AT_START.get(name))
         if value is None:
@@ -44,7 +44,7 @@ def said(error: BaseException) -> str:
 
 
 def alone(prepared: Prepared, cache_before: np.ndarray | None, place: Any) -> Answer:
-    """The call made as a program's only one."""
+    """Makes the call as the only call of a program."""
     set_variables(prepared.env)
     handle = place.upload(prepared.before)
     cache = None if prepared.cache is None else place.upload(cache_before)
@@ -62,18 +62,18 @@ def alone(prepared: Prepared, cache_before: np.ndarray | None, place: Any) -> An
 
 
 def _plain(error: str) -> str:
-    """Without what may differ: the names of groups, addresses."""
+    """The text of an error without the parts that may differ: names of groups, addresses."""
     return re.sub(r"group \d+|0x[0-9a-f]+|\(nil\)|<[^>]*>", "_", error)
 
 
 def _same_error(prepared: Prepared, a: str, b: str) -> bool:
-    if "distributed" in prepared.function.name:  # the text says which rank was the first
+    if "distributed" in prepared.function.name:  # the text depends on which rank was first
         return a.split(":")[0] == b.split(":")[0]
     return _plain(a) == _plain(b)
 
 
 def difference(prepared: Prepared, got: Answer, fresh: Answer, device: str) -> tuple[str, str] | None:
-    """(kind of finding, message) where an answer is not that of a fresh process; else None."""
+    """(kind of finding, message) if an answer differs from that of a fresh process, else None."""
     if got.trouble:
         return WRONG, got.trouble
     if prepared.moved and got.error.startswith("WorkspaceTooSmall"):
@@ -111,7 +111,7 @@ def _same_bits(prepared: Prepared, got: Answer, fresh: Answer) -> None:
 
 
 def _equal(name: str, got: np.ndarray, fresh: np.ndarray) -> None:
-    """Bit for bit, up to the bits of a NaN."""
+    """Raises Wrong unless the arrays are equal bit for bit, except for the bits of a NaN."""
     if got.shape != fresh.shape or got.dtype != fresh.dtype:
         raise Wrong(f"{name} is {got.dtype} {got.shape}; alone: {fresh.dtype} {fresh.shape}")
     if got.tobytes() == fresh.tobytes() or np.array_equal(got, fresh, equal_nan=got.dtype.kind == "f"):

@@ -1,4 +1,4 @@
-"""PyTorch's gradients through flash_attn_func and flash_attn_varlen_func: a graph that is used twice, or later."""
+"""PyTorch's gradients through flash_attn_func and flash_attn_varlen_func, from a graph that is used twice, or later."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Autograd(Backward):
     def draw(self, draw, backend):
         spec = super().draw(draw, backend) | {"given": [], "accumulate": False, "return_dbias": False}
         spec |= {"return_dsinks": False, "dlse": False, "max_score": False, "key_sums": False}
-        spec["bias"] = None  # whose gradient is summed as PyTorch sums
+        spec["bias"] = None  # PyTorch sums the gradient of a bias in its own way
         return spec
 
     def call(self, spec, views, options):
         return self.begin(spec, views, options)()
 
     def begin(self, spec, views, options) -> Callable[[], dict[str, Any]]:
-        """The forward pass now; the function that it returns makes the gradients."""
+        """Runs the forward pass. Returns a function that computes the gradients."""
         import torch
 
         views = {n: x for n, x in views.items() if n not in ("out", "lse", "dlse")}
@@ -53,7 +53,7 @@ class Autograd(Backward):
 
         return end
 
-    # In tf32 the forward pass gives the backward pass, which has float32 products, an out and an lse of fewer bits.
+    # With tf32, out and lse of the forward pass have fewer bits than the backward pass, whose products are in float32.
 
     def _plain(self, spec):
         plain = super()._plain(spec)
@@ -64,14 +64,15 @@ class Autograd(Backward):
         return 1e-5 + (floor - 1e-5) * 2**11 if self.get(spec, "allow_tf32") else floor
 
     def _noise(self, spec, values):
-        """delta comes from that out, as from one that is rounded to float16, and its P and v were rounded before."""
+        """With tf32, delta comes from an out that is as inexact as one rounded to float16; P and v were rounded,
+        too."""
         if not self.get(spec, "allow_tf32"):
             return super()._noise(spec, values)
         return {name: 2 * noise for name, noise in super()._noise(spec | {"dtype": "float16"}, values).items()}
 
     def values(self, spec):
         values = super().values(spec)
-        repeats = "repeat" in self.get(spec, "layouts").get("dout", {})  # all rows are one then, and none of it hidden
+        repeats = "repeat" in self.get(spec, "layouts").get("dout", {})  # then all rows are the same one, and visible
         if self.get(spec, "lens") is not None and "dout" in values and not repeats:
             values["dout"][self._cu(spec)[0][-1] :] = 0
         return values

@@ -1,4 +1,4 @@
-"""Work in a forked process, which a time limit ends."""
+"""Runs work in a forked process, with a time limit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 from ..function import CRASH, HANG, told
 
 DONE, RAISED = "done", "raised"
-_inside: list[bool] = []  # of a process that in_child has made
+_inside: list[bool] = []  # not empty in a process that in_child has made
 
 
 def in_child(work: Callable[[], Any], seconds: float) -> tuple[str, Any]:
-    """(DONE, what it returns), (RAISED, text), or (HANG or CRASH, what the process said)."""
+    """Runs work() in a forked process. Returns (DONE, its result), (RAISED, text), or (HANG or CRASH, the process's
+    last output)."""
     with tempfile.TemporaryFile() as errors:
         reads, writes = os.pipe()
         child = os.fork()
@@ -64,7 +65,7 @@ def _run(work: Callable[[], Any], writes: int, errors: int, seconds: float) -> N
 
 
 def _read(reads: int, until: float) -> tuple[bytes, bool]:
-    """All that is written, and whether the time was over first."""
+    """(all bytes that are written, False), or (b"", True) if the time is over first."""
     parts: list[bytes] = []
     while True:
         left = until - time.monotonic()

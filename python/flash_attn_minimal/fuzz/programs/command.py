@@ -25,14 +25,14 @@ from .steps import functions
 class ProgramReport(Report):
     def __init__(self, about: dict[str, Any]):
         super().__init__(about)
-        self.calls: Counter = Counter()  # of each function
+        self.calls: Counter = Counter()  # the number of calls of each function
 
     def add(self, number, spec, message):
         self.calls.update(message.get("calls", {}))
         return super().add(number, spec, message)
 
     def distinct(self):
-        """The first finding of each kind, message and function, whatever the numbers in the message."""
+        """The first finding of each kind, kernel and message. Messages that differ only in numbers count as equal."""
         seen: dict[tuple, dict[str, Any]] = {}
         for finding in self.findings:
             text = re.sub(r"[\d.e+-]+", "#", finding["message"].split("\n", 1)[0])[:100]
@@ -43,7 +43,7 @@ class ProgramReport(Report):
         return super().speed().replace("cases/s", "programs/s")
 
     def call(self, finding) -> str:
-        """A Python program that repeats it."""
+        """A Python program that repeats the finding."""
         about = [repr(self.about["device"])] + [repr(self.about["framework"])] * bool(self.about.get("framework"))
         program = pprint.pformat(finding.get("shrunk") or finding["spec"], width=116, compact=True, sort_dicts=False)
         return (
@@ -86,7 +86,7 @@ class ProgramShrinker(Shrinker):
                     return True
             return False
 
-        again = 3  # threads meet by chance
+        again = 3  # tries, because the timing of threads is random
         if not fails(program):
             return finding | {"alone": False}
         smaller = shrink(program, fails, tries)
@@ -99,16 +99,16 @@ def campaign(
     program_seconds: float = 30.0, shrink_seconds: float = 120.0, shrink_tries: int = 200, ranks: bool = False,
     compares: bool = True, progress: Any = None, keep: Callable[[ProgramReport], None] | None = None, **more: Any,
 ) -> ProgramReport:  # fmt: skip
-    """Programs first .. first + programs - 1 of a seed; returns what came of them. `more` goes to the workers.
-    `keep` gets the report before its findings are made smaller, which takes shrink_seconds at most."""
+    """Runs programs first .. first + programs - 1 of a seed, and returns the report. `more` goes to the workers. `keep`
+    gets the report before its findings are made smaller, which takes at most shrink_seconds."""
     about = {
         "device": device, "seed": seed, "kernel": kernel, "function": function, "framework": framework, "ranks": ranks,
         "program_seconds": program_seconds, "compares": compares, "worker": f"{__package__}.worker", **more,
     }  # fmt: skip
     result, until = ProgramReport(about), time.monotonic() + seconds
-    limit = 60 + 3 * program_seconds  # the worker watches its children; this watches the worker
+    limit = 60 + 3 * program_seconds  # the worker watches its children; this limit is for the worker
     if device == "cuda":
-        limit = program_seconds + 30  # a new process, where answers differ
+        limit = program_seconds + 30  # answers that differ take a new process
     found = outcomes(about, range(first, first + programs), workers, limit, until)
     if gather(result, found, progress) and shrink_seconds > 0 and result.findings:
         if keep:
@@ -118,7 +118,7 @@ def campaign(
             for finding in result.distinct()[:10]:
                 try:
                     result.replace(finding, shrinker.shrunk(finding, shrink_tries))
-                except Exception:  # the findings matter more than that they are small
+                except Exception:  # a failure to shrink must not lose the findings
                     result.replace(finding, finding | {"shrinking": traceback.format_exc(limit=-4)})
         except KeyboardInterrupt:  # the findings are reported as they are
             result.interrupted = True
@@ -128,7 +128,7 @@ def campaign(
 
 
 def run(options: Any, argv: list[str]) -> int:
-    """`fuzz --programs N`, with the options of `fuzz`."""
+    """Runs `fuzz --programs N`, with the options of `fuzz`. Returns the exit status."""
     check_names(options, functions())
     if options.ranks and options.kernel:
         raise UsageError(f"--kernel {options.kernel!r} with --ranks: the kernels of ranks are drawn")

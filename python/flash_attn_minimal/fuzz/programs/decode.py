@@ -1,4 +1,4 @@
-"""distributed.decode: a cache whose keys are spread over the ranks, which grow at their own pace."""
+"""Calls of distributed.decode: the keys of a cache are spread over the ranks, and the ranks' shares grow unequally."""
 
 from __future__ import annotations
 

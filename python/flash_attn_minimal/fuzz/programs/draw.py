@@ -20,17 +20,17 @@ SIZES = {
     "spare", "seqlen_new", "shape", "lead", "dim", "half", "n", "k", "vocab", "extra", "longer", "links", "ranks",
     "latent", "rotary_rows", "function", "seed", "descale", "dtype",
 }  # fmt: skip
-# Calls whose options do not follow from the seed, so that a recording of one may get the contents of another.
+# Functions whose options do not depend on the seed, so that a recording may be replayed with other contents.
 KEPT = {
     "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "merge", "quantize_fp8", "rms_norm", "rope",
     "swiglu", "linear",
 }  # fmt: skip
 GENERAL = ("naive", "minimal", "simple", "mma_sm80", "cpu_naive", "cpu_portable")  # kernels of most calls
-MOST_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}  # of the arrays of a call
+MOST_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}  # the largest arrays of a call
 
 
 class Small(Draw):
-    """Small sizes: a program has many calls."""
+    """Draws small sizes, because a program has many calls."""
 
     def __init__(self, rng: np.random.Generator, most: int, elements: float):
         super().__init__(rng)
@@ -48,12 +48,12 @@ class Small(Draw):
 
 
 def generate(seed: int, number: int, world: World, ranks: bool = False) -> dict[str, Any]:
-    """The program of this number; it depends on these arguments, the device and the kernels of the build alone."""
+    """The program of this number. It depends only on these arguments, the device and the kernels of the build."""
     return Drawer(seed, number, world, ranks).program()
 
 
 class Drawer:
-    """Draws one program. Most calls vary an earlier one: that is where something remembered may be wrong."""
+    """Draws one program. Most calls vary an earlier call, to find state that is kept from call to call and wrong."""
 
     def __init__(self, seed: int, number: int, world: World, ranks: bool):
         rng = np.random.default_rng([seed, number, 0xF00D])
@@ -95,11 +95,11 @@ class Drawer:
     def _step(self) -> None:
         draw, kind = self.draw, self.draw.rng.random()
         if self.steps and "env" in self.steps[-1] and self.specs and draw.chance(0.7):
-            spec = draw.pick(self.specs[-3:])  # a call like one before the change, whose kernel is free
+            spec = draw.pick(self.specs[-3:])  # like a call before the change, without a forced kernel
             forced = ("mutation",) if self.ranks else ("mutation", "kernel")
             self._add({n: x for n, x in spec.items() if n not in forced} | {"seed": draw.seed()})
         elif kind < (0.12 if self.ranks else 0.06):
-            if not self.later and not self.world.kernel:  # the gradients of a later step have its variables
+            if not self.later and not self.world.kernel:  # gradients that end later see later variables
                 self.steps.append({"env": self._env()})
         elif self.ranks and kind < 0.15:
             size = draw.pick((2, 3, 4))
@@ -172,7 +172,7 @@ class Drawer:
         self.steps.append(step)
 
     def _possible(self, spec: dict[str, Any]) -> bool:
-        """Whether the call can be drawn at all, and is small: a varied spec may be neither."""
+        """Whether the call can be made, and is small enough. A varied spec may be neither."""
         try:
             layout = Layout(self.known[spec["function"]].arrays(spec))
             options_of(self.known[spec["function"]], spec)
@@ -183,7 +183,7 @@ class Drawer:
     # ---- calls ----
 
     def _new(self, name: str) -> dict[str, Any]:
-        """A call; forced to a kernel it is drawn again until one of a few is served."""
+        """A new call. With a forced kernel on a GPU, up to eight calls are drawn until the kernel serves one."""
         draw, function = self.draw, self.known[name]
         kernels = function.kernels(self.backend)
         kernel = self.world.kernel or (draw.pick(kernels) if kernels and draw.chance(0.35) else None)
@@ -197,7 +197,7 @@ class Drawer:
             if not kernel or not self.cuda or name.startswith("distributed") or self._served(function, spec):
                 break
         draw.plain = 0.0
-        # A rank of distributed.decode appends before it learns that another one refuses: no wrong calls of it.
+        # No wrong calls of distributed.decode: a rank appends before it learns that another rank refuses.
         if draw.chance(0.04) and name != "distributed_decode":
             wrong = invalid.mutated(function, spec, draw, self.backend)
             spec = wrong if wrong.get("mutation", [""])[0] in ("option", "dtype", "shape", "none", "keyword") else spec
@@ -214,7 +214,7 @@ class Drawer:
             return False
 
     def _varied(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The call with other contents, and often one thing more: a size, an option, the kernel, an address."""
+        """The call with other contents, and often with one more change: a size, an option, the kernel, an address."""
         draw, kind = self.draw, self.draw.rng.random()
         spec = {**copy.deepcopy(spec), "seed": draw.seed()}
         spec.pop("mutation", None)
@@ -259,7 +259,7 @@ class Drawer:
         return spec
 
     def _aligned(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The arrays at addresses that are multiples of less, or of more: shapes and strides stay."""
+        """The call with less, or more, aligned addresses of its arrays. Shapes and strides stay."""
         draw = self.draw
         layouts = {name: dict(layout) for name, layout in spec.get("layouts", {}).items()}
         if any(layout.pop("offset", 0) for layout in layouts.values()):
@@ -271,7 +271,8 @@ class Drawer:
         return spec | {"layouts": layouts}
 
     def _other_contents(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """For a recording: what is in the arrays alone may differ. Lengths of a cache are in one."""
+        """The call of a recording with other contents of its arrays, and nothing else changed. The lengths of a cache
+        are such contents."""
         draw = self.draw
         spec = {**copy.deepcopy(spec), "seed": draw.seed()}
         if spec["function"] == "flash_attn_with_kvcache" and isinstance(spec.get("lengths"), list):
@@ -297,7 +298,7 @@ class Drawer:
         session.advance(self.steps[-1]["spec"])
         self.steps[-1].pop("keep", None)
         self.steps[-1] |= _placed(session.first)
-        for name in ("thread", "device"):  # of all its steps
+        for name in ("thread", "device"):  # the same for all steps of a session
             if name not in session.first:
                 self.steps[-1].pop(name, None)
         if "thread" not in session.first:
@@ -310,7 +311,7 @@ def _placed(step: dict[str, Any]) -> dict[str, Any]:
 
 
 class Session:
-    """A cache and its sequences: each step appends some keys and attends, under options of its own."""
+    """A cache and its sequences. Each step appends some keys and attends, with options that it draws."""
 
     def __init__(self, number: int, spec: dict[str, Any], lengths: list[int], first: dict[str, Any]):
         self.number, self.spec, self.lengths, self.first = number, spec, lengths, first
@@ -340,7 +341,7 @@ class Session:
     def step(self, draw: Small, drawer: Drawer) -> dict[str, Any]:
         function = drawer.known["flash_attn_with_kvcache"]
         room = function.capacity(self.spec)
-        if max(self.lengths) >= room - 2 or draw.chance(0.03):  # a text ends; another one takes its place
+        if max(self.lengths) >= room - 2 or draw.chance(0.03):  # a sequence ends, and another one takes its place
             self.lengths[int(np.argmax(self.lengths))] = 0
         left = room - max(self.lengths)
         spec = copy.deepcopy(self.spec)

@@ -1,7 +1,7 @@
-"""Workspaces of exactly the size that a query tells, among guards, in place of those that the Python layer gives.
+"""Workspaces of exactly the size that a query returns, between guards, in place of those that the Python layer gives.
 
-Inside `workspaces(place)` the thread's calls take the long way through Python, and the library's functions are called
-with memory of our own. `Guards.check` looks at it when the work is done.
+Inside `workspaces(place)` calls of the thread are not repeated from a prepared call, and the library's functions get a
+workspace that is made here. `Guards.check` checks it when the work is done.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Guards:
         self.place, self.kept = place, []
 
     def workspace(self, name: str, size: int) -> int:
-        """The address of `size` bytes of NaN between guards."""
+        """Makes `size` bytes of NaN between guards, and returns their address."""
         end = GUARD + size
         whole = poison(-(-(end + GUARD) // ALIGNMENT) * ALIGNMENT, size)
         memory = self.place.upload(whole)
@@ -45,7 +45,7 @@ class Guards:
         return self.place.address(memory) + GUARD
 
     def check(self) -> None:
-        """Once the work is done: raises Wrong where a byte around a workspace has changed."""
+        """Raises Wrong if a byte around a workspace has changed. The work must be done."""
         for name, memory, whole, end, size in self.kept:
             after = self.place.download(memory)
             changed = np.flatnonzero(after != whole)
@@ -83,13 +83,13 @@ _real: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Once in a process: our functions stand before the library's, and do nothing outside of `workspaces`. A call over
-    ranks whose workspace is smaller than the library is told raises Wrong instead of writing behind it."""
+    """Wraps the library's functions, once in a process. Outside of `workspaces` the wrappers only pass calls on. A call
+    over ranks whose workspace is smaller than the library is told raises Wrong, instead of writing past its end."""
     with _lock:
         if _real:
             return
         lib = load()
-        _transformer.load(), _structs.load()  # which type its functions
+        _transformer.load(), _structs.load()  # these declare the types of its functions
         for name in FUNCTIONS:
             _real[name] = getattr(lib, name)
             setattr(lib, name, lambda args, stream, name=name: _call(name, args, stream))

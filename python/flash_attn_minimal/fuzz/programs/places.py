@@ -1,4 +1,4 @@
-"""Where a program's arrays live: memory, streams and recordings of the CPU, of PyTorch and of CuPy on a GPU."""
+"""Memory, streams and recordings for a program: on the CPU, and with PyTorch or CuPy on a GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MOST_KEPT = 1 << 30  # bytes of a GPU's memory that a process keeps for its next
 
 
 class Place:
-    """The CPU. A handle is a block of bytes, an array of its backend."""
+    """The CPU. A handle is a block of bytes, an array of the backend."""
 
-    # What a Recording records. A weight is packed when it is recorded, not when it is replayed.
+    # The functions that a Recording can record. A weight is packed when it is recorded, not when it is replayed.
     RECORDED = {
         "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "merge", "quantize_fp8", "rms_norm",
         "rope", "swiglu", "linear", "sample", "linear (4 bits)", "linear_chain", "backward",
@@ -39,7 +39,7 @@ class Place:
         return self.backend.download(handle)
 
     def copy(self, to: Any, source: Any) -> None:
-        """On the current stream."""
+        """Copies on the current stream."""
         to[:] = source
 
     def clone(self, array: Any) -> Any:
@@ -49,23 +49,23 @@ class Place:
         return handle.data_ptr() if hasattr(handle, "data_ptr") else handle.ctypes.data
 
     def on(self, thread: int) -> Any:
-        """The stream of a thread is the current one, inside of `with`."""
+        """A context in which the stream of a thread is current."""
         return contextlib.nullcontext()
 
     def can_record(self, function: Function) -> bool:
         return function.name in self.RECORDED
 
     def captured(self, call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """The results of a call, and a function that makes it again on the same memory."""
+        """(results of the call, a function that makes the call again on the same memory)."""
         with Recording() as recording:
             results = call()
         return results, recording
 
     def synchronize(self) -> None:
-        """Waits for all work, of all threads."""
+        """Waits for all work of all threads."""
 
     def release(self) -> None:
-        """Between programs: gives back memory that nothing uses."""
+        """Gives back unused memory; called between programs."""
 
 
 class TorchGpu(Place):
@@ -75,8 +75,8 @@ class TorchGpu(Place):
         super().__init__(backend)
         self.torch, self.index, self.graphs = backend.torch, index, True
         self.capturing = threading.Lock()
-        # PyTorch has 32 streams and gives them out in turn: a new one for every capture would soon be a thread's, whose
-        # work would go into the graph in place of being done.
+        # PyTorch has 32 streams and gives them out in turn. A new one for every capture would soon be the stream of a
+        # thread, whose work would then be captured instead of done.
         self.streams: dict[int, Any] = {}
         self.capture_stream = backend.torch.cuda.Stream(index)
 
@@ -121,7 +121,8 @@ class TorchGpu(Place):
             self.torch.cuda.synchronize(self.index)
 
     def release(self):
-        """Every graph has a pool of memory of its own, which PyTorch keeps when the graph is gone."""
+        """Frees the cached memory if it is large: PyTorch keeps the memory pool of each graph after the graph is
+        gone."""
         if self.torch.cuda.memory_reserved(self.index) > MOST_KEPT:
             self.torch.cuda.empty_cache()
 
@@ -155,7 +156,7 @@ class CupyGpu(Place):
 
 
 class Places:
-    """Of every device that a program uses: number 0, and on a machine with several GPUs the others."""
+    """A Place for every device that a program may use: number 0, and with PyTorch also the machine's other GPUs."""
 
     def __init__(self, device: str, framework: str | None = None):
         if device == "cuda":

@@ -1,4 +1,4 @@
-"""Runs a program: its steps in order, each in its thread, on its stream and in its memory."""
+"""Runs the steps of a program in order. Each has its thread, stream and memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shot:
     results: dict[str, Any] = field(default_factory=dict)
     trouble: str = ""
     guards: exact.Guards | None = None
-    answer: Answer | None = None  # of another process
+    answer: Answer | None = None  # an answer from another process, already downloaded
 
     def download(self, place: Place) -> Answer:
         if self.answer:
@@ -62,20 +62,20 @@ class Kept:
 
 
 class Runner:
-    """One run of a program; `run` returns for each step the answers of its call, one for each time it was made."""
+    """One run of a program. `run` returns, for each step, the answers of its call, one for each time it was made."""
 
     def __init__(self, program: Mapping[str, Any], prepared: list[Prepared | None], places: Places):
         self.steps, self.prepared, self.places = program["steps"], prepared, places
         self.memories: dict[tuple, Any] = {}
         self.outgrown: list[Any] = []
-        self.last: dict[tuple, np.ndarray] = {}  # what a piece of memory held after the last call in it
+        self.last: dict[tuple, np.ndarray] = {}  # the contents of a piece of memory after the last call in it
         self.sessions: dict[tuple, Any] = {}
         self.kept: dict[int, Kept] = {}
         self.later: list[tuple[int, Any, Callable[[], dict[str, Any]]]] = []
         self.shots: list[list[Shot]] = [[] for _ in self.steps]
         self.threads: dict[int, ThreadPoolExecutor] = {}
         self.pending: list[Future] = []
-        self.users: dict[Any, tuple[int, Future | None]] = {}  # of memory, sessions, recordings and groups
+        self.users: dict[Any, tuple[int, Future | None]] = {}  # of memory, sessions and recordings: (thread, last call)
         self.groups = threading.Lock()
 
     def run(self) -> list[list[Answer]]:
@@ -169,7 +169,7 @@ class Runner:
                 self.shots[i].append(self.shot(i, kept.handle, cache, before, replay))
                 return
             if "replay" in step and place.graphs:
-                return  # nothing was captured: the call was refused under the variables of that step
+                return  # nothing was captured, because the call was refused under the variables of that step
             self.made(i, step, prepared, place)
 
     def forked(self, i: int) -> list[Shot]:
@@ -219,7 +219,7 @@ class Runner:
         try:
             results, replay = place.captured(call)
         except Exception as error:
-            if "record" in str(error):  # what a call copies is refused there
+            if "record" in str(error):  # a Recording refuses calls that copy an input
                 self.shots[i].append(self.shot(i, handle, cache, before, call))
             else:
                 self.shots[i].append(self.shot(i, handle, cache, before, None, said(error)))
@@ -237,12 +237,12 @@ class Runner:
             self.kept[step["keep"]] = Kept(handle, cache, replay, results)
 
     def shot(self, i: int, handle, cache, before, call: Callable[[], dict[str, Any]] | None, error: str = "") -> Shot:
-        """Makes a call, and copies what it wrote before another call may."""
+        """Makes a call, and copies what it has written before another call can overwrite it."""
         place, results = self.place(i), {}
         if call:
             try:
                 results = {name: place.clone(array) for name, array in call().items()}
-            except Exception as raised:  # also where a result is no array
+            except Exception as raised:  # also if a result is not an array
                 results, error = {}, said(raised)
         after = None if cache is None else place.clone(cache)
         return Shot(error, place.clone(handle), after, before, results)
@@ -255,13 +255,13 @@ class Runner:
         key = step["memory"], step.get("device", 0)
         known = self.memories.get(key)
         if known is None or known.shape[0] < size:
-            if known is not None:  # the stream that it was made on might give it to another array while it is in use
+            if known is not None:  # kept alive: its stream might reuse it while another stream still works on it
                 self.outgrown.append(known)
             self.memories[key] = known = place.empty(max(size, 2 * (0 if known is None else known.shape[0])))
         return known[:size]
 
     def session(self, i: int, step: Mapping[str, Any], prepared: Prepared, place: Place) -> Any:
-        """The cache of a session, which the first of its steps makes."""
+        """The cache of a session. The session's first step makes it."""
         if prepared.cache is None:
             return None
         key = step["session"], step.get("device", 0), str(prepared.cache.arrays)
@@ -270,7 +270,7 @@ class Runner:
         return self.sessions[key]
 
     def check_memories(self) -> None:
-        """A piece of memory holds what it held after the last call in it: no later call has written there."""
+        """Raises Wrong if a piece of memory has changed after the last call in it: a later call has written there."""
         for key, last in self.last.items():
             place = self.places[key[1]]
             now = place.download(self.memories[key][: last.shape[0]])
@@ -280,7 +280,7 @@ class Runner:
     # ---- ranks ----
 
     def leave(self, step: Mapping[str, Any]) -> None:
-        """One rank breaks off; the others get RankLost, and none of them waits for long."""
+        """One rank leaves in mid-call. Raises Wrong unless the other ranks get RankLost."""
         size = max(step.get("ranks", 2), 2)
         gone = step["leave"] % size
         cpu = self.places.backend.device == "cpu"

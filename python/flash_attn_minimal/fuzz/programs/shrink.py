@@ -9,11 +9,12 @@ from typing import Any
 from .. import shrink as calls
 from .steps import functions
 
-KEPT = ("spec", "env", "leave")  # what a step is; the rest is how
+KEPT = ("spec", "env", "leave")  # the entries that make a step; others say how it is made
 
 
 def candidates(program: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Smaller programs, the largest differences first: half of the steps, one step less, a way less, smaller calls."""
+    """Yields smaller programs, the largest differences first: half of the steps, one step less, steps made in a simpler
+    way, smaller calls."""
     steps = program["steps"]
     size = len(steps) // 2
     while size:
@@ -43,5 +44,5 @@ def _with(program: dict[str, Any], i: int, step: dict[str, Any]) -> dict[str, An
 
 
 def shrink(program: dict[str, Any], fails: Callable[[dict[str, Any]], bool], tries: int = 200) -> dict[str, Any]:
-    """A smaller program that fails, too."""
+    """A smaller program that still fails."""
     return calls.greedily(program, candidates, fails, tries)

@@ -1,19 +1,21 @@
-"""A step of a program: a call (its spec, as case.py has it) and the way it is made; or a change of what is around it.
+"""A step of a program: a call (a spec as in case.py) and the way it is made; or a change of the surroundings.
 
     {"spec": {...}, "thread": 2, "beside": True, "memory": 1, "way": "exact", "times": 3, "session": 0, "device": 1}
-    {"env": {"FLASH_ATTN_KERNEL": "naive"}}            a variable is set, or released with None
-    {"leave": 1, "ranks": 3}                           one of three ranks breaks off in mid-call
+    {"env": {"FLASH_ATTN_KERNEL": "naive"}}            an environment variable is set; None removes it
+    {"leave": 1, "ranks": 3}                           rank 1 of three ranks breaks off in mid-call
 
-thread   who makes the call; 0 is the program's own thread. With `beside` nobody waits for it: the next step starts.
-memory   the number of a piece of memory that later calls use, too; without it the call has memory of its own
-way      "call"    as anybody would
-         "exact"   in a workspace of exactly the size that the query tells, among guards
+thread   the thread that makes the call; 0 is the program's own thread. With `beside` the next step starts without
+         waiting for the call.
+memory   the number of a piece of memory that other calls use, too; without it the call has separate memory
+way      "call"    a plain call
+         "exact"   with a workspace of exactly the size that the query returns, between guards
          "record"  recorded, and replayed after all contents are put back: a Recording on the CPU, a CUDA graph on a GPU
          "fork"    in a process that is forked at this point (CPU)
          "later"   begun at this point, and ended when all other steps are done: autograd
 times    how often the call is made, with all contents put back in between
-keep     "record", kept under this number; "replay": the kept one with the contents of this call
-session  the cache of this number is the call's: what earlier calls appended stays there
+keep     as "record", and the recording is kept under this number
+replay   the kept recording of this number runs with the contents of this call
+session  the call uses the cache of this number, in which keys that earlier calls appended remain
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ VARIABLES = tuple(
 
 
 def functions() -> dict[str, Function]:
-    """Those of single calls, and those that only a program makes."""
+    """The functions of single calls, and those that only programs call."""
     return functions_of_calls() | {f.name: f for f in (*autograd.FUNCTIONS, *decode.FUNCTIONS)}
 
 
 @dataclass
 class Prepared:
-    """A call whose arrays are known, and the bytes they lie in before it."""
+    """A call whose arrays are known, with the bytes of its memory before the call."""
 
     step: dict[str, Any]
     function: Function
@@ -54,10 +56,10 @@ class Prepared:
     values: dict[str, np.ndarray]
     layout: Layout
     before: np.ndarray
-    env: dict[str, str]  # of VARIABLES, when the call is made
-    moved: bool = False  # a replay, under other variables than the recording
-    cache: Layout | None = None  # of a session: its arrays lie elsewhere
-    cache_before: np.ndarray | None = None  # when the session begins
+    env: dict[str, str]  # the VARIABLES when the call is made
+    moved: bool = False  # a replay under other variables than the recording
+    cache: Layout | None = None  # the arrays of a session, which are in other memory
+    cache_before: np.ndarray | None = None  # the bytes of the cache when the session begins
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -68,7 +70,7 @@ class Prepared:
         return views | self.cache.views_in(backend, cache) if self.cache else views
 
     def call(self, backend, views) -> dict[str, Any]:
-        """The results that are not among the views."""
+        """Makes the call; returns the results that are not among the views."""
         views, options = dict(views), dict(self.options)
         if "mutation" in self.spec:
             arrays = self.layout.arrays | (self.cache.arrays if self.cache else {})
@@ -76,11 +78,11 @@ class Prepared:
         return self.function.call(self.spec, views, options)
 
     def promised(self, device: str) -> bool:
-        """Whether the same call gives the same bits."""
+        """Whether the same call must give the same bits."""
         return device == "cpu" or "backward" not in self.function.name or bool(self.spec.get("deterministic"))
 
     def judge(self, memory: np.ndarray, cache: np.ndarray | None, cache_before, results) -> None:
-        """Against float64: raises Wrong."""
+        """Compares with float64; raises Wrong."""
         values, after = dict(self.values), {n: self.layout.values(memory, n) for n in self.layout.arrays}
         if self.cache:
             values |= {n: self.cache.values(cache_before, n) for n in self.cache.arrays}
@@ -89,7 +91,7 @@ class Prepared:
 
 
 def prepare(step: Mapping[str, Any], env: Mapping[str, str], before: np.ndarray | None = None) -> Prepared:
-    """before: the bytes of the arrays, where they are known; the values are then left out."""
+    """Prepares the call of a step. before: the bytes of the arrays, if they are known; no values are then computed."""
     spec = step["spec"]
     function = functions()[spec["function"]]
     arrays, values, seed = (
@@ -108,7 +110,8 @@ def prepare(step: Mapping[str, Any], env: Mapping[str, str], before: np.ndarray 
 
 
 def prepare_all(program: Mapping[str, Any], graphs: bool) -> list[Prepared | None]:
-    """None for the steps that are no calls. A kernel is chosen when a graph is captured, not when it is replayed."""
+    """The prepared calls of a program; None for steps that are not calls. A graph's kernel is chosen when the graph is
+    captured, not when it is replayed, so its replays are prepared with the variables of the capture."""
     env: dict[str, str] = {}
     captured: dict[int, dict[str, str]] = {}
     found: list[Prepared | None] = []

@@ -1,4 +1,4 @@
-"""A worker of the campaign of programs. It speaks as fuzz/worker.py does:
+"""A worker of the campaign of programs. Its protocol is that of fuzz/worker.py:
 
 in   {"number": 17} or {"spec": {...}}, which is a program
 out  {"ready": ...} once, then for each program {"spec": {...}} before it runs and {"kind": ..., ...} after it
@@ -29,22 +29,23 @@ from .places import Places
 from .run import Runner
 from .steps import Prepared, prepare_all
 
-JUDGED = 0.05  # of the calls whose bits are right, so many are compared with float64, too
+JUDGED = 0.05  # the share of calls with the right bits that are also compared with float64
 
 
 class Judge:
-    """Runs programs and says what came of them."""
+    """Runs programs and returns their outcomes."""
 
     def __init__(
         self, device: str, framework: str | None = None, seconds: float = 30.0, judged: float = JUDGED,
         compares: bool = True,
     ):  # fmt: skip
-        """compares: with the same calls alone; without it a program has only to end well, as under a sanitizer."""
+        """compares: compare answers with those of the same calls alone. Otherwise a program only has to end without an
+        error, as under a sanitizer."""
         load()
         self.compares = compares
         self.device, self.framework, self.seconds, self.judged = device, framework, seconds, judged
         self.places = Places(device, framework)
-        importlib.import_module("numpy.ma")  # what a first call imports would be imported by every forked process
+        importlib.import_module("numpy.ma")  # otherwise the first call in every forked process imports it
         if self.places.backend.framework == "torch":
             importlib.import_module("flash_attn_minimal.autograd")
         self.other: Alone | None = None
@@ -57,7 +58,7 @@ class Judge:
             self.other.close()
 
     def start(self) -> None:
-        """The second process, on a GPU; it takes seconds."""
+        """Starts the second process, on a GPU. That takes seconds."""
         if self.other is None and self.device == "cuda" and self.compares:
             self.other = Alone(self.device, self.framework)
             self.other.answers([])
@@ -91,12 +92,12 @@ class Judge:
         except Exception as error:
             if self.device == "cpu":
                 raise
-            return told(error, 3), []  # an error of an earlier call, which a GPU tells late
+            return told(error, 3), []  # a GPU reports the error of an earlier call late
 
     # ---- the same calls alone ----
 
     def _apart(self, calls: list[tuple[int, Prepared, list[Answer]]]) -> Outcome:
-        """Each in a process that has made no call before."""
+        """Compares each call with the same call in a process that has made no call before."""
         for i, prepared, answers in calls:
             how, found = in_child(lambda i=i, p=prepared, a=answers: self._compared(i, p, a), self.seconds)
             if how in (HANG, CRASH):
@@ -118,8 +119,8 @@ class Judge:
         return None
 
     def _wrong(self, i: int, prepared: Prepared, fresh: Answer) -> tuple[str, str] | None:
-        """For a sample of the calls, the judgement of single cases. What a session holds after a call that was refused
-        is not known there."""
+        """Judges a sample of the calls like single cases. Calls of sessions are left out, because the contents of a
+        session are not known after a call that was refused."""
         sampled = np.random.default_rng([prepared.spec.get("seed", 0), i]).random() < self.judged
         if not sampled or fresh.error or prepared.cache is not None or "mutation" in prepared.spec:
             return None
@@ -130,7 +131,8 @@ class Judge:
         return None
 
     def _second(self, calls: list[tuple[int, Prepared, list[Answer]]]) -> Outcome:
-        """In the second process, in another order; where an answer differs, in a new one."""
+        """Compares the calls with those of the second process, made in another order. If an answer differs, a new
+        process makes the call again."""
         self.start()
         order = np.random.default_rng(len(calls)).permutation(len(calls))
         try:
