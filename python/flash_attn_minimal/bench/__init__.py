@@ -13,15 +13,18 @@ from . import (
     block,
     decode,
     languages,
+    ledger,
     linear,
     llama,
     overhead,
     prefill,
+    prices,
     profile,
     queries,
     report,
     shapes,
     small_ops,
+    sweep,
     transformers,
 )
 from .machine import DTYPES, SHORT, BenchError, device_slug, library_has_cuda
@@ -31,8 +34,8 @@ from .systems import PEERS
 from .timing import QUICK, Protocol
 
 MODULES = (  # of suites
-    attention, shapes, languages, profile, prefill, decode, queries, llama, block, overhead, linear, small_ops,
-    transformers,
+    attention, shapes, prices, languages, profile, prefill, decode, queries, llama, block, overhead, linear, small_ops,
+    transformers, sweep, ledger,
 )  # fmt: skip
 
 
@@ -106,6 +109,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=positive, metavar="N", help="CPU threads; default: all cores")
     add("--rounds", type=positive, metavar="N", help="bursts of each system on each shape")
     add("--minutes", type=positive, metavar="N", help="languages: report what there is after so long; default: 20")
+    add("--seconds", type=positive, metavar="N", help="sweep: how long; default: 300, or until --calls are done")
+    add("--calls", type=positive, metavar="N", help="sweep: how many")
+    add("--call", metavar="LINE", help="sweep: this call alone, as a line of its table has it")
+    add("--before", type=Path, metavar="FILE.json", help="sweep: compare with an earlier result on the calls of both")
+    add("--devices", metavar="N,...", help="sweep, ledger: GPUs by number; default: all")
+    add("--against", metavar="LIBRARY", help="ledger: a library, a checkout that is built, or a commit to compile")
+    add("--row", type=words, metavar="TEXT,...", help="ledger: the rows with one of these texts in their name")
     add("--quick", action="store_const", const=True, help="fewer shapes, shorter bursts")
     add(
         "--sustained", action="store_const", const=True, help="also time a third of a second each, with clock and power"
@@ -143,6 +153,8 @@ def main(argv: list[str]) -> int:
 
 def _run(options, parser, argv) -> int:
     load()  # a missing library is reported before anything else
+    if options.suite is None and options.against:
+        options.suite = "ledger"
     if options.suite is None:
         options.suite = "cpu" if options.device == "cpu" or not library_has_cuda() else "forward"
         if options.suite == "cpu":

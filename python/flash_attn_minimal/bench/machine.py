@@ -11,6 +11,7 @@ queues launches 0 .. count - 1; `seconds(burst)` says how long the device takes 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -82,6 +83,9 @@ class Numpy(CpuClock):
     def int32(self, values):
         return np.asarray(values, np.int32)
 
+    def float32(self, values):
+        return np.asarray(values, np.float32)
+
     def host(self, array):
         """A float32 NumPy copy."""
         return np.asarray(array).astype(np.float32)
@@ -124,6 +128,9 @@ class _Torch:
     def int32(self, values):
         return self.torch.tensor(values, dtype=self.torch.int32, device=self.device)
 
+    def float32(self, values):
+        return self.torch.tensor(values, dtype=self.torch.float32, device=self.device)
+
     def host(self, array):
         return array.detach().float().cpu().numpy()
 
@@ -135,7 +142,8 @@ class _Torch:
 
 
 class TorchCpu(_Torch, CpuClock):
-    pass
+    def side(self):
+        return contextlib.nullcontext()
 
 
 class TorchCuda(_Torch):
@@ -151,12 +159,18 @@ class TorchCuda(_Torch):
         uuid = getattr(properties, "uuid", None)
         self.gpu_id = None if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
         self._start, self._end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._captured = self.torch.cuda.Stream()
+
+    def side(self):
+        """A context in which PyTorch works on the stream that `burst` captures. A backward pass runs on the stream of
+        its forward pass, so it can be captured only where that ran in this context."""
+        return self.torch.cuda.stream(self._captured)
 
     def burst(self, launch, count, us):
         if us < GRAPH_BELOW_US:
             graph = self.torch.cuda.CUDAGraph()
             try:
-                with self.torch.cuda.graph(graph):
+                with self.torch.cuda.graph(graph, stream=self._captured):
                     for i in range(count):
                         launch(i)
                 return graph.replay
@@ -228,6 +242,9 @@ class Cupy:
 
     def int32(self, values):
         return self.cupy.asarray(values, dtype=self.cupy.int32)
+
+    def float32(self, values):
+        return self.cupy.asarray(values, dtype=self.cupy.float32)
 
     def host(self, array):
         return array.astype(self.cupy.float32).get()

@@ -1,0 +1,454 @@
+"""The suite `sweep`: random calls as users make them, each beside every peer that takes it. Tables of named shapes say
+how fast those shapes are; the sweep says what a call costs that nobody has tuned for.
+
+Each GPU has a worker process; a CPU has one. A worker that dies or hangs is a failed call, and is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .._files import parse_json, read_bytes
+from .._library import load
+from .._progress import Progress
+from .._report import table as markdown_table
+from .calls import FEW, BadCall, Call, drawn
+from .figure import LINES, figure_of, plain_log, set_title
+from .machine import BenchError, library_has_cuda, load_average
+from .rows import label, number, unit
+from .suite import Outcome, Suite, register
+from .timing import Protocol
+
+SECONDS = 300
+CHECK_EVERY = 3  # each third call is checked against float64, where that takes at most a second
+FIRST_S, CALL_S = 180, 120  # a worker's start, and a call, before they count as hanging
+WORST = 100
+CLASSES = {"D <= 64": (0, 64), "D 65 .. 128": (65, 128), "D > 128": (129, 1 << 30)}
+BEHIND = 0.7  # a peer's time over ours below which a call is far behind
+
+
+class Lost(Exception):
+    """A worker died or hangs; the text says which."""
+
+
+class Worker:
+    """A process with one device to itself."""
+
+    def __init__(self, about: dict[str, Any], gpu: str | None):
+        env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+        package = str(Path(__file__).resolve().parents[2])
+        env["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.errors = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.sweep_worker", json.dumps(about)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=env,
+        )  # fmt: skip
+        self._text = b""
+        try:
+            self.ready = self._line(FIRST_S)["ready"]
+        except Lost:
+            self.end()
+            raise
+
+    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        """The answer to an order. Lost where there is none."""
+        assert self.process.stdin
+        try:
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # reading finds it dead
+        return self._line(CALL_S)
+
+    def _line(self, seconds: float) -> dict[str, Any]:
+        assert self.process.stdout
+        ends = time.monotonic() + seconds
+        while b"\n" not in self._text:
+            if not select.select([self.process.stdout], [], [], max(0.0, ends - time.monotonic()))[0]:
+                raise Lost(f"no answer after {seconds:.0f} s")
+            part = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not part:
+                raise Lost(f"the process ended: exit status {self.process.wait()}. {self._said()}")
+            self._text += part
+        line, self._text = self._text.split(b"\n", 1)
+        return json.loads(line)
+
+    def _said(self) -> str:
+        size = self.errors.seek(0, os.SEEK_END)
+        self.errors.seek(max(size - 500, 0))
+        return " ".join(self.errors.read().decode(errors="replace").split())[-300:]
+
+    def end(self) -> None:
+        """Ends the process, also one that hangs."""
+        if self.process.stdin:
+            self.process.stdin.close()
+        self.process.kill()
+        self.process.wait()
+        self.errors.close()
+
+
+class Share:
+    """The calls of a sweep, handed out one by one to the threads of the workers; their rows as they come."""
+
+    def __init__(self, options, calls: Iterable[Call] | None, ends: float, outcome: Outcome, progress: Progress):
+        self.lock = threading.Lock()
+        self.options, self.outcome, self.progress, self.ends = options, outcome, progress, ends
+        self.given = iter(calls) if calls is not None else None
+        self.number = 0
+        self.errors: list[str] = []
+
+    def next(self, ready: dict[str, Any]) -> tuple[int, Call] | None:
+        with self.lock:
+            if time.monotonic() >= self.ends or (self.options.calls and self.number >= self.options.calls):
+                return None
+            number, self.number = self.number, self.number + 1
+            if self.given is not None:
+                call = next(self.given, None)
+                return None if call is None else (number, call)
+        return number, drawn(self.options.seed or 0, number, ready["device"], tuple(ready["dtypes"]))
+
+    def take(self, number: int, call: Call, found: dict[str, Any]) -> None:
+        with self.lock:
+            outcome = self.outcome
+            if row := found.get("row"):
+                outcome.rows.append(row | {"number": number})
+                peers = ", ".join(f"{name} {us:g}" for name, us in row["peers"].items())
+                ratio = f" {row['ratio']:.2f}:" if "ratio" in row else ""
+                self.progress.step(f"{call}:{ratio} {row['kernel']} {row['us']:g} us{peers and ', '}{peers}")
+            elif row := found.get("wrong"):
+                outcome.wrong += 1
+                outcome.rows.append(row | {"number": number})
+                self.progress.say(f"{call}: WRONG: {row['kernel']}, error {row['max_err']:.3g}")
+            else:
+                reason = found.get("refused") or found["failed"]
+                outcome.left_out.append({"system": "ours", "shape": str(call), "reason": reason})
+                if "failed" in found:
+                    outcome.wrong += 1
+                    self.progress.say(f"{call}: FAILED: {reason}")
+
+
+def _work(share: Share, about: dict[str, Any], gpu: str | None, machines: dict[str | None, dict]) -> None:
+    """A thread: one worker after the other on one device."""
+    worker = None
+    try:
+        worker = Worker(about, gpu)
+        machines[gpu] = worker.ready
+        while order := share.next(worker.ready):
+            number, call = order
+            try:
+                found = worker.ask({"call": str(call), "check": number % CHECK_EVERY == 0})
+            except Lost as lost:
+                found = {"failed": str(lost)}
+                worker.end()
+                worker = None
+            share.take(number, call, found)
+            worker = worker or Worker(about, gpu)
+    except Lost as lost:
+        share.errors.append(str(lost))
+    finally:
+        if worker:
+            worker.end()
+
+
+def run(options, protocol: Protocol) -> tuple[Any, Outcome]:
+    calls = None
+    if options.call:
+        try:
+            calls = [Call.parse(options.call)]
+        except BadCall as error:
+            raise BenchError(f"--call {error}") from None
+    earlier = _earlier(options.before) if options.before else {}
+    device = options.device or ("cuda" if library_has_cuda() else "cpu")
+    named = gpus(options.devices) if device == "cuda" else [None]
+    if options.devices and device == "cpu":
+        raise BenchError(f"--devices {options.devices}: there is no GPU here")
+    about = {
+        "device": device, "framework": options.framework, "threads": options.threads, "seed": options.seed or 0,
+        "rounds": options.rounds or (3 if options.quick else 5), "burst_s": 0.002 if options.quick else 0.004,
+    }  # fmt: skip
+    outcome, machines = Outcome(load=load_average()), {}
+    seconds = options.seconds or SECONDS
+    total = 1 if calls else options.calls or 0
+    print(f"{len(named)} worker{'s' * (len(named) != 1)}, {total or f'{seconds} s of'} calls", flush=True)
+    with Progress(total, "sweep", every=0.0 if calls else 5.0) as progress:
+        ends = time.monotonic() + (math.inf if calls or (options.calls and not options.seconds) else seconds)
+        share = Share(options, calls, ends, outcome, progress)
+        threads = [threading.Thread(target=_work, args=(share, about, gpu, machines), daemon=True) for gpu in named]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            share.ends = 0.0
+            print("interrupted: what was measured so far is written", file=sys.stderr)
+            for thread in threads:
+                thread.join(CALL_S)
+    if not machines:
+        raise BenchError(f"no worker could start: {'; '.join(dict.fromkeys(share.errors))}")
+    outcome.rows.sort(key=lambda row: row["number"])
+    for row in outcome.rows:
+        if row["call"] in earlier:
+            row["before_us"] = earlier[row["call"]]
+    return Machine(next(iter(machines.values())), len(named)), outcome
+
+
+def gpus(asked: str | None) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES is to be for each worker."""
+    count = load().fa_cuda_device_count()
+    visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+    names = visible or [str(i) for i in range(count)]
+    if asked is None:
+        return names[:count]
+    chosen = asked.split(",")
+    for word in chosen:
+        if not word.isdigit() or int(word) >= count:
+            raise BenchError(
+                f"--devices {asked}: {word!r} is not a number below {count}, which is how many GPUs there are"
+            )
+    return [names[int(word)] for word in chosen]
+
+
+def _earlier(file: Path) -> dict[str, float]:
+    """us of ours by call, from an earlier result."""
+    try:
+        data = parse_json(read_bytes("--before", file))
+        return {row["call"]: row["us"] for row in data["rows"] if "us" in row}
+    except OSError as error:
+        raise BenchError(f"--before {file}: {error.strerror}") from None
+    except (TypeError, ValueError, KeyError) as error:
+        raise BenchError(f"--before {file}: not a result of the suite sweep: {error}") from None
+
+
+class Machine:
+    """What the result says of the workers' machine."""
+
+    def __init__(self, ready: dict[str, Any], count: int):
+        self.device, self._about, self.count = ready["device"], ready["machine"], count
+        self.name, self.gpu_id = ready["machine"].get("gpu", ""), None
+        self.framework = ready["framework"]
+
+    def describe(self) -> dict[str, Any]:
+        about = {key: value for key, value in self._about.items() if value is not None}
+        return about | ({"workers": self.count} if self.device == "cuda" else {})
+
+
+# ---- the tables ----
+
+
+def geometric(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def option_of(row: dict) -> str:
+    """The row of the table that a call belongs to."""
+    call = Call.parse(row["call"])
+    kind = "packed" if call.packed is not None else "cache" if call.is_cache else ""
+    options = ["bias" if name.startswith("bias") else name for name in call.options]
+    if len(options) > 1:
+        options = ["two options"]
+    return " ".join(filter(None, [kind, *(options or ["bare"])]))
+
+
+def class_of(row: dict) -> str:
+    width = max(row["headdim"], row["headdim_v"])
+    return next(name for name, (low, high) in CLASSES.items() if low <= width <= high)
+
+
+def summary(ratios: list[float]) -> str:
+    return f"{geometric(ratios):.2f} ({min(ratios):.2f}, {len(ratios)})" if ratios else ""
+
+
+def overall(rows: list[dict]) -> str:
+    """A sentence on all calls that a peer takes, too."""
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    if not ratios:
+        return f"{len(rows)} calls; no peer took one."
+    behind, far = (sum(ratio < bound for ratio in ratios) / len(ratios) for bound in (1.0, BEHIND))
+    return (
+        f"{len(rows)} calls, of which {len(ratios)} have a peer: the best peer's time over ours is "
+        f"{geometric(ratios):.2f} in the geometric mean; ours is slower in {behind:.0%}, by more than "
+        f"{1 - BEHIND:.0%} in {far:.0%}."
+    )
+
+
+def _by_class(rows: list[dict], cell) -> list[str]:
+    """A table: options down, pass and class of head dim across. `cell` makes the text of the rows of one place."""
+    columns = [(way, name) for way in ("fwd", "bwd") for name in CLASSES]
+    options = sorted(
+        {option_of(row) for row in rows},
+        key=lambda name: (name.split()[0] in ("packed", "cache"), name != "bare", name),
+    )
+    body = []
+    for option in options:
+        mine = [row for row in rows if option_of(row) == option]
+        body.append([option, *(cell([r for r in mine if (r["pass"], class_of(r)) == column]) for column in columns)])
+    names = {"fwd": "forward", "bwd": "backward"}
+    return markdown_table(["", *(f"{names[way]}, {name}" for way, name in columns)], body)
+
+
+def table(data: dict, rows: list[dict]) -> list[str]:
+    lines = [
+        overall(rows),
+        "",
+        "Each cell: geometric mean of the best peer's time over ours (least, calls). Above 1 ours is faster.",
+    ]
+    served = [row for row in rows if "ratio" in row]
+    halves = [row for row in served if row["dtype"] != "float32"]
+    singles = [row for row in served if row["dtype"] == "float32"]
+    parts = [
+        (f"16 bits, more than {FEW} queries", [row for row in halves if row["seqlen_q"] > FEW]),
+        (f"16 bits, 1 to {FEW} queries", [row for row in halves if row["seqlen_q"] <= FEW]),
+        ("float32", singles),
+    ]
+    for title, part in parts:
+        if part:
+            lines += ["", f"## {title}", "", *_by_class(part, lambda found: summary([row["ratio"] for row in found]))]
+    name, scale = unit(data)
+    large = [row for row in rows if row["us"] > 200 and row["seqlen_q"] > 512 or name == "GFLOP/s"]
+    if large:
+        what = "calls of more than 200 us and 512 rows" if scale == 1 else "all calls"
+        lines += ["", f"## Ours alone: median {name} of {what}", ""]
+        lines += _by_class(large, lambda found: number(median(row["tflops"] for row in found) * scale) if found else "")
+    kernels = sorted({row["kernel"] for row in served})
+    if kernels:
+        body = []
+        for kernel in kernels:
+            ratios = [row["ratio"] for row in served if row["kernel"] == kernel]
+            body.append(
+                [
+                    kernel,
+                    str(len(ratios)),
+                    f"{geometric(ratios):.2f}",
+                    f"{min(ratios):.2f}",
+                    f"{sum(r < 1 for r in ratios) / len(ratios):.0%}",
+                ]
+            )
+        lines += [
+            "",
+            "## By the kernel that serves it",
+            "",
+            *markdown_table(["kernel", "calls", "mean", "least", "behind"], body),
+        ]
+    lines += _since(rows)
+    if served:
+        lines += ["", f"## The {min(WORST, len(served))} worst", ""]
+        lines += ['`bench --suite sweep --call "LINE"` times one of them again.', ""]
+        for row in sorted(served, key=lambda row: row["ratio"])[:WORST]:
+            peers = ", ".join(f"{label(peer)} {us:g}" for peer, us in row["peers"].items())
+            lines.append(f"* {row['ratio']:.2f} `{row['call']}` {row['kernel']}: {row['us']:g} us; {peers}")
+    return lines
+
+
+def _since(rows: list[dict]) -> list[str]:
+    """What became of the calls that an earlier result has, too."""
+    shared = [(row["before_us"] / row["us"], row) for row in rows if "before_us" in row]
+    if not shared:
+        return []
+    by_option: dict[str, list[float]] = {}
+    for gain, row in shared:
+        by_option.setdefault(f"{row['pass']} {option_of(row)}", []).append(gain)
+    body = [
+        [name, str(len(gains)), f"{geometric(gains):.3f}", f"{min(gains):.2f}"]
+        for name, gains in sorted(by_option.items())
+    ]
+    lines = [
+        "",
+        "## Against the earlier result",
+        "",
+        f"{len(shared)} calls are in both: earlier time over today's {geometric([gain for gain, _ in shared]):.3f}.",
+        "",
+    ]
+    lines += markdown_table(["", "calls", "mean", "least"], body)
+    worst = sorted(shared, key=lambda pair: pair[0])[:20]
+    return [
+        *lines,
+        "",
+        *(
+            f"* {gain:.2f} `{row['call']}`: {row['before_us']:g} us, now {row['us']:g}"
+            for gain, row in worst
+            if gain < 0.97
+        ),
+    ]
+
+
+def picture(data: dict, rows: list[dict]):
+    """The best peer's time over ours, over the work of the call; a colour an option."""
+    figure, [axes] = figure_of(1, 2, 11, 5, sharey=True)
+    served = [row for row in rows if "ratio" in row]
+    order = ["bare", "causal", "window", "dropout", "bias", "key_mask", "pair_mask", "causal_mask"]
+    markers = "oooossvv"
+    for axis, way in zip(axes, ("fwd", "bwd"), strict=True):
+        groups: dict[str, list[dict]] = {}
+        for row in served:
+            if row["pass"] == way:
+                option = option_of(row).split()[-1]
+                groups.setdefault(option if option in order else "other", []).append(row)
+        for option in [name for name in (*order, "other") if name in groups]:
+            index = order.index(option) if option in order else -1
+            colour = LINES[index] if index >= 0 else "#9A9A9A"
+            work = [row["tflops"] * row["us"] * 1e6 for row in groups[option]]
+            ratios = [row["ratio"] for row in groups[option]]
+            text = option.replace("_", " ")
+            axis.plot(work, ratios, markers[index], color=colour, markersize=3, alpha=0.6, label=text)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xscale("log")
+        axis.set_xlabel("FLOP of the call")
+        axis.set_title({"fwd": "forward", "bwd": "backward"}[way])
+        axis.set_yscale("log")
+        plain_log(axis.yaxis)
+    axes[0].set_ylabel("best peer's time over ours (above 1: ours is faster)")
+    set_title(figure, data, f"{len(served)} random calls beside the best peer")
+    handles = {t: h for axis in axes for h, t in zip(*axis.get_legend_handles_labels(), strict=True)}
+    handles = {
+        name.replace("_", " "): handles[name.replace("_", " ")]
+        for name in (*order, "other")
+        if name.replace("_", " ") in handles
+    }
+    if handles:
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=min(9, len(handles)), markerscale=2
+        )
+    return figure
+
+
+register(
+    Suite(
+        name="sweep",
+        about="random calls as users make them: shapes, dtypes, options and pairs of options, forward and backward,\n"
+        "packed sequences and caches, each beside every peer that takes it; several GPUs share them",
+        options=frozenset(
+            {
+                "device",
+                "devices",
+                "framework",
+                "threads",
+                "rounds",
+                "quick",
+                "seed",
+                "seconds",
+                "calls",
+                "call",
+                "before",
+                "output",
+            }
+        ),
+        run=run,
+        table=table,
+        pictures={"": picture},
+        titled=False,
+        checked=f"each {CHECK_EVERY}rd answer checked against float64, where that takes at most a second",
+    )
+)
